@@ -1,0 +1,1 @@
+"""Attention, scoring and packing operations: one folder each, plain torch beside the fast path."""

@@ -1,0 +1,1 @@
+"""KV-cache management for long contexts, on any Hugging Face decoder model."""

@@ -1,0 +1,72 @@
+"""Every error the engine raises on purpose.
+
+    KVEngineError
+    ├── PolicyError (ValueError)          a policy string or option is wrong
+    │   ├── UnknownPolicy                 no policy, option or axis of that name
+    │   └── UnsupportedPolicy             understood, but this combination or model cannot do it; the message says why
+    ├── ModelError (ValueError)           the model cannot be patched, or is of the wrong kind
+    ├── CacheError (RuntimeError)         a cache is used against its contract: rolled back too far, another model's, ...
+    ├── StoreError (OSError)              a store or tier failed; what was stored before is still there
+    │   ├── CorruptBitstream              stored bytes are torn, truncated or not ours
+    │   └── IncompatibleCache             stored for another model, tokenizer, dtype or version
+    └── EvaluationError (ValueError)      an unknown task, a bad configuration, a run that cannot be resumed
+
+Each is also the built-in named beside it, so code that catches `ValueError` keeps working.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KVEngineError(Exception):
+    """Base of all errors below."""
+
+
+class PolicyError(KVEngineError, ValueError):
+    """A policy string, option or value is wrong."""
+
+
+class UnknownPolicy(PolicyError):
+    """No policy or option has that name."""
+
+
+class UnsupportedPolicy(PolicyError):
+    """Two choices, or a choice and a model, exclude each other."""
+
+
+class ModelError(KVEngineError, ValueError):
+    """The model cannot be used this way."""
+
+
+class CacheError(KVEngineError, RuntimeError):
+    """A cache was used against its contract."""
+
+
+class StoreError(KVEngineError, OSError):
+    """A store or tier failed."""
+
+
+class CorruptBitstream(StoreError):
+    """Stored bytes are torn, truncated or not ours."""
+
+
+class IncompatibleCache(StoreError):
+    """Stored for another model, tokenizer, dtype or version."""
+
+
+class EvaluationError(KVEngineError, ValueError):
+    """A task, configuration or run is wrong."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """The message for a name that does not exist.
+
+    >>> unknown("policy", "quset", ["quest", "full"])
+    "no policy is called 'quset'. Did you mean 'quest'? Known: full, quest"
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, 1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"no {kind} is called {name!r}.{hint} Known: {', '.join(names)}"
