@@ -37,7 +37,9 @@ class EngineLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.incoming is not None:
-            raise ModelError("an engine cache was given to a model that is not patched; call kvengine.patch(model) first")
+            raise ModelError(
+                "an engine cache was given to a model that is not patched; call kvengine.patch(model) first"
+            )
         self.incoming, self.is_initialized = (key_states, value_states), True
         key_states._kv_layer = self  # type: ignore[attr-defined]
         return key_states, value_states
@@ -91,14 +93,14 @@ class EngineLayer(CacheLayerMixin):
 
     def prefetch(self) -> None: ...
 
-    def reorder_cache(self, beam_idx: Int[Tensor, "chosen"]) -> None:
+    def reorder_cache(self, beam_idx: Int[Tensor, chosen]) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.cache.parts:
             self.batch_select_indices(torch.arange(self.cache.sequences).repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: Int[Tensor, "chosen"]) -> None:
+    def batch_select_indices(self, indices: Int[Tensor, chosen]) -> None:
         if self.cache.parts:
             device = self.cache.parts[0].lane.first.device
             chosen = indices.to(device)

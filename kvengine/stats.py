@@ -59,7 +59,9 @@ def measure(layers: list[LayerCache]) -> Stats:
         if lane.pages is not None and lane.pool is not None:
             mine = len(set(lane.pages.pages_in_use()))
             used, free = used + mine, free + lane.pool.pages - mine
-    return Stats(held, by_head(layers, live), by_head(layers, attended), read, used, free, layers[0].seen if layers else 0)
+    return Stats(
+        held, by_head(layers, live), by_head(layers, attended), read, used, free, layers[0].seen if layers else 0
+    )
 
 
 def lane_bytes(lane: Lane) -> dict[str, dict[str, int]]:
@@ -72,13 +74,13 @@ def lane_bytes(lane: Lane) -> dict[str, dict[str, int]]:
     return {**stored, "device": own | stored.get("device", {})}
 
 
-def live(lane: Lane) -> Int[Tensor, "row"]:
+def live(lane: Lane) -> Int[Tensor, row]:
     """Tokens held by each row."""
     count = (lane.tail.position[:, lane.tail.span] >= 0).sum(1)
     return count if lane.pages is None else count + (lane.pages.position >= 0).sum(1)
 
 
-def attended(lane: Lane) -> Int[Tensor, "row"]:
+def attended(lane: Lane) -> Int[Tensor, row]:
     """Tokens that the row's last query read."""
     if lane.pages is None or lane.units is None:
         return live(lane)

@@ -42,7 +42,9 @@ def check_choice(policy: object, **values: tuple[Any, tuple[Any, ...]]) -> None:
     """Refuse a value that is not one of the choices: `check_choice(self, reduce=(self.reduce, ("max", "mean")))`."""
     for option, (value, known) in values.items():
         if value not in known:
-            raise PolicyError(f"{type(policy).__name__}: {option}={value!r} must be one of {', '.join(map(repr, known))}")
+            raise PolicyError(
+                f"{type(policy).__name__}: {option}={value!r} must be one of {', '.join(map(repr, known))}"
+            )
 
 
 def tokens(budget: Budget, prompt: int) -> int:
@@ -54,14 +56,14 @@ def tokens(budget: Budget, prompt: int) -> int:
     return budget if isinstance(budget, int) else max(1, int(budget * prompt))
 
 
-def tokens_by_row(budget: Budget, prompt: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
+def tokens_by_row(budget: Budget, prompt: Int[Tensor, row]) -> Int[Tensor, row]:
     """A budget in tokens for each row, so that a padded row has the budget it would have alone."""
     if isinstance(budget, int):
         return torch.full_like(prompt, budget)
     return (prompt.double() * budget).long().clamp(min=1)
 
 
-def top(score: Float[Tensor, "row token"], count: Int[Tensor, "row"]) -> Bool[Tensor, "row token"]:
+def top(score: Float[Tensor, "row token"], count: Int[Tensor, row]) -> Bool[Tensor, "row token"]:
     """The `count[r]` best tokens of each row; ties go to the later token, -inf is never chosen.
 
     >>> top(torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 5.0]]), torch.tensor([2, 1]))
@@ -69,5 +71,7 @@ def top(score: Float[Tensor, "row token"], count: Int[Tensor, "row"]) -> Bool[Te
             [False, False,  True]])
     """
     order = score.flip(1).argsort(dim=1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
     return (rank.flip(1) < count[:, None]) & (score > float("-inf"))
