@@ -30,12 +30,12 @@ demo: environment
 test: style types unit
 
 style: environment
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 
 types: environment
 	$(BIN)/python tests/view.py
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 unit: environment
 	$(PYTEST) -n 2

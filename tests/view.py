@@ -1,4 +1,4 @@
-"""Lay the repository out as it is installed, as symlinks under build/view: static tools cannot see editable installs."""
+"""Lay the repository out as installed, as symlinks under build/view: static tools cannot see editable installs."""
 
 import shutil
 import tomllib
