@@ -3,10 +3,14 @@
 import doctest
 import importlib
 import importlib.util
+import inspect
 import json
+import re
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from layout import ROOT, modules
@@ -120,3 +124,32 @@ def test_every_policy_says_what_it_does() -> None:
 def summary(name: str) -> str:
     cls = kvengine.policies.load(name)[1]
     return build.first_paragraph(cls) or build.first_paragraph(importlib.import_module(cls.__module__))
+
+
+# Code in the pages
+
+
+def python_blocks(page: str) -> list[str]:
+    """The Python code blocks of a Markdown file, in order, indented ones included."""
+    blocks = re.findall(r"^ *```python\n(.*?)^ *```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for block in blocks]
+
+
+@pytest.mark.skipif(not hasattr(kvengine, "patch"), reason="no engine in the tree yet")
+def test_the_first_screen_of_the_readme_runs() -> None:
+    names: dict[str, object] = {}
+    exec(compile(python_blocks("README.md")[0], "README.md", "exec"), names)
+    assert names["answer"].shape[0] == 1  # type: ignore[attr-defined]
+
+
+@policies_exist
+def test_the_policy_of_contributing_fits_the_interface() -> None:
+    names: dict[str, Any] = {"__name__": "sparse_past"}
+    exec(compile(python_blocks("CONTRIBUTING.md")[0], "CONTRIBUTING.md", "exec"), names)
+    policy, interface = names["SparsePast"], names["Retention"]
+    own = {name for name, value in vars(policy).items() if inspect.isfunction(value) and not name.startswith("_")}
+    assert issubclass(policy, interface) and own
+    for name in own:
+        assert list(inspect.signature(getattr(policy, name)).parameters) == list(
+            inspect.signature(getattr(interface, name)).parameters
+        )
