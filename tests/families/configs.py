@@ -78,6 +78,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
     "llama_mha": Family("LlamaForCausalLM", {"num_key_value_heads": 4}),
+    "llama_mqa": Family("LlamaForCausalLM", {"num_key_value_heads": 1}),
     "qwen2": Family("Qwen2ForCausalLM"),
     "qwen3": Family("Qwen3ForCausalLM"),
     "mistral": Family("MistralForCausalLM", {"sliding_window": None}),
@@ -201,7 +202,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_neox": Family("GPTNeoXForCausalLM", without=NOT_GROUPED),
     "gpt2": Family("GPT2LMHeadModel", OLD, without=OLD_NAMES),
-    "gpt_bigcode": Family("GPTBigCodeForCausalLM", OLD, without=OLD_NAMES),
     "opt": Family("OPTForCausalLM", {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.15}, without=NOT_GROUPED),
     "olmo2": Family("Olmo2ForCausalLM"),
     "olmo3": Family(
