@@ -19,6 +19,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -80,8 +81,8 @@ def first_paragraph(thing: object) -> str:
 def meanings(cls: type[Any]) -> dict[str, str]:
     """What each option of a policy means, its base classes' included.
 
-    A meaning stands where the author found it clearest: in a comment on the line of the field, in a string under the
-    field, or in the class docstring as a line `name: meaning`.
+    A meaning stands where the author found it clearest: in the class docstring as `name: meaning`, in a comment on the
+    line of the field, or in a string under the field.
     """
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
@@ -90,12 +91,22 @@ def meanings(cls: type[Any]) -> dict[str, str]:
     return found
 
 
+def listed(docstring: str) -> Iterator[tuple[str, str]]:
+    """The lines `name: meaning` of a docstring, with the deeper lines that continue them.
+
+    >>> list(listed("Args:\\n    unit: chosen together.\\n        Tokens.\\n    reduce: how."))
+    [('unit', 'chosen together. Tokens.'), ('reduce', 'how.')]
+    """
+    for _, name, first in re.findall(r"^( *)`{0,2}(\w+)`{0,2}: (.+(?:\n\1 +.+)*)", docstring, re.MULTILINE):
+        yield name, " ".join(first.split())
+
+
 def described(cls: type[Any]) -> Iterator[tuple[str, str]]:
     source = textwrap.dedent(inspect.getsource(cls))
     (tree,) = ast.parse(source).body
     lines = source.encode().splitlines()  # ast counts columns in bytes
     body = tree.body if isinstance(tree, ast.ClassDef) else []
-    yield from re.findall(r"^ *`{0,2}(\w+)`{0,2}: (\S.*?)$", inspect.cleandoc(cls.__doc__ or ""), re.MULTILINE)
+    yield from listed(inspect.cleandoc(cls.__doc__ or ""))
     for field, after in zip(body, [*body[1:], None], strict=True):
         if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
             continue
@@ -121,11 +132,31 @@ def options(cls: type[Any]) -> list[dict[str, str]]:
     return [{"option": f"`{f.name}`", "default": default(f), "meaning": known.get(f.name, "")} for f in fields]
 
 
+def linked(text: str) -> str:
+    """Papers as links.
+
+    >>> linked("(arXiv:2306.14048)")
+    '([arXiv:2306.14048](https://arxiv.org/abs/2306.14048))'
+    """
+    return re.sub(r"\barXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+
+
+def departures(module: ModuleType) -> str:
+    """The paragraph of a module's docstring that says where the method leaves the official code."""
+    paragraphs = (" ".join(part.split()) for part in (module.__doc__ or "").split("\n\n"))
+    return "\n\n".join(part for part in paragraphs if part.startswith("Differs"))
+
+
 def policy_section(name: str, cls: type[Any]) -> str:
-    summary = first_paragraph(cls) or first_paragraph(sys.modules[cls.__module__])
+    module = sys.modules[cls.__module__]
     rows: list[Mapping[str, Any]] = [*options(cls)]
     columns = {"Option": "option", "Default": "default", "Meaning": "meaning"}
-    return f"### `{name}`\n\n{summary}\n" + (f"\n{markdown_table(columns, rows)}" if rows else "")
+    parts = [
+        first_paragraph(module) or first_paragraph(cls),
+        departures(module),
+        markdown_table(columns, rows) if rows else "",
+    ]
+    return f"### `{name}`\n\n" + "\n\n".join(linked(part.rstrip()) for part in parts if part) + "\n"
 
 
 def policies_page(catalogue: Mapping[str, str], load: Load) -> str:
