@@ -75,6 +75,10 @@ class LayerCache:
                 f"this cache holds {self.sequences} sequences of {self.heads} KV heads, but the layer brought "
                 f"{k.shape[0]} of {k.shape[1]}; use one cache for one batch of one model"
             )
+        elif k.dtype != (dtype := self.parts[0].lane.tail.k.dtype):
+            raise CacheError(
+                f"this cache holds {dtype}, but the layer brought {k.dtype}; make a new cache after model.to()"
+            )
         n = k.shape[2]
         prompt = self.prompt_tokens(n)
         if not 0 < prompt < n:

@@ -169,6 +169,8 @@ class EngineCache(Cache):
         new = 0 if total is None else total - self.seen
         prompt = self.seen == 0 or (new > 1 and not self.session.recording)
         self.session.prompt_end = total if prompt and not self.session.following else None
+        if self.session.prompt_end is not None and self.session.recording:
+            self.session.prompt_end -= 1  # an assistant is asked to forget the prompt's last token
 
     def follow_up(self, following: bool = True) -> None:
         """Take all further tokens as decoding does, one by one, instead of as a prompt to judge; False ends that.

@@ -92,6 +92,7 @@ class Lane:
         self.marks: list[Mark] = []
         self.first = torch.zeros(len(k), dtype=torch.long, device=k.device)
         self.prompt_length = torch.zeros(len(k), dtype=torch.long, device=k.device)
+        self.padded = False  # rows may have seen different numbers of tokens
         self.prompt_most = 0  # the longest row's prompt
         self.window: Tensor | None = None  # the prompt's last queries
         self.mass: Tensor | None = None  # attention received so far in this prompt
@@ -108,6 +109,7 @@ class Lane:
         n = k.shape[1]
         self.tail.append(k, v, self.positions(n, valid), valid is None)
         if valid is not None:
+            self.padded = True
             leading = (~valid).long().cumprod(1).sum(1)
             self.first = torch.where(self.first == self.seen, self.first + leading, self.first)
         self.prompt_length = self.prompt_length + (n if valid is None else valid.sum(1))
@@ -367,9 +369,11 @@ class Lane:
         selection = self.stack.selection
         if selection.reads is None:
             return None
-        most = (tokens(selection.reads, self.prompt_most) - min(n for n, _ in self.lengths)) // selection.unit
-        if most >= pages.units:
+        budget, lengths = tokens(selection.reads, self.prompt_most), [n for n, _ in self.lengths]
+        same = isinstance(selection.reads, int) or not self.padded  # every row has that budget
+        if same and (budget - max(lengths)) // selection.unit >= pages.units:
             return None
+        most = (budget - min(lengths)) // selection.unit
         count = (tokens_by_row(selection.reads, self.prompt_length) - self.open()) // selection.unit
         where = Where(
             layer=self.layer, layers=self.layers, count=count.clamp(min=1), most=max(1, most), scale=call.scale,
