@@ -156,7 +156,7 @@ class EngineCache(Cache):
     @property
     def seen(self) -> int:
         """Tokens seen, padding included."""
-        return self.engines[0].seen
+        return self.engines[0].seen if self.engines else int(self.get_seq_length())
 
     def announce(self, total: int | None) -> None:
         """The next tokens, up to `total` in all, are one prompt, in however many chunks they come."""
