@@ -21,9 +21,9 @@ class Heads:
     """A lane, and which KV heads it serves (None: all)."""
 
     lane: Lane
-    index: Int[Tensor, head] | None
+    index: Int[Tensor, "head"] | None
 
-    def pick(self, x: Float[Tensor, "seq head *rest"]) -> Float[Tensor, row *rest]:
+    def pick(self, x: Float[Tensor, "seq head *rest"]) -> Float[Tensor, row * rest]:
         return (x if self.index is None else x[:, self.index]).flatten(0, 1)
 
 
@@ -189,7 +189,7 @@ class LayerCache:
             part.lane.rollback(n)
         self.seen -= n
 
-    def rows(self, sequences: Int[Tensor, chosen]) -> None:
+    def rows(self, sequences: Int[Tensor, "chosen"]) -> None:
         """Become the given sequences, in that order."""
         for part in self.parts:
             heads = self.heads if part.index is None else len(part.index)

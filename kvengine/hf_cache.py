@@ -93,14 +93,14 @@ class EngineLayer(CacheLayerMixin):
 
     def prefetch(self) -> None: ...
 
-    def reorder_cache(self, beam_idx: Int[Tensor, chosen]) -> None:
+    def reorder_cache(self, beam_idx: Int[Tensor, "chosen"]) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.cache.parts:
             self.batch_select_indices(torch.arange(self.cache.sequences).repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: Int[Tensor, chosen]) -> None:
+    def batch_select_indices(self, indices: Int[Tensor, "chosen"]) -> None:
         if self.cache.parts:
             device = self.cache.parts[0].lane.first.device
             chosen = indices.to(device)

@@ -37,7 +37,7 @@ class Call:
     softcap: float | None = None
     sinks: Float[Tensor, "row group"] | None = None  # a logit that takes part in the softmax, without a value
 
-    def of(self, rows: Int[Tensor, chosen] | None) -> Call:
+    def of(self, rows: Int[Tensor, "chosen"] | None) -> Call:
         return self if rows is None or self.sinks is None else replace(self, sinks=self.sinks[rows])
 
 
@@ -130,7 +130,7 @@ class Lane:
         return torch.cat(out, 2).to(q.dtype)
 
     def visible(
-        self, at: Int[Tensor, query], position: Int[Tensor, "row token"], prompt: bool
+        self, at: Int[Tensor, "query"], position: Int[Tensor, "row token"], prompt: bool
     ) -> Bool[Tensor, "row query token"]:
         seen = (position >= 0)[:, None] & (position[:, None] <= at[:, None])
         allowed = self.stack.prefill.visible(at, position, self.first) if prompt else None
@@ -343,7 +343,7 @@ class Lane:
         received = torch.cat([ops.spread(p, whole.lse) for p in parts], 3).sum(2) if mass else None
         return whole.out.to(q.dtype), received
 
-    def newest(self, n: int) -> Int[Tensor, query]:
+    def newest(self, n: int) -> Int[Tensor, "query"]:
         return torch.arange(self.seen - n, self.seen, device=self.first.device)
 
     def with_sinks(self, parts: list[ops.State], call: Call) -> ops.State:
@@ -377,7 +377,7 @@ class Lane:
         )  # fmt: skip
         return selection.select(q[:, :, 0], pages.summary, pages.alive, where)
 
-    def open(self) -> Int[Tensor, row] | int:
+    def open(self) -> Int[Tensor, "row"] | int:
         """Slots of each row's tail."""
         if len(self.lengths) == 1:
             return self.lengths[0][0]
@@ -400,7 +400,7 @@ class Lane:
         if self.retention.decodes and not self.marks:
             self.tidy()
 
-    def seal_rows(self, length: int, rows: Int[Tensor, row] | None) -> None:
+    def seal_rows(self, length: int, rows: Int[Tensor, "row"] | None) -> None:
         start = self.tail.end - length
         span = slice(start, start + self.stack.page)
         held = (self.tail.k, self.tail.v, self.tail.position, self.tail.score)
@@ -469,7 +469,7 @@ class Lane:
         if self.retention.decodes and self.pages is not None and len(self.pages):
             self.pages.release()
 
-    def rows(self, index: Int[Tensor, chosen]) -> None:
+    def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows (beam search, batch selection)."""
         if self.marks:
             raise CacheError("rows cannot be reordered while a draft is pending; commit or roll back first")

@@ -95,8 +95,8 @@ class Pages(User):
         position: Int[Tensor, "row token"],
         score: Float[Tensor, "row token"],
         full: bool,
-        rows: Int[Tensor, row] | None = None,
-        counts: Int[Tensor, row] | None = None,
+        rows: Int[Tensor, "row"] | None = None,
+        counts: Int[Tensor, "row"] | None = None,
     ) -> None:
         """Add whole pages, behind those that each row has.
 
@@ -132,7 +132,7 @@ class Pages(User):
             r, j = (torch.arange(m, device=index.device) < counts[:, None]).nonzero(as_tuple=True)
         return (index[r], self.filled[index[r]] + j), (r, j)
 
-    def advance(self, m: int, rows: Tensor | None, counts: Tensor | None) -> Int[Tensor, row]:
+    def advance(self, m: int, rows: Tensor | None, counts: Tensor | None) -> Int[Tensor, "row"]:
         if rows is None:
             return self.filled + (m if counts is None else counts)
         return self.filled.index_add(0, rows, torch.full_like(rows, m) if counts is None else counts)
@@ -234,7 +234,7 @@ class Pages(User):
         gone = (units < 0)[..., None].expand(-1, -1, unit).flatten(1)
         return pick(k), pick(v), position.masked_fill(gone, -1)
 
-    def rows(self, index: Int[Tensor, chosen]) -> None:
+    def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows; pages are shared, not copied."""
         self._table, self._position, self._score = self._table[index], self._position[index], self._score[index]
         self._alive, self.filled = self._alive[index], self.filled[index]

@@ -25,7 +25,7 @@ class Pool:
         self.pages = 0
         self.free: list[int] = []
 
-    def put(self, fields: dict[str, Tensor]) -> Int[Tensor, page]:
+    def put(self, fields: dict[str, Tensor]) -> Int[Tensor, "page"]:
         """Store pages (the first axis of every field); their ids."""
         some = next(iter(fields.values()))
         at = torch.tensor(self.take(len(some), fields), dtype=torch.long, device=some.device)
@@ -55,7 +55,7 @@ class Pool:
         used = {page for user in self.users for page in user.pages_in_use()}
         self.free = [page for page in range(self.pages) if page not in used]
 
-    def read(self, at: Int[Tensor, page]) -> dict[str, Tensor]:
+    def read(self, at: Int[Tensor, "page"]) -> dict[str, Tensor]:
         return {name: store.read(at) for name, store in self.stores.items()}
 
     def resident(self) -> dict[str, Tensor] | None:

@@ -22,7 +22,7 @@ class Rope:
         interleaved: whether pairs are (0, 1), (2, 3), … rather than (i, i + half).
     """
 
-    frequency: Float[Tensor, pair]
+    frequency: Float[Tensor, "pair"]
     interleaved: bool = False
 
     def turn(self, x: Float[Tensor, "*b token dim"], by: Int[Tensor, "*b token"]) -> Float[Tensor, "*b token dim"]:

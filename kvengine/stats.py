@@ -74,13 +74,13 @@ def lane_bytes(lane: Lane) -> dict[str, dict[str, int]]:
     return {**stored, "device": own | stored.get("device", {})}
 
 
-def live(lane: Lane) -> Int[Tensor, row]:
+def live(lane: Lane) -> Int[Tensor, "row"]:
     """Tokens held by each row."""
     count = (lane.tail.position[:, lane.tail.span] >= 0).sum(1)
     return count if lane.pages is None else count + (lane.pages.position >= 0).sum(1)
 
 
-def attended(lane: Lane) -> Int[Tensor, row]:
+def attended(lane: Lane) -> Int[Tensor, "row"]:
     """Tokens that the row's last query read."""
     if lane.pages is None or lane.units is None:
         return live(lane)

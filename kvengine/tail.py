@@ -115,7 +115,7 @@ class Tail:
         self.position, self.score = moved(position.to(torch.int32), slots), moved(score.float(), slots)
         self.start, self.end, self.clean, self.shared = 0, k.shape[1], clean, False
 
-    def rows(self, index: Int[Tensor, chosen]) -> None:
+    def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows."""
         self.k, self.v, self.position, self.score = (x[index] for x in (self.k, self.v, self.position, self.score))
         self.shared = False

@@ -56,14 +56,14 @@ def tokens(budget: Budget, prompt: int) -> int:
     return budget if isinstance(budget, int) else max(1, int(budget * prompt))
 
 
-def tokens_by_row(budget: Budget, prompt: Int[Tensor, row]) -> Int[Tensor, row]:
+def tokens_by_row(budget: Budget, prompt: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
     """A budget in tokens for each row, so that a padded row has the budget it would have alone."""
     if isinstance(budget, int):
         return torch.full_like(prompt, budget)
     return (prompt.double() * budget).long().clamp(min=1)
 
 
-def top(score: Float[Tensor, "row token"], count: Int[Tensor, row]) -> Bool[Tensor, "row token"]:
+def top(score: Float[Tensor, "row token"], count: Int[Tensor, "row"]) -> Bool[Tensor, "row token"]:
     """The `count[r]` best tokens of each row; ties go to the later token, -inf is never chosen.
 
     >>> top(torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 5.0]]), torch.tensor([2, 1]))

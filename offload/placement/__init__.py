@@ -29,9 +29,9 @@ class Store(Protocol):
 
     def reserve(self, pages: int) -> None: ...
 
-    def write(self, at: Int[Tensor, page], x: Tensor) -> None: ...
+    def write(self, at: Int[Tensor, "page"], x: Tensor) -> None: ...
 
-    def read(self, at: Int[Tensor, page]) -> Tensor: ...
+    def read(self, at: Int[Tensor, "page"]) -> Tensor: ...
 
     def nbytes(self) -> int: ...
 
@@ -66,10 +66,10 @@ class TensorStore:
         more[: self.pages] = self.data
         self.data, self.pages = more, pages
 
-    def write(self, at: Int[Tensor, page], x: Tensor) -> None:
+    def write(self, at: Int[Tensor, "page"], x: Tensor) -> None:
         self.data[at.to(self.data.device)] = x.to(self.data.device)
 
-    def read(self, at: Int[Tensor, page]) -> Tensor:
+    def read(self, at: Int[Tensor, "page"]) -> Tensor:
         return self.data[at.to(self.data.device)].to(self.home, non_blocking=True)
 
     def nbytes(self) -> int:
