@@ -33,7 +33,7 @@ class Stack:
     >>> Stack.parse("duo(sparsity=0.5) + quest(budget=256) + kivi(bits=4)").selection.budget
     256
     >>> str(Stack.parse("kivi(bits=4)+streaming"))
-    'streaming + kivi(bits=4)'
+    'streaming + kivi'
     >>> Stack.parse("h2o + snapkv")
     Traceback (most recent call last):
     ...
