@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.markdown import Markdown
+from transformers.utils import logging
 
 from kvengine.evals import loading, manifest, report, tables
 from kvengine.evals.aggregate import CellResult
@@ -19,6 +20,7 @@ def prepare(config: RunConfig) -> Run:
     """Load the model and open the journal. Policies and tasks are checked first: loading may take minutes."""
     choose(config.suite, config.tasks)
     arms(list(config.policies), ceiling=config.ceiling, oracle=config.oracle)
+    logging.disable_progress_bar()  # ours is enough
     model, tokenizer = loading.load(config.model, device=config.device, dtype=config.dtype)
     return Run(config, model, tokenizer, Journal.open(config.out / "rows.jsonl"))
 

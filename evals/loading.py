@@ -57,7 +57,7 @@ def model_digest(model: Any) -> str:
 
 
 def stop_ids(model: Any, tokenizer: Any, between: str) -> frozenset[int]:
-    """Tokens that end an answer: the model's, the tokenizer's, and the special token that ends a turn of the template."""
+    """Tokens that end an answer: the model's, the tokenizer's, and the special token that ends a template's turn."""
     stop: set[int] = set()
     for ids in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
         stop |= set(ids) if isinstance(ids, list) else {ids} - {None}

@@ -1,7 +1,7 @@
-"""From a sample's texts to token ids: the chat wrapper, the answer prefix after its header, one beginning-of-sequence token.
+"""From a sample's texts to token ids: the chat wrapper, the answer prefix after its header, one opening token.
 
 A prompt is `head + context + question + tail + prefix`; the turn that follows in the same conversation is
-`answer + between + question + tail + prefix`. Without a chat template head and tail are empty and `between` is a blank line.
+`answer + between + question + tail + prefix`. Without a chat template head and tail are empty, `between` a blank line.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Two modes, both as in SCBench; a task with one turn is the same thing with a lis
 
 * **multi-turn**, query-aware: context and first question are the prompt, so compression sees that question. Generated
   tokens are thrown away; the golden answer and the next question are read on top of what was kept.
-* **multi-request**, query-agnostic: the context alone is the prompt. Every question is read and answered on a copy of the
-  context's cache, so all of them meet the same one.
+* **multi-request**, query-agnostic: the context alone is the prompt. Every question is read and answered on a copy of
+  the context's cache, so all of them meet the same one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODES = {"multi-turn": "aware", "multi-request": "agnostic"}
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One turn's result. Times in seconds; `ttft` runs from the first unread token of this turn to the first new token."""
+    """One turn's result. Seconds; `ttft` runs from the first unread token of this turn to the first new token."""
 
     text: str
     tokens: int

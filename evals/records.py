@@ -34,7 +34,7 @@ def key_of(configuration: dict[str, Any]) -> str:
 
 @dataclass
 class Journal:
-    """Rows of one run folder. `done` holds (cell key, sample id) of every whole sample; None stands for the whole cell."""
+    """Rows of one run folder. `done` holds (cell key, sample id) of every whole sample; None: the whole cell."""
 
     path: Path
     rows: list[Row] = field(default_factory=list)

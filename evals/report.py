@@ -1,4 +1,4 @@
-"""Everything a run folder's rows say, written beside them: report.md, cells.csv, report.html, pictures, peers' formats."""
+"""What a run folder's rows say, written beside them: report.md, cells.csv, report.html, pictures, peers' formats."""
 
 from __future__ import annotations
 

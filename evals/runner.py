@@ -1,7 +1,7 @@
 """One run: every task at every length under every policy, each sample measured once and written down at once.
 
-A **cell** is one task, length, mode and policy. A cell that a policy refuses, or that runs out of memory, is recorded with
-its reason and the rest goes on. Whatever the journal holds already is not done again.
+A **cell** is one task, length, mode and policy. A cell that a policy refuses, or that runs out of memory, is recorded
+with its reason and the rest goes on. Whatever the journal holds already is not done again.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ def provenance(found: list[CellResult], manifest: dict[str, Any]) -> str:
     """What ran, in a sentence each."""
     device = f"{manifest['device']}, {manifest['threads']} threads, {manifest['dtype']}"
     lines = [
-        f"Model hash `{manifest['model']}`, {manifest['parameters']:,} parameters; {device}; seed {manifest['config']['seed']}.",
+        f"Model hash `{manifest['model']}`, {manifest['parameters']:,} parameters; {device}.",
+        f"Seed of the data: {manifest['config']['seed']}.",
         "Scores are percent with 95 % intervals; bytes are means per sample; times are medians.",
         "multi-turn: the question is part of the compressed prompt. multi-request: it is asked after compression.",
     ]
@@ -192,21 +193,8 @@ def long_csv(found: list[CellResult]) -> str:
 
 def flat(cell: CellResult) -> dict[str, Any]:
     """A cell as one line."""
-    names = (
-        "suite",
-        "task",
-        "length",
-        "mode",
-        "policy",
-        "role",
-        "stack",
-        "status",
-        "metric",
-        "ceiling",
-        "nulls",
-        "flag",
-    )
-    line = {name: getattr(cell, name) for name in (*names, "provenance", "message")} | cell.means
+    names = [name for name in COLUMNS if name in CellResult.__dataclass_fields__ and name not in ("score", "delta")]
+    line = {name: getattr(cell, name) for name in names} | cell.means
     line["turns"] = " ".join(f"{turn:.4f}" for turn in cell.turns)
     if cell.score:
         line |= {"score": cell.score.mean, "low": cell.score.low, "high": cell.score.high}

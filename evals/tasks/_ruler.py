@@ -1,8 +1,8 @@
 """What RULER's thirteen tasks share: seeds, length fitting and the two substring metrics.
 
 Source: NVIDIA/RULER (arXiv 2404.06654). Differs from the official code: every sample has its own seed, so a sample does
-not depend on how many were drawn before it; ids run from 0 (the official `index` of the needle tasks is overwritten by a
-character offset); the length counts the beginning-of-sequence token; a budget too small is an error.
+not depend on how many were drawn before it; ids run from 0 (the official `index` of the needle tasks is overwritten by
+a character offset); the length counts the beginning-of-sequence token; a budget too small is an error.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def distinct_words(source: random.Random, count: int) -> list[str]:
 
 @functools.cache
 def prose(path: Path | None = None) -> tuple[str, ...]:
-    """The words of the essay haystack: the user's text file or folder of text files, else the bundled public-domain book.
+    """The words of the essay haystack: the user's text file or folder of them, else the bundled public-domain novel.
 
     Raises `EvaluationError` if the path holds no text.
     """

@@ -1,4 +1,4 @@
-"""RULER's question answering over documents: SQuAD (qa_1) and HotpotQA (qa_2), or a labelled substitute made of facts."""
+"""RULER's question answering over documents: SQuAD (qa_1) and HotpotQA (qa_2), or a labelled substitute."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ READERS = {"squad": read_squad, "hotpotqa": read_hotpotqa}
 
 @functools.cache
 def facts(seed: int, *, hops: int, people: int = 2000) -> Library:
-    """Invented people with a town and a teacher. One hop asks for a town; two hops for the town of someone's teacher."""
+    """Invented people with a town and a teacher. One hop asks for a town; two for the town of someone's teacher."""
     source = Random(f"{seed}/facts/{hops}")
     names = list(dict.fromkeys(pair(source).replace("-", " ").title() for _ in range(people)))
     towns = {name: source.choice(CITIES) for name in names}
