@@ -47,7 +47,7 @@ class RunConfig:
         if self.samples < 1 or not self.lengths or min(self.lengths) < 1:
             raise EvaluationError(f"samples={self.samples}, lengths={self.lengths}: both must be positive")
         for name, path in self.data.items():
-            if not path.exists():
+            if str(path) != "hub" and not path.exists():
                 raise EvaluationError(f"data {name}={path}: there is no such file or folder")
 
     @property

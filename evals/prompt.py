@@ -87,9 +87,11 @@ class Prompter:
         """A question after the context, up to where the model speaks."""
         return self.ids(turn.question + self.wrapper.tail + turn.prefix)
 
-    def whole(self, sample: Sample, turn: Turn) -> list[int]:
-        """Context and question in one text."""
-        return self.first(self.wrapper.head + sample.context + turn.question + self.wrapper.tail + turn.prefix)
+    def whole(self, sample: Sample) -> list[int]:
+        """Context and first question in one text."""
+        turn = sample.turns[0]
+        opening = sample.context + turn.question if sample.opening is None else sample.opening
+        return self.first(self.wrapper.head + opening + self.wrapper.tail + turn.prefix)
 
     def follow(self, answer: str, turn: Turn) -> list[int]:
         """The given answer to the turn before, and the next question."""
@@ -97,7 +99,7 @@ class Prompter:
 
     def measure(self, sample: Sample) -> int:
         """Tokens of the first prompt."""
-        return len(self.whole(sample, sample.turns[0]))
+        return len(self.whole(sample))
 
     def text(self, ids: list[int]) -> str:
         """What was generated."""

@@ -64,7 +64,7 @@ class Protocol:
 
     def _turns(self, session: Session, sample: Sample) -> Iterator[Answer]:
         start = time.perf_counter()
-        whole = self.prompter.whole(sample, sample.turns[0])
+        whole = self.prompter.whole(sample)
         ids, before = self._cut(whole), ""
         for index, turn in enumerate(sample.turns):
             if index:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvengine.errors import UnsupportedPolicy
+from kvengine.errors import KVEngineError, UnsupportedPolicy
 from kvengine.evals import memory
 from kvengine.evals.config import RunConfig
 from kvengine.evals.engine import Engine, opened
@@ -23,11 +23,13 @@ from kvengine.evals.protocol import MODES, Answer
 from kvengine.evals.protocol import Protocol as Asking
 from kvengine.evals.records import Journal, Row, key_of
 from kvengine.evals.tasks import Plan, Sample, Task, Turn, choose
-from kvengine.evals.tasks._fit import TooShort
+from kvengine.evals.tasks._fit import NoData, TooShort
 
 GIVEN_UP: dict[type[BaseException], str] = {
     UnsupportedPolicy: "refused",
     TooShort: "too short",
+    NoData: "no data",
+    KVEngineError: "failed",
     torch.OutOfMemoryError: "out of memory",
     MemoryError: "out of memory",
 }
@@ -129,7 +131,7 @@ class Run:
         key = self.key(cell)
         try:
             samples = self.samples(cell)
-        except TooShort as error:
+        except (TooShort, NoData) as error:
             self._give_up(cell, key, error, observer)
             return
         given_up = (key, None) in self.journal.done and not self.config.retry
@@ -158,13 +160,12 @@ class Run:
                 observer.sample(cell, rows)
 
     def _ask(self, cell: Cell, key: str, sample: Sample, engine: Engine) -> list[Row]:
-        limit = cell.length - sum(turn.max_new_tokens for turn in sample.turns)
         asking = Asking(
             prompter=self.prompter,
             mode=cell.mode,
             stop=self.stop,
             golden=self.config.golden,
-            limit=limit if sample.provenance == "user data" else None,
+            limit=room(cell, sample),
         )
         with memory.peak(self.model.device) as peak:
             answers = list(asking.play(engine.session(), sample))
@@ -196,6 +197,15 @@ class Run:
         status = next(name for kind, name in GIVEN_UP.items() if isinstance(error, kind))
         where = {"sample": None, "turn": 0, "turns": 1}
         return {**self._place(cell, key), **where, "status": status, "message": str(error)[:500]}
+
+
+def room(cell: Cell, sample: Sample) -> int | None:
+    """Tokens left for the first prompt of the user's data: the length without the answers and, if the questions come
+    later, without 1000 tokens for them (SCBench's rule). Generated data fit already."""
+    if sample.provenance != "user data":
+        return None
+    later = 1000 if cell.mode == "multi-request" and len(sample.turns) > 1 else 0
+    return max(cell.length - sum(turn.max_new_tokens for turn in sample.turns) - later, 16)
 
 
 def about(sample: Sample, index: int) -> Row:

@@ -11,6 +11,10 @@ class TooShort(EvaluationError):
     """The length leaves no room for the task."""
 
 
+class NoData(EvaluationError):
+    """The task lives on data that the user must supply."""
+
+
 def largest(fits: Callable[[int], bool], start: int, most: int = 10_000_000) -> int:
     """The largest n ≥ start with `fits(n)`, for a `fits` that turns false once.
 
