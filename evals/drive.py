@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from transformers.utils import logging
 
+from kvengine.errors import EvaluationError
 from kvengine.evals import loading, manifest, report, tables
 from kvengine.evals.aggregate import CellResult
 from kvengine.evals.config import RunConfig
@@ -22,13 +23,18 @@ def prepare(config: RunConfig) -> Run:
     arms(list(config.policies), ceiling=config.ceiling, oracle=config.oracle)
     logging.disable_progress_bar()  # ours is enough
     model, tokenizer = loading.load(config.model, device=config.device, dtype=config.dtype)
-    return Run(config, model, tokenizer, Journal.open(config.out / "rows.jsonl"))
+    made = Run(config, model, tokenizer, Journal.open(config.out / "rows.jsonl"))
+    if not made.cells():
+        raise EvaluationError(f"no {config.suite} task can run without data; give --data {config.suite}=FOLDER")
+    return made
 
 
 def run(config: RunConfig, console: Console) -> int:
     """Run to the end and report. Exit code 0, or 1 if a score is below `fail_under`."""
     task = prepare(config)
     manifest.write(config.out / "manifest.json", task)
+    if task.left_out():
+        console.print(f"left out for want of data: {', '.join(one.name for one in task.left_out())}", highlight=False)
     with Bar(config.samples_per_cell * len(task.cells()), console) as bar:
         task.execute(bar)
     manifest.write(config.out / "manifest.json", task)

@@ -66,6 +66,10 @@ class Prompter:
         starts = self.tokenizer("a").input_ids[:1] == [bos]
         return bos if starts or self.wrapper.head.startswith(str(self.tokenizer.bos_token)) else None
 
+    def of(self, sample: Sample) -> Prompter:
+        """The prompter for this sample: without the template if it is raw."""
+        return Prompter(self.tokenizer) if sample.raw and self.chat else self
+
     def ids(self, text: str) -> list[int]:
         """Token ids of a text in the middle of a conversation: nothing is added."""
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
@@ -99,7 +103,7 @@ class Prompter:
 
     def measure(self, sample: Sample) -> int:
         """Tokens of the first prompt."""
-        return len(self.whole(sample))
+        return len(self.of(sample).whole(sample))
 
     def text(self, ids: list[int]) -> str:
         """What was generated."""

@@ -84,9 +84,18 @@ class Run:
             "data": {name: str(path) for name, path in sorted(self.config.data.items())},
         }
 
+    def tasks(self) -> list[Task]:
+        """The tasks asked for."""
+        return choose(self.config.suite, self.config.tasks)
+
+    def left_out(self) -> list[Task]:
+        """Tasks of "all" whose data the user has not got."""
+        everything = self.config.tasks == "all"
+        return [task for task in self.tasks() if everything and not task.available(self.config.data)]
+
     def cells(self) -> list[Cell]:
         """The matrix, ceilings first."""
-        tasks = choose(self.config.suite, self.config.tasks)
+        tasks = [task for task in self.tasks() if task not in self.left_out()]
         policies = arms(list(self.config.policies), ceiling=self.config.ceiling, oracle=self.config.oracle)
         return [
             Cell(task, length, mode, arm)
@@ -244,7 +253,7 @@ def outcome(task: Task, turn: Turn, answer: Answer) -> Row:
         "tiers": answer.usage.tiers,
         "ttft": answer.ttft,
         "decode": answer.decode,
-        "tokens_per_s": (answer.tokens - 1) / answer.decode if answer.tokens > 1 else None,
+        "tokens_per_s": (answer.tokens - 1) / answer.decode if answer.tokens > 1 and not turn.forced else None,
     }
 
 

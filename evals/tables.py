@@ -171,7 +171,7 @@ def cost(mine: list[CellResult], name: str) -> float | None:
 
 def notes(found: list[CellResult]) -> str:
     """Refusals, flags and substitutes, spelled out."""
-    lines = [f"- `{cell.policy}` on {cell.task}: {cell.status}: {cell.message}" for cell in found if not cell.score]
+    lines = [given_up([cell for cell in found if _why(cell) == why]) for why in unique(map(_why, found)) if why]
     flagged = unique(cell.task for cell in found if cell.flag == "not discriminative")
     if flagged:
         lines.append(
@@ -180,6 +180,18 @@ def notes(found: list[CellResult]) -> str:
     for source in unique(cell.provenance for cell in found if cell.provenance not in ("official", "")):
         lines.append(f"- {source}: {', '.join(unique(cell.task for cell in found if cell.provenance == source))}")
     return "\n".join(lines) + "\n" if lines else ""
+
+
+def _why(cell: CellResult) -> str:
+    return "" if cell.score else f"{cell.status}: {cell.message}"
+
+
+def given_up(mine: list[CellResult]) -> str:
+    """Cells that failed for one reason."""
+    policies, tasks = (
+        ", ".join(unique(names)) for names in zip(*((f"`{c.policy}`", c.task) for c in mine), strict=True)
+    )
+    return f"- {policies} on {tasks}: {_why(mine[0])}"
 
 
 def long_csv(found: list[CellResult]) -> str:

@@ -4,7 +4,7 @@ Source: microsoft/MInference, folder scbench (arXiv 2412.10319). A row is `{"id"
 [{"input", "answer", …}]}`. Generated rows have the same schema and take the same way through `session`.
 
 Differs from the official code: the context ends in a blank line in both modes (officially only before the first
-question of multi-turn); math-find's context carries no question in multi-request mode (officially it carries the first one).
+question of multi-turn); math-find's context carries no question in multi-request mode (officially the first one).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
 from kvengine.errors import EvaluationError
 from kvengine.evals.tasks import Plan, Sample, Task, Turn
-from kvengine.evals.tasks._fit import NoData, TooShort, largest
+from kvengine.evals.tasks._fit import NoData, largest, shrink
 
 Row = dict[str, Any]
 Scorer = Callable[[str, Any], dict[str, float]]
@@ -52,6 +53,9 @@ class SessionTask(Task):
 
     def score(self, turn: Turn, prediction: str) -> dict[str, float]:
         return self.scorers[turn.kind or self.name](prediction, turn.meta["answer"])
+
+    def available(self, data: Mapping[str, Path]) -> bool:
+        return self.generate is not None or self._path(data) is not None
 
     def recipe(self) -> dict[str, Any]:
         return {**super().recipe(), "kinds": dict(self.kinds)}
@@ -101,7 +105,7 @@ class SessionTask(Task):
         return None
 
     def _rows(self, plan: Plan) -> list[Row] | None:
-        path = plan.data.get(self.name) or plan.data.get("scbench")
+        path = self._path(plan.data)
         rows = None if path is None else load_rows(path, self.name)
         if rows is None and self.generate is None:
             raise NoData(
@@ -109,20 +113,15 @@ class SessionTask(Task):
             )
         return rows
 
-    def _generated(self, plan: Plan) -> Iterator[Sample]:
-        size = largest(lambda n: self._fits(plan, self._draw(plan, n, 0)), 8)
-        for index in range(plan.count):
-            for smaller in range(size, 7, -max(1, size // 50)):
-                sample = self._draw(plan, smaller, index)
-                if self._fits(plan, sample):
-                    yield sample
-                    break
-            else:
-                raise TooShort(
-                    f"{self.name}: sample {index} does not fit {plan.length} tokens; ask for a longer length"
-                )
+    def _path(self, data: Mapping[str, Path]) -> Path | None:
+        return data.get(self.name) or data.get("scbench")
 
-    def _draw(self, plan: Plan, size: int, index: int) -> Sample:
+    def _generated(self, plan: Plan) -> Iterator[Sample]:
+        size = largest(lambda n: self._fits(plan, self._draw(plan, 0, n)), 8)
+        for index in range(plan.count):
+            yield shrink(partial(self._draw, plan, index), partial(self._fits, plan), size, 8, max(1, size // 50))
+
+    def _draw(self, plan: Plan, index: int, size: int) -> Sample:
         assert self.generate is not None  # _rows has refused otherwise
         row = self.generate(Random(f"{plan.seed}/{self.name}/{plan.length}/{index}"), size)
         return self.session({**row, "meta": {"units": size}}, str(index), "re-created")
@@ -178,6 +177,6 @@ def _datasets() -> Any:
     return datasets
 
 
-def once(scorer: Callable[[str, Any], float], strict: Callable[[str, Any], float]) -> Scorer:
+def both(scorer: Callable[[str, Any], float], strict: Callable[[str, Any], float]) -> Scorer:
     """The official score and the strict one, side by side."""
     return lambda prediction, answer: {"official": scorer(prediction, answer), "strict": strict(prediction, answer)}

@@ -80,7 +80,7 @@ def any_label(prediction: str, labels: Any) -> float:
 def choice(prediction: str, label: Sequence[str]) -> float:
     """SCBench's matcher for a choice of four; the label is the option's text and its letter.
 
-    A leading capital A–D decides; else what follows "answer is" and the like; else the first word that is such a letter.
+    A leading capital A–D decides; else what follows "answer is" and the like; else the first word that is one.
     """
     text = prediction.strip()
     if not text:
@@ -169,7 +169,7 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def rouge_lsum(prediction: str, reference: str) -> float:
-    """ROUGE-Lsum F1 (Lin 2004): sentences are lines; a reference line counts the union of its matches with every line."""
+    """ROUGE-Lsum F1 (Lin 2004): sentences are lines; a reference line counts its matches with all lines."""
     lines = [[rouge_words(line) for line in text.splitlines() if line.strip()] for text in (reference, prediction)]
     left = [Counter(word for line in side for word in line) for side in lines]
     total = [sum(side.values()) for side in left]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from kvengine.evals.tasks._scbench import Row, SessionTask, once
+from kvengine.evals.tasks._scbench import Row, SessionTask, both
 from kvengine.evals.tasks._scores import any_character, first_number, only_number, option_letter, rouge_lsum
 
 TARGETS = ("largest number", "smallest number", "second largest number", "second smallest number")
@@ -83,12 +83,12 @@ def _puzzle(source: Random) -> tuple[str, str]:
 
 TASKS = (
     MathFind(
-        "scbench_mf", {"scbench_mf": 5}, {"scbench_mf": once(first_number, only_number)}, "global", generate=extremes
+        "scbench_mf", {"scbench_mf": 5}, {"scbench_mf": both(first_number, only_number)}, "global", generate=extremes
     ),
     SessionTask(
         "scbench_many_shot",
         {"scbench_many_shot": 10},
-        {"scbench_many_shot": once(any_character, option_letter)},
+        {"scbench_many_shot": both(any_character, option_letter)},
         "global",
         metric="strict",  # the official score is 1 for nearly any output: see any_character
         floor=1 / 3,
@@ -97,7 +97,7 @@ TASKS = (
     SessionTask(
         "scbench_summary",
         {"scbench_summary": 200},
-        {"scbench_summary": once(rouge_lsum, rouge_lsum)},
+        {"scbench_summary": both(rouge_lsum, rouge_lsum)},
         "global",
         follow_prefix="This paper",
     ),

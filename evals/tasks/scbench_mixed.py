@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from random import Random
 
-from kvengine.evals.tasks._scbench import Row, SessionTask, once
+from kvengine.evals.tasks._scbench import Row, SessionTask, both
 from kvengine.evals.tasks._scores import contains, contains_whole, first_integer, fraction_found, rouge_lsum, set_found
 from kvengine.evals.tasks.scbench_retrieval import chains, pairs
 from kvengine.evals.tasks.scbench_semantic import Repository, right_function, same_function
@@ -34,21 +34,21 @@ TASKS = (
         "scbench_summary_with_needles",
         {"scbench_summary": 800, "scbench_passkey": 15},
         {
-            "scbench_summary": once(rouge_lsum, rouge_lsum),
-            "scbench_passkey": once(first_integer, contains_whole),
+            "scbench_summary": both(rouge_lsum, rouge_lsum),
+            "scbench_passkey": both(first_integer, contains_whole),
         },
         "multi-task",
     ),
     Repository(
         "scbench_repoqa_and_kv",
         {"scbench_repoqa": 1024, "scbench_kv": 80},
-        {"scbench_repoqa": once(right_function, same_function), "scbench_kv": once(contains, contains_whole)},
+        {"scbench_repoqa": both(right_function, same_function), "scbench_kv": both(contains, contains_whole)},
         "multi-task",
     ),
     SessionTask(
         "scbench_mixed",
         {"scbench_kv": 80, "scbench_vt": 30},
-        {"scbench_kv": once(contains, contains_whole), "scbench_vt": once(fraction_found, set_found)},
+        {"scbench_kv": both(contains, contains_whole), "scbench_vt": both(fraction_found, set_found)},
         "multi-task",
         generate=pairs_and_chains,
     ),

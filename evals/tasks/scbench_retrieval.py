@@ -6,7 +6,7 @@ import json
 from random import Random
 from string import ascii_letters, digits
 
-from kvengine.evals.tasks._scbench import Row, SessionTask, once
+from kvengine.evals.tasks._scbench import Row, SessionTask, both
 from kvengine.evals.tasks._scores import contains, contains_whole, fraction_found, set_found
 from kvengine.evals.tasks._words import uuid4
 from kvengine.evals.tasks.ruler_vt import INTRODUCTION, QUESTION, draw_chains, scatter
@@ -65,7 +65,7 @@ TASKS = (
     SessionTask(
         "scbench_kv",
         {"scbench_kv": 150},
-        {"scbench_kv": once(contains, contains_whole)},
+        {"scbench_kv": both(contains, contains_whole)},
         "string retrieval",
         "Extract the value corresponding to the specified key in the JSON object below.\n\n",
         generate=pairs,
@@ -73,14 +73,14 @@ TASKS = (
     SessionTask(
         "scbench_prefix_suffix",
         {"scbench_prefix_suffix": 150},
-        {"scbench_prefix_suffix": once(contains, contains_whole)},
+        {"scbench_prefix_suffix": both(contains, contains_whole)},
         "string retrieval",
         generate=affixes,
     ),
     SessionTask(
         "scbench_vt",
         {"scbench_vt": 30},
-        {"scbench_vt": once(fraction_found, set_found)},
+        {"scbench_vt": both(fraction_found, set_found)},
         "string retrieval",
         generate=chains,
     ),

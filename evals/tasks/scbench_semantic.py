@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import exp, log
 from typing import Any
 
-from kvengine.evals.tasks._scbench import Row, SessionTask, once
+from kvengine.evals.tasks._scbench import Row, SessionTask, both
 from kvengine.evals.tasks._scores import (
     any_label,
     chinese_f1,
@@ -107,21 +107,21 @@ TASKS = (
     Repository(
         "scbench_repoqa",
         {"scbench_repoqa": 1024},
-        {"scbench_repoqa": once(right_function, same_function)},
+        {"scbench_repoqa": both(right_function, same_function)},
         "semantic",
         REPOSITORY,
     ),
     BookQuestion(
         "scbench_qa_eng",
         {"scbench_qa_eng": 40},
-        {"scbench_qa_eng": once(any_label, english_f1)},
+        {"scbench_qa_eng": both(any_label, english_f1)},
         "semantic",
         "Read the book and answer the question. Be very concise in your answer.\n\n",
     ),
     BookQuestion(
         "scbench_qa_chn",
         {"scbench_qa_chn": 40},
-        {"scbench_qa_chn": once(chinese_f1_by_character, chinese_f1)},
+        {"scbench_qa_chn": both(chinese_f1_by_character, chinese_f1)},
         "semantic",
         "阅读以下书籍然后回答问题。\n\n",
         metric="strict",  # the official score compares single characters: see chinese_f1_by_character
@@ -130,7 +130,7 @@ TASKS = (
     BookChoice(
         "scbench_choice_eng",
         {"scbench_choice_eng": 40},
-        {"scbench_choice_eng": once(choice, choice_letter)},
+        {"scbench_choice_eng": both(choice, choice_letter)},
         "semantic",
         "Read the book and answer the question.\n\n",
         floor=0.25,
