@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.table import Column, Table
 from transformers.utils import logging
 
 from kvengine.errors import EvaluationError
@@ -39,7 +40,7 @@ def run(config: RunConfig, console: Console) -> int:
         task.execute(bar)
     manifest.write(config.out / "manifest.json", task)
     found = report.write(config.out)
-    console.print(Markdown(summary(found)))
+    summarise(found, console)
     console.print(f"rows, tables and report: {config.out}", highlight=False)
     failures = below(found, config)
     for line in failures:
@@ -63,13 +64,18 @@ def preview(config: RunConfig, console: Console) -> int:
     return 0
 
 
-def summary(found: list[CellResult]) -> str:
+def summarise(found: list[CellResult], console: Console) -> None:
     """Scores and costs, for the terminal."""
-    parts = []
+    head = ["mean score", "attended", "bytes held", "read/token", "TTFT s", "tokens/s"]
     for suite, length, mode in tables.unique((cell.suite, cell.length, cell.mode) for cell in found):
         chosen = [cell for cell in found if (cell.suite, cell.length, cell.mode) == (suite, length, mode)]
-        parts += [f"## {suite}, {length} tokens, {mode}\n", tables.brief(chosen), tables.notes(chosen)]
-    return "\n".join(parts)
+        means = tables.policy_means(chosen)
+        shown = Table("policy", *(Column(name, justify="right") for name in head), title=f"{suite}, {length}, {mode}")
+        for policy in tables.unique(cell.policy for cell in chosen if cell.score):
+            texts = tables.cost_texts([cell for cell in chosen if cell.policy == policy and cell.score])
+            shown.add_row(policy, tables.figure(means.get(policy)), *texts[1:6])
+        console.print(shown)
+        console.print(Markdown(tables.notes(chosen)))
 
 
 def below(found: list[CellResult], config: RunConfig) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvengine.errors import EvaluationError
-from kvengine.evals import tables
+from kvengine.evals import page, tables
 from kvengine.evals.aggregate import CellResult, cells
 from kvengine.evals.records import Row, read_rows
 from kvengine.evals.tasks import catalogue
@@ -33,5 +33,6 @@ def write(folder: Path) -> list[CellResult]:
     rows, manifest = read(folder)
     found = cells(rows, floors())
     (folder / "report.md").write_text(tables.markdown(found, manifest), encoding="utf-8")
+    page.write(folder, found, rows, manifest)
     (folder / "cells.csv").write_text(tables.long_csv(found), encoding="utf-8")
     return found

@@ -97,31 +97,29 @@ def scores(found: list[CellResult]) -> str:
     """Policies down, tasks across."""
     tasks = unique(cell.task for cell in found)
     by = {(cell.policy, cell.task): cell for cell in found}
-    means = {at[0]: value for at, value in overall(found).items()}
+    means, usable = policy_means(found), policy_means(found, usable_only=True)
     rows = [
-        [f"`{policy}`", *(_marked(by.get((policy, task))) for task in tasks), figure(_percent(means.get(policy)))]
+        [
+            f"`{policy}`",
+            *(_marked(by.get((policy, task))) for task in tasks),
+            figure(means.get(policy)),
+            figure(usable.get(policy)),
+        ]
         for policy in unique(cell.policy for cell in found)
     ]
-    return "### Scores\n\n" + table(["policy", *tasks, "mean"], rows)
+    return "### Scores\n\n" + table(["policy", *tasks, "mean", "mean of telling tasks"], rows)
 
 
-def brief(found: list[CellResult]) -> str:
-    """One line per policy: mean score, then costs."""
-    means = {at[0]: value for at, value in overall(found).items()}
-    head = ["policy", "mean score", "attended", "bytes held", "read per token", "TTFT s", "tokens/s"]
-    rows = []
-    for policy in unique(cell.policy for cell in found if cell.score):
-        texts = cost_texts([cell for cell in found if cell.policy == policy and cell.score])
-        rows.append([f"`{policy}`", figure(_percent(means.get(policy))), *texts[1:6]])
-    return table(head, rows)
+def policy_means(found: list[CellResult], *, usable_only: bool = False) -> dict[str, float]:
+    """Mean score in percent by policy, of one length and mode, over tasks that every policy has.
+
+    `usable_only` leaves out tasks that cannot tell policies apart.
+    """
+    return {at[0]: 100 * value for at, value in overall(found, usable_only).items()}
 
 
 def _marked(cell: CellResult | None) -> str:
     return "–" if cell is None else score_text(cell) + (" †" if cell.flag == "not discriminative" else "")
-
-
-def _percent(value: float | None) -> float | None:
-    return None if value is None else 100 * value
 
 
 def differences(found: list[CellResult]) -> str:
