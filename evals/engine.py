@@ -42,8 +42,6 @@ class Session(Protocol):
 class Engine(Protocol):
     """Opens sessions on a model under one policy."""
 
-    model: Any
-
     def session(self) -> Session:
         """A new, empty session."""
 
@@ -59,7 +57,8 @@ class CacheSession:
     def read(self, ids: list[int], *, every: bool = False) -> Tensor:
         tokens = torch.tensor([ids], device=self.model.device)
         out = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=0 if every else 1)
-        return out.logits[0].float()
+        logits: Tensor = out.logits[0].float()
+        return logits
 
     def follow_up(self) -> None:
         if hasattr(self.cache, "follow_up"):

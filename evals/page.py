@@ -99,7 +99,7 @@ def square(cell: CellResult | None) -> dict[str, str]:
         "small": bounds + (f" Δ {times * cell.delta.mean:+.{3 if times == 1 else 1}f}" if cell.delta else ""),
         "colour": "" if cell.metric == "nll" else shade(cell.score.mean),
         "flag": cell.flag if cell.flag == "not discriminative" else "",
-        "title": f"{cell.stack} · n={cell.score.n}, contexts {cell.score.clusters} · Δ {tables.span(cell.delta, times)}",
+        "title": f"{cell.stack}, n={cell.score.n}, contexts {cell.score.clusters}, Δ {tables.span(cell.delta, times)}",
     }
 
 

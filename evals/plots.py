@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvengine.evals.aggregate import CellResult
 from kvengine.evals.records import Row
@@ -71,7 +72,10 @@ def pareto(found: list[CellResult]) -> Figure:
     for ax, name in zip(axes.flat, COSTS, strict=True):
         points = [(spent(found, policy, name), means.get(policy)) for policy in policies]
         _scatter(ax, points)
-        ax.set(xlabel=COSTS[name], ylabel="mean score (%)", xscale="log")
+        ax.set(xlabel=COSTS[name], ylabel="mean score (%)", xscale="log", ylim=(-3, 103))
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter(NullFormatter())
         ax.grid(alpha=0.3)
     handles, labels = [*axes.flat[0].collections], [shown(policy) for policy in policies]
     figure.legend(handles, labels, loc="outside lower center", ncols=2 if len(policies) < 9 else 3, fontsize=8)
