@@ -35,6 +35,7 @@ class RunConfig:
     oracle: bool = True
     golden: bool = True  # SCBench history: golden answers, or the model's own
     retry: bool = False  # do refused and out-of-memory cells again
+    report: bool = True  # write tables and pictures at the end; the exit code and the rows do not need them
     data: Mapping[str, Path] = field(default_factory=dict)
     fail_under: Mapping[str, float] = field(default_factory=dict)
 

@@ -39,7 +39,7 @@ def run(config: RunConfig, console: Console) -> int:
     with Bar(config.samples_per_cell * len(task.cells()), console) as bar:
         task.execute(bar)
     manifest.write(config.out / "manifest.json", task)
-    found = report.write(config.out)
+    found = report.write(config.out) if config.report else report.found(config.out)
     summarise(found, console)
     console.print(f"rows, tables and report: {config.out}", highlight=False)
     failures = below(found, config)

@@ -28,11 +28,16 @@ def floors() -> dict[str, float]:
     return {name: task.floor for name, task in catalogue().items()}
 
 
+def found(folder: Path) -> list[CellResult]:
+    """The cells of a run folder."""
+    return cells(read(folder)[0], floors())
+
+
 def write(folder: Path) -> list[CellResult]:
     """Write every report of a run folder."""
     rows, manifest = read(folder)
-    found = cells(rows, floors())
-    (folder / "report.md").write_text(tables.markdown(found, manifest), encoding="utf-8")
-    page.write(folder, found, rows, manifest)
-    (folder / "cells.csv").write_text(tables.long_csv(found), encoding="utf-8")
-    return found
+    made = cells(rows, floors())
+    (folder / "report.md").write_text(tables.markdown(made, manifest), encoding="utf-8")
+    (folder / "cells.csv").write_text(tables.long_csv(made), encoding="utf-8")
+    page.write(folder, made, rows, manifest)
+    return made
