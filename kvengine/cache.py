@@ -23,7 +23,7 @@ class Heads:
     lane: Lane
     index: Int[Tensor, "head"] | None
 
-    def pick(self, x: Float[Tensor, "seq head *rest"]) -> Float[Tensor, "row *rest"]:
+    def pick(self, x: Float[Tensor, "seq head *rest"]) -> Float[Tensor, row * rest]:
         return (x if self.index is None else x[:, self.index]).flatten(0, 1)
 
 
@@ -79,7 +79,14 @@ class LayerCache:
         prompt = self.prompt_tokens(n)
         if not 0 < prompt < n:
             return self.enter(q, k, v, call, valid, stock) if prompt else self.take(q, k, v, call, valid, stock)
-        cut = lambda a, b: (q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], call, None if valid is None else valid[:, a:b], None)  # noqa: E731
+        cut = lambda a, b: (
+            q[:, :, a:b],
+            k[:, :, a:b],
+            v[:, :, a:b],
+            call,
+            None if valid is None else valid[:, a:b],
+            None,
+        )
         return torch.cat([self.enter(*cut(0, prompt)), self.take(*cut(prompt, n))], 1)
 
     def prompt_tokens(self, n: int) -> int:

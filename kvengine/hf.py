@@ -63,7 +63,9 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
         return model
     modules = attention_modules(model, text)
     if not modules:
-        raise ModelError(f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it")
+        raise ModelError(
+            f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
+        )
     state = Patch(stack)
     previous = text._attn_implementation
     state.implementations = [(c, c._attn_implementation_internal) for c in configs(model)]
@@ -125,8 +127,8 @@ def check_stack(stack: Stack, text: Any) -> None:
     name = text.model_type
     if not any(engine_layers(text)):
         raise UnsupportedPolicy(
-            f"{name}: every layer has a sliding window or a recurrent state, and holds little already; there is nothing "
-            f"for '{stack}' to do. Use 'full'"
+            f"{name} has no layer with a plain, growing key-value cache (sliding windows and layers with a recurrent state "
+            f"keep transformers' own), so there is nothing for '{stack}' to do. Use 'full'"
         )
     if getattr(text, "kv_lora_rank", None):
         raise UnsupportedPolicy(
@@ -161,7 +163,9 @@ def lazy_mask(**kwargs: Any) -> LazyMask:
     return LazyMask(kwargs)
 
 
-def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], previous: str) -> tuple[Any, dict[str, Any]]:
+def enter(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], previous: str
+) -> tuple[Any, dict[str, Any]]:
     """Before an attention module runs: say which layer of which cache it is to use."""
     cache = next((x for x in kwargs.values() if isinstance(x, EngineCache)), None)
     layer = cache.layer_for(module) if cache is not None else None
@@ -172,7 +176,9 @@ def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], prev
 # ---- what `generate` asks of a patched model --------------------------------------------------------------------------
 
 
-def prepare_cache(self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+def prepare_cache(
+    self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> None:
     """Stands in for `_prepare_cache_for_generation`."""
     refuse(generation_config)
     stock = type(self)._prepare_cache_for_generation
@@ -196,7 +202,9 @@ def refuse(generation_config: Any) -> None:
             "cache. Drop it, or call kvengine.unpatch(model)"
         )
     if getattr(generation_config, "output_attentions", False):
-        raise ModelError("output_attentions=True on a patched model: the engine never forms the attention matrix. Call kvengine.unpatch(model)")
+        raise ModelError(
+            "output_attentions=True on a patched model: the engine never forms the attention matrix. Call kvengine.unpatch(model)"
+        )
 
 
 def prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:

@@ -59,13 +59,24 @@ class Mark:
     seen: int
     tail: Tail
     pages: Pages | None
+    lengths: list[tuple[int, Tensor | None]]
     k: Tensor
     v: Tensor
     valid: Bool[Tensor, "row token"] | None
 
 
 class Lane:
-    def __init__(self, stack: Stack, retention: Retention, layer: int, layers: int, number: int, session: Session, k: Tensor, v: Tensor):
+    def __init__(
+        self,
+        stack: Stack,
+        retention: Retention,
+        layer: int,
+        layers: int,
+        number: int,
+        session: Session,
+        k: Tensor,
+        v: Tensor,
+    ):
         """`k` [row, token, dim] and `v` [row, token, dim_v] say the shapes, dtypes and device to come."""
         self.stack, self.retention = stack, retention.at(layer, layers)
         self.layer, self.layers, self.number, self.session = layer, layers, number, session
@@ -75,6 +86,9 @@ class Lane:
         self.seen = 0
         self.whole = True  # the tail holds every token seen, each at its position
         self.limit: int | None = None
+        self.lengths: list[tuple[int, Tensor | None]] = [
+            (0, None)
+        ]  # tokens in the tail, and the rows that have so many
         self.marks: list[Mark] = []
         self.first = torch.zeros(len(k), dtype=torch.long, device=k.device)
         self.prompt_length = torch.zeros(len(k), dtype=torch.long, device=k.device)
@@ -115,7 +129,9 @@ class Lane:
             out.append(self.with_sinks([state], call).out)
         return torch.cat(out, 2).to(q.dtype)
 
-    def visible(self, at: Int[Tensor, "query"], position: Int[Tensor, "row token"], prompt: bool) -> Bool[Tensor, "row query token"]:
+    def visible(
+        self, at: Int[Tensor, "query"], position: Int[Tensor, "row token"], prompt: bool
+    ) -> Bool[Tensor, "row query token"]:
         seen = (position >= 0)[:, None] & (position[:, None] <= at[:, None])
         allowed = self.stack.prefill.visible(at, position, self.first) if prompt else None
         return seen if allowed is None else seen & allowed
@@ -189,45 +205,63 @@ class Lane:
             self.judge(seen, keep)
             if keep is not None:
                 self.pages.release()
-            self.rebuild_tail(*self.tail.held())
+            self.pack_pages(*self.tail.held(), None, self.tail.clean)
 
     def rebuild(self, k: Tensor, v: Tensor, position: Tensor, score: Tensor, keep: Tensor | None) -> None:
         """Hold exactly these tokens, compactly."""
         clean = self.tail.clean and (self.pages is None or self.pages.clean)
         self.pages = self.pool = None
-        if not clean or keep is not None:
-            valid = position >= 0
-            index = pack(valid if keep is None else valid & keep)
+        if self.stack.paged:
+            self.whole = False
+            self.pack_pages(k, v, position, score, keep, clean)
+        elif keep is not None:
+            index = pack((position >= 0) & keep)
             clean = not bool((index < 0).any())
-            if clean and index.shape[1] == position.shape[1] and not self.stack.paged:
+            if clean and index.shape[1] == position.shape[1]:
                 self.tail.judge(score, None)
                 return
-            k, v, score = take(k, index), take(v, index), take(score, index)
-            position = take(position, index, -1)
-        self.whole = self.whole and keep is None and not self.stack.paged
-        if self.stack.paged:
-            self.pack_pages(k, v, position, score, clean)
-        else:
-            self.tail.replace(k, v, position, score, clean, self.slots(k.shape[1]))
+            self.whole = False
+            kept = take(k, index), take(v, index), take(position, index, -1), take(score, index)
+            self.tail.replace(*kept, clean, self.slots(index.shape[1]))
 
     def slots(self, held: int) -> int:
         """How many slots to keep for that many tokens."""
         return held + 64 if self.limit is None else min(self.limit + 1, held + 64)
 
-    def rebuild_tail(self, k: Tensor, v: Tensor, position: Tensor, score: Tensor) -> None:
-        index = pack(position >= 0)
-        clean = not bool((index < 0).any())
-        self.pack_pages(take(k, index), take(v, index), take(position, index, -1), take(score, index), clean)
+    def pack_pages(
+        self, k: Tensor, v: Tensor, position: Tensor, score: Tensor, keep: Tensor | None, clean: bool
+    ) -> None:
+        """Seal each row's whole pages beyond the tail's room, from its first token on; the rest becomes the tail.
 
-    def pack_pages(self, k: Tensor, v: Tensor, position: Tensor, score: Tensor, clean: bool) -> None:
-        """Seal all whole pages beyond the tail's room; the rest becomes the tail."""
+        A row's pages begin at its own first token, so that they are the same whatever it is batched with.
+        """
         page, room = self.stack.page, self.stack.room
-        spill = max(0, (k.shape[1] - room) // page * page)
-        if spill:
-            self.sealed().seal(k[:, :spill], v[:, :spill], position[:, :spill], score[:, :spill], clean)
-            self.whole = False
-        rest = [x[:, spill:] for x in (k, v, position, score)]
-        self.tail.replace(*rest, clean, room + 2 * page)
+        if clean and keep is None:
+            n = k.shape[1]
+            spill = max(0, (n - room) // page * page)
+            if spill:
+                self.sealed().seal(k[:, :spill], v[:, :spill], position[:, :spill], score[:, :spill], True)
+            self.tail.replace(*(x[:, spill:] for x in (k, v, position, score)), True, room + 2 * page)
+            self.lengths = [(n - spill, None)]
+            return
+        index = pack((position >= 0) if keep is None else (position >= 0) & keep)
+        count = (index >= 0).sum(1)
+        pages = ((count - room) // page).clamp(min=0)
+        if most := int(pages.max()):
+            at = (index.shape[1] - count)[:, None] + torch.arange(most * page, device=k.device)
+            front = index.gather(1, at.clamp(max=index.shape[1] - 1))
+            taken = take(k, front), take(v, front), take(position, front), take(score, front)
+            self.sealed().seal(*taken, True, counts=None if bool((pages == most).all()) else pages)
+        rest = count - pages * page
+        width = int(rest.max())
+        back = index[:, index.shape[1] - width :]
+        back = back.masked_fill(torch.arange(width, device=k.device) < width - rest[:, None], -1)
+        even = bool((rest == width).all())
+        kept = take(k, back), take(v, back), take(position, back, -1), take(score, back)
+        self.tail.replace(*kept, even, room + 2 * page)
+        self.lengths = (
+            [(width, None)] if even else [(n, (rest == n).nonzero()[:, 0]) for n in sorted(set(rest.tolist()))]
+        )
 
     def sealed(self) -> Pages:
         if self.pages is None:
@@ -246,7 +280,9 @@ class Lane:
 
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
-    def take(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call) -> Float[Tensor, "row group query dim_v"]:
+    def take(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call
+    ) -> Float[Tensor, "row group query dim_v"]:
         """Take tokens as decoding does, in as large steps as give the same result."""
         out, i = [], 0
         while i < q.shape[2]:
@@ -261,10 +297,12 @@ class Lane:
         if self.retention.decodes or self.stack.selects:
             return 1
         if self.stack.paged:
-            return max(1, self.stack.room + self.stack.page - len(self.tail))
+            return max(1, self.stack.room + self.stack.page - max(n for n, _ in self.lengths))
         return 1 << 30
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call) -> Float[Tensor, "row group query dim_v"]:
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call
+    ) -> Float[Tensor, "row group query dim_v"]:
         if self.session.recording:
             self.remember(k, v, valid)
         self.add(k, v, valid)
@@ -288,10 +326,13 @@ class Lane:
         else:
             self.tail.append(k, v, position, valid is None)
         self.seen += k.shape[1]
+        self.lengths = [(n + k.shape[1], rows) for n, rows in self.lengths]
 
     def attend(self, q: Tensor, call: Call, mass: bool) -> tuple[Tensor, Float[Tensor, "row group token"] | None]:
         k, v, position, _ = self.tail.held()
-        visible = None if self.tail.clean and q.shape[2] == 1 else self.visible(self.newest(q.shape[2]), position, False)
+        visible = (
+            None if self.tail.clean and q.shape[2] == 1 else self.visible(self.newest(q.shape[2]), position, False)
+        )
         stored = self.pages if self.pages is not None and len(self.pages) else None
         if stored is None and not mass and call.softcap is None and call.sinks is None:
             return ops.quick(q, k, v, visible, call.scale), None
@@ -326,26 +367,51 @@ class Lane:
         selection = self.stack.selection
         if selection.reads is None:
             return None
-        most = (tokens(selection.reads, self.prompt_most) - len(self.tail)) // selection.unit
+        most = (tokens(selection.reads, self.prompt_most) - min(n for n, _ in self.lengths)) // selection.unit
         if most >= pages.units:
             return None
-        count = (tokens_by_row(selection.reads, self.prompt_length) - len(self.tail)) // selection.unit
+        count = (tokens_by_row(selection.reads, self.prompt_length) - self.open()) // selection.unit
         where = Where(
             layer=self.layer, layers=self.layers, count=count.clamp(min=1), most=max(1, most), scale=call.scale,
             keys=lambda: pages.decoded()[0], token=self.seen - 1, lane=self.number, memo=self.session.memo,
         )  # fmt: skip
         return selection.select(q[:, :, 0], pages.summary, pages.alive, where)
 
+    def open(self) -> Int[Tensor, "row"] | int:
+        """Slots of each row's tail."""
+        if len(self.lengths) == 1:
+            return self.lengths[0][0]
+        out = torch.empty_like(self.first)
+        for n, rows in self.lengths:
+            out[rows] = n
+        return out
+
     def seal(self) -> None:
-        page = self.stack.page
-        if not self.stack.paged or len(self.tail) < self.stack.room + page:
+        """Seal the oldest page of the rows whose tail overflows."""
+        page, most = self.stack.page, self.stack.room + self.stack.page
+        if not self.stack.paged or all(n < most for n, _ in self.lengths):
             return
-        k, v, position, score = (x[:, :page] for x in self.tail.held())
-        self.sealed().seal(k, v, position, score, self.tail.clean)
-        self.tail.start += page
+        for n, rows in self.lengths:
+            if n >= most:
+                self.seal_rows(n, rows)
+        self.lengths = [(n - page if n >= most else n, rows) for n, rows in self.lengths]
+        self.tail.start = self.tail.end - max(n for n, _ in self.lengths)
         self.whole = False
-        if self.retention.decodes and not self.marks:
+        if self.retention.decodes:
             self.tidy()
+
+    def seal_rows(self, length: int, rows: Int[Tensor, "row"] | None) -> None:
+        start = self.tail.end - length
+        span = slice(start, start + self.stack.page)
+        held = (self.tail.k, self.tail.v, self.tail.position, self.tail.score)
+        if rows is None:
+            k, v, position, score = (x[:, span] for x in held)
+            self.sealed().seal(k, v, position, score, self.tail.clean)
+            return
+        k, v, position, score = (x[rows, span] for x in held)
+        self.sealed().seal(k, v, position, score, False, rows)
+        self.tail.own_small()
+        self.tail.position[rows, span] = -1
 
     def tidy(self) -> None:
         """Give back empty pages; pack the rest anew once most of it is holes and nothing is lost by it."""
@@ -357,8 +423,13 @@ class Lane:
     # ---- remembering ------------------------------------------------------------------------------------------------
 
     def remember(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        self.marks.append(Mark(self.seen, copy.copy(self.tail), copy.copy(self.pages), k, v, valid))
-        self.tail.shared = True
+        self.marks.append(Mark(self.seen, copy.copy(self.tail), copy.copy(self.pages), self.lengths, k, v, valid))
+        self.share(True)
+
+    def share(self, shared: bool) -> None:
+        self.tail.shared = shared
+        if self.pages is not None:
+            self.pages.shared = shared
 
     def rollback(self, n: int) -> None:
         """Forget the last `n` tokens, and all that they changed."""
@@ -369,8 +440,9 @@ class Lane:
             self.shorten(goal)
         elif n:
             mark = self.marks.pop()
-            self.tail, self.pages, self.seen = mark.tail, mark.pages, mark.seen
-            self.tail.shared = bool(self.marks)
+            self.tail, self.pages, self.lengths, self.seen = mark.tail, mark.pages, mark.lengths, mark.seen
+            self.pool = None if self.pages is None else self.pages.pool
+            self.share(bool(self.marks))
             self.again(mark, goal - mark.seen)
 
     def again(self, mark: Mark, count: int) -> None:
@@ -387,20 +459,22 @@ class Lane:
                 "Call cache.activate_past_recording() before the tokens that may have to be taken back"
             )
         self.tail.end -= self.seen - goal
+        self.lengths = [(n - self.seen + goal, rows) for n, rows in self.lengths]
         self.seen = goal
 
     def commit(self) -> None:
         """What was taken is now history."""
         self.marks.clear()
-        self.tail.shared = False
-        if self.retention.decodes and self.pages is not None and len(self.pages):
-            self.pages.release()
+        self.share(False)
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows (beam search, batch selection)."""
         if self.marks:
             raise CacheError("rows cannot be reordered while a draft is pending; commit or roll back first")
         self.tail.rows(index)
+        self.lengths = [
+            (n, rows if rows is None else torch.isin(index, rows).nonzero()[:, 0]) for n, rows in self.lengths
+        ]
         if self.pages is not None:
             self.pages.rows(index)
         self.first, self.prompt_length = self.first[index], self.prompt_length[index]

@@ -164,7 +164,9 @@ def terms(text: str) -> list[tuple[str, dict[str, Any]]]:
     [('quest', {'budget': 256}), ('duo', {})]
     """
     if not isinstance(text, str) or not text.strip():
-        raise PolicyError(f"{text!r} is not a policy string; write names joined by '+', such as 'snapkv(budget=1024) + kivi'")
+        raise PolicyError(
+            f"{text!r} is not a policy string; write names joined by '+', such as 'snapkv(budget=1024) + kivi'"
+        )
     try:
         node: ast.expr = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:

@@ -59,7 +59,9 @@ def measure(layers: list[LayerCache]) -> Stats:
         if lane.pages is not None and lane.pool is not None:
             mine = len(set(lane.pages.pages_in_use()))
             used, free = used + mine, free + lane.pool.pages - mine
-    return Stats(held, by_head(layers, live), by_head(layers, attended), read, used, free, layers[0].seen if layers else 0)
+    return Stats(
+        held, by_head(layers, live), by_head(layers, attended), read, used, free, layers[0].seen if layers else 0
+    )
 
 
 def lane_bytes(lane: Lane) -> dict[str, dict[str, int]]:

@@ -60,7 +60,9 @@ class TensorStore:
     def reserve(self, pages: int) -> None:
         if pages <= self.pages:
             return
-        more = torch.zeros(pages, *self.data.shape[1:], dtype=self.data.dtype, device=self.data.device, pin_memory=self.pin)
+        more = torch.zeros(
+            pages, *self.data.shape[1:], dtype=self.data.dtype, device=self.data.device, pin_memory=self.pin
+        )
         more[: self.pages] = self.data
         self.data, self.pages = more, pages
 

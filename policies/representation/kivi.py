@@ -13,7 +13,6 @@ at once and moves one value per step); padding takes no part in a group's range;
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 

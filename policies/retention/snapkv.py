@@ -49,7 +49,9 @@ class SnapKV(Retention):
         if self.kernel % 2 == 0:
             raise PolicyError(f"SnapKV: kernel={self.kernel} must be odd, so that pooling keeps the length")
         if isinstance(self.budget, int) and self.budget <= self.window:
-            raise PolicyError(f"SnapKV: budget={self.budget} must exceed window={self.window}: the window is kept as well")
+            raise PolicyError(
+                f"SnapKV: budget={self.budget} must exceed window={self.window}: the window is kept as well"
+            )
 
     @property
     def observes(self) -> int:

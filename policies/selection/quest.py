@@ -13,7 +13,7 @@ kernels, and counts; dense layers are the first ones whatever the number of laye
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
