@@ -1,0 +1,125 @@
+/* Reading stored tokens as floats: dense in three dtypes, and codes with their scales. */
+#include "fields.h"
+
+INLINE float scalar(const void *p, int64_t i, int64_t dtype) {
+  if (dtype == F32) return ((const float *)p)[i];
+  uint16_t x = ((const uint16_t *)p)[i];
+  return dtype == BF16 ? bf16_value(x) : f16_value(x);
+}
+
+INLINE vf vector(const void *p, int64_t i, int64_t dtype) {
+  if (dtype == F32) return load((const float *)p + i);
+  return dtype == BF16 ? from_bf16((const uint16_t *)p + i) : from_f16((const uint16_t *)p + i);
+}
+
+INLINE void widen(const void *p, int64_t start, int64_t dim, int64_t dtype, float *out) {
+  int64_t d = 0;
+  for (; d + LANES <= dim; d += LANES) store(out + d, vector(p, start + d, dtype));
+  for (; d < dim; d++) out[d] = scalar(p, start + d, dtype);
+}
+
+static void read_dense(const Field *f, int64_t row, const int64_t *token, int count, float *tile, int64_t stride,
+                       int64_t dtype) {
+  for (int i = 0; i < count; i++)
+    widen(f->data, row * f->row_stride + token[i] * f->token_stride, f->dim, dtype, tile + i * stride);
+}
+
+/* Codes of one token as floats. A vector's codes are bit fields of the 64-byte word holding them: pick each lane's
+   32-bit word, shift its field down, mask. */
+INLINE void unpack(const uint8_t *code, int64_t dim, int bits, float *out) {
+  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int64_t bytes = dim * bits / 8;
+  int64_t d = 0;
+  for (int64_t at = 0; at < bytes; at += 64) {
+    vu words = {0};
+    if (bytes - at >= 64) words = *(const vu *)(code + at);
+    else if (bytes - at == 32) memcpy(&words, code + at, 32);
+    else if (bytes - at == 16) memcpy(&words, code + at, 16);
+    else memcpy(&words, code + at, bytes - at);
+#pragma GCC unroll 32
+    for (int first = 0; first < 512 / bits; first += LANES) {
+      if (d >= dim) return;
+      vi place = (lane + first) * bits;
+      vi code_of = (vi)(__builtin_shuffle(words, (vu)(place >> 5)) >> (vu)(place & 31)) & ((1 << bits) - 1);
+      vf value = __builtin_convertvector(code_of, vf);
+      if (d + LANES <= dim) store(out + d, value);
+      else memcpy(out + d, &value, sizeof(float) * (dim - d));
+      d += LANES;
+    }
+  }
+}
+
+static void unpack_any(const uint8_t *code, int64_t dim, int64_t bits, float *out) {
+  switch (bits) {
+    case 1: unpack(code, dim, 1, out); break;
+    case 2: unpack(code, dim, 2, out); break;
+    case 4: unpack(code, dim, 4, out); break;
+    default: unpack(code, dim, 8, out);
+  }
+}
+
+/* x = x * scale + zero over `dim` channels (whole vectors: the tile is padded, and so are the memo's arrays). */
+INLINE void affine(float *x, int64_t dim, const float *scale, const float *zero) {
+  for (int64_t d = 0; d < dim; d += LANES) store(x + d, load(x + d) * load(scale + d) + load(zero + d));
+}
+
+INLINE void affine_one(float *x, int64_t dim, float scale, float zero) {
+  int64_t d = 0;
+  for (; d + LANES <= dim; d += LANES) store(x + d, load(x + d) * scale + zero);
+  for (; d < dim; d++) x[d] = x[d] * scale + zero;
+}
+
+INLINE void recall(const Field *f, Memo *memo, int64_t key) {
+  if (memo->key == key) return;
+  widen(f->scale, key * f->dim, f->dim, f->dtype, memo->scale);
+  widen(f->zero, key * f->dim, f->dim, f->dtype, memo->zero);
+  memo->key = key;
+}
+
+static void read_per_channel(const Field *f, Memo *memo, int64_t token, float *out) {
+  unpack_any((const uint8_t *)f->data + token * (f->dim * f->bits / 8), f->dim, f->bits, out);
+  recall(f, memo, token / f->group);
+  affine(out, f->dim, memo->scale, memo->zero);
+}
+
+static void read_per_token(const Field *f, int64_t token, float *out) {
+  unpack_any((const uint8_t *)f->data + token * (f->dim * f->bits / 8), f->dim, f->bits, out);
+  int64_t groups = f->dim / f->group;
+  for (int64_t g = 0; g < groups; g++)
+    affine_one(out + g * f->group, f->group, scalar(f->scale, token * groups + g, f->dtype),
+               scalar(f->zero, token * groups + g, f->dtype));
+}
+
+static void read_mixed(const Field *f, Memo *memo, int64_t token, float *out) {
+  int64_t page = token / f->page, slot = token % f->page, low = slot >= f->salient;
+  int64_t bits = low ? f->low_bits : f->bits, each = f->dim * bits / 8;
+  int64_t index = low ? page * (f->page - f->salient) + slot - f->salient : page * f->salient + slot;
+  unpack_any((const uint8_t *)(low ? f->low : f->data) + index * each, f->dim, bits, out);
+  if (!f->per_token) {
+    recall(f, memo, page * 2 + low);
+    affine(out, f->dim, memo->scale, memo->zero);
+    return;
+  }
+  affine_one(out, f->dim, scalar(f->scale, token, f->dtype), scalar(f->zero, token, f->dtype));
+  if (memo->key != page) widen(f->channel, page * f->dim, f->dim, f->dtype, memo->scale);
+  memo->key = page;
+  for (int64_t d = 0; d < f->dim; d += LANES) store(out + d, load(out + d) * load(memo->scale + d));
+}
+
+void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile,
+                 int64_t stride) {
+  if (f->layout == DENSE) {
+    switch (f->dtype) { /* a constant dtype lets each loop be specialised */
+      case F32: read_dense(f, row, token, count, tile, stride, F32); break;
+      case BF16: read_dense(f, row, token, count, tile, stride, BF16); break;
+      default: read_dense(f, row, token, count, tile, stride, F16);
+    }
+    return;
+  }
+  for (int i = 0; i < count; i++) {
+    float *out = tile + i * stride;
+    if (f->layout == PER_CHANNEL) read_per_channel(f, memo, token[i], out);
+    else if (f->layout == PER_TOKEN) read_per_token(f, token[i], out);
+    else read_mixed(f, memo, token[i], out);
+  }
+}
