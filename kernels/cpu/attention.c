@@ -20,7 +20,8 @@ typedef struct {
   int64_t visible_row, visible_query, visible_column;
   /* paged: table != NULL */
   const int32_t *table, *position, *units, *query_position;
-  int64_t pages, page, unit, chosen, window;
+  int64_t table_row, position_row; /* strides; the rest is contiguous */
+  int64_t page, unit, chosen, window;
   float softcap; /* 0: none */
   const float *sinks;
   float *scores; /* [row, heads, columns] or NULL */
@@ -39,22 +40,20 @@ static void dots(const float *q, int64_t rows, const float *tile, int count, int
     const float *k = tile + t * dim;
     for (int64_t n = 0; n < rows; n += 4) {
       const float *a = q + n * dim;
-      vf s[4][4] = {{{0}}};
+      vf s[16] = {{0}};
       for (int64_t d = 0; d < dim; d += LANES) {
         vf k0 = load(k + d), k1 = load(k + dim + d), k2 = load(k + 2 * dim + d), k3 = load(k + 3 * dim + d);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
           vf x = load(a + i * dim + d);
-          s[i][0] += x * k0;
-          s[i][1] += x * k1;
-          s[i][2] += x * k2;
-          s[i][3] += x * k3;
+          s[4 * i + 0] += x * k0;
+          s[4 * i + 1] += x * k1;
+          s[4 * i + 2] += x * k2;
+          s[4 * i + 3] += x * k3;
         }
       }
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) scores[(n + i) * TILE + t + j] = sum(s[i][j]);
+      union { vf v; vf4 row[4]; } total = {sums(s)};
+      for (int i = 0; i < 4; i++) *(vf4 *)(scores + (n + i) * TILE + t) = total.row[i];
     }
   }
 }
@@ -80,36 +79,45 @@ static void weigh(const float *p, int64_t rows, const float *tile, int count, in
     }
 }
 
-/* Offer one column; keep it if any query sees it. */
-static void offer(const Attention *a, int64_t row, int64_t column, Batch *b) {
-  int any = 0, i = b->count;
-  int64_t token = column, at = 0;
-  if (a->table) {
-    int64_t slot = column;
-    if (a->units) {
-      int64_t u = a->units[row * a->chosen + column / a->unit];
-      if (u < 0) return;
-      slot = u * a->unit + column % a->unit;
-    }
-    int64_t page = a->table[row * a->pages + slot / a->page];
-    at = a->position[row * a->pages * a->page + slot];
-    if (page < 0 || at < 0) return;
-    token = page * a->page + slot % a->page;
+/* Does query `n` see the token of this column, at this position? */
+INLINE int sees(const Attention *a, int64_t row, int64_t n, int64_t column, int64_t position) {
+  if (a->visible && !a->visible[row * a->visible_row + n * a->visible_query + column * a->visible_column]) return 0;
+  if (!a->query_position) return 1;
+  int64_t distance = a->query_position[row * a->queries + n] - position;
+  return distance >= 0 && (!a->window || distance < a->window);
+}
+
+/* Add to the batch the tokens of a run of columns that any query sees; returns the column after the last one tried. */
+INLINE int64_t collect_run(const Attention *a, int64_t row, int64_t column, int64_t end, int64_t token,
+                           const int32_t *position, Batch *b) {
+  const int everyone = !a->visible && !a->query_position;
+  for (; column < end && b->count < TILE; column++, token++) {
+    int64_t at = position ? *position++ : 0;
+    int any = everyone;
+    for (int64_t n = 0; n < a->queries && !everyone; n++) any |= b->seen[n][b->count] = sees(a, row, n, column, at);
+    b->token[b->count] = token;
+    b->column[b->count] = column;
+    b->count += any && at >= 0;
   }
-  for (int64_t n = 0; n < a->queries; n++) {
-    int ok = 1;
-    if (a->visible) ok = a->visible[row * a->visible_row + n * a->visible_query + column * a->visible_column];
-    if (a->query_position) {
-      int64_t distance = a->query_position[row * a->queries + n] - at;
-      ok = distance >= 0 && (!a->window || distance < a->window);
-    }
-    b->seen[n][i] = ok;
-    any |= ok;
+  return column;
+}
+
+/* Fill a batch from the columns [column, to); returns where to go on. */
+static int64_t collect(const Attention *a, int64_t row, int64_t column, int64_t to, Batch *b) {
+  b->count = 0;
+  if (!a->table) return collect_run(a, row, column, to, column, NULL, b);
+  const int64_t span = a->units ? a->unit : a->page; /* columns whose slots follow each other in one page */
+  while (column < to && b->count < TILE) {
+    int64_t index = column / span, inside = column % span, end = column - inside + span;
+    if (end > to) end = to;
+    if (a->units) index = a->units[row * a->chosen + index];
+    int64_t slot = index * span + inside, page = index < 0 ? -1 : a->table[row * a->table_row + slot / a->page];
+    if (page < 0) column = end;
+    else
+      column = collect_run(a, row, column, end, page * a->page + slot % a->page,
+                           a->position + row * a->position_row + slot, b);
   }
-  if (!any) return;
-  b->token[i] = token;
-  b->column[i] = column;
-  b->count++;
+  return column;
 }
 
 /* Scores of one batch become weights in place; `top` and `total` follow the online softmax, `out` is rescaled. */
@@ -122,7 +130,7 @@ static void soften(const Attention *a, int64_t row, const Batch *b, float *s, fl
         store(p + t, a->softcap - (2 * a->softcap) / (e + 1));
       }
     for (int t = b->count; t < TILE; t++) p[t] = -INFINITY;
-    if (a->queries > 1)
+    if (a->queries > 1 && (a->visible || a->query_position))
       for (int t = 0; t < b->count; t++)
         if (!b->seen[n % a->queries][t]) p[t] = -INFINITY;
     if (a->scores)
@@ -156,7 +164,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   for (int64_t n = 0; n < a->padded; n++) top[n] = -INFINITY, total[n] = 0;
   memset(weights, 0, sizeof weights);
   for (int64_t column = from; column < to;) {
-    for (b.count = 0; b.count < TILE && column < to; column++) offer(a, row, column, &b);
+    column = collect(a, row, column, to, &b);
     if (!b.count) break;
     if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
     read_tokens(&a->k, &keys, row, b.token, b.count, tile, a->dim);
@@ -188,20 +196,26 @@ static void join(const Attention *a, int64_t row, const float *out, const float 
 
 /* Returns 0, or 1 if memory for the partial results cannot be had. */
 int kv_attention(const Attention *a) {
-  const int64_t each = a->padded * (a->dim_v + 2), tasks = a->rows * a->splits;
-  const int64_t span = (a->columns + a->splits - 1) / a->splits;
-  float *parts = malloc(sizeof(float) * each * tasks + 1);
-  if (!parts) return 1;
-  float *tops = parts + tasks * a->padded * a->dim_v, *totals = tops + tasks * a->padded;
+  const int64_t splits = a->splits, tasks = a->rows * splits, span = (a->columns + splits - 1) / splits;
+  const int64_t outs = a->padded * a->dim_v;
+  float *parts = malloc(sizeof(float) * tasks * (outs + 2 * a->padded) + 1);
+  int *left = malloc(sizeof(int) * a->rows + 1);
+  if (!parts || !left) {
+    free(parts);
+    free(left);
+    return 1;
+  }
+  float *tops = parts + tasks * outs, *totals = tops + tasks * a->padded;
+  for (int64_t row = 0; row < a->rows; row++) left[row] = splits;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(a->threads)
   for (int64_t i = 0; i < tasks; i++) {
-    int64_t from = i % a->splits * span, to = from + span < a->columns ? from + span : a->columns;
-    task(a, i / a->splits, from, to, parts + i * a->padded * a->dim_v, tops + i * a->padded, totals + i * a->padded);
+    int64_t row = i / splits, first = row * splits, from = i % splits * span;
+    int64_t to = from + span < a->columns ? from + span : a->columns;
+    task(a, row, from, to, parts + i * outs, tops + i * a->padded, totals + i * a->padded);
+    if (__atomic_sub_fetch(&left[row], 1, __ATOMIC_ACQ_REL) == 0) /* the row's last task joins its parts */
+      join(a, row, parts + first * outs, tops + first * a->padded, totals + first * a->padded);
   }
-#pragma omp parallel for schedule(static) num_threads(a->threads)
-  for (int64_t row = 0; row < a->rows; row++)
-    join(a, row, parts + row * a->splits * a->padded * a->dim_v, tops + row * a->splits * a->padded,
-         totals + row * a->splits * a->padded);
   free(parts);
+  free(left);
   return 0;
 }

@@ -45,7 +45,7 @@ class Attention(ctypes.Structure):
         ("visible", POINTER),
         *((name, I64) for name in ("visible_row", "visible_query", "visible_column")),
         *((name, POINTER) for name in ("table", "position", "units", "query_position")),
-        *((name, I64) for name in ("pages", "page", "unit", "chosen", "window")),
+        *((name, I64) for name in ("table_row", "position_row", "page", "unit", "chosen", "window")),
         ("softcap", ctypes.c_float),
         *((name, POINTER) for name in ("sinks", "scores", "out", "lse")),
     ]  # fmt: skip
@@ -102,7 +102,7 @@ def run(
     lse = scaled.new_empty(rows, heads)
     scores = torch.full((rows, heads, columns), -torch.inf) if want_probs else None
     logits = None if sinks is None else sinks.float()[..., None].expand(rows, group, queries).contiguous()
-    threads = torch.get_num_threads()
+    threads = team(rows * columns * (k.dim + v.dim))
     call = Attention(
         rows=rows, heads=heads, padded=scaled.shape[1], queries=queries, dim=dim, dim_v=dim_v, columns=columns,
         splits=_splits(rows, columns, threads), threads=threads, q=scaled.data_ptr(), k=k, v=v,
@@ -116,6 +116,11 @@ def run(
     lse = lse.unflatten(1, shape)
     probs = None if scores is None else _softmax(scores.unflatten(1, shape), lse)
     return State(out[..., : v.dim].unflatten(1, shape), lse, probs)
+
+
+def team(values: int) -> int:
+    """Threads for reading so many values: torch's setting, but one for each 32 768 at most, as waking one costs."""
+    return max(1, min(torch.get_num_threads(), values // 32768))
 
 
 def address(x: Tensor | None) -> int | None:

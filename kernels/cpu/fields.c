@@ -24,9 +24,16 @@ static void read_dense(const Field *f, int64_t row, const int64_t *token, int co
     widen(f->data, row * f->row_stride + token[i] * f->token_stride, f->dim, dtype, tile + i * stride);
 }
 
-/* Codes of one token as floats. A vector's codes are bit fields of the 64-byte word holding them: pick each lane's
-   32-bit word, shift its field down, mask. */
-INLINE void unpack(const uint8_t *code, int64_t dim, int bits, float *out) {
+/* How codes become values: x = code * scale + zero, then * channel. */
+typedef struct {
+  const float *scale, *zero; /* one per channel, or one per `group` channels if group > 0 */
+  int64_t group;
+  const float *channel; /* one per channel, or NULL */
+} Affine;
+
+/* One token's vector. A vector register's codes are bit fields of the 64 bytes that hold them: pick each lane's 32-bit
+   word, shift its field down, mask. Whole registers are written, so `out` must be padded. */
+INLINE void unpack(const uint8_t *code, int64_t dim, int bits, const Affine *f, float *out) {
   const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int64_t bytes = dim * bits / 8;
   int64_t d = 0;
@@ -37,36 +44,26 @@ INLINE void unpack(const uint8_t *code, int64_t dim, int bits, float *out) {
     else if (bytes - at == 16) memcpy(&words, code + at, 16);
     else memcpy(&words, code + at, bytes - at);
 #pragma GCC unroll 32
-    for (int first = 0; first < 512 / bits; first += LANES) {
+    for (int first = 0; first < 512 / bits; first += LANES, d += LANES) {
       if (d >= dim) return;
       vi place = (lane + first) * bits;
-      vi code_of = (vi)(__builtin_shuffle(words, (vu)(place >> 5)) >> (vu)(place & 31)) & ((1 << bits) - 1);
-      vf value = __builtin_convertvector(code_of, vf);
-      if (d + LANES <= dim) store(out + d, value);
-      else memcpy(out + d, &value, sizeof(float) * (dim - d));
-      d += LANES;
+      vi field = (vi)(__builtin_shuffle(words, (vu)(place >> 5)) >> (vu)(place & 31)) & ((1 << bits) - 1);
+      vf value = __builtin_convertvector(field, vf);
+      if (f->group) value = value * f->scale[d / f->group] + f->zero[d / f->group];
+      else value = value * load(f->scale + d) + load(f->zero + d);
+      if (f->channel) value *= load(f->channel + d);
+      store(out + d, value);
     }
   }
 }
 
-static void unpack_any(const uint8_t *code, int64_t dim, int64_t bits, float *out) {
+INLINE void unpack_any(const uint8_t *code, int64_t dim, int64_t bits, const Affine *f, float *out) {
   switch (bits) {
-    case 1: unpack(code, dim, 1, out); break;
-    case 2: unpack(code, dim, 2, out); break;
-    case 4: unpack(code, dim, 4, out); break;
-    default: unpack(code, dim, 8, out);
+    case 1: unpack(code, dim, 1, f, out); break;
+    case 2: unpack(code, dim, 2, f, out); break;
+    case 4: unpack(code, dim, 4, f, out); break;
+    default: unpack(code, dim, 8, f, out);
   }
-}
-
-/* x = x * scale + zero over `dim` channels (whole vectors: the tile is padded, and so are the memo's arrays). */
-INLINE void affine(float *x, int64_t dim, const float *scale, const float *zero) {
-  for (int64_t d = 0; d < dim; d += LANES) store(x + d, load(x + d) * load(scale + d) + load(zero + d));
-}
-
-INLINE void affine_one(float *x, int64_t dim, float scale, float zero) {
-  int64_t d = 0;
-  for (; d + LANES <= dim; d += LANES) store(x + d, load(x + d) * scale + zero);
-  for (; d < dim; d++) x[d] = x[d] * scale + zero;
 }
 
 INLINE void recall(const Field *f, Memo *memo, int64_t key) {
@@ -77,33 +74,53 @@ INLINE void recall(const Field *f, Memo *memo, int64_t key) {
 }
 
 static void read_per_channel(const Field *f, Memo *memo, int64_t token, float *out) {
-  unpack_any((const uint8_t *)f->data + token * (f->dim * f->bits / 8), f->dim, f->bits, out);
   recall(f, memo, token / f->group);
-  affine(out, f->dim, memo->scale, memo->zero);
+  const Affine affine = {memo->scale, memo->zero, 0, NULL};
+  unpack_any((const uint8_t *)f->data + token * (f->dim * f->bits / 8), f->dim, f->bits, &affine, out);
 }
 
-static void read_per_token(const Field *f, int64_t token, float *out) {
-  unpack_any((const uint8_t *)f->data + token * (f->dim * f->bits / 8), f->dim, f->bits, out);
+/* A group narrower than a register, or across one: spread its scale over the channels first. */
+static void read_uneven(const Field *f, Memo *memo, int64_t token, float *out) {
   int64_t groups = f->dim / f->group;
-  for (int64_t g = 0; g < groups; g++)
-    affine_one(out + g * f->group, f->group, scalar(f->scale, token * groups + g, f->dtype),
-               scalar(f->zero, token * groups + g, f->dtype));
+  for (int64_t d = 0; d < f->dim; d++) {
+    memo->scale[d] = scalar(f->scale, token * groups + d / f->group, f->dtype);
+    memo->zero[d] = scalar(f->zero, token * groups + d / f->group, f->dtype);
+  }
+  const Affine affine = {memo->scale, memo->zero, 0, NULL};
+  unpack_any((const uint8_t *)f->data + token * (f->dim * f->bits / 8), f->dim, f->bits, &affine, out);
+}
+
+static void read_per_token(const Field *f, Memo *memo, int64_t token, float *out) {
+  if (f->group % LANES) {
+    read_uneven(f, memo, token, out);
+    return;
+  }
+  int64_t groups = f->dim / f->group;
+  float scale[256 / LANES], zero[256 / LANES];
+  for (int64_t g = 0; g < groups; g++) {
+    scale[g] = scalar(f->scale, token * groups + g, f->dtype);
+    zero[g] = scalar(f->zero, token * groups + g, f->dtype);
+  }
+  const Affine affine = {scale, zero, f->group, NULL};
+  unpack_any((const uint8_t *)f->data + token * (f->dim * f->bits / 8), f->dim, f->bits, &affine, out);
 }
 
 static void read_mixed(const Field *f, Memo *memo, int64_t token, float *out) {
   int64_t page = token / f->page, slot = token % f->page, low = slot >= f->salient;
   int64_t bits = low ? f->low_bits : f->bits, each = f->dim * bits / 8;
   int64_t index = low ? page * (f->page - f->salient) + slot - f->salient : page * f->salient + slot;
-  unpack_any((const uint8_t *)(low ? f->low : f->data) + index * each, f->dim, bits, out);
+  const uint8_t *code = (const uint8_t *)(low ? f->low : f->data) + index * each;
   if (!f->per_token) {
     recall(f, memo, page * 2 + low);
-    affine(out, f->dim, memo->scale, memo->zero);
+    const Affine affine = {memo->scale, memo->zero, 0, NULL};
+    unpack_any(code, f->dim, bits, &affine, out);
     return;
   }
-  affine_one(out, f->dim, scalar(f->scale, token, f->dtype), scalar(f->zero, token, f->dtype));
   if (memo->key != page) widen(f->channel, page * f->dim, f->dim, f->dtype, memo->scale);
   memo->key = page;
-  for (int64_t d = 0; d < f->dim; d += LANES) store(out + d, load(out + d) * load(memo->scale + d));
+  float scale = scalar(f->scale, token, f->dtype), zero = scalar(f->zero, token, f->dtype);
+  const Affine affine = {&scale, &zero, 1 << 20, memo->scale};
+  unpack_any(code, f->dim, bits, &affine, out);
 }
 
 void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile,
@@ -119,7 +136,7 @@ void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, 
   for (int i = 0; i < count; i++) {
     float *out = tile + i * stride;
     if (f->layout == PER_CHANNEL) read_per_channel(f, memo, token[i], out);
-    else if (f->layout == PER_TOKEN) read_per_token(f, token[i], out);
+    else if (f->layout == PER_TOKEN) read_per_token(f, memo, token[i], out);
     else read_mixed(f, memo, token[i], out);
   }
 }

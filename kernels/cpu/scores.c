@@ -6,7 +6,8 @@ typedef struct {
   int64_t rows, group, padded, dim, units, threads, mean; /* dim: padded to LANES; `padded`: group up to a multiple of 4 */
   const float *q; /* [row, padded, 2 * dim]: the positive part, then the negative part */
   Field high, low;
-  const uint8_t *alive; /* [row, unit] */
+  const uint8_t *alive; /* [row, unit], rows `alive_row` apart */
+  int64_t alive_row;
   float *out;           /* [row, unit] */
 } Bounds;
 
@@ -57,7 +58,7 @@ int kv_bounds(const Bounds *b) {
     memo.key = -1;
     memset(tile, 0, sizeof tile);
     for (int64_t u = from; u < to; u++) { /* a dead unit's bounds are not read */
-      if (b->alive[row * b->units + u]) unit[count++] = u;
+      if (b->alive[row * b->alive_row + u]) unit[count++] = u;
       else b->out[row * b->units + u] = -INFINITY;
       if (count == STEP || (u + 1 == to && count)) {
         bound(b, row, unit, count, tile, &memo);

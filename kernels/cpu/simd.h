@@ -16,6 +16,8 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4), may_alias)
 typedef uint32_t vu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef float vf8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t vi8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t vi4 __attribute__((vector_size(16), aligned(4), may_alias));
 typedef float vf4 __attribute__((vector_size(16), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
@@ -34,9 +36,38 @@ INLINE float sum(vf x) {
 }
 
 INLINE float peak(vf x) {
-  float best = x[0];
-  for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
-  return best;
+  union { vf v; vf8 h[2]; } a = {x};
+  vi8 m = a.h[0] > a.h[1];
+  union { vi8 v; vi4 h[2]; } b = {((vi8)a.h[0] & m) | ((vi8)a.h[1] & ~m)};
+  vi4 n = (vf4)b.h[0] > (vf4)b.h[1];
+  vf4 c = (vf4)((b.h[0] & n) | (b.h[1] & ~n));
+  float x0 = c[0] > c[1] ? c[0] : c[1], x1 = c[2] > c[3] ? c[2] : c[3];
+  return x0 > x1 ? x0 : x1;
+}
+
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+
+/* Lane i of the result is the sum of x[i]: a transposition that adds as it goes. */
+INLINE vf sums(const vf *x) {
+  vf a[8], b[4], c[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++)
+    a[i] = PICK(x[2 * i], x[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           PICK(x[2 * i], x[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    b[i] = PICK(a[2 * i], a[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           PICK(a[2 * i], a[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++)
+    c[i] = PICK(b[2 * i], b[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           PICK(b[2 * i], b[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  return PICK(c[0], c[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+         PICK(c[0], c[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
 /* e^x to about 1 unit in the last place over the range where the result is a normal number; 0 below it. */
@@ -67,6 +98,9 @@ INLINE float bf16_value(uint16_t x) {
 }
 
 INLINE float f16_value(uint16_t x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x);
+#else
   uint32_t sign = (uint32_t)(x & 0x8000) << 16, magnitude = x & 0x7fff, bits;
   if (magnitude >= 0x7c00) bits = (magnitude << 13) + 0x70000000; /* infinity, NaN */
   else if (magnitude >= 0x0400) bits = (magnitude << 13) + 0x38000000;
@@ -78,6 +112,7 @@ INLINE float f16_value(uint16_t x) {
   float out;
   memcpy(&out, &bits, 4);
   return out;
+#endif
 }
 
 INLINE vf from_f16(const uint16_t *p) {

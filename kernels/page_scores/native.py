@@ -22,7 +22,9 @@ class Bounds(ctypes.Structure):
         ("q", POINTER),
         ("high", call.Field),
         ("low", call.Field),
-        *((name, POINTER) for name in ("alive", "out")),
+        ("alive", POINTER),
+        ("alive_row", I64),
+        ("out", POINTER),
     ]
 
 
@@ -34,12 +36,12 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
     wide = call.up(dim, call.LANES)
     parts = q.new_zeros(rows, call.up(group, 4), 2, wide, dtype=torch.float32)
     parts[:, :group, 0, :dim], parts[:, :group, 1, :dim] = q.clamp_min(0), q.clamp_max(0)
-    alive = alive.contiguous()
+    alive = alive if alive.stride(-1) == 1 else alive.contiguous()
     out = parts.new_empty(alive.shape)
     _library().kv_bounds(ctypes.byref(Bounds(
         rows=rows, group=group, padded=parts.shape[1], dim=wide, units=alive.shape[1],
-        threads=torch.get_num_threads(), mean=reduce == "mean", q=parts.data_ptr(), high=call.dense(high),
-        low=call.dense(low), alive=alive.data_ptr(), out=out.data_ptr(),
+        threads=call.team(2 * low.numel()), mean=reduce == "mean", q=parts.data_ptr(), high=call.dense(high),
+        low=call.dense(low), alive=alive.data_ptr(), alive_row=alive.stride(0), out=out.data_ptr(),
     )))  # fmt: skip
     return out
 
@@ -49,7 +51,7 @@ def top_units(scores: Tensor, count: int) -> Tensor:
     rows, units = scores.shape
     scores = scores.to(torch.float32).contiguous()
     ids = torch.empty(rows, count, dtype=torch.int64)
-    at = (I64(n) for n in (rows, units, count, torch.get_num_threads()))
+    at = (I64(n) for n in (rows, units, count, call.team(rows * units * 8)))
     if _library().kv_top(POINTER(scores.data_ptr()), *at, POINTER(ids.data_ptr())):
         raise KernelError("the native selection kernel could not allocate its buffers")
     return ids

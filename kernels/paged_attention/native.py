@@ -36,15 +36,19 @@ def paged_attention(
             q, fields, table, position, page, scale, units, unit, codec, dim_v, query_position, window, softcap, sinks,
             want_probs,
         )  # fmt: skip
-    table, position, units, query_position = (_int32(x) for x in (table, position, units, query_position))
+    table, position = _int32(table), _int32(position)
+    units, query_position = (None if x is None else _int32(x).contiguous() for x in (units, query_position))
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
     return call.run(
         q, call.paged(codec, fields, "k", dim, page), call.paged(codec, fields, "v", dim_v, page), columns, scale,
         softcap, sinks, want_probs, table=table.data_ptr(), position=position.data_ptr(), units=call.address(units),
-        query_position=call.address(query_position), pages=table.shape[1], page=page, unit=unit,
+        query_position=call.address(query_position), table_row=table.stride(0),
+        position_row=position.stride(0), page=page, unit=unit,
         chosen=0 if units is None else units.shape[1], window=window or 0,
     )  # fmt: skip
 
 
-def _int32(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.to(torch.int32).contiguous()
+def _int32(x: Tensor) -> Tensor:
+    """As int32 with contiguous rows; what the engine keeps already is, and is not copied."""
+    x = x.to(torch.int32)
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
