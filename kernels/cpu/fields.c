@@ -24,16 +24,16 @@ static void read_dense(const Field *f, int64_t row, const int64_t *token, int co
     widen(f->data, row * f->row_stride + token[i] * f->token_stride, f->dim, dtype, tile + i * stride);
 }
 
-/* How codes become values: x = code * scale + zero, then * channel. */
+/* How codes become values: code * scale + zero, then * channel. */
+enum { EACH, BLOCKS, ONE }; /* a scale per channel, per LANES channels, or one and a factor per channel */
 typedef struct {
-  const float *scale, *zero; /* one per channel, or one per `group` channels if group > 0 */
-  int64_t group;
-  const float *channel; /* one per channel, or NULL */
+  int how;
+  const float *scale, *zero, *channel;
 } Affine;
 
 /* One token's vector. A vector register's codes are bit fields of the 64 bytes that hold them: pick each lane's 32-bit
    word, shift its field down, mask. Whole registers are written, so `out` must be padded. */
-INLINE void unpack(const uint8_t *code, int64_t dim, int bits, const Affine *f, float *out) {
+INLINE void unpack(const uint8_t *code, int64_t dim, int bits, int how, const Affine *f, float *out) {
   const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int64_t bytes = dim * bits / 8;
   int64_t d = 0;
@@ -49,21 +49,26 @@ INLINE void unpack(const uint8_t *code, int64_t dim, int bits, const Affine *f, 
       vi place = (lane + first) * bits;
       vi field = (vi)(__builtin_shuffle(words, (vu)(place >> 5)) >> (vu)(place & 31)) & ((1 << bits) - 1);
       vf value = __builtin_convertvector(field, vf);
-      if (f->group) value = value * f->scale[d / f->group] + f->zero[d / f->group];
-      else value = value * load(f->scale + d) + load(f->zero + d);
-      if (f->channel) value *= load(f->channel + d);
-      store(out + d, value);
+      if (how == EACH) store(out + d, value * load(f->scale + d) + load(f->zero + d));
+      else if (how == BLOCKS) store(out + d, value * f->scale[d / LANES] + f->zero[d / LANES]);
+      else store(out + d, (value * *f->scale + *f->zero) * load(f->channel + d));
     }
   }
 }
 
-INLINE void unpack_any(const uint8_t *code, int64_t dim, int64_t bits, const Affine *f, float *out) {
-  switch (bits) {
-    case 1: unpack(code, dim, 1, f, out); break;
-    case 2: unpack(code, dim, 2, f, out); break;
-    case 4: unpack(code, dim, 4, f, out); break;
-    default: unpack(code, dim, 8, f, out);
+INLINE void unpack_as(const uint8_t *code, int64_t dim, int64_t bits, int how, const Affine *f, float *out) {
+  switch (bits) { /* constants, so that each loop is specialised */
+    case 1: unpack(code, dim, 1, how, f, out); break;
+    case 2: unpack(code, dim, 2, how, f, out); break;
+    case 4: unpack(code, dim, 4, how, f, out); break;
+    default: unpack(code, dim, 8, how, f, out);
   }
+}
+
+static void unpack_any(const uint8_t *code, int64_t dim, int64_t bits, const Affine *f, float *out) {
+  if (f->how == EACH) unpack_as(code, dim, bits, EACH, f, out);
+  else if (f->how == BLOCKS) unpack_as(code, dim, bits, BLOCKS, f, out);
+  else unpack_as(code, dim, bits, ONE, f, out);
 }
 
 INLINE void recall(const Field *f, Memo *memo, int64_t key) {
@@ -75,7 +80,7 @@ INLINE void recall(const Field *f, Memo *memo, int64_t key) {
 
 static void read_per_channel(const Field *f, Memo *memo, int64_t token, float *out) {
   recall(f, memo, token / f->group);
-  const Affine affine = {memo->scale, memo->zero, 0, NULL};
+  const Affine affine = {EACH, memo->scale, memo->zero, NULL};
   unpack_any((const uint8_t *)f->data + token * (f->dim * f->bits / 8), f->dim, f->bits, &affine, out);
 }
 
@@ -86,7 +91,7 @@ static void read_uneven(const Field *f, Memo *memo, int64_t token, float *out) {
     memo->scale[d] = scalar(f->scale, token * groups + d / f->group, f->dtype);
     memo->zero[d] = scalar(f->zero, token * groups + d / f->group, f->dtype);
   }
-  const Affine affine = {memo->scale, memo->zero, 0, NULL};
+  const Affine affine = {EACH, memo->scale, memo->zero, NULL};
   unpack_any((const uint8_t *)f->data + token * (f->dim * f->bits / 8), f->dim, f->bits, &affine, out);
 }
 
@@ -97,11 +102,12 @@ static void read_per_token(const Field *f, Memo *memo, int64_t token, float *out
   }
   int64_t groups = f->dim / f->group;
   float scale[256 / LANES], zero[256 / LANES];
+  int64_t block = 0, repeat = f->group / LANES;
   for (int64_t g = 0; g < groups; g++) {
-    scale[g] = scalar(f->scale, token * groups + g, f->dtype);
-    zero[g] = scalar(f->zero, token * groups + g, f->dtype);
+    float s = scalar(f->scale, token * groups + g, f->dtype), z = scalar(f->zero, token * groups + g, f->dtype);
+    for (int64_t i = 0; i < repeat; i++, block++) scale[block] = s, zero[block] = z;
   }
-  const Affine affine = {scale, zero, f->group, NULL};
+  const Affine affine = {BLOCKS, scale, zero, NULL};
   unpack_any((const uint8_t *)f->data + token * (f->dim * f->bits / 8), f->dim, f->bits, &affine, out);
 }
 
@@ -112,14 +118,14 @@ static void read_mixed(const Field *f, Memo *memo, int64_t token, float *out) {
   const uint8_t *code = (const uint8_t *)(low ? f->low : f->data) + index * each;
   if (!f->per_token) {
     recall(f, memo, page * 2 + low);
-    const Affine affine = {memo->scale, memo->zero, 0, NULL};
+    const Affine affine = {EACH, memo->scale, memo->zero, NULL};
     unpack_any(code, f->dim, bits, &affine, out);
     return;
   }
   if (memo->key != page) widen(f->channel, page * f->dim, f->dim, f->dtype, memo->scale);
   memo->key = page;
   float scale = scalar(f->scale, token, f->dtype), zero = scalar(f->zero, token, f->dtype);
-  const Affine affine = {&scale, &zero, 1 << 20, memo->scale};
+  const Affine affine = {ONE, &scale, &zero, memo->scale};
   unpack_any(code, f->dim, bits, &affine, out);
 }
 
