@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -87,3 +88,21 @@ def _moved(x: Any, device: str) -> Any:
 
 TRITON: dict[str, float] = {"bfloat16": 1e-2, "float16": 1e-3}
 """Triton multiplies weights in the stored dtype, so that tensor cores can."""
+
+
+def mend_interpreter() -> None:
+    """Let Triton 3.6's interpreter loop to a computed bound under NumPy 2.4, which no longer turns an array of one
+    element into an integer."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    mend_interpreter()
