@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvengine.kernels.dispatch import interpreted
 from kvengine.kernels.gpu.stream import Partials, absorb, keep, pick, row_ends
 from kvengine.kernels.paged_attention.triton import MOST_HEADS
 from kvengine.kernels.state import State
@@ -72,13 +73,13 @@ def lowrank_kernel(
             if UNITS:
                 unit = tl.load(units + r * chosen + column // UNIT, mask=ok, other=-1)
                 ok = ok & (unit >= 0)
-                slot = tl.where(ok, unit * UNIT + column % UNIT, 0)
+                slot = (tl.maximum(unit, 0) * UNIT + column % UNIT).to(tl.int32)
             page = tl.load(table + r * table_row + slot // PAGE, mask=ok, other=-1).to(tl.int64)
             u_page = tl.load(u_table + r * u_table_row + slot // PAGE, mask=ok, other=-1).to(tl.int64)
             place = tl.load(position + r * position_row + slot, mask=ok, other=-1)
             ok = ok & (page >= 0) & (u_page >= 0) & (place >= 0)
-            token = tl.where(ok, page * PAGE + slot % PAGE, 0)
-            u_token = tl.where(ok, u_page * PAGE + slot % PAGE, 0)
+            token = tl.maximum(page, 0) * PAGE + slot % PAGE
+            u_token = tl.maximum(u_page, 0) * PAGE + slot % PAGE
             q1, k1 = part(q, basis, u, r, n, heads, u_token, ok, 0, HALF, BLOCK_H, RANK, STEP, DIM, COMPUTE, BLOCK)
             q2, k2 = part(q, basis, u, r, n, heads, u_token, ok, HALF, HALF, BLOCK_H, RANK, STEP, DIM, COMPUTE, BLOCK)
             angle = place.to(tl.float32)[:, None] * frequency[None, :]
@@ -127,7 +128,7 @@ def lowrank_attention(
     parts = Partials(q, dim_v, columns, block, None)
     scores = q.new_full((rows, heads, columns), -torch.inf, dtype=torch.float32) if want_probs else None
     tile = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
-    low = q.dtype if q.is_cuda else torch.float32  # the interpreter multiplies the bits of bfloat16 as integers
+    low = torch.float32 if interpreted() else q.dtype  # the interpreter multiplies the bits of bfloat16 as integers
     lowrank_kernel[(parts.programs, triton.cdiv(heads, tile))](
         q, u, v, basis, inv_freq.to(torch.float32).contiguous(), table, u_table, position,
         table if units is None else units.contiguous(), parts.parts, parts.tops, parts.totals,
@@ -137,6 +138,6 @@ def lowrank_attention(
         COMPUTE={torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[low],
         RANK=u.shape[-1], STEP=32, DIM=dim, HALF=half, BLOCK_H=max(16, triton.next_power_of_2(half)),
         REST=dim - 2 * half, BLOCK_R=max(16, triton.next_power_of_2(max(1, dim - 2 * half))), DIM_V=dim_v,
-        BLOCK_V=max(16, triton.next_power_of_2(dim_v)), num_warps=4, num_stages=2, **parts.shape,
+        BLOCK_V=max(16, triton.next_power_of_2(dim_v)), num_warps=8, num_stages=2, **parts.shape,
     )  # fmt: skip
     return parts.join(None, scores)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvengine.kernels.dispatch import interpreted
 from kvengine.kernels.gpu import fields as stored
 from kvengine.kernels.gpu.fields import read
 from kvengine.kernels.gpu.stream import Partials, absorb, keep, pick, row_ends
@@ -67,11 +68,13 @@ def attend_kernel(
                 if UNITS:
                     unit = tl.load(units + r * chosen + column // UNIT, mask=ok, other=-1)
                     ok = ok & (unit >= 0)
-                    slot = tl.where(ok, unit * UNIT + column % UNIT, 0)
+                    slot = (tl.maximum(unit, 0) * UNIT + column % UNIT).to(tl.int32)
                 page = tl.load(table + r * table_row + slot // PAGE, mask=ok, other=-1)
                 place = tl.load(position + r * position_row + slot, mask=ok, other=-1).to(tl.int64)
                 ok = ok & (page >= 0) & (place >= 0)
-                token = tl.where(ok, page.to(tl.int64) * PAGE + slot % PAGE, 0)
+                token = (
+                    tl.maximum(page, 0).to(tl.int64) * PAGE + slot % PAGE
+                )  # a select here breaks Triton 3.6's layouts
             key = read(
                 k0, k1, k2, k3, k4, token, ok, r * k_row, k_token, K_LAYOUT, K_DIM, K_BLOCK_D, K_BITS, K_LOW_BITS,
                 K_GROUP, PAGE, K_SALIENT,
@@ -140,7 +143,9 @@ def launch(
     rows, group, queries, _ = q.shape
     heads = group * queries
     tile = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
-    block = 64 if k.layout["K_BLOCK_D"] <= 128 else 32
+    large = tile * k.layout["K_BLOCK_D"] > 4096  # more registers than four warps have
+    plain = k.layout["K_LAYOUT"] == stored.DENSE.value and k.layout["K_BLOCK_D"] <= 128
+    block = 64 if plain and not large else 32
     parts = Partials(q, v.layout["V_DIM"], columns, block, None)
     scores = q.new_full((rows, heads, columns), -torch.inf, dtype=torch.float32) if want_probs else None
     none = parts.tops  # stands for pointers that are not read
@@ -153,7 +158,7 @@ def launch(
         rows, columns, heads, queries, 0 if units is None else units.shape[1], window or 0, scale, softcap or 1.0,
         PAGED=table is not None, UNITS=units is not None, UNIT=unit, PAGE=page, SEEN=seen.value,
         SOFTCAP=softcap is not None, SCORES=want_probs, HEADS=tile, COMPUTE=compute_dtype(q, k), **parts.shape,
-        **k.layout, **v.layout, num_warps=4, num_stages=2,
+        **k.layout, **v.layout, num_warps=8 if large else 4, num_stages=2,
     )  # fmt: skip
     return parts.join(sinks, scores)
 
@@ -161,7 +166,7 @@ def launch(
 def compute_dtype(q: Tensor, k: stored.Side) -> tl.dtype:
     """What the tiles are multiplied in: the stored dtype if dense, else the queries'."""
     dtype = k.pointers[0].dtype if k.layout["K_LAYOUT"] == stored.DENSE.value else q.dtype
-    if dtype == torch.bfloat16 and not q.is_cuda:  # the interpreter multiplies the bits of bfloat16 as integers
+    if dtype == torch.bfloat16 and interpreted():  # the interpreter multiplies the bits of bfloat16 as integers
         dtype = torch.float32
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
