@@ -6,11 +6,11 @@ be read in any order, fetched by byte range, and decoded in parallel threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int, Shaped
@@ -23,6 +23,7 @@ from kvengine.offload.cachegen.levels import LEVELS, Level, resolve
 from kvengine.offload.container import Container, pack, read_bytes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+T = TypeVar("T")
 CHUNK = 256
 MAX_CHUNK = 1 << 14
 
@@ -87,13 +88,13 @@ def encode(
 
     def section(job: tuple[int, int, int]) -> bytes:
         start, layer, part = job
-        piece = kv.layers[layer][part][:, start : start + chunk]
+        piece = kv.layers[layer][part][:, start : start + chunk].detach().cpu()
         return (
             lossless.encode(piece, ops) if steps is None else lossy.encode(piece, steps.step(layer, layers, part), ops)
         )
 
     jobs = [(start, i, part) for start in range(0, kv.tokens, chunk) for i in range(layers) for part in (0, 1)]
-    return pack(header, list(_parallel(section, jobs, threads)))
+    return pack(header, _parallel(section, jobs, threads))
 
 
 def _header(kv: KV, name: str, steps: Level | None, chunk: int) -> dict[str, Any]:
@@ -223,29 +224,56 @@ def decode(
     container = data if isinstance(data, Container) else read_bytes(data)
     found = layout(container)
     check_identity(found.identity, expect)
+    _check_sizes(container, found)
     if found.nbytes > limit:
         raise IncompatibleCache(f"decoding takes {found.nbytes} bytes, the limit is {limit}")
-    jobs = [(c, i, part) for c in range(found.chunks) for i in range(len(found.shapes)) for part in (0, 1)]
-    done = list(_parallel(lambda job: decode_section(container, found, *job, using=using), jobs, threads))
-    step = 2 * len(found.shapes)
-    layers = [(_join(done[2 * i :: step], found, i, 0), _join(done[2 * i + 1 :: step], found, i, 1))
-              for i in range(len(found.shapes))]  # fmt: skip
+    layers = [_empty(found, layer) for layer in range(len(found.shapes))]
+
+    def section(job: tuple[int, int, int]) -> None:
+        chunk, layer, part = job
+        piece = layers[layer][part][:, chunk * found.chunk : (chunk + 1) * found.chunk]
+        decode_section(container, found, chunk, layer, part, piece, using=using)
+
+    jobs = [(c, i, part) for c in range(found.chunks) for i in range(len(layers)) for part in (0, 1)]
+    _parallel(section, jobs, threads)
     return KV(layers, found.positions, found.identity, found.extra)
 
 
+def _check_sizes(container: Container, found: Layout) -> None:
+    """No section may claim more channels than it has bytes, so that a small file cannot ask for a large tensor."""
+    per_chunk = [heads * width for heads, *widths in found.shapes for width in widths]
+    for number, (_, length, _) in enumerate(container.entries):
+        if length < per_chunk[number % len(per_chunk)]:
+            raise CorruptBitstream(
+                f"a section of {length} bytes cannot hold {per_chunk[number % len(per_chunk)]} channels"
+            )
+
+
+def _empty(found: Layout, layer: int) -> tuple[Tensor, Tensor]:
+    heads, dim, dim_v = found.shapes[layer]
+    return (
+        torch.empty(heads, found.tokens, dim, dtype=found.dtype),
+        torch.empty(heads, found.tokens, dim_v, dtype=found.dtype),
+    )
+
+
 def decode_section(
-    container: Container, found: Layout, chunk: int, layer: int, part: int, *, using: Backend = "auto"
-) -> Shaped[Tensor, "head token dim"]:
-    """Keys (`part` 0) or values (1) of one layer and chunk, without reading anything else of the container."""
-    heads, tokens = found.shapes[layer][0], min(found.chunk, found.tokens - chunk * found.chunk)
-    shape = (heads, tokens, found.shapes[layer][1 + part])
+    container: Container,
+    found: Layout,
+    chunk: int,
+    layer: int,
+    part: int,
+    out: Shaped[Tensor, "head token dim"],
+    *,
+    using: Backend = "auto",
+) -> None:
+    """Writes keys (`part` 0) or values (1) of one layer and chunk into `out` (contiguous along dim), without reading
+    anything else of the container. Raises CorruptBitstream."""
     data = container.section((chunk * len(found.shapes) + layer) * 2 + part)
-    if len(data) < heads * shape[2]:
-        raise CorruptBitstream(f"a section of {len(data)} bytes cannot hold {heads * shape[2]} channels")
     if found.level == "lossless":
-        return lossless.decode(data, shape, found.dtype, backend(using))
-    most = torch.finfo(found.dtype).max  # half a step above the largest number may round to inf
-    return torch.from_numpy(lossy.decode(data, shape, backend(using))).clamp_(-most, most).to(found.dtype)
+        lossless.decode(data, out, backend(using))
+    else:
+        lossy.decode(data, out, backend(using))
 
 
 def check_identity(found: Identity, expect: Identity | None) -> None:
@@ -257,14 +285,9 @@ def check_identity(found: Identity, expect: Identity | None) -> None:
             raise IncompatibleCache(f"stored for {name} {found.as_json()[name]!r}, asked for {value!r}")
 
 
-def _join(pieces: list[Tensor], found: Layout, layer: int, part: int) -> Tensor:
-    heads, width = found.shapes[layer][0], found.shapes[layer][1 + part]
-    return torch.cat([torch.empty(heads, 0, width, dtype=found.dtype), *pieces], dim=1)
-
-
-def _parallel(work: Any, jobs: list[tuple[int, int, int]], threads: int) -> Iterable[Any]:
+def _parallel(work: Callable[[tuple[int, int, int]], T], jobs: list[tuple[int, int, int]], threads: int) -> list[T]:
     if threads <= 1:
-        return map(work, jobs)
+        return [work(job) for job in jobs]
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(work, jobs))
 

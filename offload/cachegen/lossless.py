@@ -27,24 +27,13 @@ from kvengine.offload.cachegen.lossy import Reader
 from kvengine.offload.cachegen.reference import LANES
 from kvengine.offload.cachegen.tables import TOTAL, U8, U16
 
-ROTATED = {torch.bfloat16: True, torch.float16: False, torch.float32: True}
+ROTATE = {torch.bfloat16: 1, torch.float16: 0, torch.float32: 1}
 SMALL = struct.Struct("<I")
 
 
 def encode(x: Shaped[Tensor, "head token dim"], ops: ModuleType) -> bytes:
     """Bytes of one section."""
-    bits = _bits(x)
-    planes = np.ascontiguousarray(bits).view(np.uint8).reshape(*bits.shape, bits.dtype.itemsize)
-    return b"".join(_plane(np.ascontiguousarray(planes[..., i]), ops) for i in reversed(range(planes.shape[-1])))
-
-
-def _bits(x: Shaped[Tensor, "head token dim"]) -> npt.NDArray[Any]:
-    """Little-endian words [head*dim token], rotated."""
-    heads, tokens, dim = x.shape
-    size = x.element_size()
-    raw = x.detach().cpu().transpose(1, 2).contiguous().view(torch.int16 if size == 2 else torch.int32)
-    words = raw.numpy().view(f"<u{size}").reshape(heads * dim, tokens)
-    return words << 1 | words >> (8 * size - 1) if ROTATED[x.dtype] else words
+    return b"".join(_plane(symbols, ops) for symbols in ops.split(x, ROTATE[x.dtype])[::-1])
 
 
 def _plane(symbols: U8, ops: ModuleType) -> bytes:
@@ -53,9 +42,7 @@ def _plane(symbols: U8, ops: ModuleType) -> bytes:
 
 
 def _coded(symbols: U8, ops: ModuleType) -> bytes:
-    centre = np.array([np.bincount(row, minlength=256).argmax() for row in symbols], dtype=np.uint8)
-    codes = symbols - centre[:, None]
-    counts = np.bincount(codes.ravel(), minlength=256)
+    codes, centre, counts = ops.centred(symbols)
     freq = counted(counts)
     if float(-(counts * np.log2(np.maximum(freq, 1) / TOTAL)).sum()) > 7.9 * symbols.size:
         return b""
@@ -82,17 +69,13 @@ def counted(counts: npt.NDArray[np.int64]) -> U16:
     return freq.astype(np.uint16)
 
 
-def decode(data: bytes, shape: tuple[int, int, int], dtype: torch.dtype, ops: ModuleType) -> Tensor:
-    """The tensor [head token dim] that was encoded. Raises CorruptBitstream for bytes `encode` does not write."""
-    heads, tokens, dim = shape
-    size, reader = dtype.itemsize, Reader(data)
-    planes = [_read_plane(reader, heads * dim, tokens, ops) for _ in range(size)]
+def decode(data: bytes, out: Shaped[Tensor, "head token dim"], ops: ModuleType) -> None:
+    """Writes a section's numbers into `out`. Raises CorruptBitstream for bytes `encode` does not write."""
+    heads, tokens, dim = out.shape
+    reader = Reader(data)
+    planes = [_read_plane(reader, heads * dim, tokens, ops) for _ in range(out.element_size())]
     reader.done()
-    words = np.ascontiguousarray(np.stack(planes[::-1], axis=-1)).view(f"<u{size}")[..., 0]
-    if ROTATED[dtype]:
-        words = words >> 1 | words << (8 * size - 1)
-    signed = torch.from_numpy(np.ascontiguousarray(words).view(f"<i{size}")).view(dtype)
-    return signed.reshape(heads, dim, tokens).transpose(1, 2).contiguous()
+    ops.merge(np.stack(planes[::-1]), ROTATE[out.dtype], out)
 
 
 def _read_plane(reader: Reader, channels: int, tokens: int, ops: ModuleType) -> npt.NDArray[Any]:
@@ -104,8 +87,7 @@ def _read_plane(reader: Reader, channels: int, tokens: int, ops: ModuleType) -> 
     centre = reader.array("u1", channels).astype(np.uint8)
     freq = _read_counts(reader)
     (count,) = SMALL.unpack(reader.take(SMALL.size))
-    state = np.full(LANES, 1 << 16, dtype=np.uint32)
-    state[: min(LANES, tokens)] = reader.array("<u4", min(LANES, tokens))
+    state = reader.states(tokens)
     words = reader.array("<u2", count).astype(np.uint16)
     table = np.zeros(channels, dtype=np.uint8)
     codes = ops.decode(table, tokens, reference.slot_tables(freq), state, words)

@@ -26,93 +26,78 @@ from torch import Tensor
 
 from kvengine.errors import CacheError, CorruptBitstream
 from kvengine.offload.cachegen import coder
-from kvengine.offload.cachegen.reference import I16, LANES, U32
-from kvengine.offload.cachegen.tables import CLASSES, CONSTANT, F32, shared
+from kvengine.offload.cachegen.reference import LANES, LIMIT, U32
+from kvengine.offload.cachegen.tables import CLASSES, CONSTANT, F32, U8, shared
 
 HEAD = struct.Struct("<BBHII")
-LIMIT = 16000  # quantised magnitudes stay below, so that differences fit 16 bits
 GROUP = 10  # tokens that share an anchor (CacheGen section 5.2)
 MODES = 0b111
 
 
 def encode(x: Float[Tensor, "head token dim"], step: float, ops: ModuleType, modes: int = MODES) -> bytes:
     """Bytes of one section. `step` is in spreads of each head. Raises CacheError if a number is not finite."""
-    heads, tokens, dim = x.shape
-    wide = x.detach().to("cpu", torch.float32)
-    if not torch.isfinite(wide).all():
-        raise CacheError("KV holds inf or nan, which cannot be quantised; use the level 'lossless'")
-    width = widths(wide, step)
-    q, mean = _quantise(wide, width)
-    kind, codes, escapes = ops.choose(q, GROUP, modes, shared())
+    width = widths(x, step, ops)
+    kind, mean, codes, escapes = ops.to_codes(x, width, GROUP, modes, shared())
     state, words = ops.encode(codes, kind & 63, shared().freq)
-    narrow = np.int8 if np.abs(mean).max(initial=0) < 128 else np.int16
+    narrow = "<i1" if np.abs(mean).max(initial=0) < 128 else "<i2"
     return b"".join(
         (
             HEAD.pack(np.dtype(narrow).itemsize, 0, GROUP, len(escapes), len(words)),
             width.astype("<f4").tobytes(),
             kind.tobytes(),
-            mean.astype(narrow).astype(np.dtype(narrow).newbyteorder("<")).tobytes(),
-            state[: min(LANES, tokens)].astype("<u4").tobytes(),
+            mean.astype(narrow).tobytes(),
+            state[: min(LANES, x.shape[1])].astype("<u4").tobytes(),
             escapes.astype("<i2").tobytes(),
             words.astype("<u2").tobytes(),
         )
     )
 
 
-def widths(x: Float[Tensor, "head token dim"], step: float) -> F32:
+def widths(x: Float[Tensor, "head token dim"], step: float, ops: ModuleType) -> F32:
     """Step width per head: `step` spreads, but never so small that a number would need more than 16 bits.
 
-    The median over tokens keeps a few huge tokens (attention sinks) from coarsening all the others."""
+    The spread is the median over (at most 64 evenly spaced) tokens of the root mean square over channels, means taken
+    out: the median keeps a few huge tokens, such as attention sinks, from coarsening all the others."""
+    largest = torch.from_numpy(ops.largest(x))
+    if not largest.isfinite().all():
+        raise CacheError("KV holds inf or nan, which cannot be quantised; use the level 'lossless'")
     if x.numel() == 0:
         return np.ones(x.shape[0], dtype=np.float32)
-    largest = x.abs().amax((1, 2))
-    spread = _spread(x)
+    some = x[:, :: -(-x.shape[1] // 64)].float()
+    spread = _spread(some)
     if not spread.isfinite().all():  # squares of fp32 beyond 1e19 overflow
-        spread = _spread(x.double()).float()
+        spread = _spread(some.double()).float()
     width = torch.maximum(spread * step, largest / LIMIT).clamp_min(torch.finfo(torch.float32).tiny)
     return np.ascontiguousarray(width.numpy())
 
 
 def _spread(x: Float[Tensor, "head token dim"]) -> Float[Tensor, " head"]:
-    return (x - x.mean(1, keepdim=True)).square().mean(2).sqrt().median(1).values
+    return (x - x.mean(1, keepdim=True)).square_().mean(2).sqrt_().median(1).values
 
 
-def _quantise(x: Float[Tensor, "head token dim"], width: F32) -> tuple[I16, I16]:
-    """(values [channel token], mean [channel]), both in steps; their sum is the number."""
-    heads, tokens, dim = x.shape
-    scaled = (x / torch.from_numpy(width)[:, None, None]).transpose(1, 2).reshape(heads * dim, tokens)
-    mean = scaled.mean(1, keepdim=True).round() if tokens > 1 else torch.zeros(heads * dim, 1)
-    q = scaled.round_().clamp_(-LIMIT, LIMIT).sub_(mean)
-    return q.to(torch.int16).contiguous().numpy(), mean[:, 0].to(torch.int16).numpy()
-
-
-def decode(data: bytes, shape: tuple[int, int, int], ops: ModuleType) -> F32:
-    """Numbers [head token dim]. Raises CorruptBitstream for bytes `encode` does not write."""
-    heads, tokens, dim = shape
+def decode(data: bytes, out: Float[Tensor, "head token dim"], ops: ModuleType) -> None:
+    """Writes a section's numbers into `out`. Raises CorruptBitstream for bytes `encode` does not write."""
+    heads, tokens, dim = out.shape
     reader = Reader(data)
     size, zero, group, escaped, count = HEAD.unpack(reader.take(HEAD.size))
-    if size not in (1, 2) or zero or group < 1 or escaped > heads * dim * tokens:
+    if size not in (1, 2) or zero or group < 1:
         raise CorruptBitstream("a quantised section has an impossible head")
     width = reader.array("<f4", heads).astype(np.float32)
     kind = reader.array("u1", heads * dim).astype(np.uint8)
     mean = reader.array(f"<i{size}", heads * dim).astype(np.int16)
-    state = np.full(LANES, 1 << 16, dtype=np.uint32)
-    state[: min(LANES, tokens)] = reader.array("<u4", min(LANES, tokens))
+    state = reader.states(tokens)
     escapes, words = reader.array("<i2", escaped).astype(np.int16), reader.array("<u2", count).astype(np.uint16)
     reader.done()
-    _check(kind, width, state)
-    codes = ops.decode(kind & 63, tokens, coder.shared_slots(), state, words)
-    return np.asarray(ops.rebuild(codes, kind, mean, width, group, shared().shift, escapes), dtype=np.float32)
+    _check(kind, width)
+    ops.from_codes(kind, mean, width, group, coder.shared_slots(), state, words, shared().shift, escapes, out)
 
 
-def _check(kind: npt.NDArray[np.uint8], width: F32, state: U32) -> None:
+def _check(kind: U8, width: F32) -> None:
     table = kind & 63
     if ((table > CONSTANT) | (kind >> 6 > 2) | ((table == CONSTANT) & (kind != CONSTANT))).any():
         raise CorruptBitstream(f"a quantised section names a table beyond {CLASSES} or an unknown mode")
     if not np.isfinite(width).all() or (width <= 0).any():
         raise CorruptBitstream("a quantised section has a step width that is not a positive number")
-    if (state < 1 << 16).any():
-        raise CorruptBitstream("a quantised section has an impossible coder state")
 
 
 class Reader:
@@ -129,6 +114,14 @@ class Reader:
 
     def array(self, kind: str, count: int) -> npt.NDArray[Any]:
         return np.frombuffer(self.take(np.dtype(kind).itemsize * count), dtype=kind)
+
+    def states(self, tokens: int) -> U32:
+        """First state of each lane; lanes beyond the tokens are idle."""
+        state = np.full(LANES, 1 << 16, dtype=np.uint32)
+        state[: min(LANES, tokens)] = self.array("<u4", min(LANES, tokens))
+        if (state < 1 << 16).any():
+            raise CorruptBitstream("a section has an impossible coder state")
+        return state
 
     def done(self) -> None:
         if self.at != len(self.data):

@@ -1,4 +1,5 @@
-"""Compiles rans.c on first use and calls it through ctypes, which releases the interpreter lock: chunks go in parallel.
+"""Compiles the C files on first use and calls them through ctypes, which releases the interpreter lock: chunks
+go in parallel.
 
 The library is kept in the user's cache folder under the hash of source, compiler and flags, and put there by rename, so
 that processes that compile at once do no harm. Without a compiler `load()` raises with the reason.
@@ -11,6 +12,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from hashlib import sha256
@@ -18,26 +20,30 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from kvengine.errors import CorruptBitstream, StoreError
 from kvengine.offload.cachegen.reference import I16, LANES, U32
-from kvengine.offload.cachegen.tables import F32, U8, U16, Tables
+from kvengine.offload.cachegen.tables import F32, I64, U8, U16, Tables
 
-SOURCE = Path(__file__).with_name("rans.c")
+SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # No contraction: a fused multiply-add would make decoded numbers differ from the reference's in the last bit.
-FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off")
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off")
 
 
 @cache
-def load() -> ctypes.CDLL:
+def load(flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
     """The compiled library. Raises StoreError if there is no C compiler or it fails."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        raise StoreError("no C compiler found (looked for $CC and cc); the numpy coder works without one")
-    identity = sha256(SOURCE.read_bytes() + repr((compiler, FLAGS, platform.machine())).encode()).hexdigest()[:20]
+    if compiler is None or sys.byteorder != "little":
+        raise StoreError("no C compiler found ($CC or cc), or a big-endian machine; the numpy coder works there too")
+    sources = b"".join(path.read_bytes() for path in SOURCES)
+    identity = sha256(sources + repr((compiler, flags, _processor())).encode()).hexdigest()[:20]
     library = _folder() / f"rans-{identity}.so"
     if not library.exists():
-        _compile(compiler, library)
+        _compile([compiler, *flags], library)
     return _typed(ctypes.CDLL(str(library)))
 
 
@@ -48,25 +54,44 @@ def _folder() -> Path:
     return folder
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _processor() -> list[str]:
+    """What -march=native depends on; a home folder may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return [
+        platform.machine(),
+        *sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}),
+    ]
+
+
+def _compile(compiler: list[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / "rans.so"
-        done = subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(built)], capture_output=True, text=True)
+        command = [*compiler, *(str(path) for path in SOURCES if path.suffix == ".c"), "-o", str(built)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
-            raise StoreError(f"{compiler} could not compile {SOURCE.name}: {done.stderr.strip()[:500]}")
+            raise StoreError(f"{compiler[0]} could not compile the cache codec: {done.stderr.strip()[:500]}")
         os.replace(built, library)
 
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
-    size, number, pointer = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
+    size, number = ctypes.c_int64, ctypes.c_int
+    kinds = {"s": size, "i": number, "p": ctypes.c_void_p}
     for name, result, arguments in (
-        ("kv_choose", size, [pointer, size, size, size, number, *[pointer] * 6]),
-        ("kv_rans_encode", size, [pointer, pointer, size, size, size, *[pointer] * 4, size]),
-        ("kv_rans_decode", number, [pointer, pointer, size, size, size, *[pointer] * 3, size]),
-        ("kv_rebuild", size, [*[pointer] * 4, *[size] * 4, pointer, pointer, size, pointer]),
+        ("kv_choose", size, "psssi" + 6 * "p"),
+        ("kv_rans_encode", size, "ppsss" + 4 * "p" + "s"),
+        ("kv_rans_decode", number, "ppsss" + 3 * "p" + "s"),
+        ("kv_largest", None, "pi" + 5 * "s" + "p"),
+        ("kv_to_codes", size, "pi" + 5 * "s" + "psi" + 7 * "p"),
+        ("kv_from_codes", number, "ppp" + 4 * "s" + "ppps" + "pps" + "piss"),
+        ("kv_split", None, "pii" + 5 * "s" + "p"),
+        ("kv_merge", None, "pii" + 3 * "s" + "pss"),
+        ("kv_centre", None, "psspp"),
     ):
         function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype, function.argtypes = result, [kinds[letter] for letter in arguments]
     return library
 
 
@@ -84,8 +109,7 @@ def choose(q: I16, group: int, modes: int, tables: Tables) -> tuple[U8, U8, I16]
         _at(q), *q.shape, group, modes, _at(tables.cost), _at(tables.threshold), _at(tables.radius),
         _at(kind), _at(codes), _at(escapes),
     )  # fmt: skip
-    if count < 0:
-        raise MemoryError("the coder has no memory for one channel")
+    _no_memory(count == -1)
     return kind, codes, escapes[:count].copy()
 
 
@@ -112,16 +136,73 @@ def decode(table: U8, tokens: int, slots: U32, first: U32, words: U16) -> U8:
     return codes
 
 
-def rebuild(codes: U8, kind: U8, mean: I16, width: F32, group: int, shift: F32, escapes: I16) -> F32:
-    """See reference.rebuild."""
-    heads, tokens = len(width), codes.shape[1]
-    out = np.empty((heads, tokens, len(kind) // max(heads, 1)), dtype=np.float32)
-    used = load().kv_rebuild(
-        _at(codes), _at(kind), _at(mean), _at(width), heads, out.shape[2], tokens, group, _at(shift),
-        _at(escapes), len(escapes), _at(out),
-    )  # fmt: skip
-    if used == -2:
-        raise MemoryError("the coder has no memory for one channel")
-    if used != len(escapes):
-        raise CorruptBitstream(f"a section has {len(escapes)} escapes, its codes need another number")
+def largest(x: Tensor) -> F32:
+    """See reference.largest."""
+    x, out = _rows(x), np.empty(x.shape[0], dtype=np.float32)
+    load().kv_largest(x.data_ptr(), DTYPES[x.dtype], *x.shape, *x.stride()[:2], _at(out))
     return out
+
+
+def to_codes(x: Tensor, width: F32, group: int, modes: int, tables: Tables) -> tuple[U8, I16, U8, I16]:
+    """See reference.to_codes."""
+    x, (heads, tokens, dim) = _rows(x), x.shape
+    kind, mean = np.empty(heads * dim, dtype=np.uint8), np.empty(heads * dim, dtype=np.int16)
+    codes, escapes = np.empty((heads * dim, tokens), dtype=np.uint8), np.empty(x.numel(), dtype=np.int16)
+    count = load().kv_to_codes(
+        x.data_ptr(), DTYPES[x.dtype], heads, tokens, dim, *x.stride()[:2], _at(width), group, modes,
+        _at(tables.cost), _at(tables.threshold), _at(tables.radius), _at(kind), _at(mean), _at(codes), _at(escapes),
+    )  # fmt: skip
+    _no_memory(count == -1)
+    return kind, mean, codes, escapes[:count].copy()
+
+
+def from_codes(
+    kind: U8,
+    mean: I16,
+    width: F32,
+    group: int,
+    slots: U32,
+    state: U32,
+    words: U16,
+    shift: F32,
+    escapes: I16,
+    out: Tensor,
+) -> None:
+    """See reference.from_codes. `out` must have contiguous channels."""
+    failed = load().kv_from_codes(
+        _at(kind), _at(mean), _at(width), *out.shape, group, _at(slots), _at(state), _at(words), len(words),
+        _at(shift), _at(escapes), len(escapes), out.data_ptr(), DTYPES[out.dtype], *out.stride()[:2],
+    )  # fmt: skip
+    _no_memory(failed == -2)
+    if failed:
+        raise CorruptBitstream("a quantised section does not end where it should")
+
+
+def split(x: Tensor, rotate: int) -> U8:
+    """See reference.split."""
+    x, (heads, tokens, dim) = _rows(x), x.shape
+    planes = np.empty((x.element_size(), heads * dim, tokens), dtype=np.uint8)
+    load().kv_split(x.data_ptr(), x.element_size(), rotate, *x.shape, *x.stride()[:2], _at(planes))
+    return planes
+
+
+def merge(planes: U8, rotate: int, out: Tensor) -> None:
+    """See reference.merge. `out` must have contiguous channels."""
+    load().kv_merge(_at(planes), out.element_size(), rotate, *out.shape, out.data_ptr(), *out.stride()[:2])
+
+
+def centred(symbols: U8) -> tuple[U8, U8, I64]:
+    """See reference.centred."""
+    codes, centre, counts = symbols.copy(), np.empty(len(symbols), dtype=np.uint8), np.empty(256, dtype=np.int64)
+    load().kv_centre(_at(codes), *codes.shape, _at(centre), _at(counts))
+    return codes, centre, counts
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The tensor itself if the channels of a token are contiguous, else a copy."""
+    return x if x.shape[2] < 2 or x.stride(2) == 1 else x.contiguous()
+
+
+def _no_memory(failed: bool) -> None:
+    if failed:
+        raise MemoryError("the coder has no memory for 16 channels")

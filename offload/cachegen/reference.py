@@ -1,4 +1,4 @@
-"""The codec's inner loops in numpy: what rans.c computes, bit for bit, and what runs where there is no C compiler.
+"""The codec's inner loops in numpy: what the C files compute, bit for bit, and what runs where there is no C compiler.
 
 rANS (Duda 2013, arXiv 1311.2540) with 16 interleaved lanes: token t of a channel belongs to lane t mod 16 and all
 channels of a section follow one another on the same lanes, so a row of 16 tokens shares one table. States are 32-bit
@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from kvengine.errors import CorruptBitstream
 from kvengine.offload.cachegen.tables import BITS, CONSTANT, ESCAPE, F32, I64, SUM_SCALE, TOTAL, U8, U16, WIDTHS, Tables
 
 LANES = 16
+LIMIT = 16000
+"""Numbers are at most this many steps."""
 I16 = npt.NDArray[np.int16]
 U32 = npt.NDArray[np.uint32]
 
@@ -158,10 +163,42 @@ def decode(table: U8, tokens: int, slots: U32, first: U32, words: U16) -> U8:
     return codes
 
 
-def rebuild(codes: U8, kind: U8, mean: I16, width: F32, group: int, shift: F32, escapes: I16) -> F32:
-    """Numbers [head token dim] from codes [head*dim token]: (value + shift + mean) * width of the head."""
-    values = unzigzag(codes)
-    far = codes == ESCAPE
+def largest(x: Float[Tensor, "head token dim"]) -> F32:
+    """Largest magnitude of each head, 0 without numbers; not finite if any number is not."""
+    wide = x.float()
+    return wide.abs().amax((1, 2)).numpy() if wide.numel() else np.zeros(x.shape[0], dtype=np.float32)
+
+
+def to_codes(
+    x: Float[Tensor, "head token dim"], width: F32, group: int, modes: int, tables: Tables
+) -> tuple[U8, I16, U8, I16]:
+    """(kind, mean, codes, escapes): numbers in steps of their head's width, the rounded mean of each channel taken out,
+    then `choose`."""
+    heads, tokens, dim = x.shape
+    s = np.clip(np.rint(x.float().numpy() / width[:, None, None]), -LIMIT, LIMIT).astype(np.int64)
+    q = s.transpose(0, 2, 1).reshape(heads * dim, tokens)
+    mean = (2 * q.sum(1) + tokens) // (2 * max(tokens, 1))
+    kind, codes, escapes = choose((q - mean[:, None]).astype(np.int16), group, modes, tables)
+    return kind, mean.astype(np.int16), codes, escapes
+
+
+def from_codes(
+    kind: U8,
+    mean: I16,
+    width: F32,
+    group: int,
+    slots: U32,
+    state: U32,
+    words: U16,
+    shift: F32,
+    escapes: I16,
+    out: Tensor,
+) -> None:
+    """Decodes words and writes (value + shift + mean) * width of the head into `out` [head token dim], kept within the
+    finite numbers of its type. Raises CorruptBitstream if words or escapes do not fit."""
+    heads, tokens, dim = out.shape
+    codes = decode(np.bitwise_and(kind, 63, dtype=np.uint8), tokens, slots, state, words)
+    values, far = unzigzag(codes), codes == ESCAPE
     if int(far.sum()) != len(escapes):
         raise CorruptBitstream(f"{int(far.sum())} escapes are needed, {len(escapes)} are here")
     values[far] = escapes
@@ -171,7 +208,41 @@ def rebuild(codes: U8, kind: U8, mean: I16, width: F32, group: int, shift: F32, 
     direct = (mode == 0) & (kind & 63 != CONSTANT)
     centre[direct] = shift[kind[direct][:, None] & 63, codes[direct]]
     centre[far] = 0
-    y = values.astype(np.float32) + centre + mean[:, None].astype(np.float32)
-    heads, tokens = len(width), codes.shape[1]
-    y = y.reshape(heads, len(kind) // max(heads, 1), tokens) * width[:, None, None]
-    return np.ascontiguousarray(y.transpose(0, 2, 1))
+    y = (values.astype(np.float32) + centre + mean[:, None].astype(np.float32)).reshape(heads, dim, tokens)
+    with np.errstate(over="ignore"):
+        y = (y * width[:, None, None]).transpose(0, 2, 1)
+    most = torch.finfo(out.dtype).max
+    out.copy_(torch.from_numpy(np.ascontiguousarray(y)).clamp_(-most, most))
+
+
+def split(x: Tensor, rotate: int) -> U8:
+    """Byte planes [byte head*dim token], low byte first, of the tensor's words rotated left by `rotate` bits."""
+    heads, tokens, dim = x.shape
+    size = x.element_size()
+    raw = x.transpose(1, 2).contiguous().view(torch.int16 if size == 2 else torch.int32).numpy()
+    words = raw.view(f"<u{size}").reshape(heads * dim, tokens)
+    words = words << rotate | words >> (8 * size - rotate) if rotate else words
+    planes = np.ascontiguousarray(words).view(np.uint8).reshape(heads * dim, tokens, size)
+    return np.ascontiguousarray(planes.transpose(2, 0, 1))
+
+
+def merge(planes: U8, rotate: int, out: Tensor) -> None:
+    """Undoes `split` into `out` [head token dim]."""
+    heads, tokens, dim = out.shape
+    size = out.element_size()
+    words = np.ascontiguousarray(planes.transpose(1, 2, 0)).view(f"<u{size}")[..., 0]
+    words = words >> rotate | words << (8 * size - rotate) if rotate else words
+    raw = torch.from_numpy(np.ascontiguousarray(words).view(f"<i{size}")).view(out.dtype)
+    out.copy_(raw.reshape(heads, dim, tokens).transpose(1, 2))
+
+
+def centred(symbols: U8) -> tuple[U8, U8, I64]:
+    """(codes, centre, counts): each channel's most frequent byte taken from all its bytes, and counts of what is left.
+
+    >>> codes, centre, counts = centred(np.array([[7, 9, 7]], dtype=np.uint8))
+    >>> codes.tolist(), centre.tolist(), counts[:3].tolist()
+    ([[0, 2, 0]], [7], [2, 0, 1])
+    """
+    centre = np.array([np.bincount(row, minlength=256).argmax() for row in symbols], dtype=np.uint8)
+    codes = symbols - centre[:, None]
+    return codes, centre, np.bincount(codes.ravel(), minlength=256).astype(np.int64)

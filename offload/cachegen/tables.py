@@ -47,7 +47,7 @@ class Tables(NamedTuple):
     """
 
     freq: U16
-    cost: I64
+    cost: npt.NDArray[np.int32]
     radius: npt.NDArray[np.int16]
     shift: F32
     threshold: I64
@@ -70,13 +70,13 @@ def fingerprint() -> str:
     return sha256(tables.freq.tobytes() + tables.shift.tobytes() + tables.radius.tobytes()).hexdigest()[:16]
 
 
-def code_lengths(freq: U16) -> I64:
+def code_lengths(freq: U16) -> npt.NDArray[np.int32]:
     """Bits of each code times 256. Codes without a count cost an escape: its length and 16 bits."""
     counts = np.where(freq > 0, freq, freq[:, ESCAPE:]).astype(np.float64)
-    cost = np.rint(256 * (BITS - np.log2(np.maximum(counts, 1)))).astype(np.int64)
+    cost = np.rint(256 * (BITS - np.log2(np.maximum(counts, 1)))).astype(np.int32)
     escaping = freq == 0
     escaping[:, ESCAPE] = True
-    return np.asarray(cost + 16 * 256 * escaping)
+    return np.asarray(cost + 16 * 256 * escaping, dtype=np.int32)
 
 
 def _width(index: int) -> Decimal:
