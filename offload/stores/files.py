@@ -1,6 +1,6 @@
 """The embedded store: one file per value, found by its key; an SQLite index for capacity.
 
-    objects/ab/<key>.kv   header and payload (record.py)        tmp/         files being written
+    objects/a/<key>.kv    header and payload (record.py)        tmp/         files being written
     pins/<key>            empty: not evicted                    quarantine/  damaged files, the last 8
     index.sqlite          rebuildable (index.py)
 
@@ -31,7 +31,7 @@ from kvengine.offload.stores.index import Index
 from kvengine.offload.stores.record import Buffer, Entry
 
 log = logging.getLogger(__name__)
-SHARDS = [f"{i:02x}" for i in range(256)]
+SHARDS = "0123456789abcdef"
 QUARANTINED = 8
 COARSE = 1.0  # seconds: accesses closer together count once
 
@@ -73,7 +73,7 @@ class Files:
             self._sync_folder(self.folder / name)
 
     def path(self, key: str) -> Path:
-        return self.folder / "objects" / key[:2] / f"{keys.check(key)}.kv"
+        return self.folder / "objects" / key[:1] / f"{keys.check(key)}.kv"
 
     def put(self, key: str, payload: Sequence[Buffer], ttl: float | None = None) -> None:
         """Stores a value. Raises StoreError if there is no room for it or the disk fails."""
