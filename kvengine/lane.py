@@ -24,6 +24,7 @@ from kvengine.policies.retention import Retention, Seen
 from kvengine.policies.selection import Where
 from kvengine.pool import Pool
 from kvengine.rope import Rope
+from kvengine.saliency import Saliency, running
 from kvengine.stack import Stack
 from kvengine.tail import Tail
 from kvengine.tokens import pack, take
@@ -95,11 +96,19 @@ class Lane:
         self.prompt_most = 0  # the longest row's prompt
         self.window: Tensor | None = None  # the prompt's last queries
         self.mass: Tensor | None = None  # attention received so far in this prompt
+        self.saliency: Saliency | None = None  # of this prompt's tokens, for a representation that asks
+        self.judged = 0  # tokens at the end of the last prompt
         self.units: Tensor | None = None  # what the last query read; None: everything
 
     @property
     def judges(self) -> bool:
         return type(self.retention).keep is not Retention.keep
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the representation asks for saliency, and the retention has no evidence of that kind itself."""
+        r = self.retention
+        return self.stack.representation.probes > 0 and not (r.wants_mass and r.decodes)
 
     # ---- the prompt -------------------------------------------------------------------------------------------------
 
@@ -141,18 +150,37 @@ class Lane:
         if wanted := self.retention.observes:
             part = q[:, :, -wanted:]
             self.window = part if self.window is None else torch.cat([self.window, part], 2)[:, :, -wanted:]
-        if self.retention.wants_mass:
-            self.mass = self.column_mass(q, call)
-
-    def column_mass(self, q: Float[Tensor, "row group query dim"], call: Call) -> Float[Tensor, "row group token"]:
-        k, v, position, _ = self.everything()
         at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
+        if self.retention.wants_mass:
+            self.mass = self.column_mass(q, at, at >= self.first[:, None], call, self.mass)
+        if self.weighs:
+            self.probe(q, at, call)
+
+    def probe(self, q: Float[Tensor, "row group query dim"], at: Int[Tensor, "query"], call: Call) -> None:
+        """Add what this chunk's probes attend to."""
+        found = self.saliency
+        if found is None:
+            end = self.seen if self.session.prompt_end is None else max(self.seen, self.session.prompt_end)
+            found = self.saliency = Saliency(self.stack.representation.probes, int(at[0]), end)
+        probes = found.probes(at, self.first)
+        some = probes.any(0)
+        found.mass = self.column_mass(q[:, :, some], at[some], probes[:, some], call, found.mass)
+
+    def column_mass(
+        self,
+        q: Float[Tensor, "row group query dim"],
+        at: Int[Tensor, "query"],
+        real: Bool[Tensor, "row query"],
+        call: Call,
+        before: Float[Tensor, "row group earlier"] | None,
+    ) -> Float[Tensor, "row group token"]:
+        """Attention that each token receives from those of the queries that are `real` (padding's say nothing)."""
+        k, v, position, _ = self.everything()
         mass = torch.zeros(*q.shape[:2], k.shape[1], device=q.device)
-        if self.mass is not None:
-            mass[:, :, : self.mass.shape[2]] = self.mass
+        if before is not None:
+            mass[:, :, : before.shape[2]] = before
         for span in ops.blocks(q, k.shape[1]):
-            real = (at[span] >= self.first[:, None])[..., None]  # padding's queries say nothing
-            visible = self.visible(at[span], position, prompt=True) & real
+            visible = self.visible(at[span], position, prompt=True) & real[:, span, None]
             state = ops.attention(q[:, :, span], k, v[..., :1], visible, call.scale, call.softcap, want_probs=True)
             mass += ops.spread(state, self.with_sinks([state], call).lse).nan_to_num(0.0).sum(2)
         return mass
@@ -167,10 +195,28 @@ class Lane:
             seen = self.show(window, self.mass, call.scale, prompt=True)
             seen = replace(seen, score=self.retention.score(seen))
             keep = self.retention.keep(seen)
-            self.settle(seen, keep)
+            self.settle(self.weighed(seen), keep)
         elif self.stack.paged:
-            self.settle(self.show(q, None, call.scale, prompt=True), None)
-        self.window = self.mass = None
+            self.settle(self.weighed(self.show(q, None, call.scale, prompt=True)), None)
+        self.window = self.mass = self.saliency = None
+        self.judged = self.seen
+
+    def weighed(self, seen: Seen) -> Seen:
+        """With the saliency of the tokens not yet sealed as their score, if the representation asks for it."""
+        if self.saliency is None:
+            return seen
+        n = 0 if self.pages is None else len(self.pages)
+        fresh = self.saliency.mean(seen.position, self.first)[:, n:]
+        return replace(seen, score=torch.cat([seen.score[:, :n], fresh], 1))
+
+    def weigh(self, q: Tensor, call: Call) -> None:
+        """Go on with the saliency of the open tail, while decoding."""
+        k, v, position, score = self.tail.held()
+        at = self.newest(q.shape[2])
+        visible = self.visible(at, position, False)
+        state = ops.attention(q, k, v[..., :1], visible, call.scale, call.softcap, want_probs=True)
+        mass = ops.spread(state, state.lse).nan_to_num(0.0).sum((1, 2))
+        self.tail.judge(running(score, mass, position, at, self.judged), None)
 
     def show(self, queries: Tensor, mass: Tensor | None, scale: float, prompt: bool) -> Seen:
         tail = self.tail
@@ -294,7 +340,7 @@ class Lane:
 
     def stride(self) -> int:
         """Tokens that may be taken together: up to the next one after which something changes."""
-        if self.retention.decodes or self.stack.selects:
+        if self.retention.decodes or self.stack.selects or (self.weighs and self.session.recording):
             return 1
         if self.stack.paged:
             return max(1, self.stack.room + self.stack.page - max(n for n, _ in self.lengths))
@@ -316,6 +362,8 @@ class Lane:
             if keep is not None and self.retention.merges:
                 self.tail.rewrite(*self.retention.fold(seen, keep))
             self.judge(seen, keep)
+        if self.weighs:
+            self.weigh(q, call)
         self.seal()
         return out
 
