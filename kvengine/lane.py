@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvengine import _ops as ops
 from kvengine.errors import CacheError
+from kvengine.joint import join
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.retention import Retention, Seen
@@ -49,6 +50,7 @@ class Session:
     prompt_end: int | None = None  # tokens after which the announced prompt ends
     following: bool = False  # tokens are taken one by one, not judged as a prompt
     recording: bool = False  # states are remembered, to roll back to
+    dense: bool = False  # queries read everything, whatever the selection
     rope: Rope | None = None
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass
 
@@ -77,14 +79,16 @@ class Lane:
         session: Session,
         k: Tensor,
         v: Tensor,
+        heads: int = 1,
     ):
         """`k` [row, token, dim] and `v` [row, token, dim_v] say the shapes, dtypes and device to come."""
+        self.heads = heads  # rows of a sequence
         self.stack, self.retention = stack, retention.at(layer, layers)
         self.layer, self.layers, self.number, self.session = layer, layers, number, session
         self.tail = Tail(k, v)
         self.pages: Pages | None = None
         self.pool: Pool | None = None
-        self.seen = 0
+        self.seen = self.since = 0  # tokens seen, and those before the current pass
         self.whole = True  # the tail holds every token seen, each at its position
         self.limit: int | None = None
         self.lengths: list[tuple[int, Tensor | None]] = [
@@ -282,26 +286,30 @@ class Lane:
         A row's pages begin at its own first token, so that they are the same whatever it is batched with.
         """
         page, room = self.stack.page, self.stack.room
-        if clean and keep is None:
+        alone = self.exact(k, position)
+        if clean and keep is None and alone is None:
             n = k.shape[1]
-            spill = max(0, (n - room) // page * page)
+            spill = max(0, (n - room) // page * page) if self.seals else 0
             if spill:
-                self.sealed().seal(k[:, :spill], v[:, :spill], position[:, :spill], score[:, :spill], True)
+                self.sealed(k, position).seal(k[:, :spill], v[:, :spill], position[:, :spill], score[:, :spill], True)
             self.tail.replace(*(x[:, spill:] for x in (k, v, position, score)), True, room + 2 * page)
             self.lengths = [(n - spill, None)]
             return
-        index = pack((position >= 0) if keep is None else (position >= 0) & keep)
+        alive = position >= 0 if keep is None else (position >= 0) & keep
+        index = pack(alive if alone is None else alive & ~alone)
         count = (index >= 0).sum(1)
-        pages = ((count - room) // page).clamp(min=0)
+        pages = ((count - room) // page).clamp(min=0) if self.seals else torch.zeros_like(count)
+        gone = alive.new_zeros(len(alive), alive.shape[1] + 1)
         if most := int(pages.max()):
             at = (index.shape[1] - count)[:, None] + torch.arange(most * page, device=k.device)
             front = index.gather(1, at.clamp(max=index.shape[1] - 1))
-            taken = take(k, front), take(v, front), take(position, front), take(score, front)
-            self.sealed().seal(*taken, True, counts=None if bool((pages == most).all()) else pages)
-        rest = count - pages * page
-        width = int(rest.max())
-        back = index[:, index.shape[1] - width :]
-        back = back.masked_fill(torch.arange(width, device=k.device) < width - rest[:, None], -1)
+            front = front.masked_fill(torch.arange(most * page, device=k.device) >= pages[:, None] * page, -1)
+            taken = take(k, front), take(v, front), take(position, front, -1), take(score, front)
+            counts = None if bool((pages == most).all()) else pages
+            self.sealed(k, position).seal(*taken, True, counts=counts)
+            gone.scatter_(1, front.masked_fill(front < 0, alive.shape[1]), True)
+        back = pack(alive & ~gone[:, :-1])
+        rest, width = (back >= 0).sum(1), back.shape[1]
         even = bool((rest == width).all())
         kept = take(k, back), take(v, back), take(position, back, -1), take(score, back)
         self.tail.replace(*kept, even, room + 2 * page)
@@ -309,11 +317,27 @@ class Lane:
             [(width, None)] if even else [(n, (rest == n).nonzero()[:, 0]) for n in sorted(set(rest.tolist()))]
         )
 
-    def sealed(self) -> Pages:
+    @property
+    def seals(self) -> bool:
+        """Whether more tokens may be sealed: keys kept jointly are those of one prompt."""
+        return self.pages is None or self.pages.joint is None
+
+    def exact(self, k: Tensor, position: Int[Tensor, "row token"]) -> Bool[Tensor, "row token"] | None:
+        """Tokens of a prompt that the selection wants left alone, exact and always read."""
+        if not (self.stack.representation.joint and self.seals):
+            return None
+        return self.stack.selection.exact(k, position, self.prompt_length)
+
+    def sealed(self, k: Tensor | None = None, position: Tensor | None = None) -> Pages:
+        """The pages; made, if there are none yet, for a prompt of these tokens."""
         if self.pages is None:
             self.pool = Pool(self.stack.placement)
-            s = self.stack
-            self.pages = Pages(self.pool, len(self.first), s.page, s.representation, s.selection, self.first.device)
+            s, rope = self.stack, self.session.rope
+            joined = None
+            if s.representation.joint and k is not None and position is not None:
+                joined = join(s.representation, rope, self.heads, k, position, self.seen)
+            rows, device = len(self.first), self.first.device
+            self.pages = Pages(self.pool, rows, s.page, s.representation, s.selection, device, joined)
         return self.pages
 
     def judge(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
@@ -331,6 +355,7 @@ class Lane:
     ) -> Float[Tensor, "row group query dim_v"]:
         """Take tokens as decoding does, in as large steps as give the same result."""
         out, i = [], 0
+        self.since = self.seen
         while i < q.shape[2]:
             m = min(q.shape[2] - i, self.stride())
             part = None if valid is None else valid[:, i : i + m]
@@ -340,9 +365,10 @@ class Lane:
 
     def stride(self) -> int:
         """Tokens that may be taken together: up to the next one after which something changes."""
-        if self.retention.decodes or self.stack.selects or (self.weighs and self.session.recording):
+        selects = self.stack.selects and not self.session.dense
+        if self.retention.decodes or selects or (self.weighs and self.session.recording):
             return 1
-        if self.stack.paged:
+        if self.stack.paged and not self.stack.representation.joint:
             return max(1, self.stack.room + self.stack.page - max(n for n, _ in self.lengths))
         return 1 << 30
 
@@ -413,7 +439,7 @@ class Lane:
 
     def select(self, pages: Pages, q: Tensor, call: Call) -> Int[Tensor, "row chosen"] | None:
         selection = self.stack.selection
-        if selection.reads is None:
+        if selection.reads is None or self.session.dense:
             return None
         most = (tokens(selection.reads, self.prompt_most) - min(n for n, _ in self.lengths)) // selection.unit
         if most >= pages.units:
@@ -422,6 +448,7 @@ class Lane:
         where = Where(
             layer=self.layer, layers=self.layers, count=count.clamp(min=1), most=max(1, most), scale=call.scale,
             keys=lambda: pages.decoded()[0], token=self.seen - 1, lane=self.number, memo=self.session.memo,
+            since=self.since, joint=pages.joint is not None,
         )  # fmt: skip
         return selection.select(q[:, :, 0], pages.summary, pages.alive, where)
 
@@ -437,7 +464,7 @@ class Lane:
     def seal(self) -> None:
         """Seal the oldest page of the rows whose tail overflows."""
         page, most = self.stack.page, self.stack.room + self.stack.page
-        if not self.stack.paged or all(n < most for n, _ in self.lengths):
+        if not self.stack.paged or self.stack.representation.joint or all(n < most for n, _ in self.lengths):
             return
         for n, rows in self.lengths:
             if n >= most:
