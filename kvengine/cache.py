@@ -47,7 +47,8 @@ class LayerCache:
             index = None if len(members) == self.heads else torch.tensor(members, device=k.device)
             some = [(x if index is None else x[:, index]).flatten(0, 1) for x in (k, v)]
             choice = self.stack.retention if retention is None else retention
-            lane = Lane(self.stack, choice, self.layer, self.layers, number, self.session, *some)
+            stack = self.stack.within(choice)
+            lane = Lane(stack, choice, self.layer, self.layers, number, self.session, *some, heads=len(members))
             self.parts.append(Heads(lane, index))
 
     def forward(
