@@ -20,7 +20,7 @@ from kvengine import _ops as ops
 from kvengine.errors import CacheError
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
-from kvengine.policies.retention import Retention, Seen
+from kvengine.policies.retention import Notes, Retention, Seen
 from kvengine.policies.selection import Where
 from kvengine.pool import Pool
 from kvengine.rope import Rope
@@ -49,6 +49,10 @@ class Session:
     following: bool = False  # tokens are taken one by one, not judged as a prompt
     recording: bool = False  # states are remembered, to roll back to
     rope: Rope | None = None
+    last: int | None = None  # the last layer that the engine serves; None: each layer is alone
+    waiting: list[tuple[Lane, Seen, Tensor]] = field(
+        default_factory=list
+    )  # prompts judged once all layers have read them
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass
 
 
@@ -59,10 +63,18 @@ class Mark:
     seen: int
     tail: Tail
     pages: Pages | None
+    notes: Notes
     lengths: list[tuple[int, Tensor | None]]
     k: Tensor
     v: Tensor
     valid: Bool[Tensor, "row token"] | None
+
+
+def judge_together(session: Session) -> None:
+    """All layers have read the prompt: judge those that waited to see the others' measures."""
+    waiting, session.waiting = session.waiting, []
+    for i, (lane, seen, _) in enumerate(waiting):
+        lane.conclude(replace(seen, peers=(torch.stack([m.to(seen.first.device) for _, _, m in waiting]), i)))
 
 
 class Lane:
@@ -86,6 +98,8 @@ class Lane:
         self.seen = 0
         self.whole = True  # the tail holds every token seen, each at its position
         self.limit: int | None = None
+        self.heads = 1  # rows of one sequence
+        self.notes: Notes = {}  # the retention's
         self.lengths: list[tuple[int, Tensor | None]] = [
             (0, None)
         ]  # tokens in the tail, and the rows that have so many
@@ -138,9 +152,13 @@ class Lane:
 
     def observe(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
         """Keep of a prompt chunk what the retention will want at the prompt's end."""
+        at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device) - self.first[:, None]
+        self.retention.watch(self.notes, q, at, self.session.rope)
         if wanted := self.retention.observes:
             part = q[:, :, -wanted:]
             self.window = part if self.window is None else torch.cat([self.window, part], 2)[:, :, -wanted:]
+        if self.retention.last_mass:
+            self.mass, q = None, q[:, :, -1:]
         if self.retention.wants_mass:
             self.mass = self.column_mass(q, call)
 
@@ -160,19 +178,25 @@ class Lane:
     def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
         """The prompt has ended: judge it, and seal what overflows the tail."""
         self.prompt_most = int(self.prompt_length.max())
-        self.limit = self.retention.limit(self.prompt_most)
-        keep = None
         if self.judges:
             window = self.window if self.window is not None else q[:, :, -1:]
-            seen = self.show(window, self.mass, call.scale, prompt=True)
+            seen = self.show(window, self.mass, call, prompt=True)
             seen = replace(seen, score=self.retention.score(seen))
-            keep = self.retention.keep(seen)
-            self.settle(seen, keep)
+            measure = self.retention.measure(seen)
+            if measure is None:
+                self.conclude(seen)
+            else:
+                self.session.waiting.append((self, seen, measure))
         elif self.stack.paged:
-            self.settle(self.show(q, None, call.scale, prompt=True), None)
+            self.settle(self.show(q, None, call, prompt=True), None)
         self.window = self.mass = None
 
-    def show(self, queries: Tensor, mass: Tensor | None, scale: float, prompt: bool) -> Seen:
+    def conclude(self, seen: Seen) -> None:
+        keep = self.retention.keep(seen)
+        self.limit = self.retention.limit(seen)
+        self.settle(seen, keep)
+
+    def show(self, queries: Tensor, mass: Tensor | None, call: Call, prompt: bool) -> Seen:
         tail = self.tail
         position, score = tail.position[:, tail.span], tail.score[:, tail.span]
         if self.pages is not None:
@@ -180,8 +204,9 @@ class Lane:
             score = torch.cat([self.pages.score, score], 1)
         return Seen(
             position=position, score=score, first=self.first, newest=self.seen - 1, prompt=prompt,
-            prompt_length=self.prompt_length, mass=mass, queries=queries, scale=scale,
-            read=lambda: self.everything()[:2], rope=self.session.rope,
+            prompt_length=self.prompt_length, mass=mass, queries=queries, scale=call.scale,
+            read=lambda: self.everything()[:2], rope=self.session.rope, softcap=call.softcap, heads=self.heads,
+            notes=self.notes,
         )  # fmt: skip
 
     def everything(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -196,7 +221,8 @@ class Lane:
 
     def settle(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
         """After a prompt: drop what is not kept, merge, compact, seal."""
-        if self.pages is None or (keep is not None and self.stack.representation.lossless):
+        anew = self.stack.representation.lossless or self.retention.merges
+        if self.pages is None or (keep is not None and anew):
             k, v, position, _ = self.everything()
             if keep is not None and self.retention.merges:
                 k, v = self.retention.fold(seen, keep)
@@ -310,10 +336,10 @@ class Lane:
             out, _ = self.attend(q, call, mass=False)
         else:
             out, mass = self.attend(q, call, self.retention.wants_mass)
-            seen = self.show(q, mass, call.scale, prompt=False)
+            seen = self.show(q, mass, call, prompt=False)
             seen = replace(seen, score=self.retention.score(seen))
             keep = self.retention.keep(seen)
-            if keep is not None and self.retention.merges:
+            if keep is not None and self.retention.remerges:
                 self.tail.rewrite(*self.retention.fold(seen, keep))
             self.judge(seen, keep)
         self.seal()
@@ -423,7 +449,8 @@ class Lane:
     # ---- remembering ------------------------------------------------------------------------------------------------
 
     def remember(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        self.marks.append(Mark(self.seen, copy.copy(self.tail), copy.copy(self.pages), self.lengths, k, v, valid))
+        state = copy.copy(self.tail), copy.copy(self.pages), dict(self.notes), self.lengths
+        self.marks.append(Mark(self.seen, *state, k, v, valid))
         self.share(True)
 
     def share(self, shared: bool) -> None:
@@ -441,6 +468,7 @@ class Lane:
         elif n:
             mark = self.marks.pop()
             self.tail, self.pages, self.lengths, self.seen = mark.tail, mark.pages, mark.lengths, mark.seen
+            self.notes = mark.notes
             self.pool = None if self.pages is None else self.pages.pool
             self.share(bool(self.marks))
             self.again(mark, goal - mark.seen)
@@ -480,3 +508,4 @@ class Lane:
         if self.pages is not None:
             self.pages.rows(index)
         self.first, self.prompt_length = self.first[index], self.prompt_length[index]
+        self.notes = {name: x[index] for name, x in self.notes.items()}
