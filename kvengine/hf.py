@@ -127,8 +127,8 @@ def check_stack(stack: Stack, text: Any) -> None:
     name = text.model_type
     if not any(engine_layers(text)):
         raise UnsupportedPolicy(
-            f"{name}: every layer has a sliding window or a recurrent state, and holds little already; there is nothing "
-            f"for '{stack}' to do. Use 'full'"
+            f"{name} has no layer with a plain, growing key-value cache (sliding windows and layers with a recurrent state "
+            f"keep transformers' own), so there is nothing for '{stack}' to do. Use 'full'"
         )
     if getattr(text, "kv_lora_rank", None):
         raise UnsupportedPolicy(

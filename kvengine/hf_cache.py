@@ -156,25 +156,27 @@ class EngineCache(Cache):
     @property
     def seen(self) -> int:
         """Tokens seen, padding included."""
-        return self.engines[0].seen
+        engines = self.engines
+        return engines[0].seen if engines else int(self.get_seq_length())
 
     def announce(self, total: int | None) -> None:
-        """The next tokens, up to `total` in all, are one prompt, in however many chunks they come."""
-        session = self.session
-        session.following &= total is None or total - self.seen <= 1
-        if session.recording and self.seen == 0 or not session.recording:
-            fresh = total is not None and (self.seen == 0 or total - self.seen > 1)
-            session.prompt_end = total if fresh else None
-        if session.recording and self.seen:
-            self.commit()
+        """The next tokens, up to `total` in all, are one prompt, in however many chunks they come.
 
-    def follow_up(self) -> None:
-        """Take all further tokens as decoding does, one by one, instead of as a prompt to judge.
+        Unless they follow up on a context, or a single token resumes where decoding stopped.
+        """
+        if self.session.recording and self.seen:
+            self.commit()
+        new = 0 if total is None else total - self.seen
+        prompt = self.seen == 0 or (new > 1 and not self.session.recording)
+        self.session.prompt_end = total if prompt and not self.session.following else None
+
+    def follow_up(self, following: bool = True) -> None:
+        """Take all further tokens as decoding does, one by one, instead of as a prompt to judge; False ends that.
 
         For a question on a context that is compressed already: it may come in one forward pass, yet nothing is
         dropped that decoding would not drop, and a selection chooses for each of its tokens.
         """
-        self.session.following, self.session.prompt_end = True, None
+        self.session.following, self.session.prompt_end = following, None
 
     def activate_past_recording(self) -> None:
         """Remember the states between the tokens to come, so that `crop` or `rollback` can return to any of them."""

@@ -423,7 +423,7 @@ class Lane:
         self.lengths = [(n - page if n >= most else n, rows) for n, rows in self.lengths]
         self.tail.start = self.tail.end - max(n for n, _ in self.lengths)
         self.whole = False
-        if self.retention.decodes and not self.marks:
+        if self.retention.decodes:
             self.tidy()
 
     def seal_rows(self, length: int, rows: Int[Tensor, "row"] | None) -> None:
@@ -494,8 +494,6 @@ class Lane:
         """What was taken is now history."""
         self.marks.clear()
         self.share(False)
-        if self.retention.decodes and self.pages is not None and len(self.pages):
-            self.pages.release()
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows (beam search, batch selection)."""
