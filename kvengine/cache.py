@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import CacheError
-from kvengine.lane import Call, Lane, Session
+from kvengine.lane import Call, Lane, Session, judge_together
 from kvengine.stack import Stack
 
 Stock = Callable[[Tensor, Tensor], Tensor]
@@ -123,6 +123,8 @@ class LayerCache:
         if self.ends_prompt():
             for part, grouped, rows in self.each(q, call):
                 part.lane.finish(grouped, rows)
+            if self.session.waiting and self.session.last in (None, self.layer):
+                judge_together(self.session)
         return out
 
     def store(self, k: Tensor, v: Tensor, valid: Bool[Tensor, "seq token"] | None) -> None:

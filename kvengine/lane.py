@@ -21,7 +21,7 @@ from kvengine.errors import CacheError
 from kvengine.joint import join
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
-from kvengine.policies.retention import Retention, Seen
+from kvengine.policies.retention import Notes, Retention, Seen
 from kvengine.policies.selection import Where
 from kvengine.pool import Pool
 from kvengine.rope import Rope
@@ -52,6 +52,10 @@ class Session:
     recording: bool = False  # states are remembered, to roll back to
     dense: bool = False  # queries read everything, whatever the selection
     rope: Rope | None = None
+    last: int | None = None  # the last layer that the engine serves; None: each layer is alone
+    waiting: list[tuple[Lane, Seen, Tensor]] = field(
+        default_factory=list
+    )  # prompts judged once all layers have read them
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass
 
 
@@ -62,10 +66,18 @@ class Mark:
     seen: int
     tail: Tail
     pages: Pages | None
+    notes: Notes
     lengths: list[tuple[int, Tensor | None]]
     k: Tensor
     v: Tensor
     valid: Bool[Tensor, "row token"] | None
+
+
+def judge_together(session: Session) -> None:
+    """All layers have read the prompt: judge those that waited to see the others' measures."""
+    waiting, session.waiting = session.waiting, []
+    for i, (lane, seen, _) in enumerate(waiting):
+        lane.conclude(replace(seen, peers=(torch.stack([m.to(seen.first.device) for _, _, m in waiting]), i)))
 
 
 class Lane:
@@ -91,6 +103,7 @@ class Lane:
         self.seen = self.since = 0  # tokens seen, and those before the current pass
         self.whole = True  # the tail holds every token seen, each at its position
         self.limit: int | None = None
+        self.notes: Notes = {}  # the retention's
         self.lengths: list[tuple[int, Tensor | None]] = [
             (0, None)
         ]  # tokens in the tail, and the rows that have so many
@@ -153,12 +166,15 @@ class Lane:
 
     def observe(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
         """Keep of a prompt chunk what the retention will want at the prompt's end."""
+        at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
+        self.retention.watch(self.notes, q, at - self.first[:, None], self.session.rope)
         if wanted := self.retention.observes:
             part = q[:, :, -wanted:]
             self.window = part if self.window is None else torch.cat([self.window, part], 2)[:, :, -wanted:]
-        at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
         if self.retention.wants_mass:
-            self.mass = self.column_mass(q, at, at >= self.first[:, None], call, self.mass)
+            n = 1 if self.retention.last_mass else q.shape[2]
+            before = None if self.retention.last_mass else self.mass
+            self.mass = self.column_mass(q[:, :, -n:], at[-n:], at[-n:] >= self.first[:, None], call, before)
         if self.weighs:
             self.probe(q, at, call)
 
@@ -194,17 +210,18 @@ class Lane:
     def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
         """The prompt has ended: judge it, and seal what overflows the tail."""
         self.prompt_most = int(self.prompt_length.max())
-        self.limit = self.retention.limit(self.prompt_most)
-        keep = None
         if self.judges:
             window = self.window if self.window is not None else q[:, :, -1:]
-            seen = self.show(window, self.mass, call.scale, prompt=True)
+            seen = self.show(window, self.mass, call, prompt=True)
             seen = replace(seen, score=self.retention.score(seen))
-            keep = self.retention.keep(seen)
-            self.settle(self.weighed(seen), keep)
+            measure = self.retention.measure(seen)
+            if measure is None:
+                self.conclude(seen)
+            else:
+                self.session.waiting.append((self, seen, measure))
         elif self.stack.paged:
-            self.settle(self.weighed(self.show(q, None, call.scale, prompt=True)), None)
-        self.window = self.mass = self.saliency = None
+            self.settle(self.weighed(self.show(q, None, call, prompt=True)), None)
+        self.window = self.mass = None
         self.judged = self.seen
 
     def weighed(self, seen: Seen) -> Seen:
@@ -213,6 +230,7 @@ class Lane:
             return seen
         n = 0 if self.pages is None else len(self.pages)
         fresh = self.saliency.mean(seen.position, self.first)[:, n:]
+        self.saliency = None
         return replace(seen, score=torch.cat([seen.score[:, :n], fresh], 1))
 
     def weigh(self, q: Tensor, call: Call) -> None:
@@ -224,7 +242,12 @@ class Lane:
         mass = ops.spread(state, state.lse).nan_to_num(0.0).sum((1, 2))
         self.tail.judge(running(score, mass, position, at, self.judged), None)
 
-    def show(self, queries: Tensor, mass: Tensor | None, scale: float, prompt: bool) -> Seen:
+    def conclude(self, seen: Seen) -> None:
+        keep = self.retention.keep(seen)
+        self.limit = self.retention.limit(seen)
+        self.settle(self.weighed(seen), keep)
+
+    def show(self, queries: Tensor, mass: Tensor | None, call: Call, prompt: bool) -> Seen:
         tail = self.tail
         position, score = tail.position[:, tail.span], tail.score[:, tail.span]
         if self.pages is not None:
@@ -232,8 +255,9 @@ class Lane:
             score = torch.cat([self.pages.score, score], 1)
         return Seen(
             position=position, score=score, first=self.first, newest=self.seen - 1, prompt=prompt,
-            prompt_length=self.prompt_length, mass=mass, queries=queries, scale=scale,
-            read=lambda: self.everything()[:2], rope=self.session.rope,
+            prompt_length=self.prompt_length, mass=mass, queries=queries, scale=call.scale,
+            read=lambda: self.everything()[:2], rope=self.session.rope, softcap=call.softcap, heads=self.heads,
+            notes=self.notes,
         )  # fmt: skip
 
     def everything(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -248,7 +272,8 @@ class Lane:
 
     def settle(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
         """After a prompt: drop what is not kept, merge, compact, seal."""
-        if self.pages is None or (keep is not None and self.stack.representation.lossless):
+        anew = self.stack.representation.lossless or self.retention.merges
+        if self.pages is None or (keep is not None and anew):
             k, v, position, _ = self.everything()
             if keep is not None and self.retention.merges:
                 k, v = self.retention.fold(seen, keep)
@@ -384,10 +409,10 @@ class Lane:
             out, _ = self.attend(q, call, mass=False)
         else:
             out, mass = self.attend(q, call, self.retention.wants_mass)
-            seen = self.show(q, mass, call.scale, prompt=False)
+            seen = self.show(q, mass, call, prompt=False)
             seen = replace(seen, score=self.retention.score(seen))
             keep = self.retention.keep(seen)
-            if keep is not None and self.retention.merges:
+            if keep is not None and self.retention.remerges:
                 self.tail.rewrite(*self.retention.fold(seen, keep))
             self.judge(seen, keep)
         if self.weighs:
@@ -502,7 +527,8 @@ class Lane:
     # ---- remembering ------------------------------------------------------------------------------------------------
 
     def remember(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        self.marks.append(Mark(self.seen, copy.copy(self.tail), copy.copy(self.pages), self.lengths, k, v, valid))
+        state = copy.copy(self.tail), copy.copy(self.pages), dict(self.notes), self.lengths
+        self.marks.append(Mark(self.seen, *state, k, v, valid))
         self.share(True)
 
     def share(self, shared: bool) -> None:
@@ -520,6 +546,7 @@ class Lane:
         elif n:
             mark = self.marks.pop()
             self.tail, self.pages, self.lengths, self.seen = mark.tail, mark.pages, mark.lengths, mark.seen
+            self.notes = mark.notes
             self.pool = None if self.pages is None else self.pages.pool
             self.share(bool(self.marks))
             self.again(mark, goal - mark.seen)
@@ -557,3 +584,4 @@ class Lane:
         if self.pages is not None:
             self.pages.rows(index)
         self.first, self.prompt_length = self.first[index], self.prompt_length[index]
+        self.notes = {name: x[index] for name, x in self.notes.items()}

@@ -54,18 +54,18 @@ class Stack:
                 f"{name_of(r)!r} counts the attention that every held token receives, but {name_of(s)!r} reads only some of "
                 "them; use a retention that judges the prompt once (snapkv), or no selection"
             )
-        if r.merges and r.decodes and not self.representation.lossless:
+        if r.remerges and not self.representation.lossless:
             raise UnsupportedPolicy(
                 f"{name_of(r)!r} rewrites tokens that it keeps while decoding, but {name_of(self.representation)!r} would "
                 "lose more at each rewrite; keep the representation dense"
             )
-        if r.merges and r.decodes and (self.selects or self.placed):
+        if r.remerges and (self.selects or self.placed):
             other = s if self.selects else self.placement
             raise UnsupportedPolicy(
                 f"{name_of(r)!r} rewrites tokens that it keeps while decoding, but {name_of(other)!r} needs sealed pages, "
                 "which never change; use one or the other"
             )
-        for policy in (self.representation, self.selection):
+        for policy in (self.retention, self.representation, self.selection):
             check = getattr(policy, "check", None)
             if check is not None:
                 check(self)
