@@ -207,9 +207,7 @@ class Lane:
             mass[:, :, : before.shape[2]] = before
         for span in ops.blocks(q, k.shape[1]):
             visible = self.visible(at[span], position, prompt=True) & real[:, span, None]
-            state = attention(
-                q[:, :, span], k, v[..., :1], visible, call.scale, softcap=call.softcap, want_probs=True
-            )
+            state = attention(q[:, :, span], k, v[..., :1], visible, call.scale, softcap=call.softcap, want_probs=True)
             mass += ops.received([state], self.with_sinks([state], call))
         return mass
 
@@ -574,8 +572,8 @@ class Lane:
     def shorten(self, goal: int) -> None:
         if not self.whole or goal < 0:
             raise CacheError(
-                f"cannot go back from {self.seen} to {goal} tokens: the policy has dropped or sealed some of them since. "
-                "Call cache.activate_past_recording() before the tokens that may have to be taken back"
+                f"cannot go back from {self.seen} to {goal} tokens: the policy has dropped or sealed some of them "
+                "since. Call cache.activate_past_recording() before the tokens that may have to be taken back"
             )
         self.tail.end -= self.seen - goal
         self.lengths = [(n - self.seen + goal, rows) for n, rows in self.lengths]
