@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvengine.errors import PolicyError, UnknownPolicy, UnsupportedPolicy, unknown
@@ -33,7 +33,7 @@ class Stack:
     >>> Stack.parse("duo(sparsity=0.5) + quest(budget=256) + kivi(bits=4)").selection.budget
     256
     >>> str(Stack.parse("kivi(bits=4)+streaming"))
-    'streaming + kivi(bits=4)'
+    'streaming + kivi'
     >>> Stack.parse("h2o + snapkv")
     Traceback (most recent call last):
     ...
@@ -95,6 +95,12 @@ class Stack:
     def room(self) -> int:
         """The newest tokens that stay in the open tail."""
         return max(self.representation.room, self.selection.room)
+
+    def within(self, retention: Retention) -> Stack:
+        """The stack of heads that a routing gives this retention: exact, where the keys of all heads are kept as one."""
+        if not self.representation.joint or retention == self.retention:
+            return self
+        return replace(self, retention=retention, representation=Dense(), selection=All(), placement=Device())
 
     @staticmethod
     def of(choice: str | Stack) -> Stack:

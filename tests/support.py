@@ -70,6 +70,11 @@ SMALL: dict[str, str] = {
     "all": "all",
     "quest": "quest(budget=24, page=4)",
     "oracle_topk": "oracle_topk(budget=24)",
+    "tidal": "tidal(budget=24)",
+    "landmarks": "landmarks(budget=40, chunk=4)",
+    "retrieval": "retrieval(budget=24, chunk=4)",
+    "zipcache": "zipcache(block=16)",
+    "lowrank": "lowrank(rank=8)",
     "device": "device",
     "host": "host",
 }
@@ -94,6 +99,11 @@ WIDE: dict[str, str] = {
     "all": "all",
     "quest": "quest(budget=500)",
     "oracle_topk": "oracle_topk(budget=500)",
+    "tidal": "tidal(budget=500)",
+    "landmarks": "landmarks(budget=500)",
+    "retrieval": "retrieval(budget=500)",
+    "zipcache": "zipcache(block=512)",
+    "lowrank": "lowrank(rank=32)",
     "device": "device",
     "host": "host",
 }
