@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvengine.cache import LayerCache, Stock
 from kvengine.errors import CacheError, ModelError
+from kvengine.hf_rope import rope_for
 from kvengine.lane import Call, Session
 from kvengine.stack import Stack
 from kvengine.stats import Stats, measure
@@ -133,10 +134,11 @@ class EngineCache(Cache):
         self.stack = getattr(model, STATE).stack if stack is None else Stack.of(stack)
         self.config = model.config.get_text_config(decoder=True)
         check_stack(self.stack, self.config)
-        self.session = Session()
+        self.session = Session(rope=rope_for(self.stack, model, getattr(model, STATE).known))
         stock = DynamicCache(config=self.config).layers
         n = len(stock)
         ours = engine_layers(self.config)
+        self.session.last = max((i for i, served in enumerate(ours) if served), default=None)
         layers = [EngineLayer(self.stack, i, n, self.session) if ours[i] else layer for i, layer in enumerate(stock)]
         super().__init__(layers=layers)
 

@@ -153,6 +153,7 @@ class Lane:
     def read(self, q: Float[Tensor, "row group query dim"], call: Call) -> Float[Tensor, "row group query dim_v"]:
         """A prompt chunk's queries over all that is held, causally and as the prefill method allows."""
         k, v, position, _ = self.everything()
+        k = self.turned(k, self.shift())
         at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
         out = []
         for span in ops.blocks(q, k.shape[1]):
@@ -435,6 +436,8 @@ class Lane:
 
     def attend(self, q: Tensor, call: Call, mass: bool) -> tuple[Tensor, Float[Tensor, "row group token"] | None]:
         k, v, position, _ = self.tail.held()
+        if (shift := self.shift()) is not None:
+            k = self.turned(k, shift[:, -k.shape[1] :])
         visible = (
             None if self.tail.clean and q.shape[2] == 1 else self.visible(self.newest(q.shape[2]), position, False)
         )
@@ -447,6 +450,22 @@ class Lane:
         whole = self.with_sinks(parts, call)
         received = ops.received(parts, whole) if mass else None
         return whole.out.to(q.dtype), received
+
+    def shift(self) -> Int[Tensor, "row token"] | None:
+        """By how many positions the retention wants each slot's key turned when it is read, sealed slots first."""
+        if self.whole or type(self.retention).shift is Retention.shift:
+            return None
+        position = self.tail.position[:, self.tail.span]
+        if self.pages is not None:
+            position = torch.cat([self.pages.position, position], 1)
+        return self.retention.shift(position, self.first)
+
+    def turned(self, k: Float[Tensor, "row token dim"], shift: Int[Tensor, "row token"] | None) -> Tensor:
+        if shift is None:
+            return k
+        if self.session.rope is None:
+            raise CacheError("the retention turns keys when they are read, but the session knows no rotation")
+        return self.session.rope.turn(k, shift)
 
     def newest(self, n: int) -> Int[Tensor, "query"]:
         return torch.arange(self.seen - n, self.seen, device=self.first.device)
@@ -470,6 +489,8 @@ class Lane:
         if self.units is None:
             k, v = pages.decoded()
             position = pages.position
+            if (shift := self.shift()) is not None:
+                k = self.turned(k, shift[:, : k.shape[1]])
         else:
             k, v, position = pages.chosen(self.units)
         visible = None if pages.clean and self.units is None else (position >= 0)[:, None].expand(-1, q.shape[2], -1)
