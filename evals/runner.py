@@ -96,7 +96,7 @@ class Run:
     def cells(self) -> list[Cell]:
         """The matrix, ceilings first."""
         tasks = [task for task in self.tasks() if task not in self.left_out()]
-        policies = arms(list(self.config.policies), ceiling=self.config.ceiling, oracle=self.config.oracle)
+        policies = arms(self.config.wanted, ceiling=self.config.ceiling, oracle=self.config.oracle)
         return [
             Cell(task, length, mode, arm)
             for task in tasks
@@ -131,15 +131,16 @@ class Run:
             for (task, length), samples in self._drawn.items()
         }
 
-    def execute(self, observer: Observer) -> None:
-        """Do what the journal lacks."""
+    def execute(self, observer: Observer, limit: int | None = None) -> None:
+        """Do what the journal lacks, of the first `limit` samples of each cell."""
         for cell in self.cells():
-            self._cell(cell, observer)
+            self.fill(cell, observer, limit)
 
-    def _cell(self, cell: Cell, observer: Observer) -> None:
+    def fill(self, cell: Cell, observer: Observer, limit: int | None = None) -> None:
+        """Do what the journal lacks of one cell."""
         key = self.key(cell)
         try:
-            samples = self.samples(cell)
+            samples = self.samples(cell)[:limit]
         except (TooShort, NoData) as error:
             self._give_up(cell, key, error, observer)
             return
@@ -149,7 +150,7 @@ class Run:
         if not missing:
             return
         try:
-            self._fill(cell, key, missing, observer)
+            self._measure(cell, key, missing, observer)
         except tuple(GIVEN_UP) as error:
             self._give_up(cell, key, error, observer)
 
@@ -159,7 +160,7 @@ class Run:
             self.journal.append([row])
         observer.refused(cell, row)
 
-    def _fill(self, cell: Cell, key: str, missing: list[Sample], observer: Observer) -> None:
+    def _measure(self, cell: Cell, key: str, missing: list[Sample], observer: Observer) -> None:
         if cell.arm.refused:
             raise UnsupportedPolicy(cell.arm.refused)
         with self.opener(self.model, cell.arm.policy) as engine:
