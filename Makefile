@@ -4,13 +4,14 @@
 #   make test         style, types and tests: what CI runs
 #   make test-slow    the tests that take minutes
 #   make test-gpu     the tests that need a CUDA device
+#   make test-shapes  the tests again, every shape and dtype that a signature states checked at run time
 #   make test-matrix  the Hugging Face edge on the oldest and the newest supported transformers
 #   make docs         the generated parts of README.md and docs/
 #   make clean        everything above undone, environments included
 
 PYTHON ?= python3
 VENV ?= .venv
-OLDEST_TRANSFORMERS := 5.17.0
+OLDEST := transformers==5.17.0 huggingface_hub==1.33.0
 TRITON := triton==3.6.0
 
 # The repository root must stay off sys.path: `kernels/` would hide Hugging Face's package of that name.
@@ -22,7 +23,7 @@ OLD := .venv-5.17
 EDGE = $(wildcard tests/test_hf*.py tests/families)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test style types unit test-slow test-gpu test-matrix docs clean environment
+.PHONY: demo test style types unit test-slow test-gpu test-shapes test-matrix docs clean environment
 
 demo: environment
 	$(BIN)/kvengine demo
@@ -46,9 +47,12 @@ test-slow: environment
 test-gpu: environment
 	$(PYTEST) -m gpu
 
+test-shapes: environment
+	$(PYTEST) -n 2 --jaxtyping-packages=kvengine,beartype.beartype
+
 test-matrix: environment $(OLD)/.ready
-	OMP_NUM_THREADS=1 $(OLD)/bin/python -m pytest -n 2 $(EDGE)
-	$(PYTEST) -n 2 $(EDGE)
+	OMP_NUM_THREADS=1 $(OLD)/bin/python -m pytest -n 2 -m "not gpu" $(EDGE)
+	$(PYTEST) -n 2 -m "not gpu" $(EDGE)
 
 docs: environment
 	$(BIN)/python docs/build.py
@@ -73,9 +77,9 @@ endef
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(call install,$(VENV),constraints.txt)
 
-# An old transformers wants its own tokenizers and hub client; the rest stays as pinned.
+# An old transformers wants a hub client of its time; the rest stays as pinned.
 $(OLD)/.ready: pyproject.toml constraints.txt
 	test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
-	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > $(OLD)/constraints.txt
-	echo 'transformers==$(OLDEST_TRANSFORMERS)' >> $(OLD)/constraints.txt
+	grep -vE '^(transformers|huggingface_hub)==' constraints.txt > $(OLD)/constraints.txt
+	printf '%s\n' $(OLDEST) >> $(OLD)/constraints.txt
 	$(call install,$(OLD),$(OLD)/constraints.txt)

@@ -159,17 +159,20 @@ def policy_section(name: str, cls: type[Any]) -> str:
     return f"### `{name}`\n\n" + "\n\n".join(linked(part.rstrip()) for part in parts if part) + "\n"
 
 
+def question(package: ModuleType) -> str:
+    """What an axis decides: the first paragraph of its package, without the name that it starts with."""
+    text = re.sub(r"^\w+: ", "", first_paragraph(package))
+    return text[:1].upper() + text[1:]
+
+
 def policies_page(catalogue: Mapping[str, str], load: Load) -> str:
     """Every policy in the tree, by axis."""
     page = "# Policies\n\nWritten by `make docs` from the docstrings of the policies; edit those.\n"
     for axis in dict.fromkeys(catalogue.values()):
         classes = {name: load(name)[1] for name, its_axis in sorted(catalogue.items()) if its_axis == axis}
-        folder = sys.modules[next(iter(classes.values())).__module__.rpartition(".")[0]]
-        sections = [
-            f"## {axis.capitalize()}\n\n{first_paragraph(folder)}\n",
-            *map(policy_section, classes, classes.values()),
-        ]
-        page += "\n" + "\n".join(sections)
+        package = sys.modules[next(iter(classes.values())).__module__.rpartition(".")[0]]
+        page += f"\n## {axis.capitalize()}\n\n{question(package)}\n"
+        page += "".join(f"\n{policy_section(name, cls)}" for name, cls in classes.items())
     return page
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import CacheError
-from kvengine.lane import Call, Lane, Session
+from kvengine.lane import Call, Lane, Session, judge_together
 from kvengine.stack import Stack
 
 Stock = Callable[[Tensor, Tensor], Tensor]
@@ -47,7 +47,8 @@ class LayerCache:
             index = None if len(members) == self.heads else torch.tensor(members, device=k.device)
             some = [(x if index is None else x[:, index]).flatten(0, 1) for x in (k, v)]
             choice = self.stack.retention if retention is None else retention
-            lane = Lane(self.stack, choice, self.layer, self.layers, number, self.session, *some)
+            stack = self.stack.within(choice)
+            lane = Lane(stack, choice, self.layer, self.layers, number, self.session, *some, heads=len(members))
             self.parts.append(Heads(lane, index))
 
     def forward(
@@ -74,6 +75,10 @@ class LayerCache:
             raise CacheError(
                 f"this cache holds {self.sequences} sequences of {self.heads} KV heads, but the layer brought "
                 f"{k.shape[0]} of {k.shape[1]}; use one cache for one batch of one model"
+            )
+        elif k.dtype != (dtype := self.parts[0].lane.tail.k.dtype):
+            raise CacheError(
+                f"this cache holds {dtype}, but the layer brought {k.dtype}; make a new cache after model.to()"
             )
         n = k.shape[2]
         prompt = self.prompt_tokens(n)
@@ -118,6 +123,8 @@ class LayerCache:
         if self.ends_prompt():
             for part, grouped, rows in self.each(q, call):
                 part.lane.finish(grouped, rows)
+            if self.session.waiting and self.session.last in (None, self.layer):
+                judge_together(self.session)
         return out
 
     def store(self, k: Tensor, v: Tensor, valid: Bool[Tensor, "seq token"] | None) -> None:

@@ -190,9 +190,9 @@ def prepare_cache(
         given = model_kwargs["past_key_values"] = EngineCache(self, getattr(self, STATE).stack)
     else:
         stock(self, generation_config, model_kwargs, *args, **kwargs)
-    given.announce(prompt_length(generation_config, model_kwargs))
     if generation_config.is_assistant:
         given.activate_past_recording()
+    given.announce(prompt_length(generation_config, model_kwargs))
 
 
 def refuse(generation_config: Any) -> None:

@@ -169,6 +169,8 @@ class EngineCache(Cache):
         new = 0 if total is None else total - self.seen
         prompt = self.seen == 0 or (new > 1 and not self.session.recording)
         self.session.prompt_end = total if prompt and not self.session.following else None
+        if self.session.prompt_end is not None and self.session.recording:
+            self.session.prompt_end -= 1  # an assistant is asked to forget the prompt's last token
 
     def follow_up(self, following: bool = True) -> None:
         """Take all further tokens as decoding does, one by one, instead of as a prompt to judge; False ends that.
@@ -192,6 +194,34 @@ class EngineCache(Cache):
         """What was recorded is history."""
         for layer in self.engines:
             layer.commit()
+
+    def correct(self, model: PreTrainedModel, ids: Int[Tensor, "seq token"], **inputs: Any) -> Any:
+        """Compute the last tokens' keys and values anew, with queries that read everything (TidalDecode's correction).
+
+        Text that was generated under a selection has keys and values that come from sparse attention, and the errors
+        add up. Call this now and then, after `activate_past_recording()` before the first token to be corrected:
+
+            cache.correct(model, generated[:, -64:])
+
+        Args:
+            model: the patched model.
+            ids: the last tokens in the cache.
+            inputs: what else the model's forward pass takes (attention_mask, position_ids) for a padded batch.
+
+        Returns:
+            The model's output for these tokens: what it would have said with the full cache.
+
+        Raises:
+            CacheError: the tokens were not recorded, and the policy has acted on them.
+        """
+        session = self.session
+        before = session.following, session.recording
+        self.crop(-ids.shape[1])
+        session.dense, session.following, session.recording = True, True, False
+        try:
+            return model(input_ids=ids, past_key_values=self, use_cache=True, **inputs)
+        finally:
+            session.dense, (session.following, session.recording) = False, before
 
     def stats(self) -> Stats:
         """What the cache holds and reads, counted on its tensors."""

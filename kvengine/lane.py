@@ -18,12 +18,14 @@ from torch import Tensor
 
 from kvengine import _ops as ops
 from kvengine.errors import CacheError
+from kvengine.joint import join
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
-from kvengine.policies.retention import Retention, Seen
+from kvengine.policies.retention import Notes, Retention, Seen
 from kvengine.policies.selection import Where
 from kvengine.pool import Pool
 from kvengine.rope import Rope
+from kvengine.saliency import Saliency, running
 from kvengine.stack import Stack
 from kvengine.tail import Tail
 from kvengine.tokens import pack, take
@@ -48,7 +50,12 @@ class Session:
     prompt_end: int | None = None  # tokens after which the announced prompt ends
     following: bool = False  # tokens are taken one by one, not judged as a prompt
     recording: bool = False  # states are remembered, to roll back to
+    dense: bool = False  # queries read everything, whatever the selection
     rope: Rope | None = None
+    last: int | None = None  # the last layer that the engine serves; None: each layer is alone
+    waiting: list[tuple[Lane, Seen, Tensor]] = field(
+        default_factory=list
+    )  # prompts judged once all layers have read them
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass
 
 
@@ -59,10 +66,18 @@ class Mark:
     seen: int
     tail: Tail
     pages: Pages | None
+    notes: Notes
     lengths: list[tuple[int, Tensor | None]]
     k: Tensor
     v: Tensor
     valid: Bool[Tensor, "row token"] | None
+
+
+def judge_together(session: Session) -> None:
+    """All layers have read the prompt: judge those that waited to see the others' measures."""
+    waiting, session.waiting = session.waiting, []
+    for i, (lane, seen, _) in enumerate(waiting):
+        lane.conclude(replace(seen, peers=(torch.stack([m.to(seen.first.device) for _, _, m in waiting]), i)))
 
 
 class Lane:
@@ -76,30 +91,42 @@ class Lane:
         session: Session,
         k: Tensor,
         v: Tensor,
+        heads: int = 1,
     ):
         """`k` [row, token, dim] and `v` [row, token, dim_v] say the shapes, dtypes and device to come."""
+        self.heads = heads  # rows of a sequence
         self.stack, self.retention = stack, retention.at(layer, layers)
         self.layer, self.layers, self.number, self.session = layer, layers, number, session
         self.tail = Tail(k, v)
         self.pages: Pages | None = None
         self.pool: Pool | None = None
-        self.seen = 0
+        self.seen = self.since = 0  # tokens seen, and those before the current pass
         self.whole = True  # the tail holds every token seen, each at its position
         self.limit: int | None = None
+        self.notes: Notes = {}  # the retention's
         self.lengths: list[tuple[int, Tensor | None]] = [
             (0, None)
         ]  # tokens in the tail, and the rows that have so many
         self.marks: list[Mark] = []
         self.first = torch.zeros(len(k), dtype=torch.long, device=k.device)
         self.prompt_length = torch.zeros(len(k), dtype=torch.long, device=k.device)
+        self.padded = False  # rows may have seen different numbers of tokens
         self.prompt_most = 0  # the longest row's prompt
         self.window: Tensor | None = None  # the prompt's last queries
         self.mass: Tensor | None = None  # attention received so far in this prompt
+        self.saliency: Saliency | None = None  # of this prompt's tokens, for a representation that asks
+        self.judged = 0  # tokens at the end of the last prompt
         self.units: Tensor | None = None  # what the last query read; None: everything
 
     @property
     def judges(self) -> bool:
         return type(self.retention).keep is not Retention.keep
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the representation asks for saliency, and the retention has no evidence of that kind itself."""
+        r = self.retention
+        return self.stack.representation.probes > 0 and not (r.wants_mass and r.decodes)
 
     # ---- the prompt -------------------------------------------------------------------------------------------------
 
@@ -108,6 +135,7 @@ class Lane:
         n = k.shape[1]
         self.tail.append(k, v, self.positions(n, valid), valid is None)
         if valid is not None:
+            self.padded = True
             leading = (~valid).long().cumprod(1).sum(1)
             self.first = torch.where(self.first == self.seen, self.first + leading, self.first)
         self.prompt_length = self.prompt_length + (n if valid is None else valid.sum(1))
@@ -138,21 +166,43 @@ class Lane:
 
     def observe(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
         """Keep of a prompt chunk what the retention will want at the prompt's end."""
+        at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
+        self.retention.watch(self.notes, q, at - self.first[:, None], self.session.rope)
         if wanted := self.retention.observes:
             part = q[:, :, -wanted:]
             self.window = part if self.window is None else torch.cat([self.window, part], 2)[:, :, -wanted:]
         if self.retention.wants_mass:
-            self.mass = self.column_mass(q, call)
+            n = 1 if self.retention.last_mass else q.shape[2]
+            before = None if self.retention.last_mass else self.mass
+            self.mass = self.column_mass(q[:, :, -n:], at[-n:], at[-n:] >= self.first[:, None], call, before)
+        if self.weighs:
+            self.probe(q, at, call)
 
-    def column_mass(self, q: Float[Tensor, "row group query dim"], call: Call) -> Float[Tensor, "row group token"]:
+    def probe(self, q: Float[Tensor, "row group query dim"], at: Int[Tensor, "query"], call: Call) -> None:
+        """Add what this chunk's probes attend to."""
+        found = self.saliency
+        if found is None:
+            end = self.seen if self.session.prompt_end is None else max(self.seen, self.session.prompt_end)
+            found = self.saliency = Saliency(self.stack.representation.probes, int(at[0]), end)
+        probes = found.probes(at, self.first)
+        some = probes.any(0)
+        found.mass = self.column_mass(q[:, :, some], at[some], probes[:, some], call, found.mass)
+
+    def column_mass(
+        self,
+        q: Float[Tensor, "row group query dim"],
+        at: Int[Tensor, "query"],
+        real: Bool[Tensor, "row query"],
+        call: Call,
+        before: Float[Tensor, "row group earlier"] | None,
+    ) -> Float[Tensor, "row group token"]:
+        """Attention that each token receives from those of the queries that are `real` (padding's say nothing)."""
         k, v, position, _ = self.everything()
-        at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
         mass = torch.zeros(*q.shape[:2], k.shape[1], device=q.device)
-        if self.mass is not None:
-            mass[:, :, : self.mass.shape[2]] = self.mass
+        if before is not None:
+            mass[:, :, : before.shape[2]] = before
         for span in ops.blocks(q, k.shape[1]):
-            real = (at[span] >= self.first[:, None])[..., None]  # padding's queries say nothing
-            visible = self.visible(at[span], position, prompt=True) & real
+            visible = self.visible(at[span], position, prompt=True) & real[:, span, None]
             state = ops.attention(q[:, :, span], k, v[..., :1], visible, call.scale, call.softcap, want_probs=True)
             mass += ops.spread(state, self.with_sinks([state], call).lse).nan_to_num(0.0).sum(2)
         return mass
@@ -160,19 +210,44 @@ class Lane:
     def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
         """The prompt has ended: judge it, and seal what overflows the tail."""
         self.prompt_most = int(self.prompt_length.max())
-        self.limit = self.retention.limit(self.prompt_most)
-        keep = None
         if self.judges:
             window = self.window if self.window is not None else q[:, :, -1:]
-            seen = self.show(window, self.mass, call.scale, prompt=True)
+            seen = self.show(window, self.mass, call, prompt=True)
             seen = replace(seen, score=self.retention.score(seen))
-            keep = self.retention.keep(seen)
-            self.settle(seen, keep)
+            measure = self.retention.measure(seen)
+            if measure is None:
+                self.conclude(seen)
+            else:
+                self.session.waiting.append((self, seen, measure))
         elif self.stack.paged:
-            self.settle(self.show(q, None, call.scale, prompt=True), None)
+            self.settle(self.weighed(self.show(q, None, call, prompt=True)), None)
         self.window = self.mass = None
+        self.judged = self.seen
 
-    def show(self, queries: Tensor, mass: Tensor | None, scale: float, prompt: bool) -> Seen:
+    def weighed(self, seen: Seen) -> Seen:
+        """With the saliency of the tokens not yet sealed as their score, if the representation asks for it."""
+        if self.saliency is None:
+            return seen
+        n = 0 if self.pages is None else len(self.pages)
+        fresh = self.saliency.mean(seen.position, self.first)[:, n:]
+        self.saliency = None
+        return replace(seen, score=torch.cat([seen.score[:, :n], fresh], 1))
+
+    def weigh(self, q: Tensor, call: Call) -> None:
+        """Go on with the saliency of the open tail, while decoding."""
+        k, v, position, score = self.tail.held()
+        at = self.newest(q.shape[2])
+        visible = self.visible(at, position, False)
+        state = ops.attention(q, k, v[..., :1], visible, call.scale, call.softcap, want_probs=True)
+        mass = ops.spread(state, state.lse).nan_to_num(0.0).sum((1, 2))
+        self.tail.judge(running(score, mass, position, at, self.judged), None)
+
+    def conclude(self, seen: Seen) -> None:
+        keep = self.retention.keep(seen)
+        self.limit = self.retention.limit(seen)
+        self.settle(self.weighed(seen), keep)
+
+    def show(self, queries: Tensor, mass: Tensor | None, call: Call, prompt: bool) -> Seen:
         tail = self.tail
         position, score = tail.position[:, tail.span], tail.score[:, tail.span]
         if self.pages is not None:
@@ -180,8 +255,9 @@ class Lane:
             score = torch.cat([self.pages.score, score], 1)
         return Seen(
             position=position, score=score, first=self.first, newest=self.seen - 1, prompt=prompt,
-            prompt_length=self.prompt_length, mass=mass, queries=queries, scale=scale,
-            read=lambda: self.everything()[:2], rope=self.session.rope,
+            prompt_length=self.prompt_length, mass=mass, queries=queries, scale=call.scale,
+            read=lambda: self.everything()[:2], rope=self.session.rope, softcap=call.softcap, heads=self.heads,
+            notes=self.notes,
         )  # fmt: skip
 
     def everything(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -196,7 +272,8 @@ class Lane:
 
     def settle(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
         """After a prompt: drop what is not kept, merge, compact, seal."""
-        if self.pages is None or (keep is not None and self.stack.representation.lossless):
+        anew = self.stack.representation.lossless or self.retention.merges
+        if self.pages is None or (keep is not None and anew):
             k, v, position, _ = self.everything()
             if keep is not None and self.retention.merges:
                 k, v = self.retention.fold(seen, keep)
@@ -236,26 +313,30 @@ class Lane:
         A row's pages begin at its own first token, so that they are the same whatever it is batched with.
         """
         page, room = self.stack.page, self.stack.room
-        if clean and keep is None:
+        alone = self.exact(k, position)
+        if clean and keep is None and alone is None:
             n = k.shape[1]
-            spill = max(0, (n - room) // page * page)
+            spill = max(0, (n - room) // page * page) if self.seals else 0
             if spill:
-                self.sealed().seal(k[:, :spill], v[:, :spill], position[:, :spill], score[:, :spill], True)
+                self.sealed(k, position).seal(k[:, :spill], v[:, :spill], position[:, :spill], score[:, :spill], True)
             self.tail.replace(*(x[:, spill:] for x in (k, v, position, score)), True, room + 2 * page)
             self.lengths = [(n - spill, None)]
             return
-        index = pack((position >= 0) if keep is None else (position >= 0) & keep)
+        alive = position >= 0 if keep is None else (position >= 0) & keep
+        index = pack(alive if alone is None else alive & ~alone)
         count = (index >= 0).sum(1)
-        pages = ((count - room) // page).clamp(min=0)
+        pages = ((count - room) // page).clamp(min=0) if self.seals else torch.zeros_like(count)
+        gone = alive.new_zeros(len(alive), alive.shape[1] + 1)
         if most := int(pages.max()):
             at = (index.shape[1] - count)[:, None] + torch.arange(most * page, device=k.device)
             front = index.gather(1, at.clamp(max=index.shape[1] - 1))
-            taken = take(k, front), take(v, front), take(position, front), take(score, front)
-            self.sealed().seal(*taken, True, counts=None if bool((pages == most).all()) else pages)
-        rest = count - pages * page
-        width = int(rest.max())
-        back = index[:, index.shape[1] - width :]
-        back = back.masked_fill(torch.arange(width, device=k.device) < width - rest[:, None], -1)
+            front = front.masked_fill(torch.arange(most * page, device=k.device) >= pages[:, None] * page, -1)
+            taken = take(k, front), take(v, front), take(position, front, -1), take(score, front)
+            counts = None if bool((pages == most).all()) else pages
+            self.sealed(k, position).seal(*taken, True, counts=counts)
+            gone.scatter_(1, front.masked_fill(front < 0, alive.shape[1]), True)
+        back = pack(alive & ~gone[:, :-1])
+        rest, width = (back >= 0).sum(1), back.shape[1]
         even = bool((rest == width).all())
         kept = take(k, back), take(v, back), take(position, back, -1), take(score, back)
         self.tail.replace(*kept, even, room + 2 * page)
@@ -263,11 +344,27 @@ class Lane:
             [(width, None)] if even else [(n, (rest == n).nonzero()[:, 0]) for n in sorted(set(rest.tolist()))]
         )
 
-    def sealed(self) -> Pages:
+    @property
+    def seals(self) -> bool:
+        """Whether more tokens may be sealed: keys kept jointly are those of one prompt."""
+        return self.pages is None or self.pages.joint is None
+
+    def exact(self, k: Tensor, position: Int[Tensor, "row token"]) -> Bool[Tensor, "row token"] | None:
+        """Tokens of a prompt that the selection wants left alone, exact and always read."""
+        if not (self.stack.representation.joint and self.seals):
+            return None
+        return self.stack.selection.exact(k, position, self.prompt_length)
+
+    def sealed(self, k: Tensor | None = None, position: Tensor | None = None) -> Pages:
+        """The pages; made, if there are none yet, for a prompt of these tokens."""
         if self.pages is None:
             self.pool = Pool(self.stack.placement)
-            s = self.stack
-            self.pages = Pages(self.pool, len(self.first), s.page, s.representation, s.selection, self.first.device)
+            s, rope = self.stack, self.session.rope
+            joined = None
+            if s.representation.joint and k is not None and position is not None:
+                joined = join(s.representation, rope, self.heads, k, position, self.seen)
+            rows, device = len(self.first), self.first.device
+            self.pages = Pages(self.pool, rows, s.page, s.representation, s.selection, device, joined)
         return self.pages
 
     def judge(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
@@ -285,6 +382,7 @@ class Lane:
     ) -> Float[Tensor, "row group query dim_v"]:
         """Take tokens as decoding does, in as large steps as give the same result."""
         out, i = [], 0
+        self.since = self.seen
         while i < q.shape[2]:
             m = min(q.shape[2] - i, self.stride())
             part = None if valid is None else valid[:, i : i + m]
@@ -294,9 +392,10 @@ class Lane:
 
     def stride(self) -> int:
         """Tokens that may be taken together: up to the next one after which something changes."""
-        if self.retention.decodes or self.stack.selects:
+        selects = self.stack.selects and not self.session.dense
+        if self.retention.decodes or selects or (self.weighs and self.session.recording):
             return 1
-        if self.stack.paged:
+        if self.stack.paged and not self.stack.representation.joint:
             return max(1, self.stack.room + self.stack.page - max(n for n, _ in self.lengths))
         return 1 << 30
 
@@ -310,12 +409,14 @@ class Lane:
             out, _ = self.attend(q, call, mass=False)
         else:
             out, mass = self.attend(q, call, self.retention.wants_mass)
-            seen = self.show(q, mass, call.scale, prompt=False)
+            seen = self.show(q, mass, call, prompt=False)
             seen = replace(seen, score=self.retention.score(seen))
             keep = self.retention.keep(seen)
-            if keep is not None and self.retention.merges:
+            if keep is not None and self.retention.remerges:
                 self.tail.rewrite(*self.retention.fold(seen, keep))
             self.judge(seen, keep)
+        if self.weighs:
+            self.weigh(q, call)
         self.seal()
         return out
 
@@ -365,15 +466,18 @@ class Lane:
 
     def select(self, pages: Pages, q: Tensor, call: Call) -> Int[Tensor, "row chosen"] | None:
         selection = self.stack.selection
-        if selection.reads is None:
+        if selection.reads is None or self.session.dense:
             return None
-        most = (tokens(selection.reads, self.prompt_most) - min(n for n, _ in self.lengths)) // selection.unit
-        if most >= pages.units:
+        budget, lengths = tokens(selection.reads, self.prompt_most), [n for n, _ in self.lengths]
+        same = isinstance(selection.reads, int) or not self.padded  # every row has that budget
+        if same and (budget - max(lengths)) // selection.unit >= pages.units:
             return None
+        most = (budget - min(lengths)) // selection.unit
         count = (tokens_by_row(selection.reads, self.prompt_length) - self.open()) // selection.unit
         where = Where(
             layer=self.layer, layers=self.layers, count=count.clamp(min=1), most=max(1, most), scale=call.scale,
             keys=lambda: pages.decoded()[0], token=self.seen - 1, lane=self.number, memo=self.session.memo,
+            since=self.since, joint=pages.joint is not None,
         )  # fmt: skip
         return selection.select(q[:, :, 0], pages.summary, pages.alive, where)
 
@@ -389,7 +493,7 @@ class Lane:
     def seal(self) -> None:
         """Seal the oldest page of the rows whose tail overflows."""
         page, most = self.stack.page, self.stack.room + self.stack.page
-        if not self.stack.paged or all(n < most for n, _ in self.lengths):
+        if not self.stack.paged or self.stack.representation.joint or all(n < most for n, _ in self.lengths):
             return
         for n, rows in self.lengths:
             if n >= most:
@@ -423,7 +527,8 @@ class Lane:
     # ---- remembering ------------------------------------------------------------------------------------------------
 
     def remember(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        self.marks.append(Mark(self.seen, copy.copy(self.tail), copy.copy(self.pages), self.lengths, k, v, valid))
+        state = copy.copy(self.tail), copy.copy(self.pages), dict(self.notes), self.lengths
+        self.marks.append(Mark(self.seen, *state, k, v, valid))
         self.share(True)
 
     def share(self, shared: bool) -> None:
@@ -441,6 +546,7 @@ class Lane:
         elif n:
             mark = self.marks.pop()
             self.tail, self.pages, self.lengths, self.seen = mark.tail, mark.pages, mark.lengths, mark.seen
+            self.notes = mark.notes
             self.pool = None if self.pages is None else self.pages.pool
             self.share(bool(self.marks))
             self.again(mark, goal - mark.seen)
@@ -478,3 +584,4 @@ class Lane:
         if self.pages is not None:
             self.pages.rows(index)
         self.first, self.prompt_length = self.first[index], self.prompt_length[index]
+        self.notes = {name: x[index] for name, x in self.notes.items()}

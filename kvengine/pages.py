@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvengine.joint import Joint
 from kvengine.policies.representation import Representation
 from kvengine.policies.selection import Selection
 from kvengine.pool import Pool, User
@@ -34,8 +35,9 @@ class Pages(User):
         representation: Representation,
         selection: Selection,
         device: torch.device,
+        joint: Joint | None = None,
     ):
-        self.pool, self.page = pool, page
+        self.pool, self.page, self.joint = pool, page, joint
         self.representation, self.selection = representation, selection
         self.columns = 0  # of the longest row
         self.filled = torch.zeros(rows, dtype=torch.long, device=device)
@@ -216,7 +218,12 @@ class Pages(User):
         fields = self.pool.read(table.clamp(min=0).flatten().long())
         k, v = self.representation.decode(fields)
         shape = (len(table), -1)
-        return k.flatten(0, 1).unflatten(0, shape), v.flatten(0, 1).unflatten(0, shape)
+        keys = k.flatten(0, 1).unflatten(0, shape) if self.joint is None else self.joint.keys(self.span(columns))
+        return keys, v.flatten(0, 1).unflatten(0, shape)
+
+    def span(self, columns: slice | None) -> Int[Tensor, "row token"]:
+        """The positions in these columns."""
+        return self.position if columns is None else self.position.unflatten(1, (-1, self.page))[:, columns].flatten(1)
 
     def chosen(
         self, units: Int[Tensor, "row chosen"]
@@ -232,17 +239,20 @@ class Pages(User):
         slots = (at[..., None] * unit + torch.arange(unit, device=at.device)).flatten(1)
         position = self.position.gather(1, slots)
         gone = (units < 0)[..., None].expand(-1, -1, unit).flatten(1)
-        return pick(k), pick(v), position.masked_fill(gone, -1)
+        keys = pick(k) if self.joint is None else self.joint.keys(position)
+        return keys, pick(v), position.masked_fill(gone, -1)
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows; pages are shared, not copied."""
         self._table, self._position, self._score = self._table[index], self._position[index], self._score[index]
         self._alive, self.filled = self._alive[index], self.filled[index]
         self._summary = {name: x[index] for name, x in self._summary.items()}
+        self.joint = None if self.joint is None else self.joint.rows(index)
 
     def tensors(self) -> dict[str, Tensor]:
         """What is addressed by row."""
         named = {f"summary.{name}": x for name, x in self._summary.items()}
+        named |= {} if self.joint is None else {f"joint.{name}": x for name, x in self.joint.fields.items()}
         return {"table": self._table, "position": self._position, "score": self._score, "alive": self._alive, **named}
 
 

@@ -65,6 +65,12 @@ def test_a_table_without_result_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     assert "Not measured" in build.fill("<!-- table:none -->\n| made | up |\n<!-- /table -->")
 
 
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda path: path.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
 # Policies
 
 

@@ -44,6 +44,9 @@ class Placement:
         """A store for pages shaped and typed as `like[0]`, read back to `like.device`."""
         return TensorStore(like, like.device, "device")
 
+    def check(self, fields: tuple[str, ...]) -> None:
+        """Refuse fields that cannot be placed as asked."""
+
 
 class TensorStore:
     """Pages in one tensor, on the compute device or in (pinned) host memory."""

@@ -12,12 +12,13 @@ at once and moves one value per step); padding takes no part in a group's range;
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
 from kvengine.errors import PolicyError
-from kvengine.kernels.quantise import dequantise, quantise
+from kvengine.kernels import codecs
 from kvengine.policies._budget import check_choice, check_count
 from kvengine.policies.representation import Fields, Representation
 
@@ -32,6 +33,7 @@ class Kivi(Representation):
         residual: the newest tokens, which stay exact. Tokens.
     """
 
+    codec: ClassVar[str] = "kivi"
     bits: int = 4
     group: int = 32
     residual: int = 128
@@ -57,15 +59,8 @@ class Kivi(Representation):
         v: Float[Tensor, "page token dim_v"],
         score: Float[Tensor, "page token"],
     ) -> Fields:
-        key = quantise(k.transpose(1, 2), self.bits, self.group)
-        value = quantise(v, self.bits, self.channels(v.shape[2]))
-        return {f"k_{n}": x for n, x in key.items()} | {f"v_{n}": x for n, x in value.items()}
+        return codecs.encode_kivi(k, v, self.bits, self.group)
 
     def decode(self, fields: Fields) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
-        part = lambda p: {n: fields[f"{p}_{n}"] for n in ("code", "scale", "zero")}  # noqa: E731
-        k = dequantise(part("k"), self.bits).transpose(1, 2)
-        return k, dequantise(part("v"), self.bits)
-
-    def channels(self, dim: int) -> int:
-        """Channels that share a scale: the group, or all if the head is narrower or not a multiple."""
-        return self.group if dim % self.group == 0 else dim
+        dims = (fields[f"{side}_code"].shape[2] * 8 // self.bits for side in "kv")
+        return codecs.decode("kivi", fields, *dims)

@@ -12,7 +12,7 @@ from typing import ClassVar
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvengine.policies._budget import Budget, check_budget, check_count, tokens
+from kvengine.policies._budget import Budget, check_budget, check_count
 from kvengine.policies.retention import Retention, Seen
 
 
@@ -33,8 +33,8 @@ class Streaming(Retention):
         check_count(self, sinks=self.sinks)
         check_budget(self, recent=self.recent)
 
-    def limit(self, prompt: int) -> int:
-        return self.sinks + tokens(self.recent, prompt)
+    def limit(self, seen: Seen) -> int:
+        return self.sinks + int(seen.count(self.recent).max())
 
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
         return seen.score

@@ -7,6 +7,7 @@ model repeats one token, and two caches agree whatever they hold. Windows are 8 
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -242,6 +243,26 @@ FAMILIES: dict[str, Family] = {
         caches=("plain", "linear"),
     ),
 }
+
+
+EVERYDAY = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "mistral_window",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "glm4",
+    "deepseek_v3",
+)
+
+
+def parameters() -> list[Any]:
+    """Every family as a parameter of a test: those that most people use run always, the others are slow."""
+    return [pytest.param(name, marks=[] if name in EVERYDAY else [pytest.mark.slow]) for name in FAMILIES]
 
 
 def exists(name: str) -> bool:

@@ -22,7 +22,12 @@ def greedy(model: torch.nn.Module, count: int = TOKENS, **options: object) -> to
 
 
 def has_plain_layers(name: str) -> bool:
-    return name not in ("falcon_h1", "mistral_window", "ministral", "phi3_window")  # falcon_h1: state and keys in one layer
+    return name not in (
+        "falcon_h1",
+        "mistral_window",
+        "ministral",
+        "phi3_window",
+    )  # falcon_h1: state and keys in one layer
 
 
 def test_full_gives_the_stock_tokens_on_a_padded_batch(name: str) -> None:

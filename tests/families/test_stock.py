@@ -7,7 +7,7 @@ from families import configs
 LENGTH = 20
 
 
-@pytest.fixture(params=configs.FAMILIES)
+@pytest.fixture(params=configs.parameters())
 def name(request: pytest.FixtureRequest) -> str:
     if not configs.exists(request.param):
         pytest.skip(f"this transformers has no {configs.FAMILIES[request.param].model}")
