@@ -70,7 +70,11 @@ def summarise(found: list[CellResult], console: Console) -> None:
     for suite, length, mode in tables.unique((cell.suite, cell.length, cell.mode) for cell in found):
         chosen = [cell for cell in found if (cell.suite, cell.length, cell.mode) == (suite, length, mode)]
         means = tables.policy_means(chosen)
-        shown = Table(Column("policy", overflow="fold"), *(Column(name, justify="right") for name in head), title=f"{suite}, {length}, {mode}")
+        shown = Table(
+            Column("policy", overflow="fold"),
+            *(Column(name, justify="right") for name in head),
+            title=f"{suite}, {length}, {mode}",
+        )
         for policy in tables.unique(cell.policy for cell in chosen if cell.score):
             texts = tables.cost_texts([cell for cell in chosen if cell.policy == policy and cell.score])
             shown.add_row(policy, tables.figure(means.get(policy)), *texts[1:6])

@@ -6,7 +6,7 @@ with its reason and the rest goes on. Whatever the journal holds already is not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -226,6 +226,9 @@ def about(sample: Sample, index: int) -> Row:
         "turns": len(sample.turns),
         "kind": sample.turns[index].kind,
         "sample_hash": sample.digest(),
+        "question": sample.turns[index].question,
+        "prefix": sample.turns[index].prefix,
+        "max_new_tokens": sample.turns[index].max_new_tokens,
         "provenance": sample.provenance,
         "meta": {**sample.meta, **sample.turns[index].meta},
     }
@@ -256,8 +259,3 @@ def outcome(task: Task, turn: Turn, answer: Answer) -> Row:
         "decode": answer.decode,
         "tokens_per_s": (answer.tokens - 1) / answer.decode if answer.tokens > 1 and not turn.forced else None,
     }
-
-
-def ok(rows: list[Row]) -> Iterator[Row]:
-    """Rows that hold a result."""
-    return (row for row in rows if row["status"] == "ok")
