@@ -84,15 +84,11 @@ class LayerCache:
         prompt = self.prompt_tokens(n)
         if not 0 < prompt < n:
             return self.enter(q, k, v, call, valid, stock) if prompt else self.take(q, k, v, call, valid, stock)
-        cut = lambda a, b: (
-            q[:, :, a:b],
-            k[:, :, a:b],
-            v[:, :, a:b],
-            call,
-            None if valid is None else valid[:, a:b],
-            None,
-        )
-        return torch.cat([self.enter(*cut(0, prompt)), self.take(*cut(prompt, n))], 1)
+        parts = []
+        for part, run in ((slice(0, prompt), self.enter), (slice(prompt, n), self.take)):
+            tokens = q[:, :, part], k[:, :, part], v[:, :, part]
+            parts.append(run(*tokens, call, None if valid is None else valid[:, part], None))
+        return torch.cat(parts, 1)
 
     def prompt_tokens(self, n: int) -> int:
         """How many of the next `n` tokens belong to a prompt."""

@@ -1,6 +1,6 @@
 """SnapKV (Li et al., NeurIPS 2024, arXiv:2404.14469): the prompt's last queries vote for what to keep of it.
 
-    vote_j   =  sum over the last `window` queries i of softmax_i(q_i k^T / sqrt(d))_j     (causal; reduced over the group)
+    vote_j   =  sum over the last `window` queries i of softmax_i(q_i k^T / sqrt(d))_j  (causal; reduced over the group)
     score    =  pool(vote)                                                              (same length, odd kernel)
     keep     =  the window itself, and the best others up to `budget`
 
