@@ -30,7 +30,13 @@ class Tokens:
 
 
 def draw(
-    tokens: int, heads: int = 2, group: int = 2, sequences: int = 1, dim: int = 16, dim_v: int | None = None, seed: int = 0
+    tokens: int,
+    heads: int = 2,
+    group: int = 2,
+    sequences: int = 1,
+    dim: int = 16,
+    dim_v: int | None = None,
+    seed: int = 0,
 ) -> Tokens:
     g = torch.Generator().manual_seed(seed)
     new = lambda h, d: torch.randn(sequences, h, tokens, d, generator=g)
