@@ -1,0 +1,68 @@
+"""What the tests of speculation share: randomness that visits every outcome, and laws read from a table."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Outcomes:
+    """A source of randomness that replays one branch of the tree of all outcomes, and remembers where others begin."""
+
+    script: list[int]
+    weight: float = 1.0
+    seen: list[tuple[int, list[int]]] = field(default_factory=list)
+
+    def happens(self, probability: float) -> bool:
+        yes = min(1.0, probability)
+        return self._choose({1: yes, 0: 1 - yes}) == 1
+
+    def draw(self, law: Tensor) -> int:
+        total = float(law.sum())
+        return self._choose({token: value / total for token, value in enumerate(law.tolist())})
+
+    def _choose(self, options: dict[int, float]) -> int:
+        possible = [option for option, value in options.items() if value > 0]
+        step = len(self.seen)
+        choice = self.script[step] if step < len(self.script) else possible[0]
+        self.weight *= options[choice]
+        self.seen.append((choice, possible))
+        return choice
+
+
+def enumerate_law(run: Callable[[Outcomes], Hashable]) -> dict[Hashable, float]:
+    """The exact law of `run`'s result: run it once along every branch."""
+    law: dict[Hashable, float] = defaultdict(float)
+    script: list[int] | None = []
+    while script is not None:
+        outcomes = Outcomes(script)
+        law[run(outcomes)] += outcomes.weight
+        script = _next_branch(outcomes.seen)
+    return dict(law)
+
+
+def _next_branch(seen: list[tuple[int, list[int]]]) -> list[int] | None:
+    """The next script in depth-first order; None after the last."""
+    for step in range(len(seen) - 1, -1, -1):
+        choice, possible = seen[step]
+        later = possible[possible.index(choice) + 1 :]
+        if later:
+            return [c for c, _ in seen[:step]] + later[:1]
+    return None
+
+
+def variation(a: dict[Hashable, float], b: dict[Hashable, float]) -> float:
+    """Total variation between two laws given as dictionaries."""
+    return sum(abs(a.get(x, 0.0) - b.get(x, 0.0)) for x in a.keys() | b.keys()) / 2
+
+
+def random_law(vocab: int, generator: torch.Generator, zeros: int = 0) -> Tensor:
+    """A law in fp64, with `zeros` tokens impossible."""
+    law = -torch.log(torch.rand(vocab, generator=generator, dtype=torch.float64))
+    law[torch.randperm(vocab, generator=generator)[:zeros]] = 0
+    return law / law.sum()
