@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from kvengine.speculative.accept import Draft
+from kvengine.speculative.session import Session
 
 
 @dataclass
@@ -66,3 +70,52 @@ def random_law(vocab: int, generator: torch.Generator, zeros: int = 0) -> Tensor
     law = -torch.log(torch.rand(vocab, generator=generator, dtype=torch.float64))
     law[torch.randperm(vocab, generator=generator)[:zeros]] = 0
     return law / law.sum()
+
+
+@dataclass
+class TableSession:
+    """Stands in for a model and its cache: logits after a text are read from a table of laws, with the same bookkeeping."""
+
+    laws: Callable[[tuple[int, ...]], Tensor]
+    cached: list[int] = field(default_factory=list)
+    settled: int = 0
+    open: list[int] = field(default_factory=list)
+
+    def prefill(self, prompt: list[int]) -> Tensor:
+        self.cached, self.settled = list(prompt), len(prompt)
+        return self._logits([prompt])
+
+    def feed(self, tokens: list[int]) -> Tensor:
+        self.cached += tokens
+        self.open += tokens
+        return self._logits([self.cached[: len(self.cached) - len(tokens) + i + 1] for i in range(len(tokens))])
+
+    def feed_tree(self, tokens: list[int], draft: Draft) -> Tensor:
+        chain = self.feed(list(tokens))[-1:] if tokens else torch.empty(0, 0, dtype=torch.float64)
+        nodes = [self.cached + draft.path(node) for node in range(len(draft))]
+        return torch.cat([chain, self._logits(nodes)]) if tokens else self._logits(nodes)
+
+    align = Session.align
+    settle = Session.settle
+    forget = Session.forget
+
+    def _rollback(self, count: int) -> None:
+        del self.cached[len(self.cached) - count :]
+
+    def _commit(self) -> None:
+        return None
+
+    def _logits(self, prefixes: list[list[int]]) -> Tensor:
+        return torch.stack([self.laws(tuple(prefix)).log() for prefix in prefixes])
+
+
+def hashed_laws(vocab: int, seed: int, sharp: float = 1.5, base: Callable | None = None, mix: float = 0.5) -> Callable:
+    """A fixed random law after every text; with `base`, one that resembles another's."""
+
+    @lru_cache(maxsize=None)
+    def law(prefix: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((seed, *prefix)) % 2**31)
+        own = torch.softmax(sharp * torch.randn(vocab, generator=generator, dtype=torch.float64), -1)
+        return own if base is None else mix * own + (1 - mix) * base(prefix)
+
+    return law
