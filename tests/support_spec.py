@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class TableSession:
 def hashed_laws(vocab: int, seed: int, sharp: float = 1.5, base: Callable | None = None, mix: float = 0.5) -> Callable:
     """A fixed random law after every text; with `base`, one that resembles another's."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def law(prefix: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(hash((seed, *prefix)) % 2**31)
         own = torch.softmax(sharp * torch.randn(vocab, generator=generator, dtype=torch.float64), -1)

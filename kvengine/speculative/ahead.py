@@ -40,7 +40,9 @@ def speedup(alpha: float, gamma: int, draft_cost: float, pass_cost: float = 1.0)
     return expected_tokens(alpha, gamma) / (gamma * draft_cost + pass_cost)
 
 
-def best_gamma(alpha: float, draft_cost: float, pass_cost: Callable[[int], float] = lambda g: 1.0, most: int = 64) -> int:
+def best_gamma(
+    alpha: float, draft_cost: float, pass_cost: Callable[[int], float] = lambda g: 1.0, most: int = 64
+) -> int:
     """The draft length with the largest speed-up, 0 if drafting does not pay.
 
     >>> best_gamma(0.9, 0.05)
@@ -106,7 +108,9 @@ class Fixed:
 
     def __post_init__(self) -> None:
         if self.gamma < 1:
-            raise PolicyError(f"gamma counts drafted tokens and is at least 1, not {self.gamma}; leave the draft out to draft none")
+            raise PolicyError(
+                f"gamma counts drafted tokens and is at least 1, not {self.gamma}; leave the draft out to draft none"
+            )
 
     def more(self, confidence: Sequence[float]) -> bool:
         return len(confidence) < self.gamma

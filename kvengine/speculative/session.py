@@ -58,7 +58,10 @@ class Session:
         more rows in a pass that runs anyway and works for every cache.
         """
         known = self.settled + len(self.open)
-        places = [*range(known, known + len(tokens)), *(known + len(tokens) + draft.depth(n) for n in range(len(draft)))]
+        places = [
+            *range(known, known + len(tokens)),
+            *(known + len(tokens) + draft.depth(n) for n in range(len(draft))),
+        ]
         logits = self._forward(
             [*tokens, *draft.tokens],
             position_ids=torch.tensor([places], device=self._device),

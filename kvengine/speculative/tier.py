@@ -113,4 +113,3 @@ class Tier:
     def _learn(self, what: Round) -> None:
         self.ahead.learn(what)
         self.rounds.append(what)
-
