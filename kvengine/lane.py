@@ -56,6 +56,7 @@ class Session:
     waiting: list[tuple[Lane, Seen, Tensor]] = field(
         default_factory=list
     )  # prompts judged once all layers have read them
+    tree: Bool[Tensor, "node node"] | None = None  # the last tokens of a pass only look, each at these of the others
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass
 
 
@@ -443,6 +444,22 @@ class Lane:
         whole = self.with_sinks(parts, call)
         received = torch.cat([ops.spread(p, whole.lse) for p in parts], 3).sum(2) if mass else None
         return whole.out.to(q.dtype), received
+
+    def look(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor, call: Call) -> Float[Tensor, "row group query dim_v"]:
+        """Attend from tokens that are not added: to what is held, and to those among them that `sees` allows."""
+        parts = [self.glance(some, call) for some in q.split(1 if self.stack.selects else q.shape[2], 2)]
+        held = ops.State(torch.cat([p.out for p in parts], 2), torch.cat([p.lse for p in parts], 2))
+        block = ops.attention(q, k, v, sees.expand(len(q), -1, -1), call.scale, call.softcap)
+        return self.with_sinks([held, block], call).out.to(q.dtype)
+
+    def glance(self, q: Tensor, call: Call) -> ops.State:
+        """Attention over what is held."""
+        k, v, position, _ = self.tail.held()
+        visible = None if self.tail.clean else (position >= 0)[:, None].expand(-1, q.shape[2], -1)
+        parts = [ops.attention(q, k, v, visible, call.scale, call.softcap)] if len(self.tail) else []
+        if self.pages is not None and len(self.pages):
+            parts.append(self.attend_pages(self.pages, q, call, False))
+        return ops.merge(parts)
 
     def newest(self, n: int) -> Int[Tensor, "query"]:
         return torch.arange(self.seen - n, self.seen, device=self.first.device)

@@ -39,6 +39,8 @@ class Text:
 
     tokens: list[int]
     padding: list[int] = field(default_factory=list)
+    buffer: Int64[Tensor, " slot"] = field(default_factory=lambda: torch.empty(0, dtype=torch.long), repr=False)
+    filled: int = field(default=0, init=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -47,8 +49,16 @@ class Text:
         """The text continued by `tail`, from token `start` on."""
         return self.tokens[start:] + list(tail) if start < len(self) else list(tail[start - len(self) :])
 
-    def ids(self, tail: Sequence[int], device: torch.device | str) -> Int64[Tensor, "1 token"]:
-        return torch.tensor([[*self.padding, *self.tokens, *tail]], device=device)
+    def ids(self, tail: Sequence[int] = (), device: torch.device | str = "cpu") -> Int64[Tensor, "1 token"]:
+        """Padding, text and tail as a tensor; costs what is new, not the whole text."""
+        begin, end = len(self.padding) + self.filled, len(self.padding) + len(self)
+        if end + len(tail) > len(self.buffer):
+            self.buffer = torch.empty(2 * (end + len(tail)), dtype=torch.long)
+            self.buffer[: len(self.padding)] = torch.tensor(self.padding)
+            begin, self.filled = len(self.padding), 0
+        self.buffer[begin : end + len(tail)] = torch.tensor([*self.tokens[self.filled :], *tail], dtype=torch.long)
+        self.filled = len(self)
+        return self.buffer[None, : end + len(tail)].to(device)
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ class Law:
             scores = self._process(torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device), scores)
         else:
             rows = zip(tails, scores.split(1), strict=True)
-            scores = torch.cat([self._process(text.ids(tail, scores.device), row) for tail, row in rows])
+            scores = torch.cat([self._process(text.ids(tail, scores.device).clone(), row) for tail, row in rows])
         return _certain(scores) if self.greedy else scores.softmax(-1)
 
     def _process(

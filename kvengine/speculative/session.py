@@ -1,7 +1,7 @@
 """A session is one model reading one cache, with a record of which tokens are in it.
 
-Tokens are fed tentatively; `forget` takes back the last ones, `settle` makes the rest history. The cache may be an
-engine's cache under any stack, or any cache of transformers that can be cropped.
+Tokens are fed tentatively; `forget` takes back the last ones, `settle` makes the rest history. The cache is the
+engine's, under any stack.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvengine.errors import CacheError
+from kvengine.hf_cache import EngineCache
 from kvengine.speculative.accept import ROOT, Draft
 from kvengine.speculative.law import Text
 
@@ -29,7 +30,7 @@ class Session:
     """
 
     model: torch.nn.Module
-    cache: Any
+    cache: EngineCache
     settled: int = 0
     open: list[int] = field(default_factory=list)
 
@@ -52,22 +53,18 @@ class Session:
     def feed_tree(self, tokens: Sequence[int], draft: Draft) -> Logits:
         """Append `tokens` as a chain and read a tree under the last of them; the logits after that one and each node.
 
-        Without `tokens` the tree hangs under what was fed last, and the logits are those after each node.
-
-        The tree leaves no trace in the cache: the nodes that stand are fed again with the next pass, which costs a few
-        more rows in a pass that runs anyway and works for every cache.
+        Without `tokens` the tree hangs under what was fed last, and the logits are those after each node. The tree
+        leaves no trace in the cache: the nodes that stand are fed again with the next pass, which costs a few more
+        rows in a pass that runs anyway and works for every policy.
         """
         known = self.settled + len(self.open)
-        places = [
-            *range(known, known + len(tokens)),
-            *(known + len(tokens) + draft.depth(n) for n in range(len(draft))),
-        ]
-        logits = self._forward(
-            [*tokens, *draft.tokens],
-            position_ids=torch.tensor([places], device=self._device),
-            attention_mask=self._mask(len(tokens), draft),
-        )
-        self._rollback(len(draft))
+        depths = [len(tokens) + draft.depth(node) for node in range(len(draft))]
+        places = torch.tensor([[*range(known, known + len(tokens)), *(known + depth for depth in depths)]])
+        self.cache.session.tree = ancestors(draft).to(self._device)
+        try:
+            logits = self._forward([*tokens, *draft.tokens], position_ids=places.to(self._device))
+        finally:
+            self.cache.session.tree = None
         self.open += tokens
         return logits[max(len(tokens) - 1, 0) :]
 
@@ -104,30 +101,14 @@ class Session:
         logits: Tensor = self.model(ids, past_key_values=self.cache, use_cache=True, **options).logits[0]
         return logits
 
-    def _mask(self, chain: int, draft: Draft) -> Float[Tensor, "1 1 new seen"]:
-        """Additive: 0 where a new token sees a token, the lowest number elsewhere."""
-        past, new = self.settled + len(self.open), chain + len(draft)
-        sees = torch.ones(new, past + new, dtype=torch.bool)
-        sees[:, past:] = torch.ones(new, new, dtype=torch.bool).tril()
-        sees[chain:, past + chain :] = ancestors(draft)
-        dtype = next(self.model.parameters()).dtype
-        lowest = torch.full(sees.shape, torch.finfo(dtype).min, dtype=dtype)
-        return lowest.masked_fill(sees, 0)[None, None].to(self._device)
-
     def _record(self) -> None:
-        """Sliding layers keep what a rollback may need only when told to."""
-        if hasattr(self.cache, "activate_past_recording"):
-            self.cache.activate_past_recording()
+        self.cache.activate_past_recording()
 
     def _rollback(self, count: int) -> None:
-        if hasattr(self.cache, "rollback"):
-            self.cache.rollback(count)
-        else:
-            self.cache.crop(-count)
+        self.cache.rollback(count)
 
     def _commit(self) -> None:
-        if hasattr(self.cache, "commit"):
-            self.cache.commit()
+        self.cache.commit()
 
 
 def ancestors(draft: Draft) -> Bool[Tensor, "node node"]:
