@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from kvengine.errors import ModelError, PolicyError
-from kvengine.hf import patch
+from kvengine.errors import ModelError, PolicyError, unknown
+from kvengine.hf import check_model, patch
 from kvengine.hf_cache import EngineCache, engine_layers
 from kvengine.speculative.accept import Rule, rule
 from kvengine.speculative.ahead import Adaptive, Ahead, Fixed
@@ -24,12 +24,13 @@ from kvengine.speculative.branch import Branching
 from kvengine.speculative.echo import Echo, Refresh
 from kvengine.speculative.law import Law, Text
 from kvengine.speculative.propose import Lookup, Recycling
-from kvengine.speculative.report import Report, Stopwatch
+from kvengine.speculative.report import Clock, Report
 from kvengine.speculative.session import Session
 from kvengine.speculative.tier import Drafter, Tier
 from kvengine.speculative.view import ViewCache, can_view, complete
 from kvengine.stack import Stack
 
+DRAFTS = ("lookup", "recycling")
 Gamma = tuple[int, int] | Literal["auto"]
 
 
@@ -127,29 +128,29 @@ class TriForce:
         self.report = Report()
         rows = []
         for row, text in enumerate(texts(input_ids, kwargs.get("attention_mask"))):
-            run = Run(self, law, rule(seed, row, coupled), ends, generation_config.max_length, stopping_criteria)
+            top = self.tiers(law, rule(seed, row, coupled), ends)
+            run = Run(top, stopping_criteria, generation_config.max_length)
             rows.append(run(text, None if streamer is None else streamer.put))
             self.report.add(run.report)
         if streamer is not None:
             streamer.end()
         return padded(rows, generation_config, input_ids.device)
 
-    def tiers(self, law: Law, rule: Rule, ends: frozenset[int], limit: int) -> Tier:
+    def tiers(self, law: Law, rule: Rule, ends: frozenset[int] = frozenset()) -> Tier:
         """A fresh hierarchy for one sequence, topmost tier first."""
         cache = EngineCache(self.target, self.stack)
         top = Session(self.target, cache)
         below = self._drafter(law, rule, ends)
         if self.middle is not None:
-            echo = self._echo(top)
+            echo = self._echo(top, self.middle)
             below = Tier(echo, law, rule, below, self._ahead(0), ends, "middle")
         return Tier(top, law, rule, below, self._ahead(1), ends, "target")
 
-    def _echo(self, top: Session) -> Echo:
-        assert self.middle is not None
-        if can_view(self.middle) and complete(self.stack):
-            cache: EngineCache = ViewCache(self.target, top.cache, self.middle)
+    def _echo(self, top: Session, middle: Stack) -> Echo:
+        if can_view(middle) and complete(self.stack):
+            cache: EngineCache = ViewCache(self.target, top.cache, middle)
         else:
-            cache = EngineCache(self.target, self.middle)
+            cache = EngineCache(self.target, middle)
         r = self.refresh
         return Echo(self.target, cache, whole=top, refresh=Refresh(r.every, r.below, r.patience))
 
@@ -197,26 +198,115 @@ class TriForce:
 class Run:
     """One sequence, from its prompt to its end."""
 
-    def __init__(
-        self, decoder: TriForce, law: Law, rule: Rule, ends: frozenset[int], limit: int, criteria: Callable[..., Tensor] | None
-    ) -> None:
-        self.top = decoder.tiers(law, rule, ends, limit)
-        self.rule, self.law, self.limit, self.criteria = rule, law, limit, criteria
+    def __init__(self, top: Tier, criteria: Callable[..., Tensor] | None, limit: int) -> None:
+        """criteria: as in transformers; limit: tokens of the longest text, padding included."""
+        self.top, self.criteria, self.limit = top, criteria, limit
         self.report = Report()
 
-    def __call__(self, text: Text, put: Callable[[Tensor], None] | None) -> list[int]:
-        """The text, padding included, to its end; `put` gets the new tokens of each round."""
-        watch = Stopwatch()
-        new = self._first(text)
-        prompt, prefill = len(text), watch.lap()
-        while True:
-            done = self._append(text, new)
-            if put is not None:
-                put(text.ids()[0, text.shown :])
-            text.shown = len(text.padding) + len(text)
+    def __call__(self, text: Text, put: Callable[[Tensor], None] | None = None) -> list[int]:
+        """The text to its end, padding included; `put` gets the new tokens of each round."""
+        prompt, clock = len(text), Clock()
+        new = [self._first(text)]
+        prefill = clock.lap()
+        while not self._append(text, new, put):
+            new = self.top.step(text, (), self.limit - len(text.padding) - len(text) - 1)[0].tokens
+        self.report = Report.of(self.top, prompt, len(text) - prompt, prefill, clock.lap())
+        return [*text.padding, *text.tokens]
+
+    def _first(self, text: Text) -> int:
+        """Read the prompt with every model, and draw the first token."""
+        logits = self.top.session.prefill(text.tokens)
+        prefill(self.top.below, text.tokens)
+        law = self.top.law(text, [()], logits)[0]
+        return self.top.rule.judge(law, None, (), len(text))[1]
+
+    def _append(self, text: Text, new: Sequence[int], put: Callable[[Tensor], None] | None) -> bool:
+        """Add tokens up to where the text ends; whether it does."""
+        begin, done = len(text), False
+        for token in new:
+            text.tokens.append(token)
+            done = self._ends(text)
             if done:
                 break
-            new = self.top.step(text, (), self.limit - text.shown - 1)[0].tokens
-            self._settle(text, new)
-        self.report = Report.of(self.top, len(text) - prompt, prefill, watch.lap())
-        return [*text.padding, *text.tokens]
+        if put is not None:
+            put(text.ids()[0, len(text.padding) + begin :].clone())
+        if not done:
+            self.top.settle(text)
+        return done
+
+    def _ends(self, text: Text) -> bool:
+        if len(text.padding) + len(text) >= self.limit:
+            return True
+        return self.criteria is not None and bool(self.criteria(text.ids(), None).all())
+
+
+def prefill(drafter: Drafter | None, prompt: Sequence[int]) -> None:
+    """Let every model below the top read the prompt, the uppermost first."""
+    session = getattr(drafter, "session", None)
+    if session is not None:
+        session.prefill(prompt)
+    if isinstance(drafter, Tier):
+        prefill(drafter.below, prompt)
+
+
+def texts(ids: Int64[Tensor, "row token"], mask: Int64[Tensor, "row token"] | None) -> Iterator[Text]:
+    """The rows without their left padding."""
+    for row, line in enumerate(ids.tolist()):
+        pad = 0 if mask is None else int((mask[row] == 0).sum())
+        if pad and bool((mask[row, :pad] != 0).any()):  # type: ignore[index]
+            raise ModelError("a batch for generation is padded on the left; set tokenizer.padding_side = 'left'")
+        if pad == len(line):
+            raise ModelError(f"row {row} of the batch has no token that is not padding")
+        yield Text(line[pad:], line[:pad])
+
+
+def padded(rows: list[list[int]], config: Any, device: torch.device) -> Int64[Tensor, "row token"]:
+    """Rows as one tensor, the shorter ones continued by the padding token (or the end token, if there is none)."""
+    pad = config.pad_token_id
+    if pad is None:
+        pad = next(iter(end_tokens(config)), 0)
+    longest = max(map(len, rows))
+    return torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=device)
+
+
+def end_tokens(config: Any) -> list[int]:
+    ends = config.eos_token_id
+    return [] if ends is None else [int(ends)] if isinstance(ends, int) else [int(end) for end in ends]
+
+
+def check_gamma(gamma: Gamma) -> None:
+    if gamma == "auto":
+        return
+    if not isinstance(gamma, tuple) or len(gamma) != 2 or any(not isinstance(g, int) or g < 1 for g in gamma):
+        raise PolicyError(
+            f"gamma is 'auto' or two counts of at least 1 (drafted for the middle, drafted for the target), not {gamma!r}"
+        )
+
+
+def check_models(target: Any, draft: Any, middle: Stack | None, tokenizers: tuple[Any, Any] | None) -> None:
+    """Refuse models that the tiers cannot be built of, before anything is computed."""
+    check_model(target)
+    whole = all(engine_layers(target.config.get_text_config(decoder=True)))
+    if not whole:
+        raise ModelError(
+            f"{type(target).__name__} has layers with a sliding window or a recurrent state: a rejected draft cannot be "
+            "taken back from those yet. Use a model whose layers all have a plain key-value cache"
+        )
+    if isinstance(draft, str) and draft not in DRAFTS:
+        raise PolicyError(unknown("draft", draft, DRAFTS))
+    if isinstance(draft, torch.nn.Module):
+        check_model(draft)
+        check_tokenizers(target, draft, tokenizers)
+    elif draft is not None and not isinstance(draft, str):
+        raise ModelError(f"a draft is a model, one of {', '.join(DRAFTS)}, or None, not {type(draft).__name__}")
+
+
+def check_tokenizers(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None) -> None:
+    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, draft)]
+    if sizes[0] != sizes[1]:
+        raise ModelError(
+            f"the draft has another tokenizer: its vocabulary has {sizes[1]} entries, the target's {sizes[0]}. A draft must "
+            "speak the target's tokens; use draft='lookup', which needs no model"
+        )
+    if tokenizers is not None and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
+        raise ModelError("the draft has another tokenizer: the same ids stand for other tokens. Use draft='lookup'")
