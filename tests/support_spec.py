@@ -9,8 +9,11 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
 from kvengine.speculative.accept import Draft
+from kvengine.speculative.noise import Gumbel
 from kvengine.speculative.session import Session
 
 
@@ -119,3 +122,36 @@ def hashed_laws(vocab: int, seed: int, sharp: float = 1.5, base: Callable | None
         return own if base is None else mix * own + (1 - mix) * base(prefix)
 
     return law
+
+
+def llama(seed: int = 0, layers: int = 2, vocab: int = 64, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """A small random model whose greedy text does not settle into a loop at once."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.3, bos_token_id=None,
+        eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval().to(dtype)
+
+
+def prompt(length: int = 90, rows: int = 1, seed: int = 0, vocab: int = 64) -> Tensor:
+    """Random tokens, twice over: something to look up."""
+    half = torch.randint(2, vocab, (rows, length // 2), generator=torch.Generator().manual_seed(seed))
+    return torch.cat([half, half], 1)
+
+
+@torch.no_grad()
+def plain_sampling(
+    model: LlamaForCausalLM, ids: Tensor, new: int, seed: int, temperature: float = 1.0, top_p: float = 1.0
+) -> list[int]:
+    """Sampling without speculation or cache, written out: processors, then the largest of log p + noise."""
+    warpers = [TemperatureLogitsWarper(temperature)] + ([TopPLogitsWarper(top_p)] if top_p < 1 else [])
+    for _ in range(new):
+        scores = model(ids, use_cache=False).logits[:, -1].float()
+        for warper in warpers:
+            scores = warper(ids, scores)
+        noise = Gumbel(seed, 0).at(ids.shape[1], scores.shape[-1])
+        token = (scores[0].softmax(-1).double().log() + noise).argmax()
+        ids = torch.cat([ids, token[None, None]], 1)
+    return ids[0].tolist()

@@ -147,8 +147,8 @@ class Line:
 class Odds:
     """A decayed frequency, with a prior of `weight` observations."""
 
-    weight: float = 2.0
-    decay: float = 0.98
+    weight: float = 4.0
+    decay: float = 0.99
     yes: float = 0.0
     seen: float = 0.0
 
@@ -180,11 +180,13 @@ class Adaptive:
     overall: Odds = field(default_factory=Odds, init=False)
     places: list[Odds] = field(init=False)
     bins: list[Odds] = field(init=False)
+    after: list[Odds] = field(init=False)
 
     def __post_init__(self) -> None:
         Fixed(self.limit)
         self.places = [Odds() for _ in range(self.limit + 1)]
         self.bins = [Odds() for _ in range(BINS)]
+        self.after = [Odds() for _ in range(BINS)]
 
     def more(self, confidence: Sequence[float]) -> bool:
         drafted = len(confidence)
@@ -198,7 +200,7 @@ class Adaptive:
 
     def worth(self, confidence: Sequence[float]) -> bool:
         """The marginal rule for the token after those drafted."""
-        stands = self.place(len(confidence))
+        stands = self.next(confidence)
         for value in confidence:
             stands *= self.chance(value)
         return stands > self.rate.estimate(0.0) * (self.draft.estimate(0.0) + self.judge.slope)
@@ -206,6 +208,11 @@ class Adaptive:
     def place(self, index: int) -> float:
         """How often the token at that place stands when those before it do."""
         return self.places[index].estimate(self.overall.estimate(0.5))
+
+    def next(self, confidence: Sequence[float]) -> float:
+        """How often the token after those stands: easy passages stay easy, so the last one's confidence counts."""
+        usual = self.place(len(confidence))
+        return self.after[_bin(confidence[-1])].estimate(usual) if confidence else usual
 
     def chance(self, confidence: float) -> float:
         """How often a token drafted with that confidence stands."""
@@ -221,6 +228,8 @@ class Adaptive:
             self.places[min(index, self.limit)].add(stood)
             if index < len(what.confidence):
                 self.bins[_bin(what.confidence[index])].add(stood)
+            if 0 < index <= len(what.confidence):
+                self.after[_bin(what.confidence[index - 1])].add(stood)
         seconds = what.draft_seconds + what.judge_seconds
         self.rate.yes, self.rate.seen = 0.98 * self.rate.yes + what.stood + 1, 0.98 * self.rate.seen + seconds
 

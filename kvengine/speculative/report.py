@@ -158,7 +158,9 @@ def line(tier: TierReport) -> str:
     if tier.acceptance is None:
         return text
     places = " ".join(f"{share:.2f}" for share in tier.by_position)
-    return f"{text}; of {tier.drafted} drafted for it {sum(tier.stood)} stood ({tier.acceptance:.2f}; by place {places})"
+    return (
+        f"{text}; of {tier.drafted} drafted for it {sum(tier.stood)} stood ({tier.acceptance:.2f}; by place {places})"
+    )
 
 
 def footprint(session: Session) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
 """Generation with a hierarchy of drafts (TriForce, arXiv:2404.11912, with any stack in the middle).
 
-    target    the model with its full cache: the text has its law, whatever is below
-    middle    the same model behind a cheaper stack: a view of the target's cache, or a cache that follows it
-    draft     a small model with a streaming cache, a look-up, or nothing
+target    the model with its full cache: the text has its law, whatever is below
+middle    the same model behind a cheaper stack: a view of the target's cache, or a cache that follows it
+draft     a small model with a streaming cache, a look-up, or nothing
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Int64
 from torch import Tensor
+from transformers import StoppingCriteriaList, StopStringCriteria
 
 from kvengine.errors import ModelError, PolicyError, unknown
 from kvengine.hf import check_model, patch
@@ -98,6 +99,10 @@ class TriForce:
             options |= {"do_sample": False, "temperature": None}
         elif any(options.get(name) is not None for name in ("temperature", "top_k", "top_p", "min_p")):
             options.setdefault("do_sample", True)
+        stop, tokenizer = options.pop("stop_strings", None), options.pop("tokenizer", None)
+        if stop is not None:  # transformers would lose the tokenizer on the way
+            criteria = options.get("stopping_criteria") or ()
+            options["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, stop)])
         if own.get("streamer") is not None:
             own["streamer"].put(input_ids.cpu())
         out: Tensor = self.target.generate(input_ids, custom_generate=partial(self, **own), **options)
@@ -190,7 +195,9 @@ class TriForce:
         if streamer is not None and len(ids) > 1:
             raise ModelError(f"a streamer prints one row, and there are {len(ids)}; generate them one by one")
         if config.num_beams not in (None, 1) or config.return_dict_in_generate:
-            raise ModelError("speculative decoding returns one sequence of tokens: no beams, no return_dict_in_generate")
+            raise ModelError(
+                "speculative decoding returns one sequence of tokens: no beams, no return_dict_in_generate"
+            )
         if cache is not None and cache.get_seq_length() > 0:
             raise ModelError("past_key_values holds tokens already; speculative decoding starts from the whole prompt")
 
