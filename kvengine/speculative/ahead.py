@@ -54,7 +54,9 @@ def best_gamma(
 def hierarchy(
     alphas: tuple[float, float], gammas: tuple[int, int], costs: tuple[float, float], pass_cost: float = 1.0
 ) -> float:
-    """Speed-up of three tiers. alphas: (lowest judged by middle, middle judged by top); costs: (a lowest token, a middle pass).
+    """Speed-up of three tiers.
+
+    alphas: (lowest judged by middle, middle judged by top); costs: (a lowest token, a middle pass).
 
     >>> round(hierarchy((0.35, 0.9), (1, 6), (0.03, 0.42)), 6)
     1.73901

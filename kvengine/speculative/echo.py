@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 from jaxtyping import Float
 from torch import Tensor
@@ -65,7 +66,7 @@ class Ear:
         self.followers: EngineCache | None = None
         self.heard: dict[int, Heard] = {}
         for number, layer in enumerate(cache.layers):
-            layer.listener = partial(self.hear, number)  # type: ignore[attr-defined]
+            cast(EngineLayer, layer).listener = partial(self.hear, number)
 
     def hear(self, layer: int, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         if self.prompt and self.followers is not None:
@@ -78,7 +79,7 @@ class Ear:
 
 
 def follower(cache: EngineCache, layer: int) -> EngineLayer:
-    return cache.layers[layer]  # type: ignore[return-value]
+    return cast(EngineLayer, cache.layers[layer])
 
 
 @dataclass

@@ -106,8 +106,8 @@ def _levels() -> Iterator[tuple[int, ...]]:
 class Recycling:
     """Token Recycling (arXiv:2408.08696): successors the model has rated highly before, read off as a static tree.
 
-    A matrix [vocab, 8] (ids, on the CPU) holds for each token the best-rated successors when the model last saw it. Every
-    pass of the tier above updates it, and it stays between texts. The prompt does not, as in the official code.
+    A matrix [vocab, 8] (ids, on the CPU) holds for each token the best-rated successors when the model last saw it.
+    Every pass of the tier above updates it, and it stays between texts. The prompt does not, as in the official code.
     Greedy in the paper; here the children are laws of one point, so it is exact at every temperature.
     """
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import cast
+
+from torch import nn
 
 from kvengine.speculative.ahead import Round, expected_tokens, speedup
 from kvengine.speculative.session import Session
@@ -89,6 +92,7 @@ class Report:
     plain_seconds: one token of plain decoding, if it was measured: it turns counts into a predicted speed-up.
     """
 
+    rows: int = 0
     prompt: int = 0
     emitted: int = 0
     prefill_seconds: float = 0.0
@@ -103,10 +107,11 @@ class Report:
         while isinstance(tier, Tier):
             found.append(TierReport.of(tier))
             tier = tier.below
-        return cls(prompt, emitted, prefill_seconds, seconds, found)
+        return cls(1, prompt, emitted, prefill_seconds, seconds, found)
 
     def add(self, other: Report) -> None:
         self.prompt, self.emitted = self.prompt + other.prompt, self.emitted + other.emitted
+        self.rows += other.rows
         self.prefill_seconds += other.prefill_seconds
         self.seconds += other.seconds
         if not self.tiers:
@@ -129,7 +134,7 @@ class Report:
         """Against plain decoding, measured in the same run."""
         if self.plain_seconds is None or not self.seconds:
             return None
-        return self.plain_seconds * self.tiers[0].passes * self.tokens_per_target_pass / self.seconds
+        return self.plain_seconds * (self.emitted - self.rows) / self.seconds  # a row's first token is its prompt's
 
     @property
     def predicted_speedup(self) -> float | None:
@@ -144,8 +149,8 @@ class Report:
     def __str__(self) -> str:
         lines = [
             f"{self.emitted} tokens in {self.seconds:.3f} s ({self.emitted / max(self.seconds, 1e-9):.1f} per second), "
-            f"{self.tokens_per_target_pass:.2f} per target pass, {self.bytes_per_token / 2**20:.2f} MiB read per token; "
-            f"prompt of {self.prompt} in {self.prefill_seconds:.3f} s"
+            f"{self.tokens_per_target_pass:.2f} per target pass, {self.bytes_per_token / 2**20:.2f} MiB read for each, "
+            f"{self.prompt} tokens of prompt in {self.prefill_seconds:.3f} s"
         ]
         if self.measured_speedup is not None and self.predicted_speedup is not None:
             lines.append(f"speed-up {self.measured_speedup:.2f} measured, {self.predicted_speedup:.2f} predicted")
@@ -165,11 +170,12 @@ def line(tier: TierReport) -> str:
 
 def footprint(session: Session) -> tuple[int, int, int]:
     """Bytes of weights and of cache that a pass reads, and bytes that the cache holds."""
-    weights = sum(p.numel() * p.element_size() for p in session.model.parameters())
-    table = session.model.get_input_embeddings().weight  # a pass looks up a row or two of it
-    tied = session.model.get_output_embeddings() is not None and session.model.get_output_embeddings().weight is table
-    weights -= 0 if tied else table.numel() * table.element_size()
-    cache = session.cache
+    model, cache = session.model, session.cache
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    table = cast(nn.Embedding, model.get_input_embeddings()).weight  # a pass looks up a row or two of it
+    head = model.get_output_embeddings()
+    if head is None or cast(nn.Linear, head).weight is not table:
+        weights -= table.numel() * table.element_size()
     if isinstance(cache, ViewCache):
         return weights, cache.read_per_pass(), cache.nbytes()
     stats = cache.stats()

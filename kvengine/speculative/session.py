@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvengine.errors import CacheError
 from kvengine.hf_cache import EngineCache
@@ -29,7 +30,7 @@ class Session:
     settled: how many tokens of the text are history in the cache; open: tokens fed since, still to be judged.
     """
 
-    model: torch.nn.Module
+    model: PreTrainedModel
     cache: EngineCache
     settled: int = 0
     open: list[int] = field(default_factory=list)

@@ -70,7 +70,10 @@ class Tier:
     def step(
         self, text: Text, tail: Sequence[int], limit: int | None = None
     ) -> tuple[Verdict, Float[Tensor, "node vocab"], Float[Tensor, "node vocab"]]:
-        """One round: draft at most `limit` tokens, judge. The verdict, and the law and logits at the root and each node."""
+        """One round: draft at most `limit` tokens, judge them.
+
+        Returns the verdict, and the tier's law and logits at the root and at each node.
+        """
         began = time.perf_counter()
         guess = self._guess(text, tail, limit)
         drafted = time.perf_counter()

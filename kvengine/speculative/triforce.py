@@ -7,32 +7,31 @@ draft     a small model with a streaming cache, a look-up, or nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
-from transformers import StoppingCriteriaList, StopStringCriteria
+from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from kvengine.errors import ModelError, PolicyError, unknown
-from kvengine.hf import check_model, patch
-from kvengine.hf_cache import EngineCache, engine_layers
+from kvengine.errors import ModelError
+from kvengine.hf import STATE, patch
+from kvengine.hf_cache import EngineCache
 from kvengine.speculative.accept import Rule, rule
 from kvengine.speculative.ahead import Adaptive, Ahead, Fixed
 from kvengine.speculative.branch import Branching
+from kvengine.speculative.check import Gamma, check_gamma, check_models, check_room
 from kvengine.speculative.echo import Echo, Refresh
-from kvengine.speculative.law import Law, Text
+from kvengine.speculative.law import Law
 from kvengine.speculative.propose import Lookup, Recycling
-from kvengine.speculative.report import Clock, Report
+from kvengine.speculative.report import Report
+from kvengine.speculative.run import Run, end_tokens, padded, texts
 from kvengine.speculative.session import Session
 from kvengine.speculative.tier import Drafter, Tier
 from kvengine.speculative.view import ViewCache, can_view, complete
 from kvengine.stack import Stack
-
-DRAFTS = ("lookup", "recycling")
-Gamma = tuple[int, int] | Literal["auto"]
 
 
 class TriForce:
@@ -73,16 +72,20 @@ class TriForce:
         tokenizers: tuple[Any, Any] | None = None,
     ) -> None:
         self.target, self.draft, self.gamma, self.widths = target, draft, gamma, widths
-        self.stack, self.middle = Stack.of(stack), None if middle is None else Stack.of(middle)
+        self.stack = Stack.of(stack)
+        self.middle = None if middle is None else Stack.of(middle)
         self.draft_stack = Stack.of(draft_stack)
         self.refresh = refresh or Refresh()
         self.report = Report()
         self.memory: Recycling | None = None
         check_gamma(gamma)
-        check_models(target, draft, self.middle, tokenizers)
-        self._check_room()
+        check_models(target, draft, tokenizers)
+        if self.middle is not None:
+            check_room("middle", self.middle, gamma)
+        if isinstance(draft, torch.nn.Module):
+            check_room("draft_stack", self.draft_stack, gamma)
         for model in (target, draft):
-            if isinstance(model, torch.nn.Module) and not hasattr(model, "_kvengine"):
+            if isinstance(model, PreTrainedModel) and not hasattr(model, STATE):
                 patch(model, "full")
         if draft == "recycling":
             self.memory = Recycling(target.config.get_text_config(decoder=True).vocab_size)
@@ -174,20 +177,6 @@ class TriForce:
     def _ahead(self, level: int) -> Ahead:
         return Adaptive() if self.gamma == "auto" else Fixed(self.gamma[level])
 
-    def _check_room(self) -> None:
-        """A cheap cache must hold the tokens drafted on it."""
-        ahead = 16 if self.gamma == "auto" else sum(self.gamma) + 1
-        stacks = {"middle": self.middle, "draft_stack": self.draft_stack}
-        for name, stack in stacks.items():
-            if stack is None or name == "draft_stack" and not isinstance(self.draft, torch.nn.Module):
-                continue
-            budget = stack.selection.reads if stack.selects else stack.retention.limit(1 << 30)
-            if isinstance(budget, int) and budget <= ahead:
-                raise PolicyError(
-                    f"{name}='{stack}' holds {budget} tokens, and gamma={self.gamma} drafts up to {ahead} on it: the draft "
-                    "would push out what it is to be read with. Give it a larger budget, or a smaller gamma"
-                )
-
     def _check_call(self, model: Any, ids: Tensor, config: Any, streamer: Any, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
         if model is not self.target:
@@ -200,120 +189,3 @@ class TriForce:
             )
         if cache is not None and cache.get_seq_length() > 0:
             raise ModelError("past_key_values holds tokens already; speculative decoding starts from the whole prompt")
-
-
-class Run:
-    """One sequence, from its prompt to its end."""
-
-    def __init__(self, top: Tier, criteria: Callable[..., Tensor] | None, limit: int) -> None:
-        """criteria: as in transformers; limit: tokens of the longest text, padding included."""
-        self.top, self.criteria, self.limit = top, criteria, limit
-        self.report = Report()
-
-    def __call__(self, text: Text, put: Callable[[Tensor], None] | None = None) -> list[int]:
-        """The text to its end, padding included; `put` gets the new tokens of each round."""
-        prompt, clock = len(text), Clock()
-        new = [self._first(text)]
-        prefill = clock.lap()
-        while not self._append(text, new, put):
-            new = self.top.step(text, (), self.limit - len(text.padding) - len(text) - 1)[0].tokens
-        self.report = Report.of(self.top, prompt, len(text) - prompt, prefill, clock.lap())
-        return [*text.padding, *text.tokens]
-
-    def _first(self, text: Text) -> int:
-        """Read the prompt with every model, and draw the first token."""
-        logits = self.top.session.prefill(text.tokens)
-        prefill(self.top.below, text.tokens)
-        law = self.top.law(text, [()], logits)[0]
-        return self.top.rule.judge(law, None, (), len(text))[1]
-
-    def _append(self, text: Text, new: Sequence[int], put: Callable[[Tensor], None] | None) -> bool:
-        """Add tokens up to where the text ends; whether it does."""
-        begin, done = len(text), False
-        for token in new:
-            text.tokens.append(token)
-            done = self._ends(text)
-            if done:
-                break
-        if put is not None:
-            put(text.ids()[0, len(text.padding) + begin :].clone())
-        if not done:
-            self.top.settle(text)
-        return done
-
-    def _ends(self, text: Text) -> bool:
-        if len(text.padding) + len(text) >= self.limit:
-            return True
-        return self.criteria is not None and bool(self.criteria(text.ids(), None).all())
-
-
-def prefill(drafter: Drafter | None, prompt: Sequence[int]) -> None:
-    """Let every model below the top read the prompt, the uppermost first."""
-    session = getattr(drafter, "session", None)
-    if session is not None:
-        session.prefill(prompt)
-    if isinstance(drafter, Tier):
-        prefill(drafter.below, prompt)
-
-
-def texts(ids: Int64[Tensor, "row token"], mask: Int64[Tensor, "row token"] | None) -> Iterator[Text]:
-    """The rows without their left padding."""
-    for row, line in enumerate(ids.tolist()):
-        pad = 0 if mask is None else int((mask[row] == 0).sum())
-        if pad and bool((mask[row, :pad] != 0).any()):  # type: ignore[index]
-            raise ModelError("a batch for generation is padded on the left; set tokenizer.padding_side = 'left'")
-        if pad == len(line):
-            raise ModelError(f"row {row} of the batch has no token that is not padding")
-        yield Text(line[pad:], line[:pad])
-
-
-def padded(rows: list[list[int]], config: Any, device: torch.device) -> Int64[Tensor, "row token"]:
-    """Rows as one tensor, the shorter ones continued by the padding token (or the end token, if there is none)."""
-    pad = config.pad_token_id
-    if pad is None:
-        pad = next(iter(end_tokens(config)), 0)
-    longest = max(map(len, rows))
-    return torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=device)
-
-
-def end_tokens(config: Any) -> list[int]:
-    ends = config.eos_token_id
-    return [] if ends is None else [int(ends)] if isinstance(ends, int) else [int(end) for end in ends]
-
-
-def check_gamma(gamma: Gamma) -> None:
-    if gamma == "auto":
-        return
-    if not isinstance(gamma, tuple) or len(gamma) != 2 or any(not isinstance(g, int) or g < 1 for g in gamma):
-        raise PolicyError(
-            f"gamma is 'auto' or two counts of at least 1 (drafted for the middle, drafted for the target), not {gamma!r}"
-        )
-
-
-def check_models(target: Any, draft: Any, middle: Stack | None, tokenizers: tuple[Any, Any] | None) -> None:
-    """Refuse models that the tiers cannot be built of, before anything is computed."""
-    check_model(target)
-    whole = all(engine_layers(target.config.get_text_config(decoder=True)))
-    if not whole:
-        raise ModelError(
-            f"{type(target).__name__} has layers with a sliding window or a recurrent state: a rejected draft cannot be "
-            "taken back from those yet. Use a model whose layers all have a plain key-value cache"
-        )
-    if isinstance(draft, str) and draft not in DRAFTS:
-        raise PolicyError(unknown("draft", draft, DRAFTS))
-    if isinstance(draft, torch.nn.Module):
-        check_model(draft)
-        check_tokenizers(target, draft, tokenizers)
-    elif draft is not None and not isinstance(draft, str):
-        raise ModelError(f"a draft is a model, one of {', '.join(DRAFTS)}, or None, not {type(draft).__name__}")
-
-
-def check_tokenizers(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None) -> None:
-    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, draft)]
-    if sizes[0] != sizes[1]:
-        raise ModelError(
-            f"the draft has another tokenizer: its vocabulary has {sizes[1]} entries, the target's {sizes[0]}. A draft must "
-            "speak the target's tokens; use draft='lookup', which needs no model"
-        )
-    if tokenizers is not None and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
-        raise ModelError("the draft has another tokenizer: the same ids stand for other tokens. Use draft='lookup'")

@@ -13,7 +13,7 @@ needs as many KV heads as query heads), and any selection of the engine may choo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,7 +22,7 @@ from torch import Tensor
 from kvengine import _ops as ops
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, UnsupportedPolicy
-from kvengine.hf_cache import EngineCache
+from kvengine.hf_cache import EngineCache, EngineLayer
 from kvengine.lane import Call, Session
 from kvengine.policies._budget import tokens
 from kvengine.policies.representation.dense import Dense
@@ -31,6 +31,7 @@ from kvengine.policies.routing.uniform import Uniform
 from kvengine.policies.selection import Where
 from kvengine.stack import Stack
 from kvengine.tail import Tail
+from kvengine.tokens import take
 
 SLACK = 64  # tokens that a view takes after a choice before another must be made
 
@@ -68,11 +69,9 @@ class LayerView:
         lane = self.source.parts[0].lane
         k, v, position, _ = lane.everything()
         index = self._index(k, q.unflatten(1, (self.source.heads, -1)).flatten(0, 1), call, lane.prompt_most)
-        at = index.clamp(min=0)
-        pick = lambda x: x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))  # noqa: E731
-        held, none = position.gather(1, at).masked_fill(index < 0, -1), torch.zeros_like(at)
-        tail = Tail(k, v)
-        tail.replace(pick(k), pick(v), held, none, bool((index >= 0).all()), at.shape[1] + 2 * SLACK)
+        tail, clean, slots = Tail(k, v), bool((index >= 0).all()), index.shape[1] + 2 * SLACK
+        chosen = take(k, index), take(v, index), take(position, index, -1), torch.zeros_like(index)
+        tail.replace(*chosen, clean, slots)
         self._tail, self.seen, self.covered = tail, self.source.seen, self.source.seen
 
     def _index(
@@ -187,14 +186,14 @@ class ViewCache(EngineCache):
     def __init__(self, model: Any, source: EngineCache, stack: Stack) -> None:
         if not can_view(stack) or not complete(source.stack):
             raise UnsupportedPolicy(
-                f"'{stack}' cannot be read as a view of a cache under '{source.stack}': a view needs a stack that selects "
-                "and does nothing else, and a cache that keeps every token"
+                f"'{stack}' cannot be read as a view of a cache under '{source.stack}': a view needs a stack that "
+                "selects and does nothing else, and a cache that keeps every token"
             )
         super().__init__(model, "full")
         self.choice, self.views = stack, []
         for number, (mine, its) in enumerate(zip(self.layers, source.layers, strict=True)):
-            view = LayerView(its.cache, stack, number, len(self.layers), self.session)
-            mine.cache = view  # type: ignore[attr-defined]
+            view = LayerView(cast(EngineLayer, its).cache, stack, number, len(self.layers), self.session)
+            cast(Any, mine).cache = view
             self.views.append(view)
 
     def nbytes(self) -> int:

@@ -40,10 +40,10 @@ def test_neighbouring_keys_are_independent() -> None:
 
 def test_gumbel_draws_from_the_law() -> None:
     law = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0], dtype=torch.float64)
-    draws = torch.stack([(law.log() + Gumbel(seed).at(3, 5)).argmax() for seed in range(20_000)])
-    share = torch.bincount(draws, minlength=5) / 20_000
+    draws = torch.stack([(law.log() + Gumbel(seed).at(3, 5)).argmax() for seed in range(5_000)])
+    share = torch.bincount(draws, minlength=5) / 5_000
     assert float(share[4]) == 0
-    assert float(((share - law) ** 2 / law.clamp_min(1e-9))[:4].sum()) * 20_000 < 21.1  # chi-square, 3 degrees, 1e-4
+    assert float(((share - law) ** 2 / law.clamp_min(1e-9))[:4].sum()) * 5_000 < 21.1  # chi-square, 3 degrees, 1e-4
 
 
 def test_a_stream_repeats_only_by_its_key() -> None:

@@ -48,9 +48,9 @@ def greedy(target: Any, ids: torch.Tensor, new: int = 30, **options: Any) -> lis
 @pytest.mark.parametrize("draft", ["lookup", "model"])
 def test_greedy_text_is_the_targets(target: Any, small: Any, middle: str, draft: Any) -> None:
     decoder = TriForce(target, small if draft == "model" else draft, middle, gamma=(2, 4))
-    out = decoder.generate(prompt(), max_new_tokens=30, do_sample=False)
-    assert out.tolist() == greedy(target, prompt())
-    assert decoder.report.emitted == 30 and decoder.report.tiers[0].passes < 30
+    out = decoder.generate(prompt(), max_new_tokens=20, do_sample=False)
+    assert out.tolist() == greedy(target, prompt(), 20)
+    assert decoder.report.emitted == 20 and decoder.report.tiers[0].passes < 20
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_trees_below_the_target_and_below_the_middle(target: Any, small: Any, mi
     assert sampled.tolist() == [plain_sampling(target, prompt(), 16, seed=5)]
 
 
-@pytest.mark.parametrize("middle", [None, QUEST, *MIDDLES[3:6]])
+@pytest.mark.parametrize("middle", [None, QUEST, *MIDDLES[3:5]])
 def test_coupled_sampling_is_plain_sampling_with_the_same_seed(target: Any, middle: str | None) -> None:
     decoder = TriForce(target, "lookup", middle, gamma=(2, 5))
     for seed in range(2):
