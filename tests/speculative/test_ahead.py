@@ -64,7 +64,7 @@ Workload = Callable[[random.Random, int], list[float]]
 
 
 def simulate(ahead: Ahead, workload: Workload, cost: float, judge: Callable[[int], float], rounds: int) -> float:
-    """Tokens per second. A workload gives, for a round, each place's true chance to stand; the draft knows it noisily."""
+    """Tokens per second. A workload gives each place's true chance to stand; the draft knows it noisily."""
     rng, tokens, seconds = random.Random(7), 0, 0.0
     for number in range(rounds):
         chances = workload(rng, number)

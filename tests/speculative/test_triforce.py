@@ -25,6 +25,9 @@ MIDDLES = [
     "kivi(bits=2)",
     "duo(sparsity=0.5)",
     "snapkv(budget=32, window=4) + kivi",
+    "retrieval(budget=24, chunk=4)",
+    "zipcache",
+    "tidal(budget=24)",
     "quest(budget=24, page=4) + kivi",
 ]
 QUEST = MIDDLES[1]
