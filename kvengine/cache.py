@@ -161,17 +161,13 @@ class LayerCache:
         return torch.cat([*first, self.gather(q[:, :, n:], last)], 1)
 
     def follow(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-        """Add tokens that another cache of the same model has attended for: as `forward`, without its output."""
+        """Add tokens that another cache of the same model attends for: `forward` without the attention of a prompt."""
         if not self.parts:
             self.open(k, v)
-        if not self.prompt_tokens(k.shape[2]):
+        if self.prompt_tokens(k.shape[2]):
+            self.enter(q, k, v, call, None, lambda k, v: v)
+        else:
             self.take(q, k, v, call, None, None)
-            return
-        self.seen += k.shape[2]
-        for part, grouped, rows in self.each(q, call):
-            part.lane.enter(part.pick(k), part.pick(v), None)
-            part.lane.observe(grouped, rows)
-            part.lane.finish(grouped, rows)
 
     def each(self, q: Tensor, call: Call) -> list[tuple[Heads, Tensor, Call]]:
         """Every lane with its queries [row, group, token, dim] and its call."""

@@ -6,8 +6,9 @@ the measured cost of a drafted token and of a judging pass.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -115,29 +116,29 @@ def result(context: int, setting: Setting, total: Report, plain: float, same: in
     )  # fmt: skip
 
 
-COLUMNS: dict[str, tuple[str, str]] = {
-    "context": ("context", "d"),
-    "middle": ("middle", "s"),
-    "draft": ("draft", "s"),
-    "acceptance": ("accepted by target", ".2f"),
-    "draft_acceptance": ("accepted by middle", ".2f"),
-    "tokens_per_pass": ("tokens per target pass", ".2f"),
-    "token_cost": ("cost of a drafted token", ".2f"),
-    "pass_cost": ("cost of a judging pass", ".2f"),
-    "tokens_per_second": ("tokens/s", ".1f"),
-    "speedup": ("speed-up", ".2f"),
-    "predicted": ("predicted", ".2f"),
-    "same_text": ("same text", "d"),
+COLUMNS = {  # heading: key of a row, and its format
+    "Context": "context",
+    "Middle": "middle",
+    "Draft": "draft",
+    "γ": "gamma",
+    "Accepted by target": "acceptance:.2f",
+    "Accepted by middle": "draft_acceptance:.2f",
+    "Tokens per target pass": "tokens_per_pass:.2f",
+    "Cost of a drafted token": "token_cost:.2f",
+    "Cost of a judging pass": "pass_cost:.2f",
+    "Tokens/s": "tokens_per_second:.1f",
+    "Speed-up": "speedup:.2f",
+    "Predicted": "predicted:.2f",
+    "Same text": "same_text",
 }
 
 
 def table(results: Sequence[Result]) -> str:
     """Markdown. Costs are in plainly decoded tokens."""
-    heads = [head for head, _ in COLUMNS.values()]
-    lines = [heads, ["---"] * len(heads)]
-    for row in results:
-        values = asdict(row)
-        lines.append(["" if values[key] is None else format(values[key], spec) for key, (_, spec) in COLUMNS.items()])
+    lines = [list(COLUMNS), ["---"] * len(COLUMNS)]
+    for row in records(results):
+        cells = [(row[key], form) for key, _, form in (column.partition(":") for column in COLUMNS.values())]
+        lines.append(["–" if value is None else format(value, form) for value, form in cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
@@ -163,6 +164,14 @@ def plot(results: Sequence[Result], path: Path) -> None:
 def records(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Rows for a file."""
     return [{field.name: getattr(row, field.name) for field in fields(row)} for row in results]
+
+
+def document(results: Sequence[Result], command: str) -> dict[str, Any]:
+    """Everything needed to show the results and to get them again."""
+    machine = f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    if torch.cuda.is_available():
+        machine += f", {torch.cuda.get_device_name()}"
+    return {"command": command, "machine": machine, "columns": COLUMNS, "rows": records(results)}
 
 
 def windows(tokens: Sequence[int], context: int, count: int) -> list[Ids]:

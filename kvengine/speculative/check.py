@@ -59,9 +59,17 @@ def check_tokenizers(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None
 def check_room(name: str, stack: Stack, gamma: Gamma) -> None:
     """A cheap cache must hold the tokens drafted on it."""
     ahead = MOST if gamma == "auto" else sum(gamma) + 1
-    budget = stack.selection.reads if stack.selects else stack.retention.limit(1 << 30)
-    if isinstance(budget, int) and budget <= ahead:
+    budget = room(stack)
+    if budget is not None and budget <= ahead:
         raise PolicyError(
             f"{name}='{stack}' holds {budget} tokens, and gamma={gamma} drafts up to {ahead} on it: the draft would "
             "push out what it is to be read with. Give it a larger budget, or a smaller gamma"
         )
+
+
+def room(stack: Stack) -> int | None:
+    """Tokens that a query reads at the most, as far as the stack's options say so without a prompt."""
+    chosen = stack.selection if stack.selects else stack.retention
+    options = vars(chosen)
+    parts = [options.get("budget", options.get("recent")), options.get("sinks", 0)]
+    return sum(parts) if all(isinstance(part, int) for part in parts) else None

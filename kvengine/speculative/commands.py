@@ -108,8 +108,8 @@ def speculate(
 
 def save(found: list[bench.Result], out: Path, model: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    rows = {"command": " ".join(["kvengine", *sys.argv[1:]]), "model": model, "rows": bench.records(found)}
-    (out / "speculate.json").write_text(json.dumps(rows, indent=1) + "\n")
+    document = bench.document(found, " ".join(["kvengine", *sys.argv[1:]])) | {"model": model}
+    (out / "speculate.json").write_text(json.dumps(document, indent=1) + "\n")
     (out / "speculate.md").write_text(bench.table(found))
     bench.plot(found, out / "speculate.png")
     console.print(f"{out}/speculate.json, .md, .png", highlight=False)
