@@ -60,6 +60,7 @@ class Session:
     waiting: list[tuple[Lane, Seen, Tensor]] = field(
         default_factory=list
     )  # prompts judged once all layers have read them
+    tree: Bool[Tensor, "node node"] | None = None  # the last tokens of a pass only look, each at these of the others
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass
 
 
@@ -466,6 +467,22 @@ class Lane:
         if self.session.rope is None:
             raise CacheError("the retention turns keys when they are read, but the session knows no rotation")
         return self.session.rope.turn(k, shift)
+
+    def look(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor, call: Call) -> Float[Tensor, "row group query dim_v"]:
+        """Attend from tokens that are not added: to what is held, and to those among them that `sees` allows."""
+        parts = [self.glance(some, call) for some in q.split(1 if self.stack.selects else q.shape[2], 2)]
+        held = State(torch.cat([p.out for p in parts], 2), torch.cat([p.lse for p in parts], 2))
+        block = attention(q, k, v, sees.expand(len(q), -1, -1), call.scale, softcap=call.softcap)
+        return self.with_sinks([held, block], call).out.to(q.dtype)
+
+    def glance(self, q: Tensor, call: Call) -> State:
+        """Attention over what is held."""
+        k, v, position, _ = self.tail.held()
+        visible = None if self.tail.clean else (position >= 0)[:, None].expand(-1, q.shape[2], -1)
+        parts = [attention(q, k, v, visible, call.scale, softcap=call.softcap)] if len(self.tail) else []
+        if self.pages is not None and len(self.pages):
+            parts.append(self.attend_pages(self.pages, q, call, False))
+        return merge_states(parts)
 
     def newest(self, n: int) -> Int[Tensor, "query"]:
         return torch.arange(self.seen - n, self.seen, device=self.first.device)
