@@ -90,7 +90,7 @@ def kind(module: nn.Module, name: str) -> str:
 @torch.no_grad()
 def cached_keys(model: PreTrainedModel, start: int) -> list[Tensor]:
     """The keys that plain layers cache of a few tokens at positions from `start` on, [head, token, dim] each, fp32."""
-    device = model.get_input_embeddings().weight.device
+    device = model.device
     text = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=text)
     ids = torch.arange(TOKENS, device=device)[None] % text.vocab_size
@@ -101,7 +101,8 @@ def cached_keys(model: PreTrainedModel, start: int) -> list[Tensor]:
         model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
     finally:
         model.train(training)
-    return [layer.keys[0].float() for layer in cache.layers if type(layer) is DynamicLayer]
+    plain = [layer.keys for layer in cache.layers if type(layer) is DynamicLayer]
+    return [keys[0].float() for keys in plain if keys is not None]
 
 
 def explains(rope: Rope, here: Tensor, there: Tensor) -> bool:

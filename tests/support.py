@@ -11,7 +11,6 @@ from kvengine.cache import LayerCache
 from kvengine.lane import Call, Session
 from kvengine.policies import catalogue
 from kvengine.rope import Rope
-from kvengine.rope import Rope
 from kvengine.stack import Stack
 
 SHAPE: dict[str, Any] = {
@@ -61,8 +60,6 @@ SMALL: dict[str, str] = {
     "pyramidkv": "pyramidkv(budget=24, window=6)",
     "adakv": "adakv(budget=24, window=6)",
     "keydiff": "keydiff(budget=24)",
-    "adakv": "adakv(budget=24, window=6)",
-    "expected_attention": "expected_attention(budget=24)",
     "expected_attention": "expected_attention(budget=24)",
     "uniform": "uniform",
     "duo": "duo(sinks=2, recent=10)",
@@ -92,8 +89,6 @@ WIDE: dict[str, str] = {
     "pyramidkv": "pyramidkv(budget=500)",
     "adakv": "adakv(budget=500)",
     "keydiff": "keydiff(budget=500)",
-    "adakv": "adakv(budget=500)",
-    "expected_attention": "expected_attention(budget=500)",
     "expected_attention": "expected_attention(budget=500)",
     "uniform": "uniform",
     "duo": "duo(sparsity=1.0, recent=500)",

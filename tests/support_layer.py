@@ -39,7 +39,10 @@ def draw(
     seed: int = 0,
 ) -> Tokens:
     g = torch.Generator().manual_seed(seed)
-    new = lambda h, d: torch.randn(sequences, h, tokens, d, generator=g)
+
+    def new(h: int, d: int) -> Tensor:
+        return torch.randn(sequences, h, tokens, d, generator=g)
+
     return Tokens(new(heads * group, dim), new(heads, dim), new(heads, dim_v or dim))
 
 
@@ -95,7 +98,10 @@ def rope(dim: int) -> Rope:
 
 def padded(tokens: Tokens, by: int, fill: float = 7.0) -> tuple[Tokens, Tensor]:
     """The first sequence with `by` slots of garbage before it, and which slots are tokens."""
-    more = lambda x: torch.cat([torch.full_like(x[:, :, :by], fill), x], 2)
+
+    def more(x: Tensor) -> Tensor:
+        return torch.cat([torch.full_like(x[:, :, :by], fill), x], 2)
+
     longer = Tokens(more(tokens.q), more(tokens.k), more(tokens.v))
     valid = torch.ones(len(tokens.q), longer.q.shape[2], dtype=torch.bool)
     valid[:, :by] = False
