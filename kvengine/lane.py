@@ -126,7 +126,7 @@ class Lane:
     def weighs(self) -> bool:
         """Whether the representation asks for saliency, and the retention has no evidence of that kind itself."""
         r = self.retention
-        return self.stack.representation.probes > 0 and not (r.wants_mass and r.decodes)
+        return self.stack.representation.probes > 0 and not r.counts
 
     # ---- the prompt -------------------------------------------------------------------------------------------------
 
@@ -409,7 +409,7 @@ class Lane:
         if not self.retention.decodes:
             out, _ = self.attend(q, call, mass=False)
         else:
-            out, mass = self.attend(q, call, self.retention.wants_mass)
+            out, mass = self.attend(q, call, self.retention.counts)
             seen = self.show(q, mass, call, prompt=False)
             seen = replace(seen, score=self.retention.score(seen))
             keep = self.retention.keep(seen)

@@ -27,7 +27,7 @@ def kept(pad: int, newest: int, sinks: int, recent: int) -> list[int]:
 
 
 def reindexed(case: Case, raw: tuple[torch.Tensor, torch.Tensor], row: int, tokens: list[int]) -> torch.Tensor:
-    """What the official code computes: keys before rotation, turned to their index in the cache; the query is the last."""
+    """As the official code does it: keys before rotation, turned to their index in the cache; the query is the last."""
     b, h = divmod(row, case.heads)
     rope, index = case.session.rope, torch.arange(len(tokens))
     q = raw[0][b, h * case.group : (h + 1) * case.group, tokens[-1]]
