@@ -50,7 +50,7 @@ def greedy(model: Any, batch: dict[str, Tensor], count: int = 24, **options: Any
     return found[:, batch["input_ids"].shape[1] :]
 
 
-# One stack for each method, small enough to act within a prompt of 61 tokens. `test_laws` fails when a method is missing.
+# One stack for each method, small enough to act within a prompt of 61 tokens. `test_laws` fails when one is missing.
 SMALL: dict[str, str] = {
     "full": "full",
     "streaming": "streaming(sinks=2, recent=14)",
