@@ -90,8 +90,7 @@ def same(layer: LayerCache, row: Row) -> None:
         torch.testing.assert_close(found[p], row.kv[p], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("heads, group", [(2, 2), (3, 1), (1, 4)])
-@pytest.mark.parametrize("pads, chunks", [((0,), 1), ((0, 5), 3)])
+@pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (4, 0), 2)])
 @pytest.mark.parametrize("form", ["paper", "official"])
 def test_every_step_is_that_of_the_loop(heads: int, group: int, pads: tuple[int, ...], chunks: int, form: str) -> None:
     case = Case(heads, group, pads=pads, steps=24)
