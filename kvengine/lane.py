@@ -131,7 +131,7 @@ class Lane:
     def weighs(self) -> bool:
         """Whether the representation asks for saliency, and the retention has no evidence of that kind itself."""
         r = self.retention
-        return self.stack.representation.probes > 0 and not (r.wants_mass and r.decodes)
+        return self.stack.representation.probes > 0 and not r.counts
 
     # ---- the prompt -------------------------------------------------------------------------------------------------
 
@@ -414,7 +414,7 @@ class Lane:
         if not self.retention.decodes:
             out, _ = self.attend(q, call, mass=False)
         else:
-            out, mass = self.attend(q, call, self.retention.wants_mass)
+            out, mass = self.attend(q, call, self.retention.counts)
             seen = self.show(q, mass, call, prompt=False)
             seen = replace(seen, score=self.retention.score(seen))
             keep = self.retention.keep(seen)
@@ -436,9 +436,7 @@ class Lane:
         self.lengths = [(n + k.shape[1], rows) for n, rows in self.lengths]
 
     def attend(self, q: Tensor, call: Call, mass: bool) -> tuple[Tensor, Float[Tensor, "row group token"] | None]:
-        k, v, position, _ = self.tail.held()
-        if (shift := self.shift()) is not None:
-            k = self.turned(k, shift[:, -k.shape[1] :])
+        k, v, position = self.open_slots()
         visible = (
             None if self.tail.clean and q.shape[2] == 1 else self.visible(self.newest(q.shape[2]), position, False)
         )
@@ -461,6 +459,12 @@ class Lane:
             position = torch.cat([self.pages.position, position], 1)
         return self.retention.shift(position, self.first)
 
+    def open_slots(self) -> tuple[Tensor, Tensor, Int[Tensor, "row token"]]:
+        """Keys as they are to be read, values and positions of the tail."""
+        k, v, position, _ = self.tail.held()
+        shift = self.shift()
+        return self.turned(k, shift if shift is None else shift[:, shift.shape[1] - k.shape[1] :]), v, position
+
     def turned(self, k: Float[Tensor, "row token dim"], shift: Int[Tensor, "row token"] | None) -> Tensor:
         if shift is None:
             return k
@@ -477,7 +481,7 @@ class Lane:
 
     def glance(self, q: Tensor, call: Call) -> State:
         """Attention over what is held."""
-        k, v, position, _ = self.tail.held()
+        k, v, position = self.open_slots()
         visible = None if self.tail.clean else (position >= 0)[:, None].expand(-1, q.shape[2], -1)
         parts = [attention(q, k, v, visible, call.scale, softcap=call.softcap)] if len(self.tail) else []
         if self.pages is not None and len(self.pages):
@@ -495,7 +499,8 @@ class Lane:
         return merge_states([*parts, State(torch.zeros_like(some.out), lse)])
 
     def attend_pages(self, pages: Pages, q: Tensor, call: Call, mass: bool) -> State:
-        self.units, shift = self.select(pages, q, call), self.shift()
+        self.units = self.select(pages, q, call)
+        shift = self.shift()
         fields = pages.readable() if shift is None else None
         if fields is not None:
             return paged_attention(
@@ -505,7 +510,8 @@ class Lane:
             )  # fmt: skip
         if self.units is None:
             k, v = pages.decoded()
-            k, position = self.turned(k, None if shift is None else shift[:, : k.shape[1]]), pages.position
+            position = pages.position
+            k = self.turned(k, shift if shift is None else shift[:, : k.shape[1]])
         else:
             k, v, position = pages.chosen(self.units)
         visible = None if pages.clean and self.units is None else (position >= 0)[:, None].expand(-1, q.shape[2], -1)

@@ -5,12 +5,13 @@
     cap_h   =  (1 - floor) n_h  +  floor b                    (rounded so that they add up to heads * b)
     keep    =  what the base always keeps, and head h's `cap_h` best others
 
-Any base that scores each token may be wrapped. Rows end up with different numbers of tokens, which live in pages, so that
-the bytes of what is dropped are freed. Defaults: floor 0.2 and SnapKV with max-pooling over 7, as in the paper's code.
+Any base that scores each token may be wrapped. Rows end up with different numbers of tokens, which live in pages, so
+that the bytes of what is dropped are freed. Defaults: floor 0.2 and SnapKV with max-pooling over 7, as in the paper's
+code.
 
-Differs from the official code: shares are rounded by largest remainder, so none of the budget is lost or overspent; the
-base's score is reduced over the query group first, and budgets belong to KV heads. Under a routing that splits a layer,
-the heads that follow this method share.
+Differs from the official code: shares are rounded by largest remainder, so none of the budget is lost or overspent;
+the base's score is reduced over the query group first, and budgets belong to KV heads. Under a routing that splits a
+layer, the heads that follow this method share.
 """
 
 from dataclasses import dataclass
@@ -108,4 +109,5 @@ def shares(score: Float[Tensor, "row token"], even: Int[Tensor, "row"], floor: f
     part = (1 - floor) * won.double() + floor * even.unflatten(0, (-1, heads)).double()
     whole = (part + 1e-9).floor()
     missing = together - whole.long().sum(1)
-    return (whole.long() + top(part - whole, missing)).flatten(0, 1)
+    found: Tensor = whole.long() + top(part - whole, missing)
+    return found.flatten(0, 1)

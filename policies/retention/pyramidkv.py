@@ -8,8 +8,8 @@
 Defaults: beta 20 and SnapKV's window and pooling, as in the paper's code.
 
 Differs from the official code: it rounds the step between layers down, and so spends more than the budget, by up to
-(layers - 1) / 2 tokens a layer; here the layers' shares add up to the budget exactly. It gives all layers the
-same when the prompt is shorter than 2 b; here `most` is capped by the prompt instead. One verdict per KV head.
+(layers - 1) / 2 tokens a layer; here the layers' shares add up to the budget exactly. It gives all layers the same
+when the prompt is shorter than 2 b; here `most` is capped by the prompt instead. One verdict per KV head.
 """
 
 from dataclasses import dataclass
