@@ -5,9 +5,11 @@ from __future__ import annotations
 import typer
 
 from kvengine.evals.commands import app as eval_app
+from kvengine.evals.duo.commands import app as duo_app
 
 app = typer.Typer(help="KV-cache management for long contexts.", no_args_is_help=True)
 app.add_typer(eval_app, name="eval")
+app.add_typer(duo_app, name="duo")
 
 
 @app.callback()
