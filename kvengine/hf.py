@@ -131,8 +131,8 @@ def check_stack(stack: Stack, text: Any) -> None:
     name = text.model_type
     if not any(engine_layers(text)):
         raise UnsupportedPolicy(
-            f"{name} has no layer with a plain, growing key-value cache (sliding windows and layers with a recurrent state "
-            f"keep transformers' own), so there is nothing for '{stack}' to do. Use 'full'"
+            f"{name} has no layer with a plain, growing key-value cache (sliding windows and layers with a recurrent "
+            f"state keep transformers' own), so there is nothing for '{stack}' to do. Use 'full'"
         )
     if getattr(text, "kv_lora_rank", None):
         raise UnsupportedPolicy(
@@ -140,8 +140,8 @@ def check_stack(stack: Stack, text: Any) -> None:
         )
     if getattr(text, "num_kv_shared_layers", 0):
         raise UnsupportedPolicy(
-            f"{name} lets layers read the keys and values of earlier ones; '{stack}' might drop what a later layer needs. "
-            "Only 'full' works on it"
+            f"{name} lets layers read the keys and values of earlier ones; '{stack}' might drop what a later layer "
+            "needs. Only 'full' works on it"
         )
 
 
@@ -177,7 +177,7 @@ def enter(
     return args, kwargs
 
 
-# ---- what `generate` asks of a patched model --------------------------------------------------------------------------
+# ---- what `generate` asks of a patched model
 
 
 def prepare_cache(
@@ -202,12 +202,13 @@ def prepare_cache(
 def refuse(generation_config: Any) -> None:
     if generation_config.cache_implementation is not None:
         raise ModelError(
-            f"cache_implementation={generation_config.cache_implementation!r} on a patched model: the engine brings its own "
-            "cache. Drop it, or call kvengine.unpatch(model)"
+            f"cache_implementation={generation_config.cache_implementation!r} on a patched model: the engine brings its "
+            "own cache. Drop it, or call kvengine.unpatch(model)"
         )
     if getattr(generation_config, "output_attentions", False):
         raise ModelError(
-            "output_attentions=True on a patched model: the engine never forms the attention matrix. Call kvengine.unpatch(model)"
+            "output_attentions=True on a patched model: the engine never forms the attention matrix. "
+            "Call kvengine.unpatch(model)"
         )
 
 

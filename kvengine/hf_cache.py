@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from kvengine.lane import Call, Session
 from kvengine.stack import Stack
 from kvengine.stats import Stats, measure
 
+Listener = Callable[[Tensor, Tensor, Tensor, Call], None]
+"""Told the queries, keys and values of every pass, before they enter the cache."""
+
 
 class EngineLayer(CacheLayerMixin):
     """One layer: `update` takes the new keys and values, and the attention that follows puts them in their place."""
@@ -28,6 +32,7 @@ class EngineLayer(CacheLayerMixin):
         self.make = lambda: LayerCache(stack, layer, layers, session)
         self.stack, self.session = stack, session
         self.incoming: tuple[Tensor, Tensor] | None = None
+        self.listener: Listener | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -56,6 +61,8 @@ class EngineLayer(CacheLayerMixin):
         if self.incoming is None or hasattr(stock.module, "expand_kv"):  # type: ignore[attr-defined]
             return self.attend_all(stock, valid)
         (k, v), self.incoming = self.incoming, None
+        if self.listener is not None:
+            self.listener(query, k, v, call)
         return self.cache.forward(query, k, v, call, valid, stock)
 
     def attend_all(self, stock: Stock, valid: Tensor | None = None) -> Float[Tensor, "seq token q_head dim_v"]:

@@ -19,6 +19,10 @@ from torch import Tensor
 from kvengine import _ops as ops
 from kvengine.errors import CacheError
 from kvengine.joint import join
+from kvengine.kernels.attention import attention
+from kvengine.kernels.merge_states import merge_states
+from kvengine.kernels.paged_attention import paged_attention
+from kvengine.kernels.state import State
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.retention import Notes, Retention, Seen
@@ -56,6 +60,7 @@ class Session:
     waiting: list[tuple[Lane, Seen, Tensor]] = field(
         default_factory=list
     )  # prompts judged once all layers have read them
+    tree: Bool[Tensor, "node node"] | None = None  # the last tokens of a pass only look, each at these of the others
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass
 
 
@@ -154,7 +159,7 @@ class Lane:
         out = []
         for span in ops.blocks(q, k.shape[1]):
             visible = self.visible(at[span], position, prompt=True)
-            state = ops.attention(q[:, :, span], k, v, visible, call.scale, call.softcap)
+            state = attention(q[:, :, span], k, v, visible, call.scale, softcap=call.softcap)
             out.append(self.with_sinks([state], call).out)
         return torch.cat(out, 2).to(q.dtype)
 
@@ -204,8 +209,8 @@ class Lane:
             mass[:, :, : before.shape[2]] = before
         for span in ops.blocks(q, k.shape[1]):
             visible = self.visible(at[span], position, prompt=True) & real[:, span, None]
-            state = ops.attention(q[:, :, span], k, v[..., :1], visible, call.scale, call.softcap, want_probs=True)
-            mass += ops.spread(state, self.with_sinks([state], call).lse).nan_to_num(0.0).sum(2)
+            state = attention(q[:, :, span], k, v[..., :1], visible, call.scale, softcap=call.softcap, want_probs=True)
+            mass += ops.received([state], self.with_sinks([state], call))
         return mass
 
     def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
@@ -239,8 +244,8 @@ class Lane:
         k, v, position, score = self.tail.held()
         at = self.newest(q.shape[2])
         visible = self.visible(at, position, False)
-        state = ops.attention(q, k, v[..., :1], visible, call.scale, call.softcap, want_probs=True)
-        mass = ops.spread(state, state.lse).nan_to_num(0.0).sum((1, 2))
+        state = attention(q, k, v[..., :1], visible, call.scale, softcap=call.softcap, want_probs=True)
+        mass = ops.received([state], state).sum(1)
         self.tail.judge(running(score, mass, position, at, self.judged), None)
 
     def conclude(self, seen: Seen) -> None:
@@ -439,12 +444,12 @@ class Lane:
         )
         stored = self.pages if self.pages is not None and len(self.pages) else None
         if stored is None and not mass and call.softcap is None and call.sinks is None:
-            return ops.quick(q, k, v, visible, call.scale), None
-        parts = [ops.attention(q, k, v, visible, call.scale, call.softcap, mass)]
+            return ops.whole(q, k, v, visible, call.scale), None
+        parts = [attention(q, k, v, visible, call.scale, softcap=call.softcap, want_probs=mass)]
         if stored is not None:
             parts.insert(0, self.attend_pages(stored, q, call, mass))
         whole = self.with_sinks(parts, call)
-        received = torch.cat([ops.spread(p, whole.lse) for p in parts], 3).sum(2) if mass else None
+        received = ops.received(parts, whole) if mass else None
         return whole.out.to(q.dtype), received
 
     def shift(self) -> Int[Tensor, "row token"] | None:
@@ -463,27 +468,48 @@ class Lane:
             raise CacheError("the retention turns keys when they are read, but the session knows no rotation")
         return self.session.rope.turn(k, shift)
 
+    def look(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor, call: Call) -> Float[Tensor, "row group query dim_v"]:
+        """Attend from tokens that are not added: to what is held, and to those among them that `sees` allows."""
+        parts = [self.glance(some, call) for some in q.split(1 if self.stack.selects else q.shape[2], 2)]
+        held = State(torch.cat([p.out for p in parts], 2), torch.cat([p.lse for p in parts], 2))
+        block = attention(q, k, v, sees.expand(len(q), -1, -1), call.scale, softcap=call.softcap)
+        return self.with_sinks([held, block], call).out.to(q.dtype)
+
+    def glance(self, q: Tensor, call: Call) -> State:
+        """Attention over what is held."""
+        k, v, position, _ = self.tail.held()
+        visible = None if self.tail.clean else (position >= 0)[:, None].expand(-1, q.shape[2], -1)
+        parts = [attention(q, k, v, visible, call.scale, softcap=call.softcap)] if len(self.tail) else []
+        if self.pages is not None and len(self.pages):
+            parts.append(self.attend_pages(self.pages, q, call, False))
+        return merge_states(parts)
+
     def newest(self, n: int) -> Int[Tensor, "query"]:
         return torch.arange(self.seen - n, self.seen, device=self.first.device)
 
-    def with_sinks(self, parts: list[ops.State], call: Call) -> ops.State:
+    def with_sinks(self, parts: list[State], call: Call) -> State:
         if call.sinks is None:
-            return ops.merge(parts)
+            return merge_states(parts)
         some = parts[0]
         lse = call.sinks.float()[..., None].expand_as(some.lse)
-        return ops.merge([*parts, ops.State(torch.zeros_like(some.out), lse)])
+        return merge_states([*parts, State(torch.zeros_like(some.out), lse)])
 
-    def attend_pages(self, pages: Pages, q: Tensor, call: Call, mass: bool) -> ops.State:
-        self.units = self.select(pages, q, call)
+    def attend_pages(self, pages: Pages, q: Tensor, call: Call, mass: bool) -> State:
+        self.units, shift = self.select(pages, q, call), self.shift()
+        fields = pages.readable() if shift is None else None
+        if fields is not None:
+            return paged_attention(
+                q, fields, pages.table, pages.position, page=pages.page, scale=call.scale, units=self.units,
+                unit=None if self.units is None else self.stack.selection.unit, codec=pages.representation.codec,
+                dim_v=self.tail.v.shape[-1], softcap=call.softcap, want_probs=mass,
+            )  # fmt: skip
         if self.units is None:
             k, v = pages.decoded()
-            position = pages.position
-            if (shift := self.shift()) is not None:
-                k = self.turned(k, shift[:, : k.shape[1]])
+            k, position = self.turned(k, None if shift is None else shift[:, : k.shape[1]]), pages.position
         else:
             k, v, position = pages.chosen(self.units)
         visible = None if pages.clean and self.units is None else (position >= 0)[:, None].expand(-1, q.shape[2], -1)
-        return ops.attention(q, k, v, visible, call.scale, call.softcap, mass)
+        return attention(q, k, v, visible, call.scale, softcap=call.softcap, want_probs=mass)
 
     def select(self, pages: Pages, q: Tensor, call: Call) -> Int[Tensor, "row chosen"] | None:
         selection = self.stack.selection
@@ -582,8 +608,8 @@ class Lane:
     def shorten(self, goal: int) -> None:
         if not self.whole or goal < 0:
             raise CacheError(
-                f"cannot go back from {self.seen} to {goal} tokens: the policy has dropped or sealed some of them since. "
-                "Call cache.activate_past_recording() before the tokens that may have to be taken back"
+                f"cannot go back from {self.seen} to {goal} tokens: the policy has dropped or sealed some of them "
+                "since. Call cache.activate_past_recording() before the tokens that may have to be taken back"
             )
         self.tail.end -= self.seen - goal
         self.lengths = [(n - self.seen + goal, rows) for n, rows in self.lengths]

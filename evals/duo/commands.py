@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvengine.errors import KVEngineError
+from kvengine.evals.commands import readable_errors
 from kvengine.evals.duo.compare import compare as compare_heads
 from kvengine.evals.duo.data import Passkeys
 from kvengine.evals.duo.train import Recipe
@@ -37,16 +35,6 @@ Recent = Annotated[int, typer.Option(help="newest tokens that it sees")]
 Sparsity = Annotated[float, typer.Option(help="share of the heads that stream")]
 
 
-@contextmanager
-def told() -> Iterator[None]:
-    """Errors of the engine as one line, not a traceback."""
-    try:
-        yield
-    except KVEngineError as error:
-        console.print(f"[red]{error}[/red]")
-        raise typer.Exit(2) from None
-
-
 @app.command()
 def train(
     model: Model,
@@ -66,7 +54,7 @@ def train(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
 ) -> None:
     """Optimise the gates of a model's KV heads and write them as a pattern folder."""
-    with told(), Progress(console=console) as progress:
+    with readable_errors(), Progress(console=console) as progress:
         network, tokenizer = load(model, dtype=dtype)
         recipe = Recipe(
             steps=steps, rate=rate, reg=reg, sinks=sinks, recent=recent,
@@ -84,13 +72,15 @@ def train(
 @app.command()
 def show(pattern: Pattern, sparsity: Sparsity = 0.5) -> None:
     """Print the gates of a pattern; heads that would stream are dim."""
-    with told():
+    with readable_errors():
         alpha = read_pattern(pattern)
         duo = Duo(sparsity=sparsity, pattern=pattern)
         table = Table("layer", *(f"head {h}" for h in range(len(alpha[0]))), title=f"{pattern}, sparsity {sparsity}")
         for i, line in enumerate(alpha):
             streaming = duo.streaming(i, len(alpha), len(line))
-            table.add_row(str(i), *(f"[dim]{a:.3f}[/dim]" if h in streaming else f"{a:.3f}" for h, a in enumerate(line)))
+            table.add_row(
+                str(i), *(f"[dim]{a:.3f}[/dim]" if h in streaming else f"{a:.3f}" for h, a in enumerate(line))
+            )
         console.print(table)
 
 
@@ -112,7 +102,7 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Retrieval with the best, random and worst heads kept whole."""
-    with told():
+    with readable_errors():
         network, tokenizer = load(model, dtype=dtype)
         rows = compare_heads(
             network, Passkeys(tokenizer, style, keys, text), read_pattern(pattern), sparsity=sparsity, sinks=sinks,

@@ -82,9 +82,7 @@ def right_answers(
             write_pattern(Path(folder), ranked(alpha), sinks, recent)
             policy = f"duo(sparsity={sparsity}, pattern={folder!r}, sinks={sinks}, recent={recent})"
         with patched(model, policy), torch.no_grad():
-            return {
-                (str(i), j): float(found) for i, one in enumerate(drawn) for j, found in enumerate(ask(model, one))
-            }
+            return {(str(i), j): float(found) for i, one in enumerate(drawn) for j, found in enumerate(ask(model, one))}
 
 
 def ranked(alpha: Alpha) -> list[list[float]]:
@@ -112,9 +110,7 @@ def greedy(model: Any, cache: EngineCache, question: Int[Tensor, "token"], count
     return found
 
 
-def row(
-    name: str, values: dict[tuple[str, int], float], best: dict[tuple[str, int], float]
-) -> dict[str, Any]:
+def row(name: str, values: dict[tuple[str, int], float], best: dict[tuple[str, int], float]) -> dict[str, Any]:
     """A result, with the paired difference of the best heads to it."""
     mean = interval(list(values.values()), [sample for sample, _ in values])
     found = {"heads": name, "score": mean.mean, "low": mean.low, "high": mean.high, "questions": mean.n}

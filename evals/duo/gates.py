@@ -65,7 +65,9 @@ def gated(model: PreTrainedModel, gates: Gates) -> Iterator[None]:
     text = model.config.get_text_config(decoder=True)
     modules = attention_modules(model, text)
     if not modules or not all(engine_layers(text)):
-        raise ModelError(f"{type(model).__name__} has layers without plain causal attention; Duo's gates are for models without")
+        raise ModelError(
+            f"{type(model).__name__} has layers without plain causal attention; Duo's gates are for models without"
+        )
     before = [(config, config._attn_implementation_internal) for config in configs(model)]
     AttentionInterface.register(NAME, gated_attention)
     AttentionMaskInterface.register(NAME, no_mask)
@@ -102,7 +104,9 @@ def gated_attention(
     """A layer's attention, as the layer's gates mix it."""
     odd = [name for name in ("softcap", "s_aux", "sinks", "position_bias") if kwargs.get(name) is not None]
     if duo is None or odd:
-        raise ModelError(f"{type(module).__name__} has attention that Duo's gates do not know: {odd or 'no arguments passed on'}")
+        raise ModelError(
+            f"{type(module).__name__} has attention that Duo's gates do not know: {odd or 'no arguments passed on'}"
+        )
     attend = partial(F.scaled_dot_product_attention, query, key, value, scale=scaling, enable_gqa=True)
     full = attend(is_causal=True).transpose(1, 2)
     if not duo.applied:
