@@ -49,13 +49,12 @@ def passkeys(source: Random, count: int) -> list[Key]:
 
 def magic(source: Random, count: int) -> list[Key]:
     """RULER's wording."""
-    found = {}
+    found: dict[str, Key] = {}
     while len(found) < count:
         name, value = pair(source), number(source)
         told = f" One of the special magic numbers for {name} is: {value}."
-        ask = f"\nWhat is the special magic number for {name} mentioned in the provided text?"
-        ask += f" The special magic number for {name} mentioned in the provided text is"
-        found[name] = Key(told, ask, f" {value}")
+        what = f"special magic number for {name} mentioned in the provided text"
+        found[name] = Key(told, f"\nWhat is the {what}? The {what} is", f" {value}")
     return list(found.values())
 
 

@@ -1,6 +1,7 @@
 """Attention with a gate on every KV head.
 
-    out  =  alpha full(q, k, v)  +  (1 - alpha) streaming(q, k, v)          streaming: first `sinks` and newest `recent` tokens
+    out  =  alpha full(q, k, v)  +  (1 - alpha) streaming(q, k, v)
+    streaming: the first `sinks` and the newest `recent` tokens
 
 Both halves see the same input, as in the paper's formula. (The official code takes the full half from the ungated
 model's forward pass instead.)

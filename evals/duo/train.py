@@ -37,8 +37,8 @@ class Recipe:
         reg: weight of the L1 penalty.
         sinks: first tokens that a streaming head sees.
         recent: newest tokens that it sees.
-        shortest, longest: contexts, in tokens; lengths go from one to the other in `lengths` equal steps, drawn at random.
-        lengths: how many there are.
+        shortest, longest: contexts, in tokens.
+        lengths: how many different ones there are, equally far apart.
         seed: of the data.
     """
 

@@ -95,7 +95,9 @@ class AdaKV(Retention):
         return top(want.masked_fill(always, float("inf")), fixed + cap)
 
 
-def shares(score: Float[Tensor, "row token"], even: Int[Tensor, "row"], floor: float, heads: int) -> Int[Tensor, "row"]:
+def shares(
+    score: Float[Tensor, "row token"], even: Int[Tensor, "row"], floor: float, heads: int
+) -> Int[Tensor, "row"]:
     """How many tokens each row keeps, of those with a score, if the heads of a sequence share `heads * even`.
 
     >>> score = torch.tensor([[9.0, 8.0, 7.0, 1.0], [2.0, 2.0, 2.0, 2.0]])

@@ -106,7 +106,9 @@ class ExpectedAttention(Retention):
         return keep_top(seen, seen.score, self.budget, self.always(seen))
 
 
-def add_sample(notes: Notes, x: Float[Tensor, "row group query dim"], counted: Bool[Tensor, "row query"]) -> None:
+def add_sample(
+    notes: Notes, x: Float[Tensor, "row group query dim"], counted: Bool[Tensor, "row query"]
+) -> None:
     """Update count, mean and sum of squared deviations by more samples (Chan, Golub, LeVeque 1979)."""
     gone = ~counted[:, None, :, None]
     more = counted.sum(1).float()

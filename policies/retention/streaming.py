@@ -66,7 +66,9 @@ class Streaming(Retention):
         recent = seen.position > seen.newest - seen.count(self.recent)[:, None]
         return seen.sinks(self.sinks) | (recent & seen.valid)
 
-    def shift(self, position: Int[Tensor, "row token"], first: Int[Tensor, "row"]) -> Int[Tensor, "row token"] | None:
+    def shift(
+        self, position: Int[Tensor, "row token"], first: Int[Tensor, "row"]
+    ) -> Int[Tensor, "row token"] | None:
         if not self.needs_rope:
             return None
         after = (first + self.sinks)[:, None]  # the position behind the sinks

@@ -34,8 +34,9 @@ class Duo(Routing):
 
     Args:
         sparsity: the share of heads that stream, over all layers. A fraction.
-        pattern: folder (or .tsv file) with the heads' alphas, or the name of one that comes with the package. Without one, the last heads of each layer stream: a
-            placeholder to measure bytes and time with, not a finding about the model.
+        pattern: folder (or .tsv file) with the heads' alphas, or the name of one that comes with the package. Without
+            one, the last heads of each layer stream: a placeholder to measure bytes and time with, not a finding about
+            the model.
         sinks: first tokens that a streaming head holds.
         recent: newest tokens that a streaming head holds.
     """
