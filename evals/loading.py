@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from kvengine.errors import EvaluationError
 
@@ -28,8 +29,12 @@ def load(name: str, *, device: str = "auto", dtype: str = "auto") -> tuple[Any, 
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise EvaluationError(f"cannot load {name!r}: {error}. Give a folder, a hub id or 'bundled'") from error
-    model.to(torch.device(pick_device(device)))
-    return model.eval(), tokenizer
+    return on(model, pick_device(device)).eval(), tokenizer
+
+
+def on(model: nn.Module, device: str) -> nn.Module:
+    """The model on the device."""
+    return model.to(device)
 
 
 def bundled() -> Path:
