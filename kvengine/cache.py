@@ -80,6 +80,8 @@ class LayerCache:
             raise CacheError(
                 f"this cache holds {dtype}, but the layer brought {k.dtype}; make a new cache after model.to()"
             )
+        if self.session.tree is not None:
+            return self.branch(q, k, v, call, valid, self.session.tree)
         n = k.shape[2]
         prompt = self.prompt_tokens(n)
         if not 0 < prompt < n:
@@ -141,6 +143,27 @@ class LayerCache:
             mask = None if valid is None else self.by_row(valid, part)
             out.append(part.lane.take(grouped, part.pick(k), part.pick(v), mask, rows))
         return self.gather(q, out)
+
+    def branch(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Tensor | None, tree: Bool[Tensor, "node node"]
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
+        """Take the tokens before the nodes of a tree, and let the nodes look: they are not added."""
+        n = k.shape[2] - len(tree)
+        first = [self.take(q[:, :, :n], k[:, :, :n], v[:, :, :n], call, valid, None)] if n else []
+        last = [
+            part.lane.look(grouped, part.pick(k[:, :, n:]), part.pick(v[:, :, n:]), tree, rows)
+            for part, grouped, rows in self.each(q[:, :, n:], call)
+        ]
+        return torch.cat([*first, self.gather(q[:, :, n:], last)], 1)
+
+    def follow(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+        """Add tokens that another cache of the same model attends for: `forward` without the attention of a prompt."""
+        if not self.parts:
+            self.open(k, v)
+        if self.prompt_tokens(k.shape[2]):
+            self.enter(q, k, v, call, None, lambda k, v: v)
+        else:
+            self.take(q, k, v, call, None, None)
 
     def each(self, q: Tensor, call: Call) -> list[tuple[Heads, Tensor, Call]]:
         """Every lane with its queries [row, group, token, dim] and its call."""

@@ -25,6 +25,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from kvengine.attention import NAME, LazyMask, Seam, engine_attention
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_cache import EngineCache, engine_layers
+from kvengine.hf_rope import rope_for
+from kvengine.rope import Rope
 from kvengine.stack import Stack
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
@@ -38,6 +40,7 @@ class Patch:
         self.hooks: list[Any] = []
         self.implementations: list[tuple[Any, Any]] = []
         self.methods: list[str] = []
+        self.known: dict[str, Rope | None] = {}
 
 
 def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedModel:
@@ -58,6 +61,8 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
     check_model(model)
     text = model.config.get_text_config(decoder=True)
     check_stack(stack, text)
+    state = getattr(model, STATE, None) or Patch(stack)
+    rope_for(stack, model, state.known)
     if hasattr(model, STATE):
         getattr(model, STATE).stack = stack
         return model
@@ -66,7 +71,6 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
         raise ModelError(
             f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
         )
-    state = Patch(stack)
     previous = text._attn_implementation
     state.implementations = [(c, c._attn_implementation_internal) for c in configs(model)]
     AttentionInterface.register(NAME, engine_attention)

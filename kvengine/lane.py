@@ -60,6 +60,7 @@ class Session:
     waiting: list[tuple[Lane, Seen, Tensor]] = field(
         default_factory=list
     )  # prompts judged once all layers have read them
+    tree: Bool[Tensor, "node node"] | None = None  # the last tokens of a pass only look, each at these of the others
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass
 
 
@@ -153,6 +154,7 @@ class Lane:
     def read(self, q: Float[Tensor, "row group query dim"], call: Call) -> Float[Tensor, "row group query dim_v"]:
         """A prompt chunk's queries over all that is held, causally and as the prefill method allows."""
         k, v, position, _ = self.everything()
+        k = self.turned(k, self.shift())
         at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
         out = []
         for span in ops.blocks(q, k.shape[1]):
@@ -435,6 +437,8 @@ class Lane:
 
     def attend(self, q: Tensor, call: Call, mass: bool) -> tuple[Tensor, Float[Tensor, "row group token"] | None]:
         k, v, position, _ = self.tail.held()
+        if (shift := self.shift()) is not None:
+            k = self.turned(k, shift[:, -k.shape[1] :])
         visible = (
             None if self.tail.clean and q.shape[2] == 1 else self.visible(self.newest(q.shape[2]), position, False)
         )
@@ -448,6 +452,38 @@ class Lane:
         received = ops.received(parts, whole) if mass else None
         return whole.out.to(q.dtype), received
 
+    def shift(self) -> Int[Tensor, "row token"] | None:
+        """By how many positions the retention wants each slot's key turned when it is read, sealed slots first."""
+        if self.whole or type(self.retention).shift is Retention.shift:
+            return None
+        position = self.tail.position[:, self.tail.span]
+        if self.pages is not None:
+            position = torch.cat([self.pages.position, position], 1)
+        return self.retention.shift(position, self.first)
+
+    def turned(self, k: Float[Tensor, "row token dim"], shift: Int[Tensor, "row token"] | None) -> Tensor:
+        if shift is None:
+            return k
+        if self.session.rope is None:
+            raise CacheError("the retention turns keys when they are read, but the session knows no rotation")
+        return self.session.rope.turn(k, shift)
+
+    def look(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor, call: Call) -> Float[Tensor, "row group query dim_v"]:
+        """Attend from tokens that are not added: to what is held, and to those among them that `sees` allows."""
+        parts = [self.glance(some, call) for some in q.split(1 if self.stack.selects else q.shape[2], 2)]
+        held = State(torch.cat([p.out for p in parts], 2), torch.cat([p.lse for p in parts], 2))
+        block = attention(q, k, v, sees.expand(len(q), -1, -1), call.scale, softcap=call.softcap)
+        return self.with_sinks([held, block], call).out.to(q.dtype)
+
+    def glance(self, q: Tensor, call: Call) -> State:
+        """Attention over what is held."""
+        k, v, position, _ = self.tail.held()
+        visible = None if self.tail.clean else (position >= 0)[:, None].expand(-1, q.shape[2], -1)
+        parts = [attention(q, k, v, visible, call.scale, softcap=call.softcap)] if len(self.tail) else []
+        if self.pages is not None and len(self.pages):
+            parts.append(self.attend_pages(self.pages, q, call, False))
+        return merge_states(parts)
+
     def newest(self, n: int) -> Int[Tensor, "query"]:
         return torch.arange(self.seen - n, self.seen, device=self.first.device)
 
@@ -459,8 +495,8 @@ class Lane:
         return merge_states([*parts, State(torch.zeros_like(some.out), lse)])
 
     def attend_pages(self, pages: Pages, q: Tensor, call: Call, mass: bool) -> State:
-        self.units = self.select(pages, q, call)
-        fields = pages.readable()
+        self.units, shift = self.select(pages, q, call), self.shift()
+        fields = pages.readable() if shift is None else None
         if fields is not None:
             return paged_attention(
                 q, fields, pages.table, pages.position, page=pages.page, scale=call.scale, units=self.units,
@@ -469,7 +505,7 @@ class Lane:
             )  # fmt: skip
         if self.units is None:
             k, v = pages.decoded()
-            position = pages.position
+            k, position = self.turned(k, None if shift is None else shift[:, : k.shape[1]]), pages.position
         else:
             k, v, position = pages.chosen(self.units)
         visible = None if pages.clean and self.units is None else (position >= 0)[:, None].expand(-1, q.shape[2], -1)

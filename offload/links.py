@@ -193,14 +193,10 @@ class Server:
         for at in range(0, len(payload), PIECE):
             piece = payload[at : at + PIECE]
             if self.trace is not None:
-                due = max(due, time.monotonic() - 0.05) + self._seconds(len(piece), due - self.began)
+                due = max(due, time.monotonic() - 0.05)
+                due += _seconds(self.trace, len(piece), due - self.began)
                 time.sleep(max(due - time.monotonic(), 0.0))
             connection.sendall(piece)
-
-    def _seconds(self, nbytes: int, at: float) -> float:
-        """How long the trace takes for so many bytes, from `at` on."""
-        assert self.trace is not None
-        return SimulatedLink(self.trace, clock=max(at, 0.0)).fetch(0, "", nbytes, 3600.0).seconds
 
     def close(self) -> None:
         try:
@@ -208,3 +204,8 @@ class Server:
         except OSError:
             pass  # not everywhere possible on a listener
         self.listener.close()
+
+
+def _seconds(trace: Trace, nbytes: int, at: float) -> float:
+    """How long the trace takes for so many bytes, from `at` on."""
+    return SimulatedLink(trace, clock=max(at, 0.0)).fetch(0, "", nbytes, 3600.0).seconds

@@ -1,8 +1,8 @@
 """PyramidKV (Cai et al., 2024, arXiv:2406.02069): SnapKV with more for early layers than for late ones.
 
-    b        =  budget - window                           (what a layer chooses on average)
-    least    =  b // beta;  most = 2 b - least            (if most exceeds what there is: most = that, least = 2 b - most)
-    choose_l =  most - l (most - least) / (layers - 1)    (rounded so that all layers together choose layers * b)
+    b        =  budget - window                         (what a layer chooses on average)
+    least    =  b // beta;  most = 2 b - least          (if most exceeds what there is: most = that, least = 2 b - most)
+    choose_l =  most - l (most - least) / (layers - 1)  (rounded so that all layers together choose layers * b)
     keep     =  the window, and the best `choose_l` others by SnapKV's votes
 
 Defaults: beta 20 and SnapKV's window and pooling, as in the paper's code.

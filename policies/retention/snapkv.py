@@ -1,7 +1,7 @@
 """SnapKV (Li et al., NeurIPS 2024, arXiv:2404.14469): the prompt's last queries vote for what to keep of it.
 
     vote_j   =  sum over the last `window` queries i of softmax_i(q_i k^T / sqrt(d))_j  (causal; reduced over the group)
-    score    =  pool(vote)                                                              (same length, odd kernel)
+    score    =  pool(vote)                                                           (same length, odd kernel)
     keep     =  the window itself, and the best others up to `budget`
 
 Defaults: window 32 and average pooling over 5, as in the paper's code for most models. Tokens generated later all stay.
@@ -52,7 +52,7 @@ class SnapKV(Retention):
             )
         if isinstance(self.budget, int) and self.budget <= self.window:
             raise PolicyError(
-                f"{type(self).__name__}: budget={self.budget} must exceed window={self.window}: the window is kept as well"
+                f"{type(self).__name__}: budget={self.budget} must exceed window={self.window}: the window is kept too"
             )
 
     @property
