@@ -83,7 +83,7 @@ class SessionTask(Task):
             question=self.question(turn),
             answers=golden(turn["answer"]),
             max_new_tokens=self.kinds[kind or self.name],
-            prefix=self.follow_prefix if index else "",
+            prefix=turn.get("prefix", self.follow_prefix if index else ""),
             kind=kind,
             meta={"answer": self.label(turn, row), **extra, **known},
         )
