@@ -6,7 +6,7 @@
     │   └── UnsupportedPolicy             understood, but this combination or model cannot do it; the message says why
     ├── ModelError (ValueError)           the model cannot be patched, or is of the wrong kind
     ├── KernelError (ValueError)          shapes, dtypes or a backend that a kernel cannot run
-    ├── CacheError (RuntimeError)         a cache is used against its contract: rolled back too far, another model's, ...
+    ├── CacheError (RuntimeError)         a cache is used against its contract: rolled back too far, another model's
     ├── StoreError (OSError)              a store or tier failed; what was stored before is still there
     │   ├── CorruptBitstream              stored bytes are torn, truncated or not ours
     │   └── IncompatibleCache             stored for another model, tokenizer, dtype or version
