@@ -19,7 +19,8 @@ app = typer.Typer(help="Measure quality, memory and speed of policies on the sam
 console = Console()
 
 Model = Annotated[str | None, typer.Option(help="folder, hub id, or 'bundled'")]
-Policies = Annotated[str | None, typer.Option(help='"full;snapkv(budget=0.25);quest(budget=1024)"')]
+Policies = Annotated[str | None, typer.Option(help='"full;snapkv(budget=0.25);quest(budget=1024)", or "all"')]
+Budget = Annotated[str | None, typer.Option(help="of the policies that 'all' stands for: tokens, or a fraction")]
 Tasks = Annotated[str | None, typer.Option(help="comma-separated names, or 'all'")]
 Lengths = Annotated[str | None, typer.Option(help="tokens, comma-separated; prompt and generated together")]
 Samples = Annotated[int | None, typer.Option(help="samples per cell")]
@@ -59,6 +60,7 @@ def suite_command(suite: str, about: str) -> None:
     def command(
         model: Model = None,
         policies: Policies = None,
+        budget: Budget = None,
         tasks: Tasks = None,
         lengths: Lengths = None,
         samples: Samples = None,

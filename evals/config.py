@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from kvengine.errors import EvaluationError, unknown
-from kvengine.evals.policies import split
+from kvengine.evals.policies import everything, split
 from kvengine.evals.protocol import MODES
 
 
@@ -21,7 +21,8 @@ class RunConfig:
     suite: str
     out: Path
     model: str = "bundled"
-    policies: tuple[str, ...] = ("full",)
+    policies: tuple[str, ...] = ("full",)  # "all": every method in the tree, at `budget`
+    budget: float = 0.125  # tokens, or a fraction of the prompt
     tasks: str = "all"
     lengths: tuple[int, ...] = (4096,)
     samples: int = 20
@@ -50,6 +51,12 @@ class RunConfig:
         for name, path in self.data.items():
             if str(path) != "hub" and not path.exists():
                 raise EvaluationError(f"data {name}={path}: there is no such file or folder")
+
+    @property
+    def wanted(self) -> list[str]:
+        """The policies, "all" spelled out."""
+        named = [everything(self.budget) if policy == "all" else [policy] for policy in self.policies]
+        return [policy for some in named for policy in some]
 
     @property
     def samples_per_cell(self) -> int:
@@ -89,6 +96,9 @@ def _typed(name: str, value: Any) -> Any:
             return tuple(split(value)) if isinstance(value, str) else tuple(value)
         case "tasks":
             return value if isinstance(value, str) else ",".join(value)
+        case "budget":
+            number = _float(value)
+            return int(number) if number > 1 else number
         case "lengths":
             return tuple(_integers(value))
         case "data":

@@ -21,7 +21,7 @@ from kvengine.evals.tasks import choose
 def prepare(config: RunConfig) -> Run:
     """Load the model and open the journal. Policies and tasks are checked first: loading may take minutes."""
     choose(config.suite, config.tasks)
-    arms(list(config.policies), ceiling=config.ceiling, oracle=config.oracle)
+    arms(config.wanted, ceiling=config.ceiling, oracle=config.oracle)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # ours is enough
     model, tokenizer = loading.load(config.model, device=config.device, dtype=config.dtype)
     made = Run(config, model, tokenizer, Journal.open(config.out / "rows.jsonl"))
@@ -36,7 +36,7 @@ def run(config: RunConfig, console: Console) -> int:
     manifest.write(config.out / "manifest.json", task)
     if task.left_out():
         console.print(f"left out for want of data: {', '.join(one.name for one in task.left_out())}", highlight=False)
-    with Bar(config.samples_per_cell * len(task.cells()), console) as bar:
+    with Bar(len(task.cells()), config.samples_per_cell, console) as bar:
         task.execute(bar)
     manifest.write(config.out / "manifest.json", task)
     found = report.write(config.out) if config.report else report.found(config.out)
@@ -70,7 +70,11 @@ def summarise(found: list[CellResult], console: Console) -> None:
     for suite, length, mode in tables.unique((cell.suite, cell.length, cell.mode) for cell in found):
         chosen = [cell for cell in found if (cell.suite, cell.length, cell.mode) == (suite, length, mode)]
         means = tables.policy_means(chosen)
-        shown = Table("policy", *(Column(name, justify="right") for name in head), title=f"{suite}, {length}, {mode}")
+        shown = Table(
+            Column("policy", overflow="fold"),
+            *(Column(name, justify="right") for name in head),
+            title=f"{suite}, {length}, {mode}",
+        )
         for policy in tables.unique(cell.policy for cell in chosen if cell.score):
             texts = tables.cost_texts([cell for cell in chosen if cell.policy == policy and cell.score])
             shown.add_row(policy, tables.figure(means.get(policy)), *texts[1:6])

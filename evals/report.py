@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvengine.errors import EvaluationError
-from kvengine.evals import page, tables
+from kvengine.evals import page, peers, tables
 from kvengine.evals.aggregate import CellResult, cells
 from kvengine.evals.records import Row, read_rows
 from kvengine.evals.tasks import catalogue
@@ -40,4 +40,5 @@ def write(folder: Path) -> list[CellResult]:
     (folder / "report.md").write_text(tables.markdown(made, manifest), encoding="utf-8")
     (folder / "cells.csv").write_text(tables.long_csv(made), encoding="utf-8")
     page.write(folder, made, rows, manifest)
+    peers.write(folder / "compat", rows, manifest)
     return made

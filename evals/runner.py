@@ -6,7 +6,7 @@ with its reason and the rest goes on. Whatever the journal holds already is not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -96,7 +96,7 @@ class Run:
     def cells(self) -> list[Cell]:
         """The matrix, ceilings first."""
         tasks = [task for task in self.tasks() if task not in self.left_out()]
-        policies = arms(list(self.config.policies), ceiling=self.config.ceiling, oracle=self.config.oracle)
+        policies = arms(self.config.wanted, ceiling=self.config.ceiling, oracle=self.config.oracle)
         return [
             Cell(task, length, mode, arm)
             for task in tasks
@@ -131,15 +131,16 @@ class Run:
             for (task, length), samples in self._drawn.items()
         }
 
-    def execute(self, observer: Observer) -> None:
-        """Do what the journal lacks."""
+    def execute(self, observer: Observer, limit: int | None = None) -> None:
+        """Do what the journal lacks, of the first `limit` samples of each cell."""
         for cell in self.cells():
-            self._cell(cell, observer)
+            self.fill(cell, observer, limit)
 
-    def _cell(self, cell: Cell, observer: Observer) -> None:
+    def fill(self, cell: Cell, observer: Observer, limit: int | None = None) -> None:
+        """Do what the journal lacks of one cell."""
         key = self.key(cell)
         try:
-            samples = self.samples(cell)
+            samples = self.samples(cell)[:limit]
         except (TooShort, NoData) as error:
             self._give_up(cell, key, error, observer)
             return
@@ -149,7 +150,7 @@ class Run:
         if not missing:
             return
         try:
-            self._fill(cell, key, missing, observer)
+            self._measure(cell, key, missing, observer)
         except tuple(GIVEN_UP) as error:
             self._give_up(cell, key, error, observer)
 
@@ -159,7 +160,7 @@ class Run:
             self.journal.append([row])
         observer.refused(cell, row)
 
-    def _fill(self, cell: Cell, key: str, missing: list[Sample], observer: Observer) -> None:
+    def _measure(self, cell: Cell, key: str, missing: list[Sample], observer: Observer) -> None:
         if cell.arm.refused:
             raise UnsupportedPolicy(cell.arm.refused)
         with self.opener(self.model, cell.arm.policy) as engine:
@@ -225,6 +226,9 @@ def about(sample: Sample, index: int) -> Row:
         "turns": len(sample.turns),
         "kind": sample.turns[index].kind,
         "sample_hash": sample.digest(),
+        "question": sample.turns[index].question,
+        "prefix": sample.turns[index].prefix,
+        "max_new_tokens": sample.turns[index].max_new_tokens,
         "provenance": sample.provenance,
         "meta": {**sample.meta, **sample.turns[index].meta},
     }
@@ -255,8 +259,3 @@ def outcome(task: Task, turn: Turn, answer: Answer) -> Row:
         "decode": answer.decode,
         "tokens_per_s": (answer.tokens - 1) / answer.decode if answer.tokens > 1 and not turn.forced else None,
     }
-
-
-def ok(rows: list[Row]) -> Iterator[Row]:
-    """Rows that hold a result."""
-    return (row for row in rows if row["status"] == "ok")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvengine.evals.aggregate import AVERAGED, MIDDLED, CellResult, overall
+from kvengine.evals.ruler_summary import BAR, lines
 from kvengine.evals.statistics import Interval
 
 COLUMNS = (
@@ -78,7 +79,17 @@ def markdown(found: list[CellResult], manifest: dict[str, Any]) -> str:
             costs(chosen),
             notes(chosen),
         ]
-    return "\n".join(part for part in parts if part)
+    return "\n".join(part for part in [*parts, over_lengths(found)] if part)
+
+
+def over_lengths(found: list[CellResult]) -> str:
+    """RULER's averages, if there are several lengths."""
+    lengths = sorted({cell.length for cell in found if cell.suite == "ruler"})
+    if len(lengths) < 2:
+        return ""
+    count = len({cell.task for cell in found if cell.suite == "ruler"})
+    head = ["policy", "mode", *map(str, lengths), "avg", "wAvg (inc)", "wAvg (dec)", f"effective (> {BAR})"]
+    return f"## RULER over lengths, {count} of 13 tasks\n\n" + table(head, lines(found))
 
 
 def provenance(found: list[CellResult], manifest: dict[str, Any]) -> str:

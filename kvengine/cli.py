@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from kvengine.evals.commands import app as eval_app
+from kvengine.evals.commands import readable_errors
 
 app = typer.Typer(help="KV-cache management for long contexts.", no_args_is_help=True)
 app.add_typer(eval_app, name="eval")
@@ -13,6 +17,20 @@ app.add_typer(eval_app, name="eval")
 @app.callback()
 def root() -> None:
     """KV-cache management for long contexts."""
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="run folder; one that exists is continued")] = Path("runs/demo"),
+    minutes: Annotated[float, typer.Option(help="about how long to measure")] = 5.0,
+    model: Annotated[str, typer.Option(help="folder, hub id, or 'bundled'")] = "bundled",
+) -> None:
+    """Compare every policy on the bundled model: a table, and a report with pictures."""
+    from kvengine.evals.demo import main as run
+
+    with readable_errors():
+        code = run(out, minutes, model=model)
+    raise typer.Exit(code)
 
 
 def main() -> None:

@@ -25,6 +25,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from kvengine.attention import NAME, LazyMask, Seam, engine_attention
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_cache import EngineCache, engine_layers
+from kvengine.hf_rope import rope_for
+from kvengine.rope import Rope
 from kvengine.stack import Stack
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
@@ -38,6 +40,7 @@ class Patch:
         self.hooks: list[Any] = []
         self.implementations: list[tuple[Any, Any]] = []
         self.methods: list[str] = []
+        self.known: dict[str, Rope | None] = {}
 
 
 def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedModel:
@@ -58,6 +61,8 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
     check_model(model)
     text = model.config.get_text_config(decoder=True)
     check_stack(stack, text)
+    state = getattr(model, STATE, None) or Patch(stack)
+    rope_for(stack, model, state.known)
     if hasattr(model, STATE):
         getattr(model, STATE).stack = stack
         return model
@@ -66,7 +71,6 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
         raise ModelError(
             f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
         )
-    state = Patch(stack)
     previous = text._attn_implementation
     state.implementations = [(c, c._attn_implementation_internal) for c in configs(model)]
     AttentionInterface.register(NAME, engine_attention)
@@ -127,8 +131,8 @@ def check_stack(stack: Stack, text: Any) -> None:
     name = text.model_type
     if not any(engine_layers(text)):
         raise UnsupportedPolicy(
-            f"{name} has no layer with a plain, growing key-value cache (sliding windows and layers with a recurrent state "
-            f"keep transformers' own), so there is nothing for '{stack}' to do. Use 'full'"
+            f"{name} has no layer with a plain, growing key-value cache (sliding windows and layers with a recurrent "
+            f"state keep transformers' own), so there is nothing for '{stack}' to do. Use 'full'"
         )
     if getattr(text, "kv_lora_rank", None):
         raise UnsupportedPolicy(
@@ -136,8 +140,8 @@ def check_stack(stack: Stack, text: Any) -> None:
         )
     if getattr(text, "num_kv_shared_layers", 0):
         raise UnsupportedPolicy(
-            f"{name} lets layers read the keys and values of earlier ones; '{stack}' might drop what a later layer needs. "
-            "Only 'full' works on it"
+            f"{name} lets layers read the keys and values of earlier ones; '{stack}' might drop what a later layer "
+            "needs. Only 'full' works on it"
         )
 
 
@@ -173,7 +177,7 @@ def enter(
     return args, kwargs
 
 
-# ---- what `generate` asks of a patched model --------------------------------------------------------------------------
+# ---- what `generate` asks of a patched model
 
 
 def prepare_cache(
@@ -198,12 +202,13 @@ def prepare_cache(
 def refuse(generation_config: Any) -> None:
     if generation_config.cache_implementation is not None:
         raise ModelError(
-            f"cache_implementation={generation_config.cache_implementation!r} on a patched model: the engine brings its own "
-            "cache. Drop it, or call kvengine.unpatch(model)"
+            f"cache_implementation={generation_config.cache_implementation!r} on a patched model: the engine brings its "
+            "own cache. Drop it, or call kvengine.unpatch(model)"
         )
     if getattr(generation_config, "output_attentions", False):
         raise ModelError(
-            "output_attentions=True on a patched model: the engine never forms the attention matrix. Call kvengine.unpatch(model)"
+            "output_attentions=True on a patched model: the engine never forms the attention matrix. "
+            "Call kvengine.unpatch(model)"
         )
 
 

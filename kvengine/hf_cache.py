@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +13,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvengine.cache import LayerCache, Stock
 from kvengine.errors import CacheError, ModelError
+from kvengine.hf_rope import rope_for
 from kvengine.lane import Call, Session
 from kvengine.stack import Stack
 from kvengine.stats import Stats, measure
+
+Listener = Callable[[Tensor, Tensor, Tensor, Call], None]
+"""Told the queries, keys and values of every pass, before they enter the cache."""
 
 
 class EngineLayer(CacheLayerMixin):
@@ -27,6 +32,7 @@ class EngineLayer(CacheLayerMixin):
         self.make = lambda: LayerCache(stack, layer, layers, session)
         self.stack, self.session = stack, session
         self.incoming: tuple[Tensor, Tensor] | None = None
+        self.listener: Listener | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -55,6 +61,8 @@ class EngineLayer(CacheLayerMixin):
         if self.incoming is None or hasattr(stock.module, "expand_kv"):  # type: ignore[attr-defined]
             return self.attend_all(stock, valid)
         (k, v), self.incoming = self.incoming, None
+        if self.listener is not None:
+            self.listener(query, k, v, call)
         return self.cache.forward(query, k, v, call, valid, stock)
 
     def attend_all(self, stock: Stock, valid: Tensor | None = None) -> Float[Tensor, "seq token q_head dim_v"]:
@@ -133,10 +141,11 @@ class EngineCache(Cache):
         self.stack = getattr(model, STATE).stack if stack is None else Stack.of(stack)
         self.config = model.config.get_text_config(decoder=True)
         check_stack(self.stack, self.config)
-        self.session = Session()
+        self.session = Session(rope=rope_for(self.stack, model, getattr(model, STATE).known))
         stock = DynamicCache(config=self.config).layers
         n = len(stock)
         ours = engine_layers(self.config)
+        self.session.last = max((i for i, served in enumerate(ours) if served), default=None)
         layers = [EngineLayer(self.stack, i, n, self.session) if ours[i] else layer for i, layer in enumerate(stock)]
         super().__init__(layers=layers)
 

@@ -74,7 +74,7 @@ def join(
             "embedding that the engine knows; use another representation"
         )
     alive = (position >= 0)[..., None]
-    flat = rope.turn(k, -position.clamp(min=0)).masked_fill(~alive, 0)
+    flat = rope.turn(k.float(), -position.clamp(min=0)).masked_fill(~alive, 0)
     at = torch.where(position >= 0, position, seen).long()[..., None].expand_as(flat)
     placed = flat.new_zeros(len(k), seen + 1, k.shape[2]).scatter_(1, at, flat)[:, :seen]
     return Joint(representation, rope, heads, k.dtype, representation.join(placed.unflatten(0, (-1, heads))))

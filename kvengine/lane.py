@@ -19,9 +19,13 @@ from torch import Tensor
 from kvengine import _ops as ops
 from kvengine.errors import CacheError
 from kvengine.joint import join
+from kvengine.kernels.attention import attention
+from kvengine.kernels.merge_states import merge_states
+from kvengine.kernels.paged_attention import paged_attention
+from kvengine.kernels.state import State
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
-from kvengine.policies.retention import Retention, Seen
+from kvengine.policies.retention import Notes, Retention, Seen
 from kvengine.policies.selection import Where
 from kvengine.pool import Pool
 from kvengine.rope import Rope
@@ -52,6 +56,11 @@ class Session:
     recording: bool = False  # states are remembered, to roll back to
     dense: bool = False  # queries read everything, whatever the selection
     rope: Rope | None = None
+    last: int | None = None  # the last layer that the engine serves; None: each layer is alone
+    waiting: list[tuple[Lane, Seen, Tensor]] = field(
+        default_factory=list
+    )  # prompts judged once all layers have read them
+    tree: Bool[Tensor, "node node"] | None = None  # the last tokens of a pass only look, each at these of the others
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass
 
 
@@ -62,10 +71,18 @@ class Mark:
     seen: int
     tail: Tail
     pages: Pages | None
+    notes: Notes
     lengths: list[tuple[int, Tensor | None]]
     k: Tensor
     v: Tensor
     valid: Bool[Tensor, "row token"] | None
+
+
+def judge_together(session: Session) -> None:
+    """All layers have read the prompt: judge those that waited to see the others' measures."""
+    waiting, session.waiting = session.waiting, []
+    for i, (lane, seen, _) in enumerate(waiting):
+        lane.conclude(replace(seen, peers=(torch.stack([m.to(seen.first.device) for _, _, m in waiting]), i)))
 
 
 class Lane:
@@ -91,6 +108,7 @@ class Lane:
         self.seen = self.since = 0  # tokens seen, and those before the current pass
         self.whole = True  # the tail holds every token seen, each at its position
         self.limit: int | None = None
+        self.notes: Notes = {}  # the retention's
         self.lengths: list[tuple[int, Tensor | None]] = [
             (0, None)
         ]  # tokens in the tail, and the rows that have so many
@@ -136,11 +154,12 @@ class Lane:
     def read(self, q: Float[Tensor, "row group query dim"], call: Call) -> Float[Tensor, "row group query dim_v"]:
         """A prompt chunk's queries over all that is held, causally and as the prefill method allows."""
         k, v, position, _ = self.everything()
+        k = self.turned(k, self.shift())
         at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
         out = []
         for span in ops.blocks(q, k.shape[1]):
             visible = self.visible(at[span], position, prompt=True)
-            state = ops.attention(q[:, :, span], k, v, visible, call.scale, call.softcap)
+            state = attention(q[:, :, span], k, v, visible, call.scale, softcap=call.softcap)
             out.append(self.with_sinks([state], call).out)
         return torch.cat(out, 2).to(q.dtype)
 
@@ -153,12 +172,15 @@ class Lane:
 
     def observe(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
         """Keep of a prompt chunk what the retention will want at the prompt's end."""
+        at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
+        self.retention.watch(self.notes, q, at - self.first[:, None], self.session.rope)
         if wanted := self.retention.observes:
             part = q[:, :, -wanted:]
             self.window = part if self.window is None else torch.cat([self.window, part], 2)[:, :, -wanted:]
-        at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
         if self.retention.wants_mass:
-            self.mass = self.column_mass(q, at, at >= self.first[:, None], call, self.mass)
+            n = 1 if self.retention.last_mass else q.shape[2]
+            before = None if self.retention.last_mass else self.mass
+            self.mass = self.column_mass(q[:, :, -n:], at[-n:], at[-n:] >= self.first[:, None], call, before)
         if self.weighs:
             self.probe(q, at, call)
 
@@ -187,24 +209,25 @@ class Lane:
             mass[:, :, : before.shape[2]] = before
         for span in ops.blocks(q, k.shape[1]):
             visible = self.visible(at[span], position, prompt=True) & real[:, span, None]
-            state = ops.attention(q[:, :, span], k, v[..., :1], visible, call.scale, call.softcap, want_probs=True)
-            mass += ops.spread(state, self.with_sinks([state], call).lse).nan_to_num(0.0).sum(2)
+            state = attention(q[:, :, span], k, v[..., :1], visible, call.scale, softcap=call.softcap, want_probs=True)
+            mass += ops.received([state], self.with_sinks([state], call))
         return mass
 
     def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
         """The prompt has ended: judge it, and seal what overflows the tail."""
         self.prompt_most = int(self.prompt_length.max())
-        self.limit = self.retention.limit(self.prompt_most)
-        keep = None
         if self.judges:
             window = self.window if self.window is not None else q[:, :, -1:]
-            seen = self.show(window, self.mass, call.scale, prompt=True)
+            seen = self.show(window, self.mass, call, prompt=True)
             seen = replace(seen, score=self.retention.score(seen))
-            keep = self.retention.keep(seen)
-            self.settle(self.weighed(seen), keep)
+            measure = self.retention.measure(seen)
+            if measure is None:
+                self.conclude(seen)
+            else:
+                self.session.waiting.append((self, seen, measure))
         elif self.stack.paged:
-            self.settle(self.weighed(self.show(q, None, call.scale, prompt=True)), None)
-        self.window = self.mass = self.saliency = None
+            self.settle(self.weighed(self.show(q, None, call, prompt=True)), None)
+        self.window = self.mass = None
         self.judged = self.seen
 
     def weighed(self, seen: Seen) -> Seen:
@@ -213,6 +236,7 @@ class Lane:
             return seen
         n = 0 if self.pages is None else len(self.pages)
         fresh = self.saliency.mean(seen.position, self.first)[:, n:]
+        self.saliency = None
         return replace(seen, score=torch.cat([seen.score[:, :n], fresh], 1))
 
     def weigh(self, q: Tensor, call: Call) -> None:
@@ -220,11 +244,16 @@ class Lane:
         k, v, position, score = self.tail.held()
         at = self.newest(q.shape[2])
         visible = self.visible(at, position, False)
-        state = ops.attention(q, k, v[..., :1], visible, call.scale, call.softcap, want_probs=True)
-        mass = ops.spread(state, state.lse).nan_to_num(0.0).sum((1, 2))
+        state = attention(q, k, v[..., :1], visible, call.scale, softcap=call.softcap, want_probs=True)
+        mass = ops.received([state], state).sum(1)
         self.tail.judge(running(score, mass, position, at, self.judged), None)
 
-    def show(self, queries: Tensor, mass: Tensor | None, scale: float, prompt: bool) -> Seen:
+    def conclude(self, seen: Seen) -> None:
+        keep = self.retention.keep(seen)
+        self.limit = self.retention.limit(seen)
+        self.settle(self.weighed(seen), keep)
+
+    def show(self, queries: Tensor, mass: Tensor | None, call: Call, prompt: bool) -> Seen:
         tail = self.tail
         position, score = tail.position[:, tail.span], tail.score[:, tail.span]
         if self.pages is not None:
@@ -232,8 +261,9 @@ class Lane:
             score = torch.cat([self.pages.score, score], 1)
         return Seen(
             position=position, score=score, first=self.first, newest=self.seen - 1, prompt=prompt,
-            prompt_length=self.prompt_length, mass=mass, queries=queries, scale=scale,
-            read=lambda: self.everything()[:2], rope=self.session.rope,
+            prompt_length=self.prompt_length, mass=mass, queries=queries, scale=call.scale,
+            read=lambda: self.everything()[:2], rope=self.session.rope, softcap=call.softcap, heads=self.heads,
+            notes=self.notes,
         )  # fmt: skip
 
     def everything(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -248,7 +278,8 @@ class Lane:
 
     def settle(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
         """After a prompt: drop what is not kept, merge, compact, seal."""
-        if self.pages is None or (keep is not None and self.stack.representation.lossless):
+        anew = self.stack.representation.lossless or self.retention.merges
+        if self.pages is None or (keep is not None and anew):
             k, v, position, _ = self.everything()
             if keep is not None and self.retention.merges:
                 k, v = self.retention.fold(seen, keep)
@@ -384,10 +415,10 @@ class Lane:
             out, _ = self.attend(q, call, mass=False)
         else:
             out, mass = self.attend(q, call, self.retention.wants_mass)
-            seen = self.show(q, mass, call.scale, prompt=False)
+            seen = self.show(q, mass, call, prompt=False)
             seen = replace(seen, score=self.retention.score(seen))
             keep = self.retention.keep(seen)
-            if keep is not None and self.retention.merges:
+            if keep is not None and self.retention.remerges:
                 self.tail.rewrite(*self.retention.fold(seen, keep))
             self.judge(seen, keep)
         if self.weighs:
@@ -406,38 +437,81 @@ class Lane:
 
     def attend(self, q: Tensor, call: Call, mass: bool) -> tuple[Tensor, Float[Tensor, "row group token"] | None]:
         k, v, position, _ = self.tail.held()
+        if (shift := self.shift()) is not None:
+            k = self.turned(k, shift[:, -k.shape[1] :])
         visible = (
             None if self.tail.clean and q.shape[2] == 1 else self.visible(self.newest(q.shape[2]), position, False)
         )
         stored = self.pages if self.pages is not None and len(self.pages) else None
         if stored is None and not mass and call.softcap is None and call.sinks is None:
-            return ops.quick(q, k, v, visible, call.scale), None
-        parts = [ops.attention(q, k, v, visible, call.scale, call.softcap, mass)]
+            return ops.whole(q, k, v, visible, call.scale), None
+        parts = [attention(q, k, v, visible, call.scale, softcap=call.softcap, want_probs=mass)]
         if stored is not None:
             parts.insert(0, self.attend_pages(stored, q, call, mass))
         whole = self.with_sinks(parts, call)
-        received = torch.cat([ops.spread(p, whole.lse) for p in parts], 3).sum(2) if mass else None
+        received = ops.received(parts, whole) if mass else None
         return whole.out.to(q.dtype), received
+
+    def shift(self) -> Int[Tensor, "row token"] | None:
+        """By how many positions the retention wants each slot's key turned when it is read, sealed slots first."""
+        if self.whole or type(self.retention).shift is Retention.shift:
+            return None
+        position = self.tail.position[:, self.tail.span]
+        if self.pages is not None:
+            position = torch.cat([self.pages.position, position], 1)
+        return self.retention.shift(position, self.first)
+
+    def turned(self, k: Float[Tensor, "row token dim"], shift: Int[Tensor, "row token"] | None) -> Tensor:
+        if shift is None:
+            return k
+        if self.session.rope is None:
+            raise CacheError("the retention turns keys when they are read, but the session knows no rotation")
+        return self.session.rope.turn(k, shift)
+
+    def look(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor, call: Call) -> Float[Tensor, "row group query dim_v"]:
+        """Attend from tokens that are not added: to what is held, and to those among them that `sees` allows."""
+        parts = [self.glance(some, call) for some in q.split(1 if self.stack.selects else q.shape[2], 2)]
+        held = State(torch.cat([p.out for p in parts], 2), torch.cat([p.lse for p in parts], 2))
+        block = attention(q, k, v, sees.expand(len(q), -1, -1), call.scale, softcap=call.softcap)
+        return self.with_sinks([held, block], call).out.to(q.dtype)
+
+    def glance(self, q: Tensor, call: Call) -> State:
+        """Attention over what is held."""
+        k, v, position, _ = self.tail.held()
+        visible = None if self.tail.clean else (position >= 0)[:, None].expand(-1, q.shape[2], -1)
+        parts = [attention(q, k, v, visible, call.scale, softcap=call.softcap)] if len(self.tail) else []
+        if self.pages is not None and len(self.pages):
+            parts.append(self.attend_pages(self.pages, q, call, False))
+        return merge_states(parts)
 
     def newest(self, n: int) -> Int[Tensor, "query"]:
         return torch.arange(self.seen - n, self.seen, device=self.first.device)
 
-    def with_sinks(self, parts: list[ops.State], call: Call) -> ops.State:
+    def with_sinks(self, parts: list[State], call: Call) -> State:
         if call.sinks is None:
-            return ops.merge(parts)
+            return merge_states(parts)
         some = parts[0]
         lse = call.sinks.float()[..., None].expand_as(some.lse)
-        return ops.merge([*parts, ops.State(torch.zeros_like(some.out), lse)])
+        return merge_states([*parts, State(torch.zeros_like(some.out), lse)])
 
-    def attend_pages(self, pages: Pages, q: Tensor, call: Call, mass: bool) -> ops.State:
+    def attend_pages(self, pages: Pages, q: Tensor, call: Call, mass: bool) -> State:
         self.units = self.select(pages, q, call)
+        fields = pages.readable()
+        if fields is not None:
+            return paged_attention(
+                q, fields, pages.table, pages.position, page=pages.page, scale=call.scale, units=self.units,
+                unit=None if self.units is None else self.stack.selection.unit, codec=pages.representation.codec,
+                dim_v=self.tail.v.shape[-1], softcap=call.softcap, want_probs=mass,
+            )  # fmt: skip
         if self.units is None:
             k, v = pages.decoded()
             position = pages.position
+            if (shift := self.shift()) is not None:
+                k = self.turned(k, shift[:, : k.shape[1]])
         else:
             k, v, position = pages.chosen(self.units)
         visible = None if pages.clean and self.units is None else (position >= 0)[:, None].expand(-1, q.shape[2], -1)
-        return ops.attention(q, k, v, visible, call.scale, call.softcap, mass)
+        return attention(q, k, v, visible, call.scale, softcap=call.softcap, want_probs=mass)
 
     def select(self, pages: Pages, q: Tensor, call: Call) -> Int[Tensor, "row chosen"] | None:
         selection = self.stack.selection
@@ -502,7 +576,8 @@ class Lane:
     # ---- remembering ------------------------------------------------------------------------------------------------
 
     def remember(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        self.marks.append(Mark(self.seen, copy.copy(self.tail), copy.copy(self.pages), self.lengths, k, v, valid))
+        state = copy.copy(self.tail), copy.copy(self.pages), dict(self.notes), self.lengths
+        self.marks.append(Mark(self.seen, *state, k, v, valid))
         self.share(True)
 
     def share(self, shared: bool) -> None:
@@ -520,6 +595,7 @@ class Lane:
         elif n:
             mark = self.marks.pop()
             self.tail, self.pages, self.lengths, self.seen = mark.tail, mark.pages, mark.lengths, mark.seen
+            self.notes = mark.notes
             self.pool = None if self.pages is None else self.pages.pool
             self.share(bool(self.marks))
             self.again(mark, goal - mark.seen)
@@ -534,8 +610,8 @@ class Lane:
     def shorten(self, goal: int) -> None:
         if not self.whole or goal < 0:
             raise CacheError(
-                f"cannot go back from {self.seen} to {goal} tokens: the policy has dropped or sealed some of them since. "
-                "Call cache.activate_past_recording() before the tokens that may have to be taken back"
+                f"cannot go back from {self.seen} to {goal} tokens: the policy has dropped or sealed some of them "
+                "since. Call cache.activate_past_recording() before the tokens that may have to be taken back"
             )
         self.tail.end -= self.seen - goal
         self.lengths = [(n - self.seen + goal, rows) for n, rows in self.lengths]
@@ -557,3 +633,4 @@ class Lane:
         if self.pages is not None:
             self.pages.rows(index)
         self.first, self.prompt_length = self.first[index], self.prompt_length[index]
+        self.notes = {name: x[index] for name, x in self.notes.items()}

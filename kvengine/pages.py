@@ -210,6 +210,12 @@ class Pages(User):
             self.filled, self.even = torch.full_like(self.filled, self.columns), True
         return gone * self.page
 
+    def readable(self) -> dict[str, Tensor] | None:
+        """The pool's fields, if a kernel can read them where they are."""
+        if not self.representation.codec or self.joint is not None:
+            return None
+        return self.pool.resident()
+
     def decoded(
         self, columns: slice | None = None
     ) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"]]:

@@ -51,21 +51,21 @@ class Stack:
         r, s = self.retention, self.selection
         if r.wants_mass and r.decodes and self.selects:
             raise UnsupportedPolicy(
-                f"{name_of(r)!r} counts the attention that every held token receives, but {name_of(s)!r} reads only some of "
-                "them; use a retention that judges the prompt once (snapkv), or no selection"
+                f"{name_of(r)!r} counts the attention that every held token receives, but {name_of(s)!r} reads only "
+                "some of them; use a retention that judges the prompt once (snapkv), or no selection"
             )
-        if r.merges and r.decodes and not self.representation.lossless:
+        if r.remerges and not self.representation.lossless:
             raise UnsupportedPolicy(
-                f"{name_of(r)!r} rewrites tokens that it keeps while decoding, but {name_of(self.representation)!r} would "
-                "lose more at each rewrite; keep the representation dense"
+                f"{name_of(r)!r} rewrites tokens that it keeps while decoding, but {name_of(self.representation)!r} "
+                "would lose more at each rewrite; keep the representation dense"
             )
-        if r.merges and r.decodes and (self.selects or self.placed):
+        if r.remerges and (self.selects or self.placed):
             other = s if self.selects else self.placement
             raise UnsupportedPolicy(
-                f"{name_of(r)!r} rewrites tokens that it keeps while decoding, but {name_of(other)!r} needs sealed pages, "
-                "which never change; use one or the other"
+                f"{name_of(r)!r} rewrites tokens that it keeps while decoding, but {name_of(other)!r} needs sealed "
+                "pages, which never change; use one or the other"
             )
-        for policy in (self.representation, self.selection):
+        for policy in (self.retention, self.representation, self.selection):
             check = getattr(policy, "check", None)
             if check is not None:
                 check(self)
@@ -97,7 +97,7 @@ class Stack:
         return max(self.representation.room, self.selection.room)
 
     def within(self, retention: Retention) -> Stack:
-        """The stack of heads that a routing gives this retention: exact, where the keys of all heads are kept as one."""
+        """The stack of heads that a routing gives this retention: exact, where keys of all heads are kept as one."""
         if not self.representation.joint or retention == self.retention:
             return self
         return replace(self, retention=retention, representation=Dense(), selection=All(), placement=Device())

@@ -17,7 +17,7 @@ class Stats:
     """A snapshot of a cache.
 
     Attributes:
-        bytes: bytes allocated, by tier ("device", "host", "disk", …) and field ("tail.k", "page.k_code", …), all layers.
+        bytes: bytes allocated in all layers, by tier ("device", "host", "disk", …) and field ("tail.k", "page.k_code", …).
         held: tokens held, [layer, sequence, kv head].
         attended: tokens that the last decoded token read, [layer, sequence, kv head].
         read_per_token: bytes of keys, values, codes and summaries that decoding one more token reads, all layers.

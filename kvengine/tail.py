@@ -47,7 +47,7 @@ class Tail:
         return self.k[:, s], self.v[:, s], self.position[:, s], self.score[:, s]
 
     def reserve(self, more: int) -> None:
-        """Room for `more` tokens: moves to the front of larger slots, by an eighth more than asked, if there is none."""
+        """Room for `more` tokens: if there is none, move to the front of larger slots, an eighth more than asked."""
         if self.end + more <= self.capacity:
             return
         need = len(self) + more

@@ -8,8 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvengine
 from kvengine.cache import LayerCache
-from kvengine.lane import Call
+from kvengine.lane import Call, Session
 from kvengine.policies import catalogue
+from kvengine.rope import Rope
 from kvengine.stack import Stack
 
 SHAPE: dict[str, Any] = {
@@ -49,12 +50,17 @@ def greedy(model: Any, batch: dict[str, Tensor], count: int = 24, **options: Any
     return found[:, batch["input_ids"].shape[1] :]
 
 
-# One stack for each method, small enough to act within a prompt of 61 tokens. `test_laws` fails when a method is missing.
+# One stack for each method, small enough to act within a prompt of 61 tokens. `test_laws` fails when one is missing.
 SMALL: dict[str, str] = {
     "full": "full",
     "streaming": "streaming(sinks=2, recent=14)",
     "h2o": "h2o(budget=24)",
     "snapkv": "snapkv(budget=24, window=6)",
+    "tova": "tova(budget=24)",
+    "pyramidkv": "pyramidkv(budget=24, window=6)",
+    "adakv": "adakv(budget=24, window=6)",
+    "keydiff": "keydiff(budget=24)",
+    "expected_attention": "expected_attention(budget=24)",
     "uniform": "uniform",
     "duo": "duo(sinks=2, recent=10)",
     "exact": "exact",
@@ -64,6 +70,11 @@ SMALL: dict[str, str] = {
     "all": "all",
     "quest": "quest(budget=24, page=4)",
     "oracle_topk": "oracle_topk(budget=24)",
+    "tidal": "tidal(budget=24)",
+    "landmarks": "landmarks(budget=40, chunk=4)",
+    "retrieval": "retrieval(budget=24, chunk=4)",
+    "zipcache": "zipcache(block=16)",
+    "lowrank": "lowrank(rank=8)",
     "device": "device",
     "host": "host",
 }
@@ -74,6 +85,11 @@ WIDE: dict[str, str] = {
     "streaming": "streaming(sinks=2, recent=500)",
     "h2o": "h2o(budget=500)",
     "snapkv": "snapkv(budget=500)",
+    "tova": "tova(budget=500)",
+    "pyramidkv": "pyramidkv(budget=500)",
+    "adakv": "adakv(budget=500)",
+    "keydiff": "keydiff(budget=500)",
+    "expected_attention": "expected_attention(budget=500)",
     "uniform": "uniform",
     "duo": "duo(sparsity=1.0, recent=500)",
     "exact": "exact",
@@ -83,6 +99,11 @@ WIDE: dict[str, str] = {
     "all": "all",
     "quest": "quest(budget=500)",
     "oracle_topk": "oracle_topk(budget=500)",
+    "tidal": "tidal(budget=500)",
+    "landmarks": "landmarks(budget=500)",
+    "retrieval": "retrieval(budget=500)",
+    "zipcache": "zipcache(block=512)",
+    "lowrank": "lowrank(rank=32)",
     "device": "device",
     "host": "host",
 }
@@ -92,6 +113,8 @@ MIXED = [
     "snapkv(budget=0.5, window=6) + quest(budget=24, page=4) + host",
     "h2o(budget=24) + kivi(group=8, residual=8)",
     "streaming(sinks=2, recent=20) + host",
+    "streaming(sinks=2, recent=14, positions='in-cache') + kivi(group=8, residual=8)",
+    "adakv(budget=24, base='expected_attention') + quest(budget=16, page=4)",
     "ashape(sinks=2, local=12) + snapkv(budget=24, window=6) + kivi(bits=2, group=8, residual=8)",
 ]
 
@@ -111,7 +134,8 @@ class Bare:
         self.k = torch.randn(rows, heads, tokens, dim, generator=g)
         self.v = torch.randn(rows, heads, tokens, dim, generator=g)
         self.call, self.at = Call(dim**-0.5), 0
-        self.cache = LayerCache(Stack.parse(stack), 0, 1)
+        rope = Rope(torch.tensor([1.0, 0.3, 0.1, 0.02]))  # of a made-up model, for methods that turn keys
+        self.cache = LayerCache(Stack.parse(stack), 0, 1, Session(rope=rope))
 
     def feed(self, n: int, valid: Tensor | None = None) -> Tensor:
         """Take the next `n` tokens; their outputs [seq, token, q_head, dim]."""

@@ -179,7 +179,7 @@ def test_a_compiled_forward_gives_the_same_tokens() -> None:
     assert torch.equal(greedy(model, batch, 8), want)
 
 
-# ---- what cannot work says so -----------------------------------------------------------------------------------------
+# ---- what cannot work says so
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ stands between sentences, never inside one; a fixed check of words takes the pla
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -97,7 +98,7 @@ class Haystack(Task):
         depth = DEPTHS[index % len(DEPTHS)]
         own = "essays" in plan.data
         text = [NOISE] * units if self.noise else sentences(essay(prose(plan.data.get("essays")), units))
-        at = round(len(text) * depth / 100)
+        at = boundary(text, depth / 100)
         joint = "\n" if self.noise else " "
         turn = Turn(
             question=needle.question, answers=needle.answers, max_new_tokens=self.new_tokens, prefix=needle.prefix
@@ -109,6 +110,16 @@ class Haystack(Task):
             provenance="official" if self.noise or own else "substitute: a public-domain novel for the essays",
             meta={"depth": depth / 100, "units": units},
         )
+
+
+def boundary(sentences: list[str], depth: float) -> int:
+    """Before which sentence a fraction `depth` of the characters has passed most nearly.
+
+    >>> boundary(["aaaaaaaa", "b", "c"], 0.5)
+    1
+    """
+    ends = [0, *itertools.accumulate(len(sentence) for sentence in sentences)]
+    return min(range(len(ends)), key=lambda at: abs(ends[at] - depth * ends[-1]))
 
 
 TASKS = (Haystack("niah_magic"), Haystack("niah_passkey", noise=True), Haystack("niah_sandwich"))

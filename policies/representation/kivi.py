@@ -14,11 +14,13 @@ at once and moves one value per step); padding takes no part in a group's range;
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.kernels import codecs
+from kvengine.kernels.quantise import quantise
 from kvengine.policies._budget import check_choice, check_count
 from kvengine.policies.representation import Fields, Representation
 
@@ -59,8 +61,19 @@ class Kivi(Representation):
         v: Float[Tensor, "page token dim_v"],
         score: Float[Tensor, "page token"],
     ) -> Fields:
-        return codecs.encode_kivi(k, v, self.bits, self.group)
+        key = quantise(k, self.bits, self.group, "tokens", scale_dtype=scale_type(k))
+        value = quantise(v, self.bits, self.channels(v.shape[2]), "channels", scale_dtype=scale_type(v))
+        return {f"{side}_{name}": x for side, q in (("k", key), ("v", value)) for name, x in q._asdict().items()}
 
     def decode(self, fields: Fields) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
         dims = (fields[f"{side}_code"].shape[2] * 8 // self.bits for side in "kv")
         return codecs.decode("kivi", fields, *dims)
+
+    def channels(self, dim: int) -> int:
+        """Channels that share a scale: the group, or all if the head is narrower or not a multiple."""
+        return self.group if dim % self.group == 0 else dim
+
+
+def scale_type(x: Tensor) -> torch.dtype:
+    """Scales take two bytes, in the model's own half precision if it has one."""
+    return x.dtype if x.dtype == torch.bfloat16 else torch.float16

@@ -59,7 +59,9 @@ class ZipCache(Representation):
         check_choice(self, high=(self.high, widths), low=(self.low, widths))
         check_count(self, least=8, block=self.block)
         if self.block % 8:
-            raise PolicyError(f"ZipCache: block={self.block} must be a multiple of 8, so that its mask fills whole bytes")
+            raise PolicyError(
+                f"ZipCache: block={self.block} must be a multiple of 8, so that its mask fills whole bytes"
+            )
         for name, value in (("salient", self.salient), ("probes", self.probes)):
             if not 0 <= value <= 1:
                 raise PolicyError(f"ZipCache: {name}={value!r} must be a fraction between 0 and 1")

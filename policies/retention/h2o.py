@@ -15,7 +15,7 @@ from typing import ClassVar
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvengine.policies._budget import Budget, check_budget, tokens, tokens_by_row
+from kvengine.policies._budget import Budget, check_budget, tokens_by_row
 from kvengine.policies.retention import Retention, Seen, keep_top
 
 
@@ -36,8 +36,8 @@ class H2O(Retention):
     def __post_init__(self) -> None:
         check_budget(self, budget=self.budget, recent=self.recent)
 
-    def limit(self, prompt: int) -> int:
-        return tokens(self.budget, prompt)
+    def limit(self, seen: Seen) -> int:
+        return int(seen.count(self.budget).max())
 
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
         if seen.mass is None:

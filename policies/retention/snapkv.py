@@ -1,7 +1,7 @@
 """SnapKV (Li et al., NeurIPS 2024, arXiv:2404.14469): the prompt's last queries vote for what to keep of it.
 
-    vote_j   =  sum over the last `window` queries i of softmax_i(q_i k^T / sqrt(d))_j     (causal; reduced over the group)
-    score    =  pool(vote)                                                              (same length, odd kernel)
+    vote_j   =  sum over the last `window` queries i of softmax_i(q_i k^T / sqrt(d))_j  (causal; reduced over the group)
+    score    =  pool(vote)                                                           (same length, odd kernel)
     keep     =  the window itself, and the best others up to `budget`
 
 Defaults: window 32 and average pooling over 5, as in the paper's code for most models. Tokens generated later all stay.
@@ -47,10 +47,12 @@ class SnapKV(Retention):
         check_count(self, least=1, window=self.window, kernel=self.kernel)
         check_choice(self, pool=(self.pool, ("avg", "max")), reduce=(self.reduce, ("mean", "max", "sum")))
         if self.kernel % 2 == 0:
-            raise PolicyError(f"SnapKV: kernel={self.kernel} must be odd, so that pooling keeps the length")
+            raise PolicyError(
+                f"{type(self).__name__}: kernel={self.kernel} must be odd, so that pooling keeps the length"
+            )
         if isinstance(self.budget, int) and self.budget <= self.window:
             raise PolicyError(
-                f"SnapKV: budget={self.budget} must exceed window={self.window}: the window is kept as well"
+                f"{type(self).__name__}: budget={self.budget} must exceed window={self.window}: the window is kept too"
             )
 
     @property
@@ -66,8 +68,11 @@ class SnapKV(Retention):
             return F.max_pool1d(vote[:, None], self.kernel, 1, pad)[:, 0]
         return F.avg_pool1d(vote[:, None], self.kernel, 1, pad)[:, 0]
 
-    def keep(self, seen: Seen) -> Bool[Tensor, "row token"] | None:
-        return keep_top(seen, seen.score, self.budget, seen.recent(self.window))
+    def always(self, seen: Seen) -> Bool[Tensor, "row token"]:
+        return seen.recent(self.window)
+
+    def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
+        return keep_top(seen, seen.score, self.budget, self.always(seen))
 
 
 def votes(seen: Seen, reduce: str) -> Float[Tensor, "row token"]:
@@ -75,6 +80,8 @@ def votes(seen: Seen, reduce: str) -> Float[Tensor, "row token"]:
     keys, _ = seen.read()
     at = seen.query_position
     logits = torch.matmul(seen.queries.float(), keys.float().transpose(1, 2)[:, None]) * seen.scale
+    if seen.softcap is not None:
+        logits = torch.tanh(logits / seen.softcap) * seen.softcap
     visible = seen.valid[:, None] & (seen.position[:, None] <= at[:, None])
     probs = logits.masked_fill(~visible[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
     real = (at >= seen.first[:, None])[:, None, :, None]

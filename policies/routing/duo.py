@@ -63,8 +63,8 @@ class Duo(Routing):
         alpha = read_pattern(self.pattern)
         if len(alpha) != layers or len(alpha[0]) != heads:
             raise PolicyError(
-                f"Duo: the pattern {self.pattern!r} is for {len(alpha)} layers of {len(alpha[0])} KV heads, but the model "
-                f"has {layers} of {heads}"
+                f"Duo: the pattern {self.pattern!r} is for {len(alpha)} layers of {len(alpha[0])} KV heads, but the "
+                f"model has {layers} of {heads}"
             )
         ranked = sorted((a, i, h) for i, row in enumerate(alpha) for h, a in enumerate(row))
         chosen = ranked[: round(self.sparsity * layers * heads)]

@@ -15,10 +15,10 @@ kernels, and counts; dense layers are the first ones whatever the number of laye
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvengine.kernels.page_scores import page_bounds, page_scores
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_count
 from kvengine.policies.selection import Fields, Selection, Where, best
 
@@ -54,22 +54,12 @@ class Quest(Selection):
         return self.budget
 
     def summarise(self, k: Float[Tensor, "unit token dim"], valid: Bool[Tensor, "unit token"]) -> Fields:
-        gone = ~valid[..., None]
-        low = k.masked_fill(gone, float("inf")).amin(1)
-        high = k.masked_fill(gone, float("-inf")).amax(1)
-        empty = gone.all(1)
-        return {"low": low.masked_fill(empty, 0), "high": high.masked_fill(empty, 0)}
-
-    def score(self, q: Float[Tensor, "row group dim"], summary: Fields, at: Where) -> Float[Tensor, "row group unit"]:
-        # max(q low, q high) = relu(q) high - relu(-q) low: two products instead of an elementwise maximum
-        q = q.float()
-        high, low = summary["high"].float(), summary["low"].float()
-        return torch.matmul(q.relu(), high.transpose(1, 2)) - torch.matmul((-q).relu(), low.transpose(1, 2))
+        low, high = page_bounds(k, valid, self.page)
+        return {"low": low[:, 0], "high": high[:, 0]}
 
     def select(
         self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"], at: Where
     ) -> Int[Tensor, "row chosen"] | None:
         if at.layer < self.dense_layers:
             return None
-        score = self.score(q, summary, at)
-        return best(score.amax(1) if self.reduce == "max" else score.mean(1), alive, at)
+        return best(page_scores(q, summary["low"], summary["high"], alive, reduce=self.reduce), alive, at)

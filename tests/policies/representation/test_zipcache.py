@@ -6,6 +6,7 @@ from kvengine.errors import PolicyError
 from kvengine.policies.representation.zipcache import ZipCache
 from kvengine.saliency import Saliency
 
+
 def pages(count: int = 3, tokens: int = 128, dim: int = 24, dim_v: int = 16) -> tuple[torch.Tensor, ...]:
     g = torch.Generator().manual_seed(1)
     k = torch.randn(count, tokens, dim, generator=g) * torch.linspace(0.1, 20, dim) + torch.linspace(-3, 3, dim)
@@ -156,7 +157,10 @@ def test_tokens_at_once_are_as_one_by_one() -> None:
 
 def test_old_blocks_are_never_quantised_again() -> None:
     tokens = draw(200)
-    early, late = run("zipcache(block=32)", Tokens(*tokens.part(0, 100)), 80).lane, run("zipcache(block=32)", tokens, 80).lane
+    early, late = (
+        run("zipcache(block=32)", Tokens(*tokens.part(0, 100)), 80).lane,
+        run("zipcache(block=32)", tokens, 80).lane,
+    )
     a, b = early.pages.decoded(), late.pages.decoded(slice(0, early.pages.columns))  # type: ignore[union-attr]
     assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
     assert late.pages.columns > early.pages.columns  # type: ignore[union-attr]
