@@ -495,8 +495,8 @@ class Lane:
         return merge_states([*parts, State(torch.zeros_like(some.out), lse)])
 
     def attend_pages(self, pages: Pages, q: Tensor, call: Call, mass: bool) -> State:
-        self.units = self.select(pages, q, call)
-        fields = pages.readable()
+        self.units, shift = self.select(pages, q, call), self.shift()
+        fields = pages.readable() if shift is None else None
         if fields is not None:
             return paged_attention(
                 q, fields, pages.table, pages.position, page=pages.page, scale=call.scale, units=self.units,
@@ -505,9 +505,7 @@ class Lane:
             )  # fmt: skip
         if self.units is None:
             k, v = pages.decoded()
-            position = pages.position
-            if (shift := self.shift()) is not None:
-                k = self.turned(k, shift[:, : k.shape[1]])
+            k, position = self.turned(k, None if shift is None else shift[:, : k.shape[1]]), pages.position
         else:
             k, v, position = pages.chosen(self.units)
         visible = None if pages.clean and self.units is None else (position >= 0)[:, None].expand(-1, q.shape[2], -1)

@@ -11,6 +11,7 @@ from kvengine.cache import LayerCache
 from kvengine.lane import Call, Session
 from kvengine.policies import catalogue
 from kvengine.rope import Rope
+from kvengine.rope import Rope
 from kvengine.stack import Stack
 
 SHAPE: dict[str, Any] = {
@@ -60,6 +61,8 @@ SMALL: dict[str, str] = {
     "pyramidkv": "pyramidkv(budget=24, window=6)",
     "adakv": "adakv(budget=24, window=6)",
     "keydiff": "keydiff(budget=24)",
+    "adakv": "adakv(budget=24, window=6)",
+    "expected_attention": "expected_attention(budget=24)",
     "expected_attention": "expected_attention(budget=24)",
     "uniform": "uniform",
     "duo": "duo(sinks=2, recent=10)",
@@ -89,6 +92,8 @@ WIDE: dict[str, str] = {
     "pyramidkv": "pyramidkv(budget=500)",
     "adakv": "adakv(budget=500)",
     "keydiff": "keydiff(budget=500)",
+    "adakv": "adakv(budget=500)",
+    "expected_attention": "expected_attention(budget=500)",
     "expected_attention": "expected_attention(budget=500)",
     "uniform": "uniform",
     "duo": "duo(sparsity=1.0, recent=500)",
