@@ -1,0 +1,142 @@
+"""From rows to cells: one line per task, length, mode and policy, with intervals and the difference to the ceiling."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+from kvengine.evals.records import Row
+from kvengine.evals.statistics import Interval, interval, paired
+
+MARGIN = 0.2
+"""A ceiling less than this above guessing cannot tell policies apart."""
+
+AVERAGED = ("held", "attended", "bytes_held", "read_per_token", "prompt_tokens", "new_tokens")
+MIDDLED = ("ttft", "tokens_per_s")
+
+Place = tuple[str, str, int, str]  # suite, task, length, mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellResult:
+    """A cell as tables show it. `flag`: why the cell must not be used to compare policies, if so."""
+
+    suite: str
+    task: str
+    length: int
+    mode: str
+    policy: str
+    role: str
+    stack: str
+    status: str
+    message: str = ""
+    metric: str = ""
+    score: Interval | None = None
+    delta: Interval | None = None
+    ceiling: float | None = None
+    nulls: int = 0
+    turns: tuple[float, ...] = ()
+    flag: str = ""
+    means: dict[str, float | None] = field(default_factory=dict)
+    provenance: str = ""
+
+    @property
+    def place(self) -> Place:
+        """Where the cell stands, whatever the policy."""
+        return self.suite, self.task, self.length, self.mode
+
+
+def cells(rows: Iterable[Row], floors: dict[str, float] | None = None) -> list[CellResult]:
+    """Cells in order of appearance. A mixed task makes one cell per kind of turn, named `task/kind`.
+
+    A row that was done again replaces the earlier one.
+    """
+    groups: dict[tuple[Any, ...], dict[tuple[Any, int], Row]] = defaultdict(dict)
+    for row in rows:
+        at = row["suite"], named(row), row["length"], row["mode"], row["stack"]
+        groups[at][row["sample"], row["turn"]] = row
+    done = {at: [row for row in group.values() if row["status"] == "ok"] for at, group in groups.items()}
+    ceilings = {at[:4]: found for at, found in done.items() if found and found[0]["role"] == "ceiling"}
+    made = [
+        _cell(at[1], list(group.values()), done[at], ceilings.get(at[:4]), floors or {}) for at, group in groups.items()
+    ]
+    return made
+
+
+def named(row: Row) -> str:
+    """The task, with the kind of turn where a task mixes several."""
+    return f"{row['task']}/{row['kind']}" if row.get("kind") else str(row["task"])
+
+
+def _cell(
+    task: str, group: list[Row], found: list[Row], ceiling: list[Row] | None, floors: dict[str, float]
+) -> CellResult:
+    one = group[0]
+    where = {name: one[name] for name in ("suite", "length", "mode", "policy", "role", "stack")}
+    if not found:
+        return CellResult(**where, task=task, status=one["status"], message=one.get("message", ""))
+    top = fmean(row["score"] for row in ceiling) if ceiling else None
+    return CellResult(
+        **where,
+        task=task,
+        status="ok",
+        metric=found[0]["metric"],
+        score=interval([row["score"] for row in found], [row["sample"] for row in found]),
+        delta=paired(by_sample(found), by_sample(ceiling)) if ceiling and ceiling is not found else None,
+        ceiling=top,
+        nulls=sum(row["null"] for row in found),
+        turns=per_turn(found),
+        flag=_flag(found, top, floors.get(one["task"], 0.0)),
+        means=averages(found),
+        provenance=found[0]["provenance"],
+    )
+
+
+def by_sample(rows: list[Row]) -> dict[tuple[str, int], float]:
+    """Score by sample and turn."""
+    return {(row["sample"], row["turn"]): row["score"] for row in rows}
+
+
+def per_turn(rows: list[Row]) -> tuple[float, ...]:
+    """Mean score of each turn, in order."""
+    turns: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        turns[row["turn"]].append(row["score"])
+    return tuple(fmean(turns[turn]) for turn in sorted(turns))
+
+
+def averages(rows: list[Row]) -> dict[str, float | None]:
+    """Means of what is counted, medians of what is timed, the maximum of peaks."""
+    found: dict[str, float | None] = {name: _over(fmean, rows, name) for name in AVERAGED}
+    found |= {name: _over(median, rows, name) for name in MIDDLED}
+    return found | {"peak_bytes": _over(max, rows, "peak_bytes")}
+
+
+def _over(how: Callable[[list[float]], float], rows: list[Row], name: str) -> float | None:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return float(how(values)) if values else None
+
+
+def _flag(found: list[Row], ceiling: float | None, floor: float) -> str:
+    if found[0]["metric"] == "nll":
+        return ""
+    if ceiling is None:
+        return "no ceiling"
+    return "not discriminative" if ceiling - floor < MARGIN else ""
+
+
+def overall(found: list[CellResult], usable_only: bool = False) -> dict[tuple[str, int, str, str], float]:
+    """Unweighted mean of the tasks' scores by (policy, length, mode, stack), over tasks that every policy has."""
+    scored = [cell for cell in found if cell.score and cell.metric != "nll" and not (usable_only and cell.flag)]
+    stacks = {cell.stack for cell in scored}
+    having: dict[Place, set[str]] = defaultdict(set)
+    for cell in scored:
+        having[cell.place].add(cell.stack)
+    groups: dict[tuple[str, int, str, str], list[float]] = defaultdict(list)
+    for cell in scored:
+        if having[cell.place] == stacks and cell.score:
+            groups[cell.policy, cell.length, cell.mode, cell.stack].append(cell.score.mean)
+    return {at: fmean(values) for at, values in groups.items()}

@@ -1,0 +1,122 @@
+"""`kvengine eval …`: run a suite, report a run, compare two."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvengine.errors import KVEngineError
+from kvengine.evals import compare, drive, report
+from kvengine.evals.config import RunConfig, build
+
+app = typer.Typer(help="Measure quality, memory and speed of policies on the same data.", no_args_is_help=True)
+console = Console()
+
+Model = Annotated[str | None, typer.Option(help="folder, hub id, or 'bundled'")]
+Policies = Annotated[str | None, typer.Option(help='"full;snapkv(budget=0.25);quest(budget=1024)"')]
+Tasks = Annotated[str | None, typer.Option(help="comma-separated names, or 'all'")]
+Lengths = Annotated[str | None, typer.Option(help="tokens, comma-separated; prompt and generated together")]
+Samples = Annotated[int | None, typer.Option(help="samples per cell")]
+Limit = Annotated[int | None, typer.Option(help="do only the first so many samples of each cell now")]
+Modes = Annotated[
+    str | None, typer.Option("--mode", help="multi-turn (question in the prompt), multi-request (asked after), or both")
+]
+Seed = Annotated[int | None, typer.Option(help="seed of the data")]
+Out = Annotated[Path | None, typer.Option(help="run folder; one that exists is resumed")]
+Config = Annotated[Path | None, typer.Option(help="YAML file with any of these settings")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda")]
+Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16")]
+Chat = Annotated[str | None, typer.Option(help="chat template: auto, on, off")]
+Ceiling = Annotated[bool | None, typer.Option("--ceiling/--no-ceiling", help="add the full cache")]
+Oracle = Annotated[bool | None, typer.Option("--oracle/--no-oracle", help="add exact top-k at each budget")]
+Golden = Annotated[bool | None, typer.Option("--golden/--own-answers", help="history of multi-turn sessions")]
+Retry = Annotated[bool | None, typer.Option("--retry/--no-retry", help="do refused cells again")]
+Data = Annotated[list[str] | None, typer.Option(help="NAME=PATH of local data (essays, squad, hotpotqa, …)")]
+FailUnder = Annotated[list[str] | None, typer.Option(help="TASK=SCORE or POLICY:TASK=SCORE in percent; exit 1 below")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print the matrix and stop")]
+
+
+SUITES = {
+    "ruler": "RULER: needles, variable tracking, counting, question answering.",
+    "scbench": "SCBench: several questions about one context, one after the other or each on its own.",
+    "niah": "One needle at every depth and length: the heat map.",
+    "ppl": "Perplexity of a continuation after the prompt was compressed.",
+    "longbench": "LongBench v1 from local files (--data longbench=FOLDER).",
+}
+
+
+def suite_command(suite: str, about: str) -> None:
+    """Add `kvengine eval SUITE`."""
+
+    @app.command(suite, help=about)
+    def command(
+        model: Model = None,
+        policies: Policies = None,
+        tasks: Tasks = None,
+        lengths: Lengths = None,
+        samples: Samples = None,
+        limit: Limit = None,
+        mode: Modes = None,
+        seed: Seed = None,
+        out: Out = None,
+        config: Config = None,
+        device: Device = None,
+        dtype: Dtype = None,
+        chat: Chat = None,
+        ceiling: Ceiling = None,
+        oracle: Oracle = None,
+        golden: Golden = None,
+        retry: Retry = None,
+        data: Data = None,
+        fail_under: FailUnder = None,
+        dry_run: DryRun = False,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("config", "dry_run")}
+        perform(suite, config, dry_run, given)
+
+
+def perform(suite: str, config: Path | None, dry_run: bool, given: dict[str, Any]) -> None:
+    """Run or preview a suite with the settings given, and leave with its exit code."""
+    mode = given.pop("mode")
+    given["modes"] = "multi-turn,multi-request" if mode == "both" else mode
+    with readable_errors():
+        settings: RunConfig = build(suite, config, given)
+        code = drive.preview(settings, console) if dry_run else drive.run(settings, console)
+    raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def readable_errors() -> Iterator[None]:
+    """An error of ours is one line and exit code 2, not a traceback."""
+    try:
+        yield
+    except KVEngineError as error:
+        console.print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+for _suite, _about in SUITES.items():
+    suite_command(_suite, _about)
+
+
+@app.command("report")
+def report_command(folders: Annotated[list[Path], typer.Argument(help="run folders")]) -> None:
+    """Write report.md, report.html, cells.csv and pictures of finished or running runs."""
+    with readable_errors():
+        for folder in folders:
+            report.write(folder)
+            console.print(f"{folder / 'report.html'}", highlight=False)
+
+
+@app.command("compare")
+def compare_command(
+    a: Annotated[Path, typer.Argument(help="run folder")], b: Annotated[Path, typer.Argument(help="run folder")]
+) -> None:
+    """Difference B - A, cell by cell, on identical samples."""
+    with readable_errors():
+        console.print(compare.text(a, b), highlight=False, soft_wrap=True)

@@ -1,0 +1,123 @@
+"""What a run does. Defaults, then a YAML file, then the command line; unknown keys are errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvengine.errors import EvaluationError, unknown
+from kvengine.evals.policies import split
+from kvengine.evals.protocol import MODES
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One evaluation run. Lengths count tokens, prompt and generated together."""
+
+    suite: str
+    out: Path
+    model: str = "bundled"
+    policies: tuple[str, ...] = ("full",)
+    tasks: str = "all"
+    lengths: tuple[int, ...] = (4096,)
+    samples: int = 20
+    modes: tuple[str, ...] = ("multi-turn",)
+    seed: int = 42
+    limit: int | None = None  # stop each cell after so many samples; the data are those of `samples`
+    device: str = "auto"
+    dtype: str = "auto"
+    chat: str = "auto"  # "auto": if the tokenizer has a template; "on"; "off"
+    ceiling: bool = True
+    oracle: bool = True
+    golden: bool = True  # SCBench history: golden answers, or the model's own
+    retry: bool = False  # do refused and out-of-memory cells again
+    data: Mapping[str, Path] = field(default_factory=dict)
+    fail_under: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for mode in self.modes:
+            if mode not in MODES:
+                raise EvaluationError(unknown("mode", mode, MODES))
+        if self.chat not in ("auto", "on", "off"):
+            raise EvaluationError(f"chat is {self.chat!r}, expected auto, on or off")
+        if self.samples < 1 or not self.lengths or min(self.lengths) < 1:
+            raise EvaluationError(f"samples={self.samples}, lengths={self.lengths}: both must be positive")
+        for name, path in self.data.items():
+            if not path.exists():
+                raise EvaluationError(f"data {name}={path}: there is no such file or folder")
+
+    @property
+    def samples_per_cell(self) -> int:
+        """How many samples of each cell this call does."""
+        return self.samples if self.limit is None else min(self.samples, self.limit)
+
+
+def build(suite: str, file: Path | None, given: Mapping[str, Any]) -> RunConfig:
+    """A configuration from a YAML file and from what was given on the command line (None: not given)."""
+    merged: dict[str, Any] = {**_load(file), **{name: value for name, value in given.items() if value is not None}}
+    known = [one.name for one in fields(RunConfig)]
+    for name in merged:
+        if name not in known:
+            raise EvaluationError(unknown("setting", name, known))
+    if "out" not in merged:
+        raise EvaluationError("no output folder: give --out")
+    return RunConfig(**{"suite": suite, **{name: _typed(name, value) for name, value in merged.items()}})
+
+
+def _load(file: Path | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise EvaluationError(f"cannot read {file}: {error}") from error
+    if not isinstance(found, dict):
+        raise EvaluationError(f"{file} must hold settings by name, not a {type(found).__name__}")
+    return {str(name).replace("-", "_"): value for name, value in found.items()}
+
+
+def _typed(name: str, value: Any) -> Any:
+    match name:
+        case "out":
+            return Path(value)
+        case "policies" | "modes":
+            return tuple(split(value)) if isinstance(value, str) else tuple(value)
+        case "tasks":
+            return value if isinstance(value, str) else ",".join(value)
+        case "lengths":
+            return tuple(_integers(value))
+        case "data":
+            return {key: Path(path) for key, path in pairs(value).items()}
+        case "fail_under":
+            return {key: _float(number) for key, number in pairs(value).items()}
+    return value
+
+
+def pairs(value: Any) -> dict[str, Any]:
+    """`["a=1", "b=2"]` or a mapping, as a mapping."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    found = [item.partition("=") for item in value]
+    for name, equals, _ in found:
+        if not equals:
+            raise EvaluationError(f"expected NAME=VALUE, got {name!r}")
+    return {name: text for name, _, text in found}
+
+
+def _integers(value: Any) -> list[int]:
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    try:
+        return [int(part) for part in parts]
+    except (TypeError, ValueError) as error:
+        raise EvaluationError(f"lengths are whole numbers of tokens, got {value!r}") from error
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except ValueError as error:
+        raise EvaluationError(f"expected a number, got {value!r}") from error

@@ -1,0 +1,84 @@
+"""From a configuration to a finished run folder: load, resume, run, report, judge."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markdown import Markdown
+from transformers.utils import logging
+
+from kvengine.evals import loading, manifest, report, tables
+from kvengine.evals.aggregate import CellResult
+from kvengine.evals.config import RunConfig
+from kvengine.evals.policies import arms
+from kvengine.evals.progress import Bar
+from kvengine.evals.records import Journal
+from kvengine.evals.runner import Run
+from kvengine.evals.tasks import choose
+
+
+def prepare(config: RunConfig) -> Run:
+    """Load the model and open the journal. Policies and tasks are checked first: loading may take minutes."""
+    choose(config.suite, config.tasks)
+    arms(list(config.policies), ceiling=config.ceiling, oracle=config.oracle)
+    logging.disable_progress_bar()  # ours is enough
+    model, tokenizer = loading.load(config.model, device=config.device, dtype=config.dtype)
+    return Run(config, model, tokenizer, Journal.open(config.out / "rows.jsonl"))
+
+
+def run(config: RunConfig, console: Console) -> int:
+    """Run to the end and report. Exit code 0, or 1 if a score is below `fail_under`."""
+    task = prepare(config)
+    manifest.write(config.out / "manifest.json", task)
+    with Bar(config.samples_per_cell * len(task.cells()), console) as bar:
+        task.execute(bar)
+    manifest.write(config.out / "manifest.json", task)
+    found = report.write(config.out)
+    console.print(Markdown(summary(found)))
+    console.print(f"rows, tables and report: {config.out}", highlight=False)
+    failures = below(found, config)
+    for line in failures:
+        console.print(f"[red]below the bar[/red]: {line}", highlight=False)
+    return int(bool(failures))
+
+
+def preview(config: RunConfig, console: Console) -> int:
+    """Print the matrix with prompt tokens, and what is done already."""
+    task = prepare(config)
+    rows = []
+    for cell in task.cells():
+        samples, key = task.samples(cell), task.key(cell)
+        tokens = [task.prompter.measure(sample) for sample in samples]
+        done = sum((key, sample.id) in task.journal.done for sample in samples)
+        state = f"refused: {cell.arm.refused}" if cell.arm.refused else f"{done}/{len(samples)} done"
+        rows.append(
+            [cell.task.name, str(cell.length), cell.mode, cell.arm.policy, f"{min(tokens)}–{max(tokens)}", state]
+        )
+    console.print(Markdown(tables.table(["task", "length", "mode", "policy", "prompt tokens", "state"], rows)))
+    return 0
+
+
+def summary(found: list[CellResult]) -> str:
+    """Scores and costs, for the terminal."""
+    parts = []
+    for suite, length, mode in tables.unique((cell.suite, cell.length, cell.mode) for cell in found):
+        chosen = [cell for cell in found if (cell.suite, cell.length, cell.mode) == (suite, length, mode)]
+        parts += [f"## {suite}, {length} tokens, {mode}\n", tables.brief(chosen), tables.notes(chosen)]
+    return "\n".join(parts)
+
+
+def below(found: list[CellResult], config: RunConfig) -> list[str]:
+    """Cells under their bar. A bar is named TASK, or POLICY:TASK; a bar that matches nothing counts as missed."""
+    lines = []
+    for name, bar in config.fail_under.items():
+        policy, _, task = name.rpartition(":")
+        chosen = [cell for cell in found if cell.task == task and (not policy or cell.policy == policy)]
+        chosen = chosen if policy else [cell for cell in chosen if cell.role != "oracle"]
+        lines += [f"{name}: no such cell"] if not chosen else []
+        lines += [
+            f"{cell.policy} on {cell.task}: {tables.score_text(cell)} < {bar}" for cell in chosen if _under(cell, bar)
+        ]
+    return lines
+
+
+def _under(cell: CellResult, bar: float) -> bool:
+    return cell.score is None or 100 * cell.score.mean < bar

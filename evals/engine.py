@@ -1,0 +1,130 @@
+"""The one place of the evaluation that touches a model: a session reads tokens, branches, and says what it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a cache holds and reads. Tokens are means over layers, sequences and KV heads; bytes are totals."""
+
+    held: float
+    attended: float
+    bytes_held: int
+    read_per_token: int
+    tiers: dict[str, int] = field(default_factory=dict)
+
+
+class Session(Protocol):
+    """One conversation with its cache."""
+
+    def read(self, ids: list[int], *, every: bool = False) -> Tensor:
+        """Logits [token vocabulary] after the last token, or after each one with `every`."""
+
+    def follow_up(self) -> None:
+        """What was read so far was the prompt; what follows is not compressed as one."""
+
+    def branch(self) -> Session:
+        """A copy that can be thrown away: what it reads does not touch this session."""
+
+    def usage(self) -> Usage:
+        """What the cache holds now."""
+
+
+class Engine(Protocol):
+    """Opens sessions on a model under one policy."""
+
+    model: Any
+
+    def session(self) -> Session:
+        """A new, empty session."""
+
+
+@dataclass
+class CacheSession:
+    """A session on any cache that Hugging Face models take as `past_key_values`."""
+
+    model: Any
+    cache: Any
+
+    @torch.inference_mode()
+    def read(self, ids: list[int], *, every: bool = False) -> Tensor:
+        tokens = torch.tensor([ids], device=self.model.device)
+        out = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=0 if every else 1)
+        return out.logits[0].float()
+
+    def follow_up(self) -> None:
+        if hasattr(self.cache, "follow_up"):
+            self.cache.follow_up()
+
+    def branch(self) -> CacheSession:
+        return CacheSession(self.model, copy.deepcopy(self.cache))
+
+    def usage(self) -> Usage:
+        return stock_usage(self.cache) if not hasattr(self.cache, "stats") else engine_usage(self.cache.stats())
+
+
+def stock_usage(cache: Any) -> Usage:
+    """A stock cache holds everything and reads all of it for every token."""
+    size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    tokens = float(cache.get_seq_length())
+    return Usage(held=tokens, attended=tokens, bytes_held=size, read_per_token=size, tiers={"device": size})
+
+
+def engine_usage(stats: Any) -> Usage:
+    """From `EngineCache.stats()`."""
+    return Usage(
+        held=float(stats.held.float().mean()),
+        attended=float(stats.attended.float().mean()),
+        bytes_held=int(stats.bytes_held),
+        read_per_token=int(stats.read_per_token),
+        tiers={tier: int(sum(fields.values())) for tier, fields in stats.bytes.items()},
+    )
+
+
+@dataclass(frozen=True)
+class StockEngine:
+    """The model as it is, with transformers' own cache: the null of every comparison, and the runner's test double."""
+
+    model: Any
+
+    def session(self) -> Session:
+        from transformers import DynamicCache
+
+        return CacheSession(self.model, DynamicCache())
+
+
+@dataclass(frozen=True)
+class PolicyEngine:
+    """The model patched with a stack; sessions use `kvengine.EngineCache`."""
+
+    model: Any
+    stack: Any
+
+    def session(self) -> Session:
+        import kvengine
+
+        return CacheSession(self.model, kvengine.EngineCache(self.model, self.stack))
+
+
+@contextlib.contextmanager
+def opened(model: Any, policy: str) -> Iterator[Engine]:
+    """The model under a policy for the length of the block; "stock" leaves it alone.
+
+    Raises the errors of `kvengine.patch`: `UnknownPolicy`, `UnsupportedPolicy`, `ModelError`.
+    """
+    if policy == "stock":
+        yield StockEngine(model)
+        return
+    import kvengine
+
+    with kvengine.patched(model, policy):
+        yield PolicyEngine(model, kvengine.Stack.parse(policy))

@@ -1,0 +1,65 @@
+"""Models and tokenizers by name, and hashes that say which ones they were."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvengine.errors import EvaluationError
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(name: str, *, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any]:
+    """Model (in eval mode) and tokenizer of a folder, a hub id, or "bundled".
+
+    Raises `EvaluationError` if there is no such model or device.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = bundled() if name == "bundled" else name
+    if dtype not in DTYPES:
+        raise EvaluationError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise EvaluationError(f"cannot load {name!r}: {error}. Give a folder, a hub id or 'bundled'") from error
+    return model.to(pick_device(device)).eval(), tokenizer
+
+
+def bundled() -> Path:
+    """The folder of the model that comes with the package."""
+    from kvengine import evals
+
+    return Path(evals.bundled_model())
+
+
+def pick_device(name: str) -> str:
+    """ "auto" is a GPU if there is one."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise EvaluationError(f"device {name!r} asked for, but torch sees no GPU; use --device cpu")
+    return name
+
+
+def model_digest(model: Any) -> str:
+    """Hash of the configuration and of the first numbers of every weight."""
+    digest = hashlib.sha256(model.config.to_json_string().encode())
+    for name, weight in model.named_parameters():
+        start = weight.detach().flatten()[:64].float().cpu().numpy().tobytes()
+        digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode() + start)
+    return digest.hexdigest()[:16]
+
+
+def stop_ids(model: Any, tokenizer: Any, between: str) -> frozenset[int]:
+    """Tokens that end an answer: the model's, the tokenizer's, and the special token that ends a template's turn."""
+    stop: set[int] = set()
+    for ids in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
+        stop |= set(ids) if isinstance(ids, list) else {ids} - {None}
+    first = tokenizer(between, add_special_tokens=False).input_ids[:1]
+    return frozenset(stop | (set(first) & set(tokenizer.all_special_ids)))

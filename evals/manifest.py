@@ -1,0 +1,106 @@
+"""What a run ran on: versions, hashes, configuration. Written beside the rows; a run resumes only onto its own kind."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvengine.errors import EvaluationError
+
+PACKAGES = ("kvengine", "torch", "transformers", "tokenizers", "numpy", "triton", "wonderwords")
+FIXED = ("model", "tokenizer", "dtype")
+
+
+def write(path: Path, run: Any) -> dict[str, Any]:
+    """Write or extend the manifest of a run folder.
+
+    Raises `EvaluationError` if the folder holds results of another model, tokenizer or dtype.
+    """
+    now = describe(run)
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        _same(path, before, now)
+        now["started"] = before["started"]
+        now["resumed"] = [*before["resumed"], datetime.now(UTC).isoformat(timespec="seconds")]
+        now["data"] = {**before["data"], **now["data"]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(now, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+    return now
+
+
+def describe(run: Any) -> dict[str, Any]:
+    """Everything known before the first sample, and the hashes of the data drawn so far."""
+    model = run.model
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "resumed": [],
+        "model": run.base["model"],
+        "tokenizer": run.base["tokenizer"],
+        "dtype": str(model.dtype),
+        "model_name": run.config.model,
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "chat": run.prompter.chat,
+        "wrapper": asdict(run.prompter.wrapper),
+        "bos": int(run.prompter.bos is not None),
+        "attention": getattr(model.config, "_attn_implementation", None),
+        "device": device_name(model),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions(),
+        "commit": commit(),
+        "command": sys.argv[1:],
+        "config": asdict(run.config),
+        "data": run.data_hashes(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what matters."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The git commit of the working tree this package runs from, "+" if it has changes; None outside one."""
+    here = Path(__file__).resolve().parent
+    try:
+        name = _git(here, "rev-parse", "--short=12", "HEAD")
+        return name + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def device_name(model: Any) -> str:
+    """The GPU's name, or the processor's architecture."""
+    if model.device.type == "cuda":
+        return torch.cuda.get_device_name(model.device)
+    return f"cpu ({platform.machine()})"
+
+
+def _same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    for name in FIXED:
+        if before[name] != now[name]:
+            raise EvaluationError(
+                f"{path.parent} holds a run with {name} {before[name]}, this one has {now[name]}; choose another --out"
+            )

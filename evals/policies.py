@@ -1,0 +1,78 @@
+"""Which policies a run compares: those asked for, the full cache as ceiling, and an exact top-k of the same budget."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kvengine.errors import EvaluationError, UnsupportedPolicy
+
+STOCK = "stock"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One policy of a comparison. `spelled`: with every option written out; `refused`: why it cannot be built."""
+
+    policy: str
+    role: str  # "ceiling", "oracle" or "policy"
+    spelled: str
+    refused: str | None = None
+
+
+def split(text: str) -> list[str]:
+    """Split at commas and semicolons outside brackets and quotes.
+
+    >>> split("full; snapkv(budget=0.25, window=32)+kivi, quest(budget=1024)")
+    ['full', 'snapkv(budget=0.25, window=32)+kivi', 'quest(budget=1024)']
+    """
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        else:
+            depth += (letter in "([{") - (letter in ")]}")
+        if letter in ",;" and depth == 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
+
+
+def arms(policies: list[str], *, ceiling: bool = True, oracle: bool = True) -> list[Arm]:
+    """The policies, each once, with the ceiling first and one oracle per budget that occurs.
+
+    Raises `PolicyError` for a policy that does not exist; one that is understood but impossible is kept as refused.
+    """
+    if not policies:
+        raise EvaluationError('no policy given: try --policies "full;streaming(budget=512)"')
+    asked = [_arm(policy, "policy") for policy in policies]
+    first = [_arm("full", "ceiling")] if ceiling and not any(is_ceiling(arm) for arm in asked) else []
+    found = [*first, *(_arm(arm.policy, "ceiling") if is_ceiling(arm) else arm for arm in asked)]
+    if oracle:
+        found += [_arm(f"oracle_topk(budget={budget})", "oracle") for budget in budgets(asked)]
+    return list({arm.spelled: arm for arm in reversed(found)}.values())[::-1]
+
+
+def is_ceiling(arm: Arm) -> bool:
+    """Does this arm keep and read everything exactly?"""
+    return arm.policy in ("full", STOCK)
+
+
+def budgets(found: list[Arm]) -> list[str]:
+    """The budgets, as written, of all arms, each once."""
+    texts = [text for arm in found for text in re.findall(r"\bbudget=([0-9.]+)", arm.spelled)]
+    return list(dict.fromkeys(texts))
+
+
+def _arm(policy: str, role: str) -> Arm:
+    if policy == STOCK:
+        return Arm(policy, role, STOCK)
+    import kvengine
+
+    try:
+        return Arm(policy, role, kvengine.Stack.parse(policy).spelled())
+    except UnsupportedPolicy as error:
+        return Arm(policy, role, policy, str(error))

@@ -1,0 +1,122 @@
+"""From a sample's texts to token ids: the chat wrapper, the answer prefix after its header, one opening token.
+
+A prompt is `head + context + question + tail + prefix`; the turn that follows in the same conversation is
+`answer + between + question + tail + prefix`. Without a chat template head and tail are empty, `between` a blank line.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from kvengine.errors import EvaluationError
+from kvengine.evals.tasks import Sample, Turn
+
+MARKS = ("[SEPSEPSEP-1]", "[SEPSEPSEP-2]", "[SEPSEPSEP-3]")
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """The fixed texts around what is said."""
+
+    head: str = ""
+    between: str = "\n\n"
+    tail: str = ""
+
+
+def wrapper(tokenizer: Any) -> Wrapper:
+    """Cut the tokenizer's chat template at what the user and the assistant say.
+
+    Raises `EvaluationError` for a template that does not carry the messages through unchanged.
+    """
+    roles = zip(("user", "assistant", "user"), MARKS, strict=True)
+    text = _render(tokenizer, [{"role": role, "content": mark} for role, mark in roles])
+    first = _render(tokenizer, [{"role": "user", "content": MARKS[0]}])
+    pieces = [text.partition(mark) for mark in MARKS]
+    if not all(mark for _, mark, _ in pieces) or MARKS[0] not in first:
+        raise EvaluationError("the chat template drops or changes messages; run with the template off (--chat off)")
+    head, _, tail = first.partition(MARKS[0])
+    return Wrapper(head, pieces[1][2].partition(MARKS[2])[0], tail)
+
+
+def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+@dataclass(frozen=True)
+class Prompter:
+    """Builds token ids with one tokenizer. `chat`: wrap in the tokenizer's chat template."""
+
+    tokenizer: Any
+    chat: bool = False
+
+    @functools.cached_property
+    def wrapper(self) -> Wrapper:
+        """What is put around the texts."""
+        return wrapper(self.tokenizer) if self.chat else Wrapper()
+
+    @functools.cached_property
+    def bos(self) -> int | None:
+        """The beginning-of-sequence token, if this tokenizer starts its texts with one."""
+        bos = self.tokenizer.bos_token_id
+        if bos is None:
+            return None
+        starts = self.tokenizer("a").input_ids[:1] == [bos]
+        return bos if starts or self.wrapper.head.startswith(str(self.tokenizer.bos_token)) else None
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text in the middle of a conversation: nothing is added."""
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def first(self, text: str) -> list[int]:
+        """Token ids of a text at the start: exactly one beginning-of-sequence token, or none if the model has none."""
+        ids = self.ids(text)
+        if self.bos is None:
+            return ids
+        while ids[:1] == [self.bos]:
+            ids = ids[1:]
+        return [self.bos, *ids]
+
+    def context(self, sample: Sample) -> list[int]:
+        """The context alone, without any question."""
+        return self.first(self.wrapper.head + sample.context)
+
+    def asked(self, turn: Turn) -> list[int]:
+        """A question after the context, up to where the model speaks."""
+        return self.ids(turn.question + self.wrapper.tail + turn.prefix)
+
+    def whole(self, sample: Sample, turn: Turn) -> list[int]:
+        """Context and question in one text."""
+        return self.first(self.wrapper.head + sample.context + turn.question + self.wrapper.tail + turn.prefix)
+
+    def follow(self, answer: str, turn: Turn) -> list[int]:
+        """The given answer to the turn before, and the next question."""
+        return self.ids(answer + self.wrapper.between + turn.question + self.wrapper.tail + turn.prefix)
+
+    def measure(self, sample: Sample) -> int:
+        """Tokens of the first prompt."""
+        return len(self.whole(sample, sample.turns[0]))
+
+    def text(self, ids: list[int]) -> str:
+        """What was generated."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def digest(self) -> str:
+        """Hash of vocabulary, merges and wrapper: data fitted with another tokenizer are other data."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        text = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
+        return hashlib.sha256(f"{text}|{self.wrapper}|{self.bos}".encode()).hexdigest()[:16]
+
+
+def middle_cut(ids: list[int], limit: int) -> list[int]:
+    """Keep the first and the last half of `limit` tokens.
+
+    >>> middle_cut([1, 2, 3, 4, 5, 6], 4)
+    [1, 2, 5, 6]
+    """
+    if len(ids) <= limit:
+        return ids
+    head = limit // 2
+    return ids[:head] + ids[len(ids) - (limit - head) :]

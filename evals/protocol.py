@@ -1,0 +1,145 @@
+"""How a sample is asked: where the question stands relative to compression, and what stays in the cache between turns.
+
+Two modes, both as in SCBench; a task with one turn is the same thing with a list of one.
+
+* **multi-turn**, query-aware: context and first question are the prompt, so compression sees that question. Generated
+  tokens are thrown away; the golden answer and the next question are read on top of what was kept.
+* **multi-request**, query-agnostic: the context alone is the prompt. Every question is read and answered on a copy of
+  the context's cache, so all of them meet the same one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvengine.evals.engine import Session, Usage
+from kvengine.evals.prompt import Prompter, middle_cut
+from kvengine.evals.tasks import Sample, Turn
+
+MODES = {"multi-turn": "aware", "multi-request": "agnostic"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One turn's result. Seconds; `ttft` runs from the first unread token of this turn to the first new token."""
+
+    text: str
+    tokens: int
+    finish: str  # "stop", "length" or "forced"
+    prompt_tokens: int
+    truncated: bool
+    ttft: float
+    decode: float
+    usage: Usage
+    nll: float | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was read for a turn: tokens, whether the middle was cut out, and when it began."""
+
+    tokens: int
+    truncated: bool
+    start: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """`limit`: most tokens of the first prompt; longer ones lose their middle. `stop`: ids that end an answer."""
+
+    prompter: Prompter
+    mode: str
+    stop: frozenset[int]
+    limit: int | None = None
+    golden: bool = True  # the history holds the golden answers, not the model's own
+
+    def play(self, session: Session, sample: Sample) -> Iterator[Answer]:
+        """Ask every turn of the sample in an empty session."""
+        return self._turns(session, sample) if self.mode == "multi-turn" else self._requests(session, sample)
+
+    def _turns(self, session: Session, sample: Sample) -> Iterator[Answer]:
+        start = time.perf_counter()
+        whole = self.prompter.whole(sample, sample.turns[0])
+        ids, before = self._cut(whole), ""
+        for index, turn in enumerate(sample.turns):
+            if index:
+                start = time.perf_counter()
+                ids = self.prompter.follow(before, turn)
+            logits = session.read(ids)
+            session.follow_up()
+            asked = Asked(len(ids), not index and len(ids) < len(whole), start)
+            last = index == len(sample.turns) - 1
+            answer = self._answer(session if last else session.branch(), logits, turn, asked)
+            before = turn.answers[0] if self.golden else answer.text
+            yield answer
+
+    def _requests(self, session: Session, sample: Sample) -> Iterator[Answer]:
+        start = time.perf_counter()
+        whole = self.prompter.context(sample)
+        context = self._cut(whole)
+        session.read(context)
+        session.follow_up()
+        prefill = time.perf_counter() - start
+        for index, turn in enumerate(sample.turns):
+            branch = session if index == len(sample.turns) - 1 else session.branch()
+            start = time.perf_counter() - prefill  # each request is charged the context it needs
+            ids = self.prompter.asked(turn)
+            logits = branch.read(ids)
+            asked = Asked(len(context) + len(ids), len(context) < len(whole), start)
+            yield self._answer(branch, logits, turn, asked)
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        return ids if self.limit is None else middle_cut(ids, self.limit)
+
+    def _answer(self, session: Session, logits: Tensor, turn: Turn, asked: Asked) -> Answer:
+        if turn.forced:
+            return self._forced(session, logits, turn, asked)
+        new, ttft, decode = greedy(session, logits, self.stop, turn.max_new_tokens, asked.start)
+        return Answer(
+            text=self.prompter.text(new),
+            tokens=len(new),
+            finish="length" if len(new) == turn.max_new_tokens else "stop",
+            prompt_tokens=asked.tokens,
+            truncated=asked.truncated,
+            ttft=ttft,
+            decode=decode,
+            usage=session.usage(),
+        )
+
+    def _forced(self, session: Session, logits: Tensor, turn: Turn, asked: Asked) -> Answer:
+        ids = self.prompter.ids(turn.answers[0])[: turn.max_new_tokens]
+        ttft = time.perf_counter() - asked.start
+        start = time.perf_counter()
+        every = torch.cat([logits[-1:], session.read(ids[:-1], every=True)]) if len(ids) > 1 else logits[-1:]
+        nll = torch.nn.functional.cross_entropy(every, torch.tensor(ids, device=every.device))
+        return Answer(
+            text="",
+            tokens=len(ids),
+            finish="forced",
+            prompt_tokens=asked.tokens,
+            truncated=asked.truncated,
+            ttft=ttft,
+            decode=time.perf_counter() - start,
+            usage=session.usage(),
+            nll=float(nll),
+        )
+
+
+def greedy(
+    session: Session, logits: Tensor, stop: frozenset[int], most: int, began: float
+) -> tuple[list[int], float, float]:
+    """New tokens, seconds to the first one since `began`, seconds of decoding after it."""
+    token = int(logits[-1].argmax())
+    start = time.perf_counter()
+    new: list[int] = []
+    while token not in stop:
+        new.append(token)
+        if len(new) == most:
+            break
+        token = int(session.read([token])[-1].argmax())
+    return new, start - began, time.perf_counter() - start

@@ -1,0 +1,94 @@
+"""The journal of a run: one JSON line per turn, appended and flushed to disk sample by sample.
+
+All turns of a sample are one write. What a killed process leaves is therefore whole samples and at most one torn tail,
+which `Journal.open` cuts off; the sample is then done again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvengine.errors import EvaluationError
+
+Row = dict[str, Any]
+
+MEASURED = frozenset({"ttft", "decode", "tokens_per_s", "peak_bytes"})
+"""Fields that differ from run to run; all others are the same for the same configuration."""
+
+
+def key_of(configuration: dict[str, Any]) -> str:
+    """Hash of a cell's configuration.
+
+    >>> key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
+    True
+    """
+    text = json.dumps(configuration, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass
+class Journal:
+    """Rows of one run folder. `done` holds (cell key, sample id) of every whole sample; None: the whole cell."""
+
+    path: Path
+    rows: list[Row] = field(default_factory=list)
+    done: set[tuple[str, str | None]] = field(default_factory=set)
+
+    @classmethod
+    def open(cls, path: Path) -> Journal:
+        """Read what is there and cut off a torn tail. Raises `EvaluationError` if an earlier line is damaged."""
+        journal = cls(path)
+        if path.exists():
+            whole, size = read_rows(path)
+            if size < path.stat().st_size:
+                os.truncate(path, size)
+            journal._remember(whole)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return journal
+
+    def append(self, rows: list[Row]) -> None:
+        """Write the rows of one sample (or of a refused cell) and wait until they are on the disk."""
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        with self.path.open("ab") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self._remember(rows)
+
+    def _remember(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self.rows.append(row)
+            self.done.add((row["key"], row["sample"]))
+
+
+def read_rows(path: Path) -> tuple[list[Row], int]:
+    """Rows of whole samples, and the bytes they take. A torn or incomplete last sample is left out."""
+    rows: list[Row] = []
+    size = end = whole = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        row = _parse(line)
+        if row is None:
+            if end + len(line) < path.stat().st_size:
+                raise EvaluationError(f"{path} is damaged at byte {end}: not a torn last line. Choose another --out")
+            break
+        end += len(line)
+        rows.append(row)
+        if row["turn"] == row["turns"] - 1:
+            size, whole = end, len(rows)
+    return rows[:whole], size
+
+
+def _parse(line: bytes) -> Row | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

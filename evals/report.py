@@ -1,0 +1,37 @@
+"""What a run folder's rows say, written beside them: report.md, cells.csv, report.html, pictures, peers' formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvengine.errors import EvaluationError
+from kvengine.evals import tables
+from kvengine.evals.aggregate import CellResult, cells
+from kvengine.evals.records import Row, read_rows
+from kvengine.evals.tasks import catalogue
+
+
+def read(folder: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Rows and manifest of a run folder. Raises `EvaluationError` if it is not one."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        rows, _ = read_rows(folder / "rows.jsonl")
+    except FileNotFoundError as error:
+        raise EvaluationError(f"{folder} is no run folder: {error.filename} is missing") from error
+    return rows, manifest
+
+
+def floors() -> dict[str, float]:
+    """What guessing earns, by task."""
+    return {name: task.floor for name, task in catalogue().items()}
+
+
+def write(folder: Path) -> list[CellResult]:
+    """Write every report of a run folder."""
+    rows, manifest = read(folder)
+    found = cells(rows, floors())
+    (folder / "report.md").write_text(tables.markdown(found, manifest), encoding="utf-8")
+    (folder / "cells.csv").write_text(tables.long_csv(found), encoding="utf-8")
+    return found

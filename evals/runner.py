@@ -1,0 +1,243 @@
+"""One run: every task at every length under every policy, each sample measured once and written down at once.
+
+A **cell** is one task, length, mode and policy. A cell that a policy refuses, or that runs out of memory, is recorded
+with its reason and the rest goes on. Whatever the journal holds already is not done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from kvengine.errors import UnsupportedPolicy
+from kvengine.evals import memory
+from kvengine.evals.config import RunConfig
+from kvengine.evals.engine import Engine, opened
+from kvengine.evals.loading import model_digest, stop_ids
+from kvengine.evals.policies import Arm, arms
+from kvengine.evals.prompt import Prompter
+from kvengine.evals.protocol import MODES, Answer
+from kvengine.evals.protocol import Protocol as Asking
+from kvengine.evals.records import Journal, Row, key_of
+from kvengine.evals.tasks import Plan, Sample, Task, Turn, choose
+from kvengine.evals.tasks._fit import TooShort
+
+GIVEN_UP: dict[type[BaseException], str] = {
+    UnsupportedPolicy: "refused",
+    TooShort: "too short",
+    torch.OutOfMemoryError: "out of memory",
+    MemoryError: "out of memory",
+}
+"""What ends a cell but not the run, and what the cell is then called."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One square of the matrix."""
+
+    task: Task
+    length: int
+    mode: str
+    arm: Arm
+
+    def __str__(self) -> str:
+        return f"{self.task.name} {self.length} {self.mode} {self.arm.policy}"
+
+
+class Observer(Protocol):
+    """Told what happens; shows progress."""
+
+    def cell(self, cell: Cell, samples: int, done: int) -> None: ...
+    def sample(self, cell: Cell, rows: list[Row]) -> None: ...
+    def refused(self, cell: Cell, row: Row) -> None: ...
+
+
+@dataclass
+class Run:
+    """A configuration with its model, tokenizer and journal.
+
+    `opener(model, policy)` opens an engine; tests put their own here.
+    """
+
+    config: RunConfig
+    model: Any
+    tokenizer: Any
+    journal: Journal
+    opener: Callable[[Any, str], Any] = opened
+    _drawn: dict[tuple[str, int], list[Sample]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        chat = {"on": True, "off": False}.get(self.config.chat, bool(getattr(self.tokenizer, "chat_template", None)))
+        self.prompter = Prompter(self.tokenizer, chat)
+        self.stop = stop_ids(self.model, self.tokenizer, self.prompter.wrapper.between)
+        self.base = {
+            "model": model_digest(self.model),
+            "tokenizer": self.prompter.digest(),
+            "dtype": str(self.model.dtype),
+            "seed": self.config.seed,
+            "golden": self.config.golden,
+            "data": {name: str(path) for name, path in sorted(self.config.data.items())},
+        }
+
+    def cells(self) -> list[Cell]:
+        """The matrix, ceilings first."""
+        tasks = choose(self.config.suite, self.config.tasks)
+        policies = arms(list(self.config.policies), ceiling=self.config.ceiling, oracle=self.config.oracle)
+        return [
+            Cell(task, length, mode, arm)
+            for task in tasks
+            for length in self.config.lengths
+            for mode in self.config.modes
+            for arm in policies
+        ]
+
+    def key(self, cell: Cell) -> str:
+        """What identifies the cell's results."""
+        where = {"suite": cell.task.suite, "length": cell.length, "mode": cell.mode, "stack": cell.arm.spelled}
+        return key_of({**self.base, **cell.task.recipe(), **where})
+
+    def samples(self, cell: Cell) -> list[Sample]:
+        """The cell's samples; drawn once for all policies."""
+        at = cell.task.name, cell.length
+        if at not in self._drawn:
+            plan = Plan(
+                length=cell.length,
+                count=self.config.samples,
+                seed=self.config.seed,
+                measure=self.prompter.measure,
+                data=self.config.data,
+            )
+            self._drawn[at] = list(cell.task.samples(plan))
+        return self._drawn[at][: self.config.limit]
+
+    def data_hashes(self) -> dict[str, str]:
+        """One hash per task and length drawn so far."""
+        return {
+            f"{task}/{length}": key_of({"samples": [sample.digest() for sample in samples]})
+            for (task, length), samples in self._drawn.items()
+        }
+
+    def execute(self, observer: Observer) -> None:
+        """Do what the journal lacks."""
+        for cell in self.cells():
+            self._cell(cell, observer)
+
+    def _cell(self, cell: Cell, observer: Observer) -> None:
+        key = self.key(cell)
+        try:
+            samples = self.samples(cell)
+        except TooShort as error:
+            self._give_up(cell, key, error, observer)
+            return
+        given_up = (key, None) in self.journal.done and not self.config.retry
+        missing = [sample for sample in samples if not given_up and (key, sample.id) not in self.journal.done]
+        observer.cell(cell, len(samples), len(samples) - len(missing))
+        if not missing:
+            return
+        try:
+            self._fill(cell, key, missing, observer)
+        except tuple(GIVEN_UP) as error:
+            self._give_up(cell, key, error, observer)
+
+    def _give_up(self, cell: Cell, key: str, error: BaseException, observer: Observer) -> None:
+        row = self._refusal(cell, key, error)
+        if (key, None) not in self.journal.done:
+            self.journal.append([row])
+        observer.refused(cell, row)
+
+    def _fill(self, cell: Cell, key: str, missing: list[Sample], observer: Observer) -> None:
+        if cell.arm.refused:
+            raise UnsupportedPolicy(cell.arm.refused)
+        with self.opener(self.model, cell.arm.policy) as engine:
+            for sample in missing:
+                rows = self._ask(cell, key, sample, engine)
+                self.journal.append(rows)
+                observer.sample(cell, rows)
+
+    def _ask(self, cell: Cell, key: str, sample: Sample, engine: Engine) -> list[Row]:
+        limit = cell.length - sum(turn.max_new_tokens for turn in sample.turns)
+        asking = Asking(
+            prompter=self.prompter,
+            mode=cell.mode,
+            stop=self.stop,
+            golden=self.config.golden,
+            limit=limit if sample.provenance == "user data" else None,
+        )
+        with memory.peak(self.model.device) as peak:
+            answers = list(asking.play(engine.session(), sample))
+        return [
+            {
+                **self._place(cell, key),
+                **about(sample, index),
+                **outcome(cell.task, sample.turns[index], answer),
+                "peak_bytes": peak.bytes,
+            }
+            for index, answer in enumerate(answers)
+        ]
+
+    def _place(self, cell: Cell, key: str) -> Row:
+        return {
+            "key": key,
+            "suite": cell.task.suite,
+            "task": cell.task.name,
+            "length": cell.length,
+            "mode": cell.mode,
+            "placement": MODES[cell.mode],
+            "policy": cell.arm.policy,
+            "role": cell.arm.role,
+            "stack": cell.arm.spelled,
+            "seed": self.config.seed,
+        }
+
+    def _refusal(self, cell: Cell, key: str, error: BaseException) -> Row:
+        status = next(name for kind, name in GIVEN_UP.items() if isinstance(error, kind))
+        where = {"sample": None, "turn": 0, "turns": 1}
+        return {**self._place(cell, key), **where, "status": status, "message": str(error)[:500]}
+
+
+def about(sample: Sample, index: int) -> Row:
+    """Which sample and turn a row is about."""
+    return {
+        "sample": sample.id,
+        "turn": index,
+        "turns": len(sample.turns),
+        "kind": sample.turns[index].kind,
+        "sample_hash": sample.digest(),
+        "provenance": sample.provenance,
+        "meta": {**sample.meta, **sample.turns[index].meta},
+    }
+
+
+def outcome(task: Task, turn: Turn, answer: Answer) -> Row:
+    """Scores and measurements of one answer."""
+    scores = {"nll": answer.nll} if answer.nll is not None else task.score(turn, answer.text)
+    metric = task.metric if task.metric in scores else next(iter(scores))
+    return {
+        "status": "ok",
+        "answers": [] if turn.forced else list(turn.answers),
+        "prediction": answer.text,
+        "null": not turn.forced and not answer.text.strip(),
+        "finish": answer.finish,
+        "truncated": answer.truncated,
+        "metric": metric,
+        "score": scores[metric],
+        "scores": scores,
+        "prompt_tokens": answer.prompt_tokens,
+        "new_tokens": answer.tokens,
+        "held": answer.usage.held,
+        "attended": answer.usage.attended,
+        "bytes_held": answer.usage.bytes_held,
+        "read_per_token": answer.usage.read_per_token,
+        "tiers": answer.usage.tiers,
+        "ttft": answer.ttft,
+        "decode": answer.decode,
+        "tokens_per_s": (answer.tokens - 1) / answer.decode if answer.tokens > 1 else None,
+    }
+
+
+def ok(rows: list[Row]) -> Iterator[Row]:
+    """Rows that hold a result."""
+    return (row for row in rows if row["status"] == "ok")

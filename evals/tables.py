@@ -1,0 +1,204 @@
+"""Markdown and CSV from cells."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvengine.evals.aggregate import AVERAGED, MIDDLED, CellResult, overall
+from kvengine.evals.statistics import Interval
+
+COLUMNS = (
+    *("suite", "task", "length", "mode", "policy", "role", "stack", "status", "metric", "n", "clusters"),
+    *("score", "low", "high", "ceiling", "delta", "delta_low", "delta_high", "nulls", "flag", "provenance"),
+    *AVERAGED,
+    *MIDDLED,
+    *("peak_bytes", "turns", "message"),
+)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def size(number: float | None) -> str:
+    """Bytes for people.
+
+    >>> size(1536), size(None)
+    ('1.5 KiB', '–')
+    """
+    if number is None:
+        return "–"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def figure(number: float | None, digits: int = 1) -> str:
+    """A number, or a dash."""
+    return "–" if number is None else f"{number:.{digits}f}"
+
+
+def score_text(cell: CellResult) -> str:
+    """`87.5 [80.1, 92.3]`, in percent; NLL as it is."""
+    if cell.score is None:
+        return cell.status
+    return span(cell.score, 1.0 if cell.metric == "nll" else 100.0)
+
+
+def span(value: Interval | None, times: float = 100.0) -> str:
+    """A mean and its interval."""
+    if value is None:
+        return "–"
+    digits = 3 if times == 1.0 else 1
+    low, mean, high = (f"{times * number:.{digits}f}" for number in (value.low, value.mean, value.high))
+    return f"{mean} [{low}, {high}]"
+
+
+def unique(values: Iterable[Any]) -> list[Any]:
+    """Values in order of first appearance."""
+    return list(dict.fromkeys(values))
+
+
+def markdown(found: list[CellResult], manifest: dict[str, Any]) -> str:
+    """The report of a run as text."""
+    parts = [f"# {manifest['model_name']}: evaluation\n", provenance(found, manifest)]
+    for suite, length, mode in unique((cell.suite, cell.length, cell.mode) for cell in found):
+        chosen = [cell for cell in found if (cell.suite, cell.length, cell.mode) == (suite, length, mode)]
+        parts += [
+            f"## {suite}, {length} tokens, {mode}\n",
+            scores(chosen),
+            differences(chosen),
+            costs(chosen),
+            notes(chosen),
+        ]
+    return "\n".join(part for part in parts if part)
+
+
+def provenance(found: list[CellResult], manifest: dict[str, Any]) -> str:
+    """What ran, in a sentence each."""
+    device = f"{manifest['device']}, {manifest['threads']} threads, {manifest['dtype']}"
+    lines = [
+        f"Model hash `{manifest['model']}`, {manifest['parameters']:,} parameters; {device}.",
+        f"Seed of the data: {manifest['config']['seed']}.",
+        "Scores are percent with 95 % intervals; bytes are means per sample; times are medians.",
+        "multi-turn: the question is part of the compressed prompt. multi-request: it is asked after compression.",
+    ]
+    return "\n".join(f"- {line}" for line in lines) + "\n"
+
+
+def scores(found: list[CellResult]) -> str:
+    """Policies down, tasks across."""
+    tasks = unique(cell.task for cell in found)
+    by = {(cell.policy, cell.task): cell for cell in found}
+    means = {at[0]: value for at, value in overall(found).items()}
+    rows = [
+        [f"`{policy}`", *(_marked(by.get((policy, task))) for task in tasks), figure(_percent(means.get(policy)))]
+        for policy in unique(cell.policy for cell in found)
+    ]
+    return "### Scores\n\n" + table(["policy", *tasks, "mean"], rows)
+
+
+def brief(found: list[CellResult]) -> str:
+    """One line per policy: mean score, then costs."""
+    means = {at[0]: value for at, value in overall(found).items()}
+    head = ["policy", "mean score", "attended", "bytes held", "read per token", "TTFT s", "tokens/s"]
+    rows = []
+    for policy in unique(cell.policy for cell in found if cell.score):
+        texts = cost_texts([cell for cell in found if cell.policy == policy and cell.score])
+        rows.append([f"`{policy}`", figure(_percent(means.get(policy))), *texts[1:6]])
+    return table(head, rows)
+
+
+def _marked(cell: CellResult | None) -> str:
+    return "–" if cell is None else score_text(cell) + (" †" if cell.flag == "not discriminative" else "")
+
+
+def _percent(value: float | None) -> float | None:
+    return None if value is None else 100 * value
+
+
+def differences(found: list[CellResult]) -> str:
+    """Paired differences to the ceiling."""
+    tasks = unique(cell.task for cell in found if cell.delta)
+    if not tasks:
+        return ""
+    by = {(cell.policy, cell.task): cell for cell in found if cell.delta}
+    rows = [
+        [f"`{policy}`", *(_delta(by.get((policy, task))) for task in tasks)] for policy in unique(at[0] for at in by)
+    ]
+    return "### Difference to the full cache, same samples\n\n" + table(["policy", *tasks], rows)
+
+
+def _delta(cell: CellResult | None) -> str:
+    return "–" if cell is None else span(cell.delta, 1.0 if cell.metric == "nll" else 100.0)
+
+
+def costs(found: list[CellResult]) -> str:
+    """Memory and time by policy, over the tasks."""
+    head = ["policy", "tokens held", "attended", "bytes held", "read per token", "TTFT s", "tokens/s", "peak memory"]
+    rows = []
+    for policy in unique(cell.policy for cell in found if cell.score):
+        mine = [cell for cell in found if cell.policy == policy and cell.score]
+        rows.append([f"`{policy}`", *cost_texts(mine)])
+    return "### Memory and speed\n\n" + table(head, rows)
+
+
+def cost_texts(mine: list[CellResult]) -> list[str]:
+    """One policy's costs over its cells."""
+    return [
+        figure(cost(mine, "held"), 0),
+        figure(cost(mine, "attended"), 0),
+        size(cost(mine, "bytes_held")),
+        size(cost(mine, "read_per_token")),
+        figure(cost(mine, "ttft"), 3),
+        figure(cost(mine, "tokens_per_s")),
+        size(cost(mine, "peak_bytes")),
+    ]
+
+
+def cost(mine: list[CellResult], name: str) -> float | None:
+    """Mean of one cost over cells."""
+    values = [value for cell in mine if (value := cell.means.get(name)) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def notes(found: list[CellResult]) -> str:
+    """Refusals, flags and substitutes, spelled out."""
+    lines = [f"- `{cell.policy}` on {cell.task}: {cell.status}: {cell.message}" for cell in found if not cell.score]
+    flagged = unique(cell.task for cell in found if cell.flag == "not discriminative")
+    if flagged:
+        lines.append(
+            f"- † {', '.join(flagged)}: even the full cache hardly beats guessing; says nothing about policies."
+        )
+    for source in unique(cell.provenance for cell in found if cell.provenance not in ("official", "")):
+        lines.append(f"- {source}: {', '.join(unique(cell.task for cell in found if cell.provenance == source))}")
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def long_csv(found: list[CellResult]) -> str:
+    """One line per cell, every figure."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat(cell) for cell in found)
+    return out.getvalue()
+
+
+def flat(cell: CellResult) -> dict[str, Any]:
+    """A cell as one line."""
+    names = [name for name in COLUMNS if name in CellResult.__dataclass_fields__ and name not in ("score", "delta")]
+    line = {name: getattr(cell, name) for name in names} | cell.means
+    line["turns"] = " ".join(f"{turn:.4f}" for turn in cell.turns)
+    if cell.score:
+        line |= {"score": cell.score.mean, "low": cell.score.low, "high": cell.score.high}
+        line |= {"n": cell.score.n, "clusters": cell.score.clusters}
+    if cell.delta:
+        line |= {"delta": cell.delta.mean, "delta_low": cell.delta.low, "delta_high": cell.delta.high}
+    return line

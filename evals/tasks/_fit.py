@@ -1,0 +1,28 @@
+"""How large a haystack may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvengine.errors import EvaluationError
+
+
+class TooShort(EvaluationError):
+    """The length leaves no room for the task."""
+
+
+def largest(fits: Callable[[int], bool], start: int, most: int = 10_000_000) -> int:
+    """The largest n ≥ start with `fits(n)`, for a `fits` that turns false once.
+
+    Doubles until something no longer fits, then halves the gap. Raises `TooShort` if not even `start` fits (the
+    official loops spin for ever there).
+    """
+    if not fits(start):
+        raise TooShort(f"the length is too small: not even {start} units of context fit; ask for a longer one")
+    good, bad = start, 2 * start + 1
+    while bad < most and fits(bad):
+        good, bad = bad, 2 * bad
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good

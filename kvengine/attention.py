@@ -1,0 +1,127 @@
+"""The attention function and the lazy mask that a patched model runs through."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvengine.errors import CacheError, ModelError
+from kvengine.hf_cache import EngineLayer
+from kvengine.lane import Call
+
+NAME = "kvengine"
+KNOWN = {"softcap", "s_aux"}  # extra arguments that the engine's own attention understands
+FOREIGN = ("position_bias", "indices", "block_indices", "sinks", "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+@dataclass(frozen=True)
+class Seam:
+    """What the hook tells the attention function: the layer of the cache in use, and what ran before the patch."""
+
+    layer: EngineLayer | None
+    previous: str
+
+
+class LazyMask:
+    """A mask not yet made: the arguments that would make it."""
+
+    def __init__(self, kwargs: dict[str, Any]) -> None:
+        self.kwargs = kwargs
+        self.made: dict[str, Any] = {}
+
+    def __getitem__(self, index: Any) -> LazyMask:
+        """The last queries only, as Gemma's shared layers ask: `mask[:, :, -n:, :]`."""
+        q = range(self.kwargs["q_length"])[index[2]]
+        return LazyMask({**self.kwargs, "q_offset": self.kwargs["q_offset"] + q.start, "q_length": len(q)})
+
+    def make(self, implementation: str) -> Any:
+        """The mask as that implementation wants it; made once for all layers of a pass."""
+        if implementation not in self.made:
+            functions = AttentionMaskInterface()
+            known = implementation in functions
+            self.made[implementation] = functions[implementation](**self.kwargs) if known else None
+        return self.made[implementation]
+
+    def valid(self, n: int) -> Bool[Tensor, "seq token"] | None:
+        """Which of the newest `n` tokens are tokens; None if all are, as far as is known without looking."""
+        padding = self.kwargs.get("attention_mask")
+        if padding is None:
+            return None
+        end = int(self.kwargs["q_offset"]) + int(self.kwargs["q_length"])
+        part: Tensor = padding[:, end - n : end].bool()
+        if n > 1 and bool(padding.all()):
+            return None
+        return part
+
+
+def engine_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    kvengine: Seam | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """Attention through the engine if an engine cache is in use, else as before the patch.
+
+    Shapes: query [seq, q_head, token, dim], key and value [seq, kv_head, token, dim] (the new tokens only, when a cache
+    is in use); the result is [seq, token, q_head, dim_v].
+    """
+    if kvengine is None:
+        raise ModelError(f"{type(module).__name__} does not pass its arguments on to the attention function")
+    layer = kvengine.layer or getattr(key, "_kv_layer", None)
+    stock = Stock(module, query, attention_mask, kvengine.previous, {"scaling": scaling, "dropout": dropout, **kwargs})
+    if layer is None:
+        return stock.run(key, value)
+    if kwargs.get("output_attentions"):
+        raise ModelError("output_attentions=True on a patched model: the engine never forms the attention matrix")
+    foreign = [name for name in FOREIGN if kwargs.get(name) is not None]
+    if foreign or not isinstance(attention_mask, LazyMask):
+        return special(layer, stock, key, foreign), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = kwargs.get("s_aux")
+    call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1))
+    valid = attention_mask.valid(query.shape[2])
+    return layer.attend(query, call, valid, stock).contiguous(), None
+
+
+def special(layer: EngineLayer, stock: Stock, key: Tensor, foreign: list[str]) -> Tensor:
+    """A ready-made mask, or arguments that only the model's own attention understands: on a whole cache, let it run."""
+    if layer.whole:
+        return layer.attend_all(stock)
+    what = f"the argument {foreign[0]!r}" if foreign else "a mask given as a tensor"
+    raise CacheError(f"{what} needs every token at its place, but '{layer.stack}' does not keep them all; use 'full'")
+
+
+class Stock:
+    """The model's own attention of these queries over given keys and values, with the model's own mask."""
+
+    def __init__(self, module: nn.Module, query: Tensor, mask: Any, previous: str, kwargs: dict[str, Any]) -> None:
+        self.module, self.query, self.mask, self.previous, self.kwargs = module, query, mask, previous, kwargs
+
+    def run(self, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
+        eager = getattr(sys.modules[type(self.module).__module__], "eager_attention_forward", None)
+        name = self.previous
+        if name == "sdpa" and self.kwargs.get("softcap") is not None and eager is not None:
+            name = "eager"  # some versions run sdpa here and drop the softcap
+        function = AttentionInterface().get_interface(name, eager)
+        mask = self.mask.make(name) if isinstance(self.mask, LazyMask) else self.mask
+        found: tuple[Tensor, Any] = function(self.module, self.query, key, value, mask, **self.kwargs)
+        return found
+
+    def __call__(self, key: Tensor, value: Tensor) -> Tensor:
+        if hasattr(self.module, "expand_kv"):  # multi-head latent attention: the cache holds latents
+            key, value = self.module.expand_kv(key, value)
+        return self.run(key, value)[0]
+
+
+engine_attention = torch.compiler.disable(engine_attention, recursive=True)  # type: ignore[assignment]

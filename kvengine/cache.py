@@ -1,0 +1,191 @@
+"""A layer's cache: its KV heads, split into lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvengine.errors import CacheError
+from kvengine.lane import Call, Lane, Session
+from kvengine.stack import Stack
+
+Stock = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A lane, and which KV heads it serves (None: all)."""
+
+    lane: Lane
+    index: Int[Tensor, "head"] | None
+
+    def pick(self, x: Float[Tensor, "seq head *rest"]) -> Float[Tensor, "row *rest"]:
+        return (x if self.index is None else x[:, self.index]).flatten(0, 1)
+
+
+class LayerCache:
+    """What one layer keeps of every sequence, and how a query reads it.
+
+    Row r of a lane is KV head `r % heads` of sequence `r // heads`, counted within the lane.
+    """
+
+    def __init__(self, stack: Stack, layer: int, layers: int, session: Session | None = None) -> None:
+        self.stack, self.layer, self.layers = stack, layer, layers
+        self.session = session or Session()
+        self.parts: list[Heads] = []
+        self.seen = 0
+        self.sequences = self.heads = 0
+
+    def open(self, k: Float[Tensor, "seq head token dim"], v: Float[Tensor, "seq head token dim_v"]) -> None:
+        self.sequences, self.heads = k.shape[:2]
+        groups = self.stack.routing.lanes(self.layer, self.layers, self.heads)
+        for number, (members, retention) in enumerate(groups):
+            index = None if len(members) == self.heads else torch.tensor(members, device=k.device)
+            some = [(x if index is None else x[:, index]).flatten(0, 1) for x in (k, v)]
+            choice = self.stack.retention if retention is None else retention
+            lane = Lane(self.stack, choice, self.layer, self.layers, number, self.session, *some)
+            self.parts.append(Heads(lane, index))
+
+    def forward(
+        self,
+        q: Float[Tensor, "seq q_head token dim"],
+        k: Float[Tensor, "seq head token dim"],
+        v: Float[Tensor, "seq head token dim_v"],
+        call: Call,
+        valid: Bool[Tensor, "seq token"] | None = None,
+        stock: Stock | None = None,
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
+        """Add tokens, and attend to what is held as their queries would.
+
+        Args:
+            q, k, v: the new tokens' queries, keys and values, rotated as the model wants them.
+            call: scale, softcap and sink logits ([head, group]).
+            valid: which of the new tokens are tokens, not padding; None if all are.
+            stock: the model's own attention of `q` over given keys and values [seq, head, held, dim], with its own
+                mask; used wherever everything seen is still there in order, so that a prompt costs and gives the same.
+        """
+        if not self.parts:
+            self.open(k, v)
+        elif (k.shape[0], k.shape[1]) != (self.sequences, self.heads):
+            raise CacheError(
+                f"this cache holds {self.sequences} sequences of {self.heads} KV heads, but the layer brought "
+                f"{k.shape[0]} of {k.shape[1]}; use one cache for one batch of one model"
+            )
+        n = k.shape[2]
+        prompt = self.prompt_tokens(n)
+        if not 0 < prompt < n:
+            return self.enter(q, k, v, call, valid, stock) if prompt else self.take(q, k, v, call, valid, stock)
+        cut = lambda a, b: (q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], call, None if valid is None else valid[:, a:b], None)  # noqa: E731
+        return torch.cat([self.enter(*cut(0, prompt)), self.take(*cut(prompt, n))], 1)
+
+    def prompt_tokens(self, n: int) -> int:
+        """How many of the next `n` tokens belong to a prompt."""
+        if self.session.prompt_end is not None and self.seen < self.session.prompt_end:
+            return min(n, self.session.prompt_end - self.seen)
+        if self.seen == 0:
+            return n
+        return 0 if n == 1 or self.session.following or self.session.recording else n
+
+    def ends_prompt(self) -> bool:
+        return self.session.prompt_end is None or self.seen >= self.session.prompt_end
+
+    def enter(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Tensor | None, stock: Stock | None
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
+        """Tokens of a prompt."""
+        first, out = self.seen == 0, None
+        if first and stock is not None and self.stack.prefill.exact:
+            out = stock(k, v)
+        self.seen += k.shape[2]
+        for part, grouped, rows in self.each(q, call):
+            part.lane.enter(part.pick(k), part.pick(v), None if valid is None else self.by_row(valid, part))
+            part.lane.observe(grouped, rows)
+        if out is None and stock is not None and self.whole and self.stack.prefill.exact:
+            out = stock(*self.contents())
+        if out is None:
+            out = self.gather(q, [part.lane.read(grouped, rows) for part, grouped, rows in self.each(q, call)])
+        if self.ends_prompt():
+            for part, grouped, rows in self.each(q, call):
+                part.lane.finish(grouped, rows)
+        return out
+
+    def store(self, k: Tensor, v: Tensor, valid: Bool[Tensor, "seq token"] | None) -> None:
+        """Tokens of a cache that keeps everything, whose queries are answered elsewhere."""
+        if not self.parts:
+            self.open(k, v)
+        self.seen += k.shape[2]
+        for part in self.parts:
+            part.lane.enter(part.pick(k), part.pick(v), None if valid is None else self.by_row(valid, part))
+
+    def take(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Tensor | None, stock: Stock | None
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
+        """Tokens taken as in decoding."""
+        self.seen += k.shape[2]
+        out = []
+        for part, grouped, rows in self.each(q, call):
+            mask = None if valid is None else self.by_row(valid, part)
+            out.append(part.lane.take(grouped, part.pick(k), part.pick(v), mask, rows))
+        return self.gather(q, out)
+
+    def each(self, q: Tensor, call: Call) -> list[tuple[Heads, Tensor, Call]]:
+        """Every lane with its queries [row, group, token, dim] and its call."""
+        grouped = q.unflatten(1, (self.heads, -1))
+        found = []
+        for part in self.parts:
+            sinks = call.sinks
+            if sinks is not None:
+                mine = sinks if part.index is None else sinks[part.index]
+                sinks = mine.repeat(self.sequences, 1)
+            found.append((part, part.pick(grouped), Call(call.scale, call.softcap, sinks)))
+        return found
+
+    def by_row(self, valid: Bool[Tensor, "seq token"], part: Heads) -> Bool[Tensor, "row token"]:
+        heads = self.heads if part.index is None else len(part.index)
+        return valid.repeat_interleave(heads, 0)
+
+    def gather(self, q: Tensor, outs: list[Tensor]) -> Float[Tensor, "seq token q_head dim_v"]:
+        """The lanes' outputs, heads back in their places."""
+        b, hq, n, _ = q.shape
+        if len(outs) == 1:
+            return outs[0].unflatten(0, (b, -1)).flatten(1, 2).transpose(1, 2)
+        whole = outs[0].new_empty(b, self.heads, hq // self.heads, n, outs[0].shape[-1])
+        for part, out in zip(self.parts, outs, strict=True):
+            whole[:, part.index] = out.unflatten(0, (b, -1))
+        return whole.flatten(1, 2).transpose(1, 2)
+
+    @property
+    def whole(self) -> bool:
+        """Whether one lane holds everything seen, in order."""
+        return len(self.parts) == 1 and self.parts[0].lane.whole
+
+    def contents(self) -> tuple[Float[Tensor, "seq head token dim"], Float[Tensor, "seq head token dim_v"]]:
+        """Keys and values of everything seen, in order; only while `whole`."""
+        k, v, _, _ = self.parts[0].lane.tail.held()
+        return k.unflatten(0, (self.sequences, -1)), v.unflatten(0, (self.sequences, -1))
+
+    def commit(self) -> None:
+        for part in self.parts:
+            part.lane.commit()
+
+    def rollback(self, n: int) -> None:
+        """Forget the last `n` tokens.
+
+        Raises:
+            CacheError: they were not recorded, and the policy has acted on them.
+        """
+        for part in self.parts:
+            part.lane.rollback(n)
+        self.seen -= n
+
+    def rows(self, sequences: Int[Tensor, "chosen"]) -> None:
+        """Become the given sequences, in that order."""
+        for part in self.parts:
+            heads = self.heads if part.index is None else len(part.index)
+            index = (sequences[:, None] * heads + torch.arange(heads, device=sequences.device)).flatten()
+            part.lane.rows(index)
+        self.sequences = len(sequences)

@@ -1,0 +1,226 @@
+"""Patching a Hugging Face model.
+
+The engine enters a model at three seams, and replaces none of its code:
+
+    cache       `generate` asks the model for a cache: it gets an `EngineCache`
+    mask        a registered mask function returns the mask's *rule* instead of a tensor (`LazyMask`)
+    attention   a registered attention function hands queries, keys and values to the layer of the cache in use
+
+A hook on each attention module tells the attention function which cache that is, call by call. So the model carries
+no state of a session, and any number of caches, of any stacks, may take turns on it. Without an engine cache (training,
+`use_cache=False`, a stock cache) the model runs as it did before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from kvengine.attention import NAME, LazyMask, Seam, engine_attention
+from kvengine.errors import ModelError, UnsupportedPolicy
+from kvengine.hf_cache import EngineCache, engine_layers
+from kvengine.stack import Stack
+
+STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
+
+
+class Patch:
+    """What was done to a model."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.hooks: list[Any] = []
+        self.implementations: list[tuple[Any, Any]] = []
+        self.methods: list[str] = []
+
+
+def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedModel:
+    """Give a model the engine's cache; `model.generate()` then works as always.
+
+    Args:
+        model: any decoder model of transformers that can switch its attention implementation.
+        policy: a policy string or a `Stack`. Patching a patched model only changes its policy.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: the model is not one that the engine can work with.
+        PolicyError: the policy is wrong, or this model cannot do it.
+    """
+    stack = Stack.of(policy)
+    check_model(model)
+    text = model.config.get_text_config(decoder=True)
+    check_stack(stack, text)
+    if hasattr(model, STATE):
+        getattr(model, STATE).stack = stack
+        return model
+    modules = attention_modules(model, text)
+    if not modules:
+        raise ModelError(f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it")
+    state = Patch(stack)
+    previous = text._attn_implementation
+    state.implementations = [(c, c._attn_implementation_internal) for c in configs(model)]
+    AttentionInterface.register(NAME, engine_attention)
+    AttentionMaskInterface.register(NAME, lazy_mask)
+    model.set_attn_implementation(NAME if text is model.config else text_only(model, text))
+    state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
+    for name, method in METHODS.items():
+        if hasattr(model, name):
+            setattr(model, name, MethodType(method, model))
+            state.methods.append(name)
+    setattr(model, STATE, state)
+    return model
+
+
+def unpatch(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `patch`, exactly. A model that is not patched stays as it is."""
+    state = model.__dict__.pop(STATE, None)
+    if state is None:
+        return model
+    for hook in state.hooks:
+        hook.remove()
+    for config, implementation in state.implementations:
+        config._attn_implementation_internal = implementation
+    for name in state.methods:
+        delattr(model, name)
+    return model
+
+
+@contextmanager
+def patched(model: PreTrainedModel, policy: str | Stack = "full") -> Iterator[PreTrainedModel]:
+    """`with patched(model, "quest(budget=1024)"): ...`: patched inside, as before outside."""
+    before = getattr(model, STATE).stack if hasattr(model, STATE) else None
+    try:
+        yield patch(model, policy)
+    finally:
+        if before is None:
+            unpatch(model)
+        else:
+            getattr(model, STATE).stack = before
+
+
+def check_model(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"expected a transformers PreTrainedModel, got {type(model).__name__}")
+    if model.config.is_encoder_decoder:
+        raise ModelError(f"{type(model).__name__} is an encoder-decoder model; the engine works on decoder-only models")
+    if not model._can_set_attn_implementation():
+        raise ModelError(
+            f"{type(model).__name__} cannot switch its attention implementation in this version of transformers, "
+            "so the engine cannot enter it"
+        )
+
+
+def check_stack(stack: Stack, text: Any) -> None:
+    """Refuse what this kind of model cannot do."""
+    if stack == Stack():
+        return
+    name = text.model_type
+    if not any(engine_layers(text)):
+        raise UnsupportedPolicy(
+            f"{name}: every layer has a sliding window or a recurrent state, and holds little already; there is nothing "
+            f"for '{stack}' to do. Use 'full'"
+        )
+    if getattr(text, "kv_lora_rank", None):
+        raise UnsupportedPolicy(
+            f"{name} caches latents that its heads share (MLA); '{stack}' judges keys of heads. Only 'full' works on it"
+        )
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise UnsupportedPolicy(
+            f"{name} lets layers read the keys and values of earlier ones; '{stack}' might drop what a later layer needs. "
+            "Only 'full' works on it"
+        )
+
+
+def attention_modules(model: nn.Module, text: Any) -> list[nn.Module]:
+    return [
+        m
+        for m in model.modules()
+        if "Attention" in type(m).__name__ and isinstance(getattr(m, "layer_idx", None), int) and m.config is text
+    ]
+
+
+def configs(model: PreTrainedModel) -> list[Any]:
+    """The model's configuration and those inside it."""
+    subs = [getattr(model.config, key, None) for key in model.config.sub_configs]
+    return [model.config, *(c for c in subs if c is not None)]
+
+
+def text_only(model: PreTrainedModel, text: Any) -> dict[str, str]:
+    return {key: NAME for key in model.config.sub_configs if getattr(model.config, key) is text}
+
+
+def lazy_mask(**kwargs: Any) -> LazyMask:
+    return LazyMask(kwargs)
+
+
+def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], previous: str) -> tuple[Any, dict[str, Any]]:
+    """Before an attention module runs: say which layer of which cache it is to use."""
+    cache = next((x for x in kwargs.values() if isinstance(x, EngineCache)), None)
+    layer = cache.layer_for(module) if cache is not None else None
+    kwargs["kvengine"] = Seam(layer, previous)
+    return args, kwargs
+
+
+# ---- what `generate` asks of a patched model --------------------------------------------------------------------------
+
+
+def prepare_cache(self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    """Stands in for `_prepare_cache_for_generation`."""
+    refuse(generation_config)
+    stock = type(self)._prepare_cache_for_generation
+    given = model_kwargs.get("past_key_values")
+    if generation_config.use_cache is False or (given is not None and not isinstance(given, EngineCache)):
+        stock(self, generation_config, model_kwargs, *args, **kwargs)
+        return
+    if given is None:
+        given = model_kwargs["past_key_values"] = EngineCache(self, getattr(self, STATE).stack)
+    else:
+        stock(self, generation_config, model_kwargs, *args, **kwargs)
+    given.announce(prompt_length(generation_config, model_kwargs))
+    if generation_config.is_assistant:
+        given.activate_past_recording()
+
+
+def refuse(generation_config: Any) -> None:
+    if generation_config.cache_implementation is not None:
+        raise ModelError(
+            f"cache_implementation={generation_config.cache_implementation!r} on a patched model: the engine brings its own "
+            "cache. Drop it, or call kvengine.unpatch(model)"
+        )
+    if getattr(generation_config, "output_attentions", False):
+        raise ModelError("output_attentions=True on a patched model: the engine never forms the attention matrix. Call kvengine.unpatch(model)")
+
+
+def prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
+    """Length of the whole sequence given to `generate`, what is cached already included."""
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None:
+        return int(mask.shape[-1])
+    known = getattr(generation_config, "_mask_length", None)
+    return None if known is None else int(known)
+
+
+def refuse_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    """Stands in for continuous batching."""
+    raise ModelError(
+        "continuous batching (generate_batch) keeps its own paged cache and has no place for another. Call "
+        "model.generate() with a padded batch, or kvengine.unpatch(model) first"
+    )
+
+
+METHODS = {
+    "_prepare_cache_for_generation": prepare_cache,
+    "generate_batch": refuse_batching,
+    "init_continuous_batching": refuse_batching,
+    "continuous_batching_context_manager": refuse_batching,
+}
+
+__all__ = ["patch", "patched", "unpatch"]

@@ -1,0 +1,199 @@
+"""The engine as a transformers cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from kvengine.cache import LayerCache, Stock
+from kvengine.errors import CacheError, ModelError
+from kvengine.lane import Call, Session
+from kvengine.stack import Stack
+from kvengine.stats import Stats, measure
+
+
+class EngineLayer(CacheLayerMixin):
+    """One layer: `update` takes the new keys and values, and the attention that follows puts them in their place."""
+
+    is_croppable, is_sliding, is_compileable = True, False, False
+
+    def __init__(self, stack: Stack, layer: int, layers: int, session: Session) -> None:
+        super().__init__()
+        self.make = lambda: LayerCache(stack, layer, layers, session)
+        self.stack, self.session = stack, session
+        self.incoming: tuple[Tensor, Tensor] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        self.cache, self.incoming, self.is_initialized = self.make(), None, False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.incoming is not None:
+            raise ModelError("an engine cache was given to a model that is not patched; call kvengine.patch(model) first")
+        self.incoming, self.is_initialized = (key_states, value_states), True
+        key_states._kv_layer = self  # type: ignore[attr-defined]
+        return key_states, value_states
+
+    def attend(
+        self,
+        query: Float[Tensor, "seq q_head token dim"],
+        call: Call,
+        valid: Bool[Tensor, "seq token"] | None,
+        stock: Stock,
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
+        """Put the incoming tokens in their place, and answer their queries."""
+        if self.incoming is None or hasattr(stock.module, "expand_kv"):  # type: ignore[attr-defined]
+            return self.attend_all(stock, valid)
+        (k, v), self.incoming = self.incoming, None
+        return self.cache.forward(query, k, v, call, valid, stock)
+
+    def attend_all(self, stock: Stock, valid: Tensor | None = None) -> Float[Tensor, "seq token q_head dim_v"]:
+        """Let the model's own attention run over everything seen."""
+        if self.incoming is not None:
+            (k, v), self.incoming = self.incoming, None
+            self.cache.store(k, v, valid)
+        return stock(*self.cache.contents())
+
+    def kv_heads(self, key: Tensor) -> int:
+        return int(self.incoming[0].shape[1] if self.incoming is not None else key.shape[1])
+
+    @property
+    def whole(self) -> bool:
+        return not self.cache.parts or self.cache.whole
+
+    def get_seq_length(self) -> int:
+        return self.cache.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def activate_past_recording(self) -> None:
+        self.session.recording = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` tokens; the rest becomes history. (Positive: keep that many.)"""
+        drop = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.cache.seen - tokens_to_remove)
+        self.cache.rollback(drop)
+        self.cache.commit()
+
+    def offload(self) -> None: ...
+
+    def prefetch(self) -> None: ...
+
+    def reorder_cache(self, beam_idx: Int[Tensor, "chosen"]) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.cache.parts:
+            self.batch_select_indices(torch.arange(self.cache.sequences).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Int[Tensor, "chosen"]) -> None:
+        if self.cache.parts:
+            device = self.cache.parts[0].lane.first.device
+            chosen = indices.to(device)
+            self.cache.rows(chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen)
+
+
+class EngineCache(Cache):
+    """A cache under a policy, to pass as `past_key_values`.
+
+    Layers that hold little by themselves (sliding windows, recurrent states) stay transformers' own.
+
+        cache = EngineCache(model, "snapkv(budget=1024)")
+        model.generate(ids, past_key_values=cache)          # the prompt is judged at its end
+        model.generate(longer_ids, past_key_values=cache)   # the next turn of the same conversation
+
+    Args:
+        model: a patched model.
+        stack: a policy string or a `Stack`; by default the one that the model was patched with.
+
+    Raises:
+        ModelError: the model is not patched.
+        PolicyError: the policy is wrong, or this model cannot do it.
+    """
+
+    def __init__(self, model: PreTrainedModel, stack: str | Stack | None = None) -> None:
+        from kvengine.hf import STATE, check_stack  # the two files are one edge; this breaks the circle
+
+        if not hasattr(model, STATE):
+            raise ModelError("an engine cache needs a patched model; call kvengine.patch(model) first")
+        self.stack = getattr(model, STATE).stack if stack is None else Stack.of(stack)
+        self.config = model.config.get_text_config(decoder=True)
+        check_stack(self.stack, self.config)
+        self.session = Session()
+        stock = DynamicCache(config=self.config).layers
+        n = len(stock)
+        ours = engine_layers(self.config)
+        layers = [EngineLayer(self.stack, i, n, self.session) if ours[i] else layer for i, layer in enumerate(stock)]
+        super().__init__(layers=layers)
+
+    def layer_for(self, module: nn.Module) -> EngineLayer | None:
+        """The layer that an attention module is to use; None if it is one of transformers' own."""
+        if module.config is not self.config:
+            raise CacheError("this cache was made for another model; make one with EngineCache(model)")
+        index = int(module.layer_idx)  # type: ignore[arg-type]
+        layer = self.layers[index] if index < len(self.layers) else None
+        return layer if isinstance(layer, EngineLayer) else None
+
+    @property
+    def engines(self) -> list[LayerCache]:
+        """The engine's layers, in order."""
+        return [layer.cache for layer in self.layers if isinstance(layer, EngineLayer)]
+
+    @property
+    def seen(self) -> int:
+        """Tokens seen, padding included."""
+        return self.engines[0].seen
+
+    def announce(self, total: int | None) -> None:
+        """The next tokens, up to `total` in all, are one prompt, in however many chunks they come."""
+        session = self.session
+        session.following &= total is None or total - self.seen <= 1
+        if session.recording and self.seen == 0 or not session.recording:
+            fresh = total is not None and (self.seen == 0 or total - self.seen > 1)
+            session.prompt_end = total if fresh else None
+        if session.recording and self.seen:
+            self.commit()
+
+    def follow_up(self) -> None:
+        """Take all further tokens as decoding does, one by one, instead of as a prompt to judge.
+
+        For a question on a context that is compressed already: it may come in one forward pass, yet nothing is
+        dropped that decoding would not drop, and a selection chooses for each of its tokens.
+        """
+        self.session.following, self.session.prompt_end = True, None
+
+    def activate_past_recording(self) -> None:
+        """Remember the states between the tokens to come, so that `crop` or `rollback` can return to any of them."""
+        super().activate_past_recording()
+        self.session.recording = True
+
+    def rollback(self, n: int) -> None:
+        """Forget the last `n` tokens and all that they changed; earlier ones may still be taken back."""
+        for layer in self.engines:
+            layer.rollback(n)
+
+    def commit(self) -> None:
+        """What was recorded is history."""
+        for layer in self.engines:
+            layer.commit()
+
+    def stats(self) -> Stats:
+        """What the cache holds and reads, counted on its tensors."""
+        return measure(self.engines)
+
+
+def engine_layers(config: Any) -> list[bool]:
+    """Which layers the engine replaces: those with a plain, growing key-value cache."""
+    return [type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers]

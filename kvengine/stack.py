@@ -1,0 +1,188 @@
+"""A policy stack: one choice on each axis."""
+
+from __future__ import annotations
+
+import ast
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvengine.errors import PolicyError, UnknownPolicy, UnsupportedPolicy, unknown
+from kvengine.offload.placement import Placement
+from kvengine.offload.placement.device import Device
+from kvengine.policies import catalogue, load, name_of
+from kvengine.policies.prefill import Prefill
+from kvengine.policies.prefill.exact import Exact
+from kvengine.policies.representation import Representation
+from kvengine.policies.representation.dense import Dense
+from kvengine.policies.retention import Retention
+from kvengine.policies.retention.full import Full
+from kvengine.policies.routing import Routing
+from kvengine.policies.routing.uniform import Uniform
+from kvengine.policies.selection import Selection
+from kvengine.policies.selection.all import All
+from kvengine.presets import PRESETS
+
+PAGE = 16  # tokens of a page, when no method asks for more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """One choice on each axis; the default is the null choice, so `Stack()` is the full, exact cache.
+
+    >>> Stack.parse("duo(sparsity=0.5) + quest(budget=256) + kivi(bits=4)").selection.budget
+    256
+    >>> str(Stack.parse("kivi(bits=4)+streaming"))
+    'streaming + kivi(bits=4)'
+    >>> Stack.parse("h2o + snapkv")
+    Traceback (most recent call last):
+    ...
+    kvengine.errors.UnsupportedPolicy: 'h2o' and 'snapkv' both choose the retention; a stack has one
+    """
+
+    routing: Routing = Uniform()
+    prefill: Prefill = Exact()
+    retention: Retention = Full()
+    representation: Representation = Dense()
+    selection: Selection = All()
+    placement: Placement = Device()
+
+    def __post_init__(self) -> None:
+        r, s = self.retention, self.selection
+        if r.wants_mass and r.decodes and self.selects:
+            raise UnsupportedPolicy(
+                f"{name_of(r)!r} counts the attention that every held token receives, but {name_of(s)!r} reads only some of "
+                "them; use a retention that judges the prompt once (snapkv), or no selection"
+            )
+        if r.merges and r.decodes and not self.representation.lossless:
+            raise UnsupportedPolicy(
+                f"{name_of(r)!r} rewrites tokens that it keeps while decoding, but {name_of(self.representation)!r} would "
+                "lose more at each rewrite; keep the representation dense"
+            )
+        if r.merges and r.decodes and (self.selects or self.placed):
+            other = s if self.selects else self.placement
+            raise UnsupportedPolicy(
+                f"{name_of(r)!r} rewrites tokens that it keeps while decoding, but {name_of(other)!r} needs sealed pages, "
+                "which never change; use one or the other"
+            )
+        for policy in (self.representation, self.selection):
+            check = getattr(policy, "check", None)
+            if check is not None:
+                check(self)
+
+    @property
+    def selects(self) -> bool:
+        """Whether a query reads only some of what is stored."""
+        return self.selection.reads is not None
+
+    @property
+    def placed(self) -> bool:
+        """Whether pages live elsewhere than on the compute device."""
+        return type(self.placement) is not Device
+
+    @property
+    def paged(self) -> bool:
+        """Whether history is sealed into pages; if not, it stays in the open tail."""
+        return not isinstance(self.representation, Dense) or self.selects or self.placed or self.retention.ragged
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page: a multiple of what the representation groups and of what the selection chooses."""
+        least = math.lcm(self.representation.multiple, self.selection.unit)
+        return least * math.ceil(PAGE / least) if least < PAGE else least
+
+    @property
+    def room(self) -> int:
+        """The newest tokens that stay in the open tail."""
+        return max(self.representation.room, self.selection.room)
+
+    @staticmethod
+    def of(choice: str | Stack) -> Stack:
+        return choice if isinstance(choice, Stack) else Stack.parse(choice)
+
+    @staticmethod
+    def parse(text: str) -> Stack:
+        """The stack that a policy string spells: names with options, joined by `+`, in any order.
+
+        Raises:
+            UnknownPolicy: no policy or option has that name.
+            UnsupportedPolicy: two names choose the same axis, or exclude each other.
+            PolicyError: the text is not a policy string, or a value is out of range.
+        """
+        chosen: dict[str, Any] = {}
+        named: dict[str, str] = {}
+        for name, options in expand(text):
+            axis, cls = load(name)
+            if axis in chosen:
+                raise UnsupportedPolicy(f"{named[axis]!r} and {name!r} both choose the {axis}; a stack has one")
+            chosen[axis], named[axis] = build(name, cls, options), name
+        return Stack(**chosen)
+
+    def __str__(self) -> str:
+        chosen = [(axis.default, getattr(self, axis.name)) for axis in fields(self)]
+        return " + ".join(spell(policy) for default, policy in chosen if policy != default) or "full"
+
+    def spelled(self) -> str:
+        """The stack with every option written out, for records that outlive a default."""
+        return " + ".join(spell(getattr(self, axis.name), every=True) for axis in fields(self))
+
+
+def spell(policy: Any, every: bool = False) -> str:
+    options = [f for f in fields(policy) if every or getattr(policy, f.name) != f.default]
+    inside = ", ".join(f"{f.name}={getattr(policy, f.name)!r}" for f in options)
+    return f"{name_of(policy)}({inside})" if inside else name_of(policy)
+
+
+def build(name: str, cls: type[Any], options: dict[str, Any]) -> Any:
+    known = [f.name for f in fields(cls)]
+    for option in options:
+        if option not in known:
+            raise UnknownPolicy(unknown(f"option of {name}", option, known))
+    return cls(**options)
+
+
+def expand(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The terms of a policy string, presets replaced by what they stand for."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for name, options in terms(text):
+        if name not in PRESETS:
+            if name not in catalogue():
+                raise UnknownPolicy(unknown("policy", name, [*catalogue(), *PRESETS]))
+            found.append((name, options))
+            continue
+        for option in options:
+            if option not in PRESETS[name].options:
+                raise UnknownPolicy(unknown(f"option of {name}", option, PRESETS[name].options))
+        found += terms(PRESETS[name].text(options))
+    return found
+
+
+def terms(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The names and options of a policy string.
+
+    >>> terms("quest(budget=256) + duo")
+    [('quest', {'budget': 256}), ('duo', {})]
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise PolicyError(f"{text!r} is not a policy string; write names joined by '+', such as 'snapkv(budget=1024) + kivi'")
+    try:
+        node: ast.expr = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise PolicyError(f"{text!r} is not a policy string: {error.msg}") from None
+    parts: list[ast.expr] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        parts.insert(0, node.right)
+        node = node.left
+    return [term(part) for part in (node, *parts)]
+
+
+def term(node: ast.expr) -> tuple[str, dict[str, Any]]:
+    call = node if isinstance(node, ast.Call) else None
+    head = call.func if call else node
+    keywords = call.keywords if call else []
+    if not isinstance(head, ast.Name) or (call and call.args) or any(k.arg is None for k in keywords):
+        raise PolicyError(f"{ast.unparse(node)!r} is not of the form name or name(option=value, ...)")
+    try:
+        return head.id, {str(k.arg): ast.literal_eval(k.value) for k in keywords}
+    except ValueError:
+        raise PolicyError(f"{ast.unparse(node)!r}: option values must be plain numbers, strings or tuples") from None

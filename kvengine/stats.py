@@ -1,0 +1,115 @@
+"""What a cache holds and reads, counted on the tensors themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvengine.cache import LayerCache
+from kvengine.lane import Lane
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot of a cache.
+
+    Attributes:
+        bytes: bytes allocated, by tier ("device", "host", "disk", …) and field ("tail.k", "page.k_code", …), all layers.
+        held: tokens held, [layer, sequence, kv head].
+        attended: tokens that the last decoded token read, [layer, sequence, kv head].
+        read_per_token: bytes of keys, values, codes and summaries that decoding one more token reads, all layers.
+        pages_used, pages_free: pages that some table names, and that none does, all layers.
+        seen: tokens seen, padding included.
+    """
+
+    bytes: dict[str, dict[str, int]]
+    held: Int[Tensor, "layer seq head"]
+    attended: Int[Tensor, "layer seq head"]
+    read_per_token: int
+    pages_used: int
+    pages_free: int
+    seen: int
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(sum(fields.values()) for fields in self.bytes.values())
+
+    def tier(self, name: str) -> int:
+        """Bytes held on one tier."""
+        return sum(self.bytes.get(name, {}).values())
+
+    def __str__(self) -> str:
+        tiers = ", ".join(f"{tier} {sum(fields.values()) / 2**20:.2f} MiB" for tier, fields in self.bytes.items())
+        held, read = self.held.float().mean(), self.attended.float().mean()
+        return f"{self.seen} tokens seen; per head {held:.0f} held, {read:.0f} read; {tiers or 'nothing held'}"
+
+
+def measure(layers: list[LayerCache]) -> Stats:
+    """Count what these layers hold."""
+    held: dict[str, dict[str, int]] = {}
+    used = free = read = 0
+    for lane in (part.lane for layer in layers for part in layer.parts):
+        for tier, fields in lane_bytes(lane).items():
+            for name, size in fields.items():
+                held.setdefault(tier, {})[name] = held.setdefault(tier, {}).get(name, 0) + size
+        read += lane_reads(lane)
+        if lane.pages is not None and lane.pool is not None:
+            mine = len(set(lane.pages.pages_in_use()))
+            used, free = used + mine, free + lane.pool.pages - mine
+    return Stats(held, by_head(layers, live), by_head(layers, attended), read, used, free, layers[0].seen if layers else 0)
+
+
+def lane_bytes(lane: Lane) -> dict[str, dict[str, int]]:
+    own = {f"tail.{name}": x.nbytes for name, x in lane.tail.tensors().items()}
+    if lane.pages is not None and lane.pool is not None:
+        own |= {f"pages.{name}": x.nbytes for name, x in lane.pages.tensors().items()}
+        stored = {tier: {f"page.{n}": b for n, b in f.items()} for tier, f in lane.pool.nbytes().items()}
+    else:
+        stored = {}
+    return {**stored, "device": own | stored.get("device", {})}
+
+
+def live(lane: Lane) -> Int[Tensor, "row"]:
+    """Tokens held by each row."""
+    count = (lane.tail.position[:, lane.tail.span] >= 0).sum(1)
+    return count if lane.pages is None else count + (lane.pages.position >= 0).sum(1)
+
+
+def attended(lane: Lane) -> Int[Tensor, "row"]:
+    """Tokens that the row's last query read."""
+    if lane.pages is None or lane.units is None:
+        return live(lane)
+    tail = (lane.tail.position[:, lane.tail.span] >= 0).sum(1)
+    unit = lane.stack.selection.unit
+    there = (lane.pages.position >= 0).unflatten(1, (-1, unit)).sum(2)
+    return tail + there.gather(1, lane.units.clamp(min=0)).masked_fill(lane.units < 0, 0).sum(1)
+
+
+def lane_reads(lane: Lane) -> int:
+    """Bytes that one more decoded token reads of this lane."""
+    k, v, position, _ = lane.tail.held()
+    size = k.numel() * k.element_size() + v.numel() * v.element_size() + position.numel() * position.element_size()
+    pages = lane.pages
+    if pages is None or lane.pool is None or not len(pages):
+        return size
+    fields = sum(b for tier in lane.pool.nbytes().values() for b in tier.values())
+    per_page = fields / max(1, lane.pool.pages)
+    if lane.units is None:
+        return size + int(per_page * int((pages.table >= 0).sum()))
+    part = pages.page // pages.selection.unit if pages.representation.lossless else 1
+    summaries = sum(x.numel() * x.element_size() for x in pages.summary.values())
+    return size + summaries + int(per_page * int((lane.units >= 0).sum()) / part)
+
+
+def by_head(layers: list[LayerCache], count: object) -> Int[Tensor, "layer seq head"]:
+    rows = []
+    for layer in layers:
+        whole = torch.zeros(layer.sequences, layer.heads, dtype=torch.long)
+        for part in layer.parts:
+            found = count(part.lane).cpu().long().unflatten(0, (layer.sequences, -1))  # type: ignore[operator]
+            whole[:, slice(None) if part.index is None else part.index.cpu()] = found
+        rows.append(whole)
+    return torch.stack(rows) if rows else torch.zeros(0, 0, 0, dtype=torch.long)

@@ -1,0 +1,134 @@
+"""The open tail: a row's newest tokens, exact, in preallocated slots.
+
+    slots      0 . . . . start . . . . . . . end . . . . capacity
+               (sealed)  |  tokens and holes  |   free
+
+`position` tells what a slot holds: the token's index in its sequence, or -1 for none (padding, dropped). Order means
+nothing. Slots outside [start, end) are never read.
+
+A tail is copied shallowly to remember a state (`copy.copy`). Appending writes only beyond `end`, where no remembered
+state looks; every other change replaces tensors instead of writing into them when `shared` is set.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+GROWTH = 64  # slots; capacity is a multiple
+
+
+class Tail:
+    """Slots of all rows of a lane: k [row, slot, dim], v [row, slot, dim_v], position and score [row, slot]."""
+
+    def __init__(self, k: Float[Tensor, "row token dim"], v: Float[Tensor, "row token dim_v"]) -> None:
+        self.k, self.v = k[:, :0], v[:, :0]
+        self.position = torch.empty(k.shape[0], 0, dtype=torch.int32, device=k.device)
+        self.score = torch.empty(k.shape[0], 0, dtype=torch.float32, device=k.device)
+        self.start = self.end = 0
+        self.clean = True  # every slot in [start, end) holds a token
+        self.shared = False  # a remembered state refers to these tensors
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def span(self) -> slice:
+        return slice(self.start, self.end)
+
+    def held(self) -> tuple[Tensor, Tensor, Int[Tensor, "row token"], Float[Tensor, "row token"]]:
+        """Views of k, v, position and score over the used slots."""
+        s = self.span
+        return self.k[:, s], self.v[:, s], self.position[:, s], self.score[:, s]
+
+    def reserve(self, more: int) -> None:
+        """Room for `more` tokens: moves to the front of larger slots, by an eighth more than asked, if there is none."""
+        if self.end + more <= self.capacity:
+            return
+        need = len(self) + more
+        slots = -(-(need + need // 8) // GROWTH) * GROWTH
+        k, v, position, score = self.held()
+        self.k, self.v = moved(k, slots), moved(v, slots)
+        self.position, self.score = moved(position, slots), moved(score, slots)
+        self.start, self.end, self.shared = 0, need - more, False
+
+    def append(
+        self, k: Float[Tensor, "row token dim"], v: Float[Tensor, "row token dim_v"], position: Int[Tensor, "row token"], full: bool
+    ) -> None:
+        """Put tokens behind the used slots. `full`: no position is -1."""
+        n = k.shape[1]
+        self.reserve(n)
+        s = slice(self.end, self.end + n)
+        self.k[:, s], self.v[:, s], self.position[:, s] = k, v, position
+        self.score[:, s] = 0
+        self.end += n
+        self.clean &= full
+
+    def fill(self, k: Float[Tensor, "row 1 dim"], v: Float[Tensor, "row 1 dim_v"], position: Int[Tensor, "row 1"]) -> None:
+        """Put one token into a free slot of each row; every row must have one."""
+        self.own()
+        at = self.start + (self.position[:, self.span] < 0).to(torch.int8).argmax(1, keepdim=True)
+        self.k.scatter_(1, at[..., None].expand(-1, -1, k.shape[-1]), k)
+        self.v.scatter_(1, at[..., None].expand(-1, -1, v.shape[-1]), v)
+        self.position.scatter_(1, at, position.to(self.position.dtype))
+        self.score.scatter_(1, at, 0.0)
+
+    def own(self) -> None:
+        """Before writing into used slots: part from tensors that a remembered state refers to."""
+        if self.shared:
+            self.k, self.v = self.k.clone(), self.v.clone()
+            self.position, self.score = self.position.clone(), self.score.clone()
+            self.shared = False
+
+    def judge(self, score: Float[Tensor, "row token"], keep: Bool[Tensor, "row token"] | None) -> None:
+        """Set the scores of the used slots, and empty those that are not kept."""
+        self.own_small()
+        self.score[:, self.span] = score
+        if keep is not None:
+            self.position[:, self.span].masked_fill_(~keep, -1)
+            self.clean = False
+
+    def own_small(self) -> None:
+        if self.shared:
+            self.position, self.score = self.position.clone(), self.score.clone()
+
+    def rewrite(self, k: Float[Tensor, "row token dim"], v: Float[Tensor, "row token dim_v"]) -> None:
+        """New keys and values for the used slots."""
+        self.own()
+        self.k[:, self.span], self.v[:, self.span] = k, v
+
+    def replace(self, k: Tensor, v: Tensor, position: Tensor, score: Tensor, clean: bool, slots: int) -> None:
+        """Hold these tokens instead, with room for `slots` in all."""
+        slots = max(slots, k.shape[1])
+        self.k, self.v = moved(k, slots), moved(v, slots)
+        self.position, self.score = moved(position.to(torch.int32), slots), moved(score.float(), slots)
+        self.start, self.end, self.clean, self.shared = 0, k.shape[1], clean, False
+
+    def widen(self, slots: int) -> None:
+        """Use `slots` slots, the new ones empty."""
+        self.reserve(max(0, slots - len(self)))
+        if len(self) < slots:
+            self.own_small()
+            self.position[:, self.end : self.start + slots] = -1
+            self.score[:, self.end : self.start + slots] = 0
+            self.end, self.clean = self.start + slots, False
+
+    def rows(self, index: Int[Tensor, "chosen"]) -> None:
+        """Become the given rows."""
+        self.k, self.v, self.position, self.score = (x[index] for x in (self.k, self.v, self.position, self.score))
+        self.shared = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"k": self.k, "v": self.v, "position": self.position, "score": self.score}
+
+
+def moved(x: Tensor, slots: int) -> Tensor:
+    """A copy at the front of `slots` slots."""
+    out = torch.empty(x.shape[0], slots, *x.shape[2:], dtype=x.dtype, device=x.device)
+    out[:, : x.shape[1]] = x
+    return out

@@ -1,0 +1,31 @@
+"""Index arithmetic on rows of tokens."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+def pack(keep: Bool[Tensor, "row token"]) -> Int[Tensor, "row chosen"]:
+    """The indices where `keep` holds, per row and in order, flush right; -1 before them in shorter rows.
+
+    >>> pack(torch.tensor([[True, False, True], [False, True, False]])).tolist()
+    [[0, 2], [-1, 1]]
+    """
+    count = keep.sum(1)
+    most = int(count.max())
+    order = keep.to(torch.int8).argsort(dim=1, stable=True)[:, keep.shape[1] - most :]
+    return order.masked_fill(torch.arange(most, device=keep.device) < most - count[:, None], -1)
+
+
+def take(x: Tensor, index: Int[Tensor, "row chosen"], empty: float = 0) -> Tensor:
+    """Gather along the token axis; where the index is -1 there is `empty`.
+
+    >>> take(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 2]]), empty=-1).tolist()
+    [[-1, 7]]
+    """
+    at = index.clamp(min=0)
+    wide = at.view(*at.shape, *[1] * (x.dim() - 2)).expand(*at.shape, *x.shape[2:])
+    gone = (index < 0).view(*at.shape, *[1] * (x.dim() - 2))
+    return x.gather(1, wide).masked_fill(gone, empty)

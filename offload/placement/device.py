@@ -1,0 +1,10 @@
+"""Device: pages stay on the compute device."""
+
+from dataclasses import dataclass
+
+from kvengine.offload.placement import Placement
+
+
+@dataclass(frozen=True)
+class Device(Placement):
+    """Pages stay on the compute device."""

@@ -1,0 +1,73 @@
+"""Budgets: one meaning for all methods, in tokens or as a fraction of the prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvengine.errors import PolicyError
+
+Budget = int | float
+
+
+def check_budget(policy: object, **values: Budget) -> None:
+    """Refuse what is neither a positive number of tokens nor a fraction.
+
+    >>> check_budget(object(), budget=0)
+    Traceback (most recent call last):
+    ...
+    kvengine.errors.PolicyError: object: budget=0 must be at least 1 token (int) or a fraction between 0 and 1 (float)
+    """
+    name = type(policy).__name__
+    for option, value in values.items():
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        part = isinstance(value, float) and 0 < value <= 1
+        if not (whole or part):
+            raise PolicyError(
+                f"{name}: {option}={value!r} must be at least 1 token (int) or a fraction between 0 and 1 (float)"
+            )
+
+
+def check_count(policy: object, least: int = 0, **values: int) -> None:
+    """Refuse what is not a whole number of at least `least`."""
+    for option, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise PolicyError(f"{type(policy).__name__}: {option}={value!r} must be a whole number of at least {least}")
+
+
+def check_choice(policy: object, **values: tuple[Any, tuple[Any, ...]]) -> None:
+    """Refuse a value that is not one of the choices: `check_choice(self, reduce=(self.reduce, ("max", "mean")))`."""
+    for option, (value, known) in values.items():
+        if value not in known:
+            raise PolicyError(f"{type(policy).__name__}: {option}={value!r} must be one of {', '.join(map(repr, known))}")
+
+
+def tokens(budget: Budget, prompt: int) -> int:
+    """A budget in tokens, for a prompt of that many.
+
+    >>> tokens(64, 1000), tokens(0.25, 1000), tokens(0.1, 3)
+    (64, 250, 1)
+    """
+    return budget if isinstance(budget, int) else max(1, int(budget * prompt))
+
+
+def tokens_by_row(budget: Budget, prompt: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
+    """A budget in tokens for each row, so that a padded row has the budget it would have alone."""
+    if isinstance(budget, int):
+        return torch.full_like(prompt, budget)
+    return (prompt.double() * budget).long().clamp(min=1)
+
+
+def top(score: Float[Tensor, "row token"], count: Int[Tensor, "row"]) -> Bool[Tensor, "row token"]:
+    """The `count[r]` best tokens of each row; ties go to the later token, -inf is never chosen.
+
+    >>> top(torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 5.0]]), torch.tensor([2, 1]))
+    tensor([[False,  True,  True],
+            [False, False,  True]])
+    """
+    order = score.flip(1).argsort(dim=1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    return (rank.flip(1) < count[:, None]) & (score > float("-inf"))
