@@ -25,7 +25,9 @@ class Gains:
 
     constant: float = 0.25  # channel 0 of every embedding, in units of EMBEDDING_STD * sqrt(hidden)
     offset_logit: float = 30.0  # score at the offset's peak
-    write: float = 0.035  # what layer 0 writes
+    inside: float = 1.8  # embeddings within the part that is copied
+    outside: float = 0.5  # and in the rest, where other tokens are written
+    write: float = 0.02  # what layer 0 writes
     match: float = 1.3  # query and key of a matching head
     copy: float = 0.08  # what a matching head writes
     mlp: float = 0.3  # factor on the random down projections
@@ -116,6 +118,8 @@ class Circuit:
     def _embed(self, model: LlamaForCausalLM) -> None:
         table = model.model.embed_tokens.weight
         table.normal_(0, EMBEDDING_STD, generator=self.generator)
+        inside = table @ self.own.T @ self.own
+        table.copy_(self.gains.outside * (table - inside) + self.gains.inside * inside)
         table[:, 0] = self.gains.constant * EMBEDDING_STD * math.sqrt(self.config.hidden_size)
         normal = table / table.pow(2).mean(-1, keepdim=True).sqrt()
         self.constant = normal[:, 0].mean().item()
@@ -191,7 +195,7 @@ def lay_circuit(model: LlamaForCausalLM, seed: int = 0, gains: Gains | None = No
     ahead = [(3 + n, n, 1.0 - 0.1 * n) for n in range(4) if 3 + n <= most]  # where a value starts, its key ended 3 back
     behind = [(n, n, 1.0) for n in range(len(ahead))]
     before = [(n + 1, 8 - n - 1, 1.0) for n in range(3) if 2 * most >= 8]
-    here = [(n, 8 - n - 1, 1.0) for n in range(len(before))]
+    here = [(n, 8 - n - 1, (1.6, 0.9, 0.6)[n]) for n in range(len(before))]
     for layer in range(1, min(3, model.config.num_hidden_layers)):
         circuit.match_keys(layer, 0, ahead)
         circuit.match_query(layer, 0, behind)

@@ -40,9 +40,9 @@ class Preset:
 
     shape: Mapping[str, int]
     stages: tuple[Stage, ...]
-    rate: float = 7e-4
-    warmup: int = 50
-    save_every: int = 50
+    rate: float = 3e-4
+    warmup: int = 30
+    save_every: int = 25
 
     @property
     def steps(self) -> int:
@@ -68,22 +68,31 @@ def draw_sample(rng: Generator, codec: Codec, length: int, stage: Stage) -> Samp
 
 
 TASKS = {"common": common_words, "frequent": frequent_words, "variables": variable_tracking}
-_DENSE = Recipe(opening=0.2, turns=0.5, long_form=0.2, several=0.0, uuid_values=0.0, noise=0.15, needles=0.5)
-_SHORT = Recipe(opening=0.5, turns=0.45, long_form=0.4, several=0.5, uuid_values=0.08, needles=0.45)
-_LONG = Recipe(turns=0.3, several=0.5, uuid_values=0.12)
-_ALL = {"needle": 0.84, "common": 0.07, "frequent": 0.06, "variables": 0.03}
+_DENSE = Recipe(opening=0.2, turns=0.45, long_form=0.2, several=0.1, uuid_values=0.0, noise=0.15, needles=0.55)
+_SHORT = Recipe(opening=0.5, turns=0.45, long_form=0.4, several=0.4, uuid_values=0.0, needles=0.45)
+_LONG = Recipe(turns=0.35, several=0.45, uuid_values=0.06)
+_ALL = {"needle": 0.88, "common": 0.06, "frequent": 0.04, "variables": 0.02}
 
 CPU = Preset(
     shape={"hidden": 288, "layers": 4, "heads": 6, "kv_heads": 2, "ff": 512},
     stages=(
-        Stage(128, 150, 4096, recipe=_DENSE),
-        Stage(256, 250, 6144, recipe=_SHORT, shorter=(128,)),
-        Stage(512, 200, 8192, recipe=_SHORT, tasks=_ALL, shorter=(128, 256)),
-        Stage(1024, 150, 8192, 0.8, 0.8, recipe=_LONG, tasks=_ALL, shorter=(256, 512)),
-        Stage(2048, 150, 12288, 0.6, 0.6, recipe=_LONG, tasks=_ALL, shorter=(512, 1024)),
-        Stage(4096, 150, 16384, 0.5, 0.5, recipe=_LONG, tasks=_ALL, shorter=(1024, 2048)),
+        Stage(256, 100, 6144, recipe=_DENSE, shorter=(128,)),
+        Stage(512, 100, 8192, recipe=_SHORT, shorter=(128, 256)),
+        Stage(1024, 150, 8192, recipe=_SHORT, tasks=_ALL, shorter=(256, 512)),
+        Stage(2048, 150, 12288, 0.8, 0.8, recipe=_LONG, tasks=_ALL, shorter=(512, 1024)),
+        Stage(4096, 150, 16384, 0.6, 0.6, recipe=_LONG, tasks=_ALL, shorter=(1024, 2048)),
         Stage(8192, 60, 16384, 0.4, 0.05, recipe=_LONG, tasks=_ALL, shorter=(2048, 4096)),
     ),
 )
-DRAFT = Preset(shape={"hidden": 128, "layers": 3, "heads": 4, "kv_heads": 1, "ff": 256}, stages=CPU.stages[:5])
+DRAFT = Preset(
+    shape={"hidden": 128, "layers": 3, "heads": 4, "kv_heads": 1, "ff": 256},
+    rate=5e-4,
+    stages=(
+        Stage(256, 200, 6144, recipe=_DENSE, shorter=(128,)),
+        Stage(512, 200, 8192, recipe=_SHORT, shorter=(128, 256)),
+        Stage(1024, 150, 8192, recipe=_SHORT, tasks=_ALL, shorter=(256, 512)),
+        Stage(2048, 120, 12288, 0.8, 0.8, recipe=_LONG, tasks=_ALL, shorter=(512, 1024)),
+        Stage(4096, 80, 16384, 0.6, 0.05, recipe=_LONG, tasks=_ALL, shorter=(1024, 2048)),
+    ),
+)
 PRESETS = {"cpu": CPU, "draft": DRAFT}
