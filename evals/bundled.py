@@ -11,7 +11,9 @@ from kvengine.errors import EvaluationError
 def _folder(name: str) -> str:
     folder = Path(str(resources.files("kvengine.evals"))) / "models" / name
     if not (folder / "model.safetensors").is_file():
-        raise EvaluationError(f"no bundled model in {folder}: reinstall the package, or train one (kvengine.evals.train)")
+        raise EvaluationError(
+            f"no bundled model in {folder}: reinstall the package, or train one (kvengine.evals.train)"
+        )
     return str(folder)
 
 

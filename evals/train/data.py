@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 from numpy.random import Generator
 from transformers import PreTrainedTokenizerFast
 
@@ -75,7 +74,6 @@ class Sample:
             self.ids.append(token)
             self.target.append(IGNORE)
             self.weight.append(0.0)
-
 
     def end(self, token: int) -> None:
         """The answer is complete: `token` is to be predicted here, though the text may go on with another question."""

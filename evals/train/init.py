@@ -34,7 +34,9 @@ class Gains:
     final: float = 5.0  # the last norm: tied embeddings this small could not be told apart otherwise
 
 
-def tiny_config(vocab: int, *, hidden: int, layers: int, heads: int, kv_heads: int, ff: int, **extra: int) -> LlamaConfig:
+def tiny_config(
+    vocab: int, *, hidden: int, layers: int, heads: int, kv_heads: int, ff: int, **extra: int
+) -> LlamaConfig:
     """A standard Llama configuration: head size 64, tied embeddings, RoPE base 1e7."""
     return LlamaConfig(
         vocab_size=vocab,
@@ -185,8 +187,8 @@ def lay_circuit(model: LlamaForCausalLM, seed: int = 0, gains: Gains | None = No
     """Write the circuit into the model's weights, in place.
 
     Layer 0 gets one look-back head per query head. In layers 1 and 2, heads of KV head 0 find the token that follows a
-    needle's key and ` is:`, by the last tokens of the key; a head of the last KV head is an ordinary induction head over
-    the last three tokens.
+    needle's key and ` is:`, by the last tokens of the key; a head of the last KV head is an ordinary induction head
+    over the last three tokens.
     """
     circuit = Circuit(model, seed, gains)
     circuit.lay_offsets()

@@ -41,7 +41,9 @@ def _dictionary(rng: Generator, count: int) -> list[str]:
     return list(picked)
 
 
-def _numbered(rng: Generator, codec: Codec, room: int, top: int, often: int, seldom: int) -> tuple[list[int], list[str]]:
+def _numbered(
+    rng: Generator, codec: Codec, room: int, top: int, often: int, seldom: int
+) -> tuple[list[int], list[str]]:
     """A shuffled numbered list of about `room` tokens and its `top` most common words."""
     rest = max(0, (room // 5 - top * often) // seldom)
     chosen = _dictionary(rng, top + rest)
