@@ -30,6 +30,7 @@ class Gains:
     write: float = 0.02  # what layer 0 writes
     match: float = 1.3  # query and key of a matching head
     copy: float = 0.08  # what a matching head writes
+    suppress: float = 0.06  # what the heads write that keep a list from repeating itself
     mlp: float = 0.3  # factor on the random down projections
     final: float = 5.0  # the last norm: tied embeddings this small could not be told apart otherwise
 
@@ -144,7 +145,7 @@ class Circuit:
             (attention.q_proj.weight, self._rows(head), query),
             (attention.k_proj.weight, self._rows(kv_head), key),
         ):
-            weight[rows] *= 0.05
+            weight[rows, 1:] *= 0.05 if weight[rows, 1:].std() > 0.2 * EMBEDDING_STD else 1.0
             weight[rows, 0] = column / constant
 
     def lay_offsets(self) -> None:
@@ -182,6 +183,24 @@ class Circuit:
         attention.o_proj.weight[:, self._rows(head)][:, : len(self.own)] = self.gains.copy * self.own.T
 
 
+    def lay_list_heads(self, model: LlamaForCausalLM, offsets: Sequence[int] = (3, 7, 11)) -> None:
+        """Last layer: heads of the last KV head make what stands there less likely to come again.
+
+        Values of three tokens and commas between them: at a comma, earlier values begin 3, 7 and 11 tokens back.
+        """
+        layer, kv_head = len(self.layers) - 1, self.config.num_key_value_heads - 1
+        ids = torch.randint(0, self.config.vocab_size, (2, 256), generator=self.generator)
+        states = model(ids, output_hidden_states=True).hidden_states[layer]
+        constant = (states[..., 0] / states.pow(2).mean(-1).sqrt()).mean().item()
+        attention = self.layers[layer]
+        attention.v_proj.weight[self._rows(kv_head)][: len(self.own)] = self.own
+        for place, offset in enumerate(offsets):
+            head = self.config.num_attention_heads - 1 - place
+            self.look_back(layer, head, offset, constant)
+            columns = attention.o_proj.weight[:, self._rows(head)]
+            columns[:, : len(self.own)] = -self.gains.suppress * self.own.T
+
+
 @torch.no_grad()
 def lay_circuit(model: LlamaForCausalLM, seed: int = 0, gains: Gains | None = None) -> LlamaForCausalLM:
     """Write the circuit into the model's weights, in place.
@@ -206,4 +225,6 @@ def lay_circuit(model: LlamaForCausalLM, seed: int = 0, gains: Gains | None = No
         if kv_heads > 1:
             circuit.match_keys(layer, kv_heads - 1, before)
             circuit.match_query(layer, heads - 1, here)
+    if kv_heads > 1 and heads >= 6 and model.config.num_hidden_layers > 3:
+        circuit.lay_list_heads(model)
     return model

@@ -68,20 +68,18 @@ def draw_sample(rng: Generator, codec: Codec, length: int, stage: Stage) -> Samp
 
 
 TASKS = {"common": common_words, "frequent": frequent_words, "variables": variable_tracking}
-_DENSE = Recipe(opening=0.2, turns=0.45, long_form=0.2, several=0.1, uuid_values=0.0, noise=0.15, needles=0.55)
-_SHORT = Recipe(opening=0.5, turns=0.45, long_form=0.4, several=0.4, uuid_values=0.0, needles=0.45)
-_LONG = Recipe(turns=0.35, several=0.45, uuid_values=0.0, needles=0.4)
+_DENSE = Recipe(opening=0.2, turns=0.55, long_form=0.2, several=0.4, uuid_values=0.0, noise=0.15, needles=0.55)
+_SHORT = Recipe(opening=0.5, turns=0.55, long_form=0.3, several=0.5, uuid_values=0.0, needles=0.45)
+_LONG = Recipe(turns=0.35, several=0.5, uuid_values=0.0, needles=0.4)
 _ALL = {"needle": 0.88, "common": 0.06, "frequent": 0.04, "variables": 0.02}
 
 CPU = Preset(
     shape={"hidden": 288, "layers": 4, "heads": 6, "kv_heads": 2, "ff": 512},
     stages=(
         Stage(256, 100, 6144, recipe=_DENSE, shorter=(128,)),
-        Stage(512, 100, 8192, recipe=_SHORT, shorter=(128, 256)),
-        Stage(1024, 75, 8192, recipe=_SHORT, shorter=(256, 512)),
-        Stage(2048, 100, 8192, recipe=_LONG, shorter=(512, 1024)),
-        Stage(4096, 150, 16384, 0.8, 0.3, recipe=_LONG, shorter=(1024, 2048)),
-        Stage(8192, 40, 16384, 0.3, 0.03, recipe=_LONG, shorter=(2048, 4096)),
+        Stage(512, 200, 6144, recipe=_SHORT, shorter=(256, 1024)),
+        Stage(1024, 150, 8192, recipe=_SHORT, shorter=(512, 2048, 4096), mix=0.4),
+        Stage(4096, 120, 16384, 0.8, 0.1, recipe=_LONG, shorter=(1024, 2048), mix=0.4),
     ),
 )
 DRAFT = Preset(
