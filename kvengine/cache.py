@@ -10,7 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import CacheError
-from kvengine.lane import Call, Lane, Session, judge_together
+from kvengine.lane import Lane
+from kvengine.session import Call, Session, judge_together
 from kvengine.stack import Stack
 
 Stock = Callable[[Tensor, Tensor], Tensor]

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvengine.errors import CacheError, ModelError
 from kvengine.hf_cache import EngineLayer
-from kvengine.lane import Call
+from kvengine.session import Call
 
 NAME = "kvengine"
 KNOWN = {"softcap", "s_aux"}  # extra arguments that the engine's own attention understands

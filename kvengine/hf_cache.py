@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from kvengine.cache import LayerCache, Stock
 from kvengine.errors import CacheError, ModelError
 from kvengine.hf_rope import rope_for
-from kvengine.lane import Call, Session
+from kvengine.session import Call, Session
 from kvengine.stack import Stack
 from kvengine.stats import Stats, measure
 

@@ -8,9 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvengine
 from kvengine.cache import LayerCache
-from kvengine.lane import Call, Session
 from kvengine.policies import catalogue
 from kvengine.rope import Rope
+from kvengine.session import Call, Session
 from kvengine.stack import Stack
 
 SHAPE: dict[str, Any] = {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvengine.cache import LayerCache
-from kvengine.lane import Call, Session
+from kvengine.session import Call, Session
 from kvengine.stack import Stack
 from kvengine.stats import measure
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from support_retention import Case, held, positions, same_source
 
 from kvengine.cache import LayerCache
-from kvengine.lane import Session
 from kvengine.policies.retention.adakv import shares
 from kvengine.rope import Rope
+from kvengine.session import Session
 from kvengine.stack import Stack
 from kvengine.stats import measure
 

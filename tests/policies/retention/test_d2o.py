@@ -11,8 +11,8 @@ from torch.nn.functional import cosine_similarity
 
 from kvengine.cache import LayerCache
 from kvengine.errors import PolicyError, UnsupportedPolicy
-from kvengine.lane import Session
 from kvengine.policies.retention.d2o import sizes
+from kvengine.session import Session
 from kvengine.stack import Stack
 from kvengine.stats import measure
 

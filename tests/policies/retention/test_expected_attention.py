@@ -8,8 +8,8 @@ from support_retention import Case, best, positions, same_source
 from torch import Tensor
 
 from kvengine.errors import UnsupportedPolicy
-from kvengine.lane import Session
 from kvengine.rope import Rope
+from kvengine.session import Session
 
 FREQUENCY = torch.tensor([1.0, 0.3, 0.05])  # of 8 channels, 6 turn
 

@@ -6,8 +6,8 @@ from support_retention import Case, attended, output, positions, same_source
 
 import kvengine
 from kvengine.errors import UnsupportedPolicy
-from kvengine.lane import Session
 from kvengine.rope import Rope
+from kvengine.session import Session
 from kvengine.stack import Stack
 
 FREQUENCY = torch.tensor([1.0, 0.3, 0.05, 0.01])
