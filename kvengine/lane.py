@@ -325,7 +325,7 @@ class Lane:
             spill = max(0, (n - room) // page * page) if self.seals else 0
             if spill:
                 self.sealed(k, position).seal(k[:, :spill], v[:, :spill], position[:, :spill], score[:, :spill], True)
-            self.tail.replace(*(x[:, spill:] for x in (k, v, position, score)), True, room + 2 * page)
+            self.tail.replace(k[:, spill:], v[:, spill:], position[:, spill:], score[:, spill:], True, room + 2 * page)
             self.lengths = [(n - spill, None)]
             return
         alive = position >= 0 if keep is None else (position >= 0) & keep

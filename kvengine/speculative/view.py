@@ -23,6 +23,7 @@ from kvengine import _ops as ops
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.hf_cache import EngineCache, EngineLayer
+from kvengine.kernels.attention import attention
 from kvengine.lane import Call, Session
 from kvengine.policies._budget import tokens
 from kvengine.policies.representation.dense import Dense
@@ -138,8 +139,8 @@ class LayerView:
         if len(at) > 1 or not self.tail.clean:
             visible = (position >= 0)[:, None] & (position[:, None] <= at[:, None])
         if call.softcap is None and call.sinks is None:
-            return ops.quick(q, k, v, visible, call.scale)
-        state = ops.attention(q, k, v, visible, call.scale, call.softcap)
+            return ops.whole(q, k, v, visible, call.scale)
+        state = attention(q, k, v, visible, call.scale, softcap=call.softcap)
         return self.source.parts[0].lane.with_sinks([state], call).out.to(q.dtype)
 
     def _look(
@@ -147,8 +148,8 @@ class LayerView:
     ) -> Float[Tensor, "row group query dim_v"]:
         held_k, held_v, position, _ = self.tail.held()
         there = (position >= 0)[:, None].expand(-1, q.shape[2], -1)
-        held = ops.attention(q, held_k, held_v, there, call.scale, call.softcap)
-        block = ops.attention(q, k, v, sees.expand(len(q), -1, -1), call.scale, call.softcap)
+        held = attention(q, held_k, held_v, there, call.scale, softcap=call.softcap)
+        block = attention(q, k, v, sees.expand(len(q), -1, -1), call.scale, softcap=call.softcap)
         return self.source.parts[0].lane.with_sinks([held, block], call).out.to(q.dtype)
 
     def rollback(self, n: int) -> None:
