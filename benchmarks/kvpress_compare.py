@@ -6,7 +6,7 @@ Needs an environment with both: `pip install kvengine` and then `pip install --n
 accelerate, datasets, cachetools, requests and fire. kvpress asks for transformers below 5.3; on newer ones it misses
 an argument that attention modules are no longer given, and `with_positions` gives it back.
 
-Each prompt is read twice: the context alone, compressed before its question is known ("agnostic"), and with the question
+Each prompt is read twice: the context alone, compressed before its question is known ("agnostic"), and with it
 ("aware"). Questions and answers are then read token by token by both sides. Times are CPU seconds of this process: of
 reading and compressing the prompt, and per decoded token; the fastest of the samples counts. Bytes are those of the
 cache after the prompt: for kvpress keys and values, for kvengine everything it holds, positions, scores and slots for
