@@ -41,7 +41,9 @@ class AdaKV(Retention):
         budget: tokens kept of the prompt per KV head, on average over the layer's heads, or a fraction of the prompt.
         floor: the part of the budget that is not shared but even. A fraction.
         base: the method that scores: "snapkv", "expected_attention" or "keydiff".
-        window, kernel, pool: as in SnapKV, if that is the base.
+        window: SnapKV's, if that is the base: the last queries that vote, kept themselves. Tokens.
+        kernel: SnapKV's, if that is the base: width of the pooling. Tokens, odd.
+        pool: SnapKV's, if that is the base: how to pool.
     """
 
     ragged: ClassVar[bool] = True
@@ -101,7 +103,7 @@ def shares(score: Float[Tensor, "row token"], even: Int[Tensor, "row"], floor: f
 
     >>> score = torch.tensor([[9.0, 8.0, 7.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
     >>> shares(score, torch.tensor([2, 2]), 0.0, heads=2).tolist(), shares(score, torch.tensor([2, 2]), 0.5, 2).tolist()
-    ([3, 1], [3, 1])
+    ([3, 1], [2, 2])
     """
     together = even.unflatten(0, (-1, heads)).sum(1)
     best = top(score.unflatten(0, (-1, heads)).flatten(1), together)

@@ -30,7 +30,10 @@ class PyramidKV(SnapKV):
 
     Args:
         budget: tokens kept of the prompt per KV head on average over the layers, or a fraction of the prompt.
-        window, kernel, pool, reduce: as in SnapKV.
+        window: the last queries that vote, kept themselves. Tokens.
+        kernel: width of the pooling. Tokens, odd.
+        pool: how to pool.
+        reduce: how the heads of a query group agree.
         beta: the last layer chooses a `beta`-th of the average.
     """
 
