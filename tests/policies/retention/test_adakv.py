@@ -64,9 +64,7 @@ def sharp(case: Case) -> Case:
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("heads, group", [(2, 2), (3, 1), (1, 4)])
 @pytest.mark.parametrize("pads, chunks", [((0,), 1), ((0, 9), 3)])
-def test_heads_share_the_layers_budget(
-    base: str, heads: int, group: int, pads: tuple[int, ...], chunks: int
-) -> None:
+def test_heads_share_the_layers_budget(base: str, heads: int, group: int, pads: tuple[int, ...], chunks: int) -> None:
     case = sharp(Case(heads, group, length=93, pads=pads))
     layer = case.prompt(f"adakv(budget=24, {BASES[base][1]})", chunks)
     for b in range(len(pads)):

@@ -38,9 +38,9 @@ def scores(case: Case, row: int, interleaved: bool, covariance: bool, values: bo
         logits = [s * x @ mean + (s * s / 2 * x @ spread @ x if covariance else 0) for x in keys]
         shares.append(torch.stack(logits).softmax(0))
     share = sum(shares) / case.group
-    return {
-        p: float(share[i] * (v[p].double().norm() if values else 1)) for i, p in enumerate(tokens)
-    } | dict.fromkeys(range(pad, pad + sinks), math.inf)
+    return {p: float(share[i] * (v[p].double().norm() if values else 1)) for i, p in enumerate(tokens)} | dict.fromkeys(
+        range(pad, pad + sinks), math.inf
+    )
 
 
 @pytest.mark.parametrize("heads, group", [(2, 2), (3, 1), (1, 4)])
