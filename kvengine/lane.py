@@ -105,14 +105,15 @@ class Lane(Holding):
         before: Float[Tensor, "row group earlier"] | None,
     ) -> Float[Tensor, "row group token"]:
         """Attention that each token receives from those of the queries that are `real` (padding's say nothing)."""
-        k, v, position, _ = self.everything()
+        k, _, position, _ = self.everything()
         mass = torch.zeros(*q.shape[:2], k.shape[1], device=q.device)
         if before is not None:
             mass[:, :, : before.shape[2]] = before
+        keys = k.float().transpose(1, 2)
         for span in ops.blocks(q, k.shape[1]):
-            visible = self.visible(at[span], position, prompt=True) & real[:, span, None]
-            state = attention(q[:, :, span], k, v[..., :1], visible, call.scale, softcap=call.softcap, want_probs=True)
-            mass += ops.received([state], self.with_sinks([state], call))
+            n = int(at[span][-1]) + 1 if self.whole else k.shape[1]  # later slots hold later tokens
+            visible = self.visible(at[span], position[:, :n], prompt=True) & real[:, span, None]
+            mass[:, :, :n] += ops.columns(q[:, :, span], keys[:, :, :n], visible, call)
         return mass
 
     def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:

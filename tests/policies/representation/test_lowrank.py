@@ -4,7 +4,7 @@ from support_layer import Tokens, draw, padded, plain, rope, run, stacked
 
 from kvengine.cache import LayerCache
 from kvengine.errors import UnsupportedPolicy
-from kvengine.lane import Call, Session
+from kvengine.session import Call, Session
 from kvengine.policies.representation.lowrank import LowRank
 from kvengine.stack import Stack
 from kvengine.stats import measure

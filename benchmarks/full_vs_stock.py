@@ -1,0 +1,116 @@
+"""The stack `full` against stock transformers: the same tokens, and the same time.
+
+    python -P benchmarks/full_vs_stock.py [--rounds 5] [--threads 2] [--out benchmarks/results/full_vs_stock.json]
+
+Both run in one process, turn by turn, on the bundled model at 4096 tokens and on a random Llama of 100 M parameters at
+8192. Prefill and decode are timed apart; the ratio is that of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import kvengine
+from kvengine.evals import bundled_model
+
+STEPS = 32
+
+
+def random_llama() -> Any:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 16384}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 16384}
+    return LlamaForCausalLM(LlamaConfig(**shape, **heads)).eval()
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any) -> tuple[float, float, list[int]]:
+    """Seconds of the prompt, seconds per decoded token (median), and the tokens."""
+    start = time.perf_counter()
+    token = model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+    prefill, steps, tokens = time.perf_counter() - start, [], [int(token)]
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        token = model(token, past_key_values=cache).logits.argmax(-1)
+        steps.append(time.perf_counter() - start)
+        tokens.append(int(token))
+    return prefill, statistics.median(steps), tokens
+
+
+@torch.no_grad()
+def compare(name: str, model: Any, length: int, rounds: int) -> dict[str, Any]:
+    ids = torch.randint(10, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    found: dict[str, list[tuple[float, float]]] = {"stock": [], "full": []}
+    texts = {}
+    for turn in range(rounds + 1):
+        caches: dict[str, Callable[[], Any]] = {
+            "stock": lambda: DynamicCache(config=model.config),
+            "full": lambda: kvengine.EngineCache(model),
+        }
+        for side, make in caches.items():
+            if side == "full":
+                kvengine.patch(model)
+            prefill, decode, texts[side] = run(model, ids, make())
+            kvengine.unpatch(model)
+            if turn:  # the first warms up
+                found[side].append((prefill, decode))
+    median = {s: [statistics.median(x[i] for x in v) for i in (0, 1)] for s, v in found.items()}
+    ratio = [[a[i] / b[i] for a, b in zip(found["full"], found["stock"], strict=True)] for i in (0, 1)]
+    print(name, length, median, flush=True)
+    return {
+        "model": name,
+        "context": length,
+        "stock_prefill_s": median["stock"][0],
+        "full_prefill_s": median["full"][0],
+        "prefill_ratio": statistics.median(ratio[0]),
+        "prefill_ratios": ratio[0],
+        "stock_decode_ms": 1e3 * median["stock"][1],
+        "full_decode_ms": 1e3 * median["full"][1],
+        "decode_ratio": statistics.median(ratio[1]),
+        "decode_ratios": ratio[1],
+        "same_tokens": "yes" if texts["stock"] == texts["full"] else "NO",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/full_vs_stock.json"))
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    bundled = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32).eval()
+    rows = [
+        compare("bundled", bundled, 4096, given.rounds),
+        compare("random Llama, 100 M", random_llama(), 8192, given.rounds),
+    ]
+    result = {
+        "command": f"python -P benchmarks/full_vs_stock.py --rounds {given.rounds} --threads {given.threads}",
+        "machine": f"{given.threads} CPU cores, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"Python {platform.python_version()}; ratios are medians over rounds, turn by turn",
+        "columns": {
+            "model": "model",
+            "context": "context",
+            "prefill, stock (s)": "stock_prefill_s:.2f",
+            "full / stock": "prefill_ratio:.3f",
+            "decode, stock (ms)": "stock_decode_ms:.1f",
+            "full / stock ": "decode_ratio:.3f",
+            "same tokens": "same_tokens",
+        },
+        "rows": rows,
+    }
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

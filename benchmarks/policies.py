@@ -1,0 +1,159 @@
+"""What every policy costs and saves in one layer: its prompt work, decode time, bytes held and read, by context length.
+
+    python -P benchmarks/policies.py [--lengths 2048,8192,32768] [--threads 2] [--out benchmarks/results/decode.json]
+
+One layer of a model of 8 query and 2 KV heads of 64, in float32, fed with random tokens through the engine's own layer
+cache. Prompt work is what the policy adds to the prompt's attention, as a share of that attention's time (torch's
+fused causal attention on the same tensors). Candidates take turns step by step, so that a busy machine slows all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from kvengine.cache import LayerCache
+from kvengine.policies import catalogue
+from kvengine.rope import Rope
+from kvengine.session import Call
+from kvengine.stack import Stack
+from kvengine.stats import measure
+
+HEADS, GROUP, DIM, BUDGET, STEPS = 2, 4, 64, 1024, 24
+SLOW = ("oracle_topk",)  # looks at every key by design
+
+STACKS = [
+    "full",
+    f"streaming(recent={BUDGET - 4})",
+    f"h2o(budget={BUDGET})",
+    f"tova(budget={BUDGET})",
+    f"snapkv(budget={BUDGET})",
+    f"pyramidkv(budget={BUDGET})",
+    f"adakv(budget={BUDGET})",
+    f"keydiff(budget={BUDGET})",
+    f"expected_attention(budget={BUDGET})",
+    f"d2o(budget={BUDGET})",
+    f"elastic(budget={BUDGET})",
+    "kivi(bits=4)",
+    "kivi(bits=2)",
+    "zipcache",
+    "lowrank(rank=32)",
+    f"quest(budget={BUDGET})",
+    f"tidal(budget={BUDGET})",
+    f"landmarks(budget={BUDGET})",
+    f"retrieval(budget={BUDGET})",
+    f"oracle_topk(budget={BUDGET})",
+    "duo(sparsity=0.5)",
+    "host",
+    f"host + quest(budget={BUDGET})",
+    f"duo(sparsity=0.5) + quest(budget={BUDGET}) + kivi(bits=4)",
+]
+
+
+def missing() -> set[str]:
+    """Methods that no stack above names."""
+    named = {word for text in STACKS for word in text.replace("(", " ").split()}
+    return set(catalogue()) - named - {"uniform", "exact", "dense", "all", "device", "ashape"}
+
+
+def draw(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shape = ((HEADS * GROUP, tokens), (HEADS, tokens), (HEADS, tokens))
+    return tuple(torch.randn(1, h, n, DIM, generator=g) for h, n in shape)  # type: ignore[return-value]
+
+
+def start(text: str, length: int, qkv: tuple[torch.Tensor, ...], nothing: torch.Tensor) -> tuple[LayerCache, float]:
+    """A cache that has read the prompt, and the seconds its policy worked on it."""
+    cache = LayerCache(Stack.parse(text), 0, 1)
+    cache.session.rope = Rope(10000.0 ** -(torch.arange(DIM // 2) * 2 / DIM))
+    prompt = [x[:, :, :length] for x in qkv]
+    begin = time.perf_counter()
+    cache.forward(*prompt, Call(DIM**-0.5), None, lambda k, v: nothing)  # type: ignore[call-arg]
+    return cache, time.perf_counter() - begin
+
+
+def attention_time(qkv: tuple[torch.Tensor, ...], length: int) -> float:
+    q, k, v = (x[:, :, :length] for x in qkv)
+    begin = time.perf_counter()
+    F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return time.perf_counter() - begin
+
+
+@torch.no_grad()
+def at(length: int) -> list[dict[str, Any]]:
+    qkv = draw(length + STEPS + 4)
+    nothing = torch.zeros(1, length, HEADS * GROUP, DIM)
+    base = attention_time(qkv, length)
+    caches, prompt = {}, {}
+    for text in STACKS:
+        caches[text], prompt[text] = start(text, length, qkv, nothing)
+        print(f"{length} {text}: prompt work {prompt[text]:.2f} s of {base:.2f}", flush=True)
+    times: dict[str, list[float]] = {text: [] for text in STACKS}
+    for step in range(STEPS + 4):
+        s = slice(length + step, length + step + 1)
+        for text, cache in caches.items():
+            begin = time.perf_counter()
+            cache.forward(*(x[:, :, s] for x in qkv), Call(DIM**-0.5))
+            if step >= 4:
+                times[text].append(time.perf_counter() - begin)
+    full = statistics.median(times["full"])
+    rows = []
+    for text in STACKS:
+        stats, decode = measure([caches[text]]), statistics.median(times[text])
+        rows.append(
+            {
+                "policy": f"`{text}`",
+                "spelled": Stack.parse(text).spelled(),
+                "context": length,
+                "prompt_work": prompt[text] / base,
+                "decode_ms": 1e3 * decode,
+                "decode_p20_ms": 1e3 * sorted(times[text])[len(times[text]) // 5],
+                "decode_p80_ms": 1e3 * sorted(times[text])[len(times[text]) * 4 // 5],
+                "speed": full / decode,
+                "held_MB": stats.bytes_held / 1e6,
+                "read_MB": stats.read_per_token / 1e6,
+            }
+        )
+    whole = rows[0]["read_MB"]
+    return [row | {"ideal": whole / row["read_MB"]} for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="2048,8192,32768")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode.json"))
+    given = parser.parse_args()
+    if gone := missing():
+        raise SystemExit(f"no stack measures {sorted(gone)}; add one to STACKS")
+    torch.set_num_threads(given.threads)
+    rows = [row for length in given.lengths.split(",") for row in at(int(length))]
+    result = {
+        "command": f"python -P benchmarks/policies.py --lengths {given.lengths} --threads {given.threads}",
+        "machine": f"{given.threads} CPU cores, torch {torch.__version__}, Python {platform.python_version()}; one layer of "
+        f"{HEADS * GROUP} query and {HEADS} KV heads of {DIM}, float32, medians of {STEPS}",
+        "columns": {
+            "policy": "policy",
+            "context": "context",
+            "prompt work / attention": "prompt_work:.2f",
+            "decode (ms)": "decode_ms:.2f",
+            "speed-up over full": "speed:.1f",
+            "ideal by bytes read": "ideal:.1f",
+            "held (MB)": "held_MB:.2f",
+            "read (MB)": "read_MB:.2f",
+        },
+        "rows": rows,
+    }
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
