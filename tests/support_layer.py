@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kvengine.cache import LayerCache
-from kvengine.lane import Call, Lane, Session
+from kvengine.lane import Lane
 from kvengine.rope import Rope
+from kvengine.session import Call, Session
 from kvengine.stack import Stack
 
 

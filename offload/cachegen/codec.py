@@ -207,7 +207,7 @@ def _whole(value: Any, most: int, least: int = 0) -> int:
 
 
 def decode(
-    data: bytes | memoryview | Container,
+    data: bytes | bytearray | memoryview | Container,
     expect: Identity | None = None,
     *,
     threads: int = 1,
