@@ -47,12 +47,10 @@ class Joint:
         return replace(self, fields={name: x[sequences] for name, x in self.fields.items()})
 
     def reads(self, chosen: int | None) -> int:
-        """Bytes that are read for that many (row, token) pairs; None is all tokens, once."""
-        size = 0
-        for name, x in self.fields.items():
-            by_token = name in self.representation.by_token and chosen is not None
-            size += chosen * x[0, 0].nbytes if by_token and chosen is not None else x.nbytes
-        return size
+        """Bytes that are read for that many tokens of all rows together; None reads all tokens, once."""
+        by_token = [] if chosen is None else self.representation.by_token
+        rest = sum(x.nbytes for name, x in self.fields.items() if name not in by_token)
+        return rest + sum((chosen or 0) * self.fields[name][0, 0].nbytes for name in by_token)
 
 
 def join(

@@ -99,9 +99,13 @@ def lane_reads(lane: Lane) -> int:
         return size
     fields = sum(b for tier in lane.pool.nbytes().values() for b in tier.values())
     per_page = fields / max(1, lane.pool.pages)
+    joint = pages.joint
+    if joint is not None:
+        chosen = None if lane.units is None else int((lane.units >= 0).sum()) * pages.selection.unit
+        size += joint.reads(chosen)
     if lane.units is None:
         return size + int(per_page * int((pages.table >= 0).sum()))
-    part = pages.page // pages.selection.unit if pages.representation.lossless else 1
+    part = pages.page // pages.selection.unit if pages.representation.lossless or joint is not None else 1
     summaries = sum(x.numel() * x.element_size() for x in pages.summary.values())
     return size + summaries + int(per_page * int((lane.units >= 0).sum()) / part)
 

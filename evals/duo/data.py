@@ -42,8 +42,8 @@ def passkeys(source: Random, count: int) -> list[Key]:
     for ordinal in ORDINALS[:count]:
         words = " ".join(source.choices(NATO, k=32))
         told = f" Remember this sequence of words, it's the {ordinal} passkey to the vault: {words}."
-        found.append(Key(told, f"\nBased on the content of the book, what is the {ordinal} passkey to the vault?\nPasskey:",
-                         f" {words}"))  # fmt: skip
+        ask = f"\nBased on the content of the book, what is the {ordinal} passkey to the vault?\nPasskey:"
+        found.append(Key(told, ask, f" {words}"))
     return found
 
 

@@ -4,8 +4,8 @@ from support_layer import Tokens, draw, padded, plain, rope, run, stacked
 
 from kvengine.cache import LayerCache
 from kvengine.errors import UnsupportedPolicy
-from kvengine.session import Call, Session
 from kvengine.policies.representation.lowrank import LowRank
+from kvengine.session import Call, Session
 from kvengine.stack import Stack
 from kvengine.stats import measure
 
@@ -105,6 +105,19 @@ def test_bytes_are_one_row_of_coordinates_per_token_and_sequence() -> None:
     assert held["pages.joint.u"] == 2 * 160 * rank * 4
     assert held["pages.joint.basis"] == 2 * rank * 4 * 16 * 4
     assert "page.k" not in held
+
+
+def test_bytes_read_are_those_of_the_chosen_tokens() -> None:
+    tokens, rank = draw(161, heads=4), 6
+    whole, some = (run(f"lowrank(rank={rank}){more}", tokens, 160) for more in ("", " + quest(budget=33, page=8)"))
+    tail = len(some.lane.tail) * (16 + 16) * 4 * 4 + len(some.lane.tail) * 4 * 4
+    basis, sealed = rank * 4 * 16 * 4, len(whole.lane.pages)  # type: ignore[arg-type]
+    assert len(whole.lane.tail) == len(some.lane.tail) == 161 - sealed
+    assert measure([whole.cache]).read_per_token == tail + basis + 160 * rank * 4 + 4 * sealed * 16 * 4
+    units, bounds = int((some.lane.units >= 0).sum()), 4 * sealed // 8 * 2 * 16 * 4  # type: ignore[operator]
+    pages = measure([some.cache]).bytes["device"]["page.v"] / some.lane.pool.pages  # type: ignore[union-attr]
+    want = tail + basis + units * 8 * rank * 4 + int(units * pages / 2) + bounds
+    assert measure([some.cache]).read_per_token == want
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_probes_are_about_their_share_and_half_are_the_last() -> None:
 
 
 def test_dividing_by_all_queries_would_understate_early_tokens() -> None:
-    """With uniform attention the right mean of the first token is that of 1/(k+1) over probes; the code's is a tenth."""
+    """With uniform attention the right mean of the first token is that of 1/(k+1) over probes."""
     tokens = draw(400, 1, 1)
     tokens.q.zero_()
     lane = run("zipcache", tokens, 400).lane

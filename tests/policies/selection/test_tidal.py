@@ -8,8 +8,9 @@ from support_layer import Tokens, draw, plain, rope
 import kvengine
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, PolicyError, UnsupportedPolicy
-from kvengine.lane import Call, Session
+from kvengine.lane import Call
 from kvengine.policies.selection.tidal import Tidal
+from kvengine.session import Session
 from kvengine.stack import Stack
 
 LAYERS = 8

@@ -1,0 +1,168 @@
+"""Finding heads: on a model in which one head does all the looking back, by construction."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import SHAPE, llama
+from typer.testing import CliRunner
+
+from kvengine.cli import app
+from kvengine.errors import EvaluationError, ModelError
+from kvengine.evals.duo import compare as comparison
+from kvengine.evals.duo.data import Passkeys, Sample
+from kvengine.evals.duo.gates import Gates, gated
+from kvengine.evals.duo.train import Recipe, distillation, train
+from kvengine.policies.routing.duo import read_pattern, write_pattern
+
+WINDOW = {"sinks": 2, "recent": 6}
+RECIPE = Recipe(steps=30, rate=0.1, reg=0.05, shortest=80, longest=120, lengths=3, **WINDOW)
+
+
+class Letters:
+    """A tokenizer of bytes."""
+
+    bos_token_id = 1
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        return type("Encoding", (), {"input_ids": [2 + b % 126 for b in text.encode()]})()
+
+
+class Noise(Passkeys):
+    """Random tokens; the last ones are to be predicted."""
+
+    def draw(self, seed: int | str, length: int) -> Sample:
+        g = torch.Generator().manual_seed(hash(seed) % 2**31)
+        ids = torch.randint(2, 128, (length,), generator=g)
+        return Sample(ids[:-20], [(ids[-20:-10], ids[-10:])])
+
+
+def one_head_matters() -> Any:
+    """A model in which the output of every KV head's group but that of head 1 of layer 0 is thrown away."""
+    model = llama(num_hidden_layers=2)
+    size = SHAPE["hidden_size"] // SHAPE["num_attention_heads"] * 2
+    with torch.no_grad():
+        for i, layer in enumerate(model.model.layers):
+            for head in range(2):
+                if (i, head) != (0, 1):
+                    layer.self_attn.o_proj.weight[:, head * size : head * size + size] = 0
+    return model
+
+
+def test_the_head_that_matters_is_found_and_the_others_close() -> None:
+    model = one_head_matters()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    alpha = train(model, Noise(Letters()), RECIPE)
+    assert alpha.shape == (2, 2) and alpha[0, 1] > 0.5
+    assert alpha.flatten()[[0, 2, 3]].max() < 0.05
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert model.config._attn_implementation != "kvengine_duo"
+
+
+def test_open_gates_are_the_model_itself() -> None:
+    model, ids = llama(), torch.randint(2, 128, (1, 50))
+    with torch.no_grad():
+        want = model(ids).logits
+        with gated(model, Gates(torch.ones(2, 2), 2, 6)):
+            torch.testing.assert_close(model(ids).logits, want)
+        assert torch.equal(model(ids).logits, want)
+    sample = Sample(ids[0, :40], [(ids[0, 40:45], ids[0, 45:])])
+    with torch.no_grad(), gated(model, gates := Gates(torch.ones(2, 2), 2, 6)):
+        assert float(distillation(model, gates, sample)) < 1e-10
+        gates.alpha = torch.zeros(2, 2)
+        assert float(distillation(model, gates, sample)) > 1e-3
+
+
+def test_a_closed_gate_sees_sinks_and_recent_tokens_alone() -> None:
+    """Tokens outside both windows may be anything: one layer whose gates are closed must not notice."""
+    model = llama(num_hidden_layers=1)
+    ids = torch.randint(2, 128, (1, 50))
+    other = ids.clone()
+    other[:, 2:43] = torch.randint(2, 128, (1, 41))
+    with torch.no_grad(), gated(model, Gates(torch.zeros(1, 2), 2, 7)):
+        assert torch.equal(model(ids).logits[:, -1], model(other).logits[:, -1])
+        other[:, 43] = (ids[:, 43] + 1) % 126 + 1
+        assert not torch.equal(model(ids).logits[:, -1], model(other).logits[:, -1])
+
+
+@pytest.mark.parametrize("style", ["passkey", "magic"])
+def test_samples_hold_their_answers_once_and_mark_them(style: str) -> None:
+    data = Passkeys(Letters(), style, keys=2)
+    sample, again = data.draw(3, 1600), data.draw(3, 1600)
+    assert torch.equal(sample.ids, again.ids) and not torch.equal(sample.ids, data.draw(4, 1600).ids)
+    assert 1400 < len(sample.context) <= 1601
+    context = sample.context.tolist()
+    for _, answer in sample.turns:
+        length = len(answer)
+        found = [i for i in range(len(context)) if context[i : i + length] == answer.tolist()]
+        assert len(found) == 1
+    places = sample.predicts.nonzero()[:, 0]
+    assert torch.equal(sample.ids[places + 1], torch.cat([answer for _, answer in sample.turns]))
+
+
+def test_keys_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(EvaluationError, match="10 keys do not fit into 100 tokens"):
+        Passkeys(Letters()).draw(0, 100)
+    with pytest.raises(EvaluationError, match="Did you mean 'magic'"):
+        Passkeys(Letters(), "magik")
+
+
+def test_models_with_other_attention_are_refused() -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=16))
+    with (
+        pytest.raises(ModelError, match="layers without plain causal attention"),
+        gated(model, Gates(torch.ones(2, 2), 2, 6)),
+    ):
+        pass
+
+
+def test_lengths_cover_the_range_evenly() -> None:
+    recipe = Recipe(steps=200, shortest=100, longest=1000, lengths=10)
+    found = [recipe.length(i) for i in range(200)]
+    assert set(found) == set(range(100, 1001, 100))
+    assert max(map(found.count, set(found))) <= 22
+    assert recipe.factor(0) == 0.1 and recipe.factor(100) == 1.0 and recipe.factor(199) == 0.1
+
+
+def test_choices_keep_what_they_say() -> None:
+    alpha = [[0.9, 0.1], [0.5, 0.3]]
+    found = dict(comparison.choices(alpha, 3, "x"))
+    assert found["all"] is None and comparison.ranked(found["best"]) == [[1.0, 0.0], [2 / 3, 1 / 3]]
+    assert comparison.ranked(found["worst"]) == [[0.0, 1.0], [1 / 3, 2 / 3]]
+    assert sorted(x for row in found["random 0"] for x in row) == [0, 1, 2, 3]
+    assert dict(comparison.choices(alpha, 3, "x"))["random 2"] == found["random 2"]
+
+
+def test_comparing_counts_right_answers() -> None:
+    rows = comparison.compare(
+        llama(), Noise(Letters()), [[0.9, 0.1], [0.5, 0.3]], length=60, samples=2, draws=2, sinks=2, recent=6
+    )
+    assert [row["heads"] for row in rows] == ["all", "best", "worst", "random"]
+    assert all(row["low"] <= row["score"] <= row["high"] and row["questions"] == 2 for row in rows)
+    assert rows[1]["ahead"] == 0
+
+
+def test_a_question_is_right_if_the_answer_is() -> None:
+    model = llama()
+    ids = torch.randint(2, 128, (60,))
+    with torch.no_grad():
+        answer = model.generate(ids[None], max_new_tokens=3, do_sample=False)[0, 60:]
+    with comparison.patched(model, "full"), torch.no_grad():
+        right = list(comparison.ask(model, Sample(ids[:50], [(ids[50:], answer)])))
+        wrong = list(comparison.ask(model, Sample(ids[:50], [(ids[50:], (answer + 1) % 128)])))
+    assert right == [True] and wrong == [False]
+
+
+def test_the_command_shows_a_pattern(tmp_path: Path) -> None:
+    write_pattern(tmp_path / "p", [[0.9, 0.1], [0.5, 0.3]], 16, 64)
+    shown = CliRunner().invoke(app, ["duo", "show", str(tmp_path / "p")])
+    assert shown.exit_code == 0 and "0.900" in shown.output
+    missing = CliRunner().invoke(app, ["duo", "show", str(tmp_path / "none")])
+    assert missing.exit_code == 2 and "cannot read the pattern" in missing.output
+    assert json.loads((tmp_path / "p" / "config.json").read_text()) == {"sink_size": 16, "recent_size": 64}
+    assert read_pattern(str(tmp_path / "p"))[0] == (0.9, 0.1)

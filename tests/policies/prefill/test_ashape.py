@@ -1,0 +1,25 @@
+import pytest
+import torch
+from support_layer import draw, padded, plain, run
+
+
+@pytest.mark.parametrize("chunks", [(), (11, 30)], ids=["whole", "chunks"])
+def test_the_prompt_sees_sinks_and_a_band(chunks: tuple[int, ...]) -> None:
+    tokens = draw(61)
+    out = run("ashape(sinks=3, local=7)", tokens, 60, chunks=chunks).out
+    for i in (0, 2, 9, 35, 59):
+        seen = torch.zeros(1, 2, i + 1, dtype=torch.bool)
+        for j in range(i + 1):
+            seen[..., j] = j < 3 or i - j < 7
+        torch.testing.assert_close(out[:, i : i + 1], plain(tokens, i, seen))
+        wrong = seen.clone()
+        wrong[..., max(0, i - 7)] = True
+        assert i < 11 or (out[:, i : i + 1] - plain(tokens, i, wrong)).abs().max() > 1e-4
+    torch.testing.assert_close(out[:, 60:], plain(tokens, 60))  # decoding reads everything
+
+
+def test_padding_is_no_sink() -> None:
+    tokens = draw(60)
+    longer, valid = padded(tokens, 13)
+    want = run("ashape(sinks=3, local=7)", tokens, 60).out
+    torch.testing.assert_close(run("ashape(sinks=3, local=7)", longer, 73, valid=valid).out[:, 13:], want)

@@ -1,0 +1,84 @@
+from pathlib import Path
+
+import pytest
+import torch
+from support_layer import draw, plain, run
+
+from kvengine.errors import PolicyError
+from kvengine.policies.routing.duo import Duo, read_pattern, write_pattern
+from kvengine.stack import Stack
+from kvengine.stats import measure
+
+ALPHA = [[0.9, 0.1, 0.5, 0.3], [0.2, 0.8, 1.0, 0.4]]
+
+
+@pytest.fixture
+def pattern(tmp_path: Path) -> str:
+    write_pattern(tmp_path / "pattern", ALPHA, 64, 256)
+    return str(tmp_path / "pattern")
+
+
+def test_pattern_files_round_trip(pattern: str) -> None:
+    assert [list(row) for row in read_pattern(pattern)] == ALPHA
+    assert read_pattern(str(Path(pattern) / "full_attention_heads.tsv")) == read_pattern(pattern)
+    assert "sink_size" in (Path(pattern) / "config.json").read_text()
+
+
+def test_published_files_are_read(tmp_path: Path) -> None:
+    """As numpy.savetxt writes them, with values that overshoot."""
+    file = tmp_path / "full_attention_heads.tsv"
+    file.write_text(
+        "1.000000000000000000e+00\t-3.906250000000000000e-03\n5.000000000000000000e-01\t1.007812500000e+00\n"
+    )
+    assert read_pattern(str(tmp_path)) == ((1.0, 0.0), (0.5, 1.0))
+
+
+@pytest.mark.parametrize(
+    "sparsity, streaming", [(0.0, [set(), set()]), (0.5, [{1, 3}, {0, 3}]), (1.0, [{0, 1, 2, 3}] * 2)]
+)
+def test_the_lowest_alphas_over_all_layers_stream(pattern: str, sparsity: float, streaming: list[set[int]]) -> None:
+    duo = Duo(sparsity=sparsity, pattern=pattern)
+    assert [duo.streaming(i, 2, 4) for i in range(2)] == streaming
+
+
+def test_ties_are_broken_the_same_way_every_time(tmp_path: Path) -> None:
+    write_pattern(tmp_path, [[1.0] * 4] * 3, 64, 256)
+    duo = Duo(sparsity=0.25, pattern=str(tmp_path))
+    assert sum(len(duo.streaming(i, 3, 4)) for i in range(3)) == 3
+
+
+def test_each_head_reads_what_it_holds() -> None:
+    tokens = draw(100, heads=4)
+    found = run("duo(sparsity=0.5, sinks=4, recent=20)", tokens, 70)
+    for i in (70, 99):
+        seen = torch.ones(1, 4, i + 1, dtype=torch.bool)
+        seen[:, 2:, 4 : i - 20] = False  # 20 before the query, and its own token
+        torch.testing.assert_close(found.out[:, i : i + 1], plain(tokens, i, seen), atol=1e-5, rtol=1e-4)
+
+
+def test_streaming_heads_free_their_bytes() -> None:
+    """Held bytes of keys and values grow with the full heads' tokens alone."""
+
+    def size(policy: str, n: int) -> int:
+        held = measure([run(policy, draw(n, heads=4), n).cache]).bytes["device"]
+        return held["tail.k"] + held["tail.v"]
+
+    full = size("full", 800) - size("full", 400)
+    assert size("duo(sinks=4, recent=20)", 800) - size("duo(sinks=4, recent=20)", 400) <= full * 0.55
+
+
+def test_nothing_streams_at_sparsity_zero() -> None:
+    tokens = draw(60, heads=4)
+    assert torch.equal(run("duo(sparsity=0.0)", tokens, 50).out, run("full", tokens, 50).out)
+
+
+def test_what_does_not_fit_is_refused(pattern: str, tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="is for 2 layers of 4 KV heads, but the model has 3 of 4"):
+        Duo(pattern=pattern).streaming(0, 3, 4)
+    with pytest.raises(PolicyError, match="'kvengine duo train' makes one"):
+        Stack.parse("duo(pattern='nowhere')")
+    (tmp_path / "full_attention_heads.tsv").write_text("1\t2\n3\n")
+    with pytest.raises(PolicyError, match="must have one line per layer"):
+        read_pattern(str(tmp_path))
+    with pytest.raises(PolicyError, match="must lie between 0"):
+        Duo(sparsity=2.0)

@@ -1,0 +1,37 @@
+import pytest
+import torch
+from support_layer import draw, plain, run
+
+
+@pytest.mark.parametrize("heads, group", [(2, 2), (3, 1), (1, 4)])
+def test_it_reads_the_tokens_of_largest_attention(heads: int, group: int) -> None:
+    tokens, budget = draw(101, heads, group), 24
+    found = run(f"oracle_topk(budget={budget})", tokens, 100)
+    sealed = len(found.lane.pages)  # type: ignore[arg-type]
+    seen = torch.zeros(1, heads, 101, dtype=torch.bool)
+    seen[..., sealed:] = True
+    for h in range(heads):
+        rows = [
+            (tokens.k[0, h, :sealed] @ tokens.q[0, h * group + g, 100] * tokens.scale).softmax(0) for g in range(group)
+        ]
+        seen[0, h, torch.stack(rows).amax(0).topk(budget - (101 - sealed)).indices] = True
+    torch.testing.assert_close(found.out[:, -1:], plain(tokens, 100, seen), atol=1e-5, rtol=1e-4)
+
+
+def test_no_other_choice_of_as_many_tokens_is_nearer_on_average() -> None:
+    tokens = draw(201, heads=1, group=1)
+    tokens.q *= 3
+    want = plain(tokens, 200)
+    error = (run("oracle_topk(budget=40)", tokens, 200).out[:, -1:] - want).norm()
+    chance = []
+    for seed in range(20):
+        seen = torch.zeros(1, 1, 201, dtype=torch.bool)
+        seen[0, 0, torch.randperm(201, generator=torch.Generator().manual_seed(seed))[:40]] = True
+        chance.append(float((plain(tokens, 200, seen) - want).norm()))
+    assert error < min(chance)
+
+
+def test_a_fraction_is_of_the_rows_own_prompt() -> None:
+    tokens = draw(101)
+    a, b = run("oracle_topk(budget=0.3)", tokens, 100), run("oracle_topk(budget=30)", tokens, 100)
+    assert torch.equal(a.out, b.out)

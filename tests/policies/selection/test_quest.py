@@ -1,0 +1,112 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support_layer import Tokens, draw, plain, run
+
+from kvengine.kernels.page_scores import page_scores
+from kvengine.policies.selection.quest import Quest
+from kvengine.stack import Stack
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, page: int) -> torch.Tensor:
+    """The bound of every query head, [row, group, unit], as the policy would reduce it for a group of one."""
+    units = k.unflatten(1, (-1, page))
+    made = Quest(page=page).summarise(units.flatten(0, 1), torch.ones(units.shape[0] * units.shape[1], page).bool())
+    low, high = (made[name].unflatten(0, units.shape[:2]).contiguous() for name in ("low", "high"))
+    alive = torch.ones(units.shape[:2], dtype=torch.bool)
+    return torch.stack([page_scores(q[:, g : g + 1], low, high, alive) for g in range(q.shape[1])], 1)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([1, 2, 5, 16]), st.sampled_from([0.1, 1.0, 30.0]))
+def test_the_bound_is_never_below_a_logit(seed: int, page: int, size: float) -> None:
+    g = torch.Generator().manual_seed(seed)
+    q, k = torch.randn(2, 3, 8, generator=g) * size, torch.randn(2, 4 * page, 8, generator=g)
+    most = (q @ k.transpose(1, 2)).unflatten(2, (4, page)).amax(3)
+    assert (scores(q, k, page) >= most - 1e-4 * size).all()
+
+
+def test_the_bound_is_the_logit_for_one_token_and_for_equal_ones() -> None:
+    q, k = torch.randn(1, 2, 8), torch.randn(1, 4, 8)
+    torch.testing.assert_close(scores(q, k, 1), q @ k.transpose(1, 2))
+    torch.testing.assert_close(scores(q, k.repeat_interleave(3, 1), 3), q @ k.transpose(1, 2))
+
+
+def test_the_official_form_is_the_same() -> None:
+    q, k = torch.randn(1, 1, 8), torch.randn(1, 32, 8)
+    sign = torch.where(q > 0, 1.0, -1.0)
+    want = (q.abs() * (sign * k.unflatten(1, (2, 16)).transpose(1, 2)).amax(1)).sum(-1)
+    torch.testing.assert_close(scores(q, k, 16)[0], want)
+
+
+def test_empty_slots_do_not_widen_the_range() -> None:
+    k = torch.randn(1, 4, 8).abs() + 1
+    valid = torch.tensor([[True, True, False, False]])
+    found = Quest(page=4).summarise(k, valid)
+    assert torch.equal(found["low"][0], k[0, :2].amin(0)) and torch.equal(found["high"][0], k[0, :2].amax(0))
+    assert not any(x.any() for x in Quest(page=4).summarise(k, ~valid & valid).values())
+
+
+@pytest.mark.parametrize("heads, group", [(2, 2), (3, 1), (1, 4)])
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+def test_reads_are_those_of_the_loop(heads: int, group: int, reduce: str) -> None:
+    tokens, page, budget = draw(101, heads, group), 8, 40
+    found = run(Stack(selection=Quest(budget=budget, page=page, reduce=reduce)), tokens, 100)  # type: ignore[arg-type]
+    sealed = len(found.lane.pages)  # type: ignore[arg-type]
+    seen = torch.zeros(1, heads, 101, dtype=torch.bool)
+    seen[..., sealed:] = True
+    for h in range(heads):
+        bound = []
+        for p in range(sealed // page):
+            low, high = tokens.k[0, h, p * page : p * page + page].aminmax(dim=0)
+            rows = [tokens.q[0, h * group + g, 100] for g in range(group)]
+            each = torch.stack([torch.maximum(q * low, q * high).sum() for q in rows])
+            bound.append(float(each.max() if reduce == "max" else each.mean()))
+        best = sorted(range(len(bound)), key=lambda p: -bound[p])[: (budget - (101 - sealed)) // page]
+        for p in best:
+            seen[0, h, p * page : p * page + page] = True
+    torch.testing.assert_close(found.out[:, -1:], plain(tokens, 100, seen), atol=1e-5, rtol=1e-4)
+    assert int(seen[0, 0].sum()) <= budget
+
+
+def test_pages_grow_as_if_built_at_once() -> None:
+    tokens = draw(150)
+    grown, whole = run("quest(budget=64)", tokens, 20).lane, run("quest(budget=64)", tokens, 150).lane
+    for name, x in grown.pages.summary.items():  # type: ignore[union-attr]
+        assert torch.equal(x, whole.pages.summary[name][:, : x.shape[1]])  # type: ignore[union-attr]
+
+
+def test_dense_layers_read_everything() -> None:
+    tokens = draw(101)
+    policy = "quest(budget=32, dense_layers=1)"
+    first, second = (run(policy, tokens, 100, layer=i, layers=2) for i in range(2))
+    assert first.lane.units is None and second.lane.units is not None
+    torch.testing.assert_close(first.out[:, -1:], plain(tokens, 100))
+
+
+def mass(policy: str, tokens: Tokens, query: int) -> float:
+    """The share of the last query's attention that falls on what was read, mean over KV heads and their group."""
+    found = run(policy, tokens, query)
+    lane = found.lane
+    pages, units = lane.pages.position, lane.units  # type: ignore[union-attr]
+    size = lane.stack.selection.unit
+    total = []
+    for h in range(2):
+        chosen = units[h][units[h] >= 0]  # type: ignore[index]
+        read = pages[h].unflatten(0, (-1, size))[chosen].flatten().tolist()
+        read += lane.tail.position[h, lane.tail.span].tolist()
+        probs = (tokens.q[0, 2 * h : 2 * h + 2, query] @ tokens.k[0, h, : query + 1].T * tokens.scale).softmax(1)
+        total.append(float(probs[:, read].sum(1).mean()))
+    return sum(total) / len(total)
+
+
+def test_the_oracle_receives_most_attention_and_more_with_budget() -> None:
+    tokens = draw(301, dim=32)
+    tokens.q *= 3
+    others = ["quest(budget={}, page=4)", "landmarks(budget={}, chunk=4, local=0)", "retrieval(budget={}, chunk=4)"]
+    for budget in (48, 96):
+        ceiling = mass(f"oracle_topk(budget={budget})", tokens, 300)
+        for policy in others:
+            assert mass(policy.format(budget), tokens, 300) <= ceiling + 1e-6
+    found = [mass(f"oracle_topk(budget={b})", tokens, 300) for b in (32, 64, 128, 256)]
+    assert found == sorted(found) and found[0] < found[-1]

@@ -1,0 +1,22 @@
+import torch
+from support_layer import draw, plain, run
+
+
+def test_reads_are_those_of_the_loop() -> None:
+    tokens, chunk, budget = draw(101), 8, 40
+    found = run(f"retrieval(budget={budget}, chunk={chunk})", tokens, 100)
+    sealed = len(found.lane.pages)  # type: ignore[arg-type]
+    seen = torch.zeros(1, 2, 101, dtype=torch.bool)
+    seen[..., sealed:] = True
+    for h in range(2):
+        means = torch.stack([tokens.k[0, h, i : i + chunk].mean(0) for i in range(0, sealed, chunk)])
+        share = torch.stack([(means @ tokens.q[0, 2 * h + g, 100] * tokens.scale).softmax(0) for g in (0, 1)]).amax(0)
+        order = [0, *(j for j in share.argsort(descending=True).tolist() if j)]
+        for j in order[: (budget - (101 - sealed)) // chunk]:
+            seen[0, h, j * chunk : j * chunk + chunk] = True
+    torch.testing.assert_close(found.out[:, -1:], plain(tokens, 100, seen), atol=1e-5, rtol=1e-4)
+
+
+def test_a_wide_budget_is_full_attention() -> None:
+    tokens = draw(101)
+    torch.testing.assert_close(run("retrieval(budget=101)", tokens, 100).out[:, -1:], plain(tokens, 100))
