@@ -182,7 +182,6 @@ class Circuit:
         attention.q_proj.weight[self._rows(head)] = self._side(terms)
         attention.o_proj.weight[:, self._rows(head)][:, : len(self.own)] = self.gains.copy * self.own.T
 
-
     def lay_list_heads(self, model: LlamaForCausalLM, offsets: Sequence[int] = (3, 7, 11)) -> None:
         """Last layer: heads of the last KV head make what stands there less likely to come again.
 
