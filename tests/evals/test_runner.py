@@ -34,6 +34,7 @@ from kvengine.evals.protocol import Protocol
 from kvengine.evals.records import MEASURED, Journal
 from kvengine.evals.runner import Run, room
 from kvengine.evals.tasks import Sample, Turn
+from kvengine.evals.tasks import _words as words
 from kvengine.policies import catalogue
 
 SAMPLE = Sample(
@@ -253,6 +254,18 @@ def test_a_torn_tail_is_cut_and_only_that_sample_done_again(tmp_path: Path) -> N
     assert len(Journal.open(path).rows) == 3 and path.read_bytes() == b"".join(lines[:-1])
     run(settings)
     assert fixed(tmp_path) == rows
+
+
+def test_edited_data_are_done_again(tmp_path: Path) -> None:
+    """The key of a cell names files, not what is in them: the hash of each sample does."""
+    essays = tmp_path / "essays.txt"
+    settings = config(tmp_path / "run", tasks="niah_single_2", data={"essays": essays}, samples=1)
+    for text in ("Cats sleep. " * 900, "Dogs bark. " * 900):
+        essays.write_text(text)
+        words.prose.cache_clear()
+        run(settings)
+    hashes = [row["sample_hash"] for row in fixed(tmp_path / "run")]
+    assert len(set(hashes)) == 2 == len(hashes)
 
 
 def test_half_a_session_is_cut_too(tmp_path: Path) -> None:
