@@ -55,7 +55,7 @@ def preview(config: RunConfig, console: Console) -> int:
     for cell in task.cells():
         samples, key = task.samples(cell), task.key(cell)
         tokens = [task.prompter.measure(sample) for sample in samples]
-        done = sum((key, sample.id) in task.journal.done for sample in samples)
+        done = sum(task.journal.holds(key, sample) for sample in samples)
         state = f"refused: {cell.arm.refused}" if cell.arm.refused else f"{done}/{len(samples)} done"
         rows.append(
             [cell.task.name, str(cell.length), cell.mode, cell.arm.policy, f"{min(tokens)}–{max(tokens)}", state]

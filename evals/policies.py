@@ -57,7 +57,9 @@ def everything(budget: float) -> list[str]:
 
 def _at_budget(name: str, cls: type[Any], budget: float) -> str:
     """With the budget in whichever option takes one."""
-    for option in {"budget", "recent"} & {one.name for one in fields(cls)}:
+    for option in ("budget", "recent"):
+        if option not in {one.name for one in fields(cls)}:
+            continue
         with contextlib.suppress(PolicyError):
             cls(**{option: budget})
             return f"{name}({option}={budget})"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvengine.errors import EvaluationError
+from kvengine.evals.tasks import Sample
 
 Row = dict[str, Any]
 
@@ -34,11 +35,11 @@ def key_of(configuration: dict[str, Any]) -> str:
 
 @dataclass
 class Journal:
-    """Rows of one run folder. `done` holds (cell key, sample id) of every whole sample; None: the whole cell."""
+    """Rows of one run folder. `done`: by cell key and sample id, the hash of what was asked; id None: the whole cell."""
 
     path: Path
     rows: list[Row] = field(default_factory=list)
-    done: set[tuple[str, str | None]] = field(default_factory=set)
+    done: dict[tuple[str, str | None], str | None] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> Journal:
@@ -52,6 +53,10 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         return journal
 
+    def holds(self, key: str, sample: Sample) -> bool:
+        """Is this very sample done? (The same id over other data, say an edited file, is not.)"""
+        return self.done.get((key, sample.id)) == sample.digest()
+
     def append(self, rows: list[Row]) -> None:
         """Write the rows of one sample (or of a refused cell) and wait until they are on the disk."""
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -64,7 +69,7 @@ class Journal:
     def _remember(self, rows: Iterable[Row]) -> None:
         for row in rows:
             self.rows.append(row)
-            self.done.add((row["key"], row["sample"]))
+            self.done[row["key"], row["sample"]] = row.get("sample_hash")
 
 
 def ok(rows: Iterable[Row]) -> Iterator[Row]:

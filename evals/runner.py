@@ -145,7 +145,7 @@ class Run:
             self._give_up(cell, key, error, observer)
             return
         given_up = (key, None) in self.journal.done and not self.config.retry
-        missing = [sample for sample in samples if not given_up and (key, sample.id) not in self.journal.done]
+        missing = [sample for sample in samples if not given_up and not self.journal.holds(key, sample)]
         observer.cell(cell, len(samples), len(samples) - len(missing))
         if not missing:
             return

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from support_evals import saved_model, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import DynamicCache
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 
 from kvengine.cli import app
 from kvengine.errors import EvaluationError, PolicyError, UnsupportedPolicy
-from kvengine.evals import aggregate, drive
+from kvengine.evals import aggregate, demo, drive
 from kvengine.evals.config import RunConfig, build
 from kvengine.evals.engine import CacheSession, StockEngine, Usage
 from kvengine.evals.policies import arms, split
@@ -33,6 +34,8 @@ from kvengine.evals.protocol import Protocol
 from kvengine.evals.records import MEASURED, Journal
 from kvengine.evals.runner import Run, room
 from kvengine.evals.tasks import Sample, Turn
+from kvengine.evals.tasks import _words as words
+from kvengine.policies import catalogue
 
 SAMPLE = Sample(
     id="0",
@@ -251,6 +254,18 @@ def test_a_torn_tail_is_cut_and_only_that_sample_done_again(tmp_path: Path) -> N
     assert len(Journal.open(path).rows) == 3 and path.read_bytes() == b"".join(lines[:-1])
     run(settings)
     assert fixed(tmp_path) == rows
+
+
+def test_edited_data_are_done_again(tmp_path: Path) -> None:
+    """The key of a cell names files, not what is in them: the hash of each sample does."""
+    essays = tmp_path / "essays.txt"
+    settings = config(tmp_path / "run", tasks="niah_single_2", data={"essays": essays}, samples=1)
+    for text in ("Cats sleep. " * 900, "Dogs bark. " * 900):
+        essays.write_text(text)
+        words.prose.cache_clear()
+        run(settings)
+    hashes = [row["sample_hash"] for row in fixed(tmp_path / "run")]
+    assert len(set(hashes)) == 2 == len(hashes)
 
 
 def test_half_a_session_is_cut_too(tmp_path: Path) -> None:
@@ -480,3 +495,28 @@ def test_drive_names_every_bar_that_is_missed(tmp_path: Path) -> None:
     assert drive.below(found, config(tmp_path, fail_under={"stock:fwe": 10.0})) == [
         "stock on fwe: 0.0 [0.0, 65.8] < 10.0"
     ]
+
+
+def test_all_stands_for_every_method_in_the_tree_at_one_budget(tmp_path: Path) -> None:
+    settings = build("ruler", None, {"out": tmp_path, "policies": "all", "budget": "0.25"})
+    found = settings.wanted
+    assert {"snapkv(budget=0.25)", "h2o(budget=0.25)", "quest(budget=0.25)", "streaming(recent=0.25)"} <= set(found)
+    names = {policy.partition("(")[0] for policy in found}
+    assert names == set(catalogue()) - {"full", "dense", "all", "device", "uniform", "exact"}
+    assert not [arm.policy for arm in arms(found) if arm.refused]
+
+
+def test_the_demonstration_goes_in_rounds_and_can_be_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "TASKS", "fwe")
+    settings = demo.settings(tmp_path, length=512, samples=3)
+    made = Run(
+        replace(settings, policies=("full",), oracle=False, chat="off"),
+        tiny_model(),
+        tiny_tokenizer(),
+        Journal.open(tmp_path / "rows.jsonl"),
+    )
+    console = Console(quiet=True)
+    assert demo.rounds(made, time.monotonic(), console) == 1
+    assert [(row["mode"], row["sample"]) for row in fixed(tmp_path)] == [("multi-turn", "0"), ("multi-request", "0")]
+    assert demo.rounds(made, time.monotonic() + 1000, console) == 3
+    assert sorted(row["sample"] for row in fixed(tmp_path)) == sorted("001122")
