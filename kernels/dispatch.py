@@ -6,6 +6,7 @@ takes the best that can run; naming one that cannot run raises with the reason.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -30,7 +31,12 @@ def pick(operation: str, inputs: tuple[Tensor, ...], backend: str | None, native
     Raises KernelError if `backend` is unknown or cannot run here.
     """
     chosen = _best(inputs, native) if backend is None else _checked(backend, inputs, native)
-    return importlib.import_module(f"kvengine.kernels.{operation}.{chosen}")
+    return _module(operation, chosen)
+
+
+@functools.cache
+def _module(operation: str, backend: str) -> Any:
+    return importlib.import_module(f"kvengine.kernels.{operation}.{backend}")
 
 
 def info() -> dict[str, str]:
@@ -83,6 +89,7 @@ def _triton_refusal(inputs: tuple[Tensor, ...]) -> str | None:
     return "it has no gradient" if torch.is_grad_enabled() and any(x.requires_grad for x in inputs) else None
 
 
+@functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
