@@ -22,7 +22,7 @@ def prepare(config: RunConfig) -> Run:
     """Load the model and open the journal. Policies and tasks are checked first: loading may take minutes."""
     choose(config.suite, config.tasks)
     arms(config.wanted, ceiling=config.ceiling, oracle=config.oracle)
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # ours is enough
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]  # ours is enough
     model, tokenizer = loading.load(config.model, device=config.device, dtype=config.dtype)
     made = Run(config, model, tokenizer, Journal.open(config.out / "rows.jsonl"))
     if not made.cells():

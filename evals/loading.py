@@ -28,7 +28,7 @@ def load(name: str, *, device: str = "auto", dtype: str = "auto") -> tuple[Any, 
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise EvaluationError(f"cannot load {name!r}: {error}. Give a folder, a hub id or 'bundled'") from error
-    model.to(torch.device(pick_device(device)))
+    model.to(pick_device(device))  # type: ignore[arg-type]
     return model.eval(), tokenizer
 
 

@@ -111,8 +111,10 @@ def shade(score: float) -> str:
 
 def sections(found: list[CellResult], rows: list[Row]) -> list[Section]:
     """The page's parts, with their pictures."""
-    places = tables.unique((cell.suite, cell.length, cell.mode) for cell in found)
-    made = [Section(*at, [cell for cell in found if (cell.suite, cell.length, cell.mode) == at]) for at in places]
+    groups: dict[tuple[str, int, str], list[CellResult]] = {}
+    for cell in found:
+        groups.setdefault((cell.suite, cell.length, cell.mode), []).append(cell)
+    made = [Section(suite, length, mode, mine) for (suite, length, mode), mine in groups.items()]
     for section in made:
         section.pictures = pictures(section)
     return made

@@ -83,10 +83,11 @@ def pareto(found: list[CellResult]) -> Figure:
 
 
 def _scatter(ax: Axes, points: Sequence[tuple[float | None, float | None]]) -> None:
-    for at, (x, y) in enumerate(points):
-        inside = x is not None and y is not None and x > 0
-        ax.scatter([x] if inside else [], [y] if inside else [], s=70, edgecolors="black", linewidths=0.5, **style(at))
-    best = frontier([(x, y) for x, y in points if x is not None and y is not None and x > 0])
+    there = [[(x, y)] if x is not None and y is not None and x > 0 else [] for x, y in points]
+    for at, point in enumerate(there):  # one collection per policy, empty or not: the legend counts on it
+        xs, ys = [x for x, _ in point], [y for _, y in point]
+        ax.scatter(xs, ys, s=70, edgecolors="black", linewidths=0.5, **style(at))
+    best = frontier(point[0] for point in there if point)
     if len(best) > 1:
         ax.plot(*zip(*best, strict=True), color="gray", linestyle="--", linewidth=1, zorder=0)
 

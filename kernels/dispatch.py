@@ -18,6 +18,9 @@ from kvengine.errors import KernelError, unknown
 from kvengine.kernels.cpu import library
 
 BACKENDS = ("reference", "native", "triton")
+NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+NATIVE_DIM = 256
+"""Widest head that the C kernels' buffers hold."""
 
 
 def pick(operation: str, inputs: tuple[Tensor, ...], backend: str | None, native: bool = True) -> Any:
@@ -63,7 +66,7 @@ def _checked(backend: str, inputs: tuple[Tensor, ...], native: bool) -> str:
 def _native_refusal(inputs: tuple[Tensor, ...], native: bool) -> str | None:
     if any(x.device.type != "cpu" for x in inputs):
         return "it reads CPU memory, and an input is on another device"
-    if not native or any(x.dtype == torch.float64 for x in inputs):
+    if not native or any(x.dtype not in NATIVE_DTYPES for x in inputs):
         return "it does not know these shapes or dtypes"
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return "it has no gradient"

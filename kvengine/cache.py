@@ -10,7 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import CacheError
-from kvengine.lane import Call, Lane, Session, judge_together
+from kvengine.lane import Lane
+from kvengine.session import Call, Session, judge_together
 from kvengine.stack import Stack
 
 Stock = Callable[[Tensor, Tensor], Tensor]
@@ -45,10 +46,11 @@ class LayerCache:
         groups = self.stack.routing.lanes(self.layer, self.layers, self.heads)
         for number, (members, retention) in enumerate(groups):
             index = None if len(members) == self.heads else torch.tensor(members, device=k.device)
-            some = [(x if index is None else x[:, index]).flatten(0, 1) for x in (k, v)]
+            mine = (k, v) if index is None else (k[:, index], v[:, index])
             choice = self.stack.retention if retention is None else retention
             stack = self.stack.within(choice)
-            lane = Lane(stack, choice, self.layer, self.layers, number, self.session, *some, heads=len(members))
+            rows = mine[0].flatten(0, 1), mine[1].flatten(0, 1)
+            lane = Lane(stack, choice, self.layer, self.layers, number, self.session, rows[0], rows[1], len(members))
             self.parts.append(Heads(lane, index))
 
     def forward(

@@ -22,8 +22,8 @@ from typing import Any
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kvengine.attention import NAME, LazyMask, Seam, engine_attention
 from kvengine.errors import ModelError, UnsupportedPolicy
+from kvengine.hf_attention import NAME, LazyMask, Seam, engine_attention
 from kvengine.hf_cache import EngineCache, engine_layers
 from kvengine.hf_rope import rope_for
 from kvengine.rope import Rope
@@ -185,7 +185,7 @@ def prepare_cache(
 ) -> None:
     """Stands in for `_prepare_cache_for_generation`."""
     refuse(generation_config)
-    stock = type(self)._prepare_cache_for_generation
+    stock: Any = type(self)._prepare_cache_for_generation  # type: ignore[attr-defined]
     given = model_kwargs.get("past_key_values")
     if generation_config.use_cache is False or (given is not None and not isinstance(given, EngineCache)):
         stock(self, generation_config, model_kwargs, *args, **kwargs)

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from kvengine.cache import LayerCache, Stock
 from kvengine.errors import CacheError, ModelError
 from kvengine.hf_rope import rope_for
-from kvengine.lane import Call, Session
+from kvengine.session import Call, Session
 from kvengine.stack import Stack
 from kvengine.stats import Stats, measure
 
@@ -151,7 +151,7 @@ class EngineCache(Cache):
 
     def layer_for(self, module: nn.Module) -> EngineLayer | None:
         """The layer that an attention module is to use; None if it is one of transformers' own."""
-        if module.config is not self.config:
+        if getattr(module, "config", None) is not self.config:
             raise CacheError("this cache was made for another model; make one with EngineCache(model)")
         index = int(module.layer_idx)  # type: ignore[arg-type]
         layer = self.layers[index] if index < len(self.layers) else None

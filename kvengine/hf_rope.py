@@ -1,9 +1,9 @@
 """A model's rotary embedding, found and then proved.
 
-The frequencies are read from the model's rotary module. Whether the keys that reach the cache are really turned by them
-(pairs interleaved or not, only some channels, not at all in some layers) differs from family to family, and is not
-declared anywhere. So it is tried: a few tokens run through the model twice, at two places, and the cached keys of one
-run must be those of the other, turned.
+The frequencies are read from the model's rotary module. Whether the keys that reach the cache are really turned by
+them (pairs interleaved or not, only some channels, not at all in some layers) differs from family to family, and is
+not declared anywhere. So it is tried: a few tokens run through the model twice, at two places, and the cached keys of
+one run must be those of the other, turned.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def rope_for(stack: Stack, model: PreTrainedModel, known: dict[str, Rope | None]
         known["rope"] = rope_of(model)
     if (rope := known["rope"]) is None:
         raise UnsupportedPolicy(
-            f"{name_of(needy[0])!r} turns keys or queries to other positions, but the layers of {type(model).__name__} do "
-            "not all rotate them by fixed frequencies; use another method"
+            f"{name_of(needy[0])!r} turns keys or queries to other positions, but the layers of {type(model).__name__} "
+            "do not all rotate them by fixed frequencies; use another method"
         )
     return rope
 
@@ -47,8 +47,8 @@ def rope_for(stack: Stack, model: PreTrainedModel, known: dict[str, Rope | None]
 def rope_of(model: PreTrainedModel) -> Rope | None:
     """How the model's cached keys were rotated; None if not by one fixed rotation in all layers that cache keys.
 
-    A factor that scales rotated keys (YaRN's) stays in them: turning changes directions alone. The position of a token is
-    its index among the real tokens of its row.
+    A factor that scales rotated keys (YaRN's) stays in them: turning changes directions alone. The position of a token
+    is its index among the real tokens of its row.
     """
     frequencies = frequencies_of(model)
     if not frequencies:
@@ -90,7 +90,7 @@ def kind(module: nn.Module, name: str) -> str:
 @torch.no_grad()
 def cached_keys(model: PreTrainedModel, start: int) -> list[Tensor]:
     """The keys that plain layers cache of a few tokens at positions from `start` on, [head, token, dim] each, fp32."""
-    device = model.get_input_embeddings().weight.device
+    device = next(model.get_input_embeddings().parameters()).device
     text = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=text)
     ids = torch.arange(TOKENS, device=device)[None] % text.vocab_size
@@ -101,7 +101,8 @@ def cached_keys(model: PreTrainedModel, start: int) -> list[Tensor]:
         model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
     finally:
         model.train(training)
-    return [layer.keys[0].float() for layer in cache.layers if type(layer) is DynamicLayer]
+    plain = [layer.keys for layer in cache.layers if type(layer) is DynamicLayer]
+    return [keys[0].float() for keys in plain if keys is not None]
 
 
 def explains(rope: Rope, here: Tensor, there: Tensor) -> bool:

@@ -8,10 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvengine
 from kvengine.cache import LayerCache
-from kvengine.lane import Call, Session
 from kvengine.policies import catalogue
 from kvengine.rope import Rope
-from kvengine.rope import Rope
+from kvengine.session import Call, Session
 from kvengine.stack import Stack
 
 SHAPE: dict[str, Any] = {
@@ -61,9 +60,9 @@ SMALL: dict[str, str] = {
     "pyramidkv": "pyramidkv(budget=24, window=6)",
     "adakv": "adakv(budget=24, window=6)",
     "keydiff": "keydiff(budget=24)",
-    "adakv": "adakv(budget=24, window=6)",
     "expected_attention": "expected_attention(budget=24)",
-    "expected_attention": "expected_attention(budget=24)",
+    "d2o": "d2o(budget=24)",
+    "elastic": "elastic(budget=24, offset=-8)",
     "uniform": "uniform",
     "duo": "duo(sinks=2, recent=10)",
     "exact": "exact",
@@ -92,9 +91,9 @@ WIDE: dict[str, str] = {
     "pyramidkv": "pyramidkv(budget=500)",
     "adakv": "adakv(budget=500)",
     "keydiff": "keydiff(budget=500)",
-    "adakv": "adakv(budget=500)",
     "expected_attention": "expected_attention(budget=500)",
-    "expected_attention": "expected_attention(budget=500)",
+    "d2o": "d2o(budget=500)",
+    "elastic": "elastic(budget=500)",
     "uniform": "uniform",
     "duo": "duo(sparsity=1.0, recent=500)",
     "exact": "exact",
@@ -118,6 +117,8 @@ MIXED = [
     "snapkv(budget=0.5, window=6) + quest(budget=24, page=4) + host",
     "h2o(budget=24) + kivi(group=8, residual=8)",
     "streaming(sinks=2, recent=20) + host",
+    "elastic(budget=24, offset=-8) + quest(budget=16, page=4)",
+    "d2o(budget=24, form='official') + duo(sinks=2, recent=10)",
     "streaming(sinks=2, recent=14, positions='in-cache') + kivi(group=8, residual=8)",
     "adakv(budget=24, base='expected_attention') + quest(budget=16, page=4)",
     "ashape(sinks=2, local=12) + snapkv(budget=24, window=6) + kivi(bits=2, group=8, residual=8)",

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kvengine.cache import LayerCache
-from kvengine.lane import Call, Lane, Session
+from kvengine.lane import Lane
 from kvengine.rope import Rope
+from kvengine.session import Call, Session
 from kvengine.stack import Stack
 
 
@@ -39,8 +40,8 @@ def draw(
     seed: int = 0,
 ) -> Tokens:
     g = torch.Generator().manual_seed(seed)
-    new = lambda h, d: torch.randn(sequences, h, tokens, d, generator=g)
-    return Tokens(new(heads * group, dim), new(heads, dim), new(heads, dim_v or dim))
+    shapes = ((heads * group, dim), (heads, dim), (heads, dim_v or dim))
+    return Tokens(*(torch.randn(sequences, h, tokens, d, generator=g) for h, d in shapes))
 
 
 def plain(tokens: Tokens, token: int, seen: Tensor | None = None) -> Tensor:
@@ -95,8 +96,8 @@ def rope(dim: int) -> Rope:
 
 def padded(tokens: Tokens, by: int, fill: float = 7.0) -> tuple[Tokens, Tensor]:
     """The first sequence with `by` slots of garbage before it, and which slots are tokens."""
-    more = lambda x: torch.cat([torch.full_like(x[:, :, :by], fill), x], 2)
-    longer = Tokens(more(tokens.q), more(tokens.k), more(tokens.v))
+    parts = (tokens.q, tokens.k, tokens.v)
+    longer = Tokens(*(torch.cat([torch.full_like(x[:, :, :by], fill), x], 2) for x in parts))
     valid = torch.ones(len(tokens.q), longer.q.shape[2], dtype=torch.bool)
     valid[:, :by] = False
     return longer, valid

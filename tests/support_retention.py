@@ -3,20 +3,13 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import pytest
 import torch
 from torch import Tensor
 
 from kvengine.cache import LayerCache
-from kvengine.lane import Call, Session
+from kvengine.session import Call, Session
 from kvengine.stack import Stack
 from kvengine.stats import measure
-
-SHAPES = [
-    pytest.param(1, 2, id="gqa"),
-    pytest.param(2, 1, id="mha"),
-    pytest.param(0, 4, id="mqa"),
-]
 
 
 @dataclass

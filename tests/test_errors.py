@@ -11,6 +11,7 @@ TREE = {
     "UnknownPolicy": (errors.PolicyError, ValueError),
     "UnsupportedPolicy": (errors.PolicyError, ValueError),
     "ModelError": (errors.KVEngineError, ValueError),
+    "KernelError": (errors.KVEngineError, ValueError),
     "CacheError": (errors.KVEngineError, RuntimeError),
     "StoreError": (errors.KVEngineError, OSError),
     "CorruptBitstream": (errors.StoreError, OSError),

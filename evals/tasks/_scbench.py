@@ -78,12 +78,12 @@ class SessionTask(Task):
         turn = row["multi_turns"][index]
         kind = turn.get("task", "") if len(self.kinds) > 1 else ""
         extra = {name: turn[name] for name in ("options", "name") if name in turn}
-        known = {name: row[name] for name in ("lang", "repo") if name in row}
+        known: dict[str, Any] = {name: row[name] for name in ("lang", "repo") if name in row}
         return Turn(
             question=self.question(turn),
             answers=golden(turn["answer"]),
             max_new_tokens=self.kinds[kind or self.name],
-            prefix=self.follow_prefix if index else "",
+            prefix=turn.get("prefix", self.follow_prefix if index else ""),
             kind=kind,
             meta={"answer": self.label(turn, row), **extra, **known},
         )
@@ -122,7 +122,8 @@ class SessionTask(Task):
             yield shrink(partial(self._draw, plan, index), partial(self._fits, plan), size, 8, max(1, size // 50))
 
     def _draw(self, plan: Plan, index: int, size: int) -> Sample:
-        assert self.generate is not None  # _rows has refused otherwise
+        if self.generate is None:
+            raise NoData(f"{self.name} has no generator")
         row = self.generate(Random(f"{plan.seed}/{self.name}/{plan.length}/{index}"), size)
         return self.session({**row, "meta": {"units": size}}, str(index), "re-created")
 
@@ -171,7 +172,7 @@ def _lines(path: Path) -> list[Row]:
 
 def _datasets() -> Any:
     try:
-        import datasets
+        import datasets  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
         raise EvaluationError("this data needs the `datasets` package: pip install datasets") from error
     return datasets

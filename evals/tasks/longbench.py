@@ -77,9 +77,9 @@ PROMPTS = {
     "passage_count": (
         "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully read "
         "these paragraphs and determine how many unique paragraphs there are after removing duplicates. In other "
-        "words, how many non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final count of "
-        "unique paragraphs after removing duplicates. The output format should only contain the number, such as 1, 2, 3, "
-        "and so on.\n\nThe final answer is: "
+        "words, how many non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final count "
+        "of unique paragraphs after removing duplicates. The output format should only contain the number, such as 1, "
+        "2, 3, and so on.\n\nThe final answer is: "
     ),
     "passage_retrieval_en": (
         "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract "

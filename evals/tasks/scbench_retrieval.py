@@ -8,7 +8,8 @@ from string import ascii_letters, digits
 
 from kvengine.evals.tasks._scbench import Row, SessionTask, both
 from kvengine.evals.tasks._scores import contains, contains_whole, fraction_found, set_found
-from kvengine.evals.tasks._words import uuid4
+from kvengine.evals.tasks._words import NOISE, number, pair, uuid4
+from kvengine.evals.tasks.ruler_niah import NEEDLE, among_lines, wording
 from kvengine.evals.tasks.ruler_vt import INTRODUCTION, QUESTION, draw_chains, scatter
 
 TURNS = 5
@@ -61,6 +62,24 @@ def chains(source: Random, size: int, hops: int = 2) -> Row:
     return {"input": text, "multi_turns": turns}
 
 
+def needles(source: Random, size: int) -> Row:
+    """RULER's multi-key needles among noise, five of them asked one after the other: short keys and values.
+
+    Not one of the published tasks: they ask for UUIDs, which small models cannot copy.
+    """
+    values = dict(
+        zip((pair(source) for _ in range(3 * TURNS)), (number(source) for _ in range(3 * TURNS)), strict=False)
+    )
+    lines = [NEEDLE.format(kind="numbers", key=key, value=value) for key, value in values.items()]
+    introduction, question, prefix = wording("numbers", single=True)
+    turns = [
+        {"input": question.format(query=key), "answer": values[key], "prefix": prefix.format(query=key)}
+        for key in source.sample(list(values), TURNS)
+    ]
+    hidden = among_lines([NOISE] * max(size, len(lines)), lines, source)
+    return {"context": introduction.format(context=hidden).rstrip("\n"), "multi_turns": turns}
+
+
 TASKS = (
     SessionTask(
         "scbench_kv",
@@ -83,5 +102,12 @@ TASKS = (
         {"scbench_vt": both(fraction_found, set_found)},
         "string retrieval",
         generate=chains,
+    ),
+    SessionTask(
+        "scbench_needles",
+        {"scbench_needles": 32},
+        {"scbench_needles": both(contains, contains_whole)},
+        "string retrieval",
+        generate=needles,
     ),
 )

@@ -6,7 +6,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvengine.errors import KernelError
-from kvengine.kernels.dispatch import pick
+from kvengine.kernels.dispatch import NATIVE_DIM, pick
 from kvengine.kernels.state import State
 
 NATIVE_QUERIES = 64
@@ -33,7 +33,8 @@ def attention(
     give it to one part only when parts are merged. Raises KernelError on shapes that do not fit.
     """
     _check(q, k, v, visible)
-    native = q.shape[2] <= NATIVE_QUERIES and k.stride(-1) == 1 and v.stride(-1) == 1
+    contiguous = k.stride(-1) == 1 and v.stride(-1) == 1
+    native = contiguous and q.shape[2] <= NATIVE_QUERIES and max(k.shape[-1], v.shape[-1]) <= NATIVE_DIM
     run = pick("attention", (q, k, v), backend, native)
     return run.attention(q, k, v, visible, scale, softcap, sinks, want_probs)  # type: ignore[no-any-return]
 

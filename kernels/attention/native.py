@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvengine.kernels.attention import reference
 from kvengine.kernels.cpu import call
 from kvengine.kernels.state import State
 
@@ -20,8 +19,6 @@ def attention(
     want_probs: bool,
 ) -> State:
     """See `kvengine.kernels.attention`."""
-    if max(k.shape[-1], v.shape[-1]) > call.DIM or k.dtype not in call.DTYPES or v.dtype not in call.DTYPES:
-        return reference.attention(q, k, v, visible, scale, softcap, sinks, want_probs)
     seen = {} if visible is None else dict(
         visible=visible.data_ptr(), visible_row=visible.stride(0), visible_query=visible.stride(1),
         visible_column=visible.stride(2),

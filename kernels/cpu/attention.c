@@ -58,25 +58,26 @@ static void dots(const float *q, int64_t rows, const float *tile, int count, int
   }
 }
 
-/* out[n] += sum_t p[n][t] tile[t] */
-static void weigh(const float *p, int64_t rows, const float *tile, int count, int64_t dim, float *out) {
-  for (int64_t n = 0; n < rows; n += 4)
-    for (int64_t d = 0; d < dim; d += LANES) {
-      vf s0 = load(out + n * dim + d), s1 = load(out + (n + 1) * dim + d);
-      vf s2 = load(out + (n + 2) * dim + d), s3 = load(out + (n + 3) * dim + d);
-      const float *w = p + n * TILE;
-      for (int t = 0; t < count; t++) {
-        vf x = load(tile + t * dim + d);
-        s0 += x * w[t];
-        s1 += x * w[TILE + t];
-        s2 += x * w[2 * TILE + t];
-        s3 += x * w[3 * TILE + t];
-      }
-      store(out + n * dim + d, s0);
-      store(out + (n + 1) * dim + d, s1);
-      store(out + (n + 2) * dim + d, s2);
-      store(out + (n + 3) * dim + d, s3);
+/* out[n] += sum_t p[n][t] tile[t], for `wide` registers of channels at once: 4 * wide independent sums hide latency */
+INLINE void weigh_part(const float *p, const float *tile, int count, int64_t dim, float *out, int wide) {
+  vf s[4][2];
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < wide; j++) s[i][j] = load(out + i * dim + j * LANES);
+  for (int t = 0; t < count; t++)
+    for (int j = 0; j < wide; j++) {
+      vf x = load(tile + t * dim + j * LANES);
+      for (int i = 0; i < 4; i++) s[i][j] += x * p[i * TILE + t];
     }
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < wide; j++) store(out + i * dim + j * LANES, s[i][j]);
+}
+
+static void weigh(const float *p, int64_t rows, const float *tile, int count, int64_t dim, float *out) {
+  for (int64_t n = 0; n < rows; n += 4) {
+    int64_t d = 0;
+    for (; d + 2 * LANES <= dim; d += 2 * LANES) weigh_part(p + n * TILE, tile + d, count, dim, out + n * dim + d, 2);
+    if (d < dim) weigh_part(p + n * TILE, tile + d, count, dim, out + n * dim + d, 1);
+  }
 }
 
 /* Does query `n` see the token of this column, at this position? */
@@ -155,24 +156,28 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   float tile[TILE * wide] __attribute__((aligned(64)));
   float weights[a->padded * TILE] __attribute__((aligned(64)));
   Memo keys, values;
-  Batch b;
+  Batch both[2], *b = both, *next = both + 1;
   memset(&keys, 0, sizeof keys);
   memset(&values, 0, sizeof values);
-  keys.key = values.key = -1;
   memset(tile, 0, sizeof tile);
+  memset(weights, 0, sizeof weights);
   memset(out, 0, sizeof(float) * a->padded * a->dim_v);
   for (int64_t n = 0; n < a->padded; n++) top[n] = -INFINITY, total[n] = 0;
-  memset(weights, 0, sizeof weights);
-  for (int64_t column = from; column < to;) {
-    column = collect(a, row, column, to, &b);
-    if (!b.count) break;
+  from = collect(a, row, from, to, b);
+  while (b->count) {
+    from = collect(a, row, from, to, next);
+    fetch_tokens(&a->v, row, b->token, b->count);
     if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
-    read_tokens(&a->k, &keys, row, b.token, b.count, tile, a->dim);
-    dots(a->q + row * a->padded * a->dim, a->padded, tile, b.count, a->dim, weights);
-    soften(a, row, &b, weights, top, total, out);
+    read_tokens(&a->k, &keys, row, b->token, b->count, tile, a->dim);
+    fetch_tokens(&a->k, row, next->token, next->count);
+    dots(a->q + row * a->padded * a->dim, a->padded, tile, b->count, a->dim, weights);
+    soften(a, row, b, weights, top, total, out);
     if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
-    read_tokens(&a->v, &values, row, b.token, b.count, tile, a->dim_v);
-    weigh(weights, a->padded, tile, b.count, a->dim_v, out);
+    read_tokens(&a->v, &values, row, b->token, b->count, tile, a->dim_v);
+    weigh(weights, a->padded, tile, b->count, a->dim_v, out);
+    Batch *done = b;
+    b = next;
+    next = done;
   }
 }
 

@@ -17,8 +17,6 @@ from kvengine.kernels.state import State
 LANES = 16
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 DENSE, PER_CHANNEL, PER_TOKEN, MIXED = range(4)
-DIM = 256
-"""Widest head the kernels' buffers hold."""
 
 I64, POINTER = ctypes.c_int64, ctypes.c_void_p
 

@@ -24,16 +24,14 @@ static void read_dense(const Field *f, int64_t row, const int64_t *token, int co
     widen(f->data, row * f->row_stride + token[i] * f->token_stride, f->dim, dtype, tile + i * stride);
 }
 
-/* How codes become values: code * scale + zero, then * channel. */
-enum { EACH, BLOCKS, ONE }; /* a scale per channel, per LANES channels, or one and a factor per channel */
-typedef struct {
-  int how;
-  const float *scale, *zero, *channel;
-} Affine;
+/* How codes become values: code * scale + zero, then * channel. A scale belongs to a channel; to 2^shift channels of a
+   token; or to a token, with a factor per channel. */
+enum { EACH, BLOCKS, ONE };
 
 /* One token's vector. A vector register's codes are bit fields of the 64 bytes that hold them: pick each lane's 32-bit
    word, shift its field down, mask. Whole registers are written, so `out` must be padded. */
-INLINE void unpack(const uint8_t *code, int64_t dim, int bits, int how, const Affine *f, float *out) {
+INLINE void unpack(const uint8_t *restrict code, int64_t dim, int bits, int how, const float *restrict scale,
+                   const float *restrict zero, const float *restrict channel, int shift, float *restrict out) {
   const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int64_t bytes = dim * bits / 8;
   int64_t d = 0;
@@ -49,84 +47,93 @@ INLINE void unpack(const uint8_t *code, int64_t dim, int bits, int how, const Af
       vi place = (lane + first) * bits;
       vi field = (vi)(__builtin_shuffle(words, (vu)(place >> 5)) >> (vu)(place & 31)) & ((1 << bits) - 1);
       vf value = __builtin_convertvector(field, vf);
-      if (how == EACH) store(out + d, value * load(f->scale + d) + load(f->zero + d));
-      else if (how == BLOCKS) store(out + d, value * f->scale[d / LANES] + f->zero[d / LANES]);
-      else store(out + d, (value * *f->scale + *f->zero) * load(f->channel + d));
+      if (how == EACH) store(out + d, value * load(scale + d) + load(zero + d));
+      else if (how == BLOCKS) store(out + d, value * scale[d >> shift] + zero[d >> shift]);
+      else store(out + d, (value * *scale + *zero) * load(channel + d));
     }
   }
 }
 
-INLINE void unpack_as(const uint8_t *code, int64_t dim, int64_t bits, int how, const Affine *f, float *out) {
-  switch (bits) { /* constants, so that each loop is specialised */
-    case 1: unpack(code, dim, 1, how, f, out); break;
-    case 2: unpack(code, dim, 2, how, f, out); break;
-    case 4: unpack(code, dim, 4, how, f, out); break;
-    default: unpack(code, dim, 8, how, f, out);
+#define UNPACK(name, how)                                                                                             \
+  static void name(const uint8_t *code, int64_t dim, int64_t bits, const float *scale, const float *zero,             \
+                   const float *channel, int shift, float *out) {                                                     \
+    switch (bits) { /* constants, so that each loop is specialised */                                                 \
+      case 1: unpack(code, dim, 1, how, scale, zero, channel, shift, out); break;                                     \
+      case 2: unpack(code, dim, 2, how, scale, zero, channel, shift, out); break;                                     \
+      case 4: unpack(code, dim, 4, how, scale, zero, channel, shift, out); break;                                     \
+      default: unpack(code, dim, 8, how, scale, zero, channel, shift, out);                                           \
+    }                                                                                                                 \
   }
-}
+UNPACK(unpack_each, EACH)
+UNPACK(unpack_blocks, BLOCKS)
+UNPACK(unpack_one, ONE)
 
-static void unpack_any(const uint8_t *code, int64_t dim, int64_t bits, const Affine *f, float *out) {
-  if (f->how == EACH) unpack_as(code, dim, bits, EACH, f, out);
-  else if (f->how == BLOCKS) unpack_as(code, dim, bits, BLOCKS, f, out);
-  else unpack_as(code, dim, bits, ONE, f, out);
-}
-
-INLINE void recall(const Field *f, Memo *memo, int64_t key) {
-  if (memo->key == key) return;
+/* Scales and zeros of the group of tokens [from, to), number `key` in the field, as floats. */
+INLINE void recall(const Field *f, Memo *memo, int64_t key, int64_t from, int64_t to) {
   widen(f->scale, key * f->dim, f->dim, f->dtype, memo->scale);
   widen(f->zero, key * f->dim, f->dim, f->dtype, memo->zero);
-  memo->key = key;
+  memo->from = from;
+  memo->to = to;
 }
 
-static void read_per_channel(const Field *f, Memo *memo, int64_t token, float *out) {
-  recall(f, memo, token / f->group);
-  const Affine affine = {EACH, memo->scale, memo->zero, NULL};
-  unpack_any((const uint8_t *)f->data + token * (f->dim * f->bits / 8), f->dim, f->bits, &affine, out);
-}
-
-/* A group narrower than a register, or across one: spread its scale over the channels first. */
-static void read_uneven(const Field *f, Memo *memo, int64_t token, float *out) {
-  int64_t groups = f->dim / f->group;
-  for (int64_t d = 0; d < f->dim; d++) {
-    memo->scale[d] = scalar(f->scale, token * groups + d / f->group, f->dtype);
-    memo->zero[d] = scalar(f->zero, token * groups + d / f->group, f->dtype);
+static void read_per_channel(const Field *f, Memo *memo, const int64_t *token, int count, float *tile, int64_t stride) {
+  for (int i = 0; i < count; i++) {
+    if (token[i] < memo->from || token[i] >= memo->to) {
+      int64_t key = token[i] / f->group;
+      recall(f, memo, key, key * f->group, (key + 1) * f->group);
+    }
+    unpack_each((const uint8_t *)f->data + token[i] * (f->dim * f->bits / 8), f->dim, f->bits, memo->scale, memo->zero,
+                NULL, 0, tile + i * stride);
   }
-  const Affine affine = {EACH, memo->scale, memo->zero, NULL};
-  unpack_any((const uint8_t *)f->data + token * (f->dim * f->bits / 8), f->dim, f->bits, &affine, out);
 }
 
-static void read_per_token(const Field *f, Memo *memo, int64_t token, float *out) {
-  if (f->group % LANES) {
-    read_uneven(f, memo, token, out);
+/* Groups that are no power of two of at least a register: spread a token's scales over its channels first. */
+static void read_uneven(const Field *f, Memo *memo, const int64_t *token, int count, float *tile, int64_t stride) {
+  const int64_t groups = f->dim / f->group;
+  for (int i = 0; i < count; i++) {
+    for (int64_t d = 0; d < f->dim; d++) {
+      memo->scale[d] = scalar(f->scale, token[i] * groups + d / f->group, f->dtype);
+      memo->zero[d] = scalar(f->zero, token[i] * groups + d / f->group, f->dtype);
+    }
+    unpack_each((const uint8_t *)f->data + token[i] * (f->dim * f->bits / 8), f->dim, f->bits, memo->scale, memo->zero,
+                NULL, 0, tile + i * stride);
+  }
+}
+
+/* The scales of tokens that follow each other are one run of numbers, widened together. */
+static void read_per_token(const Field *f, Memo *memo, const int64_t *token, int count, float *tile, int64_t stride) {
+  if (f->group % LANES || f->group & (f->group - 1)) {
+    read_uneven(f, memo, token, count, tile, stride);
     return;
   }
-  int64_t groups = f->dim / f->group;
-  float scale[256 / LANES], zero[256 / LANES];
-  int64_t block = 0, repeat = f->group / LANES;
-  for (int64_t g = 0; g < groups; g++) {
-    float s = scalar(f->scale, token * groups + g, f->dtype), z = scalar(f->zero, token * groups + g, f->dtype);
-    for (int64_t i = 0; i < repeat; i++, block++) scale[block] = s, zero[block] = z;
+  const int64_t groups = f->dim / f->group, most = (256 / groups);
+  const int shift = __builtin_ctzll(f->group);
+  for (int i = 0, run; i < count; i += run) {
+    for (run = 1; i + run < count && run < most && token[i + run] == token[i] + run;) run++;
+    widen(f->scale, token[i] * groups, run * groups, f->dtype, memo->scale);
+    widen(f->zero, token[i] * groups, run * groups, f->dtype, memo->zero);
+    for (int j = 0; j < run; j++)
+      unpack_blocks((const uint8_t *)f->data + token[i + j] * (f->dim * f->bits / 8), f->dim, f->bits,
+                    memo->scale + j * groups, memo->zero + j * groups, NULL, shift, tile + (i + j) * stride);
   }
-  const Affine affine = {BLOCKS, scale, zero, NULL};
-  unpack_any((const uint8_t *)f->data + token * (f->dim * f->bits / 8), f->dim, f->bits, &affine, out);
 }
 
 static void read_mixed(const Field *f, Memo *memo, int64_t token, float *out) {
   int64_t page = token / f->page, slot = token % f->page, low = slot >= f->salient;
-  int64_t bits = low ? f->low_bits : f->bits, each = f->dim * bits / 8;
+  int64_t bits = low ? f->low_bits : f->bits, each = f->dim * bits / 8, first = page * f->page;
   int64_t index = low ? page * (f->page - f->salient) + slot - f->salient : page * f->salient + slot;
   const uint8_t *code = (const uint8_t *)(low ? f->low : f->data) + index * each;
+  const int known = token >= memo->from && token < memo->to;
   if (!f->per_token) {
-    recall(f, memo, page * 2 + low);
-    const Affine affine = {EACH, memo->scale, memo->zero, NULL};
-    unpack_any(code, f->dim, bits, &affine, out);
+    if (!known) recall(f, memo, page * 2 + low, low ? first + f->salient : first, first + (low ? f->page : f->salient));
+    unpack_each(code, f->dim, bits, memo->scale, memo->zero, NULL, 0, out);
     return;
   }
-  if (memo->key != page) widen(f->channel, page * f->dim, f->dim, f->dtype, memo->scale);
-  memo->key = page;
+  if (!known) widen(f->channel, page * f->dim, f->dim, f->dtype, memo->scale);
+  memo->from = first;
+  memo->to = first + f->page;
   float scale = scalar(f->scale, token, f->dtype), zero = scalar(f->zero, token, f->dtype);
-  const Affine affine = {ONE, &scale, &zero, memo->scale};
-  unpack_any(code, f->dim, bits, &affine, out);
+  unpack_one(code, f->dim, bits, &scale, &zero, memo->scale, 0, out);
 }
 
 void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile,
@@ -139,10 +146,19 @@ void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, 
     }
     return;
   }
+  if (f->layout == PER_CHANNEL) read_per_channel(f, memo, token, count, tile, stride);
+  else if (f->layout == PER_TOKEN) read_per_token(f, memo, token, count, tile, stride);
+  else
+    for (int i = 0; i < count; i++) read_mixed(f, memo, token[i], tile + i * stride);
+}
+
+/* Ask for the tokens' bytes, to be read soon: memory works while other tokens are computed with. */
+void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count) {
+  const int64_t size = f->dtype == F32 ? 4 : 2, dense = f->layout == DENSE;
+  const int64_t bytes = dense ? f->dim * size : f->dim * f->bits / 8;
   for (int i = 0; i < count; i++) {
-    float *out = tile + i * stride;
-    if (f->layout == PER_CHANNEL) read_per_channel(f, memo, token[i], out);
-    else if (f->layout == PER_TOKEN) read_per_token(f, memo, token[i], out);
-    else read_mixed(f, memo, token[i], out);
+    int64_t at = dense ? (row * f->row_stride + token[i] * f->token_stride) * size : token[i] * bytes;
+    if (f->layout == MIXED) at = token[i] / f->page * f->salient * bytes; /* close enough */
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)f->data + at + line, 0, 2);
   }
 }

@@ -20,10 +20,11 @@ typedef struct {
 
 /* What a reader keeps between tokens: the scale and zero of the last key group, as floats. */
 typedef struct {
-  int64_t key;
+  int64_t from, to; /* the tokens they hold for */
   float scale[256 + LANES], zero[256 + LANES];
 } Memo;
 
 void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile, int64_t stride);
+void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count);
 
 #endif

@@ -55,7 +55,7 @@ int kv_bounds(const Bounds *b) {
     int64_t unit[STEP];
     int count = 0;
     Memo memo;
-    memo.key = -1;
+    memo.from = memo.to = 0;
     memset(tile, 0, sizeof tile);
     for (int64_t u = from; u < to; u++) { /* a dead unit's bounds are not read */
       if (b->alive[row * b->alive_row + u]) unit[count++] = u;

@@ -76,17 +76,17 @@ def only_compiling(capability: int) -> Iterator[list[Any]]:
 
     before, launcher = driver._active, JITFunction.__getitem__
     driver.set_active(
-        SimpleNamespace(  # type: ignore[arg-type]
+        SimpleNamespace(
             get_current_target=lambda: GPUTarget("cuda", capability, 32),
             get_current_device=lambda: -capability,  # kernels are cached by device
             get_current_stream=lambda device: 0,
         )
     )
-    JITFunction.__getitem__ = compile_only  # type: ignore[assignment]
+    JITFunction.__getitem__ = compile_only
     try:
         yield compiled
     finally:
-        JITFunction.__getitem__ = launcher  # type: ignore[method-assign]
+        JITFunction.__getitem__ = launcher
         driver._active = before
 
 

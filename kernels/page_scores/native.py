@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvengine.errors import KernelError
 from kvengine.kernels.cpu import call, library
-from kvengine.kernels.page_scores import reference
 
 I64, POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -31,8 +30,6 @@ class Bounds(ctypes.Structure):
 def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
     """See `kvengine.kernels.page_scores`."""
     rows, group, dim = q.shape
-    if dim > call.DIM or low.dtype not in call.DTYPES or high.dtype not in call.DTYPES:
-        return reference.page_scores(q, low, high, alive, reduce)
     wide = call.up(dim, call.LANES)
     parts = q.new_zeros(rows, call.up(group, 4), 2, wide, dtype=torch.float32)
     parts[:, :group, 0, :dim], parts[:, :group, 1, :dim] = q.clamp_min(0), q.clamp_max(0)

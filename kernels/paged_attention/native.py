@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kvengine.kernels.cpu import call
-from kvengine.kernels.paged_attention import reference
 from kvengine.kernels.state import State
 
 
@@ -31,11 +30,6 @@ def paged_attention(
 ) -> State:
     """See `kvengine.kernels.paged_attention`."""
     dim = q.shape[-1]
-    if max(dim, dim_v) > call.DIM:
-        return reference.paged_attention(
-            q, fields, table, position, page, scale, units, unit, codec, dim_v, query_position, window, softcap, sinks,
-            want_probs,
-        )  # fmt: skip
     table, position = _int32(table), _int32(position)
     units, query_position = (None if x is None else _int32(x).contiguous() for x in (units, query_position))
     columns = table.shape[1] * page if units is None else units.shape[1] * unit

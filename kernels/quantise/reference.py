@@ -11,7 +11,7 @@ from kvengine.kernels import quantise as op
 def pack(codes: Tensor, bits: int) -> Tensor:
     """See `kvengine.kernels.quantise.pack`."""
     shifts = torch.arange(0, 8, bits, device=codes.device, dtype=torch.uint8)
-    fields = codes.unflatten(-1, (-1, 8 // bits)) << shifts
+    fields: Tensor = codes.unflatten(-1, (-1, 8 // bits)) << shifts
     return fields.sum(-1, dtype=torch.uint8)  # the fields do not overlap, so the sum is their union
 
 

@@ -58,6 +58,7 @@ class Result:
     new_tokens: int
     tokens_per_second: float
     speedup: float
+    cpu_speedup: float
     predicted: float
     tokens_per_pass: float
     acceptance: float | None
@@ -96,19 +97,19 @@ def compare(
             total.add(decoder.report)
         same = [count + (text == texts[0]) for count, text in zip(same, texts, strict=True)]
         progress(f"{prompts[0].shape[1]} tokens: prompt {number + 1} of {len(prompts)}")
-    plain = totals[0].seconds / max(1, totals[0].emitted - totals[0].rows)
-    first = result(prompts[0].shape[1], Setting(), totals[0], plain, same[0])
+    first = result(prompts[0].shape[1], Setting(), totals[0], totals[0], same[0])
     rest = zip(settings, totals[1:], same[1:], strict=True)
-    return [first, *(result(prompts[0].shape[1], setting, total, plain, count) for setting, total, count in rest)]
+    return [first, *(result(prompts[0].shape[1], setting, total, totals[0], count) for setting, total, count in rest)]
 
 
-def result(context: int, setting: Setting, total: Report, plain: float, same: int) -> Result:
-    """A row, from the sum of a setting's reports and the seconds of a plainly decoded token."""
-    total.plain_seconds = plain
+def result(context: int, setting: Setting, total: Report, baseline: Report, same: int) -> Result:
+    """A row, from the sum of a setting's reports and that of plain decoding."""
+    plain = total.plain_seconds = baseline.seconds / (baseline.emitted - baseline.rows)
+    busy = baseline.cpu_seconds / (baseline.emitted - baseline.rows) * (total.emitted - total.rows) / total.cpu_seconds
     top, middle = total.tiers[0], next((tier for tier in total.tiers if tier.name == "middle"), None)
     return Result(
         context, setting.middle or "", setting.drafter, setting.steps, total.rows,
-        total.emitted, (total.emitted - total.rows) / total.seconds, total.measured_speedup or 0.0,
+        total.emitted, (total.emitted - total.rows) / total.seconds, total.measured_speedup or 0.0, busy,
         total.predicted_speedup or 0.0, total.tokens_per_target_pass, top.acceptance, top.by_position,
         middle.acceptance if middle else None, top.seconds / max(1, top.passes) / plain,
         top.draft_seconds / max(1, top.drafted) / plain, int(total.bytes_per_token),
@@ -128,6 +129,7 @@ COLUMNS = {  # heading: key of a row, and its format
     "Cost of a judging pass": "pass_cost:.2f",
     "Tokens/s": "tokens_per_second:.1f",
     "Speed-up": "speedup:.2f",
+    "in CPU time": "cpu_speedup:.2f",
     "Predicted": "predicted:.2f",
     "Same text": "same_text",
 }

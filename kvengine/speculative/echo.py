@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.hf_cache import EngineCache, EngineLayer
-from kvengine.lane import Call
+from kvengine.session import Call
 from kvengine.speculative.law import Text
 from kvengine.speculative.session import Session
 from kvengine.speculative.view import ViewCache

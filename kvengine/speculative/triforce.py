@@ -46,7 +46,8 @@ class TriForce:
         draft: a small model with the same tokenizer, "lookup" (what followed these tokens before), "recycling"
             (successors the model rated highly before, as a tree), or None.
         middle: the policy under which the target drafts for itself; None leaves that tier out.
-        gamma: tokens drafted for the middle, and for the target; "auto" decides by measured cost and acceptance.
+        gamma: tokens drafted for the middle, and for the target; "auto" decides by measured cost and acceptance, and
+            remembers from call to call. As it goes by the clock, only greedy or coupled text repeats for a seed then.
         stack: the target's own cache. "full" keeps the model's law; under another stack that is kept instead.
         draft_stack: the small model's cache.
         widths: let the small model draft a tree with so many children per node at each depth, instead of a chain.
@@ -78,6 +79,7 @@ class TriForce:
         self.refresh = refresh or Refresh()
         self.report = Report()
         self.memory: Recycling | None = None
+        self.ahead: list[Ahead] = [Adaptive(), Adaptive()] if gamma == "auto" else []
         check_gamma(gamma)
         check_models(target, draft, tokenizers)
         if self.middle is not None:
@@ -96,6 +98,9 @@ class TriForce:
         Takes what `model.generate` takes (a `streamer` too), and: seed (default: from torch's generator), coupled
         (position-keyed noise: the text of a seed is then the same whatever drafts it). A `temperature`, `top_k`,
         `top_p` or `min_p` asks for sampling; temperature 0 for the likeliest token.
+
+        `model.generate(ids, custom_generate=decoder, ...)` is the same, but transformers then keeps the streamer and the
+        tokenizer of stop strings to itself.
         """
         own = {name: options.pop(name) for name in ("seed", "coupled", "streamer") if name in options}
         if options.get("temperature") == 0:
@@ -175,7 +180,7 @@ class TriForce:
         return Tier(session, law, rule, ends=ends, name="draft")
 
     def _ahead(self, level: int) -> Ahead:
-        return Adaptive() if self.gamma == "auto" else Fixed(self.gamma[level])
+        return self.ahead[level] if self.gamma == "auto" else Fixed(self.gamma[level])
 
     def _check_call(self, model: Any, ids: Tensor, config: Any, streamer: Any, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")

@@ -24,12 +24,12 @@ from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.hf_cache import EngineCache, EngineLayer
 from kvengine.kernels.attention import attention
-from kvengine.lane import Call, Session
 from kvengine.policies._budget import tokens
 from kvengine.policies.representation.dense import Dense
 from kvengine.policies.retention.full import Full
 from kvengine.policies.routing.uniform import Uniform
 from kvengine.policies.selection import Where
+from kvengine.session import Call, Session
 from kvengine.stack import Stack
 from kvengine.tail import Tail
 from kvengine.tokens import take

@@ -1,8 +1,8 @@
-"""Low-rank keys, as in ShadowKV (Sun et al., ICML 2025, arXiv:2410.21465): a prompt's keys as few coordinates per token.
+"""Low-rank keys, as in ShadowKV (Sun et al., ICML 2025, arXiv:2410.21465): few coordinates for each key of a prompt.
 
     K     =  [token, head * dim]: the sequence's keys before rotation, all KV heads side by side
     G     =  K^T K  =  W diag(s^2) W^T                          (head * dim square; eigenvectors by falling eigenvalue)
-    U     =  K W_r,        K^ = U W_r^T                         (r = rank: the same as the singular value decomposition cut at r)
+    U     =  K W_r,        K^ = U W_r^T                         (r = rank: K's singular value decomposition, cut at r)
     key   =  R(position) K^                                     (rotated on read, at the token's true position)
 
 Error: |K - K^|^2 = sum of the discarded s^2, the least possible at that rank. Values stay exact.
@@ -57,8 +57,8 @@ class LowRank(Representation):
     def check(self, stack: Stack) -> None:
         if not isinstance(stack.retention, Full):
             raise UnsupportedPolicy(
-                f"'lowrank' stores the keys of all heads of a sequence together, but {name_of(stack.retention)!r} drops "
-                "tokens head by head, which would free nothing; use 'full' (heads that 'duo' lets stream stay exact)"
+                f"'lowrank' stores the keys of all heads of a sequence together, but {name_of(stack.retention)!r} "
+                "drops tokens head by head, which would free none of it; use 'full' (heads that stream stay exact)"
             )
 
     def directions(self, channels: int) -> int:

@@ -1,15 +1,16 @@
 """ZipCache (He et al., NeurIPS 2024, arXiv:2405.14256): more bits for the tokens that attention singles out.
 
-    saliency_i   =  sum over probe queries k >= i of A_ki  /  number of probe queries k >= i        (summed over the group)
-    salient      =  the `salient` share of each block with the largest saliency: `high` bits; the others: `low` bits
-    key          of channel c, over the block's tokens of one width:   code = round((x - min) / s),  s = (max - min) / (2^b - 1)
-    value        y_tc = x_tc / sqrt(max_t |x_tc|),  then of token t, over its channels:               the same
+    saliency_i   =  sum over probes k >= i of A_ki  /  number of probes k >= i               (A summed over the group)
+    salient      =  the `salient` share of each block with most saliency: `high` bits; the others: `low` bits
+    key          of channel c, over the block's tokens of one width:    code = round((x - min) / s)
+    value        y_tc = x_tc / sqrt(max_t |x_tc|),  then of token t, over its channels:    the same
+                 s = (max - min) / (2^b - 1)
 
 Probes are `probes` of the prompt's queries: half of them the last ones, half spread over the rest. While decoding, a
 token's saliency goes on as the mean attention it receives among the tokens not yet quantised.
 
-Effective bits, of keys: r high + (1 - r) low + 64 / block + 1 / dim;  of values: r high + (1 - r) low + 32 / dim + 16 / block.
-With 60 % of 4 and 40 % of 2 bits, blocks of 128 and 128 channels: 3.71 and 3.58.
+Effective bits, with b = salient high + (1 - salient) low: b + 64 / block + 1 / dim for keys, b + 32 / dim + 16 / block
+for values. With 60 % of 4 and 40 % of 2 bits, blocks of 128 and 128 channels: 3.71 and 3.58.
 
 Defaults: 4 and 2 bits, 60 % salient and 5 % + 5 % probes as in the official demo; blocks of 128 tokens (it re-quantises
 every 100).

@@ -5,12 +5,13 @@
     cap_h   =  (1 - floor) n_h  +  floor b                    (rounded so that they add up to heads * b)
     keep    =  what the base always keeps, and head h's `cap_h` best others
 
-Any base that scores each token may be wrapped. Rows end up with different numbers of tokens, which live in pages, so that
-the bytes of what is dropped are freed. Defaults: floor 0.2 and SnapKV with max-pooling over 7, as in the paper's code.
+Any base that scores each token may be wrapped. Rows end up with different numbers of tokens, which live in pages, so
+that the bytes of what is dropped are freed. Defaults: floor 0.2 and SnapKV with max-pooling over 7, as in the paper's
+code.
 
-Differs from the official code: shares are rounded by largest remainder, so none of the budget is lost or overspent; the
-base's score is reduced over the query group first, and budgets belong to KV heads. Under a routing that splits a layer,
-the heads that follow this method share.
+Differs from the official code: shares are rounded by largest remainder, so none of the budget is lost or overspent;
+the base's score is reduced over the query group first, and budgets belong to KV heads. Under a routing that splits a
+layer, the heads that follow this method share.
 """
 
 from dataclasses import dataclass
@@ -40,7 +41,9 @@ class AdaKV(Retention):
         budget: tokens kept of the prompt per KV head, on average over the layer's heads, or a fraction of the prompt.
         floor: the part of the budget that is not shared but even. A fraction.
         base: the method that scores: "snapkv", "expected_attention" or "keydiff".
-        window, kernel, pool: as in SnapKV, if that is the base.
+        window: SnapKV's, if that is the base: the last queries that vote, kept themselves. Tokens.
+        kernel: SnapKV's, if that is the base: width of the pooling. Tokens, odd.
+        pool: SnapKV's, if that is the base: how to pool.
     """
 
     ragged: ClassVar[bool] = True
@@ -95,14 +98,12 @@ class AdaKV(Retention):
         return top(want.masked_fill(always, float("inf")), fixed + cap)
 
 
-def shares(
-    score: Float[Tensor, "row token"], even: Int[Tensor, "row"], floor: float, heads: int
-) -> Int[Tensor, "row"]:
+def shares(score: Float[Tensor, "row token"], even: Int[Tensor, "row"], floor: float, heads: int) -> Int[Tensor, "row"]:
     """How many tokens each row keeps, of those with a score, if the heads of a sequence share `heads * even`.
 
     >>> score = torch.tensor([[9.0, 8.0, 7.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
     >>> shares(score, torch.tensor([2, 2]), 0.0, heads=2).tolist(), shares(score, torch.tensor([2, 2]), 0.5, 2).tolist()
-    ([3, 1], [3, 1])
+    ([3, 1], [2, 2])
     """
     together = even.unflatten(0, (-1, heads)).sum(1)
     best = top(score.unflatten(0, (-1, heads)).flatten(1), together)
@@ -110,4 +111,5 @@ def shares(
     part = (1 - floor) * won.double() + floor * even.unflatten(0, (-1, heads)).double()
     whole = (part + 1e-9).floor()
     missing = together - whole.long().sum(1)
-    return (whole.long() + top(part - whole, missing)).flatten(0, 1)
+    found: Tensor = whole.long() + top(part - whole, missing)
+    return found.flatten(0, 1)

@@ -2,18 +2,18 @@
 
     q_pre       ~   N(mu, Sigma), estimated per query head on the prompt's queries before rotation
     R           =   mean over the next `horizon` positions of the rotation to that position
-    logit_j     =   s k_j . R mu  +  s^2 / 2  k_j^T (R Sigma R^T) k_j        (s: the logits' scale; k_j as cached, rotated)
+    logit_j     =   s k_j . R mu  +  s^2 / 2  k_j^T (R Sigma R^T) k_j     (s: the logits' scale; k_j as cached: rotated)
     score_j     =   (mean over the query group of softmax(logit)_j + epsilon) |v_j|
     keep        =   the first `sinks` tokens, and the best others up to `budget`
 
-Defaults as in the reference code (kvpress): 4 sinks, which are not counted in mu and Sigma; horizon 512; epsilon 0. The
-prompt is judged at its end; tokens generated later all stay.
+Defaults as in the reference code (kvpress): 4 sinks, which are not counted in mu and Sigma; horizon 512; epsilon 0.
+The prompt is judged at its end; tokens generated later all stay.
 
 mu and Sigma are gathered while the prompt is read, in memory that does not grow with it, and do not depend on its
 chunks. A cap on logits (Gemma 2) is not modelled.
 
-Differs from the reference code: queries are those the model computed, turned back, instead of projected anew from hidden
-states (the same, and right for models that normalise queries); the softmax runs over a row's real tokens only.
+Differs from the reference code: queries are those the model computed, turned back, instead of projected anew from
+hidden states (the same, and right for models that normalise queries); the softmax runs over a row's real tokens only.
 """
 
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class ExpectedAttention(Retention):
     ) -> None:
         if rope is None:
             raise UnsupportedPolicy(
-                "'expected_attention' turns queries back to before their rotation, but the model's rotation is not known"
+                "'expected_attention' turns queries back to before their rotation, but the model's is not known"
             )
         for i in range(0, position.shape[1], SPAN):
             at = position[:, i : i + SPAN]
@@ -106,9 +106,7 @@ class ExpectedAttention(Retention):
         return keep_top(seen, seen.score, self.budget, self.always(seen))
 
 
-def add_sample(
-    notes: Notes, x: Float[Tensor, "row group query dim"], counted: Bool[Tensor, "row query"]
-) -> None:
+def add_sample(notes: Notes, x: Float[Tensor, "row group query dim"], counted: Bool[Tensor, "row query"]) -> None:
     """Update count, mean and sum of squared deviations by more samples (Chan, Golub, LeVeque 1979)."""
     gone = ~counted[:, None, :, None]
     more = counted.sum(1).float()

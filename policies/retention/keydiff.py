@@ -7,8 +7,8 @@
 No query is looked at, so the verdict costs one pass over the keys. Keys are taken as the cache holds them, rotated.
 The prompt is judged at its end; tokens generated later all stay.
 
-Differs from the official code: it judges block by block, so that the prompt never exceeds the budget while it is read;
-here a prompt is judged once, so that its chunks do not matter.
+Differs from the official code: it judges block by block, so that the prompt never exceeds the budget while it is
+read; here a prompt is judged once, so that its chunks do not matter.
 """
 
 from dataclasses import dataclass

@@ -8,8 +8,8 @@
 Defaults: beta 20 and SnapKV's window and pooling, as in the paper's code.
 
 Differs from the official code: it rounds the step between layers down, and so spends more than the budget, by up to
-(layers - 1) / 2 tokens a layer; here the layers' shares add up to the budget exactly. It gives all layers the
-same when the prompt is shorter than 2 b; here `most` is capped by the prompt instead. One verdict per KV head.
+(layers - 1) / 2 tokens a layer; here the layers' shares add up to the budget exactly. It gives all layers the same
+when the prompt is shorter than 2 b; here `most` is capped by the prompt instead. One verdict per KV head.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,10 @@ class PyramidKV(SnapKV):
 
     Args:
         budget: tokens kept of the prompt per KV head on average over the layers, or a fraction of the prompt.
-        window, kernel, pool, reduce: as in SnapKV.
+        window: the last queries that vote, kept themselves. Tokens.
+        kernel: width of the pooling. Tokens, odd.
+        pool: how to pool.
+        reduce: how the heads of a query group agree.
         beta: the last layer chooses a `beta`-th of the average.
     """
 

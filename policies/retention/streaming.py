@@ -4,10 +4,11 @@
 
 Defaults: 4 sinks as in the paper; 1020 recent tokens make a budget of 1024.
 
-Positions. "true" leaves every key at the position it had in the text. "in-cache" counts positions within what is held, as
-the paper does: 0, 1, 2, … without the gap that dropping leaves. Attention depends on differences of positions alone, and
-among the recent tokens these are the same either way; so the sinks' keys are turned forward by the gap when they are read,
-and nothing is stored anew. The distance of any two held tokens then stays below sinks + recent, in texts of any length.
+Positions. "true" leaves every key at the position it had in the text. "in-cache" counts positions within what is
+held, as the paper does: 0, 1, 2, … without the gap that dropping leaves. Attention depends on differences of
+positions alone, and among the recent tokens these are the same either way; so the sinks' keys are turned forward by
+the gap when they are read, and nothing is stored anew. The distance of any two held tokens then stays below sinks +
+recent, in texts of any length.
 
 Differs from the official code: it caches keys before rotation and rotates all of them at each step; the result is the
 same, up to rounding.
@@ -66,9 +67,7 @@ class Streaming(Retention):
         recent = seen.position > seen.newest - seen.count(self.recent)[:, None]
         return seen.sinks(self.sinks) | (recent & seen.valid)
 
-    def shift(
-        self, position: Int[Tensor, "row token"], first: Int[Tensor, "row"]
-    ) -> Int[Tensor, "row token"] | None:
+    def shift(self, position: Int[Tensor, "row token"], first: Int[Tensor, "row"]) -> Int[Tensor, "row token"] | None:
         if not self.needs_rope:
             return None
         after = (first + self.sinks)[:, None]  # the position behind the sinks

@@ -3,8 +3,8 @@
     score_j  =  mean over all query heads of softmax(q_newest k^T)_j
     keep     =  the best `budget` tokens, the same for every head
 
-At the prompt's end its last query decides; afterwards every decoded token does, and one token goes for each that comes.
-There is no recent window unless asked for, as in the paper: the newest token itself may go.
+At the prompt's end its last query decides; afterwards every decoded token does, and one token goes for each that
+comes. There is no recent window unless asked for, as in the paper: the newest token itself may go.
 
 Differs from the official code: a prompt shorter than the budget is kept whole whatever its batch, padding is never
 counted, and the verdict is reached without forming the prompt's attention matrix. Under a routing that splits a layer

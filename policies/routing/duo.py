@@ -13,6 +13,8 @@ heads see less of a long prompt, depending on the chunk size).
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +25,8 @@ from kvengine.policies.retention import Retention
 from kvengine.policies.retention.streaming import Streaming
 from kvengine.policies.routing import Routing
 
+BUNDLED = Path(__file__).parent / "duo_patterns"
+
 
 @dataclass(frozen=True)
 class Duo(Routing):
@@ -30,8 +34,9 @@ class Duo(Routing):
 
     Args:
         sparsity: the share of heads that stream, over all layers. A fraction.
-        pattern: folder (or .tsv file) with the heads' alphas. Without one, the last heads of each layer stream: a
-            placeholder to measure bytes and time with, not a finding about the model.
+        pattern: folder (or .tsv file) with the heads' alphas, or the name of one that comes with the package. Without
+            one, the last heads of each layer stream: a placeholder to measure bytes and time with, not a finding about
+            the model.
         sinks: first tokens that a streaming head holds.
         recent: newest tokens that a streaming head holds.
     """
@@ -78,14 +83,22 @@ def read_pattern(path: str) -> tuple[tuple[float, ...], ...]:
     Raises:
         PolicyError: there is no such file, or it is not a table of numbers.
     """
-    file = Path(path)
+    file = Path(path) if Path(path).exists() else BUNDLED / path
     file = file / "full_attention_heads.tsv" if file.is_dir() else file
     try:
         rows = [[float(x) for x in line.split("\t")] for line in file.read_text().splitlines() if line.strip()]
     except OSError:
-        raise PolicyError(f"Duo: cannot read the pattern {str(file)!r}; 'kvengine duo train' makes one") from None
+        raise PolicyError(f"Duo: cannot read the pattern {path!r}; 'kvengine duo train' makes one") from None
     except ValueError as error:
         raise PolicyError(f"Duo: {str(file)!r} is not a table of numbers: {error}") from None
     if not rows or len({len(row) for row in rows}) != 1:
         raise PolicyError(f"Duo: {str(file)!r} must have one line per layer, with as many numbers in each")
     return tuple(tuple(min(1.0, max(0.0, x)) for x in row) for row in rows)
+
+
+def write_pattern(folder: Path, alpha: Sequence[Sequence[float]], sinks: int, recent: int) -> None:
+    """Write a pattern folder: alphas [layer][head], and the window that heads were trained with, in tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ["\t".join(f"{float(x):.18e}" for x in row) for row in alpha]
+    (folder / "full_attention_heads.tsv").write_text("\n".join(lines) + "\n")
+    (folder / "config.json").write_text(json.dumps({"sink_size": sinks, "recent_size": recent}) + "\n")

@@ -1,4 +1,4 @@
-"""TidalDecode (Yang et al., ICLR 2025, arXiv:2410.05076): choose tokens at two layers, read the same ones in the others.
+"""TidalDecode (Yang et al., ICLR 2025, arXiv:2410.05076): choose tokens at two layers, read the same ones elsewhere.
 
     layers below `start`                       read everything
     layer `start`, and layer `reselect`        read everything, and choose: the tokens with the largest q . k

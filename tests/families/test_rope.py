@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families.configs import BASE, VOCABULARY, build
+from families.configs import BASE, VOCABULARY, build, padded_batch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
@@ -110,3 +110,26 @@ def test_trying_leaves_no_trace() -> None:
     rope_of(model)
     assert model.training and all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
     assert isinstance(model, transformers.PreTrainedModel)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "glm4", "gemma2", "gemma3"])
+@pytest.mark.parametrize("policy", ["expected_attention", "streaming", "d2o"])
+def test_methods_that_need_it_run_on_these_families(name: str, policy: str) -> None:
+    """A wide budget changes nothing; a narrow one holds what it says in the layers that the engine serves."""
+    wide, small = {
+        "expected_attention": ("expected_attention(budget=99)", "expected_attention(budget=12)"),
+        "streaming": (
+            "streaming(recent=99, positions='in-cache')",
+            "streaming(sinks=2, recent=10, positions='in-cache')",
+        ),
+        "d2o": ("d2o(budget=99)", "d2o(budget=12)"),
+    }[policy]
+    batch = padded_batch()
+    options = dict(max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+    stock = build(name).generate(**batch, **options)
+    model = build(name)
+    assert torch.equal(kvengine.patch(model, wide).generate(**batch, **options).sequences, stock.sequences)
+    found = kvengine.patch(model, small).generate(**batch, **options)
+    served = len(found.past_key_values.engines)
+    held = found.past_key_values.stats().held.float()
+    assert held.shape[0] == served and (policy == "expected_attention" or abs(held.mean(0)[0].mean() - 12) < 1e-3)

@@ -13,7 +13,7 @@ import kvengine
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, PolicyError, UnsupportedPolicy
 from kvengine.hf_cache import EngineCache
-from kvengine.lane import Call
+from kvengine.session import Call
 from kvengine.speculative.accept import Draft
 from kvengine.speculative.echo import Echo, Refresh
 from kvengine.speculative.law import Text

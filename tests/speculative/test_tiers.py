@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any
 
 import pytest
 import torch
-from support_spec import Outcomes, TableSession, enumerate_law, hashed_laws, variation
+from support_spec import Outcomes, TableSession, enumerate_law, hashed_laws, llama, variation
 from torch import Tensor
 
 from kvengine.speculative.accept import Coupled, Rejection, Rule
@@ -18,6 +18,7 @@ from kvengine.speculative.law import Law, Text
 from kvengine.speculative.noise import Gumbel, Stream
 from kvengine.speculative.propose import Lookup, Recycling
 from kvengine.speculative.tier import Drafter, Tier
+from kvengine.speculative.triforce import TriForce
 
 SAMPLED = Law((), greedy=False)
 PROMPT = [0, 1, 0]
@@ -160,12 +161,57 @@ def test_frequencies_of_many_sampled_pairs(kind: str) -> None:
     check_frequencies(run, 60_000, 6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", [None, (2, 2)], ids=["chain", "tree"])
+def test_frequencies_of_a_small_models_text(widths: tuple[int, ...] | None) -> None:
+    """The laws are those of random Llamas, read once for every text; 60 000 samples of three tokens."""
+    models = [model_laws(llama(seed, vocab=4)) for seed in (0, 1)]
+
+    def run(rule: Rule) -> tuple[int, ...]:
+        below = TableSession(models[1])
+        draft = Tier(below, SAMPLED, rule) if widths is None else Branching(below, SAMPLED, rule, widths)
+        return generate(Tier(TableSession(models[0]), SAMPLED, rule, draft, Fixed(2)), 2)
+
+    expected = enumerate_law(lambda c: generate(Tier(TableSession(models[0]), SAMPLED, Rejection(c)), 2))
+    compare_frequencies(run, 60_000, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("middle", ["quest(budget=12, page=4)", "streaming(sinks=1, recent=9)"])
+def test_frequencies_through_the_real_caches(middle: str) -> None:
+    """Everything in place, prefill to settling; fewer samples, as each costs a dozen passes."""
+    target = llama(vocab=4)
+    ids = torch.tensor([[1, 2, 3, 0, 1, 1, 2, 0, 3, 3, 2, 1, 0, 1, 2, 3]])
+    decoder = TriForce(target, "lookup", middle, gamma=(1, 2))
+    laws = model_laws(target)
+    top = lambda c: Tier(TableSession(laws), SAMPLED, Rejection(c))  # noqa: E731
+    expected = enumerate_law(lambda c: generate(top(c), 3, ids[0].tolist()))
+    seeds = iter(range(10**9))
+    draw = lambda _: decoder.generate(ids, max_new_tokens=3, do_sample=True, seed=next(seeds))  # noqa: E731
+    compare_frequencies(lambda rule: tuple(draw(rule)[0, 16:].tolist()), 3000, expected)
+
+
+def model_laws(model: Any) -> Laws:
+    """A model's law after every text, each computed once."""
+
+    @cache
+    @torch.no_grad()
+    def law(prefix: tuple[int, ...]) -> Tensor:
+        return model(torch.tensor([prefix]), use_cache=False).logits[0, -1].double().softmax(-1)
+
+    return law
+
+
 def check_frequencies(run: Callable[[Rule], tuple[int, ...]], draws: int, vocab: int) -> None:
-    """Chi-square of pairs against the exact law; fails by chance once in 10 000 (Wilson-Hilferty)."""
-    counts = dict.fromkeys(itertools.product(range(vocab), repeat=2), 0)
+    compare_frequencies(run, draws, plain_law(2, vocab))
+
+
+def compare_frequencies(run: Callable[[Rule], tuple[int, ...]], draws: int, law: dict) -> None:
+    """Chi-square against an exact law; fails by chance once in 10 000 (Wilson-Hilferty)."""
+    counts = dict.fromkeys(law, 0)
     for seed in range(draws):
         counts[run(Rejection(Stream(seed)))] += 1
-    expected = {pair: draws * value for pair, value in plain_law(2, vocab).items()}
+    expected = {outcome: draws * value for outcome, value in law.items()}
     common = [pair for pair, value in expected.items() if value >= 5]
     rest = (draws - sum(counts[p] for p in common), draws - sum(expected[p] for p in common))
     cells = [(counts[p], expected[p]) for p in common] + ([rest] if rest[1] >= 5 else [])

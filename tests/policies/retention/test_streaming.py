@@ -6,8 +6,8 @@ from support_retention import Case, attended, output, positions, same_source
 
 import kvengine
 from kvengine.errors import UnsupportedPolicy
-from kvengine.lane import Session
 from kvengine.rope import Rope
+from kvengine.session import Session
 from kvengine.stack import Stack
 
 FREQUENCY = torch.tensor([1.0, 0.3, 0.05, 0.01])
@@ -27,7 +27,7 @@ def kept(pad: int, newest: int, sinks: int, recent: int) -> list[int]:
 
 
 def reindexed(case: Case, raw: tuple[torch.Tensor, torch.Tensor], row: int, tokens: list[int]) -> torch.Tensor:
-    """What the official code computes: keys before rotation, turned to their index in the cache; the query is the last."""
+    """As the official code does it: keys before rotation, turned to their index in the cache; the query is the last."""
     b, h = divmod(row, case.heads)
     rope, index = case.session.rope, torch.arange(len(tokens))
     q = raw[0][b, h * case.group : (h + 1) * case.group, tokens[-1]]
@@ -36,8 +36,7 @@ def reindexed(case: Case, raw: tuple[torch.Tensor, torch.Tensor], row: int, toke
     return logits.softmax(-1) @ case.v[b, h, tokens]
 
 
-@pytest.mark.parametrize("heads, group", [(2, 2), (3, 1), (1, 4)])
-@pytest.mark.parametrize("pads, chunks", [((0,), 1), ((0, 6), 3)])
+@pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 6), 3), (3, 1, (0,), 1), (1, 4, (4, 0), 2)])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("store", ["", " + kivi(bits=8, group=8, residual=8)"])
 def test_in_cache_positions(

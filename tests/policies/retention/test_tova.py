@@ -13,8 +13,8 @@ def verdict(case: Case, rows: list[int], tokens: list[int], query: int, budget: 
     return best(dict(zip(tokens, paid.tolist(), strict=True)), budget, lambda p: p > query - recent)
 
 
-@pytest.mark.parametrize("heads, group", [(2, 2), (3, 1), (1, 4)])
-@pytest.mark.parametrize("pads, chunks, recent", [((0,), 1, 0), ((0, 5), 3, 0), ((4, 0), 1, 3)])
+@pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (4, 0), 2)])
+@pytest.mark.parametrize("recent", [0, 3])
 def test_it_keeps_what_the_newest_query_attends_to(
     heads: int, group: int, pads: tuple[int, ...], chunks: int, recent: int
 ) -> None:

@@ -1,0 +1,96 @@
+"""What is trained for how long: model shapes, stages, and the mix of tasks in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.random import Generator
+
+from kvengine.evals.train.data import Codec, Recipe, Sample, needle_sample
+from kvengine.evals.train.lists import common_words, frequent_words, variable_tracking
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`steps` updates of `tokens` tokens in samples of `length`; a share `mix` of the steps at a shorter length.
+
+    The learning rate goes linearly from `start` to `end`, factors on the preset's.
+    """
+
+    length: int
+    steps: int
+    tokens: int
+    start: float = 1.0
+    end: float = 1.0
+    recipe: Recipe = Recipe()
+    tasks: Mapping[str, float] = field(default_factory=lambda: {"needle": 1.0})
+    shorter: tuple[int, ...] = ()
+    mix: float = 0.2
+
+    def rate(self, done: float) -> float:
+        """Factor on the learning rate when this share of the stage is done."""
+        return self.start + (self.end - self.start) * done
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model's shape and its training."""
+
+    shape: Mapping[str, int]
+    stages: tuple[Stage, ...]
+    rate: float = 3e-4
+    warmup: int = 30
+    save_every: int = 25
+
+    @property
+    def steps(self) -> int:
+        return sum(stage.steps for stage in self.stages)
+
+    def at(self, step: int) -> tuple[Stage, float]:
+        """The stage of a step, and the share of it that is done."""
+        for stage in self.stages:
+            if step < stage.steps:
+                return stage, step / stage.steps
+            step -= stage.steps
+        raise ValueError(f"the preset has {self.steps} steps; a step past them was asked for")
+
+
+def draw_sample(rng: Generator, codec: Codec, length: int, stage: Stage) -> Sample:
+    """A sample of one of the stage's tasks."""
+    names = list(stage.tasks)
+    share = np.array([stage.tasks[name] for name in names])
+    name = names[rng.choice(len(names), p=share / share.sum())]
+    if name == "needle":
+        return needle_sample(rng, codec, length, stage.recipe)
+    return TASKS[name](rng, codec, length)
+
+
+TASKS = {"common": common_words, "frequent": frequent_words, "variables": variable_tracking}
+_DENSE = Recipe(opening=0.2, turns=0.55, long_form=0.2, several=0.4, uuid_values=0.0, noise=0.15, needles=0.55)
+_SHORT = Recipe(opening=0.5, turns=0.55, long_form=0.3, several=0.5, uuid_values=0.0, needles=0.45)
+_LONG = Recipe(turns=0.35, several=0.5, uuid_values=0.0, needles=0.4)
+_ALL = {"needle": 0.88, "common": 0.06, "frequent": 0.04, "variables": 0.02}
+
+CPU = Preset(
+    shape={"hidden": 288, "layers": 4, "heads": 6, "kv_heads": 2, "ff": 512},
+    stages=(
+        Stage(256, 100, 6144, recipe=_DENSE, shorter=(128,)),
+        Stage(512, 200, 6144, recipe=_SHORT, shorter=(256, 1024)),
+        Stage(1024, 150, 8192, recipe=_SHORT, shorter=(512, 2048, 4096), mix=0.4),
+        Stage(4096, 120, 16384, 0.8, 0.1, recipe=_LONG, shorter=(1024, 2048), mix=0.4),
+    ),
+)
+DRAFT = Preset(
+    shape={"hidden": 128, "layers": 3, "heads": 4, "kv_heads": 1, "ff": 256},
+    rate=5e-4,
+    stages=(
+        Stage(256, 200, 6144, recipe=_DENSE, shorter=(128,)),
+        Stage(512, 200, 8192, recipe=_SHORT, shorter=(128, 256)),
+        Stage(1024, 150, 8192, recipe=_SHORT, tasks=_ALL, shorter=(256, 512)),
+        Stage(2048, 120, 12288, 0.8, 0.8, recipe=_LONG, tasks=_ALL, shorter=(512, 1024)),
+        Stage(4096, 80, 16384, 0.6, 0.05, recipe=_LONG, tasks=_ALL, shorter=(1024, 2048)),
+    ),
+)
+PRESETS = {"cpu": CPU, "draft": DRAFT}
