@@ -27,7 +27,7 @@ from kvengine.evals.engine import CacheSession
 from kvengine.evals.loading import load, model_digest, stop_ids
 from kvengine.evals.prompt import Prompter
 from kvengine.evals.protocol import Protocol
-from kvengine.evals.statistics import interval
+from kvengine.evals.statistics import bootstrap, interval
 from kvengine.evals.tasks import Plan, Sample, catalogue
 from kvengine.evals.tasks._words import essay, prose
 from kvengine.offload import cachegen
@@ -284,9 +284,10 @@ def quality(model: Any, tokenizer: Any, length: int, count: int) -> Iterator[dic
                 names.append(f"{name}/{sample.id}")
         exact = exact or dict(zip(names, scores, strict=True))
         found = interval(scores, names)
-        lost = interval([100 * (exact[n] - s) for n, s in zip(names, scores, strict=True)], names)
+        lost = [100 * (exact[n] - s) for n, s in zip(names, scores, strict=True)]
+        low, high = np.quantile(bootstrap(lost, names), [0.025, 0.975])
         yield {"level": level, "score": found.mean, "low": found.low, "high": found.high, "n": found.n,
-               "points_lost": lost.mean, "points_lost_low": lost.low, "points_lost_high": lost.high,
+               "points_lost": float(np.mean(lost)), "points_lost_low": float(low), "points_lost_high": float(high),
                "kl": float(np.mean([divergence(model, prompter, s, level) for _, s in drawn]))}  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from kvengine.errors import CacheError, StoreError
 from kvengine.hf_cache import EngineCache
 from kvengine.offload.cachegen import KV, Identity, decode, encode
 from kvengine.offload.stores import Store, chain, root
-from kvengine.session import identity
+from kvengine.saved import identity
 from kvengine.stack import Stack
 
 log = logging.getLogger(__name__)

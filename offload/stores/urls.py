@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from datetime import timedelta
 from typing import Any
 
 from kvengine.errors import StoreError
@@ -38,4 +39,7 @@ def _bucket(url: str, options: dict[str, Any]) -> Any:
         store = importlib.import_module("obstore.store")
     except ImportError as error:
         raise StoreError("object stores need obstore: pip install 'kvengine[stores]'") from error
-    return store.MemoryStore() if url.startswith("memory://") else store.from_url(url, **options)
+    if url.startswith("memory://"):
+        return store.MemoryStore()
+    patience = {"retry_config": {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}}  # a cache is not worth more
+    return store.from_url(url, **{**patience, **options})

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+from typing import Literal
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from kvengine.offload.cachegen import codec, lossy, native, reference, tables
 from kvengine.offload.cachegen.levels import LEVELS, NAMES
 from kvengine.offload.container import read_bytes
 
+GOLDEN = Path(__file__).parent / "golden"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 shapes = st.tuples(
     st.integers(0, 3), st.integers(1, 3), st.sampled_from([0, 1, 2, 15, 16, 17, 63, 100]), st.integers(1, 9)
@@ -191,3 +196,16 @@ def test_tables_are_complete_and_the_same_everywhere() -> None:
     assert (shared.freq.sum(1, dtype=np.int64) == tables.TOTAL).all()
     assert (shared.freq[:, tables.ESCAPE] > 0).all()
     assert tables.fingerprint() == "0db9dfd6e673cab7"
+
+
+@pytest.mark.parametrize("using", ["native", "reference"])
+def test_streams_of_version_1_are_read_for_ever(using: Literal["native", "reference"]) -> None:
+    """Files written by the first version of the format. If this fails, give the container a new version instead."""
+    x = torch.arange(2 * 2 * 1 * 20 * 3).reshape(2, 2, 1, 20, 3).remainder(17).half() - 8
+    exact, lossy_ = (
+        cachegen.decode((GOLDEN / f"{name}.kv").read_bytes(), cachegen.Identity(model="m"), using=using)
+        for name in ("lossless", "low")
+    )
+    assert torch.equal(stack(exact), x)
+    found = hashlib.sha256(stack(lossy_).numpy().tobytes()).hexdigest()
+    assert found[:16] == "a32f0e2d04a6ef45"

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support_offload import cache, stack
+from support_s3 import Bucket
 
 from kvengine.errors import CorruptBitstream, StoreError
 from kvengine.offload import cachegen, stores
@@ -55,13 +57,20 @@ def wait_for(port: int) -> None:
 
 @pytest.fixture(scope="session")
 def bucket() -> Iterator[Any]:
+    pytest.importorskip("obstore")
+    server = Bucket()
+    yield server.store()
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def moto_bucket() -> Iterator[Any]:
+    """A second opinion on the protocol, where moto is installed."""
     moto = pytest.importorskip("moto.server")
     s3 = pytest.importorskip("obstore.store")
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=free_port(), verbose=False)
     server.start()
     url = f"http://127.0.0.1:{server._port}"
-    import urllib.request
-
     urllib.request.urlopen(urllib.request.Request(f"{url}/kvengine-test", method="PUT")).close()
     yield s3.S3Store(
         "kvengine-test", endpoint=url, region="us-east-1", access_key_id="a", secret_access_key="b",
@@ -70,7 +79,7 @@ def bucket() -> Iterator[Any]:
     server.stop()
 
 
-@pytest.fixture(params=["files", "redis", "s3", "memory"])
+@pytest.fixture(params=["files", "redis", "s3", "moto", "memory"])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     match request.param:
         case "files":
@@ -79,6 +88,8 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
             made = stores.Resp(request.getfixturevalue("redis_url"), prefix=tmp_path.name)
         case "s3":
             made = stores.Objects(request.getfixturevalue("bucket"), prefix=tmp_path.name)
+        case "moto":
+            made = stores.Objects(request.getfixturevalue("moto_bucket"), prefix=tmp_path.name)
         case _:
             pytest.importorskip("obstore")
             made = stores.backend("memory://")
@@ -115,12 +126,12 @@ def test_what_is_put_comes_back(backend: Any) -> None:
 
 
 def test_values_expire(backend: Any) -> None:
-    backend.put(KEYS[0], [b"short"], 0.15)
+    backend.put(KEYS[0], [b"short"], 1.0)
     backend.put(KEYS[1], [b"long"], 1000)
-    backend.put(KEYS[2], [b"twice"], 0.15)
+    backend.put(KEYS[2], [b"twice"], 1.0)
     backend.put(KEYS[2], [b"twice"], None)
     assert fetch(backend, KEYS[0]) == b"short"
-    time.sleep(0.3)
+    time.sleep(1.1)
     assert backend.size(KEYS[0]) is None
     with pytest.raises(KeyError):
         backend.read(KEYS[0], memoryview(bytearray(5)))
@@ -345,3 +356,15 @@ def test_urls(url: str, kind: type, tmp_path: Path) -> None:
     made.close()
     with pytest.raises(StoreError, match="no store is known for 'ftp://x'"):
         stores.backend("ftp://x")
+
+
+def test_a_bucket_that_is_down_is_given_up_soon() -> None:
+    pytest.importorskip("obstore")
+    store = stores.Store(stores.backend(
+        "s3://bucket/x", endpoint=f"http://127.0.0.1:{free_port()}", region="us-east-1", access_key_id="a",
+        secret_access_key="b", client_options={"allow_http": True},
+    ))  # fmt: skip
+    start = time.monotonic()
+    assert store.lookup(KEYS) == 0 and store.counts["failed"] == 1
+    assert time.monotonic() - start < 15
+    store.close()

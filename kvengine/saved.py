@@ -1,0 +1,332 @@
+"""A live session in a file: everything an `EngineCache` holds, under any policy, to go on with later or elsewhere.
+
+    save(cache, "chat.kv", model)            cache = load(model, "chat.kv")
+
+What is saved is state, not code: numbers, text and tensors by the names of the attributes they belong to, in the
+container of `kvengine.offload`. Policies are written as the stack's text and made anew; tensors of 16- and 32-bit
+floats go through the lossless codec, so the restored session continues with the same bits. Of sealed pages, those that
+some table still names are kept, wherever they were placed. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvengine.cache import LayerCache
+from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache
+from kvengine.hf_cache import EngineCache, EngineLayer
+from kvengine.joint import Joint
+from kvengine.lane import Lane
+from kvengine.offload.cachegen import Identity, lossless
+from kvengine.offload.cachegen.codec import DTYPES, check_identity
+from kvengine.offload.cachegen.coder import backend
+from kvengine.offload.container import Container, pack, read_file
+from kvengine.pages import Pages
+from kvengine.pool import Pool
+from kvengine.saliency import Saliency
+from kvengine.tail import Tail
+
+FORMAT = 1
+SAMPLES = 64  # numbers of each weight that go into a model's fingerprint
+RAW = {str(d).removeprefix("torch."): d for d in (
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float64, torch.float8_e4m3fn,
+    torch.float8_e5m2, *DTYPES.values(),
+)}  # fmt: skip
+OUTSIDE = {  # attributes that are made anew, or saved under their own heading
+    Lane: {"stack", "retention", "session", "layer", "layers", "number", "heads", "tail", "pages", "pool", "marks"},
+    LayerCache: {"stack", "layer", "layers", "session", "parts"},
+    Tail: {"shared"},
+    Pages: {"pool", "page", "joint", "representation", "selection", "shared"},
+}
+SESSION = ("prompt_end", "following", "dense")
+
+
+def identity(model: nn.Module, tokenizer: Any = None) -> Identity:
+    """Fingerprints of a model (configuration, and evenly spaced numbers of every weight) and of its tokenizer."""
+    mark = sha256(model.config.to_json_string(use_diff=False).encode())  # type: ignore[operator, union-attr]
+    for name, weight in model.named_parameters():
+        flat = weight.detach().flatten()
+        some = flat[:: max(1, len(flat) // SAMPLES)].float().cpu().contiguous().numpy().tobytes()
+        mark.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode() + some)
+    text = "" if tokenizer is None else _tokenizer_text(tokenizer)
+    return Identity(model=mark.hexdigest(), tokenizer=sha256(text.encode()).hexdigest() if text else "")
+
+
+def _tokenizer_text(tokenizer: Any) -> str:
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    words = fast.to_str() if fast is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return f"{words}{getattr(tokenizer, 'chat_template', None)}"
+
+
+def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mapping[str, Any] | None = None) -> int:
+    """Writes a session to a file, atomically and durably; returns the bytes written.
+
+    Args:
+        cache: what to save, between two calls of the model. What was recorded to roll back to must be committed.
+        path: the file; one that exists is replaced.
+        model: the model the cache belongs to.
+        extra: anything else, as plain JSON (the tokens so far, for instance).
+
+    Raises:
+        CacheError: the cache is in the middle of something.
+        OSError: of the file system; nothing is left half-written.
+    """
+    if any(part.lane.marks for layer in cache.engines for part in layer.parts) or cache.session.waiting:
+        raise CacheError("the cache remembers states to roll back to; call cache.commit() before saving it")
+    out = Writer()
+    header = {
+        "kind": "session",
+        "format": FORMAT,
+        "identity": identity(model).as_json(),
+        "stack": cache.stack.spelled(),
+        "session": {name: getattr(cache.session, name) for name in SESSION},
+        "layers": [
+            out.layer(layer.cache) if isinstance(layer, EngineLayer) else out.value(vars(layer))
+            for layer in cache.layers
+        ],
+        "extra": dict(extra or {}),
+    }
+    data = pack({**header, "tensors": out.kinds}, out.sections)
+    _replace(Path(path), data)
+    return len(data)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def load(model: nn.Module, path: str | Path) -> EngineCache:
+    """The session in a file, on the device of the (patched) model.
+
+    Raises:
+        CorruptBitstream: the file is damaged.
+        IncompatibleCache: it was saved for another model, or by another version of the engine.
+        PolicyError: its policy does not exist here.
+        ModelError: the model is not patched.
+    """
+    held = read_file(path)
+    header = held.header
+    if header.get("kind") != "session" or header.get("format") != FORMAT:
+        found = f"{header.get('kind')!r} of format {header.get('format')!r}"
+        raise IncompatibleCache(f"{path} holds {found}, not a session of format {FORMAT}")
+    try:
+        check_identity(Identity(**header["identity"]), identity(model))
+        cache = EngineCache(model, header["stack"])  # type: ignore[arg-type]
+        source = Reader(held, header["tensors"], next(model.parameters()).device)
+        for name in SESSION:
+            setattr(cache.session, name, header["session"][name])
+        for layer, state in zip(cache.layers, header["layers"], strict=True):
+            if isinstance(layer, EngineLayer):
+                source.layer(layer.cache, state)
+                layer.is_initialized = bool(layer.cache.parts)
+            else:
+                vars(layer).update(source.value(state))
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise CorruptBitstream(f"{path} lacks or garbles a part of the session: {error!r}") from error
+    return cache
+
+
+def extra(path: str | Path) -> dict[str, Any]:
+    """What was saved beside the session. Raises CorruptBitstream or IncompatibleCache."""
+    return dict(read_file(path).header.get("extra", {}))
+
+
+class Writer:
+    """Turns state into JSON; tensors become sections, named by number."""
+
+    def __init__(self) -> None:
+        self.sections: list[bytes] = []
+        self.kinds: list[list[Any]] = []
+
+    def layer(self, cache: LayerCache) -> dict[str, Any]:
+        lanes = [self.lane(part.lane) for part in cache.parts]
+        return {"own": self.attributes(cache), "lanes": lanes}
+
+    def lane(self, lane: Lane) -> dict[str, Any]:
+        tail = lane.tail
+        k, v, position, score = tail.held()
+        held = {"k": k, "v": v, "position": position, "score": score, "start": 0, "end": len(tail), "clean": tail.clean}
+        return {
+            "heads": lane.heads,
+            "own": self.attributes(lane),
+            "tail": self.value(held),
+            "pages": None if lane.pages is None or lane.pool is None else self.pages(lane.pages, lane.pool),
+        }
+
+    def pages(self, pages: Pages, pool: Pool) -> dict[str, Any]:
+        """Only pages in use, numbered anew."""
+        used = torch.tensor(sorted(set(pages.pages_in_use())), dtype=torch.long, device=pages.table.device)
+        own = {**{n: x for n, x in vars(pages).items() if n not in OUTSIDE[Pages]}, "_table": renumbered(pages, used)}
+        joint = pages.joint
+        return {
+            "own": self.value(own),
+            "fields": self.value(pool.read(used) if pool.stores else {}),
+            "joint": None if joint is None else self.value({"fields": joint.fields, "dtype": joint.dtype}),
+        }
+
+    def attributes(self, thing: object) -> Any:
+        outside = OUTSIDE[type(thing)]
+        return self.value({name: x for name, x in vars(thing).items() if name not in outside})
+
+    def value(self, x: Any) -> Any:
+        """JSON for a value. Raises CacheError for what cannot be saved."""
+        if x is None or isinstance(x, bool | int | float | str):
+            return x
+        if isinstance(x, Tensor):
+            return {"tensor": self.tensor(x)}
+        if isinstance(x, list | tuple):
+            return {"list" if isinstance(x, list) else "tuple": [self.value(item) for item in x]}
+        if isinstance(x, dict) and all(isinstance(name, str) for name in x):
+            return {"dict": {name: self.value(item) for name, item in x.items()}}
+        if isinstance(x, torch.dtype):
+            return {"dtype": str(x).removeprefix("torch.")}
+        if isinstance(x, torch.device):
+            return {"device": True}  # wherever it is loaded
+        if isinstance(x, Saliency):
+            return {"saliency": self.value({f.name: getattr(x, f.name) for f in fields(x)})}
+        raise CacheError(f"a session with a {type(x).__name__} in it cannot be saved")
+
+    def tensor(self, x: Tensor) -> int:
+        kind = str(x.dtype).removeprefix("torch.")
+        if kind not in RAW:
+            raise CacheError(f"a session with a tensor of {x.dtype} cannot be saved")
+        x = x.detach().cpu().contiguous()
+        if kind in DTYPES and x.ndim >= 2 and x.numel():
+            body = lossless.encode(_folded(x), backend())
+        else:
+            body = x.flatten().view(torch.uint8).numpy().tobytes() if x.numel() else b""
+        self.sections.append(body)
+        self.kinds.append([kind, *x.shape])
+        return len(self.kinds) - 1
+
+
+def _folded(x: Tensor) -> Tensor:
+    """As [head token dim], which the codec takes."""
+    return x.reshape(1, -1, x.shape[-1])
+
+
+def renumbered(pages: Pages, used: Tensor) -> Tensor:
+    """The table with page `used[i]` called `i`."""
+    table = pages._table.long()
+    place = torch.searchsorted(used, table.clamp(min=0)) if len(used) else table
+    return torch.where(table < 0, table, place).to(torch.int32)
+
+
+class Reader:
+    """Undoes `Writer`, on a device."""
+
+    def __init__(self, held: Container, kinds: list[list[Any]], device: torch.device) -> None:
+        self.held, self.kinds, self.device = held, kinds, device
+
+    def layer(self, cache: LayerCache, state: dict[str, Any]) -> None:
+        own = self.value(state["own"])
+        if state["lanes"]:
+            empty = self.empty(own, state["lanes"])
+            cache.open(*empty)
+        if len(cache.parts) != len(state["lanes"]):
+            raise IncompatibleCache(f"the policy makes {len(cache.parts)} lanes here, {len(state['lanes'])} were saved")
+        set_attributes(cache, own)
+        for part, saved in zip(cache.parts, state["lanes"], strict=True):
+            self.lane(part.lane, saved)
+
+    def empty(self, own: dict[str, Any], lanes: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+        """Keys and values [seq head 0 dim] as the layer brings them, to open its lanes with."""
+        tail = self.value(lanes[0]["tail"])
+        shape = own["sequences"], own["heads"], 0
+        return tail["k"].new_empty(*shape, tail["k"].shape[-1]), tail["v"].new_empty(*shape, tail["v"].shape[-1])
+
+    def lane(self, lane: Lane, state: dict[str, Any]) -> None:
+        if state["heads"] != lane.heads:
+            raise IncompatibleCache(f"the policy gives a lane {lane.heads} heads here, {state['heads']} were saved")
+        set_attributes(lane, self.value(state["own"]))
+        set_attributes(lane.tail, self.value(state["tail"]))
+        if state["pages"] is not None:
+            self.pages(lane, state["pages"])
+
+    def pages(self, lane: Lane, state: dict[str, Any]) -> None:
+        stack, saved = lane.stack, self.value(state["fields"])
+        lane.pool = Pool(stack.placement)
+        at = lane.pool.put(saved) if saved and len(next(iter(saved.values()))) else None
+        lane.pages = Pages(lane.pool, len(lane.first), stack.page, stack.representation, stack.selection, self.device,
+                           self.joint(lane, state["joint"]))  # fmt: skip
+        set_attributes(lane.pages, self.value(state["own"]))
+        if at is not None:
+            table = lane.pages._table
+            lane.pages._table = torch.where(table < 0, table, at.to(table)[table.clamp(min=0).long()])
+
+    def joint(self, lane: Lane, state: Any) -> Joint | None:
+        if state is None:
+            return None
+        if lane.session.rope is None:
+            raise IncompatibleCache("the session keeps unrotated keys, but this model's rotation is not known")
+        saved = self.value(state)
+        return Joint(lane.stack.representation, lane.session.rope, lane.heads, saved["dtype"], saved["fields"])
+
+    def value(self, x: Any) -> Any:
+        if not isinstance(x, dict):
+            return x
+        ((kind, inside),) = x.items()
+        match kind:
+            case "tensor":
+                return self.tensor(inside)
+            case "list":
+                return [self.value(item) for item in inside]
+            case "tuple":
+                return tuple(self.value(item) for item in inside)
+            case "dict":
+                return {name: self.value(item) for name, item in inside.items()}
+            case "dtype":
+                return RAW[inside]
+            case "device":
+                return self.device
+            case "saliency":
+                return Saliency(**self.value(inside))
+        raise IncompatibleCache(f"the session holds a {kind!r}, which this version does not know")
+
+    def tensor(self, number: int) -> Tensor:
+        kind, *shape = self.kinds[number]
+        dtype, body = RAW[kind], self.held.section(number)
+        size = 1
+        for side in shape:
+            size *= int(side)
+        if dtype in DTYPES.values() and len(shape) >= 2 and size:
+            if len(body) < shape[-1]:
+                raise CorruptBitstream(f"a section of {len(body)} bytes cannot hold {shape}")
+            out = torch.empty(shape, dtype=dtype)
+            lossless.decode(body, _folded(out), backend())
+        elif len(body) != size * dtype.itemsize:
+            raise CorruptBitstream(f"a tensor {shape} of {kind} cannot have {len(body)} bytes")
+        else:
+            out = (
+                torch.frombuffer(bytearray(body), dtype=dtype).reshape(shape)
+                if size
+                else torch.empty(shape, dtype=dtype)
+            )
+        return out.to(self.device)
+
+
+def set_attributes(thing: object, saved: dict[str, Any]) -> None:
+    """Gives an object its saved attributes. Raises IncompatibleCache unless they are those it has."""
+    have = set(vars(thing)) - OUTSIDE[type(thing)]
+    if have != set(saved):
+        raise IncompatibleCache(
+            f"a {type(thing).__name__} was saved with other attributes ({sorted(have ^ set(saved))}): the session "
+            "comes from another version of the engine"
+        )
+    vars(thing).update(saved)
