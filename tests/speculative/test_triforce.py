@@ -169,6 +169,18 @@ def test_stop_strings(target: Any) -> None:
     assert out.tolist() == expected and len(expected[0]) < 120
 
 
+def test_one_store_judged_with_eight_bits_and_drafted_on_with_four(target: Any) -> None:
+    """The text is that of the eight-bit cache, and nothing is held twice."""
+    stack = "quantspec(group=8, residual=8)"
+    decoder = TriForce(target, "lookup", "quantspec(bits=4, group=8, residual=8)", gamma=(2, 4), stack=stack)
+    out = decoder.generate(prompt(), max_new_tokens=40, do_sample=False)
+    alone = TriForce(target, None, None, stack=stack).generate(prompt(), max_new_tokens=40, do_sample=False)
+    assert out.tolist() == alone.tolist()
+    top, middle = decoder.report.tiers
+    assert middle.cache_bytes == 0 and middle.bytes_read / middle.passes < top.bytes_read / top.passes
+    assert top.acceptance is not None and 0.3 < top.acceptance and top.tokens_per_pass > 1.5
+
+
 def test_off_loaded_target(target: Any) -> None:
     decoder = TriForce(target, "lookup", QUEST, stack="host")
     assert decoder.generate(prompt(), max_new_tokens=30, do_sample=False).tolist() == greedy(target, prompt())
