@@ -264,6 +264,7 @@ class Lane(Holding):
 
     def attend_pages(self, pages: Pages, q: Tensor, call: Call, mass: bool) -> State:
         self.units = self.select(pages, q, call)
+        pages.coarse = self.session.coarse
         shift = self.shift()
         fields = pages.readable() if shift is None else None
         if fields is not None:

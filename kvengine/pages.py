@@ -50,6 +50,7 @@ class Pages(User):
         self._alive = torch.empty(rows, 0, dtype=torch.bool, **new)  # type: ignore[call-overload]
         self._summary: dict[str, Tensor] = {}
         self.clean = True  # every slot holds a token
+        self.coarse = False  # read without what the representation calls fine
         pool.users.add(self)
 
     def __copy__(self) -> Pages:
@@ -216,13 +217,17 @@ class Pages(User):
             return None
         return self.pool.resident()
 
+    def read(self, at: Int[Tensor, "page"]) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
+        """Keys and values of pages of the pool."""
+        without = self.representation.fine if self.coarse else ()
+        return self.representation.decode(self.pool.read(at.long(), without))
+
     def decoded(
         self, columns: slice | None = None
     ) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"]]:
         """Keys and values of all slots; zeros where a row has no page."""
         table = self.table if columns is None else self.table[:, columns]
-        fields = self.pool.read(table.clamp(min=0).flatten().long())
-        k, v = self.representation.decode(fields)
+        k, v = self.read(table.clamp(min=0).flatten())
         shape = (len(table), -1)
         keys = k.flatten(0, 1).unflatten(0, shape) if self.joint is None else self.joint.keys(self.span(columns))
         return keys, v.flatten(0, 1).unflatten(0, shape)
@@ -238,7 +243,7 @@ class Pages(User):
         unit, per = self.selection.unit, self.page // self.selection.unit
         at = units.clamp(min=0)
         page = self.table.gather(1, at // per).clamp(min=0).long()
-        k, v = self.representation.decode(self.pool.read(page.flatten()))
+        k, v = self.read(page.flatten())
         part = (at % per).flatten()
         every = torch.arange(len(part), device=part.device)
         pick = lambda x: x.unflatten(1, (per, unit))[every, part].unflatten(0, units.shape).flatten(1, 2)  # noqa: E731

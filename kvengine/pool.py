@@ -57,8 +57,8 @@ class Pool:
         used = {page for user in self.users for page in user.pages_in_use()}
         self.free = [page for page in range(self.pages) if page not in used]
 
-    def read(self, at: Int[Tensor, "page"]) -> dict[str, Tensor]:
-        return {name: store.read(at) for name, store in self.stores.items()}
+    def read(self, at: Int[Tensor, "page"], without: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        return {name: store.read(at) for name, store in self.stores.items() if name not in without}
 
     def resident(self) -> dict[str, Tensor] | None:
         """All fields on the compute device, if all are there."""

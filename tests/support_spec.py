@@ -83,6 +83,7 @@ class TableSession:
     cached: list[int] = field(default_factory=list)
     settled: int = 0
     open: list[int] = field(default_factory=list)
+    guest: None = None
 
     def prefill(self, prompt: list[int]) -> Tensor:
         self.cached, self.settled = list(prompt), len(prompt)

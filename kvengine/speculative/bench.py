@@ -65,7 +65,7 @@ class Result:
     acceptance_by_place: list[float]
     draft_acceptance: float | None
     pass_cost: float
-    token_cost: float
+    token_cost: float | None
     bytes_per_token: int
     view_bytes: int
     same_text: int
@@ -112,7 +112,7 @@ def result(context: int, setting: Setting, total: Report, baseline: Report, same
         total.emitted, (total.emitted - total.rows) / total.seconds, total.measured_speedup or 0.0, busy,
         total.predicted_speedup or 0.0, total.tokens_per_target_pass, top.acceptance, top.by_position,
         middle.acceptance if middle else None, top.seconds / max(1, top.passes) / plain,
-        top.draft_seconds / max(1, top.drafted) / plain, int(total.bytes_per_token),
+        top.draft_seconds / top.drafted / plain if top.drafted else None, int(total.bytes_per_token),
         middle.cache_bytes if middle else 0, same, top.seconds, top.draft_seconds,
     )  # fmt: skip
 

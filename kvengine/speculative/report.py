@@ -8,8 +8,9 @@ from typing import cast
 
 from torch import nn
 
+from kvengine.hf_cache import EngineCache
 from kvengine.speculative.ahead import Round, expected_tokens, speedup
-from kvengine.speculative.session import Session
+from kvengine.speculative.session import Guest, Session
 from kvengine.speculative.tier import Drafter, Tier
 from kvengine.speculative.view import ViewCache
 
@@ -189,7 +190,16 @@ def footprint(session: Session) -> tuple[int, int, int]:
     if isinstance(cache, ViewCache):
         return weights, cache.read_per_pass(), cache.nbytes()
     stats = cache.stats()
+    if isinstance(session, Guest):
+        return weights, stats.read_per_token - fine_bytes(cache), 0
     return weights, stats.read_per_token, stats.bytes_held
+
+
+def fine_bytes(cache: EngineCache) -> int:
+    """Bytes of the fields that a coarse read leaves out."""
+    lanes = [part.lane for layer in cache.engines for part in layer.parts]
+    pools = [(lane.pool, lane.stack.representation.fine) for lane in lanes if lane.pool is not None]
+    return sum(size for pool, fine in pools for tier in pool.nbytes().values() for n, size in tier.items() if n in fine)
 
 
 def longer(a: list[int], b: list[int]) -> list[int]:

@@ -34,6 +34,7 @@ class Session:
     cache: EngineCache
     settled: int = 0
     open: list[int] = field(default_factory=list)
+    guest: Guest | None = field(default=None, repr=False)
 
     @torch.no_grad()
     def prefill(self, prompt: Sequence[int]) -> Logits:
@@ -71,6 +72,8 @@ class Session:
 
     def align(self, text: Text, tail: Sequence[int]) -> list[int]:
         """Forget what is not on the way to text + tail, and return what is missing: one token at the least."""
+        if self.guest is not None:
+            self.guest.leave()
         wanted = text.since(self.settled, tail)
         same = 0
         while same < min(len(self.open), len(wanted) - 1) and self.open[same] == wanted[same]:
@@ -110,6 +113,38 @@ class Session:
 
     def _commit(self) -> None:
         self.cache.commit()
+
+
+@dataclass
+class Guest(Session):
+    """A session that drafts on another's cache, reading it more coarsely; its tokens are gone before the other's turn.
+
+    The host's cache is the guest's: nothing is held twice, and the host's tokens replace the drafted ones by themselves.
+    """
+
+    whole: Session = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.whole.guest = self
+
+    def prefill(self, prompt: Sequence[int]) -> None:  # type: ignore[override]
+        """To be called when the host has read the prompt."""
+        self.settled = len(prompt)
+
+    def leave(self) -> None:
+        """Take back all that was drafted."""
+        self.forget(len(self.open))
+
+    def settle(self, text: Text) -> None:
+        """The host has settled already."""
+        self.settled = self.whole.settled
+
+    def _forward(self, tokens: Sequence[int], **options: Any) -> Logits:
+        self.cache.session.coarse = True
+        try:
+            return super()._forward(tokens, **options)
+        finally:
+            self.cache.session.coarse = False
 
 
 def ancestors(draft: Draft) -> Bool[Tensor, "node node"]:

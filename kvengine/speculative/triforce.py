@@ -8,6 +8,7 @@ draft     a small model with a streaming cache, a look-up, or nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,10 +29,16 @@ from kvengine.speculative.law import Law
 from kvengine.speculative.propose import Lookup, Recycling
 from kvengine.speculative.report import Report
 from kvengine.speculative.run import Run, end_tokens, padded, texts
-from kvengine.speculative.session import Session
+from kvengine.speculative.session import Guest, Session
 from kvengine.speculative.tier import Drafter, Tier
 from kvengine.speculative.view import ViewCache, can_view, complete
 from kvengine.stack import Stack
+
+
+def coarse_of(middle: Stack, stack: Stack) -> bool:
+    """Whether the target's cache, read coarsely, is the middle's."""
+    same = replace(middle, representation=stack.representation) == stack
+    return same and middle.representation.coarse_of(stack.representation)
 
 
 class TriForce:
@@ -48,7 +55,8 @@ class TriForce:
         middle: the policy under which the target drafts for itself; None leaves that tier out.
         gamma: tokens drafted for the middle, and for the target; "auto" decides by measured cost and acceptance, and
             remembers from call to call. As it goes by the clock, only greedy or coupled text repeats for a seed then.
-        stack: the target's own cache. "full" keeps the model's law; under another stack that is kept instead.
+        stack: the target's own cache. "full" keeps the model's law; under another stack that one's law is kept instead:
+            `stack="quantspec", middle="quantspec(bits=4)"` judges with eight bits and drafts with four of them.
         draft_stack: the small model's cache.
         widths: let the small model draft a tree with so many children per node at each depth, instead of a chain.
         refresh: when a view chooses anew.
@@ -155,11 +163,12 @@ class TriForce:
         top = Session(self.target, cache)
         below = self._drafter(law, rule, ends)
         if self.middle is not None:
-            echo = self._echo(top, self.middle)
-            below = Tier(echo, law, rule, below, self._ahead(0), ends, "middle")
+            below = Tier(self._echo(top, self.middle), law, rule, below, self._ahead(0), ends, "middle")
         return Tier(top, law, rule, below, self._ahead(1), ends, "target")
 
-    def _echo(self, top: Session, middle: Stack) -> Echo:
+    def _echo(self, top: Session, middle: Stack) -> Session:
+        if coarse_of(middle, self.stack):
+            return Guest(self.target, top.cache, whole=top)
         if can_view(middle) and complete(self.stack):
             cache: EngineCache = ViewCache(self.target, top.cache, middle)
         else:

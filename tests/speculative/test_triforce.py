@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import MIXED, SMALL
 from support_spec import llama, plain_sampling, prompt
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -47,13 +48,23 @@ def greedy(target: Any, ids: torch.Tensor, new: int = 30, **options: Any) -> lis
     return target.generate(ids, max_new_tokens=new, do_sample=False, **options).tolist()
 
 
-@pytest.mark.parametrize("middle", MIDDLES)
-@pytest.mark.parametrize("draft", ["lookup", "model"])
+@pytest.mark.parametrize(
+    "middle, draft", [*((middle, "lookup") for middle in MIDDLES), *((middle, "model") for middle in MIDDLES[:5])]
+)
 def test_greedy_text_is_the_targets(target: Any, small: Any, middle: str, draft: Any) -> None:
     decoder = TriForce(target, small if draft == "model" else draft, middle, gamma=(2, 4))
     out = decoder.generate(prompt(), max_new_tokens=20, do_sample=False)
     assert out.tolist() == greedy(target, prompt(), 20)
     assert decoder.report.emitted == 20 and decoder.report.tiers[0].passes < 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("middle", dict.fromkeys([*SMALL.values(), *MIXED]))
+def test_greedy_text_under_every_method(target: Any, middle: str) -> None:
+    decoders = [TriForce(target, draft, middle, gamma=(2, 4)) for draft in ("lookup", None)]
+    for seed in range(4):
+        ids = prompt(60 + 17 * seed, seed=seed)
+        assert decoders[seed % 2].generate(ids, max_new_tokens=16, do_sample=False).tolist() == greedy(target, ids, 16)
 
 
 @pytest.mark.slow
@@ -167,6 +178,18 @@ def test_stop_strings(target: Any) -> None:
     expected = greedy(target, prompt(), **options)
     out = TriForce(target, "lookup", QUEST).generate(prompt(), max_new_tokens=30, do_sample=False, **options)
     assert out.tolist() == expected and len(expected[0]) < 120
+
+
+def test_one_store_judged_with_eight_bits_and_drafted_on_with_four(target: Any) -> None:
+    """The text is that of the eight-bit cache, and nothing is held twice."""
+    stack = "quantspec(group=8, residual=8)"
+    decoder = TriForce(target, "lookup", "quantspec(bits=4, group=8, residual=8)", gamma=(2, 4), stack=stack)
+    out = decoder.generate(prompt(), max_new_tokens=40, do_sample=False)
+    alone = TriForce(target, None, None, stack=stack).generate(prompt(), max_new_tokens=40, do_sample=False)
+    assert out.tolist() == alone.tolist()
+    top, middle = decoder.report.tiers
+    assert middle.cache_bytes == 0 and middle.bytes_read / middle.passes < top.bytes_read / top.passes
+    assert top.acceptance is not None and 0.3 < top.acceptance and top.tokens_per_pass > 1.5
 
 
 def test_off_loaded_target(target: Any) -> None:

@@ -1,0 +1,79 @@
+"""QuantSpec's nibbles: a worked group, error bounds, and what a coarse read leaves out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support_spec import llama, prompt
+from torch import Tensor
+
+import kvengine
+from kvengine.errors import PolicyError
+from kvengine.hf_cache import EngineCache
+from kvengine.policies.representation.quantspec import QuantSpec
+from kvengine.speculative.accept import Draft
+from kvengine.speculative.law import Text
+from kvengine.speculative.session import Guest, Session
+
+GROUP = torch.tensor([-1, -0.4, 0, 0.13, 0.37, 0.5, 0.88, 2.0])
+
+
+def coded(k: Tensor, bits: int = 8, group: int = 8) -> tuple[dict[str, Tensor], QuantSpec]:
+    codec = QuantSpec(bits=bits, group=group)
+    return codec.encode(k, k.clone(), torch.zeros(k.shape[:2])), codec
+
+
+def test_golden_group() -> None:
+    """Along tokens: scale 0.2; four bits, then eight. 0.5 is a tie between two upper nibbles and cut on either side."""
+    k = GROUP[None, :, None].expand(1, 8, 2).contiguous()
+    fields, codec = coded(k)
+    upper = {name: x for name, x in fields.items() if not name.endswith("low")}
+    four, eight = codec.decode(upper)[0][0, :, 0], codec.decode(fields)[0][0, :, 0]
+    sure = [0, 1, 2, 3, 4, 6, 7]
+    expected = torch.tensor([-1, -0.4, 0, 0.2, 0.4, 0.8, 2]), torch.tensor([-1, -0.4, 0, 0.125, 0.375, 0.875, 2])
+    torch.testing.assert_close(four[sure], expected[0], rtol=0, atol=2e-3)  # the scale is a half-precision number
+    torch.testing.assert_close(eight[sure], expected[1], rtol=0, atol=2e-3)
+    assert abs(float(eight[5]) - 0.5) < 0.2 / 16 + 2e-3
+
+
+@pytest.mark.parametrize("group", [8, 32])
+def test_error_bounds(group: int) -> None:
+    k = torch.randn(5, 32, 64, generator=torch.Generator().manual_seed(0))
+    fields, codec = coded(k, group=group)
+    upper = {name: x for name, x in fields.items() if not name.endswith("low")}
+    step = fields["k_scale"].float().repeat_interleave(group, 1)
+    slack = 1e-3 * k.abs().max()
+    assert bool(((codec.decode(upper)[0] - k).abs() <= step / 2 + slack).all())
+    assert bool(((codec.decode(fields)[0] - k).abs() <= step / 16 + slack).all())
+    assert float(((codec.decode(fields)[1] - k).abs()).mean()) < float(((codec.decode(upper)[1] - k).abs()).mean()) / 10
+
+
+def test_four_bits_store_the_upper_nibbles_of_eight() -> None:
+    k = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(1))
+    eight, four = coded(k)[0], coded(k, bits=4)[0]
+    assert set(eight) - set(four) == set(QuantSpec.fine)
+    assert all(torch.equal(x, eight[name]) for name, x in four.items())
+    assert QuantSpec(bits=4).coarse_of(QuantSpec()) and not QuantSpec(bits=4, group=64).coarse_of(QuantSpec())
+    assert not QuantSpec().coarse_of(QuantSpec(bits=4))
+    with pytest.raises(PolicyError, match="bits"):
+        QuantSpec(bits=2)
+
+
+def test_a_guest_reads_what_a_four_bit_cache_holds_and_leaves_nothing() -> None:
+    model = kvengine.patch(llama())
+    ids = prompt(90)[0].tolist()
+    options = "group=8, residual=8"
+    host = Session(model, EngineCache(model, f"quantspec({options})"))
+    guest = Guest(model, host.cache, whole=host)
+    four, eight = (Session(model, EngineCache(model, f"quantspec(bits={b}, {options})")) for b in (4, 8))
+    for session in (host, guest, four, eight):
+        session.prefill(ids)
+    text = Text([*ids, 7])
+    for tail in ([], [8, 9, 10], [8, 3], [8, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]):
+        new = guest.align(text, tail)
+        mine, expected = guest.feed(new), four.feed(four.align(text, tail))[-len(new) :]
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+    tree = Draft([1, 2], [-1, -1], [None] * 3, [1.0] * 2)
+    guest.feed_tree([], tree)
+    assert host.align(text, [8, 3]) == [7, 8, 3] and guest.open == [] and host.cache.seen == 90
+    torch.testing.assert_close(host.feed([7, 8, 3]), eight.feed([7, 8, 3]), rtol=1e-4, atol=1e-4)
