@@ -217,7 +217,9 @@ class Pages(User):
             return None
         return self.pool.resident()
 
-    def read(self, at: Int[Tensor, "page"]) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
+    def read(
+        self, at: Int[Tensor, "page"]
+    ) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
         """Keys and values of pages of the pool."""
         without = self.representation.fine if self.coarse else ()
         return self.representation.decode(self.pool.read(at.long(), without))
