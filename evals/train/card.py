@@ -117,6 +117,7 @@ def card(folder: Path, records: Iterable[dict[str, Any]]) -> str:
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return template.format(
         name=folder.name,
+        preset="draft" if folder.name == "draft" else "cpu",
         shape=", ".join(
             f"{config[key]} {what}"
             for key, what in (

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 
-
 def _block(length: int) -> int:
     """Rows per block: small blocks waste less above the diagonal, large ones multiply faster."""
     return 256 if length <= 1024 else 512

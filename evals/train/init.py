@@ -28,7 +28,7 @@ class Gains:
     inside: float = 1.8  # embeddings within the part that is copied
     outside: float = 0.5  # and in the rest, where other tokens are written
     write: float = 0.02  # what layer 0 writes
-    match: float = 1.3  # query and key of a matching head
+    match: float = 1.1  # query and key of a matching head
     copy: float = 0.08  # what a matching head writes
     suppress: float = 0.06  # what the heads write that keep a list from repeating itself
     mlp: float = 0.3  # factor on the random down projections
@@ -181,7 +181,6 @@ class Circuit:
         attention = self.layers[layer]
         attention.q_proj.weight[self._rows(head)] = self._side(terms)
         attention.o_proj.weight[:, self._rows(head)][:, : len(self.own)] = self.gains.copy * self.own.T
-
 
     def lay_list_heads(self, model: LlamaForCausalLM, offsets: Sequence[int] = (3, 7, 11)) -> None:
         """Last layer: heads of the last KV head make what stands there less likely to come again.

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.random import Generator
 
-from kvengine.evals.train.data import Codec, Recipe, Sample, needle_sample
+from kvengine.evals.train.data import Recipe, needle_sample
 from kvengine.evals.train.lists import common_words, frequent_words, variable_tracking
+from kvengine.evals.train.samples import Codec, Sample
 
 
 @dataclass(frozen=True)
@@ -70,27 +71,27 @@ def draw_sample(rng: Generator, codec: Codec, length: int, stage: Stage) -> Samp
 TASKS = {"common": common_words, "frequent": frequent_words, "variables": variable_tracking}
 _DENSE = Recipe(opening=0.2, turns=0.55, long_form=0.2, several=0.4, uuid_values=0.0, noise=0.15, needles=0.55)
 _SHORT = Recipe(opening=0.5, turns=0.55, long_form=0.3, several=0.5, uuid_values=0.0, needles=0.45)
-_LONG = Recipe(turns=0.35, several=0.5, uuid_values=0.0, needles=0.4)
+_LONG = Recipe(turns=0.4, several=0.4, uuid_values=0.0, noise=0.15, needles=0.5, most_turns=48, most_needles=64)
 _ALL = {"needle": 0.88, "common": 0.06, "frequent": 0.04, "variables": 0.02}
 
 CPU = Preset(
-    shape={"hidden": 288, "layers": 4, "heads": 6, "kv_heads": 2, "ff": 512},
+    shape={"hidden": 192, "layers": 4, "heads": 6, "kv_heads": 2, "ff": 384},
+    rate=4e-4,
     stages=(
         Stage(256, 100, 6144, recipe=_DENSE, shorter=(128,)),
-        Stage(512, 200, 6144, recipe=_SHORT, shorter=(256, 1024)),
-        Stage(1024, 150, 8192, recipe=_SHORT, shorter=(512, 2048, 4096), mix=0.4),
-        Stage(4096, 120, 16384, 0.8, 0.1, recipe=_LONG, shorter=(1024, 2048), mix=0.4),
+        Stage(512, 120, 6144, recipe=_SHORT, shorter=(256, 1024)),
+        Stage(1024, 150, 8192, 1.0, 0.5, recipe=_SHORT, shorter=(512, 2048, 4096), mix=0.4),
+        Stage(4096, 560, 8192, 0.5, 0.02, recipe=_LONG, shorter=(512, 1024, 2048), mix=0.5),
     ),
 )
 DRAFT = Preset(
-    shape={"hidden": 128, "layers": 3, "heads": 4, "kv_heads": 1, "ff": 256},
-    rate=5e-4,
+    shape={"hidden": 144, "layers": 3, "heads": 6, "kv_heads": 2, "ff": 256},
+    rate=4e-4,
     stages=(
-        Stage(256, 200, 6144, recipe=_DENSE, shorter=(128,)),
-        Stage(512, 200, 8192, recipe=_SHORT, shorter=(128, 256)),
-        Stage(1024, 150, 8192, recipe=_SHORT, tasks=_ALL, shorter=(256, 512)),
-        Stage(2048, 120, 12288, 0.8, 0.8, recipe=_LONG, tasks=_ALL, shorter=(512, 1024)),
-        Stage(4096, 80, 16384, 0.6, 0.05, recipe=_LONG, tasks=_ALL, shorter=(1024, 2048)),
+        Stage(256, 100, 6144, recipe=_DENSE, shorter=(128,)),
+        Stage(512, 150, 6144, recipe=_SHORT, shorter=(256, 1024)),
+        Stage(1024, 150, 8192, recipe=_SHORT, shorter=(512, 2048), mix=0.4),
+        Stage(4096, 50, 12288, 0.8, 0.1, recipe=_LONG, shorter=(1024, 2048), mix=0.5),
     ),
 )
 PRESETS = {"cpu": CPU, "draft": DRAFT}

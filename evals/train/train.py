@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvengine.evals.train.data import IGNORE, Codec, Sample
 from kvengine.evals.train.forward import Network
 from kvengine.evals.train.init import lay_circuit, tiny_config
 from kvengine.evals.train.presets import Preset, Stage, draw_sample
+from kvengine.evals.train.samples import IGNORE, Codec, Sample
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "training_log.jsonl"
