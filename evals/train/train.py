@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvengine.evals.train.forward import Network
-from kvengine.evals.train.init import lay_circuit, tiny_config
+from kvengine.evals.train.init import Gains, lay_circuit, tiny_config
 from kvengine.evals.train.presets import Preset, Stage, draw_sample
 from kvengine.evals.train.samples import IGNORE, Codec, Sample
 
@@ -101,7 +101,7 @@ class Trainer:
         vocab = math.ceil(len(tokenizer) / 64) * 64
         named = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
         config = tiny_config(vocab, **preset.shape, **named)
-        self.model = lay_circuit(LlamaForCausalLM(config), seed).to(self.device)
+        self.model = lay_circuit(LlamaForCausalLM(config), seed, Gains(match=preset.match)).to(self.device)
         self.network = Network(self.model)
         self.optimiser = torch.optim.AdamW(
             self.model.parameters(), lr=preset.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
