@@ -109,9 +109,13 @@ def per_turn(rows: list[Row]) -> tuple[float, ...]:
 
 
 def averages(rows: list[Row]) -> dict[str, float | None]:
-    """Means of what is counted, medians of what is timed, the maximum of peaks."""
+    """Means of what is counted, medians of what is timed, the maximum of peaks.
+
+    The time to the first token is that of turns that read the context.
+    """
+    opening = [row for row in rows if row["turn"] == 0 or row["placement"] == "agnostic"]
     found: dict[str, float | None] = {name: _over(fmean, rows, name) for name in AVERAGED}
-    found |= {name: _over(median, rows, name) for name in MIDDLED}
+    found |= {"ttft": _over(median, opening, "ttft"), "tokens_per_s": _over(median, rows, "tokens_per_s")}
     return found | {"peak_bytes": _over(max, rows, "peak_bytes")}
 
 

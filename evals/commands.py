@@ -11,14 +11,16 @@ import typer
 from rich.console import Console
 
 from kvengine.errors import KVEngineError
-from kvengine.evals import compare, drive, report
+from kvengine.evals import compare, drive
+from kvengine.evals import report as reports
 from kvengine.evals.config import RunConfig, build
 
 app = typer.Typer(help="Measure quality, memory and speed of policies on the same data.", no_args_is_help=True)
 console = Console()
 
 Model = Annotated[str | None, typer.Option(help="folder, hub id, or 'bundled'")]
-Policies = Annotated[str | None, typer.Option(help='"full;snapkv(budget=0.25);quest(budget=1024)"')]
+Policies = Annotated[str | None, typer.Option(help='"full;snapkv(budget=0.25);quest(budget=1024)", or "all"')]
+Budget = Annotated[str | None, typer.Option(help="of the policies that 'all' stands for: tokens, or a fraction")]
 Tasks = Annotated[str | None, typer.Option(help="comma-separated names, or 'all'")]
 Lengths = Annotated[str | None, typer.Option(help="tokens, comma-separated; prompt and generated together")]
 Samples = Annotated[int | None, typer.Option(help="samples per cell")]
@@ -36,6 +38,7 @@ Ceiling = Annotated[bool | None, typer.Option("--ceiling/--no-ceiling", help="ad
 Oracle = Annotated[bool | None, typer.Option("--oracle/--no-oracle", help="add exact top-k at each budget")]
 Golden = Annotated[bool | None, typer.Option("--golden/--own-answers", help="history of multi-turn sessions")]
 Retry = Annotated[bool | None, typer.Option("--retry/--no-retry", help="do refused cells again")]
+Report = Annotated[bool | None, typer.Option("--report/--no-report", help="write tables and pictures at the end")]
 Data = Annotated[list[str] | None, typer.Option(help="NAME=PATH of local data (essays, squad, hotpotqa, …)")]
 FailUnder = Annotated[list[str] | None, typer.Option(help="TASK=SCORE or POLICY:TASK=SCORE in percent; exit 1 below")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print the matrix and stop")]
@@ -57,6 +60,7 @@ def suite_command(suite: str, about: str) -> None:
     def command(
         model: Model = None,
         policies: Policies = None,
+        budget: Budget = None,
         tasks: Tasks = None,
         lengths: Lengths = None,
         samples: Samples = None,
@@ -72,6 +76,7 @@ def suite_command(suite: str, about: str) -> None:
         oracle: Oracle = None,
         golden: Golden = None,
         retry: Retry = None,
+        report: Report = None,
         data: Data = None,
         fail_under: FailUnder = None,
         dry_run: DryRun = False,
@@ -109,7 +114,7 @@ def report_command(folders: Annotated[list[Path], typer.Argument(help="run folde
     """Write report.md, report.html, cells.csv and pictures of finished or running runs."""
     with readable_errors():
         for folder in folders:
-            report.write(folder)
+            reports.write(folder)
             console.print(f"{folder / 'report.html'}", highlight=False)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from kvengine.errors import EvaluationError, unknown
-from kvengine.evals.policies import split
+from kvengine.evals.policies import everything, split
 from kvengine.evals.protocol import MODES
 
 
@@ -21,7 +21,8 @@ class RunConfig:
     suite: str
     out: Path
     model: str = "bundled"
-    policies: tuple[str, ...] = ("full",)
+    policies: tuple[str, ...] = ("full",)  # "all": every method in the tree, at `budget`
+    budget: float = 0.125  # tokens, or a fraction of the prompt
     tasks: str = "all"
     lengths: tuple[int, ...] = (4096,)
     samples: int = 20
@@ -35,6 +36,7 @@ class RunConfig:
     oracle: bool = True
     golden: bool = True  # SCBench history: golden answers, or the model's own
     retry: bool = False  # do refused and out-of-memory cells again
+    report: bool = True  # write tables and pictures at the end; the exit code and the rows do not need them
     data: Mapping[str, Path] = field(default_factory=dict)
     fail_under: Mapping[str, float] = field(default_factory=dict)
 
@@ -47,8 +49,14 @@ class RunConfig:
         if self.samples < 1 or not self.lengths or min(self.lengths) < 1:
             raise EvaluationError(f"samples={self.samples}, lengths={self.lengths}: both must be positive")
         for name, path in self.data.items():
-            if not path.exists():
+            if str(path) != "hub" and not path.exists():
                 raise EvaluationError(f"data {name}={path}: there is no such file or folder")
+
+    @property
+    def wanted(self) -> list[str]:
+        """The policies, "all" spelled out."""
+        named = [everything(self.budget) if policy == "all" else [policy] for policy in self.policies]
+        return [policy for some in named for policy in some]
 
     @property
     def samples_per_cell(self) -> int:
@@ -88,6 +96,9 @@ def _typed(name: str, value: Any) -> Any:
             return tuple(split(value)) if isinstance(value, str) else tuple(value)
         case "tasks":
             return value if isinstance(value, str) else ",".join(value)
+        case "budget":
+            number = _float(value)
+            return int(number) if number > 1 else number
         case "lengths":
             return tuple(_integers(value))
         case "data":

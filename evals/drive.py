@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.table import Column, Table
 from transformers.utils import logging
 
+from kvengine.errors import EvaluationError
 from kvengine.evals import loading, manifest, report, tables
 from kvengine.evals.aggregate import CellResult
 from kvengine.evals.config import RunConfig
@@ -19,21 +21,26 @@ from kvengine.evals.tasks import choose
 def prepare(config: RunConfig) -> Run:
     """Load the model and open the journal. Policies and tasks are checked first: loading may take minutes."""
     choose(config.suite, config.tasks)
-    arms(list(config.policies), ceiling=config.ceiling, oracle=config.oracle)
-    logging.disable_progress_bar()  # ours is enough
+    arms(config.wanted, ceiling=config.ceiling, oracle=config.oracle)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]  # ours is enough
     model, tokenizer = loading.load(config.model, device=config.device, dtype=config.dtype)
-    return Run(config, model, tokenizer, Journal.open(config.out / "rows.jsonl"))
+    made = Run(config, model, tokenizer, Journal.open(config.out / "rows.jsonl"))
+    if not made.cells():
+        raise EvaluationError(f"no {config.suite} task can run without data; give --data {config.suite}=FOLDER")
+    return made
 
 
 def run(config: RunConfig, console: Console) -> int:
     """Run to the end and report. Exit code 0, or 1 if a score is below `fail_under`."""
     task = prepare(config)
     manifest.write(config.out / "manifest.json", task)
-    with Bar(config.samples_per_cell * len(task.cells()), console) as bar:
+    if task.left_out():
+        console.print(f"left out for want of data: {', '.join(one.name for one in task.left_out())}", highlight=False)
+    with Bar(len(task.cells()), config.samples_per_cell, console) as bar:
         task.execute(bar)
     manifest.write(config.out / "manifest.json", task)
-    found = report.write(config.out)
-    console.print(Markdown(summary(found)))
+    found = report.write(config.out) if config.report else report.found(config.out)
+    summarise(found, console)
     console.print(f"rows, tables and report: {config.out}", highlight=False)
     failures = below(found, config)
     for line in failures:
@@ -57,13 +64,22 @@ def preview(config: RunConfig, console: Console) -> int:
     return 0
 
 
-def summary(found: list[CellResult]) -> str:
+def summarise(found: list[CellResult], console: Console) -> None:
     """Scores and costs, for the terminal."""
-    parts = []
+    head = ["mean score", "attended", "bytes held", "read/token", "TTFT s", "tokens/s"]
     for suite, length, mode in tables.unique((cell.suite, cell.length, cell.mode) for cell in found):
         chosen = [cell for cell in found if (cell.suite, cell.length, cell.mode) == (suite, length, mode)]
-        parts += [f"## {suite}, {length} tokens, {mode}\n", tables.brief(chosen), tables.notes(chosen)]
-    return "\n".join(parts)
+        means = tables.policy_means(chosen)
+        shown = Table(
+            Column("policy", overflow="fold"),
+            *(Column(name, justify="right") for name in head),
+            title=f"{suite}, {length}, {mode}",
+        )
+        for policy in tables.unique(cell.policy for cell in chosen if cell.score):
+            texts = tables.cost_texts([cell for cell in chosen if cell.policy == policy and cell.score])
+            shown.add_row(policy, tables.figure(means.get(policy)), *texts[1:6])
+        console.print(shown)
+        console.print(Markdown(tables.notes(chosen)))
 
 
 def below(found: list[CellResult], config: RunConfig) -> list[str]:

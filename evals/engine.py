@@ -42,8 +42,6 @@ class Session(Protocol):
 class Engine(Protocol):
     """Opens sessions on a model under one policy."""
 
-    model: Any
-
     def session(self) -> Session:
         """A new, empty session."""
 
@@ -59,14 +57,16 @@ class CacheSession:
     def read(self, ids: list[int], *, every: bool = False) -> Tensor:
         tokens = torch.tensor([ids], device=self.model.device)
         out = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=0 if every else 1)
-        return out.logits[0].float()
+        logits: Tensor = out.logits[0].float()
+        return logits
 
     def follow_up(self) -> None:
         if hasattr(self.cache, "follow_up"):
             self.cache.follow_up()
 
     def branch(self) -> CacheSession:
-        return CacheSession(self.model, copy.deepcopy(self.cache))
+        config = self.model.config.get_text_config(decoder=True)  # a cache knows its model by this very object
+        return CacheSession(self.model, copy.deepcopy(self.cache, {id(config): config}))
 
     def usage(self) -> Usage:
         return stock_usage(self.cache) if not hasattr(self.cache, "stats") else engine_usage(self.cache.stats())

@@ -28,7 +28,8 @@ def load(name: str, *, device: str = "auto", dtype: str = "auto") -> tuple[Any, 
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise EvaluationError(f"cannot load {name!r}: {error}. Give a folder, a hub id or 'bundled'") from error
-    return model.to(pick_device(device)).eval(), tokenizer
+    model.to(pick_device(device))  # type: ignore[arg-type]
+    return model.eval(), tokenizer
 
 
 def bundled() -> Path:
@@ -58,8 +59,9 @@ def model_digest(model: Any) -> str:
 
 def stop_ids(model: Any, tokenizer: Any, between: str) -> frozenset[int]:
     """Tokens that end an answer: the model's, the tokenizer's, and the special token that ends a template's turn."""
-    stop: set[int] = set()
-    for ids in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
-        stop |= set(ids) if isinstance(ids, list) else {ids} - {None}
+    stop: list[int | None] = [tokenizer.eos_token_id]
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    stop += ids if isinstance(ids, list) else [ids]
     first = tokenizer(between, add_special_tokens=False).input_ids[:1]
-    return frozenset(stop | (set(first) & set(tokenizer.all_special_ids)))
+    stop += [id for id in first if id in tokenizer.all_special_ids]
+    return frozenset(id for id in stop if id is not None)

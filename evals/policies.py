@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
-from kvengine.errors import EvaluationError, UnsupportedPolicy
+from kvengine.errors import EvaluationError, PolicyError, UnsupportedPolicy
 
 STOCK = "stock"
 
@@ -39,6 +41,27 @@ def split(text: str) -> list[str]:
         else:
             parts[-1] += letter
     return [part.strip() for part in parts if part.strip()]
+
+
+def everything(budget: float) -> list[str]:
+    """Every method in the tree but the null ones, each alone, at one budget where it has one.
+
+    A fraction is of the prompt, a whole number counts tokens.
+    """
+    import kvengine
+    from kvengine.policies import catalogue, load
+
+    idle = set(kvengine.Stack().spelled().replace(" ", "").split("+"))
+    return [_at_budget(name, load(name)[1], budget) for name in catalogue() if name not in idle]
+
+
+def _at_budget(name: str, cls: type[Any], budget: float) -> str:
+    """With the budget in whichever option takes one."""
+    for option in {"budget", "recent"} & {one.name for one in fields(cls)}:
+        with contextlib.suppress(PolicyError):
+            cls(**{option: budget})
+            return f"{name}({option}={budget})"
+    return name
 
 
 def arms(policies: list[str], *, ceiling: bool = True, oracle: bool = True) -> list[Arm]:

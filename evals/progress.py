@@ -21,43 +21,48 @@ class Silent:
 
 
 class Bar(AbstractContextManager["Bar"]):
-    """A progress bar over all samples of a run; one printed line per finished cell."""
+    """A progress bar over all samples of a run with each cell's running score; one printed line per finished cell.
 
-    def __init__(self, total: int, console: Console) -> None:
+    `samples`: how many a cell has in all. Cells may come several times, a few samples at a time.
+    """
+
+    def __init__(self, cells: int, samples: int, console: Console) -> None:
         columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn()
         self.progress = Progress(*columns, TextColumn("{task.description}"), console=console)
-        self.bar = self.progress.add_task("", total=total)
-        self.running: tuple[Cell, list[float]] | None = None
+        self.bar = self.progress.add_task("", total=cells * samples)
+        self.samples = samples
+        self.done: dict[str, int] = {}
+        self.scores: dict[str, list[float]] = {}
 
     def __enter__(self) -> Bar:
         self.progress.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is None:
-            self._close()
         self.progress.stop()
 
     def cell(self, cell: Cell, samples: int, done: int) -> None:
-        """A cell begins, of whose samples some were done in an earlier run."""
-        self._close()
-        self.running = cell, []
-        self.progress.update(self.bar, advance=done, description=str(cell))
+        """A cell begins, of whose samples some were done before."""
+        self._advance(str(cell), done)
 
     def sample(self, cell: Cell, rows: list[Row]) -> None:
         """A sample is done."""
-        assert self.running is not None  # the runner announces a cell before its samples
-        scores = self.running[1]
-        scores += [row["score"] for row in rows]
-        text = f"{cell}  {sum(scores) / len(scores):.3f}"
-        self.progress.update(self.bar, advance=1, description=text)
+        name = str(cell)
+        self.scores.setdefault(name, []).extend(row["score"] for row in rows)
+        self._advance(name, self.done[name] + 1)
+        if self.done[name] == self.samples:
+            self.progress.console.print(f"{name:60} {self._mean(name)}", highlight=False)
 
     def refused(self, cell: Cell, row: Row) -> None:
         """A cell cannot be done."""
+        self._advance(str(cell), self.samples)
         self.progress.console.print(f"{cell}: [yellow]{row['status']}[/yellow]: {row['message']}", highlight=False)
 
-    def _close(self) -> None:
-        if self.running and self.running[1]:
-            cell, scores = self.running
-            mean = sum(scores) / len(scores)
-            self.progress.console.print(f"{str(cell):60} {mean:.3f}  ({len(scores)} answers)", highlight=False)
+    def _advance(self, name: str, done: int) -> None:
+        before = self.done.get(name, 0)
+        self.done[name] = max(before, done)
+        self.progress.update(self.bar, advance=self.done[name] - before, description=f"{name} {self._mean(name)}")
+
+    def _mean(self, name: str) -> str:
+        scores = self.scores.get(name)
+        return f"{sum(scores) / len(scores):.3f} of {len(scores)}" if scores else ""

@@ -66,6 +66,10 @@ class Prompter:
         starts = self.tokenizer("a").input_ids[:1] == [bos]
         return bos if starts or self.wrapper.head.startswith(str(self.tokenizer.bos_token)) else None
 
+    def of(self, sample: Sample) -> Prompter:
+        """The prompter for this sample: without the template if it is raw."""
+        return Prompter(self.tokenizer) if sample.raw and self.chat else self
+
     def ids(self, text: str) -> list[int]:
         """Token ids of a text in the middle of a conversation: nothing is added."""
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
@@ -87,9 +91,11 @@ class Prompter:
         """A question after the context, up to where the model speaks."""
         return self.ids(turn.question + self.wrapper.tail + turn.prefix)
 
-    def whole(self, sample: Sample, turn: Turn) -> list[int]:
-        """Context and question in one text."""
-        return self.first(self.wrapper.head + sample.context + turn.question + self.wrapper.tail + turn.prefix)
+    def whole(self, sample: Sample) -> list[int]:
+        """Context and first question in one text."""
+        turn = sample.turns[0]
+        opening = sample.context + turn.question if sample.opening is None else sample.opening
+        return self.first(self.wrapper.head + opening + self.wrapper.tail + turn.prefix)
 
     def follow(self, answer: str, turn: Turn) -> list[int]:
         """The given answer to the turn before, and the next question."""
@@ -97,7 +103,7 @@ class Prompter:
 
     def measure(self, sample: Sample) -> int:
         """Tokens of the first prompt."""
-        return len(self.whole(sample, sample.turns[0]))
+        return len(self.of(sample).whole(sample))
 
     def text(self, ids: list[int]) -> str:
         """What was generated."""

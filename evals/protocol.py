@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -60,11 +60,12 @@ class Protocol:
 
     def play(self, session: Session, sample: Sample) -> Iterator[Answer]:
         """Ask every turn of the sample in an empty session."""
-        return self._turns(session, sample) if self.mode == "multi-turn" else self._requests(session, sample)
+        asking = replace(self, prompter=self.prompter.of(sample))
+        return asking._turns(session, sample) if self.mode == "multi-turn" else asking._requests(session, sample)
 
     def _turns(self, session: Session, sample: Sample) -> Iterator[Answer]:
         start = time.perf_counter()
-        whole = self.prompter.whole(sample, sample.turns[0])
+        whole = self.prompter.whole(sample)
         ids, before = self._cut(whole), ""
         for index, turn in enumerate(sample.turns):
             if index:
@@ -82,14 +83,14 @@ class Protocol:
         start = time.perf_counter()
         whole = self.prompter.context(sample)
         context = self._cut(whole)
-        session.read(context)
+        logits = session.read(context)
         session.follow_up()
         prefill = time.perf_counter() - start
         for index, turn in enumerate(sample.turns):
             branch = session if index == len(sample.turns) - 1 else session.branch()
             start = time.perf_counter() - prefill  # each request is charged the context it needs
             ids = self.prompter.asked(turn)
-            logits = branch.read(ids)
+            logits = branch.read(ids) if ids else logits
             asked = Asked(len(context) + len(ids), len(context) < len(whole), start)
             yield self._answer(branch, logits, turn, asked)
 

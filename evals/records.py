@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,11 @@ class Journal:
         for row in rows:
             self.rows.append(row)
             self.done.add((row["key"], row["sample"]))
+
+
+def ok(rows: Iterable[Row]) -> Iterator[Row]:
+    """Rows that hold a result."""
+    return (row for row in rows if row["status"] == "ok")
 
 
 def read_rows(path: Path) -> tuple[list[Row], int]:

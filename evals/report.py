@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvengine.errors import EvaluationError
-from kvengine.evals import tables
+from kvengine.evals import page, peers, tables
 from kvengine.evals.aggregate import CellResult, cells
 from kvengine.evals.records import Row, read_rows
 from kvengine.evals.tasks import catalogue
@@ -28,10 +28,17 @@ def floors() -> dict[str, float]:
     return {name: task.floor for name, task in catalogue().items()}
 
 
+def found(folder: Path) -> list[CellResult]:
+    """The cells of a run folder."""
+    return cells(read(folder)[0], floors())
+
+
 def write(folder: Path) -> list[CellResult]:
     """Write every report of a run folder."""
     rows, manifest = read(folder)
-    found = cells(rows, floors())
-    (folder / "report.md").write_text(tables.markdown(found, manifest), encoding="utf-8")
-    (folder / "cells.csv").write_text(tables.long_csv(found), encoding="utf-8")
-    return found
+    made = cells(rows, floors())
+    (folder / "report.md").write_text(tables.markdown(made, manifest), encoding="utf-8")
+    (folder / "cells.csv").write_text(tables.long_csv(made), encoding="utf-8")
+    page.write(folder, made, rows, manifest)
+    peers.write(folder / "compat", rows, manifest)
+    return made

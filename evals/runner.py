@@ -6,13 +6,13 @@ with its reason and the rest goes on. Whatever the journal holds already is not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from kvengine.errors import UnsupportedPolicy
+from kvengine.errors import KVEngineError, UnsupportedPolicy
 from kvengine.evals import memory
 from kvengine.evals.config import RunConfig
 from kvengine.evals.engine import Engine, opened
@@ -23,11 +23,13 @@ from kvengine.evals.protocol import MODES, Answer
 from kvengine.evals.protocol import Protocol as Asking
 from kvengine.evals.records import Journal, Row, key_of
 from kvengine.evals.tasks import Plan, Sample, Task, Turn, choose
-from kvengine.evals.tasks._fit import TooShort
+from kvengine.evals.tasks._fit import NoData, TooShort
 
 GIVEN_UP: dict[type[BaseException], str] = {
     UnsupportedPolicy: "refused",
     TooShort: "too short",
+    NoData: "no data",
+    KVEngineError: "failed",
     torch.OutOfMemoryError: "out of memory",
     MemoryError: "out of memory",
 }
@@ -82,10 +84,19 @@ class Run:
             "data": {name: str(path) for name, path in sorted(self.config.data.items())},
         }
 
+    def tasks(self) -> list[Task]:
+        """The tasks asked for."""
+        return choose(self.config.suite, self.config.tasks)
+
+    def left_out(self) -> list[Task]:
+        """Tasks of "all" whose data the user has not got."""
+        everything = self.config.tasks == "all"
+        return [task for task in self.tasks() if everything and not task.available(self.config.data)]
+
     def cells(self) -> list[Cell]:
         """The matrix, ceilings first."""
-        tasks = choose(self.config.suite, self.config.tasks)
-        policies = arms(list(self.config.policies), ceiling=self.config.ceiling, oracle=self.config.oracle)
+        tasks = [task for task in self.tasks() if task not in self.left_out()]
+        policies = arms(self.config.wanted, ceiling=self.config.ceiling, oracle=self.config.oracle)
         return [
             Cell(task, length, mode, arm)
             for task in tasks
@@ -120,16 +131,17 @@ class Run:
             for (task, length), samples in self._drawn.items()
         }
 
-    def execute(self, observer: Observer) -> None:
-        """Do what the journal lacks."""
+    def execute(self, observer: Observer, limit: int | None = None) -> None:
+        """Do what the journal lacks, of the first `limit` samples of each cell."""
         for cell in self.cells():
-            self._cell(cell, observer)
+            self.fill(cell, observer, limit)
 
-    def _cell(self, cell: Cell, observer: Observer) -> None:
+    def fill(self, cell: Cell, observer: Observer, limit: int | None = None) -> None:
+        """Do what the journal lacks of one cell."""
         key = self.key(cell)
         try:
-            samples = self.samples(cell)
-        except TooShort as error:
+            samples = self.samples(cell)[:limit]
+        except (TooShort, NoData) as error:
             self._give_up(cell, key, error, observer)
             return
         given_up = (key, None) in self.journal.done and not self.config.retry
@@ -138,7 +150,7 @@ class Run:
         if not missing:
             return
         try:
-            self._fill(cell, key, missing, observer)
+            self._measure(cell, key, missing, observer)
         except tuple(GIVEN_UP) as error:
             self._give_up(cell, key, error, observer)
 
@@ -148,7 +160,7 @@ class Run:
             self.journal.append([row])
         observer.refused(cell, row)
 
-    def _fill(self, cell: Cell, key: str, missing: list[Sample], observer: Observer) -> None:
+    def _measure(self, cell: Cell, key: str, missing: list[Sample], observer: Observer) -> None:
         if cell.arm.refused:
             raise UnsupportedPolicy(cell.arm.refused)
         with self.opener(self.model, cell.arm.policy) as engine:
@@ -158,13 +170,12 @@ class Run:
                 observer.sample(cell, rows)
 
     def _ask(self, cell: Cell, key: str, sample: Sample, engine: Engine) -> list[Row]:
-        limit = cell.length - sum(turn.max_new_tokens for turn in sample.turns)
         asking = Asking(
             prompter=self.prompter,
             mode=cell.mode,
             stop=self.stop,
             golden=self.config.golden,
-            limit=limit if sample.provenance == "user data" else None,
+            limit=room(cell, sample),
         )
         with memory.peak(self.model.device) as peak:
             answers = list(asking.play(engine.session(), sample))
@@ -198,6 +209,15 @@ class Run:
         return {**self._place(cell, key), **where, "status": status, "message": str(error)[:500]}
 
 
+def room(cell: Cell, sample: Sample) -> int | None:
+    """Tokens left for the first prompt of the user's data: the length without the answers and, if the questions come
+    later, without 1000 tokens for them (SCBench's rule). Generated data fit already."""
+    if sample.provenance != "user data":
+        return None
+    later = 1000 if cell.mode == "multi-request" and len(sample.turns) > 1 else 0
+    return max(cell.length - sum(turn.max_new_tokens for turn in sample.turns) - later, 16)
+
+
 def about(sample: Sample, index: int) -> Row:
     """Which sample and turn a row is about."""
     return {
@@ -206,6 +226,9 @@ def about(sample: Sample, index: int) -> Row:
         "turns": len(sample.turns),
         "kind": sample.turns[index].kind,
         "sample_hash": sample.digest(),
+        "question": sample.turns[index].question,
+        "prefix": sample.turns[index].prefix,
+        "max_new_tokens": sample.turns[index].max_new_tokens,
         "provenance": sample.provenance,
         "meta": {**sample.meta, **sample.turns[index].meta},
     }
@@ -234,10 +257,5 @@ def outcome(task: Task, turn: Turn, answer: Answer) -> Row:
         "tiers": answer.usage.tiers,
         "ttft": answer.ttft,
         "decode": answer.decode,
-        "tokens_per_s": (answer.tokens - 1) / answer.decode if answer.tokens > 1 else None,
+        "tokens_per_s": (answer.tokens - 1) / answer.decode if answer.tokens > 1 and not turn.forced else None,
     }
-
-
-def ok(rows: list[Row]) -> Iterator[Row]:
-    """Rows that hold a result."""
-    return (row for row in rows if row["status"] == "ok")

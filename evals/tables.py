@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvengine.evals.aggregate import AVERAGED, MIDDLED, CellResult, overall
+from kvengine.evals.ruler_summary import BAR, lines
 from kvengine.evals.statistics import Interval
 
 COLUMNS = (
@@ -78,7 +79,17 @@ def markdown(found: list[CellResult], manifest: dict[str, Any]) -> str:
             costs(chosen),
             notes(chosen),
         ]
-    return "\n".join(part for part in parts if part)
+    return "\n".join(part for part in [*parts, over_lengths(found)] if part)
+
+
+def over_lengths(found: list[CellResult]) -> str:
+    """RULER's averages, if there are several lengths."""
+    lengths = sorted({cell.length for cell in found if cell.suite == "ruler"})
+    if len(lengths) < 2:
+        return ""
+    count = len({cell.task for cell in found if cell.suite == "ruler"})
+    head = ["policy", "mode", *map(str, lengths), "avg", "wAvg (inc)", "wAvg (dec)", f"effective (> {BAR})"]
+    return f"## RULER over lengths, {count} of 13 tasks\n\n" + table(head, lines(found))
 
 
 def provenance(found: list[CellResult], manifest: dict[str, Any]) -> str:
@@ -97,31 +108,29 @@ def scores(found: list[CellResult]) -> str:
     """Policies down, tasks across."""
     tasks = unique(cell.task for cell in found)
     by = {(cell.policy, cell.task): cell for cell in found}
-    means = {at[0]: value for at, value in overall(found).items()}
+    means, usable = policy_means(found), policy_means(found, usable_only=True)
     rows = [
-        [f"`{policy}`", *(_marked(by.get((policy, task))) for task in tasks), figure(_percent(means.get(policy)))]
+        [
+            f"`{policy}`",
+            *(_marked(by.get((policy, task))) for task in tasks),
+            figure(means.get(policy)),
+            figure(usable.get(policy)),
+        ]
         for policy in unique(cell.policy for cell in found)
     ]
-    return "### Scores\n\n" + table(["policy", *tasks, "mean"], rows)
+    return "### Scores\n\n" + table(["policy", *tasks, "mean", "mean of telling tasks"], rows)
 
 
-def brief(found: list[CellResult]) -> str:
-    """One line per policy: mean score, then costs."""
-    means = {at[0]: value for at, value in overall(found).items()}
-    head = ["policy", "mean score", "attended", "bytes held", "read per token", "TTFT s", "tokens/s"]
-    rows = []
-    for policy in unique(cell.policy for cell in found if cell.score):
-        texts = cost_texts([cell for cell in found if cell.policy == policy and cell.score])
-        rows.append([f"`{policy}`", figure(_percent(means.get(policy))), *texts[1:6]])
-    return table(head, rows)
+def policy_means(found: list[CellResult], *, usable_only: bool = False) -> dict[str, float]:
+    """Mean score in percent by policy, of one length and mode, over tasks that every policy has.
+
+    `usable_only` leaves out tasks that cannot tell policies apart.
+    """
+    return {at[0]: 100 * value for at, value in overall(found, usable_only).items()}
 
 
 def _marked(cell: CellResult | None) -> str:
     return "–" if cell is None else score_text(cell) + (" †" if cell.flag == "not discriminative" else "")
-
-
-def _percent(value: float | None) -> float | None:
-    return None if value is None else 100 * value
 
 
 def differences(found: list[CellResult]) -> str:
@@ -171,7 +180,7 @@ def cost(mine: list[CellResult], name: str) -> float | None:
 
 def notes(found: list[CellResult]) -> str:
     """Refusals, flags and substitutes, spelled out."""
-    lines = [f"- `{cell.policy}` on {cell.task}: {cell.status}: {cell.message}" for cell in found if not cell.score]
+    lines = [given_up([cell for cell in found if _why(cell) == why]) for why in unique(map(_why, found)) if why]
     flagged = unique(cell.task for cell in found if cell.flag == "not discriminative")
     if flagged:
         lines.append(
@@ -180,6 +189,18 @@ def notes(found: list[CellResult]) -> str:
     for source in unique(cell.provenance for cell in found if cell.provenance not in ("official", "")):
         lines.append(f"- {source}: {', '.join(unique(cell.task for cell in found if cell.provenance == source))}")
     return "\n".join(lines) + "\n" if lines else ""
+
+
+def _why(cell: CellResult) -> str:
+    return "" if cell.score else f"{cell.status}: {cell.message}"
+
+
+def given_up(mine: list[CellResult]) -> str:
+    """Cells that failed for one reason."""
+    policies, tasks = (
+        ", ".join(unique(names)) for names in zip(*((f"`{c.policy}`", c.task) for c in mine), strict=True)
+    )
+    return f"- {policies} on {tasks}: {_why(mine[0])}"
 
 
 def long_csv(found: list[CellResult]) -> str:

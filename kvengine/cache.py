@@ -10,7 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import CacheError
-from kvengine.lane import Call, Lane, Session
+from kvengine.lane import Lane
+from kvengine.session import Call, Session, judge_together
 from kvengine.stack import Stack
 
 Stock = Callable[[Tensor, Tensor], Tensor]
@@ -23,7 +24,7 @@ class Heads:
     lane: Lane
     index: Int[Tensor, "head"] | None
 
-    def pick(self, x: Float[Tensor, "seq head *rest"]) -> Float[Tensor, "row *rest"]:
+    def pick(self, x: Float[Tensor, "seq head *rest"]) -> Float[Tensor, row * rest]:
         return (x if self.index is None else x[:, self.index]).flatten(0, 1)
 
 
@@ -45,9 +46,11 @@ class LayerCache:
         groups = self.stack.routing.lanes(self.layer, self.layers, self.heads)
         for number, (members, retention) in enumerate(groups):
             index = None if len(members) == self.heads else torch.tensor(members, device=k.device)
-            some = [(x if index is None else x[:, index]).flatten(0, 1) for x in (k, v)]
+            mine = (k, v) if index is None else (k[:, index], v[:, index])
             choice = self.stack.retention if retention is None else retention
-            lane = Lane(self.stack, choice, self.layer, self.layers, number, self.session, *some)
+            stack = self.stack.within(choice)
+            rows = mine[0].flatten(0, 1), mine[1].flatten(0, 1)
+            lane = Lane(stack, choice, self.layer, self.layers, number, self.session, rows[0], rows[1], len(members))
             self.parts.append(Heads(lane, index))
 
     def forward(
@@ -75,12 +78,21 @@ class LayerCache:
                 f"this cache holds {self.sequences} sequences of {self.heads} KV heads, but the layer brought "
                 f"{k.shape[0]} of {k.shape[1]}; use one cache for one batch of one model"
             )
+        elif k.dtype != (dtype := self.parts[0].lane.tail.k.dtype):
+            raise CacheError(
+                f"this cache holds {dtype}, but the layer brought {k.dtype}; make a new cache after model.to()"
+            )
+        if self.session.tree is not None:
+            return self.branch(q, k, v, call, valid, self.session.tree)
         n = k.shape[2]
         prompt = self.prompt_tokens(n)
         if not 0 < prompt < n:
             return self.enter(q, k, v, call, valid, stock) if prompt else self.take(q, k, v, call, valid, stock)
-        cut = lambda a, b: (q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], call, None if valid is None else valid[:, a:b], None)  # noqa: E731
-        return torch.cat([self.enter(*cut(0, prompt)), self.take(*cut(prompt, n))], 1)
+        parts = []
+        for part, run in ((slice(0, prompt), self.enter), (slice(prompt, n), self.take)):
+            tokens = q[:, :, part], k[:, :, part], v[:, :, part]
+            parts.append(run(*tokens, call, None if valid is None else valid[:, part], None))
+        return torch.cat(parts, 1)
 
     def prompt_tokens(self, n: int) -> int:
         """How many of the next `n` tokens belong to a prompt."""
@@ -111,6 +123,8 @@ class LayerCache:
         if self.ends_prompt():
             for part, grouped, rows in self.each(q, call):
                 part.lane.finish(grouped, rows)
+            if self.session.waiting and self.session.last in (None, self.layer):
+                judge_together(self.session)
         return out
 
     def store(self, k: Tensor, v: Tensor, valid: Bool[Tensor, "seq token"] | None) -> None:
@@ -131,6 +145,27 @@ class LayerCache:
             mask = None if valid is None else self.by_row(valid, part)
             out.append(part.lane.take(grouped, part.pick(k), part.pick(v), mask, rows))
         return self.gather(q, out)
+
+    def branch(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Tensor | None, tree: Bool[Tensor, "node node"]
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
+        """Take the tokens before the nodes of a tree, and let the nodes look: they are not added."""
+        n = k.shape[2] - len(tree)
+        first = [self.take(q[:, :, :n], k[:, :, :n], v[:, :, :n], call, valid, None)] if n else []
+        last = [
+            part.lane.look(grouped, part.pick(k[:, :, n:]), part.pick(v[:, :, n:]), tree, rows)
+            for part, grouped, rows in self.each(q[:, :, n:], call)
+        ]
+        return torch.cat([*first, self.gather(q[:, :, n:], last)], 1)
+
+    def follow(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+        """Add tokens that another cache of the same model attends for: `forward` without the attention of a prompt."""
+        if not self.parts:
+            self.open(k, v)
+        if self.prompt_tokens(k.shape[2]):
+            self.enter(q, k, v, call, None, lambda k, v: v)
+        else:
+            self.take(q, k, v, call, None, None)
 
     def each(self, q: Tensor, call: Call) -> list[tuple[Heads, Tensor, Call]]:
         """Every lane with its queries [row, group, token, dim] and its call."""

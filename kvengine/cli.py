@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from kvengine.evals.commands import app as eval_app
+from kvengine.evals.commands import readable_errors
+from kvengine.evals.duo.commands import app as duo_app
+from kvengine.offload.commands import app as cache_app
+from kvengine.speculative.commands import bench_app, generate
 
 app = typer.Typer(help="KV-cache management for long contexts.", no_args_is_help=True)
 app.add_typer(eval_app, name="eval")
+app.add_typer(duo_app, name="duo")
+app.add_typer(cache_app, name="cache")
+app.add_typer(bench_app, name="bench")
+app.command()(generate)
 
 
 @app.callback()
 def root() -> None:
     """KV-cache management for long contexts."""
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="run folder; one that exists is continued")] = Path("runs/demo"),
+    minutes: Annotated[float, typer.Option(help="about how long to measure")] = 5.0,
+    model: Annotated[str, typer.Option(help="folder, hub id, or 'bundled'")] = "bundled",
+) -> None:
+    """Compare every policy on the bundled model: a table, and a report with pictures."""
+    from kvengine.evals.demo import main as run
+
+    with readable_errors():
+        code = run(out, minutes, model=model)
+    raise typer.Exit(code)
 
 
 def main() -> None:

@@ -5,7 +5,8 @@
     │   ├── UnknownPolicy                 no policy, option or axis of that name
     │   └── UnsupportedPolicy             understood, but this combination or model cannot do it; the message says why
     ├── ModelError (ValueError)           the model cannot be patched, or is of the wrong kind
-    ├── CacheError (RuntimeError)         a cache is used against its contract: rolled back too far, another model's, ...
+    ├── KernelError (ValueError)          shapes, dtypes or a backend that a kernel cannot run
+    ├── CacheError (RuntimeError)         a cache is used against its contract: rolled back too far, another model's
     ├── StoreError (OSError)              a store or tier failed; what was stored before is still there
     │   ├── CorruptBitstream              stored bytes are torn, truncated or not ours
     │   └── IncompatibleCache             stored for another model, tokenizer, dtype or version
@@ -38,6 +39,10 @@ class UnsupportedPolicy(PolicyError):
 
 class ModelError(KVEngineError, ValueError):
     """The model cannot be used this way."""
+
+
+class KernelError(KVEngineError, ValueError):
+    """A kernel was given shapes, dtypes or a backend it cannot run."""
 
 
 class CacheError(KVEngineError, RuntimeError):

@@ -22,9 +22,11 @@ from typing import Any
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kvengine.attention import NAME, LazyMask, Seam, engine_attention
 from kvengine.errors import ModelError, UnsupportedPolicy
+from kvengine.hf_attention import NAME, LazyMask, Seam, engine_attention
 from kvengine.hf_cache import EngineCache, engine_layers
+from kvengine.hf_rope import rope_for
+from kvengine.rope import Rope
 from kvengine.stack import Stack
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
@@ -38,6 +40,7 @@ class Patch:
         self.hooks: list[Any] = []
         self.implementations: list[tuple[Any, Any]] = []
         self.methods: list[str] = []
+        self.known: dict[str, Rope | None] = {}
 
 
 def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedModel:
@@ -58,13 +61,16 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
     check_model(model)
     text = model.config.get_text_config(decoder=True)
     check_stack(stack, text)
+    state = getattr(model, STATE, None) or Patch(stack)
+    rope_for(stack, model, state.known)
     if hasattr(model, STATE):
         getattr(model, STATE).stack = stack
         return model
     modules = attention_modules(model, text)
     if not modules:
-        raise ModelError(f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it")
-    state = Patch(stack)
+        raise ModelError(
+            f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
+        )
     previous = text._attn_implementation
     state.implementations = [(c, c._attn_implementation_internal) for c in configs(model)]
     AttentionInterface.register(NAME, engine_attention)
@@ -125,8 +131,8 @@ def check_stack(stack: Stack, text: Any) -> None:
     name = text.model_type
     if not any(engine_layers(text)):
         raise UnsupportedPolicy(
-            f"{name}: every layer has a sliding window or a recurrent state, and holds little already; there is nothing "
-            f"for '{stack}' to do. Use 'full'"
+            f"{name} has no layer with a plain, growing key-value cache (sliding windows and layers with a recurrent "
+            f"state keep transformers' own), so there is nothing for '{stack}' to do. Use 'full'"
         )
     if getattr(text, "kv_lora_rank", None):
         raise UnsupportedPolicy(
@@ -134,8 +140,8 @@ def check_stack(stack: Stack, text: Any) -> None:
         )
     if getattr(text, "num_kv_shared_layers", 0):
         raise UnsupportedPolicy(
-            f"{name} lets layers read the keys and values of earlier ones; '{stack}' might drop what a later layer needs. "
-            "Only 'full' works on it"
+            f"{name} lets layers read the keys and values of earlier ones; '{stack}' might drop what a later layer "
+            "needs. Only 'full' works on it"
         )
 
 
@@ -161,7 +167,9 @@ def lazy_mask(**kwargs: Any) -> LazyMask:
     return LazyMask(kwargs)
 
 
-def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], previous: str) -> tuple[Any, dict[str, Any]]:
+def enter(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], previous: str
+) -> tuple[Any, dict[str, Any]]:
     """Before an attention module runs: say which layer of which cache it is to use."""
     cache = next((x for x in kwargs.values() if isinstance(x, EngineCache)), None)
     layer = cache.layer_for(module) if cache is not None else None
@@ -169,13 +177,15 @@ def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], prev
     return args, kwargs
 
 
-# ---- what `generate` asks of a patched model --------------------------------------------------------------------------
+# ---- what `generate` asks of a patched model
 
 
-def prepare_cache(self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+def prepare_cache(
+    self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> None:
     """Stands in for `_prepare_cache_for_generation`."""
     refuse(generation_config)
-    stock = type(self)._prepare_cache_for_generation
+    stock: Any = type(self)._prepare_cache_for_generation  # type: ignore[attr-defined]
     given = model_kwargs.get("past_key_values")
     if generation_config.use_cache is False or (given is not None and not isinstance(given, EngineCache)):
         stock(self, generation_config, model_kwargs, *args, **kwargs)
@@ -184,19 +194,22 @@ def prepare_cache(self: PreTrainedModel, generation_config: Any, model_kwargs: d
         given = model_kwargs["past_key_values"] = EngineCache(self, getattr(self, STATE).stack)
     else:
         stock(self, generation_config, model_kwargs, *args, **kwargs)
-    given.announce(prompt_length(generation_config, model_kwargs))
     if generation_config.is_assistant:
         given.activate_past_recording()
+    given.announce(prompt_length(generation_config, model_kwargs))
 
 
 def refuse(generation_config: Any) -> None:
     if generation_config.cache_implementation is not None:
         raise ModelError(
-            f"cache_implementation={generation_config.cache_implementation!r} on a patched model: the engine brings its own "
-            "cache. Drop it, or call kvengine.unpatch(model)"
+            f"cache_implementation={generation_config.cache_implementation!r} on a patched model: the engine brings its "
+            "own cache. Drop it, or call kvengine.unpatch(model)"
         )
     if getattr(generation_config, "output_attentions", False):
-        raise ModelError("output_attentions=True on a patched model: the engine never forms the attention matrix. Call kvengine.unpatch(model)")
+        raise ModelError(
+            "output_attentions=True on a patched model: the engine never forms the attention matrix. "
+            "Call kvengine.unpatch(model)"
+        )
 
 
 def prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:

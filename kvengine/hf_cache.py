@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +13,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvengine.cache import LayerCache, Stock
 from kvengine.errors import CacheError, ModelError
-from kvengine.lane import Call, Session
+from kvengine.hf_rope import rope_for
+from kvengine.session import Call, Session
 from kvengine.stack import Stack
 from kvengine.stats import Stats, measure
+
+Listener = Callable[[Tensor, Tensor, Tensor, Call], None]
+"""Told the queries, keys and values of every pass, before they enter the cache."""
 
 
 class EngineLayer(CacheLayerMixin):
@@ -27,6 +32,7 @@ class EngineLayer(CacheLayerMixin):
         self.make = lambda: LayerCache(stack, layer, layers, session)
         self.stack, self.session = stack, session
         self.incoming: tuple[Tensor, Tensor] | None = None
+        self.listener: Listener | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -37,7 +43,9 @@ class EngineLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.incoming is not None:
-            raise ModelError("an engine cache was given to a model that is not patched; call kvengine.patch(model) first")
+            raise ModelError(
+                "an engine cache was given to a model that is not patched; call kvengine.patch(model) first"
+            )
         self.incoming, self.is_initialized = (key_states, value_states), True
         key_states._kv_layer = self  # type: ignore[attr-defined]
         return key_states, value_states
@@ -53,6 +61,8 @@ class EngineLayer(CacheLayerMixin):
         if self.incoming is None or hasattr(stock.module, "expand_kv"):  # type: ignore[attr-defined]
             return self.attend_all(stock, valid)
         (k, v), self.incoming = self.incoming, None
+        if self.listener is not None:
+            self.listener(query, k, v, call)
         return self.cache.forward(query, k, v, call, valid, stock)
 
     def attend_all(self, stock: Stock, valid: Tensor | None = None) -> Float[Tensor, "seq token q_head dim_v"]:
@@ -131,16 +141,17 @@ class EngineCache(Cache):
         self.stack = getattr(model, STATE).stack if stack is None else Stack.of(stack)
         self.config = model.config.get_text_config(decoder=True)
         check_stack(self.stack, self.config)
-        self.session = Session()
+        self.session = Session(rope=rope_for(self.stack, model, getattr(model, STATE).known))
         stock = DynamicCache(config=self.config).layers
         n = len(stock)
         ours = engine_layers(self.config)
+        self.session.last = max((i for i, served in enumerate(ours) if served), default=None)
         layers = [EngineLayer(self.stack, i, n, self.session) if ours[i] else layer for i, layer in enumerate(stock)]
         super().__init__(layers=layers)
 
     def layer_for(self, module: nn.Module) -> EngineLayer | None:
         """The layer that an attention module is to use; None if it is one of transformers' own."""
-        if module.config is not self.config:
+        if getattr(module, "config", None) is not self.config:
             raise CacheError("this cache was made for another model; make one with EngineCache(model)")
         index = int(module.layer_idx)  # type: ignore[arg-type]
         layer = self.layers[index] if index < len(self.layers) else None
@@ -154,25 +165,29 @@ class EngineCache(Cache):
     @property
     def seen(self) -> int:
         """Tokens seen, padding included."""
-        return self.engines[0].seen
+        engines = self.engines
+        return engines[0].seen if engines else int(self.get_seq_length())
 
     def announce(self, total: int | None) -> None:
-        """The next tokens, up to `total` in all, are one prompt, in however many chunks they come."""
-        session = self.session
-        session.following &= total is None or total - self.seen <= 1
-        if session.recording and self.seen == 0 or not session.recording:
-            fresh = total is not None and (self.seen == 0 or total - self.seen > 1)
-            session.prompt_end = total if fresh else None
-        if session.recording and self.seen:
-            self.commit()
+        """The next tokens, up to `total` in all, are one prompt, in however many chunks they come.
 
-    def follow_up(self) -> None:
-        """Take all further tokens as decoding does, one by one, instead of as a prompt to judge.
+        Unless they follow up on a context, or a single token resumes where decoding stopped.
+        """
+        if self.session.recording and self.seen:
+            self.commit()
+        new = 0 if total is None else total - self.seen
+        prompt = self.seen == 0 or (new > 1 and not self.session.recording)
+        self.session.prompt_end = total if prompt and not self.session.following else None
+        if self.session.prompt_end is not None and self.session.recording:
+            self.session.prompt_end -= 1  # an assistant is asked to forget the prompt's last token
+
+    def follow_up(self, following: bool = True) -> None:
+        """Take all further tokens as decoding does, one by one, instead of as a prompt to judge; False ends that.
 
         For a question on a context that is compressed already: it may come in one forward pass, yet nothing is
         dropped that decoding would not drop, and a selection chooses for each of its tokens.
         """
-        self.session.following, self.session.prompt_end = True, None
+        self.session.following, self.session.prompt_end = following, None
 
     def activate_past_recording(self) -> None:
         """Remember the states between the tokens to come, so that `crop` or `rollback` can return to any of them."""
@@ -188,6 +203,34 @@ class EngineCache(Cache):
         """What was recorded is history."""
         for layer in self.engines:
             layer.commit()
+
+    def correct(self, model: PreTrainedModel, ids: Int[Tensor, "seq token"], **inputs: Any) -> Any:
+        """Compute the last tokens' keys and values anew, with queries that read everything (TidalDecode's correction).
+
+        Text that was generated under a selection has keys and values that come from sparse attention, and the errors
+        add up. Call this now and then, after `activate_past_recording()` before the first token to be corrected:
+
+            cache.correct(model, generated[:, -64:])
+
+        Args:
+            model: the patched model.
+            ids: the last tokens in the cache.
+            inputs: what else the model's forward pass takes (attention_mask, position_ids) for a padded batch.
+
+        Returns:
+            The model's output for these tokens: what it would have said with the full cache.
+
+        Raises:
+            CacheError: the tokens were not recorded, and the policy has acted on them.
+        """
+        session = self.session
+        before = session.following, session.recording
+        self.crop(-ids.shape[1])
+        session.dense, session.following, session.recording = True, True, False
+        try:
+            return model(input_ids=ids, past_key_values=self, use_cache=True, **inputs)
+        finally:
+            session.dense, (session.following, session.recording) = False, before
 
     def stats(self) -> Stats:
         """What the cache holds and reads, counted on its tensors."""

@@ -6,28 +6,43 @@
     alive      [row, column * page / unit]   whether a unit holds a token
     summary    {name: [row, column * page / unit, ...]}   what the selection remembers of a unit
 
-What is small and belongs to a row is addressed by row; only the pages themselves go through the table. A column that
-a row does not use costs that row a few bytes, not a page.
+What is small and belongs to a row is addressed by row; only the pages themselves go through the table. Rows fill their
+columns from the left, each at its own pace; a column that a row does not use costs that row a few bytes, not a page.
 
-Copied shallowly to remember a state, like the tail: sealing writes only new columns, everything else replaces tensors.
+Copied shallowly to remember a state, like the tail; `shared` is set while a remembered state refers to the tensors.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvengine.joint import Joint
 from kvengine.policies.representation import Representation
 from kvengine.policies.selection import Selection
 from kvengine.pool import Pool, User
 
 
 class Pages(User):
-    def __init__(self, pool: Pool, rows: int, page: int, representation: Representation, selection: Selection, device: torch.device):
-        self.pool, self.page = pool, page
+    def __init__(
+        self,
+        pool: Pool,
+        rows: int,
+        page: int,
+        representation: Representation,
+        selection: Selection,
+        device: torch.device,
+        joint: Joint | None = None,
+    ):
+        self.pool, self.page, self.joint = pool, page, joint
         self.representation, self.selection = representation, selection
-        self.columns = 0
+        self.columns = 0  # of the longest row
+        self.filled = torch.zeros(rows, dtype=torch.long, device=device)
+        self.even = True  # every row has filled all columns
+        self.shared = False
         new = dict(device=device)
         self._table = torch.empty(rows, 0, dtype=torch.int32, **new)  # type: ignore[call-overload]
         self._position = torch.empty(rows, 0, dtype=torch.int32, **new)  # type: ignore[call-overload]
@@ -82,44 +97,77 @@ class Pages(User):
         position: Int[Tensor, "row token"],
         score: Float[Tensor, "row token"],
         full: bool,
+        rows: Int[Tensor, "row"] | None = None,
+        counts: Int[Tensor, "row"] | None = None,
     ) -> None:
-        """Add whole pages. `full`: every slot holds a token; else pages without any are not stored."""
-        m = k.shape[1] // self.page
-        pages = [x.unflatten(1, (m, self.page)) for x in (k, v, position, score)]
-        if full:
-            used = torch.ones(k.shape[0], m, dtype=torch.bool, device=k.device)
-        else:
-            used = (pages[2] >= 0).any(2)
-        self.reserve(m)
-        at = slice(self.columns, self.columns + m)
-        kept = [x.flatten(0, 1) if full else x[used] for x in pages]
-        dead = None if full else kept[2] < 0
-        if dead is not None:
-            kept[:2] = [x.masked_fill(dead[..., None], 0) for x in kept[:2]]
-        if len(kept[0]):
-            ids = self.pool.put(self.representation.encode(kept[0], kept[1], kept[3]))
-            if full:
-                self._table[:, at] = ids.view(k.shape[0], m).to(torch.int32)
-            else:
-                self._table[:, at].masked_scatter_(used, ids.to(torch.int32))
-        slots = slice(at.start * self.page, at.stop * self.page)
-        self._position[:, slots], self._score[:, slots] = position.to(torch.int32), score
-        self.summarise(k, position >= 0, at)
-        self.columns += m
-        self.clean &= full
+        """Add whole pages, behind those that each row has.
 
-    def summarise(self, k: Tensor, valid: Tensor, at: slice) -> None:
+        `full`: every slot holds a token. `rows`: which rows these are (None: all). `counts`: how many of the pages each
+        row brings, from the left (None: all).
+        """
+        m = k.shape[1] // self.page
+        every = rows is None and counts is None
+        self.own()
+        self.reserve(m)
+        pages = [x.unflatten(1, (m, self.page)) for x in (k, v, position, score)]
+        if every and self.even:
+            at: Any = (slice(None), slice(self.columns, self.columns + m))
+            flat = [x.flatten(0, 1) for x in pages]
+        else:
+            here, which = self.places(m, rows, counts)
+            at, flat = here, [x[which] for x in pages]
+        self.put(at, flat, full, None if not (every and self.even) else m)
+        self.filled = self.filled + m if every else self.advance(m, rows, counts)
+        self.columns = self.columns + m if every else max(self.columns, int(self.filled.max()))
+        self.even &= every
+        self.clean &= full and self.even
+
+    def places(
+        self, m: int, rows: Tensor | None, counts: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """(row, column) of each new page, and (row, page) of each among those given."""
+        index = torch.arange(len(self.filled), device=self.filled.device) if rows is None else rows
+        if counts is None:
+            r = torch.arange(len(index), device=index.device).repeat_interleave(m)
+            j = torch.arange(m, device=index.device).repeat(len(index))
+        else:
+            r, j = (torch.arange(m, device=index.device) < counts[:, None]).nonzero(as_tuple=True)
+        return (index[r], self.filled[index[r]] + j), (r, j)
+
+    def advance(self, m: int, rows: Tensor | None, counts: Tensor | None) -> Int[Tensor, "row"]:
+        if rows is None:
+            return self.filled + (m if counts is None else counts)
+        return self.filled.index_add(0, rows, torch.full_like(rows, m) if counts is None else counts)
+
+    def put(self, at: Any, flat: list[Tensor], full: bool, m: int | None) -> None:
+        """Store pages, and what belongs to them by row, at these (row, column) places."""
+        k, v, position, score = flat
+        if not len(k):
+            return
+        dead = position < 0
+        if not full:
+            k, v = k.masked_fill(dead[..., None], 0), v.masked_fill(dead[..., None], 0)
+        shape = (lambda x: x) if m is None else (lambda x: x.unflatten(0, (-1, m)))
+        ids = self.pool.put(self.representation.encode(k, v, score))
+        self._table[at] = shape(ids.to(torch.int32))
+        by_page = lambda x, n: x.unflatten(1, (-1, n))  # noqa: E731
+        by_page(self._position, self.page)[at] = shape(position.to(torch.int32))
+        by_page(self._score, self.page)[at] = shape(score)
         per = self.page // self.selection.unit
-        units = slice(at.start * per, at.stop * per)
-        by_unit = k.unflatten(1, (-1, self.selection.unit)).flatten(0, 1)
-        there = valid.unflatten(1, (-1, self.selection.unit))
-        self._alive[:, units] = there.any(2)
-        for name, x in self.selection.summarise(by_unit, there.flatten(0, 1)).items():
-            x = x.unflatten(0, (k.shape[0], -1))
+        there = (~dead).unflatten(1, (per, -1))
+        by_page(self._alive, per)[at] = shape(there.any(2))
+        for name, x in self.selection.summarise(k.unflatten(1, (per, -1)).flatten(0, 1), there.flatten(0, 1)).items():
             if name not in self._summary:
-                room = self._alive.shape[1]
-                self._summary[name] = torch.zeros(x.shape[0], room, *x.shape[2:], dtype=x.dtype, device=x.device)
-            self._summary[name][:, units] = x
+                self._summary[name] = x.new_zeros(*self._alive.shape, *x.shape[1:])
+            by_page(self._summary[name], per)[at] = shape(x.unflatten(0, (-1, per)))
+
+    def own(self) -> None:
+        """Part from tensors that a remembered state refers to."""
+        if self.shared:
+            self._table, self._position, self._score = self._table.clone(), self._position.clone(), self._score.clone()
+            self._alive = self._alive.clone()
+            self._summary = {name: x.clone() for name, x in self._summary.items()}
+            self.shared = False
 
     def reserve(self, more: int) -> None:
         """Room for `more` columns, an eighth more than asked if there is none."""
@@ -159,15 +207,29 @@ class Pages(User):
             self._position, self._score = pick(self._position, self.page), pick(self._score, self.page)
             self._alive = pick(self._alive, per)
             self._summary = {name: pick(x, per) for name, x in self._summary.items()}
+            self.filled, self.even = torch.full_like(self.filled, self.columns), True
         return gone * self.page
 
-    def decoded(self, columns: slice | None = None) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"]]:
+    def readable(self) -> dict[str, Tensor] | None:
+        """The pool's fields, if a kernel can read them where they are."""
+        if not self.representation.codec or self.joint is not None:
+            return None
+        return self.pool.resident()
+
+    def decoded(
+        self, columns: slice | None = None
+    ) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"]]:
         """Keys and values of all slots; zeros where a row has no page."""
         table = self.table if columns is None else self.table[:, columns]
         fields = self.pool.read(table.clamp(min=0).flatten().long())
         k, v = self.representation.decode(fields)
         shape = (len(table), -1)
-        return k.flatten(0, 1).unflatten(0, shape), v.flatten(0, 1).unflatten(0, shape)
+        keys = k.flatten(0, 1).unflatten(0, shape) if self.joint is None else self.joint.keys(self.span(columns))
+        return keys, v.flatten(0, 1).unflatten(0, shape)
+
+    def span(self, columns: slice | None) -> Int[Tensor, "row token"]:
+        """The positions in these columns."""
+        return self.position if columns is None else self.position.unflatten(1, (-1, self.page))[:, columns].flatten(1)
 
     def chosen(
         self, units: Int[Tensor, "row chosen"]
@@ -183,17 +245,20 @@ class Pages(User):
         slots = (at[..., None] * unit + torch.arange(unit, device=at.device)).flatten(1)
         position = self.position.gather(1, slots)
         gone = (units < 0)[..., None].expand(-1, -1, unit).flatten(1)
-        return pick(k), pick(v), position.masked_fill(gone, -1)
+        keys = pick(k) if self.joint is None else self.joint.keys(position)
+        return keys, pick(v), position.masked_fill(gone, -1)
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows; pages are shared, not copied."""
         self._table, self._position, self._score = self._table[index], self._position[index], self._score[index]
-        self._alive = self._alive[index]
+        self._alive, self.filled = self._alive[index], self.filled[index]
         self._summary = {name: x[index] for name, x in self._summary.items()}
+        self.joint = None if self.joint is None else self.joint.rows(index)
 
     def tensors(self) -> dict[str, Tensor]:
         """What is addressed by row."""
         named = {f"summary.{name}": x for name, x in self._summary.items()}
+        named |= {} if self.joint is None else {f"joint.{name}": x for name, x in self.joint.fields.items()}
         return {"table": self._table, "position": self._position, "score": self._score, "alive": self._alive, **named}
 
 

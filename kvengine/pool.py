@@ -34,6 +34,8 @@ class Pool:
         return at
 
     def take(self, count: int, like: dict[str, Tensor]) -> list[int]:
+        if not self.stores:
+            self.placement.check(tuple(like))
         for name, x in like.items():
             if name not in self.stores:
                 self.stores[name] = self.placement.open(name, x)

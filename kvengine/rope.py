@@ -30,9 +30,16 @@ class Rope:
 
         Shapes: x [..., token, dim], any float dtype; by [..., token], any integer dtype. Computed in fp32.
         """
-        n = 2 * len(self.frequency)
         angle = by[..., None].float() * self.frequency.to(x.device)
-        cos, sin = angle.cos(), angle.sin()
+        return self._apply(x, angle.cos(), angle.sin())
+
+    def average(self, x: Float[Tensor, "*b dim"], by: Int[Tensor, "*b place"]) -> Float[Tensor, "*b dim"]:
+        """The mean of `x` turned by each of some numbers of positions. Computed in fp32."""
+        angle = by[..., None].float() * self.frequency.to(x.device)
+        return self._apply(x, angle.cos().mean(-2), angle.sin().mean(-2))
+
+    def _apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        n = 2 * len(self.frequency)
         a, b = self._split(x[..., :n].float())
         turned = self._join(a * cos - b * sin, b * cos + a * sin).to(x.dtype)
         return turned if n == x.shape[-1] else torch.cat([turned, x[..., n:]], -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvengine.errors import PolicyError, UnknownPolicy, UnsupportedPolicy, unknown
@@ -33,7 +33,7 @@ class Stack:
     >>> Stack.parse("duo(sparsity=0.5) + quest(budget=256) + kivi(bits=4)").selection.budget
     256
     >>> str(Stack.parse("kivi(bits=4)+streaming"))
-    'streaming + kivi(bits=4)'
+    'streaming + kivi'
     >>> Stack.parse("h2o + snapkv")
     Traceback (most recent call last):
     ...
@@ -49,23 +49,23 @@ class Stack:
 
     def __post_init__(self) -> None:
         r, s = self.retention, self.selection
-        if r.wants_mass and r.decodes and self.selects:
+        if r.counts and self.selects:
             raise UnsupportedPolicy(
-                f"{name_of(r)!r} counts the attention that every held token receives, but {name_of(s)!r} reads only some of "
-                "them; use a retention that judges the prompt once (snapkv), or no selection"
+                f"{name_of(r)!r} counts the attention that every held token receives, but {name_of(s)!r} reads only "
+                "some of them; use a retention that judges the prompt once (snapkv), or no selection"
             )
-        if r.merges and r.decodes and not self.representation.lossless:
+        if r.remerges and not self.representation.lossless:
             raise UnsupportedPolicy(
-                f"{name_of(r)!r} rewrites tokens that it keeps while decoding, but {name_of(self.representation)!r} would "
-                "lose more at each rewrite; keep the representation dense"
+                f"{name_of(r)!r} rewrites tokens that it keeps while decoding, but {name_of(self.representation)!r} "
+                "would lose more at each rewrite; keep the representation dense"
             )
-        if r.merges and r.decodes and (self.selects or self.placed):
+        if r.remerges and (self.selects or self.placed):
             other = s if self.selects else self.placement
             raise UnsupportedPolicy(
-                f"{name_of(r)!r} rewrites tokens that it keeps while decoding, but {name_of(other)!r} needs sealed pages, "
-                "which never change; use one or the other"
+                f"{name_of(r)!r} rewrites tokens that it keeps while decoding, but {name_of(other)!r} needs sealed "
+                "pages, which never change; use one or the other"
             )
-        for policy in (self.representation, self.selection):
+        for policy in (self.retention, self.representation, self.selection):
             check = getattr(policy, "check", None)
             if check is not None:
                 check(self)
@@ -95,6 +95,12 @@ class Stack:
     def room(self) -> int:
         """The newest tokens that stay in the open tail."""
         return max(self.representation.room, self.selection.room)
+
+    def within(self, retention: Retention) -> Stack:
+        """The stack of heads that a routing gives this retention: exact, where keys of all heads are kept as one."""
+        if not self.representation.joint or retention == self.retention:
+            return self
+        return replace(self, retention=retention, representation=Dense(), selection=All(), placement=Device())
 
     @staticmethod
     def of(choice: str | Stack) -> Stack:
@@ -164,7 +170,9 @@ def terms(text: str) -> list[tuple[str, dict[str, Any]]]:
     [('quest', {'budget': 256}), ('duo', {})]
     """
     if not isinstance(text, str) or not text.strip():
-        raise PolicyError(f"{text!r} is not a policy string; write names joined by '+', such as 'snapkv(budget=1024) + kivi'")
+        raise PolicyError(
+            f"{text!r} is not a policy string; write names joined by '+', such as 'snapkv(budget=1024) + kivi'"
+        )
     try:
         node: ast.expr = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:

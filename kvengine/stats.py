@@ -17,7 +17,7 @@ class Stats:
     """A snapshot of a cache.
 
     Attributes:
-        bytes: bytes allocated, by tier ("device", "host", "disk", …) and field ("tail.k", "page.k_code", …), all layers.
+        bytes: bytes allocated in all layers, by tier ("device", "host", "disk", …) and field ("tail.k", "page.k_code", …).
         held: tokens held, [layer, sequence, kv head].
         attended: tokens that the last decoded token read, [layer, sequence, kv head].
         read_per_token: bytes of keys, values, codes and summaries that decoding one more token reads, all layers.
@@ -59,7 +59,9 @@ def measure(layers: list[LayerCache]) -> Stats:
         if lane.pages is not None and lane.pool is not None:
             mine = len(set(lane.pages.pages_in_use()))
             used, free = used + mine, free + lane.pool.pages - mine
-    return Stats(held, by_head(layers, live), by_head(layers, attended), read, used, free, layers[0].seen if layers else 0)
+    return Stats(
+        held, by_head(layers, live), by_head(layers, attended), read, used, free, layers[0].seen if layers else 0
+    )
 
 
 def lane_bytes(lane: Lane) -> dict[str, dict[str, int]]:

@@ -47,7 +47,7 @@ class Tail:
         return self.k[:, s], self.v[:, s], self.position[:, s], self.score[:, s]
 
     def reserve(self, more: int) -> None:
-        """Room for `more` tokens: moves to the front of larger slots, by an eighth more than asked, if there is none."""
+        """Room for `more` tokens: if there is none, move to the front of larger slots, an eighth more than asked."""
         if self.end + more <= self.capacity:
             return
         need = len(self) + more
@@ -58,7 +58,11 @@ class Tail:
         self.start, self.end, self.shared = 0, need - more, False
 
     def append(
-        self, k: Float[Tensor, "row token dim"], v: Float[Tensor, "row token dim_v"], position: Int[Tensor, "row token"], full: bool
+        self,
+        k: Float[Tensor, "row token dim"],
+        v: Float[Tensor, "row token dim_v"],
+        position: Int[Tensor, "row token"],
+        full: bool,
     ) -> None:
         """Put tokens behind the used slots. `full`: no position is -1."""
         n = k.shape[1]
@@ -69,7 +73,9 @@ class Tail:
         self.end += n
         self.clean &= full
 
-    def fill(self, k: Float[Tensor, "row 1 dim"], v: Float[Tensor, "row 1 dim_v"], position: Int[Tensor, "row 1"]) -> None:
+    def fill(
+        self, k: Float[Tensor, "row 1 dim"], v: Float[Tensor, "row 1 dim_v"], position: Int[Tensor, "row 1"]
+    ) -> None:
         """Put one token into a free slot of each row; every row must have one."""
         self.own()
         at = self.start + (self.position[:, self.span] < 0).to(torch.int8).argmax(1, keepdim=True)
@@ -108,15 +114,6 @@ class Tail:
         self.k, self.v = moved(k, slots), moved(v, slots)
         self.position, self.score = moved(position.to(torch.int32), slots), moved(score.float(), slots)
         self.start, self.end, self.clean, self.shared = 0, k.shape[1], clean, False
-
-    def widen(self, slots: int) -> None:
-        """Use `slots` slots, the new ones empty."""
-        self.reserve(max(0, slots - len(self)))
-        if len(self) < slots:
-            self.own_small()
-            self.position[:, self.end : self.start + slots] = -1
-            self.score[:, self.end : self.start + slots] = 0
-            self.end, self.clean = self.start + slots, False
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows."""

@@ -42,7 +42,9 @@ def check_choice(policy: object, **values: tuple[Any, tuple[Any, ...]]) -> None:
     """Refuse a value that is not one of the choices: `check_choice(self, reduce=(self.reduce, ("max", "mean")))`."""
     for option, (value, known) in values.items():
         if value not in known:
-            raise PolicyError(f"{type(policy).__name__}: {option}={value!r} must be one of {', '.join(map(repr, known))}")
+            raise PolicyError(
+                f"{type(policy).__name__}: {option}={value!r} must be one of {', '.join(map(repr, known))}"
+            )
 
 
 def tokens(budget: Budget, prompt: int) -> int:
@@ -69,5 +71,7 @@ def top(score: Float[Tensor, "row token"], count: Int[Tensor, "row"]) -> Bool[Te
             [False, False,  True]])
     """
     order = score.flip(1).argsort(dim=1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
     return (rank.flip(1) < count[:, None]) & (score > float("-inf"))

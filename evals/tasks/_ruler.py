@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any, ClassVar
 
 from kvengine.evals.tasks import Plan, Sample, Task, Turn
-from kvengine.evals.tasks._fit import TooShort, largest
+from kvengine.evals.tasks._fit import largest, shrink
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +60,13 @@ class RulerTask(Task):
 
     def fit(self, plan: Plan) -> int:
         """The most units with which sample 0 stays within the length."""
-        return largest(lambda units: self._fits(plan, self._sample(plan, units, 0)), self.smallest())
+        return largest(lambda units: self._fits(plan, self._sample(plan, 0, units)), self.smallest())
 
     def samples(self, plan: Plan) -> Iterator[Sample]:
         units = self.fit(plan)
         for index in range(plan.count):
-            yield self._shrunk(plan, units, index)
+            draw, fits = partial(self._sample, plan, index), partial(self._fits, plan)
+            yield shrink(draw, fits, units, self.smallest(), self.step(plan.length))
 
     def score(self, turn: Turn, prediction: str) -> dict[str, float]:
         text = clean(prediction)
@@ -74,17 +76,10 @@ class RulerTask(Task):
             "word_match_all": match_all(text, turn.answers, words=True),
         }
 
-    def _shrunk(self, plan: Plan, units: int, index: int) -> Sample:
-        for fewer in range(units, self.smallest() - 1, -self.step(plan.length)):
-            sample = self._sample(plan, fewer, index)
-            if self._fits(plan, sample):
-                return sample
-        raise TooShort(f"{self.name}: sample {index} does not fit {plan.length} tokens; ask for a longer length")
-
     def _fits(self, plan: Plan, sample: Sample) -> bool:
         return plan.measure(sample) + self.new_tokens <= plan.length
 
-    def _sample(self, plan: Plan, units: int, index: int) -> Sample:
+    def _sample(self, plan: Plan, index: int, units: int) -> Sample:
         draft = self.draw(units, Random(f"{plan.seed}/{self.name}/{plan.length}/{index}"), plan, index)
         return replace(draft, meta={"units": units, **(draft.meta or {})}).sample(str(index), self.new_tokens)
 

@@ -90,7 +90,7 @@ class FrequentWords(RulerTask):
     def fit(self, plan: Plan) -> int:
         """Grow in steps of 1/32 of the length, as in the official code."""
         step = max(plan.length // 32, 1)
-        return step * largest(lambda many: self._fits(plan, self._sample(plan, many * step, 0)), 2)
+        return step * largest(lambda many: self._fits(plan, self._sample(plan, 0, many * step)), 2)
 
     def smallest(self) -> int:
         return 64

@@ -44,6 +44,9 @@ class Placement:
         """A store for pages shaped and typed as `like[0]`, read back to `like.device`."""
         return TensorStore(like, like.device, "device")
 
+    def check(self, fields: tuple[str, ...]) -> None:
+        """Refuse fields that cannot be placed as asked."""
+
 
 class TensorStore:
     """Pages in one tensor, on the compute device or in (pinned) host memory."""
@@ -60,7 +63,9 @@ class TensorStore:
     def reserve(self, pages: int) -> None:
         if pages <= self.pages:
             return
-        more = torch.zeros(pages, *self.data.shape[1:], dtype=self.data.dtype, device=self.data.device, pin_memory=self.pin)
+        more = torch.zeros(
+            pages, *self.data.shape[1:], dtype=self.data.dtype, device=self.data.device, pin_memory=self.pin
+        )
         more[: self.pages] = self.data
         self.data, self.pages = more, pages
 

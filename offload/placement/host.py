@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvengine.errors import PolicyError
+from kvengine.errors import PolicyError, unknown
 from kvengine.offload.placement import Placement, Store, TensorStore
 
 
@@ -28,3 +28,8 @@ class Host(Placement):
         if self.fields and field not in self.fields:
             return TensorStore(like, like.device, "device")
         return TensorStore(like, torch.device("cpu"), "host")
+
+    def check(self, fields: tuple[str, ...]) -> None:
+        for name in self.fields:
+            if name not in fields:
+                raise PolicyError(f"Host: {unknown('page field', name, fields)}")

@@ -129,7 +129,7 @@ def test_training_forward_is_the_models_own() -> None:
         (states * weight).sum().backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
         last = states.detach()
-        reference = last if len(gradients) == 1 else reference  # noqa: F821
+        reference = last if len(gradients) == 1 else reference
     torch.testing.assert_close(last, reference, atol=1e-5, rtol=1e-4)
     for ours, theirs in zip(gradients[1], gradients[0], strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvengine.errors import CacheError, ModelError
 from kvengine.hf_cache import EngineLayer
-from kvengine.lane import Call
+from kvengine.session import Call
 
 NAME = "kvengine"
 KNOWN = {"softcap", "s_aux"}  # extra arguments that the engine's own attention understands
@@ -113,14 +113,15 @@ class Stock:
         name = self.previous
         if name == "sdpa" and self.kwargs.get("softcap") is not None and eager is not None:
             name = "eager"  # some versions run sdpa here and drop the softcap
-        function = AttentionInterface().get_interface(name, eager)
+        function: Any = AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]
         mask = self.mask.make(name) if isinstance(self.mask, LazyMask) else self.mask
         found: tuple[Tensor, Any] = function(self.module, self.query, key, value, mask, **self.kwargs)
         return found
 
     def __call__(self, key: Tensor, value: Tensor) -> Tensor:
         if hasattr(self.module, "expand_kv"):  # multi-head latent attention: the cache holds latents
-            key, value = self.module.expand_kv(key, value)
+            expand: Any = self.module.expand_kv
+            key, value = expand(key, value)
         return self.run(key, value)[0]
 
 

@@ -1,0 +1,238 @@
+"""Time one decode step's attention, by kernel, and set it against the bytes it must read.
+
+    python -P benchmarks/kernels.py --device cpu --out benchmarks/results/kernels_cpu.json
+    python -P benchmarks/plot_kernels.py benchmarks/results/kernels_cpu.json kernels_cpu.png
+
+Shapes of an 8B model: 8 KV heads of 128, 4 query heads each. Within a length, all cases take turns, so that a busy
+machine disturbs them alike; each round takes the next copy of its inputs, and there are enough copies to outrun the
+last-level cache. Reported per case: median, 20th and 80th percentile of the time; bytes that the method must read; the
+bandwidth that makes; its share of the bandwidth of a copy (bytes copied, over time, in the same run); and the speed-up
+over stock transformers' call and over our own full decode, beside the ratio of their bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvengine.kernels import codecs, dispatch
+from kvengine.kernels.attention import attention
+from kvengine.kernels.lowrank_attention import lowrank_attention
+from kvengine.kernels.page_scores import page_bounds, page_scores, top_units
+from kvengine.kernels.paged_attention import paged_attention
+
+HEADS, GROUP, DIM, PAGE, UNIT, BUDGET, RANK = 8, 4, 128, 64, 16, 2048, 160
+SCALE = DIM**-0.5
+COLUMNS = ("ms", "gb_per_s", "of_copy", "over_sdpa", "over_full", "byte_ratio")
+HEADER = f"{'case':32}{'dtype':>10}{'batch':>6}{'tokens':>8}" + "".join(f"{name:>11}" for name in COLUMNS)
+
+
+@dataclass
+class Row:
+    """One case at one length."""
+
+    case: str
+    dtype: str
+    batch: int
+    length: int
+    ms: float
+    p20: float
+    p80: float
+    bytes: int
+    gb_per_s: float = 0.0
+    of_copy: float = 0.0
+    over_sdpa: float = 0.0
+    over_full: float = 0.0
+    byte_ratio: float = 0.0
+    """Bytes of the dense cache over the bytes this case must read."""
+
+
+Case = tuple[int, Callable[[], object]]
+"""Bytes read, and what to time."""
+
+
+def inputs(batch: int, length: int, dtype: torch.dtype, device: str, seed: int) -> dict[str, Tensor]:
+    """A cache of `batch` sequences as pages in shuffled order of rows, and a query."""
+    rng = torch.Generator(device).manual_seed(seed)
+    rows, pages = batch * HEADS, batch * HEADS * length // PAGE
+    new = partial(torch.randn, generator=rng, device=device, dtype=dtype)
+    k, v = new(rows, length, DIM), new(rows, length, DIM)
+    table = torch.arange(pages, dtype=torch.int32, device=device).view(rows, -1)
+    position = torch.arange(length, dtype=torch.int32, device=device).repeat(rows, 1)
+    alive = torch.ones(rows, length // UNIT, dtype=torch.bool, device=device)
+    low, high = page_bounds(k, position >= 0, UNIT)
+    return {"q": new(rows, GROUP, 1, DIM), "k": k, "v": v, "table": table, "position": position, "alive": alive,
+            "low": low.contiguous(), "high": high.contiguous()}  # fmt: skip
+
+
+def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
+    """Everything to time on one copy of the inputs."""
+    q, k, v, table, position = (x[name] for name in ("q", "k", "v", "table", "position"))
+    rows, length, _ = k.shape
+    size, slot = k.element_size(), position.element_size()
+    dense, pages = 2 * k.numel() * size, {"k": k.view(-1, PAGE, DIM), "v": v.view(-1, PAGE, DIM)}
+    stock = [t.view(batch, -1, *t.shape[1:]) for t in (q.view(rows * GROUP, 1, DIM), k, v)]
+    into = torch.empty_like(k)
+    read = partial(paged_attention, table=table, position=position, page=PAGE, scale=SCALE)
+    bounds, chosen = 2 * x["low"].numel() * size, rows * min(BUDGET, length)
+
+    def quest(fields: dict[str, Tensor], codec: str) -> object:
+        scores = page_scores(q[:, :, 0], x["low"], x["high"], x["alive"])
+        return read(q, fields, units=top_units(scores, BUDGET // UNIT), unit=UNIT, codec=codec)
+
+    found: dict[str, Case] = {
+        "copy": (dense, lambda: (into.copy_(k), into.copy_(v))),
+        "sdpa, grouped (stock)": (dense, lambda: F.scaled_dot_product_attention(*stock, enable_gqa=True)),
+        "sdpa, group folded": (dense, lambda: F.scaled_dot_product_attention(q[:, :, 0], k, v)),
+        "full, contiguous": (dense, lambda: attention(q, k, v, None, SCALE)),
+        "full, pages": (dense + rows * length * slot, lambda: read(q, pages)),
+        "quest 2048": (bounds + chosen * (2 * DIM * size + slot), lambda: quest(pages, "dense")),
+        "quest 2048: bounds and choice": (
+            bounds, lambda: top_units(page_scores(q[:, :, 0], x["low"], x["high"], x["alive"]), BUDGET // UNIT)
+        ),
+    }  # fmt: skip
+    for unit in (1, 8, 64):
+        ids = (
+            torch.rand(rows, length // unit, device=k.device)
+            .topk(min(BUDGET, length) // unit, 1)
+            .indices.sort(1)
+            .values
+        )
+        size_read = chosen * (2 * DIM * size + slot)
+        found[f"2048 tokens in units of {unit}"] = size_read, partial(read, q, pages, units=ids, unit=unit)
+    wide = {name: t.float() for name, t in pages.items()}
+    for name, codec, fields in (
+        *((f"kivi {bits} bits", "kivi", codecs.encode_kivi(wide["k"], wide["v"], bits, 32)) for bits in (8, 4, 2)),
+        ("zipcache 4/2 bits", "zipcache", codecs.encode_zipcache(wide["k"], wide["v"], (4, 2), 38)),
+    ):
+        held = sum(t.numel() * t.element_size() for t in fields.values())
+        found[name] = held + rows * length * slot, partial(read, q, fields, codec=codec)
+        if name == "kivi 4 bits":
+            part = held * chosen // (rows * length) + chosen * slot + bounds
+            found["quest 2048, kivi 4 bits"] = part, partial(quest, fields, codec)
+    return found | shadow(x, pages, rows, length)
+
+
+def shadow(x: dict[str, Tensor], pages: dict[str, Tensor], rows: int, length: int) -> dict[str, Case]:
+    """Low-rank keys: units chosen beforehand, as ShadowKV's landmarks cost what Quest's bounds do, and half."""
+    q, device = x["q"], x["q"].device
+    u = torch.randn(rows // HEADS * length // PAGE, PAGE, RANK, device=device, dtype=q.dtype)
+    shared = torch.arange(len(u), dtype=torch.int32, device=device).view(rows // HEADS, -1).repeat_interleave(HEADS, 0)
+    basis, frequency = torch.randn(rows, RANK, DIM, device=device, dtype=q.dtype), torch.ones(DIM // 2, device=device)
+    units = torch.rand(rows, length // 8, device=device).topk(min(BUDGET, length) // 8, 1).indices.sort(1).values
+    call = partial(lowrank_attention, q, u, pages["v"], basis, frequency, x["table"], x["position"], page=PAGE,
+                   scale=SCALE, units=units, unit=8, u_table=shared)  # fmt: skip
+    return {"low-rank keys 2048": (units.numel() * 8 * (RANK + DIM) * q.element_size(), call)}
+
+
+def once(call: Callable[[], object], device: str, cpu_time: bool) -> float:
+    """Milliseconds of one call."""
+    if device == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+    clock = time.process_time if cpu_time else time.perf_counter
+    began = clock()
+    call()
+    return (clock() - began) * 1e3
+
+
+def measure(
+    batch: int, length: int, dtype: torch.dtype, device: str, rounds: int, cold: int, cpu_time: bool
+) -> list[Row]:
+    """All cases at one length, taking turns."""
+    probe = 2 * batch * HEADS * length * DIM * dtype.itemsize
+    copies = max(1, min(4, -(-cold // probe)))
+    made = [inputs(batch, length, dtype, device, seed) for seed in range(copies)]
+    sets = [cases(x, batch) for x in made]
+    if device == "cuda":
+        sys.path.append(str(Path(__file__).parent))  # behind everything: kernels.py must not hide another package
+        from peers import captured, peers
+
+        sets = [found | peers(x, batch, HEADS, PAGE) for found, x in zip(sets, made, strict=True)]
+        sets = [{name: (size, captured(call)) for name, (size, call) in found.items()} for found in sets]
+    times: dict[str, list[float]] = {name: [] for name in sets[0]}
+    with torch.inference_mode():
+        for turn in range(rounds + 2):
+            for name in times:
+                ms = once(sets[turn % copies][name][1], device, cpu_time)
+                if turn >= 2:  # the first two compile, allocate and warm up
+                    times[name].append(ms)
+    rows = []
+    for name, taken in times.items():
+        cuts = statistics.quantiles(taken, n=10)
+        kind = (name, str(dtype).split(".")[1], batch, length)
+        rows.append(Row(*kind, statistics.median(taken), cuts[1], cuts[7], sets[0][name][0]))
+    compare({row.case: row for row in rows})
+    return rows
+
+
+def compare(rows: dict[str, Row]) -> None:
+    """Fill in what follows from the times."""
+    copy, sdpa, full = rows["copy"], rows["sdpa, grouped (stock)"], rows["full, pages"]
+    for row in rows.values():
+        row.gb_per_s = row.bytes / row.ms / 1e6
+        row.of_copy = row.gb_per_s / (copy.bytes / copy.ms / 1e6)
+        row.over_sdpa, row.over_full, row.byte_ratio = sdpa.ms / row.ms, full.ms / row.ms, copy.bytes / row.bytes
+
+
+def machine(device: str, cpu_time: bool) -> dict[str, str]:
+    """Where and with what this was measured."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    chip = torch.cuda.get_device_name() if device == "cuda" else f"{cpu}, {torch.get_num_threads()} threads"
+    return {
+        "commit": commit,
+        "machine": chip,
+        "clock": "processor time" if cpu_time else "wall",
+        "torch": torch.__version__,
+        "backends": json.dumps(dispatch.info()),
+    }
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072], help="tokens")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1], help="sequences")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--cold", type=int, default=256 << 20, help="bytes of inputs to rotate through (GPU: 4 << 30)")
+    parser.add_argument("--cpu-time", action="store_true", help="processor time, for one thread on a busy machine")
+    args = parser.parse_args()
+    rows: list[Row] = []
+    print(HEADER)
+    for dtype in args.dtypes:
+        for batch in args.batches:
+            for length in args.lengths:
+                new = measure(batch, length, getattr(torch, dtype), args.device, args.rounds, args.cold, args.cpu_time)
+                rows += new
+                for r in new:
+                    figures = "".join(f"{getattr(r, name):11.2f}" for name in COLUMNS)
+                    print(f"{r.case:32}{r.dtype:>10}{r.batch:6}{r.length:8}{figures}", flush=True)
+                args.out.write_text(
+                    json.dumps(machine(args.device, args.cpu_time) | {"rows": [asdict(r) for r in rows]}, indent=1)
+                )
+
+
+if __name__ == "__main__":
+    main()

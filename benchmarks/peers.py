@@ -1,0 +1,56 @@
+"""What `benchmarks/kernels.py` adds on a CUDA device: other decode kernels, and timing by CUDA graph. Not run yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+Case = tuple[int, Callable[[], object]]
+
+
+def peers(x: dict[str, Tensor], batch: int, heads: int, page: int) -> dict[str, Case]:
+    """flash-attn and FlashInfer, where installed (CUDA). Planning is outside the timed part."""
+    found: dict[str, Case] = {}
+    q, k, v = (x[name] for name in "qkv")
+    _, length, dim = k.shape
+    dense = 2 * k.numel() * k.element_size()
+    try:
+        from flash_attn import flash_attn_with_kvcache
+
+        by_token = [t.view(batch, heads, length, dim).transpose(1, 2).contiguous() for t in (k, v)]
+        found["flash-attn"] = dense, partial(flash_attn_with_kvcache, q.reshape(batch, 1, -1, dim), *by_token)
+    except ImportError:
+        pass
+    try:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper as Wrapper
+
+        wrapper = Wrapper(torch.zeros(128 << 20, dtype=torch.uint8, device=k.device), "HND", use_tensor_cores=True)
+        count = length // page
+        starts = torch.arange(0, batch * count + 1, count, dtype=torch.int32, device=k.device)
+        ids = torch.arange(batch * count, dtype=torch.int32, device=k.device)
+        last = torch.full((batch,), page, dtype=torch.int32, device=k.device)
+        wrapper.plan(starts, ids, last, q.shape[1] * heads, heads, dim, page, q_data_type=q.dtype, kv_data_type=k.dtype)
+        paged = tuple(
+            t.view(batch, heads, count, page, dim).transpose(1, 2).reshape(-1, heads, page, dim).contiguous()
+            for t in (k, v)
+        )
+        found["flashinfer"] = dense, partial(wrapper.run, q.reshape(batch, -1, dim), paged)
+    except ImportError:
+        pass
+    return found
+
+
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph, which leaves out the host's time; the call itself where it cannot be captured."""
+    call()  # compile first
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        return call
+    return graph.replay

@@ -1,0 +1,198 @@
+"""Write the generated parts of the documentation: `make docs`.
+
+Between `<!-- table:NAME -->` and `<!-- /table -->` in any Markdown file stands what benchmarks/results/NAME.json says:
+
+    {"command": "kvengine eval ruler ...", "machine": "2 CPU cores, ...",
+     "columns": {"Policy": "stack", "Accuracy": "score:.1f"},
+     "rows": [{"stack": "full", "score": 98.25}, ...]}
+
+A column maps its heading to a key of the rows, with a format after a colon where one is wanted. docs/policies.md comes
+from the policies themselves. A test fails when a file and its sources disagree, so no figure is typed by hand.
+"""
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+UNMEASURED = "*Not measured yet.*\n"
+
+Load = Callable[[str], tuple[str, type[Any]]]
+
+
+# Tables
+
+
+def cell(row: Mapping[str, Any], column: str) -> str:
+    """One value of a row.
+
+    >>> cell({"score": 98.25}, "score:.1f"), cell({}, "score")
+    ('98.2', '–')
+    """
+    key, _, form = column.partition(":")
+    value = row.get(key)
+    return "–" if value is None else format(value, form).replace("|", "\\|")
+
+
+def markdown_table(columns: Mapping[str, str], rows: list[Mapping[str, Any]]) -> str:
+    """Numbers to the right, words to the left."""
+    numeric = [
+        all(isinstance(row.get(column.partition(":")[0]), int | float) for row in rows) for column in columns.values()
+    ]
+    lines = [list(columns), ["---:" if right else "---" for right in numeric]]
+    lines += [[cell(row, column) for column in columns.values()] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def table(name: str) -> str:
+    """The table of a result file with the command and machine it came from."""
+    source = RESULTS / f"{name}.json"
+    if not source.exists():
+        return UNMEASURED
+    result = json.loads(source.read_text())
+    return f"{markdown_table(result['columns'], result['rows'])}\n`{result['command']}` on {result['machine']}.\n"
+
+
+def fill(text: str) -> str:
+    """A Markdown text with every table replaced by what was measured."""
+    return BLOCK.sub(lambda block: f"{block[1]}{table(block[2])}{block[3]}", text)
+
+
+# Policies
+
+
+def first_paragraph(thing: object) -> str:
+    """The first paragraph of a docstring on one line; empty when there is none of its own."""
+    text = thing.__doc__ or ""
+    generated = isinstance(thing, type) and text.startswith(f"{thing.__name__}(")  # what @dataclass makes up
+    return "" if generated else " ".join(inspect.cleandoc(text).split("\n\n")[0].split())
+
+
+def meanings(cls: type[Any]) -> dict[str, str]:
+    """What each option of a policy means, its base classes' included.
+
+    A meaning stands where the author found it clearest: in the class docstring as `name: meaning`, in a comment on the
+    line of the field, or in a string under the field.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            found.update(described(base))
+    return found
+
+
+def listed(docstring: str) -> Iterator[tuple[str, str]]:
+    """The lines `name: meaning` of a docstring, with the deeper lines that continue them.
+
+    >>> list(listed("Args:\\n    unit: chosen together.\\n        Tokens.\\n    reduce: how."))
+    [('unit', 'chosen together. Tokens.'), ('reduce', 'how.')]
+    """
+    for _, name, first in re.findall(r"^( *)`{0,2}(\w+)`{0,2}: (.+(?:\n\1 +.+)*)", docstring, re.MULTILINE):
+        yield name, " ".join(first.split())
+
+
+def described(cls: type[Any]) -> Iterator[tuple[str, str]]:
+    source = textwrap.dedent(inspect.getsource(cls))
+    (tree,) = ast.parse(source).body
+    lines = source.encode().splitlines()  # ast counts columns in bytes
+    body = tree.body if isinstance(tree, ast.ClassDef) else []
+    yield from listed(inspect.cleandoc(cls.__doc__ or ""))
+    for field, after in zip(body, [*body[1:], None], strict=True):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        rest = lines[(field.end_lineno or 1) - 1][field.end_col_offset or 0 :].decode()
+        if rest.strip().startswith("#"):
+            yield field.target.id, rest.strip().lstrip("# ")
+        elif (
+            isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+        ):
+            yield field.target.id, " ".join(after.value.value.split())
+
+
+def default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"`{field.default!r}`"
+    return "required" if field.default_factory is dataclasses.MISSING else f"`{field.default_factory()!r}`"
+
+
+def options(cls: type[Any]) -> list[dict[str, str]]:
+    """The options of a policy as rows of a table."""
+    known = meanings(cls)
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    return [{"option": f"`{f.name}`", "default": default(f), "meaning": known.get(f.name, "")} for f in fields]
+
+
+def linked(text: str) -> str:
+    """Papers as links.
+
+    >>> linked("(arXiv:2306.14048)")
+    '([arXiv:2306.14048](https://arxiv.org/abs/2306.14048))'
+    """
+    return re.sub(r"\barXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+
+
+def departures(module: ModuleType) -> str:
+    """The paragraph of a module's docstring that says where the method leaves the official code."""
+    paragraphs = (" ".join(part.split()) for part in (module.__doc__ or "").split("\n\n"))
+    return "\n\n".join(part for part in paragraphs if part.startswith("Differs"))
+
+
+def policy_section(name: str, cls: type[Any]) -> str:
+    module = sys.modules[cls.__module__]
+    rows: list[Mapping[str, Any]] = [*options(cls)]
+    columns = {"Option": "option", "Default": "default", "Meaning": "meaning"}
+    parts = [
+        first_paragraph(module) or first_paragraph(cls),
+        departures(module),
+        markdown_table(columns, rows) if rows else "",
+    ]
+    return f"### `{name}`\n\n" + "\n\n".join(linked(part.rstrip()) for part in parts if part) + "\n"
+
+
+def question(package: ModuleType) -> str:
+    """What an axis decides: the first paragraph of its package, without the name that it starts with."""
+    text = re.sub(r"^\w+: ", "", first_paragraph(package))
+    return text[:1].upper() + text[1:]
+
+
+def policies_page(catalogue: Mapping[str, str], load: Load) -> str:
+    """Every policy in the tree, by axis."""
+    page = "# Policies\n\nWritten by `make docs` from the docstrings of the policies; edit those.\n"
+    for axis in dict.fromkeys(catalogue.values()):
+        classes = {name: load(name)[1] for name, its_axis in sorted(catalogue.items()) if its_axis == axis}
+        package = sys.modules[next(iter(classes.values())).__module__.rpartition(".")[0]]
+        page += f"\n## {axis.capitalize()}\n\n{question(package)}\n"
+        page += "".join(f"\n{policy_section(name, cls)}" for name, cls in classes.items())
+    return page
+
+
+# Files
+
+
+def with_tables() -> dict[Path, str]:
+    """Every Markdown file that holds a table, as it should read."""
+    texts = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+    return {path: fill(text) for path, text in texts.items() if BLOCK.search(text)}
+
+
+def pages() -> dict[Path, str]:
+    """Every generated file and its text."""
+    from kvengine.policies import catalogue, load
+
+    return {**with_tables(), ROOT / "docs" / "policies.md": policies_page(catalogue(), load)}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text)
+        print(path.relative_to(ROOT))

@@ -1,0 +1,59 @@
+"""The demonstration: every policy on the bundled model, in minutes, with a table and a report.
+
+Samples are done in rounds, one of every cell at a time, until the time is over: a slow machine gets fewer samples, not
+fewer policies. Running it again goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from kvengine.evals import drive, manifest, report
+from kvengine.evals.config import RunConfig
+from kvengine.evals.progress import Bar
+from kvengine.evals.runner import Run
+
+TASKS = "niah_single_1,niah_multikey_2,niah_multivalue"
+TOGETHER = "duo+quest(budget=0.125)+kivi(bits=4)"
+
+
+def settings(out: Path, *, model: str = "bundled", length: int = 2048, samples: int = 20) -> RunConfig:
+    """What the demonstration runs."""
+    return RunConfig(
+        suite="ruler",
+        out=out,
+        model=model,
+        policies=("full", "all", TOGETHER),
+        tasks=TASKS,
+        lengths=(length,),
+        samples=samples,
+        modes=("multi-turn", "multi-request"),
+    )
+
+
+def main(out: Path = Path("runs/demo"), minutes: float = 5.0, console: Console | None = None, **more: object) -> int:
+    """Run for about so many minutes (a round is never cut), then report. Returns the exit code."""
+    console = console or Console()
+    run = drive.prepare(settings(out, **more))  # type: ignore[arg-type]  # the keywords of `settings`
+    manifest.write(out / "manifest.json", run)
+    done = rounds(run, time.monotonic() + 60 * minutes, console)
+    manifest.write(out / "manifest.json", run)
+    drive.summarise(report.write(out), console)
+    console.print(
+        f"{done} samples of every task under every policy in {minutes:g} minutes; report: {out / 'report.html'}"
+    )
+    return 0
+
+
+def rounds(run: Run, end: float, console: Console) -> int:
+    """One sample of every cell after the other while the next round would end in time. Returns the rounds done."""
+    with Bar(len(run.cells()), run.config.samples, console) as bar:
+        for limit in range(1, run.config.samples + 1):
+            start = time.monotonic()
+            run.execute(bar, limit)
+            if 2 * time.monotonic() - start > end:
+                return limit
+    return run.config.samples

@@ -1,0 +1,125 @@
+"""`kvengine duo …`: find the heads that need the whole context, look at them, and see what they are worth."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kvengine.evals.commands import readable_errors
+from kvengine.evals.duo.compare import compare as compare_heads
+from kvengine.evals.duo.data import Passkeys
+from kvengine.evals.duo.train import Recipe
+from kvengine.evals.duo.train import train as train_gates
+from kvengine.evals.loading import load
+from kvengine.policies.routing.duo import Duo, read_pattern, write_pattern
+
+app = typer.Typer(help="DuoAttention: which heads need the whole context.", no_args_is_help=True)
+console = Console()
+
+Model = Annotated[str, typer.Argument(help="folder, hub id, or 'bundled'")]
+Pattern = Annotated[str, typer.Argument(help="pattern folder or .tsv file, or the name of a bundled one")]
+Out = Annotated[Path, typer.Option(help="pattern folder to write")]
+Style = Annotated[str, typer.Option(help="wording of the passkeys: passkey (as published) or magic (RULER's)")]
+Keys = Annotated[int, typer.Option(help="passkeys in a context")]
+Text = Annotated[Path | None, typer.Option(help="file or folder of prose to hide them in; default: a bundled novel")]
+Sinks = Annotated[int, typer.Option(help="first tokens that a streaming head sees")]
+Recent = Annotated[int, typer.Option(help="newest tokens that it sees")]
+Sparsity = Annotated[float, typer.Option(help="share of the heads that stream")]
+
+
+@app.command()
+def train(
+    model: Model,
+    out: Out,
+    steps: Annotated[int, typer.Option(help="optimisation steps, one context each")] = 2000,
+    rate: Annotated[float, typer.Option(help="learning rate")] = 0.02,
+    reg: Annotated[float, typer.Option(help="weight of the L1 penalty")] = 0.05,
+    shortest: Annotated[int, typer.Option(help="tokens of the shortest contexts")] = 1000,
+    longest: Annotated[int, typer.Option(help="tokens of the longest contexts")] = 32000,
+    lengths: Annotated[int, typer.Option(help="different lengths")] = 50,
+    style: Style = "passkey",
+    keys: Keys = 10,
+    text: Text = None,
+    sinks: Sinks = 128,
+    recent: Recent = 256,
+    seed: Annotated[int, typer.Option(help="of the data")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+) -> None:
+    """Optimise the gates of a model's KV heads and write them as a pattern folder."""
+    with readable_errors(), Progress(console=console) as progress:
+        network, tokenizer = load(model, dtype=dtype)
+        recipe = Recipe(
+            steps=steps, rate=rate, reg=reg, sinks=sinks, recent=recent,
+            shortest=shortest, longest=longest, lengths=lengths, seed=seed,
+        )  # fmt: skip
+        bar = progress.add_task("training", total=steps)
+        report = lambda step, loss, alpha: progress.update(  # noqa: E731
+            bar, completed=step + 1, description=f"loss {loss:.4f}, mean alpha {float(alpha.mean()):.2f}"
+        )
+        alpha = train_gates(network, Passkeys(tokenizer, style, keys, text), recipe, report)
+        write_pattern(out, alpha.tolist(), sinks, recent)
+    show(str(out))
+
+
+@app.command()
+def show(pattern: Pattern, sparsity: Sparsity = 0.5) -> None:
+    """Print the gates of a pattern; heads that would stream are dim."""
+    with readable_errors():
+        alpha = read_pattern(pattern)
+        duo = Duo(sparsity=sparsity, pattern=pattern)
+        table = Table("layer", *(f"head {h}" for h in range(len(alpha[0]))), title=f"{pattern}, sparsity {sparsity}")
+        for i, line in enumerate(alpha):
+            streaming = duo.streaming(i, len(alpha), len(line))
+            table.add_row(
+                str(i), *(f"[dim]{a:.3f}[/dim]" if h in streaming else f"{a:.3f}" for h, a in enumerate(line))
+            )
+        console.print(table)
+
+
+@app.command()
+def compare(
+    model: Model,
+    pattern: Pattern,
+    sparsity: Sparsity = 0.5,
+    length: Annotated[int, typer.Option(help="tokens of a context")] = 1000,
+    samples: Annotated[int, typer.Option(help="contexts")] = 20,
+    draws: Annotated[int, typer.Option(help="random choices of heads")] = 10,
+    style: Style = "passkey",
+    keys: Keys = 10,
+    text: Text = None,
+    sinks: Sinks = 64,
+    recent: Recent = 256,
+    seed: Annotated[str, typer.Option(help="of contexts and random choices")] = "compare",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+    out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+) -> None:
+    """Retrieval with the best, random and worst heads kept whole."""
+    with readable_errors():
+        network, tokenizer = load(model, dtype=dtype)
+        rows = compare_heads(
+            network, Passkeys(tokenizer, style, keys, text), read_pattern(pattern), sparsity=sparsity, sinks=sinks,
+            recent=recent, length=length, samples=samples, draws=draws, seed=seed, report=console.print,
+        )  # fmt: skip
+    console.print_json(data=rows)
+    if out is not None:
+        command = f"kvengine duo compare {model} {pattern} --style {style} --keys {keys} --length {length}"
+        command += f" --samples {samples} --draws {draws} --sinks {sinks} --recent {recent} --sparsity {sparsity}"
+        out.write_text(json.dumps(result(command, rows), indent=1) + "\n")
+
+
+def result(command: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """As the documentation wants it."""
+    columns = {
+        "Heads kept whole": "heads", "Right answers": "score:.3f", "from": "low:.3f", "to": "high:.3f",
+        "Questions": "questions", "Best ahead by": "ahead:.3f", "at least": "ahead_low:.3f",
+    }  # fmt: skip
+    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return {"command": command, "machine": machine, "columns": columns, "rows": rows}

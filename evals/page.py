@@ -1,0 +1,181 @@
+"""The report as one HTML page that needs nothing from outside."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from matplotlib.figure import Figure
+
+from kvengine.evals import plots, tables
+from kvengine.evals.aggregate import CellResult, named
+from kvengine.evals.records import Row
+
+COST_HEAD = ("policy", "tokens held", "attended", "bytes held", "read per token", "TTFT s", "tokens/s", "peak memory")
+PLACEMENT = {
+    "multi-turn": "The question is part of the prompt, so compression sees it (of several, the first).",
+    "multi-request": "The context is compressed before any question is known; every question meets the same cache.",
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure with its name (of the PNG file) and caption."""
+
+    name: str
+    figure: Figure
+    caption: str
+
+    @property
+    def svg(self) -> str:
+        return plots.svg(self.figure)
+
+
+@dataclass
+class Section:
+    """One suite, length and mode."""
+
+    suite: str
+    length: int
+    mode: str
+    cells: list[CellResult]
+    pictures: list[Picture] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return f"{self.suite}, {self.length} tokens, {self.mode}"
+
+    @property
+    def about(self) -> str:
+        return PLACEMENT[self.mode]
+
+    @property
+    def tasks(self) -> list[str]:
+        return tables.unique(cell.task for cell in self.cells)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        by = {(cell.policy, cell.task): cell for cell in self.cells}
+        means, usable = tables.policy_means(self.cells), tables.policy_means(self.cells, usable_only=True)
+        roles = {cell.policy: cell.role for cell in self.cells}
+        return [
+            {
+                "policy": policy,
+                "role": roles[policy],
+                "cells": [square(by.get((policy, task))) for task in self.tasks],
+                "mean": tables.figure(means.get(policy)),
+                "usable": tables.figure(usable.get(policy)),
+            }
+            for policy in roles
+        ]
+
+    @property
+    def cost_head(self) -> tuple[str, ...]:
+        return COST_HEAD
+
+    @property
+    def costs(self) -> list[list[str]]:
+        policies = tables.unique(cell.policy for cell in self.cells if cell.score)
+        mine = {policy: [cell for cell in self.cells if cell.policy == policy and cell.score] for policy in policies}
+        return [[policy, *tables.cost_texts(mine[policy])] for policy in policies]
+
+    @property
+    def notes(self) -> list[str]:
+        return [line.removeprefix("- ").replace("`", "") for line in tables.notes(self.cells).splitlines()]
+
+
+def square(cell: CellResult | None) -> dict[str, str]:
+    """One cell of the score table."""
+    if cell is None or cell.score is None:
+        return {"text": "–" if cell is None else cell.status, "small": "", "colour": "", "flag": "", "title": ""}
+    times = 1.0 if cell.metric == "nll" else 100.0
+    mean, _, bounds = tables.span(cell.score, times).partition(" ")
+    return {
+        "text": mean,
+        "small": bounds + (f" Δ {times * cell.delta.mean:+.{3 if times == 1 else 1}f}" if cell.delta else ""),
+        "colour": "" if cell.metric == "nll" else shade(cell.score.mean),
+        "flag": cell.flag if cell.flag == "not discriminative" else "",
+        "title": f"{cell.stack}, n={cell.score.n}, contexts {cell.score.clusters}, Δ {tables.span(cell.delta, times)}",
+    }
+
+
+def shade(score: float) -> str:
+    """A pale red-yellow-green for a score in [0, 1]."""
+    red, green, blue, _ = (round(255 * (0.55 + 0.45 * channel)) for channel in plots.HEAT(score))
+    return f"rgb({red},{green},{blue})"
+
+
+def sections(found: list[CellResult], rows: list[Row]) -> list[Section]:
+    """The page's parts, with their pictures."""
+    groups: dict[tuple[str, int, str], list[CellResult]] = {}
+    for cell in found:
+        groups.setdefault((cell.suite, cell.length, cell.mode), []).append(cell)
+    made = [Section(suite, length, mode, mine) for (suite, length, mode), mine in groups.items()]
+    for section in made:
+        section.pictures = pictures(section)
+    return made
+
+
+def pictures(section: Section) -> list[Picture]:
+    """Score against cost, and by turn."""
+    name = f"{section.suite}_{section.length}_{section.mode}"
+    drawn = []
+    if any(cell.metric != "nll" and cell.score for cell in section.cells):
+        caption = (
+            "Score against cost; dashed: nothing else is both cheaper and better. Mean over tasks that discriminate."
+        )
+        drawn.append(Picture(f"pareto_{name}", plots.pareto(section.cells), caption))
+    turns = plots.by_turn(section.cells)
+    if turns is not None:
+        caption = "Score by turn. In multi-turn mode only turn 1 was seen by a compression at the end of the prompt."
+        drawn.append(Picture(f"turns_{name}", turns, caption))
+    return drawn
+
+
+def overview(found: list[CellResult], rows: list[Row]) -> list[Picture]:
+    """Pictures over all lengths of a suite and mode."""
+    drawn = []
+    for suite, mode in tables.unique((cell.suite, cell.mode) for cell in found):
+        curve = plots.by_length([cell for cell in found if (cell.suite, cell.mode) == (suite, mode)])
+        if curve is not None:
+            drawn.append(Picture(f"lengths_{suite}_{mode}", curve, f"{suite}, {mode}: mean score by length."))
+        chosen = [row for row in rows if row["suite"] == suite and row["mode"] == mode]
+        for task in tables.unique(named(row) for row in chosen) if suite == "niah" else []:
+            heat = plots.heat_map([row for row in chosen if named(row) == task])
+            if heat is not None:
+                drawn.append(Picture(f"heat_{task}_{mode}", heat, f"{task}, {mode}: score by depth and length."))
+    return drawn
+
+
+def write(folder: Path, found: list[CellResult], rows: list[Row], manifest: dict[str, Any]) -> None:
+    """Write report.html, and each picture as PNG under `pictures/`."""
+    parts, above = sections(found, rows), overview(found, rows)
+    template = (resources.files("kvengine.evals") / "report.html").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    text = environment.from_string(template).render(
+        title=f"{Path(str(manifest['model_name'])).name}: policies compared",
+        facts=" · ".join(facts(manifest)),
+        overview=above,
+        sections=parts,
+        manifest=json.dumps(manifest, indent=2, ensure_ascii=False),
+    )
+    (folder / "report.html").write_text(text, encoding="utf-8")
+    for picture in [*above, *(one for part in parts for one in part.pictures)]:
+        (folder / "pictures").mkdir(exist_ok=True)
+        picture.figure.savefig(folder / "pictures" / f"{picture.name}.png", dpi=110, metadata={"Software": None})
+
+
+def facts(manifest: dict[str, Any]) -> list[str]:
+    """One line about the run."""
+    versions = manifest["versions"]
+    return [
+        f"{manifest['parameters']:,} parameters, {manifest['dtype']}",
+        f"{manifest['device']}, {manifest['threads']} threads",
+        *(f"{name} {versions[name]}" for name in ("kvengine", "torch", "transformers") if name in versions),
+        f"seed {manifest['config']['seed']}",
+        f"started {manifest['started']}",
+    ]

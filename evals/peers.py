@@ -1,0 +1,153 @@
+"""Rows in the formats that other projects' tools read: RULER's, SCBench's and kvpress's.
+
+    compat/ruler/POLICY/MODE/LENGTH/{TASK.jsonl, summary.csv}
+    compat/scbench/MODEL_kvengine_POLICY/{prediction_TASK_MODE.jsonl, summary.txt}
+    compat/kvpress/ruler__LENGTH__MODEL__POLICY__RATIO[__query_aware]/{predictions.csv, metrics.json, config.yaml}
+
+kvpress's ratio is the fraction of tokens *removed*; ours, like SCBench's, speak of what is kept.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from kvengine.evals.records import Row, ok
+
+SCBENCH_MODES = {"multi-turn": "multi_turn", "multi-request": "scdq"}
+KVPRESS_COLUMNS = (
+    *("question", "answer_prefix", "answer", "max_new_tokens", "task", "predicted_answer", "compression_ratio"),
+)
+
+
+def write(folder: Path, rows: list[Row], manifest: dict[str, Any]) -> None:
+    """Write what the rows' suites have formats for."""
+    shutil.rmtree(folder, ignore_errors=True)  # summaries are appended to, as their tools do
+    model = slug(Path(str(manifest["model_name"])).name)
+    done = list({(row["key"], row["sample"], row["turn"]): row for row in ok(rows)}.values())
+    for suite, policy, mode in _groups(done, "suite", "policy", "mode"):
+        mine = [row for row in done if (row["suite"], row["policy"], row["mode"]) == (suite, policy, mode)]
+        for (length,) in _groups(mine, "length"):
+            some = [row for row in mine if row["length"] == length]
+            if suite == "ruler":
+                ruler(folder / "ruler" / slug(policy) / mode / str(length), some)
+                kvpress(folder / "kvpress", some, model)
+        if suite == "scbench":
+            scbench(folder / "scbench" / f"{model}_kvengine_{slug(policy)}", mine, model)
+
+
+def slug(text: str) -> str:
+    """A policy or model as part of a path.
+
+    >>> slug("snapkv(budget=0.25)+kivi")
+    'snapkv-budget-0.25-kivi'
+    """
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-")
+
+
+def _groups(rows: Iterable[Row], *names: str) -> list[tuple[Any, ...]]:
+    return list(dict.fromkeys(tuple(row[name] for name in names) for row in rows))
+
+
+def by_task(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by task."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row["task"]].append(row)
+    return groups
+
+
+def ruler(folder: Path, rows: list[Row]) -> None:
+    """Predictions by task, and the three-line summary of the official evaluation script."""
+    tasks = by_task(rows)
+    for task, mine in tasks.items():
+        lines = [
+            {
+                "index": int(row["sample"]),
+                "pred": row["prediction"],
+                "input": row["question"],
+                "outputs": row["answers"],
+                "others": {"sample_hash": row["sample_hash"]},
+                "truncation": -1,
+                "length": row["prompt_tokens"] + row["max_new_tokens"],
+            }
+            for row in mine
+        ]
+        write_lines(folder / f"{task}.jsonl", lines)
+    scores = [round(100 * fmean(row["score"] for row in mine), 2) for mine in tasks.values()]
+    nulls = [f"{sum(row['null'] for row in mine)}/{len(mine)}" for mine in tasks.values()]
+    table = [range(len(tasks) + 1), ["Tasks", *tasks], ["Score", *scores], ["Nulls", *nulls]]
+    with (folder / "summary.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(table)
+
+
+def scbench(folder: Path, rows: list[Row], model: str) -> None:
+    """One line per turn, and a line of scores by turn (multi-turn) or one score (multi-request) appended per task."""
+    mode, length = SCBENCH_MODES[rows[0]["mode"]], max(row["length"] for row in rows)
+    rows = [row for row in rows if row["length"] == length]
+    for task, mine in by_task(rows).items():
+        ids = {sample: index for index, (sample,) in enumerate(_groups(mine, "sample"))}
+        write_lines(folder / f"prediction_{task}_{mode}.jsonl", [_turn(row, ids[row["sample"]]) for row in mine])
+        with (folder / f"{mode}_summary.txt").open("a", encoding="utf-8") as file:
+            file.write(",".join([model, task, str(length), *_accuracies(mine, mode)]) + "\n")
+
+
+def _turn(row: Row, id: int) -> dict[str, Any]:
+    meta = row["meta"]
+    line = {"id": id, "turn_idx": row["turn"], "prediction": row["prediction"], "ground_truth": meta["answer"]}
+    line |= {"task": row["kind"]} if row["kind"] else {}
+    line |= {name: meta[name] for name in ("lang", "repo") if name in meta}
+    return line | ({"func_name": meta["name"]} if "name" in meta else {})
+
+
+def _accuracies(rows: list[Row], mode: str) -> list[str]:
+    groups: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        groups[row["turn"] if mode == "multi_turn" else 0].append(row["scores"]["official"])
+    return [f"{100 * fmean(groups[turn]):.3f}" for turn in sorted(groups)]
+
+
+def kvpress(folder: Path, rows: list[Row], model: str) -> None:
+    """A result folder as its evaluation script leaves it."""
+    one = rows[0]
+    ratio = max(0.0, 1 - fmean(row["held"] / (row["prompt_tokens"] + row["new_tokens"]) for row in rows))
+    aware = "__query_aware" if one["placement"] == "aware" else ""
+    name = f"ruler__{one['length']}__{model}__{slug(one['policy'])}__{ratio:.2f}{aware}"
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    with (folder / name / "predictions.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, KVPRESS_COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(_prediction(row, ratio) for row in rows)
+    scores = {task: round(100 * fmean(row["score"] for row in mine), 2) for task, mine in by_task(rows).items()}
+    metrics = {task: {"string_match": score} for task, score in scores.items()}
+    (folder / name / "metrics.json").write_text(json.dumps(metrics, indent=4) + "\n", encoding="utf-8")
+    settings = {"dataset": "ruler", "data_dir": str(one["length"]), "model": model, "press_name": one["stack"]}
+    settings |= {"compression_ratio": round(ratio, 4), "query_aware": bool(aware), "seed": one["seed"]}
+    (folder / name / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+
+
+def _prediction(row: Row, ratio: float) -> dict[str, Any]:
+    return {
+        "question": row["question"],
+        "answer_prefix": row["prefix"],
+        "answer": row["answers"],
+        "max_new_tokens": row["max_new_tokens"],
+        "task": row["task"],
+        "predicted_answer": row["prediction"],
+        "compression_ratio": round(ratio, 4),
+    }
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")

@@ -1,0 +1,183 @@
+"""What SCBench's tasks share: rows in the published schema become sessions, from local files, the hub, or a generator.
+
+Source: microsoft/MInference, folder scbench (arXiv 2412.10319). A row is `{"id", "context" (or "input"), "multi_turns":
+[{"input", "answer", …}]}`. Generated rows have the same schema and take the same way through `session`.
+
+Differs from the official code: the context ends in a blank line in both modes (officially only before the first
+question of multi-turn); math-find's context carries no question in multi-request mode (officially the first one).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+from kvengine.errors import EvaluationError
+from kvengine.evals.tasks import Plan, Sample, Task, Turn
+from kvengine.evals.tasks._fit import NoData, largest, shrink
+
+Row = dict[str, Any]
+Scorer = Callable[[str, Any], dict[str, float]]
+Generator = Callable[[Random, int], Row]
+HUB = "microsoft/SCBench"
+
+
+@dataclass(frozen=True)
+class SessionTask(Task):
+    """`kinds`: most new tokens by kind of turn (one kind, named after the task, unless it is mixed)."""
+
+    name: str
+    kinds: Mapping[str, int]
+    scorers: Mapping[str, Scorer]
+    category: str
+    introduction: str = ""
+    metric: str = "official"
+    floor: float = 0.0
+    generate: Generator | None = None
+    follow_prefix: str = ""
+    suite: ClassVar[str] = "scbench"
+
+    def samples(self, plan: Plan) -> Iterator[Sample]:
+        rows = self._rows(plan)
+        if rows is not None:
+            for index, row in enumerate(rows[: plan.count]):
+                yield self.session(row, str(row.get("id", index)) + f".{index}", "user data")
+        else:
+            yield from self._generated(plan)
+
+    def score(self, turn: Turn, prediction: str) -> dict[str, float]:
+        return self.scorers[turn.kind or self.name](prediction, turn.meta["answer"])
+
+    def available(self, data: Mapping[str, Path]) -> bool:
+        return self.generate is not None or self._path(data) is not None
+
+    def recipe(self) -> dict[str, Any]:
+        return {**super().recipe(), "kinds": dict(self.kinds)}
+
+    def session(self, row: Row, id: str, provenance: str) -> Sample:
+        """A row of the published schema as a sample."""
+        turns = tuple(self.turn(row, index) for index in range(len(row["multi_turns"])))
+        context = row["context"] if "context" in row else row["input"]
+        return Sample(
+            id=id,
+            context=f"{self.introduction}{self.render(context)}\n\n",
+            opening=self.opening(row),
+            turns=turns,
+            provenance=provenance,
+            meta=row.get("meta", {}),
+        )
+
+    def turn(self, row: Row, index: int) -> Turn:
+        """One of the row's turns."""
+        turn = row["multi_turns"][index]
+        kind = turn.get("task", "") if len(self.kinds) > 1 else ""
+        extra = {name: turn[name] for name in ("options", "name") if name in turn}
+        known: dict[str, Any] = {name: row[name] for name in ("lang", "repo") if name in row}
+        return Turn(
+            question=self.question(turn),
+            answers=golden(turn["answer"]),
+            max_new_tokens=self.kinds[kind or self.name],
+            prefix=turn.get("prefix", self.follow_prefix if index else ""),
+            kind=kind,
+            meta={"answer": self.label(turn, row), **extra, **known},
+        )
+
+    def question(self, turn: Row) -> str:
+        """The question with its scaffolding."""
+        return str(turn["input"])
+
+    def label(self, turn: Row, row: Row) -> Any:
+        """What the scorer compares with."""
+        return turn["answer"]
+
+    def render(self, context: Any) -> str:
+        """The context as text."""
+        return str(context)
+
+    def opening(self, row: Row) -> str | None:
+        """Context and first question of multi-turn mode, where they differ from the two put together."""
+        return None
+
+    def _rows(self, plan: Plan) -> list[Row] | None:
+        path = self._path(plan.data)
+        rows = None if path is None else load_rows(path, self.name)
+        if rows is None and self.generate is None:
+            raise NoData(
+                f"{self.name} has no generator: give --data scbench=FOLDER with {self.name}.jsonl, or scbench=hub"
+            )
+        return rows
+
+    def _path(self, data: Mapping[str, Path]) -> Path | None:
+        return data.get(self.name) or data.get("scbench")
+
+    def _generated(self, plan: Plan) -> Iterator[Sample]:
+        size = largest(lambda n: self._fits(plan, self._draw(plan, 0, n)), 8)
+        for index in range(plan.count):
+            yield shrink(partial(self._draw, plan, index), partial(self._fits, plan), size, 8, max(1, size // 50))
+
+    def _draw(self, plan: Plan, index: int, size: int) -> Sample:
+        if self.generate is None:
+            raise NoData(f"{self.name} has no generator")
+        row = self.generate(Random(f"{plan.seed}/{self.name}/{plan.length}/{index}"), size)
+        return self.session({**row, "meta": {"units": size}}, str(index), "re-created")
+
+    def _fits(self, plan: Plan, sample: Sample) -> bool:
+        return plan.measure(as_one(sample)) + max(self.kinds.values()) <= plan.length
+
+
+def as_one(sample: Sample) -> Sample:
+    """The whole session as one prompt: every question and golden answer, to measure it."""
+    text = "\n\n".join(f"{turn.question}{turn.prefix}\n\n{turn.answers[0]}" for turn in sample.turns)
+    return Sample(id=sample.id, context=sample.context, turns=(Turn(question=text, answers=("",), max_new_tokens=0),))
+
+
+def golden(answer: Any) -> tuple[str, ...]:
+    """The answer as the history shows it: a list of names as one text."""
+    if isinstance(answer, list | tuple):
+        return (", ".join(str(part) for part in answer),)
+    return (str(answer),)
+
+
+@functools.cache
+def load_rows(path: Path, name: str) -> list[Row] | None:
+    """Rows of a task from a JSONL file, a folder of them, a saved dataset, or the hub; None if the folder lacks it."""
+    if str(path) == "hub":
+        return [dict(row) for row in _datasets().load_dataset(HUB, name, split="test")]
+    if path.is_file():
+        return _lines(path)
+    for candidate in (path / f"{name}.jsonl", path / name / "test.jsonl"):
+        if candidate.is_file():
+            return _lines(candidate)
+    if (path / name / "dataset_info.json").is_file():
+        return [dict(row) for row in _datasets().load_from_disk(str(path / name))]
+    return None
+
+
+def _lines(path: Path) -> list[Row]:
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except ValueError as error:
+        raise EvaluationError(f"{path} is not JSON lines: {error}") from error
+    for row in rows:
+        if "multi_turns" not in row or not {"context", "input"} & row.keys():
+            raise EvaluationError(f"{path}: a row lacks 'multi_turns' or 'context'; expected SCBench's schema")
+    return rows
+
+
+def _datasets() -> Any:
+    try:
+        import datasets  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        raise EvaluationError("this data needs the `datasets` package: pip install datasets") from error
+    return datasets
+
+
+def both(scorer: Callable[[str, Any], float], strict: Callable[[str, Any], float]) -> Scorer:
+    """The official score and the strict one, side by side."""
+    return lambda prediction, answer: {"official": scorer(prediction, answer), "strict": strict(prediction, answer)}

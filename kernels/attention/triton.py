@@ -1,0 +1,25 @@
+"""The Triton kernel of `kvengine.kernels.paged_attention`, over contiguous tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvengine.kernels.gpu import fields
+from kvengine.kernels.paged_attention.triton import launch
+from kvengine.kernels.state import State
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    want_probs: bool,
+) -> State:
+    """See `kvengine.kernels.attention`."""
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    sides = fields.dense(k, "k"), fields.dense(v, "v")
+    return launch(q, *sides, k.shape[1], 1, scale, softcap, sinks, want_probs, visible=visible)

@@ -1,0 +1,1 @@
+"""The C kernels: sources, and how they are compiled and called."""

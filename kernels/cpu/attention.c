@@ -1,0 +1,226 @@
+/* Attention of a few queries over stored tokens: one pass over the bytes, online softmax, float32.
+
+   A task is a range of one row's columns (tokens offered). It takes TILE visible tokens at a time, widens their keys
+   into a tile that stays in the first-level cache, scores all query rows against it, and does the same for values.
+   Tokens nobody sees are never loaded. Tasks of a row are merged at the end. */
+#include <stdlib.h>
+#include "fields.h"
+
+#define TILE 32
+#define MAX_QUERY 64
+
+typedef struct {
+  int64_t rows, heads, padded, queries; /* `heads` = group * query rows of q, `padded` up to a multiple of 4 */
+  int64_t dim, dim_v;                   /* multiples of LANES: the padded widths of q and out */
+  int64_t columns, splits, threads;
+  const float *q; /* [row, padded, dim], scaled */
+  Field k, v;
+  /* contiguous: [row, query, column], bytes, by strides; NULL = all */
+  const uint8_t *visible;
+  int64_t visible_row, visible_query, visible_column;
+  /* paged: table != NULL */
+  const int32_t *table, *position, *units, *query_position;
+  int64_t table_row, position_row; /* strides; the rest is contiguous */
+  int64_t page, unit, chosen, window;
+  float softcap; /* 0: none */
+  const float *sinks;
+  float *scores; /* [row, heads, columns] or NULL */
+  float *out, *lse;
+} Attention;
+
+typedef struct {
+  int64_t token[TILE], column[TILE];
+  uint8_t seen[MAX_QUERY][TILE];
+  int count;
+} Batch;
+
+/* scores[n][t] = q[n] . tile[t]; four query rows by four tokens at a time, so each load serves four products. */
+static void dots(const float *q, int64_t rows, const float *tile, int count, int64_t dim, float *scores) {
+  for (int t = 0; t < count; t += 4) {
+    const float *k = tile + t * dim;
+    for (int64_t n = 0; n < rows; n += 4) {
+      const float *a = q + n * dim;
+      vf s[16] = {{0}};
+      for (int64_t d = 0; d < dim; d += LANES) {
+        vf k0 = load(k + d), k1 = load(k + dim + d), k2 = load(k + 2 * dim + d), k3 = load(k + 3 * dim + d);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+          vf x = load(a + i * dim + d);
+          s[4 * i + 0] += x * k0;
+          s[4 * i + 1] += x * k1;
+          s[4 * i + 2] += x * k2;
+          s[4 * i + 3] += x * k3;
+        }
+      }
+      union { vf v; vf4 row[4]; } total = {sums(s)};
+      for (int i = 0; i < 4; i++) *(vf4 *)(scores + (n + i) * TILE + t) = total.row[i];
+    }
+  }
+}
+
+/* out[n] += sum_t p[n][t] tile[t], for `wide` registers of channels at once: 4 * wide independent sums hide latency */
+INLINE void weigh_part(const float *p, const float *tile, int count, int64_t dim, float *out, int wide) {
+  vf s[4][2];
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < wide; j++) s[i][j] = load(out + i * dim + j * LANES);
+  for (int t = 0; t < count; t++)
+    for (int j = 0; j < wide; j++) {
+      vf x = load(tile + t * dim + j * LANES);
+      for (int i = 0; i < 4; i++) s[i][j] += x * p[i * TILE + t];
+    }
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < wide; j++) store(out + i * dim + j * LANES, s[i][j]);
+}
+
+static void weigh(const float *p, int64_t rows, const float *tile, int count, int64_t dim, float *out) {
+  for (int64_t n = 0; n < rows; n += 4) {
+    int64_t d = 0;
+    for (; d + 2 * LANES <= dim; d += 2 * LANES) weigh_part(p + n * TILE, tile + d, count, dim, out + n * dim + d, 2);
+    if (d < dim) weigh_part(p + n * TILE, tile + d, count, dim, out + n * dim + d, 1);
+  }
+}
+
+/* Does query `n` see the token of this column, at this position? */
+INLINE int sees(const Attention *a, int64_t row, int64_t n, int64_t column, int64_t position) {
+  if (a->visible && !a->visible[row * a->visible_row + n * a->visible_query + column * a->visible_column]) return 0;
+  if (!a->query_position) return 1;
+  int64_t distance = a->query_position[row * a->queries + n] - position;
+  return distance >= 0 && (!a->window || distance < a->window);
+}
+
+/* Add to the batch the tokens of a run of columns that any query sees; returns the column after the last one tried. */
+INLINE int64_t collect_run(const Attention *a, int64_t row, int64_t column, int64_t end, int64_t token,
+                           const int32_t *position, Batch *b) {
+  const int everyone = !a->visible && !a->query_position;
+  for (; column < end && b->count < TILE; column++, token++) {
+    int64_t at = position ? *position++ : 0;
+    int any = everyone;
+    for (int64_t n = 0; n < a->queries && !everyone; n++) any |= b->seen[n][b->count] = sees(a, row, n, column, at);
+    b->token[b->count] = token;
+    b->column[b->count] = column;
+    b->count += any && at >= 0;
+  }
+  return column;
+}
+
+/* Fill a batch from the columns [column, to); returns where to go on. */
+static int64_t collect(const Attention *a, int64_t row, int64_t column, int64_t to, Batch *b) {
+  b->count = 0;
+  if (!a->table) return collect_run(a, row, column, to, column, NULL, b);
+  const int64_t span = a->units ? a->unit : a->page; /* columns whose slots follow each other in one page */
+  while (column < to && b->count < TILE) {
+    int64_t index = column / span, inside = column % span, end = column - inside + span;
+    if (end > to) end = to;
+    if (a->units) index = a->units[row * a->chosen + index];
+    int64_t slot = index * span + inside, page = index < 0 ? -1 : a->table[row * a->table_row + slot / a->page];
+    if (page < 0) column = end;
+    else
+      column = collect_run(a, row, column, end, page * a->page + slot % a->page,
+                           a->position + row * a->position_row + slot, b);
+  }
+  return column;
+}
+
+/* Scores of one batch become weights in place; `top` and `total` follow the online softmax, `out` is rescaled. */
+static void soften(const Attention *a, int64_t row, const Batch *b, float *s, float *top, float *total, float *out) {
+  for (int64_t n = 0; n < a->heads; n++) {
+    float *p = s + n * TILE;
+    if (a->softcap > 0)
+      for (int t = 0; t < TILE; t += LANES) {
+        vf e = exponential(load(p + t) * (2 / a->softcap));
+        store(p + t, a->softcap - (2 * a->softcap) / (e + 1));
+      }
+    for (int t = b->count; t < TILE; t++) p[t] = -INFINITY;
+    if (a->queries > 1 && (a->visible || a->query_position))
+      for (int t = 0; t < b->count; t++)
+        if (!b->seen[n % a->queries][t]) p[t] = -INFINITY;
+    if (a->scores)
+      for (int t = 0; t < b->count; t++) a->scores[(row * a->heads + n) * a->columns + b->column[t]] = p[t];
+    float high = peak(larger(load(p), load(p + LANES)));
+    if (high > top[n]) {
+      float shrink = expf(top[n] - high);
+      total[n] *= shrink;
+      for (int64_t d = 0; d < a->dim_v; d += LANES) store(out + n * a->dim_v + d, load(out + n * a->dim_v + d) * shrink);
+      top[n] = high;
+    }
+    vf shift = splat(top[n] == -INFINITY ? 0 : top[n]);
+    vf p0 = exponential(load(p) - shift), p1 = exponential(load(p + LANES) - shift);
+    total[n] += sum(p0 + p1);
+    store(p, p0);
+    store(p + LANES, p1);
+  }
+}
+
+static void task(const Attention *a, int64_t row, int64_t from, int64_t to, float *out, float *top, float *total) {
+  const int64_t wide = a->dim > a->dim_v ? a->dim : a->dim_v;
+  float tile[TILE * wide] __attribute__((aligned(64)));
+  float weights[a->padded * TILE] __attribute__((aligned(64)));
+  Memo keys, values;
+  Batch both[2], *b = both, *next = both + 1;
+  memset(&keys, 0, sizeof keys);
+  memset(&values, 0, sizeof values);
+  memset(tile, 0, sizeof tile);
+  memset(weights, 0, sizeof weights);
+  memset(out, 0, sizeof(float) * a->padded * a->dim_v);
+  for (int64_t n = 0; n < a->padded; n++) top[n] = -INFINITY, total[n] = 0;
+  from = collect(a, row, from, to, b);
+  while (b->count) {
+    from = collect(a, row, from, to, next);
+    fetch_tokens(&a->v, row, b->token, b->count);
+    if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
+    read_tokens(&a->k, &keys, row, b->token, b->count, tile, a->dim);
+    fetch_tokens(&a->k, row, next->token, next->count);
+    dots(a->q + row * a->padded * a->dim, a->padded, tile, b->count, a->dim, weights);
+    soften(a, row, b, weights, top, total, out);
+    if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
+    read_tokens(&a->v, &values, row, b->token, b->count, tile, a->dim_v);
+    weigh(weights, a->padded, tile, b->count, a->dim_v, out);
+    Batch *done = b;
+    b = next;
+    next = done;
+  }
+}
+
+static void join(const Attention *a, int64_t row, const float *out, const float *top, const float *total) {
+  for (int64_t n = 0; n < a->heads; n++) {
+    float high = a->sinks ? a->sinks[row * a->heads + n] : -INFINITY, whole = 0;
+    for (int64_t s = 0; s < a->splits; s++) high = fmaxf(high, top[s * a->padded + n]);
+    if (a->sinks && high > -INFINITY) whole = expf(a->sinks[row * a->heads + n] - high);
+    float *to = a->out + (row * a->heads + n) * a->dim_v;
+    memset(to, 0, sizeof(float) * a->dim_v);
+    for (int64_t s = 0; s < a->splits && high > -INFINITY; s++) {
+      float weight = expf(top[s * a->padded + n] - high);
+      whole += weight * total[s * a->padded + n];
+      const float *part = out + (s * a->padded + n) * a->dim_v;
+      for (int64_t d = 0; d < a->dim_v; d++) to[d] += weight * part[d];
+    }
+    for (int64_t d = 0; d < a->dim_v && whole > 0; d++) to[d] /= whole;
+    a->lse[row * a->heads + n] = whole > 0 ? high + logf(whole) : -INFINITY;
+  }
+}
+
+/* Returns 0, or 1 if memory for the partial results cannot be had. */
+int kv_attention(const Attention *a) {
+  const int64_t splits = a->splits, tasks = a->rows * splits, span = (a->columns + splits - 1) / splits;
+  const int64_t outs = a->padded * a->dim_v;
+  float *parts = malloc(sizeof(float) * tasks * (outs + 2 * a->padded) + 1);
+  int *left = malloc(sizeof(int) * a->rows + 1);
+  if (!parts || !left) {
+    free(parts);
+    free(left);
+    return 1;
+  }
+  float *tops = parts + tasks * outs, *totals = tops + tasks * a->padded;
+  for (int64_t row = 0; row < a->rows; row++) left[row] = splits;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(a->threads)
+  for (int64_t i = 0; i < tasks; i++) {
+    int64_t row = i / splits, first = row * splits, from = i % splits * span;
+    int64_t to = from + span < a->columns ? from + span : a->columns;
+    task(a, row, from, to, parts + i * outs, tops + i * a->padded, totals + i * a->padded);
+    if (__atomic_sub_fetch(&left[row], 1, __ATOMIC_ACQ_REL) == 0) /* the row's last task joins its parts */
+      join(a, row, parts + first * outs, tops + first * a->padded, totals + first * a->padded);
+  }
+  free(parts);
+  free(left);
+  return 0;
+}

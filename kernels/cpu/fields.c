@@ -1,0 +1,164 @@
+/* Reading stored tokens as floats: dense in three dtypes, and codes with their scales. */
+#include "fields.h"
+
+INLINE float scalar(const void *p, int64_t i, int64_t dtype) {
+  if (dtype == F32) return ((const float *)p)[i];
+  uint16_t x = ((const uint16_t *)p)[i];
+  return dtype == BF16 ? bf16_value(x) : f16_value(x);
+}
+
+INLINE vf vector(const void *p, int64_t i, int64_t dtype) {
+  if (dtype == F32) return load((const float *)p + i);
+  return dtype == BF16 ? from_bf16((const uint16_t *)p + i) : from_f16((const uint16_t *)p + i);
+}
+
+INLINE void widen(const void *p, int64_t start, int64_t dim, int64_t dtype, float *out) {
+  int64_t d = 0;
+  for (; d + LANES <= dim; d += LANES) store(out + d, vector(p, start + d, dtype));
+  for (; d < dim; d++) out[d] = scalar(p, start + d, dtype);
+}
+
+static void read_dense(const Field *f, int64_t row, const int64_t *token, int count, float *tile, int64_t stride,
+                       int64_t dtype) {
+  for (int i = 0; i < count; i++)
+    widen(f->data, row * f->row_stride + token[i] * f->token_stride, f->dim, dtype, tile + i * stride);
+}
+
+/* How codes become values: code * scale + zero, then * channel. A scale belongs to a channel; to 2^shift channels of a
+   token; or to a token, with a factor per channel. */
+enum { EACH, BLOCKS, ONE };
+
+/* One token's vector. A vector register's codes are bit fields of the 64 bytes that hold them: pick each lane's 32-bit
+   word, shift its field down, mask. Whole registers are written, so `out` must be padded. */
+INLINE void unpack(const uint8_t *restrict code, int64_t dim, int bits, int how, const float *restrict scale,
+                   const float *restrict zero, const float *restrict channel, int shift, float *restrict out) {
+  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int64_t bytes = dim * bits / 8;
+  int64_t d = 0;
+  for (int64_t at = 0; at < bytes; at += 64) {
+    vu words = {0};
+    if (bytes - at >= 64) words = *(const vu *)(code + at);
+    else if (bytes - at == 32) memcpy(&words, code + at, 32);
+    else if (bytes - at == 16) memcpy(&words, code + at, 16);
+    else memcpy(&words, code + at, bytes - at);
+#pragma GCC unroll 32
+    for (int first = 0; first < 512 / bits; first += LANES, d += LANES) {
+      if (d >= dim) return;
+      vi place = (lane + first) * bits;
+      vi field = (vi)(__builtin_shuffle(words, (vu)(place >> 5)) >> (vu)(place & 31)) & ((1 << bits) - 1);
+      vf value = __builtin_convertvector(field, vf);
+      if (how == EACH) store(out + d, value * load(scale + d) + load(zero + d));
+      else if (how == BLOCKS) store(out + d, value * scale[d >> shift] + zero[d >> shift]);
+      else store(out + d, (value * *scale + *zero) * load(channel + d));
+    }
+  }
+}
+
+#define UNPACK(name, how)                                                                                             \
+  static void name(const uint8_t *code, int64_t dim, int64_t bits, const float *scale, const float *zero,             \
+                   const float *channel, int shift, float *out) {                                                     \
+    switch (bits) { /* constants, so that each loop is specialised */                                                 \
+      case 1: unpack(code, dim, 1, how, scale, zero, channel, shift, out); break;                                     \
+      case 2: unpack(code, dim, 2, how, scale, zero, channel, shift, out); break;                                     \
+      case 4: unpack(code, dim, 4, how, scale, zero, channel, shift, out); break;                                     \
+      default: unpack(code, dim, 8, how, scale, zero, channel, shift, out);                                           \
+    }                                                                                                                 \
+  }
+UNPACK(unpack_each, EACH)
+UNPACK(unpack_blocks, BLOCKS)
+UNPACK(unpack_one, ONE)
+
+/* Scales and zeros of the group of tokens [from, to), number `key` in the field, as floats. */
+INLINE void recall(const Field *f, Memo *memo, int64_t key, int64_t from, int64_t to) {
+  widen(f->scale, key * f->dim, f->dim, f->dtype, memo->scale);
+  widen(f->zero, key * f->dim, f->dim, f->dtype, memo->zero);
+  memo->from = from;
+  memo->to = to;
+}
+
+static void read_per_channel(const Field *f, Memo *memo, const int64_t *token, int count, float *tile, int64_t stride) {
+  for (int i = 0; i < count; i++) {
+    if (token[i] < memo->from || token[i] >= memo->to) {
+      int64_t key = token[i] / f->group;
+      recall(f, memo, key, key * f->group, (key + 1) * f->group);
+    }
+    unpack_each((const uint8_t *)f->data + token[i] * (f->dim * f->bits / 8), f->dim, f->bits, memo->scale, memo->zero,
+                NULL, 0, tile + i * stride);
+  }
+}
+
+/* Groups that are no power of two of at least a register: spread a token's scales over its channels first. */
+static void read_uneven(const Field *f, Memo *memo, const int64_t *token, int count, float *tile, int64_t stride) {
+  const int64_t groups = f->dim / f->group;
+  for (int i = 0; i < count; i++) {
+    for (int64_t d = 0; d < f->dim; d++) {
+      memo->scale[d] = scalar(f->scale, token[i] * groups + d / f->group, f->dtype);
+      memo->zero[d] = scalar(f->zero, token[i] * groups + d / f->group, f->dtype);
+    }
+    unpack_each((const uint8_t *)f->data + token[i] * (f->dim * f->bits / 8), f->dim, f->bits, memo->scale, memo->zero,
+                NULL, 0, tile + i * stride);
+  }
+}
+
+/* The scales of tokens that follow each other are one run of numbers, widened together. */
+static void read_per_token(const Field *f, Memo *memo, const int64_t *token, int count, float *tile, int64_t stride) {
+  if (f->group % LANES || f->group & (f->group - 1)) {
+    read_uneven(f, memo, token, count, tile, stride);
+    return;
+  }
+  const int64_t groups = f->dim / f->group, most = (256 / groups);
+  const int shift = __builtin_ctzll(f->group);
+  for (int i = 0, run; i < count; i += run) {
+    for (run = 1; i + run < count && run < most && token[i + run] == token[i] + run;) run++;
+    widen(f->scale, token[i] * groups, run * groups, f->dtype, memo->scale);
+    widen(f->zero, token[i] * groups, run * groups, f->dtype, memo->zero);
+    for (int j = 0; j < run; j++)
+      unpack_blocks((const uint8_t *)f->data + token[i + j] * (f->dim * f->bits / 8), f->dim, f->bits,
+                    memo->scale + j * groups, memo->zero + j * groups, NULL, shift, tile + (i + j) * stride);
+  }
+}
+
+static void read_mixed(const Field *f, Memo *memo, int64_t token, float *out) {
+  int64_t page = token / f->page, slot = token % f->page, low = slot >= f->salient;
+  int64_t bits = low ? f->low_bits : f->bits, each = f->dim * bits / 8, first = page * f->page;
+  int64_t index = low ? page * (f->page - f->salient) + slot - f->salient : page * f->salient + slot;
+  const uint8_t *code = (const uint8_t *)(low ? f->low : f->data) + index * each;
+  const int known = token >= memo->from && token < memo->to;
+  if (!f->per_token) {
+    if (!known) recall(f, memo, page * 2 + low, low ? first + f->salient : first, first + (low ? f->page : f->salient));
+    unpack_each(code, f->dim, bits, memo->scale, memo->zero, NULL, 0, out);
+    return;
+  }
+  if (!known) widen(f->channel, page * f->dim, f->dim, f->dtype, memo->scale);
+  memo->from = first;
+  memo->to = first + f->page;
+  float scale = scalar(f->scale, token, f->dtype), zero = scalar(f->zero, token, f->dtype);
+  unpack_one(code, f->dim, bits, &scale, &zero, memo->scale, 0, out);
+}
+
+void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile,
+                 int64_t stride) {
+  if (f->layout == DENSE) {
+    switch (f->dtype) { /* a constant dtype lets each loop be specialised */
+      case F32: read_dense(f, row, token, count, tile, stride, F32); break;
+      case BF16: read_dense(f, row, token, count, tile, stride, BF16); break;
+      default: read_dense(f, row, token, count, tile, stride, F16);
+    }
+    return;
+  }
+  if (f->layout == PER_CHANNEL) read_per_channel(f, memo, token, count, tile, stride);
+  else if (f->layout == PER_TOKEN) read_per_token(f, memo, token, count, tile, stride);
+  else
+    for (int i = 0; i < count; i++) read_mixed(f, memo, token[i], tile + i * stride);
+}
+
+/* Ask for the tokens' bytes, to be read soon: memory works while other tokens are computed with. */
+void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count) {
+  const int64_t size = f->dtype == F32 ? 4 : 2, dense = f->layout == DENSE;
+  const int64_t bytes = dense ? f->dim * size : f->dim * f->bits / 8;
+  for (int i = 0; i < count; i++) {
+    int64_t at = dense ? (row * f->row_stride + token[i] * f->token_stride) * size : token[i] * bytes;
+    if (f->layout == MIXED) at = token[i] / f->page * f->salient * bytes; /* close enough */
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)f->data + at + line, 0, 2);
+  }
+}

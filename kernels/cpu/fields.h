@@ -1,0 +1,30 @@
+/* Stored keys or values, and how a token's vector is read from them as floats. Mirrored in call.py. */
+#ifndef KVENGINE_FIELDS_H
+#define KVENGINE_FIELDS_H
+
+#include "simd.h"
+
+enum { F32, BF16, F16 };                /* dtypes */
+enum { DENSE, PER_CHANNEL, PER_TOKEN, MIXED }; /* layouts, see codecs.py */
+
+typedef struct {
+  int64_t layout;
+  int64_t dim;
+  int64_t dtype;        /* of `data` if DENSE, else of scale, zero and channel */
+  int64_t row_stride;   /* elements; DENSE only, 0 for a pool */
+  int64_t token_stride; /* elements; DENSE only */
+  int64_t bits, low_bits, group, page, salient;
+  int64_t per_token; /* MIXED: scales belong to tokens (values) or to channels (keys) */
+  const void *data, *low, *scale, *zero, *channel;
+} Field;
+
+/* What a reader keeps between tokens: the scale and zero of the last key group, as floats. */
+typedef struct {
+  int64_t from, to; /* the tokens they hold for */
+  float scale[256 + LANES], zero[256 + LANES];
+} Memo;
+
+void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile, int64_t stride);
+void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count);
+
+#endif

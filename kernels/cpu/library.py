@@ -1,0 +1,97 @@
+"""Compile the C kernels with the system's compiler at first use, and load them.
+
+The library is kept in the user's cache directory under a hash of the sources, the compiler, its flags and this
+processor, so it is built once per machine (about a second). Without a compiler the torch references run instead.
+Plain C and ctypes: no torch headers, hence no build against a torch version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-std=gnu11", "-fPIC", "-shared")
+OPENMP = ("-fopenmp",)
+LINK = ("-lm",)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The library, or the reason why there is none."""
+
+    library: ctypes.CDLL | None
+    reason: str | None
+
+
+@functools.cache
+def load() -> Loaded:
+    """Build if needed, and load. Never raises: the reason for failure is part of the answer."""
+    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
+    if platform.system() == "Windows" or compiler is None:
+        return Loaded(None, "no C compiler (cc, gcc or clang) on the PATH")
+    reason = ""
+    for flags in ((*FLAGS, *OPENMP), FLAGS):  # without OpenMP, one thread
+        try:
+            return Loaded(ctypes.CDLL(str(_built(compiler, flags))), None)
+        except subprocess.CalledProcessError as error:
+            reason = f"{compiler} failed: {error.stderr.strip()[-500:]}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            reason = f"the C kernels could not be built or loaded: {error}"
+    return Loaded(None, reason)
+
+
+def cache_dir() -> Path:
+    """Where libraries are kept: `$XDG_CACHE_HOME/kvengine`, else `~/.cache/kvengine`, else a private temporary one."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    path = (Path(root) if root else Path.home() / ".cache") / "kvengine"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(path, os.W_OK):
+            return path
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="kvengine-"))
+
+
+def _built(compiler: str, flags: tuple[str, ...]) -> Path:
+    sources = sorted(Path(__file__).parent.glob("*.[ch]"))
+    target = cache_dir() / f"kernels-{_fingerprint(compiler, flags, sources)}.so"
+    if not target.exists():
+        handle, partial = tempfile.mkstemp(suffix=".so", dir=target.parent)
+        os.close(handle)
+        inputs = [str(path) for path in sources if path.suffix == ".c"]
+        command = [compiler, *flags, *inputs, *LINK, "-o", partial]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+            os.replace(partial, target)  # atomic: another process sees no library, or a whole one
+        finally:
+            Path(partial).unlink(missing_ok=True)
+    return target
+
+
+def _fingerprint(compiler: str, flags: tuple[str, ...], sources: list[Path]) -> str:
+    digest = hashlib.sha256()
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=30).stdout
+    for part in (compiler.encode(), version, " ".join((*flags, *LINK)).encode(), _processor()):
+        digest.update(part + b"\0")
+    for path in sources:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _processor() -> bytes:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return platform.processor().encode() + platform.machine().encode()
+    wanted = (b"model name", b"flags", b"Features", b"CPU part")
+    return b"\n".join(sorted({line for line in lines if line.startswith(wanted)}))

@@ -1,0 +1,91 @@
+"""Which implementation of an operation runs, and why not another.
+
+Every operation has a plain torch `reference`; some also have `native` (C, for the CPU) and `triton`. `backend=None`
+takes the best that can run; naming one that cannot run raises with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvengine.errors import KernelError, unknown
+from kvengine.kernels.cpu import library
+
+BACKENDS = ("reference", "native", "triton")
+NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+NATIVE_DIM = 256
+"""Widest head that the C kernels' buffers hold."""
+
+
+def pick(operation: str, inputs: tuple[Tensor, ...], backend: str | None, native: bool = True) -> Any:
+    """The module `kvengine.kernels.<operation>.<backend>`.
+
+    `inputs`: tensors that decide (device, dtype, gradients). `native`: whether the C version knows these shapes.
+    Raises KernelError if `backend` is unknown or cannot run here.
+    """
+    chosen = _best(inputs, native) if backend is None else _checked(backend, inputs, native)
+    return importlib.import_module(f"kvengine.kernels.{operation}.{chosen}")
+
+
+def info() -> dict[str, str]:
+    """For each backend, "available" or the reason why it is not. Compiles the C kernels if that has not happened."""
+    cuda = "available" if _has_triton() and torch.cuda.is_available() else None
+    return {
+        "reference": "available",
+        "native": library.load().reason or "available",
+        "triton": cuda or ("interpreted" if _interpreted() else "no CUDA device, or triton is not installed"),
+    }
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter, on CPU tensors (`TRITON_INTERPRET=1`)."""
+    return _interpreted()
+
+
+def _best(inputs: tuple[Tensor, ...], native: bool) -> str:
+    if inputs[0].is_cuda:
+        return "reference" if _triton_refusal(inputs) else "triton"
+    return "reference" if _native_refusal(inputs, native) else "native"
+
+
+def _checked(backend: str, inputs: tuple[Tensor, ...], native: bool) -> str:
+    if backend not in BACKENDS:
+        raise KernelError(unknown("backend", backend, BACKENDS))
+    refusal = {"native": _native_refusal(inputs, native), "triton": _triton_refusal(inputs)}.get(backend)
+    if refusal:
+        raise KernelError(f"backend={backend!r} cannot run here: {refusal}. Leave backend=None to take what can.")
+    return backend
+
+
+def _native_refusal(inputs: tuple[Tensor, ...], native: bool) -> str | None:
+    if any(x.device.type != "cpu" for x in inputs):
+        return "it reads CPU memory, and an input is on another device"
+    if not native or any(x.dtype not in NATIVE_DTYPES for x in inputs):
+        return "it does not know these shapes or dtypes"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return "it has no gradient"
+    return library.load().reason
+
+
+def _triton_refusal(inputs: tuple[Tensor, ...]) -> str | None:
+    if not _has_triton():
+        return "triton is not installed"
+    if not inputs[0].is_cuda and not _interpreted():
+        return "the inputs are not on a CUDA device (and TRITON_INTERPRET is not 1)"
+    if any(x.dtype == torch.float64 for x in inputs):
+        return "it does not compute in float64"
+    return "it has no gradient" if torch.is_grad_enabled() and any(x.requires_grad for x in inputs) else None
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"

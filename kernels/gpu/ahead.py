@@ -1,0 +1,188 @@
+"""Compile every Triton kernel for a GPU that is not here, and report what each uses.
+
+The operations are called with small CPU tensors while launches only compile, so what is compiled is what a launch
+with such arguments would run. Run as `python -P -m kvengine.kernels.gpu.ahead --out FILE.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from kvengine.kernels import codecs
+from kvengine.kernels.attention.triton import attention
+from kvengine.kernels.compact.triton import compact
+from kvengine.kernels.lowrank_attention.triton import lowrank_attention
+from kvengine.kernels.merge_states.triton import merge_states
+from kvengine.kernels.page_scores.triton import page_scores, top_units
+from kvengine.kernels.paged_attention.triton import paged_attention
+from kvengine.kernels.quantise.triton import pack, quantise
+from kvengine.kernels.state import State
+
+TARGETS = (80, 90)
+"""Compute capabilities, times ten."""
+ROWS, PAGE, TABLE = 8, 64, 4
+
+
+class Compiled(NamedTuple):
+    """One kernel as compiled for one call."""
+
+    case: str
+    kernel: str
+    target: str
+    registers: int
+    """Per thread, of 255."""
+    stack: int
+    """Bytes per thread spilled to local memory."""
+    shared: int
+    """Bytes per block."""
+    warps: int
+
+
+def compile_all(capability: int, only: Sequence[str] | None = None) -> list[Compiled]:
+    """Every kernel of every case in `cases` (or of some), for one target. Raises what the compiler raises."""
+    found = []
+    for name, call in cases().items():
+        if only is not None and name not in only:
+            continue
+        with only_compiling(capability) as compiled:
+            call()
+        found += [_report(name, kernel, capability) for kernel in compiled]
+    return found
+
+
+@contextmanager
+def only_compiling(capability: int) -> Iterator[list[Any]]:
+    """Launches compile for the target and do nothing else; yields the list that collects the kernels."""
+    compiled: list[Any] = []
+
+    def compile_only(self: Any, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: compiled.append(self.run(*args, grid=grid, warmup=True, **kwargs))
+
+    before, launcher = driver._active, JITFunction.__getitem__
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", capability, 32),
+            get_current_device=lambda: -capability,  # kernels are cached by device
+            get_current_stream=lambda device: 0,
+        )
+    )
+    JITFunction.__getitem__ = compile_only
+    try:
+        yield compiled
+    finally:
+        JITFunction.__getitem__ = launcher
+        driver._active = before
+
+
+def cases() -> dict[str, Callable[[], object]]:
+    """Calls that between them reach every kernel, with the shapes of an 8B model: 8 KV heads of 128, 4 queries each."""
+    table = torch.arange(ROWS * TABLE, dtype=torch.int32).view(ROWS, TABLE)
+    position = torch.arange(TABLE * PAGE, dtype=torch.int32).repeat(ROWS, 1)
+    units = torch.zeros(ROWS, 16, dtype=torch.int64)
+    at = torch.full((ROWS, 16), 500)
+    bf16, state = torch.bfloat16, State(torch.zeros(ROWS, 4, 1, 128), torch.zeros(ROWS, 4, 1))
+
+    def pool(codec: str, dim: int, dtype: torch.dtype, bits: int) -> dict[str, Tensor]:
+        x = torch.zeros(ROWS * TABLE, PAGE, dim, dtype=dtype)
+        if codec == "dense":
+            return {"k": x, "v": x}
+        return codecs.encode_kivi(x, x, bits, 32) if codec == "kivi" else codecs.encode_zipcache(x, x, (4, 2), 38)
+
+    def pages(codec: str = "dense", dim: int = 128, query: int = 1, dtype: torch.dtype = bf16, bits: int = 4,
+              chosen: bool = False, window: int | None = None) -> Callable[[], object]:  # fmt: skip
+        q, fields = torch.zeros(ROWS, 4, query, dim, dtype=dtype), pool(codec, dim, dtype, bits)
+        return lambda: paged_attention(
+            q, fields, table, position, PAGE, 0.1, units if chosen else None, 16 if chosen else PAGE, codec, dim,
+            at[:, :query] if window else None, window, None, None, False,
+        )  # fmt: skip
+
+    def tail(query: int, dim: int = 128, dtype: torch.dtype = bf16, masked: bool = True) -> Callable[[], object]:
+        q, k = torch.zeros(ROWS, 4, query, dim, dtype=dtype), torch.zeros(ROWS, 256, dim, dtype=dtype)
+        visible = torch.ones(ROWS, query, 256, dtype=torch.bool) if masked else None
+        return lambda: attention(q, k, k, visible, 0.1, None if masked else 30.0, None, not masked)
+
+    bounds, x = torch.zeros(ROWS, 64, 128, dtype=bf16), torch.zeros(ROWS * TABLE, PAGE, 128, dtype=bf16)
+    q, dense = torch.zeros(ROWS, 4, 1, 128, dtype=bf16), pool("dense", 128, bf16, 0)
+    basis, frequency = torch.zeros(ROWS, 160, 128, dtype=bf16), torch.ones(64)
+    u = torch.zeros(ROWS * TABLE, PAGE, 160, dtype=bf16)
+    return {
+        "tail, 1 query": tail(1),
+        "tail, tree of 16 queries": tail(16),
+        "tail, softcap, probabilities": tail(1, masked=False),
+        "tail, dim 64, fp16": tail(1, 64, torch.float16),
+        "tail, dim 256": tail(1, 256),
+        "tail, dim 256, 64 queries": tail(64, 256),
+        "pages": pages(),
+        "pages, fp32": pages(dtype=torch.float32),
+        "pages, window": pages(window=4096, query=16),
+        "units of 16": pages(chosen=True),
+        "kivi, 2 bits": pages("kivi", bits=2),
+        "kivi, 4 bits": pages("kivi"),
+        "kivi, 8 bits": pages("kivi", bits=8),
+        "kivi, 4 bits, units of 16": pages("kivi", chosen=True),
+        "zipcache": pages("zipcache"),
+        "merge of 2": lambda: merge_states([state] * 2),
+        "merge of 4": lambda: merge_states([state] * 4),
+        "bounds": lambda: page_scores(q[:, :, 0], bounds, bounds, torch.ones(ROWS, 64, dtype=torch.bool), "max"),
+        "top 128 of 8192": lambda: top_units(torch.zeros(ROWS, 8192), 128),
+        "quantise keys": lambda: quantise(x, 4, 32, "tokens", None, torch.float16),
+        "quantise values": lambda: quantise(x, 2, 32, "channels", None, torch.float16),
+        "pack": lambda: pack(torch.zeros(64, 128, dtype=torch.uint8), 4),
+        "compact": lambda: compact({"k": x}, table, position, table[:, :2], PAGE),
+        "low rank": lambda: lowrank_attention(
+            q, u, dense["v"], basis, frequency, table, table, position, PAGE, 0.1, units, 8, 1.0, False
+        ),
+    }  # fmt: skip
+
+
+def _report(case: str, kernel: Any, capability: int) -> Compiled:
+    usage = _usage(kernel.asm["cubin"])
+    return Compiled(
+        case, kernel.name, f"sm_{capability}", usage["REG"], usage["STACK"], kernel.metadata.shared,
+        kernel.metadata.num_warps,
+    )  # fmt: skip
+
+
+def _usage(cubin: bytes) -> dict[str, int]:
+    """What the assembler recorded, by the tool that comes with Triton."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        dump = subprocess.run([tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True)
+    return {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", dump.stdout)}
+
+
+def main() -> None:
+    """Compile for every target and write a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--only", nargs="*", help="cases to compile (default: all)")
+    parsed = parser.parse_args()
+    rows = [row._asdict() for capability in TARGETS for row in compile_all(capability, parsed.only)]
+    parsed.out.write_text(
+        json.dumps({"triton": triton.__version__, "torch": torch.__version__, "kernels": rows}, indent=1)
+    )
+    for row in rows:
+        used = f"{row['registers']:4} registers {row['stack']:4} B spilled {row['shared']:7} B shared"
+        print(f"{row['target']} {row['kernel']:16} {row['case']:30} {used}")
+
+
+if __name__ == "__main__":
+    main()

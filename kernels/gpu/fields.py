@@ -1,0 +1,104 @@
+"""Reading stored tokens in a Triton kernel: dense, or codes decoded in registers. Layouts: see codecs.py."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvengine.kernels.codecs import width
+
+DENSE = tl.constexpr(0)
+PER_CHANNEL = tl.constexpr(1)
+PER_TOKEN = tl.constexpr(2)
+MIXED_CHANNEL = tl.constexpr(3)
+MIXED_TOKEN = tl.constexpr(4)
+
+
+@triton.jit
+def codes(data, token, d, mask, DIM: tl.constexpr, BITS: tl.constexpr):
+    """Codes [token, d] as floats; the token's bytes are contiguous."""
+    byte = tl.load(data + token[:, None] * (DIM * BITS // 8) + (d * BITS // 8)[None, :], mask=mask, other=0)
+    return ((byte >> ((d * BITS) % 8)[None, :].to(tl.uint8)) & (2**BITS - 1)).to(tl.float32)
+
+
+@triton.jit
+def read(
+    data, low, scale, zero, channel, token, ok, row_offset, token_stride,
+    LAYOUT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, LOW_BITS: tl.constexpr,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, SALIENT: tl.constexpr,
+):  # fmt: skip
+    """Vectors [token, BLOCK_D] of the tokens (indices into the pool, int64); 0 where not `ok` or past `DIM`."""
+    d = tl.arange(0, BLOCK_D)
+    mask = ok[:, None] & (d < DIM)[None, :]
+    if LAYOUT == DENSE:
+        x = tl.load(data + row_offset + token[:, None] * token_stride + d[None, :], mask=mask, other=0.0)
+    elif LAYOUT == PER_CHANNEL or LAYOUT == PER_TOKEN:
+        code = codes(data, token, d, mask, DIM, BITS)
+        if LAYOUT == PER_CHANNEL:
+            at = (token // GROUP)[:, None] * DIM + d[None, :]
+        else:
+            at = token[:, None] * (DIM // GROUP) + (d // GROUP)[None, :]
+        s = tl.load(scale + at, mask=mask, other=0.0).to(tl.float32)
+        x = code * s + tl.load(zero + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        page, slot = token // PAGE, token % PAGE
+        plain = slot >= SALIENT
+        high_at, low_at = page * SALIENT + slot, page * (PAGE - SALIENT) + slot - SALIENT
+        high = codes(data, high_at, d, mask & (~plain)[:, None], DIM, BITS)
+        code = tl.where(plain[:, None], codes(low, low_at, d, mask & plain[:, None], DIM, LOW_BITS), high)
+        if LAYOUT == MIXED_CHANNEL:
+            at = (page * 2 + plain.to(tl.int64))[:, None] * DIM + d[None, :]
+            s = tl.load(scale + at, mask=mask, other=0.0).to(tl.float32)
+            x = code * s + tl.load(zero + at, mask=mask, other=0.0).to(tl.float32)
+        else:
+            s = tl.load(scale + token, mask=ok, other=0.0).to(tl.float32)
+            z = tl.load(zero + token, mask=ok, other=0.0).to(tl.float32)
+            c = tl.load(channel + page[:, None] * DIM + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            x = (code * s[:, None] + z[:, None]) * c
+    return x
+
+
+class Side(NamedTuple):
+    """Keys or values, as arguments of a kernel."""
+
+    pointers: tuple[Tensor, ...]
+    strides: tuple[int, int]
+    layout: dict[str, Any]
+
+
+def dense(x: Tensor, side: str) -> Side:
+    """[row, token, dim] by strides."""
+    return _side(side, (x,) * 5, (x.stride(0), x.stride(1)), x.shape[-1], DENSE)
+
+
+def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: int) -> Side:
+    """One side of a pool."""
+    if codec == "dense":
+        x = fields[side]
+        return _side(side, (x,) * 5, (0, dim), dim, DENSE)
+    scale, zero = fields[f"{side}_scale"], fields[f"{side}_zero"]
+    if codec == "kivi":
+        code = fields[f"{side}_code"]
+        group = page // scale.shape[1] if side == "k" else dim // scale.shape[2]
+        layout = PER_CHANNEL if side == "k" else PER_TOKEN
+        return _side(side, (code, code, scale, zero, scale), (0, 0), dim, layout, width(code, dim), 8, group)
+    high, low = fields[f"{side}_high"], fields[f"{side}_low"]
+    pointers = (high, low, scale, zero, scale if side == "k" else fields["v_channel"])
+    layout, bits = (MIXED_CHANNEL if side == "k" else MIXED_TOKEN), (width(high, dim), width(low, dim))
+    return _side(side, pointers, (0, 0), dim, layout, *bits, 1, high.shape[1])
+
+
+def _side(
+    side: str, pointers: tuple[Tensor, ...], strides: tuple[int, int], dim: int, layout: tl.constexpr, bits: int = 8,
+    low_bits: int = 8, group: int = 1, salient: int = 1,
+) -> Side:  # fmt: skip
+    named = {
+        "LAYOUT": layout.value, "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim)), "BITS": bits,
+        "LOW_BITS": low_bits, "GROUP": group, "SALIENT": salient,
+    }  # fmt: skip
+    return Side(pointers, strides, {f"{side.upper()}_{name}": value for name, value in named.items()})

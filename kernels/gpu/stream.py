@@ -1,0 +1,135 @@
+"""Divide the tokens of all rows evenly among a fixed number of programs, and join what they found (stream-K).
+
+Rows differ in length, so a grid of rows leaves most of a GPU idle while the longest finishes. Here all rows' blocks of
+`BLOCK` columns form one line, and program `p` takes blocks `p * per ... (p + 1) * per - 1`, across row boundaries. Its
+share of row `r` goes to partial result `p + r`: a program that ends one row starts the next, so no two shares meet.
+
+Lengths stay on the device, and the grid does not depend on them, so a step can be captured in a graph.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvengine.kernels.state import State
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def row_ends(lengths, rows, columns, LENGTHS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where each row's blocks end on the line; and each row's length."""
+    r = tl.arange(0, ROWS)
+    if LENGTHS:
+        length = tl.load(lengths + r, mask=r < rows, other=0)
+    else:
+        length = tl.where(r < rows, columns, 0)
+    return tl.cumsum((length + BLOCK - 1) // BLOCK, 0), length
+
+
+@triton.jit
+def pick(values, index, ROWS: tl.constexpr):
+    """values[index], and 0 for -1."""
+    return tl.sum(tl.where(tl.arange(0, ROWS) == index, values, 0), 0)
+
+
+@triton.jit
+def absorb(scores, value, acc, top, total):
+    """Online softmax: take in scores [M, T] (-inf: unseen) and values [T, D]."""
+    high = tl.maximum(top, tl.max(scores, 1))
+    shift = tl.where(high == float("-inf"), 0.0, high)
+    shrink = tl.exp2((top - shift) * LOG2E)
+    p = tl.exp2((scores - shift[:, None]) * LOG2E)
+    total = total * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
+    return acc, high, total
+
+
+@triton.jit
+def keep(parts, tops, totals, slot, n, heads, acc, top, total, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store a partial result."""
+    d = tl.arange(0, BLOCK_D)
+    at = slot.to(tl.int64) * heads + n
+    tl.store(parts + at[:, None] * DIM + d[None, :], acc, mask=(n < heads)[:, None] & (d < DIM)[None, :])
+    tl.store(tops + at, top, mask=n < heads)
+    tl.store(totals + at, total, mask=n < heads)
+
+
+@triton.jit
+def join_kernel(
+    parts, tops, totals, sinks, out, lse, lengths, rows, columns, heads, programs,
+    SINKS: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program per query row of a row: combine its shares."""
+    row, n = tl.program_id(0), tl.program_id(1)
+    ends, _ = row_ends(lengths, rows, columns, LENGTHS, ROWS, BLOCK)
+    per = (tl.max(ends, 0) + programs - 1) // programs
+    start, end = pick(ends, row - 1, ROWS), pick(ends, row, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    high = tl.load(sinks + row * heads + n).to(tl.float32) if SINKS else -float("inf")
+    total = tl.where(high == float("-inf"), 0.0, 1.0)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    first, last = 0, -1
+    if end > start:
+        first, last = start // per, (end - 1) // per
+    for p in range(first, last + 1):
+        at = (p + row).to(tl.int64) * heads + n
+        top = tl.load(tops + at)
+        now = tl.maximum(high, top)
+        shift = tl.where(now == float("-inf"), 0.0, now)
+        old, new = tl.exp2((high - shift) * LOG2E), tl.exp2((top - shift) * LOG2E)
+        acc = acc * old + new * tl.load(parts + at * DIM + d, mask=d < DIM, other=0.0)
+        total = total * old + new * tl.load(totals + at)
+        high = now
+    at = row.to(tl.int64) * heads + n
+    tl.store(out + at * DIM + d, tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0), mask=d < DIM)
+    tl.store(lse + at, tl.where(total > 0, high + tl.log(tl.where(total > 0, total, 1.0)), -float("inf")))
+
+
+def programs(device: torch.device) -> int:
+    """How many programs share the work: two for each multiprocessor; a handful in the interpreter."""
+    if device.type != "cuda":
+        return 5
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Partials:
+    """Room for what the programs find, and the launch that joins it."""
+
+    def __init__(self, q: Tensor, dim_v: int, columns: int, block: int, lengths: Tensor | None) -> None:
+        self.rows, self.group, self.queries, _ = q.shape
+        self.heads, self.dim_v, self.columns, self.lengths = self.group * self.queries, dim_v, columns, lengths
+        self.programs = max(1, min(programs(q.device), self.rows * -(-columns // block)))
+        shape = (self.programs + self.rows, self.heads)
+        self.parts = torch.empty(*shape, dim_v, device=q.device, dtype=torch.float32)
+        self.tops, self.totals = torch.empty(2, *shape, device=q.device, dtype=torch.float32)
+        self.shape: dict[str, Any] = {
+            "LENGTHS": lengths is not None,
+            "ROWS": triton.next_power_of_2(self.rows),
+            "BLOCK": block,
+        }
+
+    def join(self, sinks: Tensor | None, scores: Tensor | None) -> State:
+        """Combine; `scores` [row, heads, column] become probabilities."""
+        out = torch.empty(self.rows, self.heads, self.dim_v, device=self.parts.device, dtype=torch.float32)
+        lse = torch.empty(self.rows, self.heads, device=self.parts.device, dtype=torch.float32)
+        shape = (self.group, self.queries)
+        logits = out if sinks is None else sinks[..., None].expand(-1, -1, self.queries).contiguous()
+        if self.rows and self.heads:
+            join_kernel[(self.rows, self.heads)](
+                self.parts, self.tops, self.totals, logits, out, lse, self.lengths if self.lengths is not None else lse,
+                self.rows, self.columns, self.heads, self.programs, SINKS=sinks is not None, DIM=self.dim_v,
+                BLOCK_D=triton.next_power_of_2(self.dim_v), **self.shape,
+            )  # fmt: skip
+        out, lse = out.unflatten(1, shape), lse.unflatten(1, shape)
+        if scores is None:
+            return State(out, lse)
+        probs = torch.exp(scores.unflatten(1, shape) - torch.where(lse == -torch.inf, 0, lse)[..., None])
+        return State(out, lse, probs)

@@ -1,0 +1,67 @@
+"""Attention over keys kept as a low-rank factor, rebuilt while they are read (ShadowKV, arXiv 2410.21465).
+
+Keys before rotation are nearly low-rank: `k ~ u @ basis` with `u` [token, rank] shared by the heads of a sequence and
+a basis [rank, dim] per KV head. Rotation mixes with position, so a read gathers the rows of `u` of the chosen units,
+multiplies by the row's basis, rotates each key at its true position, and attends.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvengine.errors import KernelError
+from kvengine.kernels.dispatch import pick
+from kvengine.kernels.state import State
+
+
+def lowrank_attention(
+    q: Float[Tensor, "row group query dim"] | Float[Tensor, "row group dim"],
+    u: Float[Tensor, "u_pages page rank"],
+    v: Float[Tensor, "v_pages page dim_v"],
+    basis: Float[Tensor, "row rank dim"],
+    inv_freq: Float[Tensor, " half"],
+    table: Int[Tensor, "row pages"],
+    position: Int[Tensor, "row slot"],
+    *,
+    page: int,
+    scale: float,
+    units: Int[Tensor, "row chosen"] | None = None,
+    unit: int | None = None,
+    u_table: Int[Tensor, "row pages"] | None = None,
+    rope_scaling: float = 1.0,
+    want_probs: bool = False,
+    backend: str | None = None,
+) -> State:
+    """Softmax attention over rebuilt keys.
+
+    `table`, `position`, `units`, `unit`: as in `paged_attention`. `u_table`: pages of `u`, if not those of `v` (the
+    heads of a sequence can then share them). `inv_freq`: rotary frequencies in radians per position; the first
+    `2 * half` channels rotate, channel `i` with `i + half` (the Llama convention). `rope_scaling`: factor on cosine
+    and sine (YaRN's attention factor). Rotation is computed in float32.
+    Raises KernelError on shapes that do not fit.
+    """
+    if q.dim() == 3:
+        q = q[:, :, None]
+    unit = page if unit is None else unit
+    _check(q, u, basis, inv_freq, table, position, unit, page)
+    run = pick("lowrank_attention", (q, u, v, basis), backend, native=False)
+    u_table = table if u_table is None else u_table
+    return run.lowrank_attention(  # type: ignore[no-any-return]
+        q, u, v, basis, inv_freq, table, u_table, position, page, scale, units, unit, rope_scaling, want_probs
+    )
+
+
+def _check(
+    q: Tensor, u: Tensor, basis: Tensor, inv_freq: Tensor, table: Tensor, position: Tensor, unit: int, page: int
+) -> None:
+    rows, dim = q.shape[0], q.shape[-1]
+    if tuple(basis.shape) != (rows, u.shape[-1], dim) or u.shape[1] != page:
+        raise KernelError(
+            f"u must be [pages, {page}, rank] and basis [{rows}, rank, {dim}]; got {list(u.shape)}, {list(basis.shape)}"
+        )
+    if position.shape != (rows, table.shape[1] * page) or page % unit or 2 * inv_freq.shape[0] > dim:
+        raise KernelError(
+            f"for {rows} rows, page={page} and dim={dim}: table {list(table.shape)}, position {list(position.shape)}, "
+            f"unit={unit} and inv_freq {list(inv_freq.shape)} do not fit together"
+        )

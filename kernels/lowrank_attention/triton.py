@@ -1,0 +1,143 @@
+"""The Triton kernel: gather rows of U, multiply by the row's basis, rotate, attend, without keys in memory."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvengine.kernels.dispatch import interpreted
+from kvengine.kernels.gpu.stream import Partials, absorb, keep, pick, row_ends
+from kvengine.kernels.paged_attention.triton import MOST_HEADS
+from kvengine.kernels.state import State
+
+
+@triton.jit
+def part(
+    q, basis, u, r, n, heads, token, ok,
+    FROM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr,
+    DIM: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Channels [FROM, FROM + WIDTH): the queries, and the keys U @ basis of the tokens, before rotation."""
+    w, k = tl.arange(0, BLOCK_W), tl.arange(0, STEP)
+    x = tl.load(
+        q + (r * heads + n)[:, None] * DIM + FROM + w[None, :], mask=(n < heads)[:, None] & (w < WIDTH)[None, :],
+        other=0.0,
+    )  # fmt: skip
+    keys = tl.zeros([BLOCK, BLOCK_W], tl.float32)
+    for first in range(0, RANK, STEP):
+        inside = first + k < RANK
+        rows = tl.load(
+            u + token[:, None] * RANK + first + k[None, :], mask=ok[:, None] & inside[None, :], other=0.0
+        ).to(COMPUTE)  # fmt: skip
+        columns = tl.load(
+            basis + (r * RANK + first + k)[:, None] * DIM + FROM + w[None, :],
+            mask=inside[:, None] & (w < WIDTH)[None, :], other=0.0,
+        ).to(COMPUTE)  # fmt: skip
+        keys = tl.dot(rows, columns, keys, input_precision="ieee")
+    return x.to(COMPUTE), keys
+
+
+@triton.jit(do_not_specialize=["columns", "chosen"])
+def lowrank_kernel(
+    q, u, v, basis, inv_freq, table, u_table, position, units, parts, tops, totals, scores_out, lengths,
+    table_row, u_table_row, position_row, rows, columns, heads, chosen, scale, scaling,
+    UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, SCORES: tl.constexpr, LENGTHS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, COMPUTE: tl.constexpr, RANK: tl.constexpr,
+    STEP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, REST: tl.constexpr,
+    BLOCK_R: tl.constexpr, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    ends, length = row_ends(lengths, rows, columns, LENGTHS, ROWS, BLOCK)
+    blocks = tl.max(ends, 0)
+    per = (blocks + programs - 1) // programs
+    at, stop = program * per, tl.minimum((program + 1) * per, blocks)
+    n = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    h, dv = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_V)
+    frequency = tl.load(inv_freq + h, mask=h < HALF, other=0.0)
+    while at < stop:
+        row = tl.sum((ends <= at).to(tl.int32), 0)
+        start, end = pick(ends, row - 1, ROWS), pick(ends, row, ROWS)
+        length_here = pick(length, row, ROWS)
+        upto = tl.minimum(stop, end)
+        r = row.to(tl.int64)
+        acc = tl.zeros([HEADS, BLOCK_V], tl.float32)
+        top = tl.full([HEADS], -float("inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        for block in range(at - start, upto - start):
+            column = block * BLOCK + tl.arange(0, BLOCK)
+            ok = column < length_here
+            slot = column
+            if UNITS:
+                unit = tl.load(units + r * chosen + column // UNIT, mask=ok, other=-1)
+                ok = ok & (unit >= 0)
+                slot = (tl.maximum(unit, 0) * UNIT + column % UNIT).to(tl.int32)
+            page = tl.load(table + r * table_row + slot // PAGE, mask=ok, other=-1).to(tl.int64)
+            u_page = tl.load(u_table + r * u_table_row + slot // PAGE, mask=ok, other=-1).to(tl.int64)
+            place = tl.load(position + r * position_row + slot, mask=ok, other=-1)
+            ok = ok & (page >= 0) & (u_page >= 0) & (place >= 0)
+            token = tl.maximum(page, 0) * PAGE + slot % PAGE
+            u_token = tl.maximum(u_page, 0) * PAGE + slot % PAGE
+            q1, k1 = part(q, basis, u, r, n, heads, u_token, ok, 0, HALF, BLOCK_H, RANK, STEP, DIM, COMPUTE, BLOCK)
+            q2, k2 = part(q, basis, u, r, n, heads, u_token, ok, HALF, HALF, BLOCK_H, RANK, STEP, DIM, COMPUTE, BLOCK)
+            angle = place.to(tl.float32)[:, None] * frequency[None, :]
+            cos, sin = tl.cos(angle) * scaling, tl.sin(angle) * scaling
+            first, second = k1 * cos - k2 * sin, k2 * cos + k1 * sin
+            scores = tl.dot(q1, tl.trans(first.to(COMPUTE)), input_precision="ieee")
+            scores += tl.dot(q2, tl.trans(second.to(COMPUTE)), input_precision="ieee")
+            if REST:
+                q3, k3 = part(
+                    q, basis, u, r, n, heads, u_token, ok, 2 * HALF, REST, BLOCK_R, RANK, STEP, DIM, COMPUTE, BLOCK
+                )
+                scores += tl.dot(q3, tl.trans(k3.to(COMPUTE)), input_precision="ieee")
+            seen = (n < heads)[:, None] & ok[None, :]
+            scores = tl.where(seen, scores * scale, -float("inf"))
+            if SCORES:
+                tl.store(scores_out + (r * heads + n)[:, None] * columns + column[None, :], scores, mask=seen)
+            value = tl.load(
+                v + token[:, None] * DIM_V + dv[None, :], mask=ok[:, None] & (dv < DIM_V)[None, :], other=0.0
+            )
+            acc, top, total = absorb(scores, value.to(COMPUTE), acc, top, total)
+        keep(parts, tops, totals, program + row, n, heads, acc, top, total, DIM_V, BLOCK_V)
+        at = upto
+
+
+def lowrank_attention(
+    q: Tensor,
+    u: Tensor,
+    v: Tensor,
+    basis: Tensor,
+    inv_freq: Tensor,
+    table: Tensor,
+    u_table: Tensor,
+    position: Tensor,
+    page: int,
+    scale: float,
+    units: Tensor | None,
+    unit: int,
+    rope_scaling: float,
+    want_probs: bool,
+) -> State:
+    """See `kvengine.kernels.lowrank_attention`."""
+    q, u, v, basis = (x.contiguous() for x in (q, u, v, basis))
+    rows, group, queries, dim = q.shape
+    heads, half, dim_v, block = group * queries, inv_freq.shape[0], v.shape[-1], 32
+    columns = table.shape[1] * page if units is None else units.shape[1] * unit
+    parts = Partials(q, dim_v, columns, block, None)
+    scores = q.new_full((rows, heads, columns), -torch.inf, dtype=torch.float32) if want_probs else None
+    tile = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
+    low = torch.float32 if interpreted() else q.dtype  # the interpreter multiplies the bits of bfloat16 as integers
+    lowrank_kernel[(parts.programs, triton.cdiv(heads, tile))](
+        q, u, v, basis, inv_freq.to(torch.float32).contiguous(), table, u_table, position,
+        table if units is None else units.contiguous(), parts.parts, parts.tops, parts.totals,
+        parts.tops if scores is None else scores, parts.tops, table.stride(0), u_table.stride(0), position.stride(0),
+        rows, columns, heads, 0 if units is None else units.shape[1], scale, rope_scaling,
+        UNITS=units is not None, UNIT=unit, PAGE=page, SCORES=want_probs, HEADS=tile,
+        COMPUTE={torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[low],
+        RANK=u.shape[-1], STEP=32, DIM=dim, HALF=half, BLOCK_H=max(16, triton.next_power_of_2(half)),
+        REST=dim - 2 * half, BLOCK_R=max(16, triton.next_power_of_2(max(1, dim - 2 * half))), DIM_V=dim_v,
+        BLOCK_V=max(16, triton.next_power_of_2(dim_v)), num_warps=8, num_stages=2, **parts.shape,
+    )  # fmt: skip
+    return parts.join(None, scores)

@@ -1,0 +1,61 @@
+"""The C kernels on the CPU (`kvengine/kernels/cpu/scores.c`)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kvengine.errors import KernelError
+from kvengine.kernels.cpu import call, library
+
+I64, POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+class Bounds(ctypes.Structure):
+    """Mirrors scores.c."""
+
+    _fields_ = [
+        *((name, I64) for name in ("rows", "group", "padded", "dim", "units", "threads", "mean")),
+        ("q", POINTER),
+        ("high", call.Field),
+        ("low", call.Field),
+        ("alive", POINTER),
+        ("alive_row", I64),
+        ("out", POINTER),
+    ]
+
+
+def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
+    """See `kvengine.kernels.page_scores`."""
+    rows, group, dim = q.shape
+    wide = call.up(dim, call.LANES)
+    parts = q.new_zeros(rows, call.up(group, 4), 2, wide, dtype=torch.float32)
+    parts[:, :group, 0, :dim], parts[:, :group, 1, :dim] = q.clamp_min(0), q.clamp_max(0)
+    alive = alive if alive.stride(-1) == 1 else alive.contiguous()
+    out = parts.new_empty(alive.shape)
+    _library().kv_bounds(ctypes.byref(Bounds(
+        rows=rows, group=group, padded=parts.shape[1], dim=wide, units=alive.shape[1],
+        threads=call.team(2 * low.numel()), mean=reduce == "mean", q=parts.data_ptr(), high=call.dense(high),
+        low=call.dense(low), alive=alive.data_ptr(), alive_row=alive.stride(0), out=out.data_ptr(),
+    )))  # fmt: skip
+    return out
+
+
+def top_units(scores: Tensor, count: int) -> Tensor:
+    """See `kvengine.kernels.page_scores.top_units`."""
+    rows, units = scores.shape
+    scores = scores.to(torch.float32).contiguous()
+    ids = torch.empty(rows, count, dtype=torch.int64)
+    at = (I64(n) for n in (rows, units, count, call.team(rows * units * 8)))
+    if _library().kv_top(POINTER(scores.data_ptr()), *at, POINTER(ids.data_ptr())):
+        raise KernelError("the native selection kernel could not allocate its buffers")
+    return ids
+
+
+def _library() -> ctypes.CDLL:
+    loaded = library.load()
+    if loaded.library is None:
+        raise KernelError(f"backend='native' cannot run here: {loaded.reason}")
+    return loaded.library

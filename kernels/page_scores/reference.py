@@ -1,0 +1,28 @@
+"""Plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
+    """See `kvengine.kernels.page_scores`. The bound is `relu(q) . high - relu(-q) . low`: two products, no [unit, dim]
+    intermediate."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q = q.to(wide)
+    bound = q.clamp_min(0) @ high.to(wide).mT + q.clamp_max(0) @ low.to(wide).mT
+    reduced = bound.amax(1) if reduce == "max" else bound.mean(1)
+    return reduced.masked_fill(~alive, -torch.inf)
+
+
+def top_units(scores: Tensor, count: int) -> Tensor:
+    """See `kvengine.kernels.page_scores.top_units`. One integer orders (score, lower id first), so keys are unique."""
+    units = scores.shape[1]
+    bits = (scores.to(torch.float32) + 0.0).view(torch.int32).long()  # + 0.0 makes -0 the same as 0
+    ordered = torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
+    ids = torch.arange(units, device=scores.device)
+    best = (ordered * 2**32 + (units - ids)).topk(count, dim=1, sorted=False).indices
+    dead = scores.gather(1, best) == -torch.inf
+    best = best.masked_fill(dead, units).sort(1).values
+    return best.masked_fill(best == units, -1)

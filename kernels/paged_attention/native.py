@@ -1,0 +1,48 @@
+"""The C kernel on the CPU (`kvengine/kernels/cpu/attention.c`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvengine.kernels.cpu import call
+from kvengine.kernels.state import State
+
+
+def paged_attention(
+    q: Tensor,
+    fields: Mapping[str, Tensor],
+    table: Tensor,
+    position: Tensor,
+    page: int,
+    scale: float,
+    units: Tensor | None,
+    unit: int,
+    codec: str,
+    dim_v: int,
+    query_position: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    want_probs: bool,
+) -> State:
+    """See `kvengine.kernels.paged_attention`."""
+    dim = q.shape[-1]
+    table, position = _int32(table), _int32(position)
+    units, query_position = (None if x is None else _int32(x).contiguous() for x in (units, query_position))
+    columns = table.shape[1] * page if units is None else units.shape[1] * unit
+    return call.run(
+        q, call.paged(codec, fields, "k", dim, page), call.paged(codec, fields, "v", dim_v, page), columns, scale,
+        softcap, sinks, want_probs, table=table.data_ptr(), position=position.data_ptr(), units=call.address(units),
+        query_position=call.address(query_position), table_row=table.stride(0),
+        position_row=position.stride(0), page=page, unit=unit,
+        chosen=0 if units is None else units.shape[1], window=window or 0,
+    )  # fmt: skip
+
+
+def _int32(x: Tensor) -> Tensor:
+    """As int32 with contiguous rows; what the engine keeps already is, and is not copied."""
+    x = x.to(torch.int32)
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

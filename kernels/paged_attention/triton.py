@@ -1,0 +1,179 @@
+"""The Triton kernel: split over tokens, one pass over the bytes named, codes decoded in registers.
+
+All query heads of a group (and all queries of a verification) are rows of one tile, so K/V is read once. Serves
+contiguous tokens too (`kvengine.kernels.attention`).
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvengine.kernels.dispatch import interpreted
+from kvengine.kernels.gpu import fields as stored
+from kvengine.kernels.gpu.fields import read
+from kvengine.kernels.gpu.stream import Partials, absorb, keep, pick, row_ends
+from kvengine.kernels.state import State
+
+MOST_HEADS = 64
+"""Query rows in one tile; more take further passes over the tokens."""
+ANYONE, GIVEN, BY_POSITION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Who sees a token: every query, as `visible` says, or by position and window."""
+
+
+@triton.jit(do_not_specialize=["columns", "chosen", "window"])
+def attend_kernel(
+    q, k0, k1, k2, k3, k4, v0, v1, v2, v3, v4, parts, tops, totals, scores_out,
+    table, position, units, query_position, visible, lengths,
+    k_row, k_token, v_row, v_token, table_row, position_row, visible_row, visible_query, visible_column,
+    rows, columns, heads, queries, chosen, window, scale, softcap,
+    PAGED: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, SEEN: tl.constexpr,
+    SOFTCAP: tl.constexpr, SCORES: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, COMPUTE: tl.constexpr,
+    K_LAYOUT: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK_D: tl.constexpr, K_BITS: tl.constexpr,
+    K_LOW_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_SALIENT: tl.constexpr,
+    V_LAYOUT: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK_D: tl.constexpr, V_BITS: tl.constexpr,
+    V_LOW_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_SALIENT: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    ends, length = row_ends(lengths, rows, columns, LENGTHS, ROWS, BLOCK)
+    blocks = tl.max(ends, 0)
+    per = (blocks + programs - 1) // programs
+    at, stop = program * per, tl.minimum((program + 1) * per, blocks)
+    n = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    d = tl.arange(0, K_BLOCK_D)
+    while at < stop:  # one turn per row that this program has a share of
+        row = tl.sum((ends <= at).to(tl.int32), 0)
+        start, end = pick(ends, row - 1, ROWS), pick(ends, row, ROWS)
+        length_here = pick(length, row, ROWS)
+        upto = tl.minimum(stop, end)
+        r = row.to(tl.int64)
+        at_q = (r * heads + n)[:, None] * K_DIM + d[None, :]
+        queries_here = tl.load(q + at_q, mask=(n < heads)[:, None] & (d < K_DIM)[None, :], other=0.0).to(COMPUTE)
+        acc = tl.zeros([HEADS, V_BLOCK_D], tl.float32)
+        top = tl.full([HEADS], -float("inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        for block in range(at - start, upto - start):
+            column = block * BLOCK + tl.arange(0, BLOCK)
+            ok = column < length_here
+            token = column.to(tl.int64)
+            place = token
+            if PAGED:
+                slot = column
+                if UNITS:
+                    unit = tl.load(units + r * chosen + column // UNIT, mask=ok, other=-1)
+                    ok = ok & (unit >= 0)
+                    slot = (tl.maximum(unit, 0) * UNIT + column % UNIT).to(tl.int32)
+                page = tl.load(table + r * table_row + slot // PAGE, mask=ok, other=-1)
+                place = tl.load(position + r * position_row + slot, mask=ok, other=-1).to(tl.int64)
+                ok = ok & (page >= 0) & (place >= 0)
+                token = (
+                    tl.maximum(page, 0).to(tl.int64) * PAGE + slot % PAGE
+                )  # a select here breaks Triton 3.6's layouts
+            key = read(
+                k0, k1, k2, k3, k4, token, ok, r * k_row, k_token, K_LAYOUT, K_DIM, K_BLOCK_D, K_BITS, K_LOW_BITS,
+                K_GROUP, PAGE, K_SALIENT,
+            )  # fmt: skip
+            scores = tl.dot(queries_here, tl.trans(key.to(COMPUTE)), input_precision="ieee") * scale
+            if SOFTCAP:
+                scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
+            seen = (n < heads)[:, None] & ok[None, :]
+            if SEEN == GIVEN:
+                where = r * visible_row + (n % queries)[:, None] * visible_query + token[None, :] * visible_column
+                seen = seen & (tl.load(visible + where, mask=seen, other=0) != 0)
+            if SEEN == BY_POSITION:
+                own = tl.load(query_position + r * queries + n % queries, mask=n < heads, other=0)
+                distance = own.to(tl.int64)[:, None] - place[None, :]
+                seen = seen & (distance >= 0) & ((distance < window) | (window == 0))
+            scores = tl.where(seen, scores, -float("inf"))
+            if SCORES:
+                tl.store(scores_out + (r * heads + n)[:, None] * columns + column[None, :], scores, mask=seen)
+            if SEEN != ANYONE:  # a value nobody in this tile sees may hold anything
+                ok = ok & (tl.max(seen.to(tl.int32), 0) > 0)
+            value = read(
+                v0, v1, v2, v3, v4, token, ok, r * v_row, v_token, V_LAYOUT, V_DIM, V_BLOCK_D, V_BITS, V_LOW_BITS,
+                V_GROUP, PAGE, V_SALIENT,
+            )  # fmt: skip
+            acc, top, total = absorb(scores, value.to(COMPUTE), acc, top, total)
+        keep(parts, tops, totals, program + row, n, heads, acc, top, total, V_DIM, V_BLOCK_D)
+        at = upto
+
+
+def paged_attention(
+    q: Tensor,
+    fields: Mapping[str, Tensor],
+    table: Tensor,
+    position: Tensor,
+    page: int,
+    scale: float,
+    units: Tensor | None,
+    unit: int,
+    codec: str,
+    dim_v: int,
+    query_position: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    want_probs: bool,
+) -> State:
+    """See `kvengine.kernels.paged_attention`."""
+    k, v = (stored.paged(codec, fields, side, dim, page) for side, dim in (("k", q.shape[-1]), ("v", dim_v)))
+    columns = table.shape[1] * page if units is None else units.shape[1] * unit
+    units = None if units is None else units.contiguous()
+    at = None if query_position is None else query_position.contiguous()
+    tensors = {"table": table, "position": position, "units": units, "query_position": at}
+    return launch(
+        q, k, v, columns, page, scale, softcap, sinks, want_probs, unit=unit, window=window, **tensors
+    )  # fmt: skip
+
+
+def launch(
+    q: Tensor, k: stored.Side, v: stored.Side, columns: int, page: int, scale: float, softcap: float | None,
+    sinks: Tensor | None, want_probs: bool, *, unit: int = 1, window: int | None = None, table: Tensor | None = None,
+    position: Tensor | None = None, units: Tensor | None = None, query_position: Tensor | None = None,
+    visible: Tensor | None = None,
+) -> State:  # fmt: skip
+    """Attend over columns of pages (`table` given) or of contiguous tokens."""
+    q = q.contiguous()
+    rows, group, queries, _ = q.shape
+    heads = group * queries
+    tile = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
+    large = tile * k.layout["K_BLOCK_D"] > 4096  # more registers than four warps have
+    plain = k.layout["K_LAYOUT"] == stored.DENSE.value and k.layout["K_BLOCK_D"] <= 128
+    block = 64 if plain and not large else 32
+    parts = Partials(q, v.layout["V_DIM"], columns, block, None)
+    scores = q.new_full((rows, heads, columns), -torch.inf, dtype=torch.float32) if want_probs else None
+    none = parts.tops  # stands for pointers that are not read
+    seen = GIVEN if visible is not None else BY_POSITION if query_position is not None else ANYONE
+    attend_kernel[(parts.programs, triton.cdiv(heads, tile))](
+        q, *k.pointers, *v.pointers, parts.parts, parts.tops, parts.totals, _or(scores, none),
+        *(_or(x, none) for x in (table, position, units, query_position, visible)), none,
+        *k.strides, *v.strides, *(_stride(x) for x in (table, position)),
+        *((0, 0, 0) if visible is None else visible.stride()),
+        rows, columns, heads, queries, 0 if units is None else units.shape[1], window or 0, scale, softcap or 1.0,
+        PAGED=table is not None, UNITS=units is not None, UNIT=unit, PAGE=page, SEEN=seen.value,
+        SOFTCAP=softcap is not None, SCORES=want_probs, HEADS=tile, COMPUTE=compute_dtype(q, k), **parts.shape,
+        **k.layout, **v.layout, num_warps=8 if large else 4, num_stages=2,
+    )  # fmt: skip
+    return parts.join(sinks, scores)
+
+
+def compute_dtype(q: Tensor, k: stored.Side) -> tl.dtype:
+    """What the tiles are multiplied in: the stored dtype if dense, else the queries'."""
+    dtype = k.pointers[0].dtype if k.layout["K_LAYOUT"] == stored.DENSE.value else q.dtype
+    if dtype == torch.bfloat16 and interpreted():  # the interpreter multiplies the bits of bfloat16 as integers
+        dtype = torch.float32
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+def _or(x: Tensor | None, stand_in: Tensor) -> Tensor:
+    return stand_in if x is None else x
+
+
+def _stride(x: Tensor | None) -> int:
+    return 0 if x is None else x.stride(0)

@@ -1,0 +1,107 @@
+"""The Triton kernels: one read of the values, one write of codes, scales and zeros."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvengine.kernels import quantise as op
+from kvengine.kernels.quantise import reference
+
+
+@triton.jit
+def packed(code, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexpr):
+    """Codes [TOKENS, CHANNELS] as bytes, the first of each in the lowest bits."""
+    per: tl.constexpr = 8 // BITS
+    fields = tl.reshape(code, (TOKENS, CHANNELS // per, per)) << (tl.arange(0, per) * BITS)[None, None, :]
+    return tl.sum(fields, 2).to(tl.uint8)
+
+
+@triton.jit
+def pack_kernel(codes, out, size, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    code = tl.load(codes + at, mask=at < size, other=0).to(tl.int32)
+    byte = tl.program_id(0).to(tl.int64) * (BLOCK * BITS // 8) + tl.arange(0, BLOCK * BITS // 8)
+    tl.store(
+        out + byte,
+        tl.reshape(packed(code[None, :], 1, BLOCK, BITS), (BLOCK * BITS // 8,)),
+        mask=byte < size * BITS // 8,
+    )
+
+
+@triton.jit
+def quantise_kernel(
+    x, alive, code_out, scale_out, zero_out, tokens, token_step, channel_step,
+    DIM: tl.constexpr, BITS: tl.constexpr, BY_CHANNEL: tl.constexpr, ALIVE: tl.constexpr, TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """A tile [TOKENS, CHANNELS]: a group of tokens and many channels if BY_CHANNEL, else many tokens and a group of
+    channels."""
+    i, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    t, c = tl.arange(0, TOKENS), tl.arange(0, CHANNELS)
+    token, channel = i * token_step + t, j * channel_step + c
+    ok_t, ok_c = (t < token_step) & (token < tokens), (c < channel_step) & (channel < DIM)
+    ok = ok_t[:, None] & ok_c[None, :]
+    seen = ok
+    if ALIVE:
+        seen = ok & (tl.load(alive + token, mask=ok_t, other=0) != 0)[:, None]
+    value = tl.load(x + token[:, None] * DIM + channel[None, :], mask=seen, other=0.0).to(tl.float32)
+    axis: tl.constexpr = 0 if BY_CHANNEL else 1
+    low = tl.min(tl.where(seen, value, float("inf")), axis)
+    high = tl.max(tl.where(seen, value, -float("inf")), axis)
+    none = low > high
+    low, high = tl.where(none, 0.0, low), tl.where(none, 0.0, high)
+    scale, zero = ((high - low) / (2**BITS - 1)).to(scale_out.dtype.element_ty), low.to(scale_out.dtype.element_ty)
+    step = tl.where(scale.to(tl.float32) > 0, scale.to(tl.float32), 1.0)
+    base = zero.to(tl.float32)
+    if BY_CHANNEL:
+        scaled = (value - base[None, :]) / step[None, :]
+        at, ok_group = i * DIM + channel, ok_c
+    else:
+        scaled = (value - base[:, None]) / step[:, None]
+        at, ok_group = token * (DIM // channel_step) + j, ok_t
+    tl.store(scale_out + at, scale, mask=ok_group)
+    tl.store(zero_out + at, zero, mask=ok_group)
+    code = tl.minimum(tl.maximum(tl.floor(scaled + 0.5), 0.0), 2**BITS - 1).to(tl.int32)
+    b = tl.arange(0, CHANNELS * BITS // 8)
+    byte = j * channel_step * BITS // 8 + b
+    ok_b = (b < channel_step * BITS // 8) & (byte < DIM * BITS // 8)
+    tl.store(
+        code_out + token[:, None] * (DIM * BITS // 8) + byte[None, :], packed(code, TOKENS, CHANNELS, BITS),
+        mask=ok_t[:, None] & ok_b[None, :],
+    )  # fmt: skip
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """See `kvengine.kernels.quantise.pack`."""
+    codes = codes.contiguous()
+    out = torch.empty(*codes.shape[:-1], codes.shape[-1] * bits // 8, dtype=torch.uint8, device=codes.device)
+    block = 1024
+    if codes.numel():
+        pack_kernel[(triton.cdiv(codes.numel(), block),)](codes, out, codes.numel(), BITS=bits, BLOCK=block)
+    return out
+
+
+def quantise(
+    x: Tensor, bits: int, group: int, over: str, alive: Tensor | None, scale_dtype: torch.dtype
+) -> op.Quantised:
+    """See `kvengine.kernels.quantise.quantise`."""
+    token, dim = x.shape[-2:]
+    by_channel = over == "tokens"
+    if not x.numel() or (not by_channel and group * bits % 8):  # a group that ends inside a byte
+        return reference.quantise(x, bits, group, over, alive, scale_dtype)
+    x = x.contiguous()
+    tokens = x.numel() // dim
+    code = torch.empty(*x.shape[:-1], dim * bits // 8, dtype=torch.uint8, device=x.device)
+    shape = (token // group, dim) if by_channel else (token, dim // group)
+    scale, zero = torch.empty(2, *x.shape[:-2], *shape, dtype=scale_dtype, device=x.device)
+    steps = (group, 64) if by_channel else (32, group)
+    sides = triton.next_power_of_2(steps[0]), max(8, triton.next_power_of_2(steps[1]))
+    quantise_kernel[(triton.cdiv(tokens, steps[0]), triton.cdiv(dim, steps[1]))](
+        x, x if alive is None else alive.contiguous(), code, scale, zero, tokens, *steps, DIM=dim, BITS=bits,
+        BY_CHANNEL=by_channel, ALIVE=alive is not None, TOKENS=sides[0], CHANNELS=sides[1],
+    )  # fmt: skip
+    return op.Quantised(code, scale, zero)

@@ -1,0 +1,33 @@
+"""What a piece of attention yields, so that pieces can be joined exactly.
+
+Softmax over the union of disjoint token sets follows from each set's own softmax and its log-sum-exp:
+`out = sum_i exp(lse_i - lse) out_i` with `lse = log sum_i exp(lse_i)`. Attention operations return that pair.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+class State(NamedTuple):
+    """Attention over one set of tokens. A query that sees nothing has `out` 0 and `lse` -inf."""
+
+    out: Float[Tensor, "row group query dim_v"]
+    """Softmax-weighted values, float32 (float64 if the query was)."""
+    lse: Float[Tensor, "row group query"]
+    """Natural log of the sum of exponentials of the scaled (and capped) scores."""
+    probs: Float[Tensor, "row group query token"] | None = None
+    """This set's own softmax, columns in the order the tokens were given; multiply by `exp(lse - merged.lse)` for the
+    share of the whole."""
+
+
+def rescaled(part: State, whole: State) -> Float[Tensor, "row group query token"]:
+    """The part's probabilities as shares of the whole. Raises TypeError if the part was computed without them."""
+    if part.probs is None:
+        raise TypeError("this state has no probabilities; compute it with want_probs=True")
+    share = torch.exp(part.lse - whole.lse)
+    return part.probs * torch.where(part.lse == -torch.inf, 0.0, share)[..., None]

@@ -1,0 +1,114 @@
+"""A model's rotary embedding, found and then proved.
+
+The frequencies are read from the model's rotary module. Whether the keys that reach the cache are really turned by
+them (pairs interleaved or not, only some channels, not at all in some layers) differs from family to family, and is
+not declared anywhere. So it is tried: a few tokens run through the model twice, at two places, and the cached keys of
+one run must be those of the other, turned.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from kvengine.errors import UnsupportedPolicy
+from kvengine.policies import name_of
+from kvengine.rope import Rope
+from kvengine.stack import Stack
+
+STATIC = {"default", "linear", "llama3", "yarn"}  # kinds whose frequencies never change
+TOKENS, APART = 4, 7  # of the trial
+
+
+def rope_for(stack: Stack, model: PreTrainedModel, known: dict[str, Rope | None]) -> Rope | None:
+    """The rotation, if some choice of the stack needs it. Once found, it is `known`.
+
+    Raises:
+        UnsupportedPolicy: it does, and the model's is not known.
+    """
+    needy = [c for c in (stack.retention, stack.representation, stack.selection) if getattr(c, "needs_rope", False)]
+    if not needy:
+        return None
+    if "rope" not in known:
+        known["rope"] = rope_of(model)
+    if (rope := known["rope"]) is None:
+        raise UnsupportedPolicy(
+            f"{name_of(needy[0])!r} turns keys or queries to other positions, but the layers of {type(model).__name__} "
+            "do not all rotate them by fixed frequencies; use another method"
+        )
+    return rope
+
+
+def rope_of(model: PreTrainedModel) -> Rope | None:
+    """How the model's cached keys were rotated; None if not by one fixed rotation in all layers that cache keys.
+
+    A factor that scales rotated keys (YaRN's) stays in them: turning changes directions alone. The position of a token
+    is its index among the real tokens of its row.
+    """
+    frequencies = frequencies_of(model)
+    if not frequencies:
+        return None
+    try:
+        here, there = cached_keys(model, 0), cached_keys(model, APART)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, IndexError):
+        return None  # a model that cannot be tried like this is not known
+    for frequency, interleaved in itertools.product(frequencies, (False, True)):
+        rope = Rope(frequency.detach().float(), interleaved)
+        if here and all(explains(rope, a, b) for a, b in zip(here, there, strict=True)):
+            return rope
+    return None
+
+
+def frequencies_of(model: PreTrainedModel) -> list[Tensor]:
+    """Candidates: the static rotary frequencies of the text model."""
+    text = model.config.get_text_config(decoder=True)
+    found = []
+    for module in model.modules():
+        if getattr(module, "config", None) is not text or "Rotary" not in type(module).__name__:
+            continue
+        for name, buffer in module.named_buffers(recurse=False):
+            if name.endswith("inv_freq") and "original" not in name and kind(module, name) in STATIC:
+                found.append(buffer)
+    return found
+
+
+def kind(module: nn.Module, name: str) -> str:
+    """The kind of rotation of a buffer `inv_freq` or `<layer type>_inv_freq`; "sections" for images' positions."""
+    layer_type = name.removesuffix("inv_freq").removesuffix("_")
+    known: Any = getattr(module, "rope_type", "default")
+    parameters: Any = getattr(module.config, "rope_parameters", None) or {}
+    if "mrope_section" in parameters:
+        return "sections"
+    return str(known.get(layer_type) if isinstance(known, dict) else known)
+
+
+@torch.no_grad()
+def cached_keys(model: PreTrainedModel, start: int) -> list[Tensor]:
+    """The keys that plain layers cache of a few tokens at positions from `start` on, [head, token, dim] each, fp32."""
+    device = next(model.get_input_embeddings().parameters()).device
+    text = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=text)
+    ids = torch.arange(TOKENS, device=device)[None] % text.vocab_size
+    at = torch.arange(start, start + TOKENS, device=device)[None]
+    training = model.training
+    model.eval()
+    try:
+        model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    finally:
+        model.train(training)
+    plain = [layer.keys for layer in cache.layers if type(layer) is DynamicLayer]
+    return [keys[0].float() for keys in plain if keys is not None]
+
+
+def explains(rope: Rope, here: Tensor, there: Tensor) -> bool:
+    """Whether turning the keys of one place gives those of the other, and leaving them does not."""
+    if 2 * len(rope.frequency) > here.shape[-1]:
+        return False
+    by = torch.full(here.shape[:-1], APART, device=here.device)
+    turned = (rope.turn(here, by) - there).norm()
+    return bool(turned < 0.1 * there.norm()) and bool(turned < 0.5 * (here - there).norm())

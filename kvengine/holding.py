@@ -1,0 +1,321 @@
+"""What a lane holds, and how that changes: dropped, merged, sealed, remembered, rolled back.
+
+The newest tokens are in the open tail; what a stack wants in pages is sealed from there, oldest first, once the tail
+overflows. While recording, a state is remembered before each step, as shallow copies of the tail and the pages.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kvengine.errors import CacheError
+from kvengine.joint import join
+from kvengine.pages import Pages
+from kvengine.policies.retention import Notes, Retention, Seen
+from kvengine.pool import Pool
+from kvengine.saliency import Saliency
+from kvengine.session import Call, Session
+from kvengine.stack import Stack
+from kvengine.tail import Tail
+from kvengine.tokens import pack, take
+
+
+@dataclass
+class Mark:
+    """The state before some tokens were taken, and those tokens."""
+
+    seen: int
+    tail: Tail
+    pages: Pages | None
+    notes: Notes
+    lengths: list[tuple[int, Tensor | None]]
+    k: Tensor
+    v: Tensor
+    valid: Bool[Tensor, "row token"] | None
+
+
+class Holding:
+    def __init__(
+        self,
+        stack: Stack,
+        retention: Retention,
+        layer: int,
+        layers: int,
+        number: int,
+        session: Session,
+        k: Tensor,
+        v: Tensor,
+        heads: int = 1,
+    ):
+        """`k` [row, token, dim] and `v` [row, token, dim_v] say the shapes, dtypes and device to come."""
+        self.heads = heads  # rows of a sequence
+        self.stack, self.retention = stack, retention.at(layer, layers)
+        self.layer, self.layers, self.number, self.session = layer, layers, number, session
+        self.tail = Tail(k, v)
+        self.pages: Pages | None = None
+        self.pool: Pool | None = None
+        self.seen = self.since = 0  # tokens seen, and those before the current pass
+        self.whole = True  # the tail holds every token seen, each at its position
+        self.limit: int | None = None
+        self.notes: Notes = {}  # the retention's
+        self.lengths: list[tuple[int, Tensor | None]] = [
+            (0, None)
+        ]  # tokens in the tail, and the rows that have so many
+        self.marks: list[Mark] = []
+        self.first = torch.zeros(len(k), dtype=torch.long, device=k.device)
+        self.prompt_length = torch.zeros(len(k), dtype=torch.long, device=k.device)
+        self.padded = False  # rows may have seen different numbers of tokens
+        self.prompt_most = 0  # the longest row's prompt
+        self.window: Tensor | None = None  # the prompt's last queries
+        self.mass: Tensor | None = None  # attention received so far in this prompt
+        self.saliency: Saliency | None = None  # of this prompt's tokens, for a representation that asks
+        self.judged = 0  # tokens at the end of the last prompt
+        self.units: Tensor | None = None  # what the last query read; None: everything
+
+    def positions(self, n: int, valid: Bool[Tensor, "row token"] | None) -> Int[Tensor, "row token"]:
+        at = torch.arange(self.seen, self.seen + n, dtype=torch.int32, device=self.first.device)
+        rows = at.expand(len(self.first), n)
+        return rows if valid is None else rows.masked_fill(~valid, -1)
+
+    def everything(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Keys, values, positions and scores of all slots, sealed ones first."""
+        tail = self.tail.held()
+        if self.pages is None or not len(self.pages):
+            return tail
+        pages = (*self.pages.decoded(), self.pages.position, self.pages.score)
+        return tuple(torch.cat([a, b], 1) for a, b in zip(pages, tail, strict=True))  # type: ignore[return-value]
+
+    def show(self, queries: Tensor, mass: Tensor | None, call: Call, prompt: bool) -> Seen:
+        tail = self.tail
+        position, score = tail.position[:, tail.span], tail.score[:, tail.span]
+        if self.pages is not None:
+            position = torch.cat([self.pages.position, position], 1)
+            score = torch.cat([self.pages.score, score], 1)
+        return Seen(
+            position=position, score=score, first=self.first, newest=self.seen - 1, prompt=prompt,
+            prompt_length=self.prompt_length, mass=mass, queries=queries, scale=call.scale,
+            read=lambda: self.everything()[:2], rope=self.session.rope, softcap=call.softcap, heads=self.heads,
+            notes=self.notes,
+        )  # fmt: skip
+
+    def settle(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
+        """After a prompt: drop what is not kept, merge, compact, seal."""
+        anew = self.stack.representation.lossless or self.retention.merges
+        if self.pages is None or (keep is not None and anew):
+            k, v, position, _ = self.everything()
+            if keep is not None and self.retention.merges:
+                k, v = self.retention.fold(seen, keep)
+            self.rebuild(k, v, position, seen.score, keep)
+        else:
+            self.judge(seen, keep)
+            if keep is not None:
+                self.pages.release()
+            self.pack_pages(*self.tail.held(), None, self.tail.clean)
+
+    def rebuild(self, k: Tensor, v: Tensor, position: Tensor, score: Tensor, keep: Tensor | None) -> None:
+        """Hold exactly these tokens, compactly."""
+        clean = self.tail.clean and (self.pages is None or self.pages.clean)
+        self.pages = self.pool = None
+        if self.stack.paged:
+            self.whole = False
+            self.pack_pages(k, v, position, score, keep, clean)
+        elif keep is not None:
+            index = pack((position >= 0) & keep)
+            clean = not bool((index < 0).any())
+            if clean and index.shape[1] == position.shape[1]:
+                self.tail.judge(score, None)
+                return
+            self.whole = False
+            kept = take(k, index), take(v, index), take(position, index, -1), take(score, index)
+            self.tail.replace(*kept, clean, self.slots(index.shape[1]))
+
+    def slots(self, held: int) -> int:
+        """How many slots to keep for that many tokens."""
+        return held + 64 if self.limit is None else min(self.limit + 1, held + 64)
+
+    def pack_pages(
+        self, k: Tensor, v: Tensor, position: Tensor, score: Tensor, keep: Tensor | None, clean: bool
+    ) -> None:
+        """Seal each row's whole pages beyond the tail's room, from its first token on; the rest becomes the tail.
+
+        A row's pages begin at its own first token, so that they are the same whatever it is batched with.
+        """
+        page, room = self.stack.page, self.stack.room
+        alone = self.exact(k, position)
+        if clean and keep is None and alone is None:
+            n = k.shape[1]
+            spill = max(0, (n - room) // page * page) if self.seals else 0
+            if spill:
+                self.sealed(k, position).seal(k[:, :spill], v[:, :spill], position[:, :spill], score[:, :spill], True)
+            self.tail.replace(k[:, spill:], v[:, spill:], position[:, spill:], score[:, spill:], True, room + 2 * page)
+            self.lengths = [(n - spill, None)]
+            return
+        alive = position >= 0 if keep is None else (position >= 0) & keep
+        index = pack(alive if alone is None else alive & ~alone)
+        count = (index >= 0).sum(1)
+        pages = ((count - room) // page).clamp(min=0) if self.seals else torch.zeros_like(count)
+        gone = alive.new_zeros(len(alive), alive.shape[1] + 1)
+        if most := int(pages.max()):
+            at = (index.shape[1] - count)[:, None] + torch.arange(most * page, device=k.device)
+            front = index.gather(1, at.clamp(max=index.shape[1] - 1))
+            front = front.masked_fill(torch.arange(most * page, device=k.device) >= pages[:, None] * page, -1)
+            taken = take(k, front), take(v, front), take(position, front, -1), take(score, front)
+            counts = None if bool((pages == most).all()) else pages
+            self.sealed(k, position).seal(*taken, True, counts=counts)
+            gone.scatter_(1, front.masked_fill(front < 0, alive.shape[1]), True)
+        back = pack(alive & ~gone[:, :-1])
+        rest, width = (back >= 0).sum(1), back.shape[1]
+        even = bool((rest == width).all())
+        kept = take(k, back), take(v, back), take(position, back, -1), take(score, back)
+        self.tail.replace(*kept, even, room + 2 * page)
+        self.lengths = (
+            [(width, None)] if even else [(n, (rest == n).nonzero()[:, 0]) for n in sorted(set(rest.tolist()))]
+        )
+
+    @property
+    def seals(self) -> bool:
+        """Whether more tokens may be sealed: keys kept jointly are those of one prompt."""
+        return self.pages is None or self.pages.joint is None
+
+    def exact(self, k: Tensor, position: Int[Tensor, "row token"]) -> Bool[Tensor, "row token"] | None:
+        """Tokens of a prompt that the selection wants left alone, exact and always read."""
+        if not (self.stack.representation.joint and self.seals):
+            return None
+        return self.stack.selection.exact(k, position, self.prompt_length)
+
+    def sealed(self, k: Tensor | None = None, position: Tensor | None = None) -> Pages:
+        """The pages; made, if there are none yet, for a prompt of these tokens."""
+        if self.pages is None:
+            self.pool = Pool(self.stack.placement)
+            s, rope = self.stack, self.session.rope
+            joined = None
+            if s.representation.joint and k is not None and position is not None:
+                joined = join(s.representation, rope, self.heads, k, position, self.seen)
+            rows, device = len(self.first), self.first.device
+            self.pages = Pages(self.pool, rows, s.page, s.representation, s.selection, device, joined)
+        return self.pages
+
+    def judge(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
+        """Write scores and drop what is not kept, in place."""
+        n = 0
+        if self.pages is not None and (n := len(self.pages)):
+            self.pages.judge(seen.score[:, :n], None if keep is None else keep[:, :n])
+        self.tail.judge(seen.score[:, n:], None if keep is None else keep[:, n:])
+        self.whole &= keep is None
+
+    def add(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+        position = self.positions(k.shape[1], valid)
+        if self.limit is not None and not self.stack.paged and len(self.tail) > self.limit:
+            self.tail.fill(k, v, position)
+        else:
+            self.tail.append(k, v, position, valid is None)
+        self.seen += k.shape[1]
+        self.lengths = [(n + k.shape[1], rows) for n, rows in self.lengths]
+
+    def open(self) -> Int[Tensor, "row"] | int:
+        """Slots of each row's tail."""
+        if len(self.lengths) == 1:
+            return self.lengths[0][0]
+        out = torch.empty_like(self.first)
+        for n, rows in self.lengths:
+            out[rows] = n
+        return out
+
+    def seal(self) -> None:
+        """Seal the oldest page of the rows whose tail overflows."""
+        page, most = self.stack.page, self.stack.room + self.stack.page
+        if not self.stack.paged or self.stack.representation.joint or all(n < most for n, _ in self.lengths):
+            return
+        for n, rows in self.lengths:
+            if n >= most:
+                self.seal_rows(n, rows)
+        self.lengths = [(n - page if n >= most else n, rows) for n, rows in self.lengths]
+        self.tail.start = self.tail.end - max(n for n, _ in self.lengths)
+        self.whole = False
+        if self.retention.decodes:
+            self.tidy()
+
+    def seal_rows(self, length: int, rows: Int[Tensor, "row"] | None) -> None:
+        start = self.tail.end - length
+        span = slice(start, start + self.stack.page)
+        held = (self.tail.k, self.tail.v, self.tail.position, self.tail.score)
+        if rows is None:
+            k, v, position, score = (x[:, span] for x in held)
+            self.sealed().seal(k, v, position, score, self.tail.clean)
+            return
+        k, v, position, score = (x[rows, span] for x in held)
+        self.sealed().seal(k, v, position, score, False, rows)
+        self.tail.own_small()
+        self.tail.position[rows, span] = -1
+
+    def tidy(self) -> None:
+        """Give back empty pages; pack the rest anew once most of it is holes and nothing is lost by it."""
+        pages = self.sealed()
+        pages.release()
+        if self.stack.representation.lossless and len(pages) and float((pages.position >= 0).float().mean()) < 0.5:
+            self.rebuild(*self.everything(), keep=None)
+
+    def remember(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+        state = copy.copy(self.tail), copy.copy(self.pages), dict(self.notes), self.lengths
+        self.marks.append(Mark(self.seen, *state, k, v, valid))
+        self.share(True)
+
+    def share(self, shared: bool) -> None:
+        self.tail.shared = shared
+        if self.pages is not None:
+            self.pages.shared = shared
+
+    def rollback(self, n: int) -> None:
+        """Forget the last `n` tokens, and all that they changed."""
+        goal = self.seen - n
+        while self.marks and self.marks[-1].seen > goal:
+            self.marks.pop()
+        if n and not self.marks:
+            self.shorten(goal)
+        elif n:
+            mark = self.marks.pop()
+            self.tail, self.pages, self.lengths, self.seen = mark.tail, mark.pages, mark.lengths, mark.seen
+            self.notes = mark.notes
+            self.pool = None if self.pages is None else self.pages.pool
+            self.share(bool(self.marks))
+            self.again(mark, goal - mark.seen)
+
+    def again(self, mark: Mark, count: int) -> None:
+        """Take back the first `count` of the tokens that came after a mark (nothing changed between them)."""
+        if count:
+            valid = None if mark.valid is None else mark.valid[:, :count]
+            self.remember(mark.k[:, :count], mark.v[:, :count], valid)
+            self.add(mark.k[:, :count], mark.v[:, :count], valid)
+
+    def shorten(self, goal: int) -> None:
+        if not self.whole or goal < 0:
+            raise CacheError(
+                f"cannot go back from {self.seen} to {goal} tokens: the policy has dropped or sealed some of them "
+                "since. Call cache.activate_past_recording() before the tokens that may have to be taken back"
+            )
+        self.tail.end -= self.seen - goal
+        self.lengths = [(n - self.seen + goal, rows) for n, rows in self.lengths]
+        self.seen = goal
+
+    def commit(self) -> None:
+        """What was taken is now history."""
+        self.marks.clear()
+        self.share(False)
+
+    def rows(self, index: Int[Tensor, "chosen"]) -> None:
+        """Become the given rows (beam search, batch selection)."""
+        if self.marks:
+            raise CacheError("rows cannot be reordered while a draft is pending; commit or roll back first")
+        self.tail.rows(index)
+        self.lengths = [
+            (n, rows if rows is None else torch.isin(index, rows).nonzero()[:, 0]) for n, rows in self.lengths
+        ]
+        if self.pages is not None:
+            self.pages.rows(index)
+        self.first, self.prompt_length = self.first[index], self.prompt_length[index]
+        self.notes = {name: x[index] for name, x in self.notes.items()}

@@ -1,0 +1,80 @@
+"""Keys that a representation keeps once per sequence, for all its heads, rather than in each head's pages.
+
+Addressed by position, so that the heads of a sequence may have sealed different tokens of it. Rows share it, and it
+never changes: a state is remembered by keeping a reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvengine.errors import UnsupportedPolicy
+from kvengine.policies import name_of
+from kvengine.policies.representation import Fields, Representation
+from kvengine.rope import Rope
+
+
+@dataclass(frozen=True)
+class Joint:
+    """What is kept of a prompt's keys.
+
+    Attributes:
+        representation: how.
+        rope: the model's rotation; keys are kept unrotated.
+        heads: rows of a sequence.
+        dtype: of the keys.
+        fields: named tensors, the sequence first; those with a token axis have it second.
+    """
+
+    representation: Representation
+    rope: Rope
+    heads: int
+    dtype: torch.dtype
+    fields: Fields
+
+    def keys(self, position: Int[Tensor, "row token"]) -> Float[Tensor, "row token dim"]:
+        """The keys at these positions, rotated; anything where the position is -1."""
+        at = position.clamp(min=0).long()
+        return self.rope.turn(self.representation.keys(self.fields, at), at).to(self.dtype)
+
+    def rows(self, index: Int[Tensor, "chosen"]) -> Joint:
+        """Those of the given rows; whole sequences."""
+        sequences = index[:: self.heads] // self.heads
+        return replace(self, fields={name: x[sequences] for name, x in self.fields.items()})
+
+    def reads(self, chosen: int | None) -> int:
+        """Bytes that are read for that many (row, token) pairs; None is all tokens, once."""
+        size = 0
+        for name, x in self.fields.items():
+            by_token = name in self.representation.by_token and chosen is not None
+            size += chosen * x[0, 0].nbytes if by_token and chosen is not None else x.nbytes
+        return size
+
+
+def join(
+    representation: Representation,
+    rope: Rope | None,
+    heads: int,
+    k: Float[Tensor, "row token dim"],
+    position: Int[Tensor, "row token"],
+    seen: int,
+) -> Joint:
+    """Take what a representation keeps of these keys (position -1: no token); `seen` positions are in use.
+
+    Raises:
+        UnsupportedPolicy: the model has no rotation that could be undone.
+    """
+    if rope is None:
+        raise UnsupportedPolicy(
+            f"{name_of(representation)!r} needs keys before their rotation, but this model has no rotary position "
+            "embedding that the engine knows; use another representation"
+        )
+    alive = (position >= 0)[..., None]
+    flat = rope.turn(k.float(), -position.clamp(min=0)).masked_fill(~alive, 0)
+    at = torch.where(position >= 0, position, seen).long()[..., None].expand_as(flat)
+    placed = flat.new_zeros(len(k), seen + 1, k.shape[2]).scatter_(1, at, flat)[:, :seen]
+    return Joint(representation, rope, heads, k.dtype, representation.join(placed.unflatten(0, (-1, heads))))

@@ -1,0 +1,143 @@
+"""Prompts that begin alike are computed once: their common chunks come from a store.
+
+    reuse = Prefix(model, store, tokenizer)
+    cache = reuse.fetch(ids)              # the longest stored chain of chunks; maybe nothing
+    model.generate(ids, past_key_values=cache)
+    reuse.keep(ids, cache)                # what was computed, for the next prompt
+
+A chunk is named by a hash over the model, the tokenizer, the policy and all tokens up to its end
+(`kvengine.offload.stores.keys`), so a hit holds what this model would compute. At the level "lossless" the continued
+text is that of a cold run; at the others it is close to it, and the chunks are a fraction of the size.
+
+Chunks hold exact keys and values of a prefix, so the stack must keep everything until the prompt has ended: chunks are
+taken while every layer still holds all it has seen. Anything that goes wrong with a store is a miss: what is not there
+whole, in time, and of this model is computed again, and the store's `counts` and `events` tell.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from kvengine.errors import CacheError, StoreError
+from kvengine.hf_cache import EngineCache
+from kvengine.offload.cachegen import KV, Identity, decode, encode
+from kvengine.offload.stores import Store, chain, root
+from kvengine.session import identity
+from kvengine.stack import Stack
+
+log = logging.getLogger(__name__)
+LEVEL = "lossless"
+
+
+@dataclass
+class Prefix:
+    """Chunks of prompts of one model, in a store.
+
+    Args:
+        model: a patched model whose layers all keep plain keys and values.
+        store: where chunks live.
+        tokenizer: part of a chunk's name, if given.
+        level: of the codec; "lossless" gives the text of a cold run.
+        chunk: tokens of a chunk.
+        salt: of the tenant; chunks under another salt are never found.
+        timeout: seconds to wait for the store before computing instead.
+        ttl: seconds that chunks live in the store; None for ever.
+
+    Raises ValueError for a salt that is too long.
+    """
+
+    model: nn.Module
+    store: Store
+    tokenizer: object = None
+    level: str = LEVEL
+    chunk: int = 256
+    salt: str = ""
+    timeout: float = 10.0
+    ttl: float | None = None
+    whose: Identity = field(init=False)
+    start: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.whose = identity(self.model, self.tokenizer)
+        self.start = root(self.whose, f"exact/{self.level}", chunk=self.chunk, salt=self.salt)
+
+    def fetch(self, ids: Int[Tensor, "1 token"], stack: str | Stack | None = None) -> EngineCache:
+        """A new cache with the longest stored chain of the prompt's chunks in it.
+
+        At least one token of the prompt is left to compute, since its logits begin the answer. The cache is empty where
+        nothing is stored, and where the stack judges a prompt by all its queries, which a reused chunk does not have.
+        """
+        cache = EngineCache(self.model, stack)  # type: ignore[arg-type]
+        tokens = ids[0].tolist()
+        if len(ids) != 1 or not self.fits(cache):
+            return cache
+        chunks = self.read(chain(tokens[:-1], self.start, self.chunk))
+        if chunks:
+            self.enter(cache, chunks, len(tokens))
+        return cache
+
+    @staticmethod
+    def fits(cache: EngineCache) -> bool:
+        """Whether a prefix may be entered without its queries."""
+        stack = cache.stack
+        needs = stack.retention.wants_mass or stack.representation.probes > 0 or not stack.prefill.exact
+        return not needs and len(cache.engines) == len(cache.layers)
+
+    def read(self, keys: Sequence[str]) -> list[KV]:
+        """The leading chunks that are there, whole and in time."""
+        sizes = self.store.sizes(keys[: self.store.lookup(keys)])
+        found: list[KV] = []
+        jobs = []
+        for key, size in zip(keys, sizes, strict=False):
+            if size is None:
+                break
+            buffer = bytearray(size)
+            jobs.append((self.store.submit_get([key], [buffer]), buffer))
+        for job, buffer in jobs:  # all are under way; decoding one overlaps with reading the next
+            done = self.store.wait(job, self.timeout)
+            if done is None or not all(done.ok):
+                break
+            try:
+                found.append(decode(buffer, self.whose))
+            except StoreError as error:
+                log.warning("a stored chunk is recomputed: %s", error)
+                break
+        return found
+
+    def enter(self, cache: EngineCache, chunks: Sequence[KV], total: int) -> None:
+        """Puts chunks into an empty cache as the beginning of a prompt of `total` tokens."""
+        cache.announce(total)
+        device, dtype = next(self.model.parameters()).device, next(self.model.parameters()).dtype
+        for layer, pieces in zip(cache.engines, zip(*(kv.layers for kv in chunks), strict=True), strict=True):
+            k, v = (torch.cat([piece[part] for piece in pieces], 1)[None].to(device, dtype) for part in (0, 1))
+            layer.store(k, v, None)
+        for entered in cache.layers:
+            entered.is_initialized = True  # type: ignore[union-attr]
+
+    def keep(self, ids: Int[Tensor, "1 token"], cache: EngineCache) -> int:
+        """Stores the prompt's whole chunks that are not stored yet; the chunks submitted. Does not wait.
+
+        Raises CacheError if the cache no longer holds every token of the prompt exactly, or holds several sequences.
+        """
+        tokens = ids[0].tolist()
+        keys = chain(tokens, self.start, self.chunk)
+        engines = cache.engines
+        if len(ids) != 1 or not engines or not all(layer.whole for layer in engines) or cache.seen < len(tokens):
+            raise CacheError(
+                f"only a prompt that the cache holds whole can be stored; '{cache.stack}' has dropped, sealed or not "
+                "yet seen some of it. Store it from a cache of the stack 'full'"
+            )
+        have = self.store.lookup(keys)
+        layers = [layer.contents() for layer in engines]
+        for i in range(have, len(keys)):
+            span = slice(i * self.chunk, (i + 1) * self.chunk)
+            kv = KV([(k[0, :, span], v[0, :, span]) for k, v in layers],
+                    torch.arange(span.start, span.stop), self.whose)  # fmt: skip
+            self.store.submit_put([keys[i]], [encode(kv, self.level, chunk=self.chunk)], self.ttl)
+        return len(keys) - have

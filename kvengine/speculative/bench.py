@@ -1,0 +1,185 @@
+"""Speculative decoding against plain decoding, in the same run and on the same prompts.
+
+Every row of a comparison says what was measured and, beside it, what the model of independent acceptance predicts from
+the measured cost of a drafted token and of a judging pass.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from jaxtyping import Int64
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from kvengine.speculative.check import Gamma
+from kvengine.speculative.report import Report
+from kvengine.speculative.triforce import TriForce
+
+Ids = Int64[Tensor, "1 token"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to decode: the options of `TriForce`. All None decodes plainly."""
+
+    draft: Any = None
+    middle: str | None = None
+    gamma: Gamma = (1, 6)
+    stack: str = "full"
+
+    @property
+    def drafter(self) -> str:
+        return "none" if self.draft is None else self.draft if isinstance(self.draft, str) else "model"
+
+    @property
+    def steps(self) -> str:
+        return "" if self.draft is None and self.middle is None else str(self.gamma)
+
+    def decoder(self, target: Any) -> TriForce:
+        return TriForce(target, self.draft, self.middle, self.gamma, stack=self.stack)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A setting at a context length. Seconds are of decoding, prompts apart; a speed-up is against plain decoding."""
+
+    context: int
+    middle: str
+    draft: str
+    gamma: str
+    prompts: int
+    new_tokens: int
+    tokens_per_second: float
+    speedup: float
+    cpu_speedup: float
+    predicted: float
+    tokens_per_pass: float
+    acceptance: float | None
+    acceptance_by_place: list[float]
+    draft_acceptance: float | None
+    pass_cost: float
+    token_cost: float
+    bytes_per_token: int
+    view_bytes: int
+    same_text: int
+    target_seconds: float
+    draft_seconds: float
+
+
+def compare(
+    target: Any,
+    prompts: Sequence[Ids],
+    settings: Sequence[Setting],
+    new: int = 64,
+    progress: Callable[[str], None] = lambda text: None,
+    **options: Any,
+) -> list[Result]:
+    """Decode every prompt plainly and under each setting, in turns, so that a busy machine slows all alike.
+
+    Args:
+        prompts: of one length. new: tokens after each. options: as in `TriForce.generate`; greedy if there are none.
+    """
+    options = options or {"do_sample": False}
+    decoders = [Setting().decoder(target), *(setting.decoder(target) for setting in settings)]
+    totals, same = [Report() for _ in decoders], [0] * len(decoders)
+    decoders[0].generate(prompts[0], max_new_tokens=4, **options)  # the first pass of a process pays for others
+    for number, ids in enumerate(prompts):
+        texts = []
+        for total, decoder in zip(totals, decoders, strict=True):
+            texts.append(decoder.generate(ids, max_new_tokens=new, seed=number, **options).tolist())
+            total.add(decoder.report)
+        same = [count + (text == texts[0]) for count, text in zip(same, texts, strict=True)]
+        progress(f"{prompts[0].shape[1]} tokens: prompt {number + 1} of {len(prompts)}")
+    first = result(prompts[0].shape[1], Setting(), totals[0], totals[0], same[0])
+    rest = zip(settings, totals[1:], same[1:], strict=True)
+    return [first, *(result(prompts[0].shape[1], setting, total, totals[0], count) for setting, total, count in rest)]
+
+
+def result(context: int, setting: Setting, total: Report, baseline: Report, same: int) -> Result:
+    """A row, from the sum of a setting's reports and that of plain decoding."""
+    plain = total.plain_seconds = baseline.seconds / (baseline.emitted - baseline.rows)
+    busy = baseline.cpu_seconds / (baseline.emitted - baseline.rows) * (total.emitted - total.rows) / total.cpu_seconds
+    top, middle = total.tiers[0], next((tier for tier in total.tiers if tier.name == "middle"), None)
+    return Result(
+        context, setting.middle or "", setting.drafter, setting.steps, total.rows,
+        total.emitted, (total.emitted - total.rows) / total.seconds, total.measured_speedup or 0.0, busy,
+        total.predicted_speedup or 0.0, total.tokens_per_target_pass, top.acceptance, top.by_position,
+        middle.acceptance if middle else None, top.seconds / max(1, top.passes) / plain,
+        top.draft_seconds / max(1, top.drafted) / plain, int(total.bytes_per_token),
+        middle.cache_bytes if middle else 0, same, top.seconds, top.draft_seconds,
+    )  # fmt: skip
+
+
+COLUMNS = {  # heading: key of a row, and its format
+    "Context": "context",
+    "Middle": "middle",
+    "Draft": "draft",
+    "γ": "gamma",
+    "Accepted by target": "acceptance:.2f",
+    "Accepted by middle": "draft_acceptance:.2f",
+    "Tokens per target pass": "tokens_per_pass:.2f",
+    "Cost of a drafted token": "token_cost:.2f",
+    "Cost of a judging pass": "pass_cost:.2f",
+    "Tokens/s": "tokens_per_second:.1f",
+    "Speed-up": "speedup:.2f",
+    "in CPU time": "cpu_speedup:.2f",
+    "Predicted": "predicted:.2f",
+    "Same text": "same_text",
+}
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown. Costs are in plainly decoded tokens."""
+    lines = [list(COLUMNS), ["---"] * len(COLUMNS)]
+    for row in records(results):
+        cells = [(row[key], form) for key, _, form in (column.partition(":") for column in COLUMNS.values())]
+        lines.append(["–" if value is None else format(value, form) for value, form in cells])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Measured (lines) and predicted (dots) speed-up against context length, a colour per setting."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    names = dict.fromkeys((row.middle, row.draft) for row in results if row.middle or row.draft != "none")
+    for number, (middle, draft) in enumerate(names):
+        mine = sorted((r for r in results if (r.middle, r.draft) == (middle, draft)), key=lambda row: row.context)
+        colour = matplotlib.colormaps["tab10"](number % 10)
+        contexts, label = [row.context for row in mine], " over ".join(x for x in (middle, draft) if x)
+        axes.plot(contexts, [row.speedup for row in mine], "-o", color=colour, label=label)
+        axes.plot(contexts, [row.predicted for row in mine], ".", color=colour, alpha=0.5, markersize=14)
+    axes.axhline(1, color="grey", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("context (tokens)")
+    axes.set_ylabel("speed-up over plain decoding (dots: predicted)")
+    axes.legend(fontsize=8)
+    figure.savefig(path)
+
+
+def records(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Rows for a file."""
+    return [{field.name: getattr(row, field.name) for field in fields(row)} for row in results]
+
+
+def document(results: Sequence[Result], command: str) -> dict[str, Any]:
+    """Everything needed to show the results and to get them again."""
+    machine = f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    if torch.cuda.is_available():
+        machine += f", {torch.cuda.get_device_name()}"
+    return {"command": command, "machine": machine, "columns": COLUMNS, "rows": records(results)}
+
+
+def windows(tokens: Sequence[int], context: int, count: int) -> list[Ids]:
+    """Up to `count` prompts of `context` tokens, evenly spread over a text."""
+    if len(tokens) < context:
+        return []
+    steps = max(1, count - 1)
+    starts = dict.fromkeys((len(tokens) - context) * i // steps for i in range(count))
+    return [torch.tensor([list(tokens[start : start + context])]) for start in starts]

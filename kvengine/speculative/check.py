@@ -1,0 +1,75 @@
+"""Refusals before anything is computed."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from kvengine.errors import ModelError, PolicyError, unknown
+from kvengine.hf import check_model
+from kvengine.hf_cache import engine_layers
+from kvengine.stack import Stack
+
+DRAFTS = ("lookup", "recycling")
+MOST = 17  # tokens that "auto" drafts at the most, and one
+
+Gamma = tuple[int, int] | Literal["auto"]
+
+
+def check_gamma(gamma: Gamma) -> None:
+    if gamma == "auto":
+        return
+    if not isinstance(gamma, tuple) or len(gamma) != 2 or any(not isinstance(g, int) or g < 1 for g in gamma):
+        raise PolicyError(
+            "gamma is 'auto' or two counts of at least 1 (drafted for the middle, drafted for the target), "
+            f"not {gamma!r}"
+        )
+
+
+def check_models(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None) -> None:
+    """Refuse models that the tiers cannot be built of, before anything is computed."""
+    check_model(target)
+    whole = all(engine_layers(target.config.get_text_config(decoder=True)))
+    if not whole:
+        raise ModelError(
+            f"{type(target).__name__} has layers with a sliding window or a recurrent state: a rejected draft cannot "
+            "be taken back from those yet. Use a model whose layers all have a plain key-value cache"
+        )
+    if isinstance(draft, str) and draft not in DRAFTS:
+        raise PolicyError(unknown("draft", draft, DRAFTS))
+    if isinstance(draft, torch.nn.Module):
+        check_model(draft)
+        check_tokenizers(target, draft, tokenizers)
+    elif draft is not None and not isinstance(draft, str):
+        raise ModelError(f"a draft is a model, one of {', '.join(DRAFTS)}, or None, not {type(draft).__name__}")
+
+
+def check_tokenizers(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None) -> None:
+    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, draft)]
+    if sizes[0] != sizes[1]:
+        raise ModelError(
+            f"the draft has another tokenizer: its vocabulary has {sizes[1]} entries, the target's {sizes[0]}. A draft "
+            "must speak the target's tokens; use draft='lookup', which needs no model"
+        )
+    if tokenizers is not None and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
+        raise ModelError("the draft has another tokenizer: the same ids stand for other tokens. Use draft='lookup'")
+
+
+def check_room(name: str, stack: Stack, gamma: Gamma) -> None:
+    """A cheap cache must hold the tokens drafted on it."""
+    ahead = MOST if gamma == "auto" else sum(gamma) + 1
+    budget = room(stack)
+    if budget is not None and budget <= ahead:
+        raise PolicyError(
+            f"{name}='{stack}' holds {budget} tokens, and gamma={gamma} drafts up to {ahead} on it: the draft would "
+            "push out what it is to be read with. Give it a larger budget, or a smaller gamma"
+        )
+
+
+def room(stack: Stack) -> int | None:
+    """Tokens that a query reads at the most, as far as the stack's options say so without a prompt."""
+    chosen = stack.selection if stack.selects else stack.retention
+    options = vars(chosen)
+    parts = [options.get("budget", options.get("recent")), options.get("sinks", 0)]
+    return sum(parts) if all(isinstance(part, int) for part in parts) else None

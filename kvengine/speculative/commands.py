@@ -1,0 +1,166 @@
+"""`kvengine generate` and `kvengine bench speculate`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+from kvengine.errors import EvaluationError, KVEngineError
+from kvengine.hf import patch
+from kvengine.speculative import bench
+from kvengine.speculative.check import Gamma
+from kvengine.speculative.triforce import TriForce
+
+bench_app = typer.Typer(help="Measure speed.", no_args_is_help=True)
+console = Console()
+
+Model = Annotated[str, typer.Argument(help="folder or hub id of the model")]
+Draft = Annotated[str, typer.Option(help="lookup, recycling, none, or folder or hub id of a small model")]
+Steps = Annotated[str, typer.Option(help="'auto', or tokens drafted for the middle and for the target: 1,6")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
+New = Annotated[int, typer.Option("--new", min=1, help="new tokens")]
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[str | None, typer.Argument(help="text to continue; by default standard input")] = None,
+    policy: Annotated[str, typer.Option(help="the cache's policy")] = "full",
+    speculate: Annotated[
+        bool, typer.Option("--speculate/--plain", help="draft and verify; same law of the text")
+    ] = False,
+    draft: Draft = "lookup",
+    middle: Annotated[str, typer.Option(help="policy under which the model drafts for itself, or none")] = "none",
+    gamma: Steps = "auto",
+    new: New = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0: all")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="end at this text (may be repeated)")] = None,
+    seed: Annotated[int | None, typer.Option(help="of sampling")] = None,
+    report: Annotated[bool, typer.Option("--report/--no-report", help="print what it cost")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Continue a text, printing as it goes."""
+    with readable_errors():
+        target, tokenizer = load(model, device, dtype)
+        ids = tokenizer(sys.stdin.read() if prompt is None else prompt, return_tensors="pt").input_ids
+        options: dict[str, Any] = {"max_new_tokens": new, "streamer": TextStreamer(tokenizer, skip_prompt=True)}
+        options |= {"stop_strings": stop, "tokenizer": tokenizer} if stop else {}
+        options |= {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {"do_sample": False}
+        if not speculate:
+            if seed is not None:
+                torch.manual_seed(seed)
+            sampling = {"do_sample": True} if temperature else {}
+            patch(target, policy)
+            target.generate(ids.to(target.device), **options, **sampling)
+            return
+        decoder = TriForce(target, drafter(draft, device, dtype), named(middle), steps(gamma), stack=policy)
+        decoder.generate(ids.to(target.device), seed=seed, **options)
+        if report:
+            console.print(str(decoder.report), highlight=False)
+
+
+@bench_app.command("speculate")
+def speculate(
+    model: Model,
+    text: Annotated[Path, typer.Option(help="text file that prompts are cut from", exists=True, dir_okay=False)],
+    draft: Draft = "lookup",
+    middle: Annotated[
+        str, typer.Option(help="policies under which the model drafts for itself, separated by ';', or none")
+    ] = "none;retrieval(budget=0.125);streaming(recent=0.125);snapkv(budget=0.125);kivi(bits=4)",
+    contexts: Annotated[str, typer.Option(help="prompt lengths in tokens, separated by commas")] = "1024,4096",
+    gamma: Steps = "1,6",
+    prompts: Annotated[int, typer.Option(min=1, help="prompts of each length")] = 4,
+    new: New = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token")] = 0.0,
+    out: Annotated[Path | None, typer.Option(help="folder for rows (JSON), table (Markdown) and picture (PNG)")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Speculative against plain decoding: acceptance, costs, and the speed-up measured and predicted."""
+    with readable_errors():
+        target, tokenizer = load(model, device, dtype)
+        tokens = tokenizer(text.read_text(), verbose=False).input_ids
+        below = drafter(draft, device, dtype)
+        settings = [bench.Setting(below, named(name.strip()), steps(gamma)) for name in middle.split(";")]
+        sampling = {"temperature": temperature} if temperature else {}
+        found: list[bench.Result] = []
+        for context in numbers(contexts):
+            cut = [ids.to(target.device) for ids in bench.windows(tokens, context, prompts)]
+            if not cut:
+                raise EvaluationError(f"{text} has {len(tokens)} tokens, fewer than a context of {context}")
+            found += bench.compare(target, cut, settings, new, status, **sampling)
+        console.print(bench.table(found), highlight=False, soft_wrap=True)
+        if out is not None:
+            save(found, out, model)
+
+
+def save(found: list[bench.Result], out: Path, model: str) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    document = bench.document(found, " ".join(["kvengine", *sys.argv[1:]])) | {"model": model}
+    (out / "speculate.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / "speculate.md").write_text(bench.table(found))
+    bench.plot(found, out / "speculate.png")
+    console.print(f"{out}/speculate.json, .md, .png", highlight=False)
+
+
+def status(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def load(name: str, device: str, dtype: str) -> tuple[Any, Any]:
+    """A model, ready to decode, and its tokenizer."""
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise EvaluationError(f"cannot load {name!r}: {error}") from error
+    return model.to(where).eval(), tokenizer
+
+
+def drafter(name: str, device: str, dtype: str) -> Any:
+    if name in ("lookup", "recycling"):
+        return name
+    return None if name == "none" else load(name, device, dtype)[0]
+
+
+def named(policy: str) -> str | None:
+    return None if policy == "none" else policy
+
+
+def steps(text: str) -> Gamma:
+    if text == "auto":
+        return "auto"
+    found = numbers(text)
+    if len(found) != 2:
+        raise EvaluationError(f"--gamma is 'auto' or two numbers such as 1,6, not {text!r}")
+    return found[0], found[1]
+
+
+def numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise EvaluationError(f"{text!r} is not a list of whole numbers separated by commas") from error
+
+
+@contextlib.contextmanager
+def readable_errors() -> Iterator[None]:
+    """An error of ours is one line and exit code 2, not a traceback."""
+    try:
+        yield
+    except KVEngineError as error:
+        console.print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error

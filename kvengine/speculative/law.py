@@ -1,0 +1,99 @@
+"""From logits to the law that a token is drawn from: every logit processor, then softmax, or certainty when greedy.
+
+The law of a position depends on the tokens before it (repetition penalties, banned n-grams, grammars), so in a draft
+each position is processed with the prefix that leads to it, drafted tokens included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+Processor = Callable[[Int64[Tensor, "row token"], Float[Tensor, "row vocab"]], Float[Tensor, "row vocab"]]
+
+# Of the processors that transformers builds, those that never look at the tokens: all positions go in one call.
+MEMORYLESS = {
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "MinPLogitsWarper",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+}
+
+
+@dataclass
+class Text:
+    """The tokens of one sequence that are final: the prompt and what the top tier has let through.
+
+    padding: left padding that only the processors and criteria see, as in `model.generate`.
+    """
+
+    tokens: list[int]
+    padding: list[int] = field(default_factory=list)
+    buffer: Int64[Tensor, " slot"] = field(default_factory=lambda: torch.empty(0, dtype=torch.long), repr=False)
+    filled: int = field(default=0, init=False)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def since(self, start: int, tail: Sequence[int]) -> list[int]:
+        """The text continued by `tail`, from token `start` on."""
+        return self.tokens[start:] + list(tail) if start < len(self) else list(tail[start - len(self) :])
+
+    def ids(self, tail: Sequence[int] = (), device: torch.device | str = "cpu") -> Int64[Tensor, "1 token"]:
+        """Padding, text and tail as a tensor; costs what is new, not the whole text."""
+        begin, end = len(self.padding) + self.filled, len(self.padding) + len(self)
+        if end + len(tail) > len(self.buffer):
+            self.buffer = torch.empty(2 * (end + len(tail)), dtype=torch.long)
+            self.buffer[: len(self.padding)] = torch.tensor(self.padding)
+            begin, self.filled = len(self.padding), 0
+        self.buffer[begin : end + len(tail)] = torch.tensor([*self.tokens[self.filled :], *tail], dtype=torch.long)
+        self.filled = len(self)
+        return self.buffer[None, : end + len(tail)].to(device)
+
+
+@dataclass(frozen=True)
+class Law:
+    """A model's law after its processors.
+
+    processors: as in transformers, called with (tokens so far, scores); greedy: certainty of the largest score.
+    """
+
+    processors: Sequence[Processor] = ()
+    greedy: bool = True
+
+    @property
+    def memoryless(self) -> bool:
+        return all(type(processor).__name__ in MEMORYLESS for processor in self.processors)
+
+    def __call__(
+        self, text: Text, tails: Sequence[Sequence[int]], logits: Float[Tensor, "node vocab"]
+    ) -> Float[Tensor, "node vocab"]:
+        """logits[i] follows the text and then tails[i]; fp32 out, or fp64 for fp64 logits."""
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        if self.memoryless:
+            scores = self._process(torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device), scores)
+        else:
+            rows = zip(tails, scores.split(1), strict=True)
+            scores = torch.cat([self._process(text.ids(tail, scores.device).clone(), row) for tail, row in rows])
+        return _certain(scores) if self.greedy else scores.softmax(-1)
+
+    def _process(
+        self, ids: Int64[Tensor, "row token"], scores: Float[Tensor, "row vocab"]
+    ) -> Float[Tensor, "row vocab"]:
+        for processor in self.processors:
+            scores = processor(ids, scores)
+        return scores
+
+
+def _certain(scores: Float[Tensor, "node vocab"]) -> Float[Tensor, "node vocab"]:
+    return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1)

@@ -1,0 +1,156 @@
+"""Drafters that need no training: they know the text so far, or what the model has said before.
+
+Their tokens are chosen, not drawn: the law of each is a single point (`None` in a draft).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvengine.errors import PolicyError
+from kvengine.speculative.accept import ROOT, Draft
+from kvengine.speculative.law import Text
+from kvengine.speculative.tier import More
+
+
+@dataclass
+class Lookup:
+    """Prompt lookup: what followed the last few tokens when they last occurred.
+
+    most, least: n-gram lengths tried, longest first. The latest occurrence wins; Hugging Face and the original
+    (github.com/apoorvumang/prompt-lookup-decoding) take the earliest. The index grows with the text: one dictionary
+    entry per token and length.
+    """
+
+    most: int = 3
+    least: int = 1
+    index: dict[tuple[int, ...], int] = field(default_factory=dict, init=False)
+    indexed: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise PolicyError(f"lookup needs 1 <= least <= most, not least={self.least}, most={self.most}")
+
+    def propose(self, text: Text, tail: Sequence[int], more: More) -> Draft:
+        self._catch_up(text)
+        out = Draft()
+        while more(out.confidence):
+            found = self._find(text, [*tail, *out.tokens])
+            if found is None:
+                return out
+            place, length = found
+            for token in text.tokens[place:]:
+                if not more(out.confidence):
+                    return out
+                out.append(token, None, length / self.most)
+        return out
+
+    def settle(self, text: Text) -> None:
+        return None
+
+    def observe(self, tokens: Sequence[int], logits: Float[Tensor, "token vocab"]) -> None:
+        return None
+
+    def _catch_up(self, text: Text) -> None:
+        """Index every n-gram that has a successor in the text."""
+        for end in range(max(self.indexed, self.least), len(text)):
+            for length in range(self.least, min(self.most, end) + 1):
+                self.index[tuple(text.tokens[end - length : end])] = end
+        self.indexed = max(self.indexed, len(text))
+
+    def _find(self, text: Text, tail: Sequence[int]) -> tuple[int, int] | None:
+        """Where the continuation of the longest known n-gram starts, and that n-gram's length."""
+        last = text.since(max(0, len(text) + len(tail) - self.most), tail)
+        for length in range(min(self.most, len(last)), self.least - 1, -1):
+            place = self.index.get(tuple(last[-length:]))
+            if place is not None:
+                return place, length
+        return None
+
+
+WIDTH = 8
+
+# How many children each node of the static tree has; a node is the path of ranks that leads to it.
+CHILDREN: dict[tuple[int, ...], int] = {
+    (): 8,
+    **{(rank,): count for rank, count in enumerate((8, 4, 3, 2, 1, 1, 1, 1))},
+    **{(0, rank): count for rank, count in enumerate((8, 3, 2, 1, 1, 1, 1, 1))},
+    **{(1, 0): 2, (1, 1): 1, (2, 0): 1, (3, 0): 1, (4, 0): 1, (5, 0): 1},
+    **{(0, 0, rank): count for rank, count in enumerate((5, 2, 1, 1, 1))},
+    **{path: 1 for path in ((0, 1, 0), (0, 2, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0))},
+    (0, 0, 0, 0): 3,
+    **{path: 1 for path in ((0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0))},
+    (0, 0, 0, 0, 0): 2,
+    (0, 0, 0, 1, 0): 1,
+}
+
+
+def static_tree(nodes: int = 80) -> list[tuple[int, ...]]:
+    """The first `nodes` nodes of the tree of Token Recycling, level by level, each as its path of ranks."""
+    return list(_levels())[:nodes]
+
+
+def _levels() -> Iterator[tuple[int, ...]]:
+    level: list[tuple[int, ...]] = [()]
+    while level:
+        level = [(*path, rank) for path in level for rank in range(CHILDREN.get(path, 0))]
+        yield from level
+
+
+@dataclass
+class Recycling:
+    """Token Recycling (arXiv:2408.08696): successors the model has rated highly before, read off as a static tree.
+
+    A matrix [vocab, 8] (ids, on the CPU) holds for each token the best-rated successors when the model last saw it.
+    Every pass of the tier above updates it, and it stays between texts. The prompt does not, as in the official code.
+    Greedy in the paper; here the children are laws of one point, so it is exact at every temperature.
+    """
+
+    vocab: int
+    nodes: int = 80
+    matrix: Int64[Tensor, "vocab 8"] = field(init=False)
+    known: list[bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= 80:
+            raise PolicyError(f"recycling has a tree of 1 to 80 nodes, not {self.nodes}")
+        if self.vocab < WIDTH:
+            raise PolicyError(f"recycling remembers {WIDTH} successors of a token; the vocabulary has {self.vocab}")
+        self.matrix = torch.zeros(self.vocab, WIDTH, dtype=torch.long)
+        self.known = [False] * self.vocab
+
+    def propose(self, text: Text, tail: Sequence[int], more: More) -> Draft:
+        out = Draft(laws=[None])
+        root = text.since(len(text) + len(tail) - 1, tail)[-1]
+        nodes: dict[tuple[int, ...], int] = {(): ROOT}
+        for path in static_tree(self.nodes):
+            parent = nodes.get(path[:-1])
+            if parent is None or not more([1.0] * (len(path) - 1)):
+                continue
+            before = root if parent == ROOT else out.tokens[parent]
+            if self.known[before]:
+                nodes[path] = _hang(out, int(self.matrix[before, path[-1]]), parent)
+        return out
+
+    def settle(self, text: Text) -> None:
+        return None
+
+    def observe(self, tokens: Sequence[int], logits: Float[Tensor, "token vocab"]) -> None:
+        best = logits.topk(WIDTH, -1).indices.cpu()
+        for token, successors in zip(tokens, best, strict=True):
+            self.matrix[token] = successors
+            self.known[token] = True
+
+
+def _hang(draft: Draft, token: int, parent: int) -> int:
+    """Add a node; its index."""
+    draft.tokens.append(token)
+    draft.parents.append(parent)
+    draft.laws.append(None)
+    draft.confidence.append(1.0)
+    return len(draft) - 1

@@ -1,0 +1,94 @@
+"""One sequence from its prompt to its end, and rows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from kvengine.errors import ModelError
+from kvengine.speculative.law import Text
+from kvengine.speculative.report import Clock, Report
+from kvengine.speculative.tier import Drafter, Tier
+
+
+class Run:
+    """One sequence, from its prompt to its end."""
+
+    def __init__(self, top: Tier, criteria: Callable[..., Tensor] | None, limit: int) -> None:
+        """criteria: as in transformers; limit: tokens of the longest text, padding included."""
+        self.top, self.criteria, self.limit = top, criteria, limit
+        self.report = Report()
+
+    def __call__(self, text: Text, put: Callable[[Tensor], None] | None = None) -> list[int]:
+        """The text to its end, padding included; `put` gets the new tokens of each round."""
+        prompt, clock = len(text), Clock()
+        new = [self._first(text)]
+        prefill = clock.lap()
+        while not self._append(text, new, put):
+            new = self.top.step(text, (), self.limit - len(text.padding) - len(text) - 1)[0].tokens
+        self.report = Report.of(self.top, prompt, len(text) - prompt, prefill, clock.lap())
+        return [*text.padding, *text.tokens]
+
+    def _first(self, text: Text) -> int:
+        """Read the prompt with every model, and draw the first token."""
+        logits = self.top.session.prefill(text.tokens)
+        prefill(self.top.below, text.tokens)
+        law = self.top.law(text, [()], logits)[0]
+        return self.top.rule.judge(law, None, (), len(text))[1]
+
+    def _append(self, text: Text, new: Sequence[int], put: Callable[[Tensor], None] | None) -> bool:
+        """Add tokens up to where the text ends; whether it does."""
+        begin, done = len(text), False
+        for token in new:
+            text.tokens.append(token)
+            done = self._ends(text)
+            if done:
+                break
+        if put is not None:
+            put(text.ids()[0, len(text.padding) + begin :].clone())
+        if not done:
+            self.top.settle(text)
+        return done
+
+    def _ends(self, text: Text) -> bool:
+        if len(text.padding) + len(text) >= self.limit:
+            return True
+        return self.criteria is not None and bool(self.criteria(text.ids(), None).all())
+
+
+def prefill(drafter: Drafter | None, prompt: Sequence[int]) -> None:
+    """Let every model below the top read the prompt, the uppermost first."""
+    session = getattr(drafter, "session", None)
+    if session is not None:
+        session.prefill(prompt)
+    if isinstance(drafter, Tier):
+        prefill(drafter.below, prompt)
+
+
+def texts(ids: Int64[Tensor, "row token"], mask: Int64[Tensor, "row token"] | None) -> Iterator[Text]:
+    """The rows without their left padding."""
+    for row, line in enumerate(ids.tolist()):
+        pad = 0 if mask is None else int((mask[row] == 0).sum())
+        if pad and bool((mask[row, :pad] != 0).any()):  # type: ignore[index]
+            raise ModelError("a batch for generation is padded on the left; set tokenizer.padding_side = 'left'")
+        if pad == len(line):
+            raise ModelError(f"row {row} of the batch has no token that is not padding")
+        yield Text(line[pad:], line[:pad])
+
+
+def padded(rows: list[list[int]], config: Any, device: torch.device) -> Int64[Tensor, "row token"]:
+    """Rows as one tensor, the shorter ones continued by the padding token (or the end token, if there is none)."""
+    pad = config.pad_token_id
+    if pad is None:
+        pad = next(iter(end_tokens(config)), 0)
+    longest = max(map(len, rows))
+    return torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=device)
+
+
+def end_tokens(config: Any) -> list[int]:
+    ends = config.eos_token_id
+    return [] if ends is None else [int(ends)] if isinstance(ends, int) else [int(end) for end in ends]

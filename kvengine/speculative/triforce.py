@@ -1,0 +1,196 @@
+"""Generation with a hierarchy of drafts (TriForce, arXiv:2404.11912, with any stack in the middle).
+
+target    the model with its full cache: the text has its law, whatever is below
+middle    the same model behind a cheaper stack: a view of the target's cache, or a cache that follows it
+draft     a small model with a streaming cache, a look-up, or nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+
+from kvengine.errors import ModelError
+from kvengine.hf import STATE, patch
+from kvengine.hf_cache import EngineCache
+from kvengine.speculative.accept import Rule, rule
+from kvengine.speculative.ahead import Adaptive, Ahead, Fixed
+from kvengine.speculative.branch import Branching
+from kvengine.speculative.check import Gamma, check_gamma, check_models, check_room
+from kvengine.speculative.echo import Echo, Refresh
+from kvengine.speculative.law import Law
+from kvengine.speculative.propose import Lookup, Recycling
+from kvengine.speculative.report import Report
+from kvengine.speculative.run import Run, end_tokens, padded, texts
+from kvengine.speculative.session import Session
+from kvengine.speculative.tier import Drafter, Tier
+from kvengine.speculative.view import ViewCache, can_view, complete
+from kvengine.stack import Stack
+
+
+class TriForce:
+    """Decodes `target` losslessly with drafts.
+
+        decoder = TriForce(model, draft="lookup", middle="retrieval(budget=4096)", gamma=(1, 6))
+        out = decoder.generate(input_ids, max_new_tokens=256, temperature=0.6, top_p=0.9)
+        print(decoder.report)
+
+    Args:
+        target: the model; it is patched if it is not yet, which changes nothing for other callers.
+        draft: a small model with the same tokenizer, "lookup" (what followed these tokens before), "recycling"
+            (successors the model rated highly before, as a tree), or None.
+        middle: the policy under which the target drafts for itself; None leaves that tier out.
+        gamma: tokens drafted for the middle, and for the target; "auto" decides by measured cost and acceptance, and
+            remembers from call to call. As it goes by the clock, only greedy or coupled text repeats for a seed then.
+        stack: the target's own cache. "full" keeps the model's law; under another stack that is kept instead.
+        draft_stack: the small model's cache.
+        widths: let the small model draft a tree with so many children per node at each depth, instead of a chain.
+        refresh: when a view chooses anew.
+        tokenizers: the target's and the draft's, to be compared; without them only sizes and special tokens are.
+
+    Raises:
+        ModelError: models that cannot be used, or with different tokenizers.
+        PolicyError: a policy that is wrong, gamma below 1, or a cache too small for the drafts.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any = None,
+        middle: str | Stack | None = "retrieval(budget=4096)",
+        gamma: Gamma = (1, 6),
+        *,
+        stack: str | Stack = "full",
+        draft_stack: str | Stack = "streaming",
+        widths: tuple[int, ...] | None = None,
+        refresh: Refresh | None = None,
+        tokenizers: tuple[Any, Any] | None = None,
+    ) -> None:
+        self.target, self.draft, self.gamma, self.widths = target, draft, gamma, widths
+        self.stack = Stack.of(stack)
+        self.middle = None if middle is None else Stack.of(middle)
+        self.draft_stack = Stack.of(draft_stack)
+        self.refresh = refresh or Refresh()
+        self.report = Report()
+        self.memory: Recycling | None = None
+        self.ahead: list[Ahead] = [Adaptive(), Adaptive()] if gamma == "auto" else []
+        check_gamma(gamma)
+        check_models(target, draft, tokenizers)
+        if self.middle is not None:
+            check_room("middle", self.middle, gamma)
+        if isinstance(draft, torch.nn.Module):
+            check_room("draft_stack", self.draft_stack, gamma)
+        for model in (target, draft):
+            if isinstance(model, PreTrainedModel) and not hasattr(model, STATE):
+                patch(model, "full")
+        if draft == "recycling":
+            self.memory = Recycling(target.config.get_text_config(decoder=True).vocab_size)
+
+    def generate(self, input_ids: Int64[Tensor, "row token"], **options: Any) -> Int64[Tensor, "row token"]:
+        """The prompts and what follows them, rows padded on the right once they have ended.
+
+        Takes what `model.generate` takes (a `streamer` too), and: seed (default: from torch's generator), coupled
+        (position-keyed noise: the text of a seed is then the same whatever drafts it). A `temperature`, `top_k`,
+        `top_p` or `min_p` asks for sampling; temperature 0 for the likeliest token.
+
+        `model.generate(ids, custom_generate=decoder, ...)` is the same, but transformers then keeps the streamer and the
+        tokenizer of stop strings to itself.
+        """
+        own = {name: options.pop(name) for name in ("seed", "coupled", "streamer") if name in options}
+        if options.get("temperature") == 0:
+            options |= {"do_sample": False, "temperature": None}
+        elif any(options.get(name) is not None for name in ("temperature", "top_k", "top_p", "min_p")):
+            options.setdefault("do_sample", True)
+        stop, tokenizer = options.pop("stop_strings", None), options.pop("tokenizer", None)
+        if stop is not None:  # transformers would lose the tokenizer on the way
+            criteria = options.get("stopping_criteria") or ()
+            options["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, stop)])
+        if own.get("streamer") is not None:
+            own["streamer"].put(input_ids.cpu())
+        out: Tensor = self.target.generate(input_ids, custom_generate=partial(self, **own), **options)
+        return out
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Int64[Tensor, "row token"],
+        logits_processor: Sequence[Any] = (),
+        stopping_criteria: Callable[..., Tensor] | None = None,
+        generation_config: Any = None,
+        seed: int | None = None,
+        coupled: bool = False,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> Int64[Tensor, "row token"]:
+        """What `model.generate(..., custom_generate=decoder)` calls, its preparations made.
+
+        Raises:
+            ModelError: another model than the target, a streamer for several rows, beams, or a cache already in use.
+        """
+        self._check_call(model, input_ids, generation_config, streamer, kwargs)
+        seed = int(torch.randint(1 << 62, ())) if seed is None else seed
+        law = Law(list(logits_processor), greedy=not generation_config.do_sample)
+        ends = frozenset(end_tokens(generation_config))
+        self.report = Report()
+        rows = []
+        for row, text in enumerate(texts(input_ids, kwargs.get("attention_mask"))):
+            top = self.tiers(law, rule(seed, row, coupled), ends)
+            run = Run(top, stopping_criteria, generation_config.max_length)
+            rows.append(run(text, None if streamer is None else streamer.put))
+            self.report.add(run.report)
+        if streamer is not None:
+            streamer.end()
+        return padded(rows, generation_config, input_ids.device)
+
+    def tiers(self, law: Law, rule: Rule, ends: frozenset[int] = frozenset()) -> Tier:
+        """A fresh hierarchy for one sequence, topmost tier first."""
+        cache = EngineCache(self.target, self.stack)
+        top = Session(self.target, cache)
+        below = self._drafter(law, rule, ends)
+        if self.middle is not None:
+            echo = self._echo(top, self.middle)
+            below = Tier(echo, law, rule, below, self._ahead(0), ends, "middle")
+        return Tier(top, law, rule, below, self._ahead(1), ends, "target")
+
+    def _echo(self, top: Session, middle: Stack) -> Echo:
+        if can_view(middle) and complete(self.stack):
+            cache: EngineCache = ViewCache(self.target, top.cache, middle)
+        else:
+            cache = EngineCache(self.target, middle)
+        r = self.refresh
+        return Echo(self.target, cache, whole=top, refresh=Refresh(r.every, r.below, r.patience))
+
+    def _drafter(self, law: Law, rule: Rule, ends: frozenset[int]) -> Drafter | None:
+        if self.draft is None:
+            return None
+        if self.draft == "lookup":
+            return Lookup()
+        if self.memory is not None:
+            return self.memory
+        session = Session(self.draft, EngineCache(self.draft, self.draft_stack))
+        if self.widths is not None:
+            return Branching(session, law, rule, self.widths)
+        return Tier(session, law, rule, ends=ends, name="draft")
+
+    def _ahead(self, level: int) -> Ahead:
+        return self.ahead[level] if self.gamma == "auto" else Fixed(self.gamma[level])
+
+    def _check_call(self, model: Any, ids: Tensor, config: Any, streamer: Any, kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get("past_key_values")
+        if model is not self.target:
+            raise ModelError("this decoder was made for another model; make one with TriForce(model, ...)")
+        if streamer is not None and len(ids) > 1:
+            raise ModelError(f"a streamer prints one row, and there are {len(ids)}; generate them one by one")
+        if config.num_beams not in (None, 1) or config.return_dict_in_generate:
+            raise ModelError(
+                "speculative decoding returns one sequence of tokens: no beams, no return_dict_in_generate"
+            )
+        if cache is not None and cache.get_seq_length() > 0:
+            raise ModelError("past_key_values holds tokens already; speculative decoding starts from the whole prompt")

@@ -1,0 +1,192 @@
+"""`kvengine cache`: look into a store, check it, move values in and out, clean up."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvengine.errors import CorruptBitstream, KVEngineError, StoreError
+from kvengine.offload import container as box
+from kvengine.offload.stores import keys, record
+from kvengine.offload.stores.backend import Backend
+from kvengine.offload.stores.record import Entry
+from kvengine.offload.stores.urls import backend
+
+app = typer.Typer(help="Look into a store of encoded KV, check it, move values, clean up.", no_args_is_help=True)
+
+Store = Annotated[
+    str,
+    typer.Option(
+        "--store", "-s", envvar="KVENGINE_STORE", help="Folder, file://, redis://, s3://, gs:// or az:// URL.",
+        show_default="the user's cache folder",
+    ),
+]  # fmt: skip
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def home() -> str:
+    """The store that is used when none is named: kvengine/store in the user's cache folder."""
+    return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvengine" / "store")
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Backend]:
+    """A store; what goes wrong with it ends the command with one line and status 1."""
+    try:
+        store = backend(url or home())
+        try:
+            yield store
+        finally:
+            store.close()
+    except KeyError as error:
+        raise _fail(f"{url or home()} has no value {error.args[0]}") from error
+    except (KVEngineError, OSError, ValueError) as error:
+        raise _fail(str(error)) from error
+
+
+def _fail(message: str) -> typer.Exit:
+    Console(stderr=True).print(f"[red]error:[/] {message}", highlight=False, soft_wrap=True)
+    return typer.Exit(1)
+
+
+@app.command("ls")
+def list_values(store: Store = "", as_json: AsJson = False) -> None:
+    """List what is stored, the least recently used first."""
+    with opened(store) as source:
+        entries = sorted(source.entries(), key=lambda entry: entry.accessed)
+    if as_json:
+        typer.echo(json.dumps([_plain(entry) for entry in entries]))
+        return
+    table = Table("key", "bytes", "created", "used", "expires", "pinned", box=None)
+    for entry in entries:
+        expires = _date(entry.expires) if entry.expires else "never"
+        used, pinned = _date(entry.accessed), "yes" if entry.pinned else ""
+        table.add_row(entry.key[:16], f"{entry.size:,}", _date(entry.created), used, expires, pinned)
+    Console().print(table)
+    Console().print(f"{len(entries)} values, {sum(entry.size for entry in entries):,} bytes", highlight=False)
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    fields = ("key", "size", "created", "expires", "accessed", "pinned")
+    return {name: getattr(entry, name) for name in fields}
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+@app.command()
+def info(what: Annotated[str, typer.Argument(help="A key, the start of one, or a file.")], store: Store = "") -> None:
+    """Print the header of one value as JSON: model, level, shapes, positions."""
+    if Path(what).is_file():
+        with opened_file(Path(what)) as payload:
+            typer.echo(json.dumps(_describe(payload), indent=2))
+        return
+    with opened(store) as source:
+        payload = _read(source, complete(source, what))
+        typer.echo(json.dumps(_describe(payload), indent=2))
+
+
+@contextmanager
+def opened_file(path: Path) -> Iterator[bytes]:
+    """The payload of an exported record, or a bare container."""
+    try:
+        data = path.read_bytes()
+        yield data[record.SIZE :] if data[:8] == record.MAGIC else data
+    except (KVEngineError, OSError) as error:
+        raise _fail(f"{path}: {error}") from error
+
+
+def _describe(payload: bytes) -> dict[str, Any]:
+    held = box.read_bytes(payload)
+    sizes = [length for _, length, _ in held.entries]
+    return {"bytes": held.size, "sections": len(sizes), "largest_section": max(sizes, default=0), **held.header}
+
+
+def complete(source: Backend, start: str) -> str:
+    """The one key that begins so. Raises StoreError if none or several do."""
+    if keys.KEY.fullmatch(start):
+        return start
+    found = [entry.key for entry in source.entries() if entry.key.startswith(start)]
+    if len(found) != 1:
+        raise StoreError(f"{len(found)} keys begin with {start!r}; `kvengine cache ls --json` prints them in full")
+    return found[0]
+
+
+def _read(source: Backend, key: str) -> bytes:
+    size = source.size(key)
+    if size is None:
+        raise KeyError(key)
+    into = bytearray(size)
+    if source.read(key, memoryview(into)) != size:
+        raise CorruptBitstream(f"{key[:12]}... changed while it was read")
+    return bytes(into)
+
+
+@app.command()
+def verify(
+    some: Annotated[list[str] | None, typer.Argument(help="Keys or their starts; all if none is given.")] = None,
+    store: Store = "",
+) -> None:
+    """Read values and check every byte. Damaged ones are taken out of the store; the status is then 1."""
+    bad, count = [], 0
+    with opened(store) as source:
+        for key in [complete(source, name) for name in some or []] or [entry.key for entry in source.entries()]:
+            count += 1
+            try:
+                box.read_bytes(_read(source, key)).verify()
+            except (CorruptBitstream, KeyError) as error:
+                bad.append(key)
+                typer.echo(f"{key} {error}", err=True)
+                source.delete(key)
+    typer.echo(f"{count - len(bad)} of {count} values are whole")
+    if bad:
+        raise typer.Exit(1)
+
+
+@app.command("export")
+def export_value(
+    key: Annotated[str, typer.Argument(help="A key, or the start of one.")],
+    file: Annotated[Path, typer.Argument(help="File to write.")],
+    store: Store = "",
+) -> None:
+    """Write one value to a file that `import` reads, here or on another machine."""
+    with opened(store) as source:
+        whole = complete(source, key)
+        payload = _read(source, whole)
+        draft = file.with_name(file.name + ".part")
+        draft.write_bytes(record.header(whole, [payload], None) + payload)
+        os.replace(draft, file)
+    typer.echo(f"{whole} {len(payload):,} bytes -> {file}")
+
+
+@app.command("import")
+def import_values(
+    files: Annotated[list[Path], typer.Argument(help="Files that `export` wrote.")],
+    ttl: Annotated[float | None, typer.Option(help="Seconds to keep the values; for ever by default.")] = None,
+    store: Store = "",
+) -> None:
+    """Put exported values into a store, after checking them."""
+    with opened(store) as target:
+        for file in files:
+            data = file.read_bytes()
+            entry = record.parse(data[: record.SIZE])
+            record.check_payload(entry, memoryview(data)[record.SIZE :])
+            target.put(entry.key, [memoryview(data)[record.SIZE :]], ttl)
+            typer.echo(f"{entry.key} {entry.size:,} bytes <- {file}")
+
+
+@app.command()
+def gc(store: Store = "") -> None:
+    """Remove what is expired, left over from crashes, or above the cap."""
+    with opened(store) as source:
+        typer.echo(f"{source.gc()} values removed")

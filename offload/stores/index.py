@@ -1,0 +1,169 @@
+"""SQLite index of the file store: sizes, ages and reservations, for capacity and eviction.
+
+Files are the truth, the index is a cache of it: any number of processes share it, and a lost, stale or damaged one is
+rebuilt from a scan.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvengine.errors import StoreError
+from kvengine.offload.stores.record import Entry
+
+SCHEMA = """
+create table if not exists object (
+    key text primary key, size integer not null, created real not null, expires real not null,
+    accessed real not null, pinned integer not null, writer text
+) without rowid;
+create index if not exists age on object (pinned, accessed);
+"""
+COLUMNS = "key, size, created, expires, accessed, pinned, writer"
+
+
+class Index:
+    """One connection, used under a lock by the threads of one process. Every method may raise sqlite3.Error.
+
+    A row with a writer is a reservation: bytes that are counted but not there yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lock = path, threading.RLock()
+        try:
+            self.base = self._open()
+        except sqlite3.DatabaseError:
+            self._remove()
+            self.base = self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        base = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
+        try:
+            base.execute("pragma journal_mode=wal")
+            base.execute("pragma synchronous=off")  # it is rebuilt after a crash
+            base.executescript(SCHEMA)
+            base.execute(f"select {COLUMNS} from object limit 1")
+        except sqlite3.DatabaseError:
+            base.close()
+            raise
+        return base
+
+    def _remove(self) -> None:
+        for suffix in ("", "-wal", "-shm"):
+            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+
+    def reserve(self, entry: Entry, writer: str, cap: int | None, now: float) -> list[str]:
+        """Counts `entry` in and returns the keys that must go for it: expired ones, then the least recently used that
+        are not pinned. Raises StoreError, and changes nothing, if it cannot fit."""
+        with self.lock, self._transaction():
+            self.base.execute("delete from object where key = ?", (entry.key,))
+            victims, over = self._victims(entry.size, cap, now)
+            if over > 0:
+                raise StoreError(f"no room: {entry.size} bytes do not fit under the cap of {cap} beside what is pinned")
+            self._forget(victims)
+            self._insert(entry, writer)
+            return victims
+
+    def _forget(self, keys: list[str]) -> None:
+        self.base.executemany("delete from object where key = ?", [(key,) for key in keys])
+
+    def _victims(self, size: int, cap: int | None, now: float) -> tuple[list[str], int]:
+        """(keys to remove, bytes that still do not fit)."""
+        over = -1 if cap is None else self._total() + size - cap
+        expired = self.base.execute(
+            "select key, size from object where expires > 0 and expires <= ? and writer is null", (now,)
+        ).fetchall()
+        victims, over = [key for key, _ in expired], over - sum(n for _, n in expired)
+        for key, n in self.base.execute(
+            "select key, size from object where pinned = 0 and writer is null order by accessed, key"
+        ):
+            if over <= 0:
+                break
+            if key not in victims:
+                victims.append(key)
+                over -= n
+        return victims, over
+
+    def trim(self, cap: int | None, now: float) -> list[str]:
+        """Forgets and returns the keys that are expired or above the cap."""
+        with self.lock, self._transaction():
+            victims, _ = self._victims(0, cap, now)
+            self._forget(victims)
+            return victims
+
+    def commit(self, key: str) -> None:
+        """The reserved value is there."""
+        with self.lock:
+            self.base.execute("update object set writer = null where key = ?", (key,))
+
+    def replace(self, entries: Iterable[Entry], alive: Iterable[str], scanned: float) -> None:
+        """Sets the index to what a scan at time `scanned` found, keeping reservations of writers that are alive."""
+        keep = tuple(alive)
+        with self.lock, self._transaction():
+            marks = ",".join("?" * len(keep))
+            self.base.execute(
+                f"delete from object where (writer is null and created < ?) or writer not in ({marks})",
+                (scanned, *keep),
+            )
+            for entry in entries:
+                self._insert(entry, None, "ignore")
+
+    def add(self, entry: Entry) -> None:
+        with self.lock:
+            self._insert(entry, None, "ignore")
+
+    def _insert(self, entry: Entry, writer: str | None, conflict: str = "replace") -> None:
+        self.base.execute(
+            f"insert or {conflict} into object ({COLUMNS}) values (?, ?, ?, ?, ?, ?, ?)",
+            (entry.key, entry.size, entry.created, entry.expires, entry.accessed, entry.pinned, writer),
+        )
+
+    def remove(self, key: str) -> None:
+        with self.lock:
+            self.base.execute("delete from object where key = ?", (key,))
+
+    def touch(self, key: str, when: float) -> None:
+        with self.lock:
+            self.base.execute("update object set accessed = max(accessed, ?) where key = ?", (when, key))
+
+    def pin(self, key: str, pinned: bool) -> None:
+        with self.lock:
+            self.base.execute("update object set pinned = ? where key = ?", (pinned, key))
+
+    def entries(self) -> list[Entry]:
+        with self.lock:
+            rows = self.base.execute(f"select {COLUMNS} from object where writer is null order by key").fetchall()
+        return [Entry(key, size, made, gone, used, bool(pinned)) for key, size, made, gone, used, pinned, _ in rows]
+
+    def writers(self) -> list[str]:
+        with self.lock:
+            return [
+                name for (name,) in self.base.execute("select distinct writer from object where writer is not null")
+            ]
+
+    def total(self) -> int:
+        """Bytes stored and reserved."""
+        with self.lock:
+            return self._total()
+
+    def _total(self) -> int:
+        return int(self.base.execute("select coalesce(sum(size), 0) from object").fetchone()[0])
+
+    def close(self) -> None:
+        with self.lock:
+            self.base.close()
+
+    def _transaction(self) -> _Transaction:
+        return _Transaction(self.base)
+
+
+class _Transaction:
+    def __init__(self, base: sqlite3.Connection) -> None:
+        self.base = base
+
+    def __enter__(self) -> None:
+        self.base.execute("begin immediate")
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.base.execute("commit" if kind is None else "rollback")

@@ -1,0 +1,77 @@
+"""How one stored value looks on any store: a fixed header, then the payload.
+
+Header, little-endian, 96 bytes: magic `8s`, version `u16`, 6 zero bytes, key `32s`, payload bytes `u64`, created and
+expires (seconds since 1970, 0 for never) `f64`, payload digest `8s`, 8 zero bytes, digest of all before `8s`. The key
+is repeated inside, so a value that ends up under another name is not served under it.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvengine.errors import CorruptBitstream, IncompatibleCache
+from kvengine.offload.container import digest
+from kvengine.offload.stores.keys import check
+
+MAGIC = b"\x93KVREC\r\n"
+VERSION = 1
+HEADER = struct.Struct("<8sH6x32sQdd8s8x")
+SIZE = HEADER.size + 8
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a store knows about one value.
+
+    size:     payload bytes
+    created, expires, accessed: seconds since 1970; expires 0 means never
+    pinned:   not evicted
+    """
+
+    key: str
+    size: int
+    created: float
+    expires: float = 0.0
+    accessed: float = 0.0
+    pinned: bool = False
+    mark: bytes = b""
+
+    def expired(self, now: float) -> bool:
+        return 0 < self.expires <= now
+
+
+def header(key: str, payload: Sequence[Buffer], ttl: float | None) -> bytes:
+    """The header of a new record. `ttl` is in seconds, None for ever. Raises ValueError for what is not a key."""
+    now = time.time()
+    size = sum(memoryview(part).nbytes for part in payload)
+    expires = 0.0 if ttl is None else now + ttl
+    front = HEADER.pack(
+        MAGIC, VERSION, bytes.fromhex(check(key)), size, now, expires, digest(*(memoryview(part) for part in payload))
+    )
+    return front + digest(front)
+
+
+def parse(front: Buffer, key: str | None = None) -> Entry:
+    """Reads a header. Raises CorruptBitstream (damaged, or of another key) or IncompatibleCache (other version)."""
+    front = bytes(front)
+    if len(front) < SIZE or front[:8] != MAGIC:
+        raise CorruptBitstream("not a stored record (too short or wrong magic)")
+    if digest(front[: HEADER.size]) != front[HEADER.size : SIZE]:
+        raise CorruptBitstream("a record's header is damaged")
+    _, version, name, size, created, expires, mark = HEADER.unpack_from(front)
+    if version != VERSION:
+        raise IncompatibleCache(f"record version {version}; this kvengine reads version {VERSION}")
+    if key is not None and name.hex() != key:
+        raise CorruptBitstream(f"a record of key {name.hex()[:12]}... lies under the name {key[:12]}...")
+    return Entry(name.hex(), size, created, expires, created, False, mark)
+
+
+def check_payload(entry: Entry, payload: Buffer) -> None:
+    """Raises CorruptBitstream unless the payload is the one the header was made for."""
+    if memoryview(payload).nbytes != entry.size or digest(memoryview(payload)) != entry.mark:
+        raise CorruptBitstream(f"the payload of {entry.key[:12]}... is torn or damaged")

@@ -1,0 +1,112 @@
+"""Values on Redis or Valkey, through redis-py and hiredis: a RAM tier that several machines share.
+
+A value is split into parts of at most 4 MiB (one huge value stalls the server's single thread), written before the
+manifest that names them; the manifest carries the record's header, so a value is seen whole or not at all. Expiry is
+the server's. Eviction is the server's too (`maxmemory-policy`): pinning removes the expiry, and protects from eviction
+only under a `volatile-*` policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvengine.errors import CorruptBitstream, StoreError
+from kvengine.offload.stores import keys, record
+from kvengine.offload.stores.record import Buffer, Entry
+
+PART = 4 << 20
+
+
+class Resp:
+    """A Redis-compatible server.
+
+    url:      as redis-py takes it: redis://, rediss:// or unix://
+    prefix:   of all names used on the server
+    timeout:  seconds for connecting and for each reply
+
+    Raises StoreError if redis-py is not installed.
+    """
+
+    def __init__(self, url: str, *, prefix: str = "kvengine", timeout: float = 2.0) -> None:
+        try:
+            import redis
+        except ImportError as error:
+            raise StoreError("Redis and Valkey need redis-py: pip install 'kvengine[stores]'") from error
+        self.client: Any = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
+        self.prefix = prefix
+
+    def _name(self, key: str, part: int | str = "head") -> str:
+        return f"{self.prefix}:{keys.check(key)}:{part}"
+
+    def put(self, key: str, payload: Sequence[Buffer], ttl: float | None = None) -> None:
+        front = record.header(key, payload, ttl)
+        whole = memoryview(b"".join(payload) if len(payload) != 1 else payload[0]).cast("B")
+        expiry = None if ttl is None else max(int(ttl * 1000), 1)
+        for number, start in enumerate(range(0, len(whole), PART)):
+            self.client.set(self._name(key, number), bytes(whole[start : start + PART]), px=expiry)
+        self.client.set(self._name(key), front, px=expiry)
+
+    def _head(self, key: str) -> Entry:
+        front = self.client.get(self._name(key))
+        if front is None:
+            raise KeyError(key)
+        return record.parse(front, key)
+
+    def read(self, key: str, into: memoryview, offset: int = 0) -> int:
+        entry = self._head(key)
+        want, done = max(min(len(into), entry.size - offset), 0), 0
+        while done < want:
+            number, start = divmod(offset + done, PART)
+            stop = min(PART, start + want - done)
+            piece = self.client.getrange(self._name(key, number), start, stop - 1)
+            if len(piece) != stop - start:  # the server evicted a part
+                self.delete(key)
+                raise CorruptBitstream(f"part {number} of {key[:12]}... is gone")
+            into[done : done + len(piece)] = piece
+            done += len(piece)
+        if want == entry.size:
+            self._check(entry, into[:want])
+        return done
+
+    def _check(self, entry: Entry, payload: memoryview) -> None:
+        try:
+            record.check_payload(entry, payload)
+        except CorruptBitstream:
+            self.delete(entry.key)
+            raise
+
+    def size(self, key: str) -> int | None:
+        try:
+            return self._head(key).size
+        except (KeyError, CorruptBitstream):
+            return None
+
+    def delete(self, key: str) -> bool:
+        there = bool(self.client.delete(self._name(key)))
+        number = 0
+        while self.client.delete(self._name(key, number)):
+            number += 1
+        return there
+
+    def entries(self) -> Iterator[Entry]:
+        for name in self.client.scan_iter(f"{self.prefix}:*:head", count=1000):
+            front = self.client.get(name)
+            if front is not None:
+                yield record.parse(front)
+
+    def pin(self, key: str, pinned: bool = True) -> None:
+        """Removes the expiry. It cannot be given back, so unpinning only makes sure that the value is there."""
+        entry = self._head(key)
+        for part in ["head", *range(-(-entry.size // PART))] if pinned else []:
+            self.client.persist(self._name(key, part))
+
+    def verify(self, key: str) -> None:
+        self.read(key, memoryview(bytearray(self._head(key).size)))
+
+    def gc(self) -> int:
+        """Nothing to do: the server expires and evicts by itself."""
+        return 0
+
+    def close(self) -> None:
+        self.client.close()

@@ -1,0 +1,216 @@
+"""The non-blocking face of every store.
+
+    lookup submit_put submit_get poll wait pin touch... delete usage events drain close
+
+Buffers belong to the caller: those given to `submit_put` must not change, and those given to `submit_get` must not be
+used, until `poll` or `wait` has named the job. Nothing here raises because a store is down, slow, full or damaged: such
+a key is a miss, the event is logged and counted, and the caller computes instead. After three failures in a row the
+store is left alone for `pause` seconds, so a dead one costs nothing per request.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvengine.errors import CorruptBitstream, IncompatibleCache
+from kvengine.offload.stores.backend import Backend
+from kvengine.offload.stores.record import Buffer, Entry
+
+log = logging.getLogger(__name__)
+X = TypeVar("X")
+FAILURES = 3
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished job: per key whether it worked, bytes moved, seconds from submission."""
+
+    job: int
+    ok: tuple[bool, ...]
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that went wrong: `kind` is "miss", "corrupt", "incompatible", "failed", "skipped" or "dropped"."""
+
+    kind: str
+    key: str
+    detail: str
+
+
+class Store:
+    """Runs a backend on threads.
+
+    backend:  where values live
+    threads:  requests served at once
+    pending:  most bytes of puts that wait; further puts are dropped (a cache must not hold up the model)
+    pause:    seconds to leave a failing backend alone
+    """
+
+    def __init__(self, backend: Backend, *, threads: int = 4, pending: int = 1 << 30, pause: float = 5.0) -> None:
+        self.backend, self.pending, self.pause = backend, pending, pause
+        self.counts: Counter[str] = Counter()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore")
+        self._change = threading.Condition()
+        self._jobs, self._queued, self._failures, self._closed_until = 0, 0, 0, 0.0
+        self._open: set[int] = set()
+        self._finished: dict[int, Done] = {}
+        self._events: deque[Event] = deque(maxlen=1000)
+
+    def lookup(self, keys: Sequence[str]) -> int:
+        """How many of the first keys are there: the length of the reusable prefix, in chunks."""
+        for hits, key in enumerate(keys):
+            if self.sizes([key])[0] is None:
+                return hits
+        return len(keys)
+
+    def sizes(self, keys: Sequence[str]) -> list[int | None]:
+        """Bytes of each value, None for a miss: what buffers to bring to `submit_get`."""
+        return [self._guarded(key, self.backend.size, key) for key in keys]
+
+    def submit_put(
+        self, keys: Sequence[str], values: Sequence[Buffer | Sequence[Buffer]], ttl: float | None = None
+    ) -> int:
+        """Stores values, each a buffer or a list of buffers to be joined. Returns the job."""
+        parts = [[v] if isinstance(v, bytes | bytearray | memoryview) else list(v) for v in values]
+        sizes = [sum(memoryview(part).nbytes for part in value) for value in parts]
+
+        def put(i: int) -> int:
+            self.backend.put(keys[i], parts[i], ttl)
+            return sizes[i]
+
+        return self._submit(keys, put, sum(sizes))
+
+    def submit_get(self, keys: Sequence[str], buffers: Sequence[Buffer], offsets: Sequence[int] | None = None) -> int:
+        """Reads values into the caller's buffers, from `offsets` (bytes) on. A buffer that is not filled counts as a
+        miss. Returns the job."""
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+
+        def get(i: int) -> int:
+            got = self.backend.read(keys[i], views[i], offsets[i] if offsets else 0)
+            if got != len(views[i]):
+                raise KeyError(f"{got} of {len(views[i])} bytes")
+            return got
+
+        return self._submit(keys, get, 0)
+
+    def _submit(self, keys: Sequence[str], work: Callable[[int], int], size: int) -> int:
+        with self._change:
+            self._jobs += 1
+            job, start = self._jobs, time.monotonic()
+            self._open.add(job)
+            drop = self._queued + size > self.pending and size > 0
+            self._queued += 0 if drop else size
+        if drop:
+            self._note("dropped", keys[0], f"{size} bytes beside {self._queued} waiting")
+            self._finish(Done(job, (False,) * len(keys), 0, 0.0), 0)
+        else:
+            self._pool.submit(self._run, job, list(keys), work, size, start)
+        return job
+
+    def _run(self, job: int, keys: list[str], work: Callable[[int], int], size: int, start: float) -> None:
+        moved = [self._guarded(key, work, i) for i, key in enumerate(keys)]
+        total = sum(n or 0 for n in moved)
+        self._finish(Done(job, tuple(n is not None for n in moved), total, time.monotonic() - start), size)
+
+    def _finish(self, done: Done, size: int) -> None:
+        with self._change:
+            self._queued -= size
+            self._open.discard(done.job)
+            self._finished[done.job] = done
+            self._change.notify_all()
+
+    def _guarded(self, key: str, work: Callable[[X], int | None], argument: X) -> int | None:
+        """The result, or None and a note of what went wrong."""
+        if time.monotonic() < self._closed_until:
+            self._note("skipped", key, "the store failed a moment ago")
+            return None
+        try:
+            result = work(argument)
+        except KeyError as error:
+            self._note("miss", key, str(error))
+        except CorruptBitstream as error:
+            self._note("corrupt", key, str(error))
+        except IncompatibleCache as error:
+            self._note("incompatible", key, str(error))
+        except Exception as error:  # a store must never end a generation, whatever its client library raises
+            self._note("failed", key, f"{type(error).__name__}: {error}")
+            self._failed()
+            return None
+        else:
+            self._failures = 0
+            self.counts["miss" if result is None else "ok"] += 1
+            return result
+        self._failures = 0
+        return None
+
+    def _failed(self) -> None:
+        self._failures += 1
+        if self._failures >= FAILURES:
+            self._closed_until, self._failures = time.monotonic() + self.pause, 0
+
+    def _note(self, kind: str, key: str, detail: str) -> None:
+        self.counts[kind] += 1
+        self._events.append(Event(kind, key, detail))
+        log.log(logging.DEBUG if kind in ("miss", "skipped") else logging.WARNING, "%s %s: %s", kind, key[:12], detail)
+
+    def poll(self) -> list[Done]:
+        """Jobs finished since the last call; never waits."""
+        with self._change:
+            done, self._finished = list(self._finished.values()), {}
+        return done
+
+    def wait(self, job: int, timeout: float | None = None) -> Done | None:
+        """The finished job, or None if it takes longer than `timeout` seconds (its buffers are then still in use)."""
+        with self._change:
+            if job not in self._open and job not in self._finished:
+                raise ValueError(f"job {job} was never submitted or has been handed out")
+            self._change.wait_for(lambda: job in self._finished, timeout)
+            return self._finished.pop(job, None)
+
+    def drain(self) -> None:
+        """Waits for all jobs; they stay there for `poll`."""
+        with self._change:
+            self._change.wait_for(lambda: not self._open)
+
+    def pin(self, keys: Sequence[str], pinned: bool = True) -> list[bool]:
+        """Keeps values from eviction, or no longer; whether each is there."""
+
+        def pin(key: str) -> int:
+            self.backend.pin(key, pinned)
+            return 0
+
+        return [self._guarded(key, pin, key) is not None for key in keys]
+
+    def delete(self, keys: Sequence[str]) -> list[bool]:
+        return [bool(self._guarded(key, self.backend.delete, key)) for key in keys]
+
+    def entries(self) -> list[Entry]:
+        """What is stored. Raises StoreError or OSError if the backend cannot say."""
+        return list(self.backend.entries())
+
+    def usage(self) -> dict[str, int]:
+        """Values and payload bytes stored, and jobs open."""
+        entries = self.entries()
+        return {"values": len(entries), "bytes": sum(e.size for e in entries), "open": len(self._open)}
+
+    def events(self) -> list[Event]:
+        """What went wrong since the last call, the last 1000; `counts` has the totals."""
+        with self._change:
+            found = list(self._events)
+            self._events.clear()
+        return found
+
+    def close(self) -> None:
+        """Waits for open jobs and releases the backend."""
+        self._pool.shutdown()
+        self.backend.close()

@@ -1,0 +1,41 @@
+"""A-shape (the streaming pattern of MInference, Jiang et al., NeurIPS 2024, arXiv:2407.02490): sinks and a local band.
+
+    query i reads token j  iff  j < sinks  or  i - j < local          (and j <= i; j counts real tokens)
+
+Defaults as in MInference's A-shape heads: 128 sinks, a band of 1024.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kvengine.policies._budget import check_count
+from kvengine.policies.prefill import Prefill
+
+
+@dataclass(frozen=True)
+class AShape(Prefill):
+    """The prompt's queries read the first `sinks` tokens and the `local` newest before them.
+
+    Args:
+        sinks: tokens at the start that every query reads.
+        local: width of the band, the query's own token included. Tokens.
+    """
+
+    sinks: int = 128
+    local: int = 1024
+
+    def __post_init__(self) -> None:
+        check_count(self, sinks=self.sinks)
+        check_count(self, least=1, local=self.local)
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def visible(
+        self, query: Int[Tensor, "query"], token: Int[Tensor, "row token"], first: Int[Tensor, "row"]
+    ) -> Bool[Tensor, "row query token"]:
+        sink = token < first[:, None] + self.sinks
+        return sink[:, None] | (query[:, None] - token[:, None] < self.local)

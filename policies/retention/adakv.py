@@ -1,0 +1,115 @@
+"""AdaKV (Feng et al., 2024, arXiv:2407.11550): a layer's heads share one budget, by where attention concentrates.
+
+    b       =  budget - what the base always keeps            (per head)
+    n_h     =  tokens of head h among the layer's heads * b best, all heads compared by the base's score
+    cap_h   =  (1 - floor) n_h  +  floor b                    (rounded so that they add up to heads * b)
+    keep    =  what the base always keeps, and head h's `cap_h` best others
+
+Any base that scores each token may be wrapped. Rows end up with different numbers of tokens, which live in pages, so
+that the bytes of what is dropped are freed. Defaults: floor 0.2 and SnapKV with max-pooling over 7, as in the paper's
+code.
+
+Differs from the official code: shares are rounded by largest remainder, so none of the budget is lost or overspent;
+the base's score is reduced over the query group first, and budgets belong to KV heads. Under a routing that splits a
+layer, the heads that follow this method share.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvengine.errors import PolicyError
+from kvengine.policies._budget import Budget, check_budget, check_choice, top
+from kvengine.policies.retention import Notes, Retention, Seen
+from kvengine.policies.retention.expected_attention import ExpectedAttention
+from kvengine.policies.retention.keydiff import KeyDiff
+from kvengine.policies.retention.snapkv import SnapKV
+from kvengine.rope import Rope
+
+BASES = ("snapkv", "expected_attention", "keydiff")
+
+
+@dataclass(frozen=True)
+class AdaKV(Retention):
+    """Share a layer's budget among its heads.
+
+    Args:
+        budget: tokens kept of the prompt per KV head, on average over the layer's heads, or a fraction of the prompt.
+        floor: the part of the budget that is not shared but even. A fraction.
+        base: the method that scores: "snapkv", "expected_attention" or "keydiff".
+        window: SnapKV's, if that is the base: the last queries that vote, kept themselves. Tokens.
+        kernel: SnapKV's, if that is the base: width of the pooling. Tokens, odd.
+        pool: SnapKV's, if that is the base: how to pool.
+    """
+
+    ragged: ClassVar[bool] = True
+    budget: Budget = 1024
+    floor: float = 0.2
+    base: Literal["snapkv", "expected_attention", "keydiff"] = "snapkv"
+    window: int = 32
+    kernel: int = 7
+    pool: Literal["avg", "max"] = "max"
+
+    def __post_init__(self) -> None:
+        check_budget(self, budget=self.budget)
+        check_choice(self, base=(self.base, BASES))
+        if not 0 <= self.floor <= 1:
+            raise PolicyError(f"AdaKV: floor={self.floor!r} must lie between 0 (all is shared) and 1 (all is even)")
+        self.scorer  # noqa: B018 - its options are checked when it is made
+
+    @cached_property
+    def scorer(self) -> SnapKV | ExpectedAttention | KeyDiff:
+        if self.base == "expected_attention":
+            return ExpectedAttention(self.budget)
+        if self.base == "keydiff":
+            return KeyDiff(self.budget)
+        return SnapKV(self.budget, self.window, self.kernel, self.pool)
+
+    @property
+    def observes(self) -> int:
+        return self.scorer.observes
+
+    @property
+    def needs_rope(self) -> bool:
+        return self.scorer.needs_rope
+
+    def watch(
+        self,
+        notes: Notes,
+        queries: Float[Tensor, "row group query dim"],
+        position: Int[Tensor, "row query"],
+        rope: Rope | None,
+    ) -> None:
+        self.scorer.watch(notes, queries, position, rope)
+
+    def score(self, seen: Seen) -> Float[Tensor, "row token"]:
+        return self.scorer.score(seen)
+
+    def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
+        always = self.scorer.always(seen)
+        want = seen.score.float().masked_fill(~seen.valid, float("-inf"))
+        budget = seen.count(self.budget)
+        fixed = torch.minimum(always.sum(1), budget)
+        cap = shares(want.masked_fill(always, float("-inf")), budget - fixed, self.floor, seen.heads)
+        return top(want.masked_fill(always, float("inf")), fixed + cap)
+
+
+def shares(score: Float[Tensor, "row token"], even: Int[Tensor, "row"], floor: float, heads: int) -> Int[Tensor, "row"]:
+    """How many tokens each row keeps, of those with a score, if the heads of a sequence share `heads * even`.
+
+    >>> score = torch.tensor([[9.0, 8.0, 7.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
+    >>> shares(score, torch.tensor([2, 2]), 0.0, heads=2).tolist(), shares(score, torch.tensor([2, 2]), 0.5, 2).tolist()
+    ([3, 1], [2, 2])
+    """
+    together = even.unflatten(0, (-1, heads)).sum(1)
+    best = top(score.unflatten(0, (-1, heads)).flatten(1), together)
+    won = best.unflatten(1, (heads, -1)).sum(2)
+    part = (1 - floor) * won.double() + floor * even.unflatten(0, (-1, heads)).double()
+    whole = (part + 1e-9).floor()
+    missing = together - whole.long().sum(1)
+    found: Tensor = whole.long() + top(part - whole, missing)
+    return found.flatten(0, 1)

@@ -1,0 +1,231 @@
+"""D2O (Wan et al., ICLR 2025, arXiv:2406.13035): layers share by concentration, likes are merged.
+
+    F_l       =  variance over tokens of the attention each received from the prompt's queries  (mean over query heads)
+    size_l    =  c exp(-F_l), between `least` and the whole prompt; c such that the layers hold layers * budget
+    score_j   =  sum over all queries so far of softmax(q k^T)_j
+    keep      =  `sinks` first tokens, a part `recent` of size_l newest, and the best others up to size_l
+    u_ij      =  cos(k_i, k_j), for each dropped i and each kept j that is no sink;  c(i) = argmax_j u_ij
+    tau       =  mean_i max_j u_ij at the first drop;  later  beta max_i max_j u_ij + (1 - beta) tau
+    merge i   if  max_j u_ij >= tau:
+    x_c       =  (e x_c + sum over its i of exp(u_ic) x_i) / (e + sum over its i of exp(u_ic)),  x: key, and value alike
+
+The weights are positive and add up to 1. While decoding, one token goes for each that comes. Defaults: 4 sinks, a
+quarter of the layer's size for the newest, beta 0.7, as in the paper.
+
+`form="official"` follows the official code where it says something else:
+
+    F_l       is spread to [0, 1] over the layer's heads before their mean: layers differ by a factor of e at most
+    size_l    the first two layers and the last keep everything all the same, beyond the budget
+    c(i)      among all kept tokens
+    tau       beta mean_i max_j u_ij + (1 - beta) tau, with beta 0.5
+    x_c       =  (x_c + sum u_ic x_i) / (1 + their number)        (no convex weights: vectors shrink)
+
+Layers are judged when all of them have read the prompt; until then they hold it whole.
+
+Differs from both: what the bounds on size_l take from a layer, others get, so that the budget is met; verdicts,
+neighbours and tau belong to a KV head (the paper compares keys of all heads at once, the code mixes heads that
+dropped different tokens); nothing is carried over from one prompt to the next. Differs from the official code also in
+that the prompt is judged at its end instead of at the first decoded token. Merged keys are averaged as they are
+cached, rotated; a merged token keeps its survivor's position. F_l is taken as the paper states it, where one strong
+sink outweighs all else, and the exponential makes the layers' shares extreme; `shares="even"` gives all layers the
+budget.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvengine.errors import PolicyError
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, top
+from kvengine.policies.retention import Retention, Seen
+
+NEVER = (0, 1, -1)  # layers that the official code leaves alone
+
+
+@dataclass(frozen=True)
+class D2O(Retention):
+    """Keep what has received most attention, more of it in layers that spread attention; merge what resembles it.
+
+    Args:
+        budget: tokens held per KV head, on average over the layers, or a fraction of the prompt.
+        recent: how much of a layer's size goes to the newest tokens. A fraction.
+        sinks: the first tokens, always kept. Tokens.
+        least: the least a layer holds. A fraction of the budget.
+        beta: how fast the threshold follows. A fraction; None: 0.7, or 0.5 in the official form.
+        shares: "measured" by F_l, or "even".
+        form: "paper" or "official".
+    """
+
+    decodes: ClassVar[bool] = True
+    wants_mass: ClassVar[bool] = True
+    merges: ClassVar[bool] = True
+    remerges: ClassVar[bool] = True
+    budget: Budget = 1024
+    recent: float = 0.25
+    sinks: int = 4
+    least: float = 0.05
+    beta: float | None = None
+    shares: Literal["measured", "even"] = "measured"
+    form: Literal["paper", "official"] = "paper"
+
+    def __post_init__(self) -> None:
+        check_budget(self, budget=self.budget)
+        check_count(self, sinks=self.sinks)
+        check_choice(self, shares=(self.shares, ("measured", "even")), form=(self.form, ("paper", "official")))
+        for name, value in (("recent", self.recent), ("least", self.least), ("beta", self.beta)):
+            if value is not None and not 0 <= value <= 1:
+                raise PolicyError(f"D2O: {name}={value!r} must lie between 0 and 1")
+
+    def limit(self, seen: Seen) -> int:
+        return int(seen.notes["size"].max())
+
+    def score(self, seen: Seen) -> Float[Tensor, "row token"]:
+        if seen.mass is None:
+            raise ValueError("D2O needs the attention that each token received")
+        return seen.score + seen.mass.mean(1)
+
+    # ---- how much a layer holds -------------------------------------------------------------------------------------
+
+    def measure(self, seen: Seen) -> Float[Tensor, "sequence"] | None:
+        """F of this layer, per sequence."""
+        if self.shares == "even" or seen.mass is None:
+            return None
+        there = seen.valid[:, None]
+        count = there.sum(-1).clamp(min=1)
+        mean = seen.mass.masked_fill(~there, 0).sum(-1) / count
+        apart = (seen.mass - mean[..., None]).masked_fill(~there, 0).double()
+        by_head = (apart.square().sum(-1) / count).unflatten(0, (-1, seen.heads)).flatten(1)
+        if self.form == "official":
+            low, high = by_head.amin(1, keepdim=True), by_head.amax(1, keepdim=True)
+            by_head = (by_head - low) / (high - low).clamp(min=1e-12)
+        found: Tensor = by_head.mean(1)
+        return found
+
+    def size(self, seen: Seen) -> Int[Tensor, "row"]:
+        """Tokens that each row of this layer holds."""
+        budget, prompt = seen.count(self.budget), seen.prompt_length
+        if seen.peers is None:
+            return budget
+        measures, layer = seen.peers
+        size = sizes(measures, budget[:: seen.heads], prompt[:: seen.heads], self.least, self.form == "official")
+        return size[layer].repeat_interleave(seen.heads)
+
+    # ---- which tokens, and what becomes of the others ---------------------------------------------------------------
+
+    def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
+        if seen.prompt:
+            seen.notes["size"] = self.size(seen)
+        size = seen.notes["size"]
+        newest = seen.position > seen.newest - (size * self.recent).long().clamp(min=1)[:, None]
+        rank = newest.float() + 2 * seen.sinks(self.sinks)  # if not all of them fit, sinks go last
+        want = torch.where(rank > 0, 1e30 * rank, seen.score.float()).masked_fill(~seen.valid, float("-inf"))
+        return top(want, size)
+
+    def fold(
+        self, seen: Seen, keep: Bool[Tensor, "row token"]
+    ) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"]]:
+        keys, values = seen.read()
+        gone = seen.valid & ~keep
+        if not bool(gone.any()):
+            return keys, values
+        target = keep & seen.valid if self.form == "official" else keep & seen.valid & ~seen.sinks(self.sinks)
+        like, mate, index, real = nearest(keys, gone, target)
+        passed = real & (like >= self.threshold(seen, like, real)[:, None])
+        return self.merged(keys, like, mate, index, passed), self.merged(values, like, mate, index, passed)
+
+    def threshold(
+        self, seen: Seen, like: Float[Tensor, "row gone"], real: Bool[Tensor, "row gone"]
+    ) -> Float[Tensor, "row"]:
+        """tau, brought up to date and noted; rows that drop nothing keep theirs. NaN before the first drop."""
+        mean = like.masked_fill(~real, 0).sum(1) / real.sum(1).clamp(min=1)
+        most = mean if self.form == "official" else like.masked_fill(~real, -2).amax(1)
+        beta = self.beta if self.beta is not None else 0.5 if self.form == "official" else 0.7
+        fresh = torch.full_like(mean, float("nan"))
+        before = fresh if seen.prompt else seen.notes.get("threshold", fresh)
+        after = torch.where(before.isnan(), mean, beta * most + (1 - beta) * before)
+        seen.notes["threshold"] = torch.where(real.any(1), after, before)
+        return seen.notes["threshold"]
+
+    def merged(
+        self,
+        x: Float[Tensor, "row token dim"],
+        like: Float[Tensor, "row gone"],
+        mate: Int[Tensor, "row gone"],
+        index: Int[Tensor, "row gone"],
+        passed: Bool[Tensor, "row gone"],
+    ) -> Float[Tensor, "row token dim"]:
+        """`x` with the tokens at `index` that `passed` merged into those at `mate`."""
+        official = self.form == "official"
+        weight = (like if official else like.exp()).masked_fill(~passed, 0)
+        part = passed.float() if official else weight
+        more = x.gather(1, wide(index, x)).float().masked_fill(~passed[..., None], 0) * weight[..., None]
+        own = 1.0 if official else torch.e
+        total = torch.full(x.shape[:2], own, device=x.device).scatter_add_(1, mate, part)
+        summed = (x.float() * own).scatter_add(1, wide(mate, x), more) / total[..., None]
+        return torch.where((total > own)[..., None], summed.to(x.dtype), x)
+
+
+def wide(index: Int[Tensor, "row chosen"], x: Float[Tensor, "row token dim"]) -> Int[Tensor, "row chosen dim"]:
+    return index[..., None].expand(-1, -1, x.shape[-1])
+
+
+def nearest(
+    keys: Float[Tensor, "row token dim"], gone: Bool[Tensor, "row token"], target: Bool[Tensor, "row token"]
+) -> tuple[Float[Tensor, "row gone"], Int[Tensor, "row gone"], Int[Tensor, "row gone"], Bool[Tensor, "row gone"]]:
+    """For each dropped token: its greatest cosine to a target, which one, its own index, and whether there is one."""
+    count = gone.sum(1)
+    most = int(count.max())
+    index = gone.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
+    real = (torch.arange(most, device=keys.device) < count[:, None]) & target.any(1, keepdim=True)
+    unit = F.normalize(keys.float(), dim=-1).masked_fill(~(gone | target)[..., None], 0)
+    like = keys.new_empty(index.shape, dtype=torch.float32)
+    mate = torch.empty_like(index)
+    step = max(1, (1 << 24) // max(1, keys.shape[0] * keys.shape[1]))
+    for i in range(0, most, step):
+        some = unit.gather(1, wide(index[:, i : i + step], keys))
+        cosine = (some @ unit.transpose(1, 2)).masked_fill(~target[:, None], -2)
+        like[:, i : i + step], mate[:, i : i + step] = cosine.max(2)
+    return like, mate, index, real
+
+
+def sizes(
+    measures: Float[Tensor, "layer sequence"],
+    budget: Int[Tensor, "sequence"],
+    prompt: Int[Tensor, "sequence"],
+    least: float,
+    spare: bool,
+) -> Int[Tensor, "layer sequence"]:
+    """Tokens per layer: as exp(-F), within bounds, rounded so that they add up to layers * budget.
+
+    Where the budget holds the whole prompt, every layer has the budget. `spare`: some layers keep everything besides.
+
+    >>> F = torch.tensor([[1.0], [1.0], [3.0]])
+    >>> sizes(F, torch.tensor([30]), torch.tensor([100]), 0.05, False)[:, 0].tolist()
+    [42, 42, 6]
+    """
+    n = len(measures)
+    low = (budget * least).clamp(min=1).expand(n, -1).double()
+    share = fill(-measures.double(), low, prompt.expand(n, -1).double(), n * budget.double())
+    whole = F.pad(share.cumsum(0), (0, 0, 1, 0)).add(1e-6).floor().long().diff(dim=0)
+    if spare:
+        whole[[i for i in NEVER if -n <= i < n]] = prompt
+    return torch.where(budget >= prompt, budget.expand(n, -1), whole)
+
+
+def fill(
+    log: Float[Tensor, "layer sequence"],
+    low: Float[Tensor, "layer sequence"],
+    high: Float[Tensor, "layer sequence"],
+    total: Float[Tensor, "sequence"],
+) -> Float[Tensor, "layer sequence"]:
+    """exp(log + c) within its bounds, with c such that a sequence's layers add up to `total`: by bisection."""
+    a, b = (low.log() - log).amin(0), (high.log() - log).amax(0)
+    for _ in range(100):
+        c = (a + b) / 2
+        over = (log + c).exp().clamp(low, high).sum(0) > total
+        a, b = torch.where(over, a, c), torch.where(over, c, b)
+    return (log + b).exp().clamp(low, high)

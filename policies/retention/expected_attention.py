@@ -1,0 +1,123 @@
+"""Expected attention (Devoto et al., 2025, arXiv:2510.00636): keep what queries to come are likely to attend to.
+
+    q_pre       ~   N(mu, Sigma), estimated per query head on the prompt's queries before rotation
+    R           =   mean over the next `horizon` positions of the rotation to that position
+    logit_j     =   s k_j . R mu  +  s^2 / 2  k_j^T (R Sigma R^T) k_j     (s: the logits' scale; k_j as cached: rotated)
+    score_j     =   (mean over the query group of softmax(logit)_j + epsilon) |v_j|
+    keep        =   the first `sinks` tokens, and the best others up to `budget`
+
+Defaults as in the reference code (kvpress): 4 sinks, which are not counted in mu and Sigma; horizon 512; epsilon 0.
+The prompt is judged at its end; tokens generated later all stay.
+
+mu and Sigma are gathered while the prompt is read, in memory that does not grow with it, and do not depend on its
+chunks. A cap on logits (Gemma 2) is not modelled.
+
+Differs from the reference code: queries are those the model computed, turned back, instead of projected anew from
+hidden states (the same, and right for models that normalise queries); the softmax runs over a row's real tokens only.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvengine.errors import PolicyError, UnsupportedPolicy
+from kvengine.policies._budget import Budget, check_budget, check_count
+from kvengine.policies.retention import Notes, Retention, Seen, keep_top
+from kvengine.rope import Rope
+
+SPAN = 1024  # queries turned back at once
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(Retention):
+    """Keep what queries to come are likely to attend to, judging by the prompt's.
+
+    Args:
+        budget: tokens kept of the prompt per KV head, or a fraction of the prompt.
+        sinks: the first tokens, always kept. Tokens.
+        horizon: how far the queries to come reach. Tokens.
+        covariance: whether Sigma counts, or only mu.
+        values: whether the length of the value counts.
+        epsilon: added to the expected attention before it meets the value's length. A share of attention.
+    """
+
+    budget: Budget = 1024
+    sinks: int = 4
+    horizon: int = 512
+    covariance: bool = True
+    values: bool = True
+    epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_budget(self, budget=self.budget)
+        check_count(self, sinks=self.sinks)
+        check_count(self, least=1, horizon=self.horizon)
+        if not self.epsilon >= 0:
+            raise PolicyError(f"ExpectedAttention: epsilon={self.epsilon!r} must not be negative")
+
+    @property
+    def needs_rope(self) -> bool:
+        return True
+
+    def watch(
+        self,
+        notes: Notes,
+        queries: Float[Tensor, "row group query dim"],
+        position: Int[Tensor, "row query"],
+        rope: Rope | None,
+    ) -> None:
+        if rope is None:
+            raise UnsupportedPolicy(
+                "'expected_attention' turns queries back to before their rotation, but the model's is not known"
+            )
+        for i in range(0, position.shape[1], SPAN):
+            at = position[:, i : i + SPAN]
+            part = queries[:, :, i : i + SPAN].float()
+            add_sample(notes, rope.turn(part, -at[:, None].expand(part.shape[:3])), at >= self.sinks)
+
+    def score(self, seen: Seen) -> Float[Tensor, "row token"]:
+        keys, values = (x.float().masked_fill(~seen.valid[..., None], 0) for x in seen.read())
+        logits = self.logits(seen, keys).masked_fill(~(seen.valid & ~self.always(seen))[:, None], float("-inf"))
+        expected = logits.softmax(-1).nan_to_num(0.0).mean(1) + self.epsilon
+        return expected * values.norm(dim=-1) if self.values else expected
+
+    def logits(self, seen: Seen, keys: Float[Tensor, "row token dim"]) -> Float[Tensor, "row group token"]:
+        mean, spread, count = (seen.notes.pop(name) for name in ("mean", "spread", "count"))
+        if seen.rope is None:
+            raise UnsupportedPolicy("'expected_attention' needs the model's rotation, which is not known")
+        ahead = torch.arange(1, self.horizon + 1, device=keys.device)
+        places = (seen.newest - seen.first)[:, None] + ahead
+        mean = seen.rope.average(mean, places[:, None])
+        found = torch.einsum("rgd,rtd->rgt", mean, keys) * seen.scale
+        if not self.covariance:
+            return found
+        sigma = spread / count.clamp(min=1)[:, None, None, None]
+        for _ in range(2):  # R Sigma R^T: Sigma is symmetric, so each side is the last axis in turn
+            sigma = seen.rope.average(sigma, places[:, None, None]).transpose(2, 3)
+        square = [((keys @ sigma[:, g]) * keys).sum(-1) for g in range(sigma.shape[1])]
+        return found + torch.stack(square, 1) * (seen.scale**2 / 2)
+
+    def always(self, seen: Seen) -> Bool[Tensor, "row token"]:
+        return seen.sinks(self.sinks)
+
+    def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
+        return keep_top(seen, seen.score, self.budget, self.always(seen))
+
+
+def add_sample(notes: Notes, x: Float[Tensor, "row group query dim"], counted: Bool[Tensor, "row query"]) -> None:
+    """Update count, mean and sum of squared deviations by more samples (Chan, Golub, LeVeque 1979)."""
+    gone = ~counted[:, None, :, None]
+    more = counted.sum(1).float()
+    mean = x.masked_fill(gone, 0).sum(2) / more.clamp(min=1)[:, None, None]
+    centred = (x - mean[:, :, None]).masked_fill(gone, 0)
+    spread = centred.transpose(2, 3) @ centred
+    if "count" in notes:
+        had = notes["count"]
+        total = (had + more).clamp(min=1)
+        apart = mean - notes["mean"]
+        mean = notes["mean"] + apart * (more / total)[:, None, None]
+        between = apart[..., :, None] * apart[..., None, :] * (had * more / total)[:, None, None, None]
+        spread, more = notes["spread"] + spread + between, had + more
+    notes.update(count=more, mean=mean, spread=spread)

@@ -1,0 +1,49 @@
+"""H2O (Zhang et al., NeurIPS 2023, arXiv:2306.14048): keep the tokens that have received most attention so far.
+
+    score_j  =  sum over all queries i so far of softmax_i(q_i k^T)_j         (mean over the query group)
+    keep     =  the newest `recent` tokens, and the best others up to `budget`
+
+Default: half of the budget is recent, as in the paper. While decoding, one token goes for each that comes.
+
+Differs from the official code: scores are per KV head, reduced over its query group (the code repeats keys first, and
+keeps as many copies); a padded row scores only its real queries; the budget counts tokens, not fractions of each side.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvengine.policies._budget import Budget, check_budget, tokens_by_row
+from kvengine.policies.retention import Retention, Seen, keep_top
+
+
+@dataclass(frozen=True)
+class H2O(Retention):
+    """Keep the tokens that have received most attention, and the newest.
+
+    Args:
+        budget: tokens held per KV head, or a fraction of the prompt.
+        recent: how much of the budget goes to the newest tokens. A fraction of the budget.
+    """
+
+    decodes: ClassVar[bool] = True
+    wants_mass: ClassVar[bool] = True
+    budget: Budget = 1024
+    recent: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_budget(self, budget=self.budget, recent=self.recent)
+
+    def limit(self, seen: Seen) -> int:
+        return int(seen.count(self.budget).max())
+
+    def score(self, seen: Seen) -> Float[Tensor, "row token"]:
+        if seen.mass is None:
+            raise ValueError("H2O needs the attention that each token received")
+        return seen.score + seen.mass.mean(1)
+
+    def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
+        newest = (tokens_by_row(self.budget, seen.prompt_length) * self.recent).long().clamp(min=1)
+        return keep_top(seen, seen.score, self.budget, seen.position > seen.newest - newest[:, None])

@@ -1,0 +1,49 @@
+"""KeyDiff (Park et al., 2025, arXiv:2504.15364): keep the keys that differ most from the average direction.
+
+    anchor   =  mean over tokens t of k_t / |k_t|
+    score_j  =  -cos(k_j, anchor)
+    keep     =  the best `budget` tokens
+
+No query is looked at, so the verdict costs one pass over the keys. Keys are taken as the cache holds them, rotated.
+The prompt is judged at its end; tokens generated later all stay.
+
+Differs from the official code: it judges block by block, so that the prompt never exceeds the budget while it is
+read; here a prompt is judged once, so that its chunks do not matter.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvengine.policies._budget import Budget, check_budget, check_count
+from kvengine.policies.retention import Retention, Seen, keep_top
+
+
+@dataclass(frozen=True)
+class KeyDiff(Retention):
+    """Keep the tokens whose keys are unlike the others.
+
+    Args:
+        budget: tokens kept of the prompt per KV head, or a fraction of the prompt.
+        recent: the newest tokens that stay whatever their score, within the budget. Tokens.
+    """
+
+    budget: Budget = 1024
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        check_budget(self, budget=self.budget)
+        check_count(self, recent=self.recent)
+
+    def score(self, seen: Seen) -> Float[Tensor, "row token"]:
+        direction = F.normalize(seen.read()[0].float(), dim=-1).masked_fill(~seen.valid[..., None], 0)
+        anchor = direction.sum(1, keepdim=True) / seen.valid.sum(1).clamp(min=1)[:, None, None]
+        return -F.cosine_similarity(direction, anchor, dim=-1)
+
+    def always(self, seen: Seen) -> Bool[Tensor, "row token"]:
+        return seen.recent(self.recent)
+
+    def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
+        return keep_top(seen, seen.score, self.budget, self.always(seen))

@@ -1,0 +1,90 @@
+"""SnapKV (Li et al., NeurIPS 2024, arXiv:2404.14469): the prompt's last queries vote for what to keep of it.
+
+    vote_j   =  sum over the last `window` queries i of softmax_i(q_i k^T / sqrt(d))_j  (causal; reduced over the group)
+    score    =  pool(vote)                                                           (same length, odd kernel)
+    keep     =  the window itself, and the best others up to `budget`
+
+Defaults: window 32 and average pooling over 5, as in the paper's code for most models. Tokens generated later all stay.
+
+Differs from the official code: one verdict per KV head (mean over its query group) instead of per query head on
+repeated keys; a prompt shorter than the budget is kept whole, one shorter than the window votes with what it has;
+padding neither votes nor is voted for.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvengine.errors import PolicyError
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_count
+from kvengine.policies.retention import Retention, Seen, keep_top
+
+
+@dataclass(frozen=True)
+class SnapKV(Retention):
+    """Keep what the prompt's last queries attend to.
+
+    Args:
+        budget: tokens kept of the prompt per KV head, the window included, or a fraction of the prompt.
+        window: the last queries that vote, kept themselves. Tokens.
+        kernel: width of the pooling, so that neighbours of a good token stay with it. Tokens, odd.
+        pool: how to pool.
+        reduce: how the heads of a query group agree.
+    """
+
+    budget: Budget = 1024
+    window: int = 32
+    kernel: int = 5
+    pool: Literal["avg", "max"] = "avg"
+    reduce: Literal["mean", "max", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        check_budget(self, budget=self.budget)
+        check_count(self, least=1, window=self.window, kernel=self.kernel)
+        check_choice(self, pool=(self.pool, ("avg", "max")), reduce=(self.reduce, ("mean", "max", "sum")))
+        if self.kernel % 2 == 0:
+            raise PolicyError(
+                f"{type(self).__name__}: kernel={self.kernel} must be odd, so that pooling keeps the length"
+            )
+        if isinstance(self.budget, int) and self.budget <= self.window:
+            raise PolicyError(
+                f"{type(self).__name__}: budget={self.budget} must exceed window={self.window}: the window is kept too"
+            )
+
+    @property
+    def observes(self) -> int:
+        return self.window
+
+    def score(self, seen: Seen) -> Float[Tensor, "row token"]:
+        return self.pooled(votes(seen, self.reduce), seen)
+
+    def pooled(self, vote: Float[Tensor, "row token"], seen: Seen) -> Float[Tensor, "row token"]:
+        pad = self.kernel // 2
+        if self.pool == "max":
+            return F.max_pool1d(vote[:, None], self.kernel, 1, pad)[:, 0]
+        return F.avg_pool1d(vote[:, None], self.kernel, 1, pad)[:, 0]
+
+    def always(self, seen: Seen) -> Bool[Tensor, "row token"]:
+        return seen.recent(self.window)
+
+    def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
+        return keep_top(seen, seen.score, self.budget, self.always(seen))
+
+
+def votes(seen: Seen, reduce: str) -> Float[Tensor, "row token"]:
+    """Attention that the observed queries pay to each token outside the window, summed over them."""
+    keys, _ = seen.read()
+    at = seen.query_position
+    logits = torch.matmul(seen.queries.float(), keys.float().transpose(1, 2)[:, None]) * seen.scale
+    if seen.softcap is not None:
+        logits = torch.tanh(logits / seen.softcap) * seen.softcap
+    visible = seen.valid[:, None] & (seen.position[:, None] <= at[:, None])
+    probs = logits.masked_fill(~visible[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+    real = (at >= seen.first[:, None])[:, None, :, None]
+    found = probs.masked_fill(~real, 0).sum(2)
+    vote = found.amax(1) if reduce == "max" else found.sum(1) if reduce == "sum" else found.mean(1)
+    return vote.masked_fill(seen.recent(seen.queries.shape[2]) | ~seen.valid, 0)

@@ -1,0 +1,43 @@
+"""What selections by the mean key of a chunk share."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+Reduce = Literal["max", "mean"]
+
+
+def mean_key(k: Float[Tensor, "unit token dim"], valid: Bool[Tensor, "unit token"]) -> Float[Tensor, "unit dim"]:
+    """The mean of a chunk's keys, in their dtype; 0 if it has none."""
+    alive = valid[..., None]
+    return ((k.float() * alive).sum(1) / alive.sum(1).clamp(min=1)).to(k.dtype)
+
+
+def coherence(
+    k: Float[Tensor, "unit token dim"], valid: Bool[Tensor, "unit token"], mean: Float[Tensor, "unit dim"]
+) -> Float[Tensor, "unit"]:
+    """The least cosine between a chunk's mean and one of its keys: how badly the mean can stand for them.
+
+    >>> k = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[2.0, 0.0], [1.0, 0.0]]])
+    >>> coherence(k, torch.ones(2, 2, dtype=torch.bool), k.mean(1))
+    tensor([0.7071, 1.0000])
+    """
+    near = torch.cosine_similarity(k.float(), mean.float()[:, None], dim=-1)
+    return near.masked_fill(~valid, float("inf")).amin(1)
+
+
+def attention_to(
+    q: Float[Tensor, "row group dim"],
+    mean: Float[Tensor, "row unit dim"],
+    alive: Bool[Tensor, "row unit"],
+    scale: float,
+    reduce: Reduce,
+) -> Float[Tensor, "row unit"]:
+    """Each query head's softmax over the chunks' mean keys, then one value per KV head."""
+    logits = torch.matmul(q.float(), mean.float().transpose(1, 2)) * scale
+    share = logits.masked_fill(~alive[:, None], float("-inf")).log_softmax(-1)
+    return share.amax(1) if reduce == "max" else share.exp().mean(1)

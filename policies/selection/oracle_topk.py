@@ -1,0 +1,43 @@
+"""Oracle top-k: read the tokens with the largest true attention. The ceiling that every selection is measured against.
+
+    want_j  =  max over the query group of softmax(q k^T)_j          (over all stored tokens)
+    read    =  the best tokens, up to `budget` with the open tail
+
+It looks at every key to choose, so it saves no time; it says what a perfect choice of so many tokens would give.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvengine.policies._budget import Budget, check_budget
+from kvengine.policies.selection import Fields, Selection, Where, best
+
+
+@dataclass(frozen=True)
+class OracleTopK(Selection):
+    """Read the tokens with the largest true attention.
+
+    Args:
+        budget: tokens read per decoded token and KV head, the open tail included, or a fraction of the prompt.
+    """
+
+    reads_keys: ClassVar[bool] = True
+    budget: Budget = 1024
+
+    def __post_init__(self) -> None:
+        check_budget(self, budget=self.budget)
+
+    @property
+    def reads(self) -> Budget:
+        return self.budget
+
+    def select(
+        self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"], at: Where
+    ) -> Int[Tensor, "row chosen"] | None:
+        logits = torch.matmul(q.float(), at.keys().float().transpose(1, 2)) * at.scale
+        want = logits.masked_fill(~alive[:, None], float("-inf")).log_softmax(-1).amax(1)
+        return best(want, alive, at)

@@ -1,0 +1,65 @@
+"""Quest (Tang et al., ICML 2024, arXiv:2406.10774): bound each page's best logit by its keys' channel-wise range.
+
+    low, high  =  min, max over the page's keys, per channel
+    score      =  sum_i max(q_i low_i, q_i high_i)   >=   max over the page of q . k
+    read       =  the best pages, up to `budget` tokens with the open tail
+
+Default: pages of 16, as in the paper. Every layer selects, so that the budget means the same everywhere; the paper
+reads the first two layers whole (`dense_layers=2`).
+
+Differs from the official code: one choice per KV head, by the best of its query group, so that a page is read once for
+the group (its kernels know no groups, its evaluation chooses per query head); the open page is always read, as in its
+kernels, and counts; dense layers are the first ones whatever the number of layers.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvengine.kernels.page_scores import page_bounds, page_scores
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_count
+from kvengine.policies.selection import Fields, Selection, Where, best
+
+
+@dataclass(frozen=True)
+class Quest(Selection):
+    """Read the pages whose keys could match the query best.
+
+    Args:
+        budget: tokens read per decoded token and KV head, the open tail included, or a fraction of the prompt.
+        page: tokens chosen together.
+        dense_layers: how many of the first layers read everything.
+        reduce: how the heads of a query group agree.
+    """
+
+    budget: Budget = 1024
+    page: int = 16
+    dense_layers: int = 0
+    reduce: Literal["max", "mean"] = "max"
+
+    def __post_init__(self) -> None:
+        check_budget(self, budget=self.budget)
+        check_count(self, least=1, page=self.page)
+        check_count(self, dense_layers=self.dense_layers)
+        check_choice(self, reduce=(self.reduce, ("max", "mean")))
+
+    @property
+    def unit(self) -> int:
+        return self.page
+
+    @property
+    def reads(self) -> Budget:
+        return self.budget
+
+    def summarise(self, k: Float[Tensor, "unit token dim"], valid: Bool[Tensor, "unit token"]) -> Fields:
+        low, high = page_bounds(k, valid, self.page)
+        return {"low": low[:, 0], "high": high[:, 0]}
+
+    def select(
+        self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"], at: Where
+    ) -> Int[Tensor, "row chosen"] | None:
+        if at.layer < self.dense_layers:
+            return None
+        return best(page_scores(q, summary["low"], summary["high"], alive, reduce=self.reduce), alive, at)

@@ -1,0 +1,129 @@
+"""TidalDecode (Yang et al., ICLR 2025, arXiv:2410.05076): choose tokens at two layers, read the same ones elsewhere.
+
+    layers below `start`                       read everything
+    layer `start`, and layer `reselect`        read everything, and choose: the tokens with the largest q . k
+    the layers after each                      read what it chose, and the open tail
+
+Each KV head hands its choice to the head of the same number in the layers below. `budget` is what the layers that
+follow read; the `start` + 2 dense layers read all (so 4 of 32 layers set a floor of an eighth of the cache's traffic).
+
+Defaults: start 2 and, as layer 13 of 32 in the paper's runs of Llama 3, reselect at 0.4 of the depth.
+
+Text generated so has keys and values that come from sparse attention. `EngineCache.correct` computes them anew.
+
+Differs from the official code: one choice per KV head, by the best of its query group, so that a token is read once for
+the group (it chooses per query head); the newest tokens are always read and count (its mask may drop even the current
+one); batches, and prompts in chunks (it takes a chunk for decoding); cache correction, which its repository does not
+contain; layer numbers follow the model's depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvengine.errors import PolicyError, UnsupportedPolicy
+from kvengine.policies import name_of
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_count
+from kvengine.policies.retention.full import Full
+from kvengine.policies.routing.uniform import Uniform
+from kvengine.policies.selection import Fields, Selection, Where, best
+from kvengine.policies.selection._chunks import Reduce
+
+if TYPE_CHECKING:
+    from kvengine.stack import Stack
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a layer chose."""
+
+    layer: int
+    units: Int[Tensor, "row chosen"]
+
+
+@dataclass(frozen=True)
+class _Memo:
+    """The choices of one lane, by token; those of earlier passes go when a new one begins."""
+
+    choices: dict[int, Choice]
+
+    def find(self, at: Where, chooser: int) -> Choice | None:
+        """The choice for this token, if a layer of this part of the model has made it in this pass."""
+        found = self.choices.get(at.token)
+        return found if found is not None and chooser <= found.layer < at.layer else None
+
+    def put(self, at: Where, units: Int[Tensor, "row chosen"]) -> None:
+        for old in [token for token in self.choices if token < at.since]:
+            del self.choices[old]
+        self.choices[at.token] = Choice(at.layer, units)
+
+
+@dataclass(frozen=True)
+class Tidal(Selection):
+    """Read in most layers the tokens that one of two layers chose.
+
+    Args:
+        budget: tokens read per decoded token and KV head in a layer that follows a choice, the open tail included, or a
+            fraction of the prompt.
+        start: the first layer that chooses; those before it read everything.
+        reselect: the layer that chooses again: its number, or that as a fraction of the layers; 0 never.
+        reduce: how the heads of a query group agree.
+    """
+
+    reads_keys: ClassVar[bool] = True
+    budget: Budget = 512
+    start: int = 2
+    reselect: int | float = 0.4
+    reduce: Reduce = "max"
+
+    def __post_init__(self) -> None:
+        check_budget(self, budget=self.budget)
+        check_count(self, start=self.start)
+        check_choice(self, reduce=(self.reduce, ("max", "mean")))
+        number = isinstance(self.reselect, int | float) and not isinstance(self.reselect, bool)
+        if not number or self.reselect < 0 or (isinstance(self.reselect, float) and self.reselect > 1):
+            raise PolicyError(
+                f"Tidal: reselect={self.reselect!r} must be a layer's number (int) or a fraction of the depth (float)"
+            )
+
+    def check(self, stack: Stack) -> None:
+        for policy, plain, what in ((stack.retention, Full, "holds"), (stack.routing, Uniform, "gives")):
+            if not isinstance(policy, plain):
+                raise UnsupportedPolicy(
+                    f"'tidal' reads the same tokens in all layers, but {name_of(policy)!r} {what} each layer's heads "
+                    f"tokens of their own; use {name_of(plain())!r}, or a selection that chooses in every layer (quest)"
+                )
+
+    @property
+    def reads(self) -> Budget:
+        return self.budget
+
+    def again(self, layers: int) -> int:
+        """The layer that chooses again."""
+        return self.reselect if isinstance(self.reselect, int) else round(self.reselect * layers)
+
+    def chooser(self, layer: int, layers: int) -> int:
+        """The layer whose choice this one follows, if it is one of the engine's; else the next that is."""
+        again = self.again(layers)
+        return again if self.start < again <= layer else self.start
+
+    def select(
+        self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"], at: Where
+    ) -> Int[Tensor, "row chosen"] | None:
+        if at.layer < self.start:
+            return None
+        memo: _Memo = at.memo.setdefault(("tidal", at.lane), _Memo({}))
+        found = memo.find(at, self.chooser(at.layer, at.layers))
+        if found is not None:
+            return found.units
+        memo.put(at, best(self.wanted(q, at), alive, at))
+        return None
+
+    def wanted(self, q: Float[Tensor, "row group dim"], at: Where) -> Float[Tensor, "row unit"]:
+        logits = torch.matmul(q.float(), at.keys().float().transpose(1, 2)) * at.scale
+        return logits.amax(1) if self.reduce == "max" else logits.mean(1)

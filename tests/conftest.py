@@ -1,0 +1,63 @@
+"""What every test runs under: no network, no display, one thread per worker, fixed seeds, and poisoned memory."""
+
+import os
+
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+
+# Machines that run tests are busy; a slow example is not a failure.
+hypothesis.settings.register_profile("kvengine", deadline=None)
+hypothesis.settings.load_profile("kvengine")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+SENTINEL = 1_234_567_890  # what integers too narrow for it get instead: their largest value
+UNWRITTEN = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch.Tensor, "new_empty"),
+    (torch.Tensor, "new_empty_strided"),
+)
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill what `torch.empty` returned with values that no right result contains."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return tensor
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            return tensor.fill_(math.nan)
+        if tensor.dtype is torch.bool:
+            return tensor.fill_(True)
+        return tensor.fill_(min(SENTINEL, torch.iinfo(tensor.dtype).max))
+
+
+def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def allocate_poisoned(*args: Any, **options: Any) -> torch.Tensor:
+        return poison(allocate(*args, **options))
+
+    return allocate_poisoned
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody wrote must never reach a result. Fresh memory is often zero, which hides the mistake."""
+    for owner, name in UNWRITTEN:
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_in_any_order() -> None:
+    """Tests run in random order; what torch draws must not depend on it."""
+    torch.manual_seed(0)

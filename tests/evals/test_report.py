@@ -1,0 +1,276 @@
+"""Aggregation, tables, the page, pictures, comparison and the formats of peers, from rows made by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvengine.errors import EvaluationError
+from kvengine.evals import compare, page, peers, plots, report, ruler_summary, tables
+from kvengine.evals.aggregate import cells, overall
+from kvengine.evals.records import Row
+
+MANIFEST = {
+    "started": "2026-01-01T00:00:00+00:00",
+    "model": "m" * 16,
+    "model_name": "some/model",
+    "parameters": 1234,
+    "dtype": "torch.float32",
+    "device": "cpu (x86_64)",
+    "threads": 1,
+    "versions": {"kvengine": "0.1.0"},
+    "config": {"seed": 42},
+}
+
+
+def row(task: str, policy: str, sample: int, score: float, turn: int = 0, turns: int = 1, **more: Any) -> Row:
+    return {
+        "key": f"{task}/{policy}/{more.get('length')}/{more.get('mode')}",
+        "suite": "ruler",
+        "task": task,
+        "length": 2048,
+        "mode": "multi-turn",
+        "placement": "aware",
+        "policy": policy,
+        "role": "ceiling" if policy == "full" else "policy",
+        "stack": policy + " spelled",
+        "seed": 42,
+        "sample": str(sample),
+        "turn": turn,
+        "turns": turns,
+        "kind": "",
+        "sample_hash": f"hash {task} {sample}",
+        "question": "Q?",
+        "prefix": " A:",
+        "max_new_tokens": 128,
+        "provenance": "official",
+        "meta": {"depth": sample / 10, "answer": "gold"},
+        "status": "ok",
+        "answers": ["gold"],
+        "prediction": "gold" if score else "",
+        "null": not score,
+        "finish": "stop",
+        "truncated": False,
+        "metric": "string_match_all",
+        "score": score,
+        "scores": {"string_match_all": score, "official": score},
+        "prompt_tokens": 1990,
+        "new_tokens": 10,
+        "held": 2000.0 if policy == "full" else 500.0,
+        "attended": 500.0,
+        "bytes_held": 4000 if policy == "full" else 1000,
+        "read_per_token": 1000,
+        "tiers": {"device": 1000},
+        "ttft": 0.1,
+        "decode": 1.0,
+        "tokens_per_s": 9.0,
+        "peak_bytes": 10_000,
+        **more,
+    }
+
+
+def refusal(task: str, policy: str) -> Row:
+    gone = {"status": "refused", "message": "no heads | here", "sample": None}
+    return {**row(task, policy, 0, 0.0), **gone}
+
+
+def some_rows() -> list[Row]:
+    rows = []
+    for sample in range(10):
+        rows += [row("easy", "full", sample, 1.0), row("easy", "less", sample, float(sample % 2))]
+        rows += [row("hard", "full", sample, float(sample == 0)), row("hard", "less", sample, 0.0)]
+    return [*rows, refusal("easy", "odd"), refusal("hard", "odd")]
+
+
+def folder(path: Path, rows: list[Row]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (path / "manifest.json").write_text(json.dumps(MANIFEST))
+    return path
+
+
+def test_cells_carry_score_ceiling_difference_and_flag() -> None:
+    found = {(cell.task, cell.policy): cell for cell in cells(some_rows())}
+    less = found["easy", "less"]
+    assert less.score is not None and less.delta is not None
+    assert (less.score.mean, less.ceiling, less.delta.mean, less.nulls) == (0.5, 1.0, -0.5, 5)
+    assert found["easy", "full"].delta is None and less.flag == ""
+    assert found["hard", "less"].flag == "not discriminative" == found["hard", "full"].flag
+    assert found["easy", "odd"].status == "refused"
+    assert less.means["held"] == 500 and less.means["peak_bytes"] == 10_000
+
+
+def test_the_flag_counts_from_what_guessing_earns() -> None:
+    rows = [row("choice", "full", sample, float(sample < 4)) for sample in range(10)]
+    assert cells(rows)[0].flag == "" and cells(rows, {"choice": 0.25})[0].flag == "not discriminative"
+
+
+def test_without_a_ceiling_cells_say_so() -> None:
+    assert cells([row("easy", "less", 0, 1.0)])[0].flag == "no ceiling"
+
+
+def test_a_row_done_again_replaces_the_first() -> None:
+    rows = [row("easy", "less", 0, 0.0), row("easy", "less", 0, 1.0)]
+    found = cells(rows)[0]
+    assert found.score is not None and (found.score.mean, found.score.n) == (1.0, 1)
+
+
+def test_turns_are_kept_apart_and_mixed_kinds_are_cells_of_their_own() -> None:
+    rows = [row("s", "full", i, float(turn == 0), turn, 2, suite="scbench") for i in range(3) for turn in range(2)]
+    assert cells(rows)[0].turns == (1.0, 0.0)
+    kinds = [row("s", "full", 0, float(t), t, 2, kind="ab"[t]) for t in range(2)]
+    assert [cell.task for cell in cells(kinds)] == ["s/a", "s/b"]
+
+
+def test_the_mean_leaves_out_tasks_that_a_policy_lacks() -> None:
+    rows = [row("a", "full", 0, 1.0), row("b", "full", 0, 0.0), row("a", "less", 0, 1.0)]
+    assert set(overall(cells(rows)).values()) == {1.0}
+
+
+def test_perplexity_is_neither_flagged_nor_averaged() -> None:
+    rows = [
+        row("p", policy, i, 2.0 + 0.5 * (policy != "full"), metric="nll") for policy in ("full", "x") for i in range(4)
+    ]
+    full, x = cells(rows)
+    assert x.delta is not None and x.delta.mean == 0.5 and x.flag == ""
+    assert overall([full, x]) == {}
+    assert tables.score_text(x).startswith("2.500 [")
+
+
+def test_markdown_says_it_all() -> None:
+    text = tables.markdown(cells(some_rows()), MANIFEST)
+    assert "| `less` | 50.0 [23.7, 76.3] | 0.0 [0.0, 27.8] † | 25.0 | 50.0 |" in text
+    assert "| `less` | -50.0 [" in text
+    assert "- `odd` on easy, hard: refused: no heads | here" in text
+    assert "† hard:" in text
+
+
+def test_csv_has_one_line_per_cell(tmp_path: Path) -> None:
+    lines = list(csv.DictReader(tables.long_csv(cells(some_rows())).splitlines()))
+    assert len(lines) == 6
+    less = next(line for line in lines if (line["task"], line["policy"]) == ("easy", "less"))
+    assert float(less["score"]) == 0.5 and float(less["delta"]) == -0.5 and less["bytes_held"] == "1000.0"
+
+
+class Tags(HTMLParser):
+    """Collects what a browser would fetch, and whether tags close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in ("meta", "br", "link", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_stands_alone_and_holds_tables_and_pictures(tmp_path: Path) -> None:
+    rows = some_rows()
+    rows += [
+        row("n", p, i, 1.0, suite="niah", length=n) for p in ("full", "less") for i in range(11) for n in (512, 1024)
+    ]
+    rows += [row("s", p, 0, 1.0, t, 3, suite="scbench") for p in ("full", "<less>") for t in range(3)]
+    report.write(folder(tmp_path, rows))
+    text = (tmp_path / "report.html").read_text()
+    tags = Tags()
+    tags.feed(text)
+    assert tags.open == [] and all(link.startswith(("#", "data:")) for link in tags.fetched)
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert "&lt;less&gt;" in text and "<less>" not in text
+    assert text.count("<svg") == len(list((tmp_path / "pictures").glob("*.png"))) >= 6
+    for name in ("pareto", "turns", "heat", "lengths"):
+        assert list((tmp_path / "pictures").glob(f"{name}_*.png")), name
+
+
+def test_pictures_are_the_same_again() -> None:
+    found = [cell for cell in cells(some_rows()) if cell.task == "easy"]
+    assert plots.svg(plots.pareto(found)) == plots.svg(plots.pareto(found))
+
+
+def test_heat_map_puts_depth_down_and_length_across() -> None:
+    rows = [
+        row("n", "full", 0, score, length=n, meta={"depth": d}) for n, d, score in ((512, 0.0, 1.0), (1024, 1.0, 0.0))
+    ]
+    figure = plots.heat_map(rows)
+    assert figure is not None
+    grid = figure.axes[0].images[0].get_array()
+    assert grid is not None and grid.shape == (10, 2)
+    assert grid[0, 0] == 1.0 and grid[9, 1] == 0.0
+    assert plots.shown("x" * 100).count("…") == 1
+    assert plots.HEAT(0.0)[:3] == pytest.approx((0xF0 / 255, 0x49 / 255, 0x6E / 255), abs=0.01)
+
+
+def test_a_square_is_hatched_when_it_says_nothing() -> None:
+    found = {(cell.task, cell.policy): cell for cell in cells(some_rows())}
+    assert page.square(found["hard", "less"])["flag"] and not page.square(found["easy", "less"])["flag"]
+    assert page.square(found["easy", "odd"])["text"] == "refused" and page.square(None)["text"] == "–"
+
+
+def test_comparison_is_paired_and_refuses_other_data(tmp_path: Path) -> None:
+    a = folder(tmp_path / "a", [row("t", "p", i, 0.0) for i in range(8)])
+    b = folder(tmp_path / "b", [row("t", "p", i, 1.0) for i in range(8)])
+    assert "| t | 2048 | multi-turn | `p` | 100.0 [100.0, 100.0] | yes |" in compare.text(a, b)
+    other = folder(tmp_path / "c", [row("t", "p", 0, 1.0, sample_hash="another")])
+    with pytest.raises(EvaluationError, match="sample 0 differs between the runs"):
+        compare.text(a, other)
+    with pytest.raises(EvaluationError, match="share no task"):
+        compare.text(a, folder(tmp_path / "d", [row("u", "p", 0, 1.0)]))
+    with pytest.raises(EvaluationError, match="is no run folder"):
+        compare.text(a, tmp_path / "nothing")
+
+
+def test_ruler_files_have_the_official_shape(tmp_path: Path) -> None:
+    peers.write(tmp_path / "x", some_rows(), MANIFEST)
+    summary = tmp_path / "x" / "ruler" / "less" / "multi-turn" / "2048" / "summary.csv"
+    assert summary.read_text() == "0,1,2\nTasks,easy,hard\nScore,50.0,0.0\nNulls,5/10,10/10\n"
+    line = json.loads((summary.parent / "easy.jsonl").read_text().splitlines()[0])
+    assert line["pred"] == "" and line["outputs"] == ["gold"] and line["index"] == 0
+
+
+def test_kvpress_files_have_its_shape_and_its_ratio(tmp_path: Path) -> None:
+    peers.write(tmp_path / "x", some_rows(), MANIFEST)
+    found = tmp_path / "x" / "kvpress" / "ruler__2048__model__less__0.75__query_aware"
+    lines = list(csv.DictReader((found / "predictions.csv").read_text().splitlines()))
+    assert len(lines) == 20 and "context" not in lines[0] and lines[1]["predicted_answer"] == ""
+    assert json.loads((found / "metrics.json").read_text())["easy"] == {"string_match": 50.0}
+    assert yaml.safe_load((found / "config.yaml").read_text())["compression_ratio"] == 0.75
+
+
+def test_scbench_files_have_the_official_shape_and_are_not_doubled(tmp_path: Path) -> None:
+    rows = [row("scbench_kv", "p", i, float(t == 0), t, 2, suite="scbench") for i in range(3) for t in range(2)]
+    rows += [{**one, "mode": "multi-request", "key": "another"} for one in rows]
+    for _ in range(2):
+        peers.write(tmp_path / "x", rows, MANIFEST)
+    found = tmp_path / "x" / "scbench" / "model_kvengine_p"
+    lines = [json.loads(line) for line in (found / "prediction_scbench_kv_multi_turn.jsonl").read_text().splitlines()]
+    assert [(line["id"], line["turn_idx"]) for line in lines] == [(i, t) for i in range(3) for t in range(2)]
+    assert lines[0]["ground_truth"] == "gold" and lines[0]["prediction"] == "gold"
+    assert (found / "multi_turn_summary.txt").read_text() == "model,scbench_kv,2048,100.000,0.000\n"
+    assert (found / "scdq_summary.txt").read_text() == "model,scbench_kv,2048,50.000\n"
+
+
+def test_weighted_averages_reproduce_a_published_line() -> None:
+    """Llama-3.1-8B: 95.5 93.8 91.6 87.4 84.7 77.0 gives 85.4 (inc) and 91.3 (dec); it is effective up to 32k."""
+    scores = [95.5, 93.8, 91.6, 87.4, 84.7, 77.0]
+    assert round(ruler_summary.weighted(scores, later=True), 1) == 85.4
+    assert round(ruler_summary.weighted(scores, later=False), 1) == 91.3
+    assert ruler_summary.effective(dict(zip((4, 8, 16, 32, 64, 128), scores, strict=True))) == 32
+
+
+def test_lengths_are_summarised() -> None:
+    rows = [row("easy", "full", i, 1.0, length=n) for i in range(3) for n in (1024, 2048)]
+    assert "| `full` | multi-turn | 100.0 | 100.0 | 100.0 | 100.0 | 100.0 | 2048 |" in tables.markdown(
+        cells(rows), MANIFEST
+    )

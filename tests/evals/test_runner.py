@@ -1,0 +1,482 @@
+"""The runner: both modes against hand-made sessions, resume, refusals, configuration and the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_evals import saved_model, tiny_model, tiny_tokenizer
+from torch import Tensor
+from transformers import DynamicCache
+from typer.testing import CliRunner
+
+from kvengine.cli import app
+from kvengine.errors import EvaluationError, PolicyError, UnsupportedPolicy
+from kvengine.evals import aggregate, drive
+from kvengine.evals.config import RunConfig, build
+from kvengine.evals.engine import CacheSession, StockEngine, Usage
+from kvengine.evals.policies import arms, split
+from kvengine.evals.progress import Silent
+from kvengine.evals.prompt import Prompter, middle_cut
+from kvengine.evals.protocol import Protocol
+from kvengine.evals.records import MEASURED, Journal
+from kvengine.evals.runner import Run, room
+from kvengine.evals.tasks import Sample, Turn
+
+SAMPLE = Sample(
+    id="0",
+    context="CONTEXT. ",
+    turns=tuple(Turn(question=f"Q{i}?", answers=(f"G{i}",), max_new_tokens=3, prefix=" A:") for i in range(3)),
+)
+
+
+@dataclass
+class Recorder:
+    """A session that writes down what is read, and always answers with one token."""
+
+    reads: list[str]
+    prompter: Prompter
+    token: int
+    path: str = "main"
+    branches: list[str] = field(default_factory=list)
+
+    def read(self, ids: list[int], *, every: bool = False) -> Tensor:
+        self.reads.append(f"{self.path}: {self.prompter.tokenizer.decode(ids)}")
+        logits = torch.zeros(len(ids) if every else 1, 640)
+        logits[:, self.token] = 1
+        return logits
+
+    def follow_up(self) -> None:
+        self.reads.append(f"{self.path}: <judged>")
+
+    def branch(self) -> Recorder:
+        self.branches.append(self.path)
+        return Recorder(self.reads, self.prompter, self.token, f"copy {len(self.branches)}")
+
+    def usage(self) -> Usage:
+        return Usage(held=1, attended=1, bytes_held=1, read_per_token=1)
+
+
+def played(mode: str, *, chat: bool = False, golden: bool = True) -> tuple[list[str], list[str]]:
+    prompter = Prompter(tiny_tokenizer(chat=chat), chat)
+    letter = prompter.ids("x")[0]
+    session = Recorder([], prompter, letter)
+    protocol = Protocol(prompter=prompter, mode=mode, stop=frozenset(), golden=golden)
+    answers = list(protocol.play(session, SAMPLE))
+    return [line for line in session.reads if not line.endswith(": x")], [answer.text for answer in answers]
+
+
+def test_multi_turn_reads_golden_answers_and_throws_generations_away() -> None:
+    reads, answers = played("multi-turn")
+    assert reads == [
+        "main: <s>CONTEXT. Q0? A:",
+        "main: <judged>",
+        "main: G0\n\nQ1? A:",
+        "main: <judged>",
+        "main: G1\n\nQ2? A:",
+        "main: <judged>",
+    ]
+    assert answers == ["xxx"] * 3
+
+
+def test_multi_turn_can_keep_the_models_own_answers() -> None:
+    reads, _ = played("multi-turn", golden=False)
+    assert reads[2] == "main: xxx\n\nQ1? A:"
+
+
+def test_multi_turn_with_a_chat_template_closes_and_opens_turns() -> None:
+    reads, _ = played("multi-turn", chat=True)
+    assert reads[0] == "main: <s><|user|>CONTEXT. Q0?<|end|><|assistant|> A:"
+    assert reads[2] == "main: G0<|end|><|user|>Q1?<|end|><|assistant|> A:"
+
+
+def test_multi_request_judges_the_context_alone_and_asks_on_copies() -> None:
+    reads, _ = played("multi-request", chat=True)
+    assert reads == [
+        "main: <s><|user|>CONTEXT. ",
+        "main: <judged>",
+        "copy 1: Q0?<|end|><|assistant|> A:",
+        "copy 2: Q1?<|end|><|assistant|> A:",
+        "main: Q2?<|end|><|assistant|> A:",
+    ]
+
+
+def test_generation_on_a_branch_does_not_touch_the_session() -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    session = CacheSession(model, DynamicCache())
+    session.read([5, 6, 7])
+    before = session.read([8]).clone()
+    branch = session.branch()
+    branch.read([9, 10, 11])
+    assert session.usage().held == 4 and branch.usage().held == 7
+    again = CacheSession(model, DynamicCache())
+    assert torch.allclose(again.read([5, 6, 7, 8]), before, atol=1e-5)
+    assert tokenizer is not None
+
+
+def test_answers_equal_those_of_generate() -> None:
+    """The runner's loop against transformers' own, on a stock cache."""
+    model, prompter = tiny_model(), Prompter(tiny_tokenizer())
+    turn = Turn(question="Q?", answers=("x",), max_new_tokens=12)
+    sample = Sample(id="0", context="Alice was beginning to get very tired. ", turns=(turn,))
+    answers = {}
+    for mode in ("multi-turn", "multi-request"):
+        protocol = Protocol(prompter=prompter, mode=mode, stop=frozenset({1}))
+        answers[mode] = next(iter(protocol.play(StockEngine(model).session(), sample)))
+    ids = torch.tensor([prompter.whole(sample)])
+    out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=1)
+    assert answers["multi-turn"].text == prompter.text(out[0, ids.shape[1] :].tolist())
+    assert answers["multi-turn"].tokens == 12 and answers["multi-turn"].finish == "length"
+
+
+def test_forced_nll_equals_the_loss_of_one_forward() -> None:
+    model, prompter = tiny_model(), Prompter(tiny_tokenizer())
+    turn = Turn(question="", answers=(" and what is the use of a book",), max_new_tokens=64, forced=True)
+    sample = Sample(id="0", context="thought Alice", turns=(turn,), raw=True)
+    context, after = prompter.context(sample), prompter.ids(turn.answers[0])
+    with torch.no_grad():
+        logits = model(torch.tensor([context + after])).logits[0, len(context) - 1 : -1]
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(after)).item()
+    for mode in ("multi-turn", "multi-request"):
+        protocol = Protocol(prompter=prompter, mode=mode, stop=frozenset())
+        answer = next(iter(protocol.play(StockEngine(model).session(), sample)))
+        assert answer.nll == pytest.approx(expected, abs=1e-5)
+
+
+# ---- prompts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("bos", [False, True])
+def test_exactly_one_beginning_token(chat: bool, bos: bool) -> None:
+    """The template of the chat tokenizer writes one and the tokenizer adds one of its own: together that is two."""
+    tokenizer = tiny_tokenizer(chat=chat, bos=bos)
+    prompter = Prompter(tokenizer, chat)
+    for ids in (prompter.whole(SAMPLE), prompter.context(SAMPLE)):
+        assert ids.count(tokenizer.bos_token_id) == int(bos or chat) == int(ids[0] == tokenizer.bos_token_id)
+    assert tokenizer.bos_token_id not in prompter.asked(SAMPLE.turns[0]) + prompter.follow("G", SAMPLE.turns[1])
+    if chat and bos:  # the trap itself: rendering to text and encoding with special tokens on
+        text = prompter.wrapper.head + SAMPLE.context
+        assert tokenizer(text).input_ids.count(tokenizer.bos_token_id) == 2
+
+
+def test_a_raw_sample_has_no_template() -> None:
+    prompter = Prompter(tiny_tokenizer(chat=True), True)
+    raw = Sample(id="0", context="C", turns=SAMPLE.turns, raw=True)
+    assert prompter.of(raw).text(prompter.of(raw).whole(raw)) == "CQ0? A:"
+    assert prompter.of(SAMPLE) is prompter
+
+
+def test_a_template_that_changes_messages_is_refused() -> None:
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | lower }}{% endfor %}"
+    with pytest.raises(EvaluationError, match="drops or changes messages.*--chat off"):
+        _ = Prompter(tokenizer, True).wrapper
+
+
+def test_the_middle_is_cut_and_both_ends_stay() -> None:
+    assert middle_cut(list(range(10)), 5) == [0, 1, 7, 8, 9]
+    assert middle_cut([1, 2], 5) == [1, 2]
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------------
+
+
+def config(out: Path, **more: Any) -> RunConfig:
+    settings = {
+        "suite": "ruler",
+        "tasks": "niah_single_1,fwe",
+        "lengths": (1024,),
+        "samples": 2,
+        "policies": ("stock",),
+    }
+    return RunConfig(**{**settings, "oracle": False, "out": out, **more})
+
+
+def run(settings: RunConfig, **more: Any) -> Run:
+    made = Run(settings, tiny_model(), tiny_tokenizer(), Journal.open(settings.out / "rows.jsonl"), **more)
+    made.execute(Silent())
+    return made
+
+
+def fixed(path: Path) -> list[dict[str, Any]]:
+    """Rows without what was measured with a clock."""
+    rows = [json.loads(line) for line in (path / "rows.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name not in MEASURED} for row in rows]
+
+
+def test_a_run_gives_every_row_once_and_a_second_run_gives_nothing(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    run(settings)
+    rows = fixed(tmp_path)
+    assert [(row["task"], row["sample"]) for row in rows] == [(t, s) for t in ("niah_single_1", "fwe") for s in "01"]
+    run(settings)
+    assert fixed(tmp_path) == rows
+
+
+def test_two_runs_agree_and_more_samples_extend_the_first(tmp_path: Path) -> None:
+    run(config(tmp_path / "a"))
+    run(config(tmp_path / "b", samples=3))
+    a, b = fixed(tmp_path / "a"), fixed(tmp_path / "b")
+    assert [row for row in b if row["sample"] != "2"] == a
+
+
+def test_rows_hold_what_a_reader_needs(tmp_path: Path) -> None:
+    run(config(tmp_path, modes=("multi-request",)))
+    row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
+    assert row["placement"] == "agnostic" and row["metric"] == "string_match_all" and row["stack"] == "stock"
+    assert row["held"] == row["attended"] == row["prompt_tokens"] + row["new_tokens"] - 1
+    assert row["bytes_held"] == row["held"] * 2 * 2 * 2 * 8 * 4  # layers · k and v · kv heads · head size · fp32
+    assert row["ttft"] > 0 and row["tokens_per_s"] > 0 and 0 <= row["meta"]["depth"] <= 1
+
+
+def test_a_torn_tail_is_cut_and_only_that_sample_done_again(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    run(settings)
+    rows, path = fixed(tmp_path), tmp_path / "rows.jsonl"
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:-40])
+    assert len(Journal.open(path).rows) == 3 and path.read_bytes() == b"".join(lines[:-1])
+    run(settings)
+    assert fixed(tmp_path) == rows
+
+
+def test_half_a_session_is_cut_too(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {"key": "k", "sample": "0", "turns": 3}
+    path.write_text("".join(json.dumps({**row, "turn": turn}) + "\n" for turn in range(2)))
+    assert Journal.open(path).rows == [] and path.read_bytes() == b""
+
+
+def test_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = json.dumps({"key": "k", "sample": "0", "turn": 0, "turns": 1})
+    path.write_text(f"{row}\n{row[:10]}\n{row}\n")
+    with pytest.raises(EvaluationError, match="damaged at byte 51"):
+        Journal.open(path)
+
+
+def refusing(error: Exception) -> Any:
+    @contextlib.contextmanager
+    def opener(model: Any, policy: str) -> Iterator[StockEngine]:
+        raise error
+        yield StockEngine(model)
+
+    return opener
+
+
+@pytest.mark.parametrize(("error", "status"), [
+    (UnsupportedPolicy("this model has no heads"), "refused"),
+    (torch.OutOfMemoryError("CUDA out of memory"), "out of memory"),
+    (MemoryError(), "out of memory"),
+])  # fmt: skip
+def test_a_cell_that_cannot_run_is_recorded_and_the_rest_goes_on(tmp_path: Path, error: Exception, status: str) -> None:
+    settings = config(tmp_path)
+    run(settings, opener=refusing(error))
+    rows = fixed(tmp_path)
+    assert [row["status"] for row in rows] == [status] * 2
+    assert {row["message"] for row in rows} == {str(error)}
+    run(settings)
+    assert fixed(tmp_path) == rows  # not tried again …
+    run(config(tmp_path, retry=True))
+    assert [row["status"] for row in fixed(tmp_path)][2:] == ["ok"] * 4  # … unless asked to
+    found = aggregate.cells(Journal.open(tmp_path / "rows.jsonl").rows)
+    assert [cell.status for cell in found] == ["ok", "ok"]
+
+
+def test_other_errors_are_not_swallowed(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        run(config(tmp_path), opener=refusing(ZeroDivisionError()))
+
+
+def test_a_length_too_small_is_recorded(tmp_path: Path) -> None:
+    run(config(tmp_path, lengths=(140,), tasks="niah_single_1"))
+    assert [row["status"] for row in fixed(tmp_path)] == ["too short"]
+
+
+def test_users_data_are_cut_to_the_length_and_generated_ones_are_not(tmp_path: Path) -> None:
+    cell = Run(config(tmp_path), tiny_model(), tiny_tokenizer(), Journal(tmp_path / "x")).cells()[0]
+    users = Sample(id="0", context="", turns=SAMPLE.turns, provenance="user data")
+    assert room(cell, SAMPLE) is None
+    assert room(cell, users) == 1024 - 9
+
+
+def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    """kill -9 in the middle of a run, with whatever the file system has kept by then."""
+    model = saved_model(tmp_path / "model", chat=True)
+    words = ["ruler", "--model", str(model), "--policies", "full;streaming(recent=60)", "--tasks", "niah_single_1,fwe"]
+    words += ["--lengths", "1024", "--samples", "3", "--no-oracle", "--no-report"]
+    command = [sys.executable, "-P", "-c", "from kvengine.cli import main; main()", "eval", *words, "--out"]
+    killed = tmp_path / "killed"
+    process = subprocess.Popen([*command, str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    rows, limit = killed / "rows.jsonl", time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < limit:
+        if rows.exists() and rows.read_bytes().count(b"\n") >= 2:
+            break
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done = rows.read_bytes().count(b"\n")
+    assert 2 <= done < 12, "the run was over before it could be killed"
+    for out in (killed, tmp_path / "whole"):
+        assert CliRunner().invoke(app, ["eval", *words, "--out", str(out)]).exit_code == 0
+    assert fixed(killed) == fixed(tmp_path / "whole")
+    manifest = json.loads((killed / "manifest.json").read_text())
+    assert len(manifest["resumed"]) >= 1
+    assert manifest["data"] == json.loads((tmp_path / "whole" / "manifest.json").read_text())["data"]
+
+
+# ---- policies and configuration ------------------------------------------------------------------------------------
+
+
+def test_policies_split_at_commas_outside_brackets() -> None:
+    text = "full,snapkv(budget=0.25, window=16)+kivi(bits=4); duo(pattern='a,b;c')"
+    assert split(text) == ["full", "snapkv(budget=0.25, window=16)+kivi(bits=4)", "duo(pattern='a,b;c')"]
+
+
+def test_the_ceiling_comes_first_and_an_oracle_per_budget_last() -> None:
+    found = arms(["quest(budget=256)", "snapkv(budget=256)", "h2o(budget=0.5)"])
+    assert [arm.policy for arm in found] == [
+        "full",
+        "quest(budget=256)",
+        "snapkv(budget=256)",
+        "h2o(budget=0.5)",
+        "oracle_topk(budget=256)",
+        "oracle_topk(budget=0.5)",
+    ]
+    assert [arm.role for arm in found] == ["ceiling", "policy", "policy", "policy", "oracle", "oracle"]
+    assert [arm.policy for arm in arms(["full", "kivi"], oracle=False)] == ["full", "kivi"]
+    assert [arm.policy for arm in arms(["kivi"], ceiling=False, oracle=False)] == ["kivi"]
+
+
+def test_an_unknown_policy_stops_before_anything_runs() -> None:
+    with pytest.raises(PolicyError, match="Did you mean 'quest'"):
+        arms(["quset(budget=4)"])
+
+
+def test_an_impossible_policy_is_kept_with_its_reason() -> None:
+    arm = next(arm for arm in arms(["h2o+snapkv"]) if arm.policy == "h2o+snapkv")
+    assert arm.refused is not None
+
+
+def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("policies: [full, 'quest(budget=64)']\nlengths: 512,1024\nsamples: 7\nfail-under: {vt: 50}\n")
+    made = build("ruler", file, {"samples": 3, "out": tmp_path, "seed": None})
+    assert (made.samples, made.lengths, made.seed) == (3, (512, 1024), 42)
+    assert made.policies == ("full", "quest(budget=64)") and made.fail_under == {"vt": 50.0}
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"sampels": 3}, "no setting is called 'sampels'. Did you mean 'samples'"),
+    ({"modes": "multi-trun"}, "no mode is called 'multi-trun'. Did you mean 'multi-turn'"),
+    ({"lengths": "4k"}, "whole numbers of tokens, got '4k'"),
+    ({"samples": 0}, "must be positive"),
+    ({"data": ["squad"]}, "expected NAME=VALUE, got 'squad'"),
+    ({"data": ["squad=/no/such"]}, "there is no such file"),
+    ({"chat": "maybe"}, "expected auto, on or off"),
+])  # fmt: skip
+def test_bad_settings_are_explained(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(EvaluationError, match=message.replace("(", r"\(")):
+        build("ruler", None, {"out": tmp_path, **given})
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("model"), chat=True)
+
+
+def invoke(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["eval", *words], env={"COLUMNS": "200"})
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_unknown_names_are_one_line_and_exit_code_two(tmp_path: Path, model_folder: Path) -> None:
+    common = ["--model", str(model_folder), "--out", str(tmp_path)]
+    code, text = invoke("ruler", *common, "--tasks", "niah_singel_1")
+    assert code == 2 and "Did you mean 'niah_single_1'" in text
+    code, text = invoke("ruler", *common, "--policies", "snapvk")
+    assert code == 2 and "Did you mean 'snapkv'" in text
+    code, text = invoke("ruler", "--model", str(tmp_path / "nothing"), "--out", str(tmp_path))
+    assert code == 2 and "cannot load" in text
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_dry_run_prints_the_matrix_and_writes_no_rows(tmp_path: Path, model_folder: Path) -> None:
+    words = ["--model", str(model_folder), "--out", str(tmp_path), "--tasks", "fwe", "--lengths", "1024"]
+    code, text = invoke("ruler", *words, "--policies", "quest(budget=64)", "--samples", "2", "--dry-run")
+    assert code == 0 and "oracle_topk(budget=64)" in text and "0/2 done" in text
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_fail_under_decides_the_exit_code(tmp_path: Path, model_folder: Path) -> None:
+    words = ["--model", str(model_folder), "--out", str(tmp_path), "--tasks", "fwe", "--lengths", "1024"]
+    words += ["--policies", "full", "--samples", "1", "--no-oracle", "--no-report"]
+    assert invoke("ruler", *words, "--fail-under", "fwe=0")[0] == 0
+    code, text = invoke("ruler", *words, "--fail-under", "fwe=50")
+    assert code == 1 and "below the bar" in text
+    assert invoke("ruler", *words, "--fail-under", "no_task=0")[0] == 1
+
+
+def test_another_model_may_not_join_a_run(tmp_path: Path, model_folder: Path) -> None:
+    words = [
+        "--out",
+        str(tmp_path),
+        "--tasks",
+        "fwe",
+        "--lengths",
+        "1024",
+        "--policies",
+        "full",
+        "--samples",
+        "1",
+        "--no-report",
+    ]
+    assert invoke("ruler", "--model", str(model_folder), *words)[0] == 0
+    other = tmp_path / "other"
+    saved_model(other)
+    code, text = invoke("ruler", "--model", str(other), *words)
+    assert code == 2 and "choose another --out" in text
+
+
+def test_limit_does_a_part_of_the_same_data(tmp_path: Path, model_folder: Path) -> None:
+    words = [
+        "--model",
+        str(model_folder),
+        "--tasks",
+        "fwe",
+        "--lengths",
+        "1024",
+        "--policies",
+        "full",
+        "--samples",
+        "3",
+    ]
+    for out, more in (("part", ["--limit", "1"]), ("part", []), ("whole", [])):
+        assert invoke("ruler", *words, "--out", str(tmp_path / out), *more)[0] == 0
+    assert fixed(tmp_path / "part") == fixed(tmp_path / "whole")
+
+
+def test_drive_names_every_bar_that_is_missed(tmp_path: Path) -> None:
+    run(config(tmp_path))
+    found = aggregate.cells(Journal.open(tmp_path / "rows.jsonl").rows)
+    assert drive.below(found, config(tmp_path, fail_under={"stock:fwe": 10.0})) == [
+        "stock on fwe: 0.0 [0.0, 65.8] < 10.0"
+    ]

@@ -1,0 +1,102 @@
+"""The heat map, perplexity and LongBench tasks, and the interface that all tasks share."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kvengine.errors import EvaluationError
+from kvengine.evals.tasks import Plan, Sample, catalogue, choose
+from kvengine.evals.tasks import longbench as lb
+from kvengine.evals.tasks._fit import NoData
+from kvengine.evals.tasks.niah import DEPTHS
+
+
+def words(sample: Sample) -> int:
+    turn = sample.turns[0]
+    return len(re.findall(r"\w+|[^\w\s]", sample.context + turn.question + turn.prefix))
+
+
+def plan(length: int = 1200, count: int = 11, **data: Path) -> Plan:
+    return Plan(length=length, count=count, seed=42, measure=words, data=data)
+
+
+def test_every_suite_is_there_and_names_are_unique() -> None:
+    assert {task.suite for task in catalogue().values()} == {"ruler", "scbench", "niah", "ppl", "longbench"}
+    assert all(name == task.name for name, task in catalogue().items())
+    assert [task.name for task in choose("niah", "niah_passkey, niah_magic")] == ["niah_passkey", "niah_magic"]
+
+
+@pytest.mark.parametrize("name", catalogue("niah"))
+def test_the_needle_is_found_at_every_depth(name: str) -> None:
+    samples = list(catalogue("niah")[name].samples(plan()))
+    assert sorted(sample.meta["depth"] for sample in samples) == [depth / 100 for depth in range(0, 101, 10)]
+    assert sorted(DEPTHS[:3]) == [0, 50, 100]  # a few samples already reach both ends and the middle
+    for sample in samples:
+        answer = sample.turns[0].answers[0]
+        at = sample.context.index(answer) / len(sample.context)
+        assert abs(at - sample.meta["depth"]) < 0.15
+        assert answer not in sample.turns[0].question + sample.turns[0].prefix
+        assert 0.8 * 1200 < words(sample) + sample.turns[0].max_new_tokens <= 1200
+
+
+def test_heat_map_score_counts_facts() -> None:
+    task = catalogue("niah")["niah_sandwich"]
+    turn = next(iter(task.samples(plan(count=1)))).turns[0]
+    assert task.score(turn, "Eat a SANDWICH in dolores park.") == {"recall": pytest.approx(2 / 3), "exact": 0.0}
+
+
+def test_perplexity_continues_its_own_text(tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text(" ".join(f"w{i}" for i in range(5000)))
+    for sample in catalogue("ppl")["ppl_book"].samples(plan(count=3, book=book)):
+        last, first = sample.context.split()[-1], sample.turns[0].answers[0].split()[0]
+        assert (int(last[1:]) + 1) % 5000 == int(first[1:])
+        assert sample.turns[0].forced and sample.raw and sample.provenance == "user data"
+
+
+def test_longbench_reads_local_rows_and_keeps_the_question_out_of_the_context(tmp_path: Path) -> None:
+    row = {"input": "Who?", "context": "TEXT", "answers": ["Ann", "Ann Lee"], "all_classes": None}
+    (tmp_path / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n")
+    task = catalogue("longbench")["hotpotqa"]
+    sample = next(iter(task.samples(plan(longbench=tmp_path))))
+    assert sample.context + sample.turns[0].question == lb.PROMPTS["hotpotqa"].format(context="TEXT", input="Who?")
+    assert sample.context.endswith("TEXT") and not sample.raw
+    assert task.score(sample.turns[0], "ann lee")["f1"] == 1.0
+    assert catalogue("longbench")["trec"].available({"longbench": tmp_path}) is False
+    with pytest.raises(NoData, match="with trec.jsonl"):
+        next(iter(catalogue("longbench")["trec"].samples(plan(longbench=tmp_path))))
+
+
+def test_longbench_refuses_other_schemas(tmp_path: Path) -> None:
+    (tmp_path / "qasper.jsonl").write_text('{"question": 1}\n')
+    with pytest.raises(EvaluationError, match="lacks input, context or answers"):
+        next(iter(catalogue("longbench")["qasper"].samples(plan(longbench=tmp_path))))
+
+
+def test_longbench_prompts_have_a_context_and_sixteen_tasks() -> None:
+    assert set(lb.PROMPTS) == set(catalogue("longbench")) and len(lb.PROMPTS) == 16
+    assert all(prompt.count("{context}") == 1 for prompt in lb.PROMPTS.values())
+    plain = {task.name for task in lb.TASKS if task.plain}
+    assert plain == {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
+
+
+def test_longbench_scorers_by_hand() -> None:
+    assert lb.numbers_right("3, no: 4 or 3", "3") == pytest.approx(2 / 3)
+    assert lb.paragraph_score("Paragraph 12", "Paragraph 12", []) == 1.0
+    assert lb.paragraph_score("Paragraph 1", "Paragraph 12", []) == 0.0
+    assert lb.class_score("Food or Animal", "Food", ["Food", "Animal", "City"]) == 0.5
+    assert lb.class_score("Sport event", "Sport event", ["Sport", "Sport event"]) == 1.0  # "Sport" is part of it
+    assert lb.class_score("City", "Food", ["Food", "City"]) == 0.0
+    assert lb.code_score("# note\n```\nx = 1\ny", "x = 1", []) == 1.0
+    assert lb.code_score("", "x = 1", []) == 0.0
+    trec = catalogue("longbench")["trec"]
+    turn = (
+        lb.TASKS[9]
+        .sample({"input": "q", "context": "c", "answers": ["Food"], "all_classes": ["Food", "City"]}, 0)
+        .turns[0]
+    )
+    assert trec.score(turn, "\nFood\nCity") == {"classification": 1.0}  # only the first line counts

@@ -1,0 +1,51 @@
+"""The engine gives what the stock cache gives, on every family, and refuses what a family cannot do."""
+
+import pytest
+import torch
+from families import configs
+
+import kvengine
+from kvengine.errors import UnsupportedPolicy
+
+TOKENS = 64
+
+
+@pytest.fixture(params=configs.FAMILIES)
+def name(request: pytest.FixtureRequest) -> str:
+    if not configs.exists(request.param):
+        pytest.skip(f"this transformers has no {configs.FAMILIES[request.param].model}")
+    return str(request.param)
+
+
+def greedy(model: torch.nn.Module, count: int = TOKENS, **options: object) -> torch.Tensor:
+    return model.generate(**configs.padded_batch(), max_new_tokens=count, do_sample=False, **options)
+
+
+def has_plain_layers(name: str) -> bool:
+    return name not in (
+        "falcon_h1",
+        "mistral_window",
+        "ministral",
+        "phi3_window",
+    )  # falcon_h1: state and keys in one layer
+
+
+def test_full_gives_the_stock_tokens_on_a_padded_batch(name: str) -> None:
+    want = greedy(configs.build(name))
+    model = kvengine.patch(configs.build(name))
+    cache = kvengine.EngineCache(model)
+    assert torch.equal(greedy(model, past_key_values=cache), want)
+    assert bool(cache.engines) == has_plain_layers(name)
+    assert torch.equal(greedy(kvengine.unpatch(model)), want)
+
+
+def test_a_policy_runs_or_is_refused_with_a_reason(name: str) -> None:
+    model, kinds = configs.build(name), configs.FAMILIES[name].caches
+    if has_plain_layers(name) and "shared" not in kinds and "latent" not in kinds:
+        kvengine.patch(model, "snapkv(budget=12, window=4)")
+        cache = kvengine.EngineCache(model)
+        assert greedy(model, past_key_values=cache, count=8).shape == (3, 28)
+        assert int(cache.stats().held.max()) == 12 + 8 - 1
+    else:
+        with pytest.raises(UnsupportedPolicy, match="full"):
+            kvengine.patch(model, "snapkv(budget=12, window=4)")

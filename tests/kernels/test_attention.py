@@ -1,0 +1,124 @@
+"""Attention over contiguous tokens, and merging of parts, on every backend that runs here."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import support_kernels as oracle
+import torch
+from torch import Tensor
+
+from kvengine.errors import KernelError
+from kvengine.kernels import dispatch
+from kvengine.kernels.attention import attention
+from kvengine.kernels.merge_states import merge_states
+from kvengine.kernels.state import State, rescaled
+
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+BACKENDS = oracle.backends()
+
+
+def case(rows: int, group: int, query: int, token: int, dim: int, dim_v: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Queries, and views of larger slots for keys and values; a third of the tokens is visible."""
+    rng = torch.Generator().manual_seed(token + dim)
+    k, v = (torch.randn(rows, token + 7, d, generator=rng).to(dtype)[:, 3 : token + 3] for d in (dim, dim_v))
+    visible = torch.rand(rows, query, token, generator=rng) < 0.3
+    return torch.randn(rows, group, query, dim, generator=rng).to(dtype), k, v, visible
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 1, 63, 64, 64), (3, 5, 3, 65, 72, 40), (1, 1, 1, 1, 8, 8), (2, 7, 2, 40, 128, 256)]
+)
+@pytest.mark.parametrize("extra", [{}, {"softcap": 3.0}, {"sinks": True}], ids=["plain", "softcap", "sinks"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_matches_the_oracle(backend: str, dtype: torch.dtype, shape: tuple[int, ...], extra: dict[str, Any]) -> None:
+    q, k, v, visible = case(*shape, dtype)
+    if "sinks" in extra:
+        extra = {"sinks": torch.linspace(-2, 3, shape[0] * shape[1]).reshape(shape[:2])}
+    got = oracle.on(backend, attention)(q, k, v, visible, 0.3, want_probs=True, backend=backend, **extra)
+    oracle.close(got, oracle.attend(q, k, v, visible, 0.3, **extra), BOUND[dtype])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_mask_means_all(backend: str) -> None:
+    q, k, v, visible = case(2, 4, 1, 130, 64, 64, torch.float32)
+    got = oracle.on(backend, attention)(q, k, v, None, 0.2, backend=backend)
+    oracle.close(got, oracle.attend(q, k, v, torch.ones_like(visible), 0.2), 1e-5)
+    assert got.probs is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_unseen_tokens_may_hold_anything(backend: str) -> None:
+    q, k, v, visible = case(3, 2, 2, 50, 32, 32, torch.float32)
+    visible[:, :, 10:20] = False
+    visible[1] = False  # a row that sees nothing
+    want = oracle.attend(q, k, v, visible, 0.3)
+    k[:, 10:20], v[:, 10:20] = math.nan, math.inf
+    got = oracle.on(backend, attention)(q, k, v, visible, 0.3, want_probs=True, backend=backend)
+    oracle.close(got, want, 1e-5)
+    assert not got.out[1].any() and (got.lse[1] == -math.inf).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shift", [-300.0, 300.0])
+def test_large_scores_neither_overflow_nor_vanish(backend: str, shift: float) -> None:
+    q, k, v, visible = case(1, 2, 1, 70, 16, 16, torch.float32)
+    q[..., 0], k[..., 0] = 1.0, shift
+    got = oracle.on(backend, attention)(q, k, v, visible, 1.0, backend=backend)
+    oracle.close(got, oracle.attend(q, k, v, visible, 1.0), 1e-4)  # float32 scores near 300 carry 3e-5 of error
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_tokens_at_all(backend: str) -> None:
+    q, k, v, visible = case(2, 2, 1, 0, 16, 16, torch.float32)
+    got = oracle.on(backend, attention)(q, k, v, visible, 1.0, backend=backend)
+    assert not got.out.any() and (got.lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "native"])
+def test_merged_parts_equal_the_whole(backend: str) -> None:
+    q, k, v, visible = case(3, 2, 2, 60, 32, 32, torch.float32)
+    visible[0, 0] = False
+    visible[1, :, 20:] = False
+    whole = oracle.attend(q, k, v, visible, 0.3)
+    cuts = [(0, 20), (20, 21), (21, 60)]
+    parts = [
+        attention(q, k[:, a:b], v[:, a:b], visible[:, :, a:b], 0.3, want_probs=True, backend="reference")
+        for a, b in cuts
+    ]
+    poisoned = [p._replace(out=torch.where(p.lse[..., None] == -math.inf, math.nan, p.out)) for p in parts]
+    got = oracle.on(backend, merge_states)([State(*p) for p in poisoned], backend=backend)
+    oracle.close(got, whole, 1e-5)
+    shares = torch.cat([rescaled(p, got) for p in parts], -1)
+    assert oracle.error(shares, whole.probs) <= 1e-5
+
+
+def test_gradients_fall_back_to_torch() -> None:
+    q, k, v, _ = case(1, 2, 1, 9, 8, 8, torch.float32)
+    attention(q.requires_grad_(), k, v, None, 1.0).out.sum().backward()
+    assert q.grad is not None and q.grad.abs().sum() > 0
+
+
+def test_refusals_say_why() -> None:
+    q, k, v, visible = case(2, 2, 1, 9, 8, 8, torch.float32)
+    with pytest.raises(KernelError, match="visible must be"):
+        attention(q, k, v, visible[:, :, 1:], 1.0)
+    with pytest.raises(KernelError, match=r"got \[2, 2, 1, 8\]"):
+        attention(q, k[..., 1:], v, None, 1.0)
+    with pytest.raises(KernelError, match="Did you mean 'native'"):
+        attention(q, k, v, None, 1.0, backend="natve")
+    with pytest.raises(KernelError, match="float64|dtypes"):
+        attention(q.double(), k.double(), v.double(), None, 1.0, backend="native")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        with pytest.raises(KernelError, match="not on a CUDA device"):
+            attention(q, k, v, None, 1.0, backend="triton")
+    with pytest.raises(TypeError, match="want_probs"):
+        rescaled(attention(q, k, v, None, 1.0), attention(q, k, v, None, 1.0))
+
+
+def test_every_backend_reports_itself() -> None:
+    assert set(dispatch.info()) == set(dispatch.BACKENDS)

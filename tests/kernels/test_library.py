@@ -1,0 +1,88 @@
+"""Building the C kernels: once, atomically, and with a reason when it cannot be done."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvengine.errors import KernelError
+from kvengine.kernels import dispatch
+from kvengine.kernels.attention import attention
+from kvengine.kernels.cpu import library
+
+build = library.load.__wrapped__
+needs_compiler = pytest.mark.skipif(library.load().reason is not None, reason=str(library.load().reason))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "kvengine"
+
+
+def fake_compiler(folder: Path, script: str) -> Path:
+    file = folder / "cc"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return file
+
+
+@needs_compiler
+def test_built_once_and_loaded_again(cache: Path) -> None:
+    assert build().reason is None
+    (file,) = cache.glob("kernels-*.so")
+    before = file.stat().st_mtime_ns
+    again = build()
+    assert isinstance(again.library, ctypes.CDLL) and file.stat().st_mtime_ns == before
+    assert list(cache.iterdir()) == [file]  # nothing half-made is left
+
+
+@needs_compiler
+def test_processes_that_build_at_once_all_get_a_whole_library(cache: Path) -> None:
+    code = "from kvengine.kernels.cpu import library; assert library.load().library.kv_top"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    started = [subprocess.Popen([sys.executable, "-P", "-c", code], env=environment) for _ in range(3)]
+    assert [process.wait() for process in started] == [0, 0, 0]
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    assert "no C compiler" in (build().reason or "")
+
+
+def test_a_compiler_that_fails_is_quoted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = 'case "$1" in --version) echo fake;; *) echo "no such flag" >&2; exit 1;; esac'
+    monkeypatch.setenv("CC", str(fake_compiler(tmp_path, script)))
+    assert "no such flag" in (build().reason or "")
+    assert list(cache.iterdir()) == []
+
+
+def test_a_library_that_does_not_load_is_no_error(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", str(fake_compiler(tmp_path, "echo fake")))  # writes nothing into the file it was given
+    assert "could not be built or loaded" in (build().reason or "")
+
+
+def test_without_the_library_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.randn(2, 3, 1, 16), torch.randn(2, 9, 16)
+    want = attention(q, k, k, None, 0.3).out
+    monkeypatch.setattr(library, "load", lambda: library.Loaded(None, "no C compiler here"))
+    assert torch.allclose(attention(q, k, k, None, 0.3).out, want, atol=1e-6)
+    assert dispatch.info()["native"] == "no C compiler here"
+    with pytest.raises(KernelError, match="no C compiler here"):
+        attention(q, k, k, None, 0.3, backend="native")
+
+
+def test_heads_too_wide_for_the_buffers_go_to_torch() -> None:
+    q, k = torch.randn(1, 2, 1, 320), torch.randn(1, 9, 320)
+    assert attention(q, k, k, None, 0.05).out.isfinite().all()
+    with pytest.raises(KernelError, match="shapes or dtypes"):
+        attention(q, k, k, None, 0.05, backend="native")

@@ -1,0 +1,70 @@
+"""Attention over keys rebuilt from a low-rank factor."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import support_kernels as oracle
+import torch
+from torch import Tensor
+
+from kvengine.errors import KernelError
+from kvengine.kernels.lowrank_attention import lowrank_attention
+from kvengine.kernels.slots import resolve
+
+PAGE, ROWS, TABLE, RANK = 16, 4, 3, 20
+BACKENDS = [b for b in oracle.backends() if b != "native"]
+
+
+def rotated(key: Tensor, position: int, inv_freq: Tensor) -> Tensor:
+    """One key, channel pair by channel pair."""
+    key, half = key.double().clone(), len(inv_freq)
+    for i in range(half):
+        angle = position * float(inv_freq[i])
+        a, b = float(key[i]), float(key[i + half])
+        key[i] = a * math.cos(angle) - b * math.sin(angle)
+        key[i + half] = b * math.cos(angle) + a * math.sin(angle)
+    return key
+
+
+@pytest.mark.parametrize("partial", [False, True], ids=["full rotation", "half rotation"])
+@pytest.mark.parametrize("chosen", [False, True], ids=["all", "units"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_matches_a_loop(backend: str, chosen: bool, partial: bool) -> None:
+    rng = torch.Generator().manual_seed(7)
+    dim, dim_v = 32, 24
+    u, v = torch.randn(10, PAGE, RANK, generator=rng), torch.randn(14, PAGE, dim_v, generator=rng)
+    basis, q = torch.randn(ROWS, RANK, dim, generator=rng) / 4, torch.randn(ROWS, 3, 2, dim, generator=rng)
+    u_table = (
+        torch.randperm(10, generator=rng)[: 2 * TABLE].reshape(2, TABLE).repeat_interleave(2, 0)
+    )  # two heads share
+    table = torch.randperm(14, generator=rng)[: ROWS * TABLE].reshape(ROWS, TABLE)
+    table[3, 1:] = u_table[3, 1:] = -1
+    position = torch.arange(TABLE * PAGE).repeat(ROWS, 1) + 3
+    position[torch.rand(position.shape, generator=rng) < 0.2] = -1
+    inv_freq = 1.0 / 100.0 ** (torch.arange(dim // 2) / (dim // 2))
+    inv_freq = inv_freq[: dim // 4] if partial else inv_freq
+    units = torch.tensor([[0, 5, 3, -1], [1, 2, 3, 4], [5, -1, -1, -1], [0, 1, 2, 3]]) if chosen else None
+    unit = 8 if chosen else PAGE
+    got = oracle.on(backend, lowrank_attention)(
+        q, u, v, basis, inv_freq, table, position, page=PAGE, scale=0.3, units=units, unit=unit, u_table=u_table,
+        want_probs=True, backend=backend,
+    )  # fmt: skip
+    where, at = resolve(table, position, units, unit, PAGE)
+    where_u, _ = resolve(u_table, position, units, unit, PAGE)
+    keys = u.double().flatten(0, 1)[where_u] @ basis.double()
+    for r in range(ROWS):
+        for t in range(keys.shape[1]):
+            keys[r, t] = rotated(keys[r, t], int(at[r, t]), inv_freq)
+    seen = (at >= 0)[:, None].expand(-1, 2, -1)
+    oracle.close(got, oracle.attend(q, keys, v.flatten(0, 1)[where], seen, 0.3), 1e-5)
+
+
+def test_refusals_say_why() -> None:
+    table, position = torch.zeros(1, 1, dtype=torch.long), torch.arange(16)[None]
+    q, u, v, inv_freq = torch.randn(1, 1, 8), torch.randn(1, 16, 4), torch.randn(1, 16, 8), torch.ones(4)
+    with pytest.raises(KernelError, match="basis"):
+        lowrank_attention(q, u, v, torch.randn(1, 3, 8), inv_freq, table, position, page=16, scale=1.0)
+    with pytest.raises(KernelError, match="do not fit together"):
+        lowrank_attention(q, u, v, torch.randn(1, 4, 8), torch.ones(5), table, position, page=16, scale=1.0)

@@ -1,0 +1,87 @@
+"""Quest's bounds and the choice of units."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import support_kernels as oracle
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvengine.errors import KernelError
+from kvengine.kernels.page_scores import page_bounds, page_scores, top_units
+
+BACKENDS = oracle.backends()
+
+
+def bounds(dim: int, units: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(dim + units)
+    low = torch.randn(3, units + 4, dim, generator=rng).to(dtype)[:, 2 : units + 2]  # a view, as of preallocated rows
+    alive = torch.rand(3, units, generator=rng) < 0.7
+    alive[1] = False
+    high = (low.float() + torch.rand(3, units, dim, generator=rng)).to(dtype)
+    high[~alive] = math.nan
+    return low, high, alive
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8, 1), (3, 72, 67), (4, 128, 301), (9, 64, 33)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_match_a_loop(backend: str, shape: tuple[int, int, int], dtype: torch.dtype, reduce: str) -> None:
+    group, dim, units = shape
+    low, high, alive = bounds(dim, units, dtype)
+    q = torch.randn(3, group, dim, generator=torch.Generator().manual_seed(0))
+    got = oracle.on(backend, page_scores)(q, low, high, alive, reduce=reduce, backend=backend).cpu()
+    for r in range(3):
+        for u in range(units):
+            if not alive[r, u]:
+                assert got[r, u] == -math.inf
+                continue
+            each = torch.maximum(q[r].double() * low[r, u].double(), q[r].double() * high[r, u].double()).sum(-1)
+            want = each.max() if reduce == "max" else each.mean()
+            assert abs(got[r, u] - want) <= 1e-5 * dim
+
+
+def test_bounds_bound_every_living_key() -> None:
+    rng = torch.Generator().manual_seed(3)
+    k, alive = torch.randn(2, 48, 16, generator=rng), torch.rand(2, 48, generator=rng) < 0.4
+    alive[0, 8:16] = False
+    k[~alive] = math.nan
+    low, high = page_bounds(k, alive, 8)
+    assert not low[0, 1].any() and not high[0, 1].any()
+    q = torch.randn(2, 5, 16, generator=rng)
+    scores = page_scores(q, low, high, alive.unflatten(1, (-1, 8)).any(-1))
+    exact = (q @ k.mT).amax(1).masked_fill(~alive, -math.inf).unflatten(1, (-1, 8)).amax(-1)
+    assert (scores >= exact - 1e-5).all()
+    one = page_scores(q, *page_bounds(k, alive, 1), alive)  # a unit of one token: the bound is the score
+    assert torch.allclose(one[alive], (q @ k.mT).amax(1)[alive], atol=1e-5)
+
+
+@given(
+    st.lists(st.sampled_from([-math.inf, -2.0, -0.0, 0.0, 1.5, math.inf]), min_size=1, max_size=40), st.integers(0, 50)
+)
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_top_units_are_the_best_with_ties_to_the_lower_id(backend: str, row: list[float], count: int) -> None:
+    got = oracle.on(backend, top_units)(torch.tensor([row, row[::-1]]), count, backend=backend)
+    for scores, ids in zip((row, row[::-1]), got.tolist(), strict=True):
+        order = sorted(range(len(scores)), key=lambda u: (-scores[u], u))[:count]
+        want = sorted(u for u in order if scores[u] > -math.inf)
+        assert ids == want + [-1] * (min(count, len(scores)) - len(want))
+
+
+def test_refusals_say_why() -> None:
+    low, high, alive = bounds(8, 4, torch.float32)
+    q = torch.randn(3, 2, 8)
+    with pytest.raises(KernelError, match="low and high must be"):
+        page_scores(q, low[:, :3], high[:, :3], alive)
+    with pytest.raises(KernelError, match="'max' or 'mean'"):
+        page_scores(q, low, high, alive, reduce="sum")  # type: ignore[arg-type]
+    with pytest.raises(KernelError, match="must divide"):
+        page_bounds(low, alive, 3)
+    with pytest.raises(KernelError, match="at least 0"):
+        top_units(torch.zeros(1, 3), -1)

@@ -1,0 +1,173 @@
+"""Attention over pages: every layout, random tables, chosen units, on every backend that runs here."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import support_kernels as oracle
+import torch
+from torch import Tensor
+
+from kvengine.errors import KernelError
+from kvengine.kernels import codecs
+from kvengine.kernels.paged_attention import paged_attention
+from kvengine.kernels.slots import resolve, visible_to
+
+BACKENDS = oracle.backends()
+PAGE, ROWS, TABLE = 32, 3, 5
+LAYOUTS: dict[str, Any] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "kivi1": 1,
+    "kivi2": 2,
+    "kivi4": 4,
+    "kivi8": 8,
+    "kivi42": (4, 2),
+    "zipcache": "zipcache",
+}
+
+
+def pool(layout: str, dim: int, dim_v: int) -> tuple[str, dict[str, Tensor], Tensor, Tensor]:
+    """(codec, fields, keys, values): a pool of random pages, and what its fields stand for, in float64."""
+    rng = torch.Generator().manual_seed(dim)
+    k, v = (torch.randn(ROWS * TABLE + 3, PAGE, d, generator=rng) for d in (dim, dim_v))
+    kind = LAYOUTS[layout]
+    if isinstance(kind, torch.dtype):
+        codec, fields = "dense", {"k": k.to(kind), "v": v.to(kind)}
+    elif kind == "zipcache":
+        codec, fields = "zipcache", codecs.encode_zipcache(k, v, (4, 2), 19)
+    else:
+        codec, fields = "kivi", codecs.encode_kivi(k, v, kind, 8)
+    return codec, fields, *(x.double() for x in codecs.decode(codec, fields, dim, dim_v))
+
+
+def rows(query: int) -> dict[str, Tensor]:
+    """Tables of shuffled pages: one full row, one with missing pages, one without any; a third of the slots dead."""
+    rng = torch.Generator().manual_seed(query)
+    table = torch.randperm(ROWS * TABLE + 3, generator=rng)[: ROWS * TABLE].reshape(ROWS, TABLE).int()
+    table[1, 2:] = -1
+    table[2] = -1
+    position = torch.arange(TABLE * PAGE).repeat(ROWS, 1)
+    position[torch.rand(position.shape, generator=rng) < 0.3] = -1
+    units = torch.stack([torch.randperm(TABLE * PAGE // 8, generator=rng)[:9] for _ in range(ROWS)])
+    units[0, 4:6] = -1
+    at = torch.tensor([[70], [30], [5]]) + torch.arange(query)
+    return {"table": table, "position": position, "units": units, "query_position": at}
+
+
+READS = {
+    "all": (),
+    "units": ("units",),
+    "causal": ("query_position",),
+    "window": ("query_position", "window"),
+    "window of units": ("units", "query_position", "window"),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_matches_the_oracle(backend: str, layout: str, read: str) -> None:
+    dim, dim_v, query = (64, 64, 1) if read in ("all", "units") else (72, 40, 3)
+    codec, fields, k, v = pool(layout, dim, dim_v)
+    given = rows(query)
+    options: dict[str, Any] = {name: given[name] for name in ("units", "query_position") if name in READS[read]}
+    options |= {"unit": 8} if "units" in options else {}
+    options |= {"window": 40} if "window" in READS[read] else {}
+    q = torch.randn(ROWS, 3, query, dim, generator=torch.Generator().manual_seed(1))
+    got = oracle.on(backend, paged_attention)(
+        q, fields, given["table"], given["position"], page=PAGE, scale=0.2, codec=codec, dim_v=dim_v, want_probs=True,
+        backend=backend, **options,
+    )  # fmt: skip
+    where, at = resolve(given["table"], given["position"], options.get("units"), options.get("unit", PAGE), PAGE)
+    seen = visible_to(at, options.get("query_position"), options.get("window"), query)
+    want = oracle.attend(q, k.flatten(0, 1)[where], v.flatten(0, 1)[where], seen, 0.2)
+    oracle.close(got, want, 1e-5 if backend != "triton" or codec != "dense" else oracle.TRITON.get(layout, 1e-5))
+    assert not got.out[2].any()  # the row without pages
+
+
+@pytest.mark.parametrize("unit", [1, 4, 32])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_units_of_any_size(backend: str, unit: int) -> None:
+    codec, fields, k, v = pool("float32", 32, 32)
+    given = rows(1)
+    units = torch.stack([torch.randperm(TABLE * PAGE // unit)[: 160 // unit - 1] for _ in range(ROWS)])
+    q = torch.randn(ROWS, 4, 32)  # three axes: one query
+    got = oracle.on(backend, paged_attention)(
+        q, fields, given["table"], given["position"], page=PAGE, scale=0.2, units=units, unit=unit, backend=backend
+    )
+    where, at = resolve(given["table"], given["position"], units, unit, PAGE)
+    want = oracle.attend(q[:, :, None], k.flatten(0, 1)[where], v.flatten(0, 1)[where], (at >= 0)[:, None], 0.2)
+    oracle.close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("layout", ["float32", "kivi4", "zipcache"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_not_named_may_hold_anything(backend: str, layout: str) -> None:
+    codec, fields, _, _ = pool(layout, 64, 64)
+    given = rows(1)
+    q = torch.randn(ROWS, 2, 64)
+    run = oracle.on(backend, paged_attention)
+
+    def attend() -> Tensor:
+        state = run(
+            q, fields, given["table"], given["position"], page=PAGE, scale=0.2, units=given["units"], unit=8,
+            codec=codec, backend=backend,
+        )  # fmt: skip
+        return state.out
+
+    before = attend()
+    where, at = resolve(given["table"], given["position"], given["units"], 8, PAGE)
+    live = torch.zeros(fields[codecs.FIELDS[codec][0]].shape[0] * PAGE, dtype=torch.bool)
+    live[where[at >= 0]] = True
+    for field in fields.values():
+        if field.is_floating_point() and field.shape[1] == PAGE:  # addressed by slot
+            field.flatten(0, 1)[~live] = math.nan
+        elif field.is_floating_point():  # by page, or by group of tokens
+            dead = ~live.unflatten(0, (len(field), -1)).any(1)
+            field[dead] = math.nan
+    assert torch.equal(attend(), before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_softcap_and_sinks(backend: str) -> None:
+    codec, fields, k, v = pool("float32", 32, 32)
+    given = rows(1)
+    q, sinks = torch.randn(ROWS, 2, 1, 32), torch.randn(ROWS, 2)
+    got = oracle.on(backend, paged_attention)(
+        q, fields, given["table"], given["position"], page=PAGE, scale=1.0, softcap=2.0, sinks=sinks, backend=backend
+    )
+    where, at = resolve(given["table"], given["position"], None, PAGE, PAGE)
+    seen = (at >= 0)[:, None]
+    want = oracle.attend(q, k.flatten(0, 1)[where], v.flatten(0, 1)[where], seen, 1.0, softcap=2.0, sinks=sinks)
+    oracle.close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_pool_without_pages(backend: str) -> None:
+    fields = {"k": torch.empty(0, PAGE, 16), "v": torch.empty(0, PAGE, 16)}
+    for pages in (0, 2):
+        table, position = torch.full((2, pages), -1), torch.full((2, pages * PAGE), -1)
+        got = oracle.on(backend, paged_attention)(
+            torch.randn(2, 2, 16), fields, table, position, page=PAGE, scale=1.0, backend=backend
+        )
+        assert not got.out.any() and (got.lse == -math.inf).all()
+
+
+def test_refusals_say_why() -> None:
+    _, fields, _, _ = pool("float32", 32, 32)
+    given = rows(1)
+    q = torch.randn(ROWS, 2, 32)
+    with pytest.raises(KernelError, match="must divide the page"):
+        paged_attention(q, fields, given["table"], given["position"], page=PAGE, scale=1.0, unit=5)
+    with pytest.raises(KernelError, match="position the shape"):
+        paged_attention(q, fields, given["table"], given["position"][:, 1:], page=PAGE, scale=1.0)
+    with pytest.raises(KernelError, match="Did you mean 'kivi'"):
+        paged_attention(q, fields, given["table"], given["position"], page=PAGE, scale=1.0, codec="kivy")
+    with pytest.raises(KernelError, match="missing"):
+        paged_attention(q, fields, given["table"], given["position"], page=PAGE, scale=1.0, codec="kivi")
+    with pytest.raises(KernelError, match="query_position"):
+        paged_attention(q, fields, given["table"], given["position"], page=PAGE, scale=1.0, window=4)

@@ -1,0 +1,60 @@
+"""Triton kernels without a GPU: run in the interpreter against the same oracles, and compiled for real GPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SMALL = "merged or unseen or not_named or softcap_and_sinks or survivors or dead_tokens or matches_a_loop"
+LIMITS = {80: 163 * 1024, 90: 227 * 1024}
+"""Shared memory a block can have, in bytes."""
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this test starts the interpreter itself"),
+]
+
+
+def interpret(which: str) -> None:
+    """Run the tests of this folder that name the Triton backend, in a process where it is interpreted."""
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE), "-k", which]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+def test_interpreted_on_a_few_cases() -> None:
+    interpret(f"triton and ({SMALL})")
+
+
+@pytest.mark.slow
+def test_interpreted_on_all_cases() -> None:
+    interpret("triton")
+
+
+@pytest.mark.parametrize("capability", LIMITS)
+def test_some_kernels_compile_ahead_of_time(capability: int) -> None:
+    compiles(capability, ["units of 16", "bounds", "top 128 of 8192"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", LIMITS)
+def test_every_kernel_compiles_ahead_of_time(capability: int) -> None:
+    compiles(capability, None)
+
+
+def compiles(capability: int, only: list[str] | None) -> None:
+    from kvengine.kernels.gpu.ahead import cases, compile_all
+
+    found = compile_all(capability, only)
+    assert {row.case for row in found} == set(only or cases())
+    for row in found:
+        assert 0 < row.registers <= 255 and row.shared <= LIMITS[capability], row
+        assert row.stack <= 512, row  # what spills stays in the first-level cache

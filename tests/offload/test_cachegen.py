@@ -1,0 +1,193 @@
+"""The codec's laws: what comes back, how large it is, and that both implementations agree to the bit."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from support_offload import cache, stack
+
+from kvengine.errors import CacheError, IncompatibleCache
+from kvengine.offload import cachegen
+from kvengine.offload.cachegen import codec, lossy, native, reference, tables
+from kvengine.offload.cachegen.levels import LEVELS, NAMES
+from kvengine.offload.container import read_bytes
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+shapes = st.tuples(
+    st.integers(0, 3), st.integers(1, 3), st.sampled_from([0, 1, 2, 15, 16, 17, 63, 100]), st.integers(1, 9)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.sampled_from(DTYPES), st.integers(0, 2**31), st.sampled_from([1, 7, 64, 256]))
+def test_lossless_returns_every_bit(shape: tuple[int, ...], dtype: torch.dtype, seed: int, chunk: int) -> None:
+    layers, heads, tokens, dim = shape
+    whole = torch.int16 if dtype.itemsize == 2 else torch.int32
+    make = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**31), 2**31, (layers, 2, heads, tokens, dim), generator=make).to(whole)  # nan, inf, -0 too
+    back = cachegen.decode(cachegen.encode(cachegen.KV.stacked(bits.view(dtype)), "lossless", chunk=chunk))
+    assert len(back.layers) == layers
+    for (k, v), (k2, v2) in zip(bits, back.layers, strict=True):
+        assert torch.equal(k, k2.view(whole)) and torch.equal(v, v2.view(whole))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes, st.sampled_from(DTYPES), st.sampled_from(list(LEVELS)), st.integers(0, 2**31), st.sampled_from([1, 64, 256])
+)
+def test_lossy_stays_within_a_step(
+    shape: tuple[int, ...], dtype: torch.dtype, level: str, seed: int, chunk: int
+) -> None:
+    layers, heads, tokens, dim = shape
+    make = torch.Generator().manual_seed(seed)
+    x = torch.randn(layers, 2, heads, tokens, dim, generator=make) * 10 ** float(torch.randn(1, generator=make))
+    x = (x + torch.randn(layers, 2, heads, 1, dim, generator=make) * 3).to(dtype)
+    back = cachegen.decode(cachegen.encode(cachegen.KV.stacked(x), level, chunk=chunk))
+    for i, pair in enumerate(back.layers):
+        for part, y in enumerate(pair):
+            assert y.shape == x[i, part].shape and y.dtype == dtype
+            for start in range(0, tokens, chunk):
+                a, b = x[i, part][:, start : start + chunk].float(), y[:, start : start + chunk].float()
+                width = torch.from_numpy(lossy.widths(a, LEVELS[level].step(i, layers, part), reference))
+                rounding = torch.finfo(dtype).eps * a.abs().amax((1, 2)) * 2
+                assert ((a - b).abs().amax((1, 2)) <= width + rounding).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("extreme", [0.0, 1e-45, 6e4, 3e38, -3e38])
+def test_numbers_at_the_edge_stay_finite(dtype: torch.dtype, extreme: float) -> None:
+    x = torch.zeros(1, 2, 2, 20, 4)
+    x[..., 3, 1] = extreme
+    x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+    back = stack(cachegen.decode(cachegen.encode(cachegen.KV.stacked(x), "low")))
+    assert back.isfinite().all()
+    assert (back.double() - x.double()).abs().max() <= x.double().abs().max() * 0.05 + 1e-37
+
+
+@pytest.mark.parametrize("level", NAMES)
+@pytest.mark.parametrize("tokens", [0, 1, 5, 40, 300])
+def test_numpy_and_native_agree_to_the_bit(level: str, tokens: int) -> None:
+    kv = cache(tokens=tokens, dtype=torch.bfloat16)
+    fast, slow = (cachegen.encode(kv, level, using=which) for which in ("native", "reference"))
+    assert fast == slow
+    a, b = (cachegen.decode(fast, using=which) for which in ("native", "reference"))
+    assert torch.equal(stack(a), stack(b))
+
+
+def test_threads_change_nothing() -> None:
+    kv = cache(layers=3, tokens=200)
+    data = cachegen.encode(kv, "medium", chunk=64)
+    assert data == cachegen.encode(kv, "medium", chunk=64, threads=4)
+    assert torch.equal(stack(cachegen.decode(data)), stack(cachegen.decode(data, threads=4)))
+
+
+def test_better_levels_are_larger_and_closer() -> None:
+    kv = cache(tokens=256, dim=32)
+    streams = [cachegen.encode(kv, level) for level in NAMES]
+    errors = [float((stack(cachegen.decode(s)).float() - stack(kv).float()).square().mean()) for s in streams]
+    assert [len(s) for s in streams] == sorted((len(s) for s in streams), reverse=True)
+    assert errors == sorted(errors) and errors[0] == 0
+
+
+def test_a_section_is_read_alone() -> None:
+    kv = cache(layers=3, tokens=100)
+    data = cachegen.encode(kv, "high", chunk=32)
+    opened, touched = read_bytes(data), []
+    spy = type(opened)(
+        opened.header, opened.entries, opened.size, lambda at, n: (touched.append((at, n)), data[at : at + n])[1]
+    )
+    found = codec.layout(spy)
+    piece = torch.empty(2, 32, 8, dtype=found.dtype)
+    codec.decode_section(spy, found, 2, 1, 0, piece)
+    assert touched == [opened.entries[(2 * 3 + 1) * 2][:2]]
+    assert torch.equal(piece, cachegen.decode(data).layers[1][0][:, 64:96])
+
+
+def test_layers_may_differ_in_shape_and_tokens_in_position() -> None:
+    layers = [(torch.randn(h, 33, dk), torch.randn(h, 33, dv)) for h, dk, dv in [(1, 4, 4), (2, 8, 3), (2, 8, 3)]]
+    at = torch.cat([torch.arange(4), torch.arange(100, 129)])
+    who = cachegen.Identity(model="m", tokenizer="t", rope={"theta": 1e4})
+    back = cachegen.decode(cachegen.encode(cachegen.KV(layers, at, who, {"note": "x"}), "lossless"), who)
+    assert torch.equal(back.positions, at) and back.identity == who and back.extra == {"note": "x"}
+    assert all(torch.equal(a, b) for x, y in zip(layers, back.layers, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_overhead_beside_the_codes_is_small() -> None:
+    x = torch.randn(8, 256, 128, generator=torch.Generator().manual_seed(0))
+    section = lossy.encode(x, 0.6, native)
+    *_, words = lossy.HEAD.unpack_from(section)
+    assert (len(section) - 2 * words) * 8 / x.numel() <= 0.1
+
+
+@pytest.mark.parametrize(("drift", "modes"), [(0.0, {0}), (0.999, {1, 2})])
+def test_deltas_are_taken_where_they_pay(drift: float, modes: set[int]) -> None:
+    """The card: deltas lose on independent tokens and win on slowly drifting ones."""
+    noise = torch.randn(1, 512, 16, generator=torch.Generator().manual_seed(0))
+    x = noise.clone()
+    for t in range(1, 512):
+        x[:, t] = drift * x[:, t - 1] + (1 - drift**2) ** 0.5 * noise[:, t]
+    section = lossy.encode(x, 0.25, native)
+    kinds = np.frombuffer(section, np.uint8, 16, lossy.HEAD.size + 4)
+    assert set((kinds >> 6).tolist()) <= modes
+    assert len(section) <= min(len(lossy.encode(x, 0.25, native, modes=1 | 1 << m)) for m in range(3))
+
+
+def test_not_finite_is_refused_by_name() -> None:
+    kv = cache()
+    kv.layers[0][0][0, 0, 0] = float("nan")
+    with pytest.raises(CacheError, match="lossless"):
+        cachegen.encode(kv, "low")
+    with pytest.raises(IncompatibleCache, match="Did you mean 'medium'"):
+        cachegen.encode(kv, "mediun")
+    with pytest.raises(ValueError, match="do not belong together"):
+        cachegen.encode(cachegen.KV([(torch.zeros(1, 2, 3), torch.zeros(1, 3, 3))]))
+
+
+def test_rans_matches_constriction_and_a_scalar_decoder() -> None:
+    """Size against a maintained entropy coder with the same probabilities; content against one symbol at a time."""
+    constriction = pytest.importorskip("constriction")
+    make, shared = np.random.default_rng(0), tables.shared()
+    q = np.rint(make.normal(size=(32, 256)) * np.exp(make.uniform(-1, 3, (32, 1)))).astype(np.int16)
+    kind, codes, _ = native.choose(q, 10, 1, shared)
+    assert (kind < tables.CLASSES).all()
+    state, words = native.encode(codes, kind, shared.freq)
+    coder = constriction.stream.stack.AnsCoder()
+    for row, table in zip(codes[::-1], kind[::-1], strict=True):
+        odds = shared.freq[table] / tables.TOTAL
+        model = constriction.stream.model.Categorical(np.maximum(odds, 1e-9), perfect=False)
+        coder.encode_reverse(row.astype(np.int32), model)
+    assert 16 * len(words) + 32 * 16 <= coder.num_bits() * 1.01 + 32 * 16
+    assert _scalar(kind, 256, state.tolist(), words.tolist(), shared.freq.astype(int)) == codes.tolist()
+
+
+def _scalar(table: np.ndarray, tokens: int, state: list[int], words: list[int], freq: np.ndarray) -> list[list[int]]:
+    words, out = words[::-1], []
+    for counts in (freq[t] for t in table):
+        cum = [0, *np.cumsum(counts).tolist()]
+        row = []
+        for t in range(tokens):
+            x = state[t % 16]
+            code = next(i for i in range(256) if cum[i] <= x % 4096 < cum[i + 1])
+            x = int(counts[code]) * (x // 4096) + x % 4096 - cum[code]
+            state[t % 16] = x * 65536 + words.pop() if x < 65536 else x
+            row.append(code)
+        out.append(row)
+    assert not words and set(state) == {65536}
+    return out
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 12), st.sampled_from([0, 1, 2]), st.integers(0, 2**31))
+def test_differences_undo(tokens: int, group: int, mode: int, seed: int) -> None:
+    q = np.random.default_rng(seed).integers(-16000, 16000, (3, tokens)).astype(np.int16)
+    assert (reference.undo(reference.difference(q, group, mode), group, mode) == q).all()
+
+
+def test_tables_are_complete_and_the_same_everywhere() -> None:
+    shared = tables.shared()
+    assert (shared.freq.sum(1, dtype=np.int64) == tables.TOTAL).all()
+    assert (shared.freq[:, tables.ESCAPE] > 0).all()
+    assert tables.fingerprint() == "0db9dfd6e673cab7"

@@ -1,0 +1,78 @@
+"""The `kvengine cache` commands on a real store."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from support_offload import cache
+from typer.testing import CliRunner
+
+from kvengine.offload import cachegen, stores
+from kvengine.offload.commands import app
+
+KEYS = [f"{i:02d}".ljust(64, "a") for i in range(3)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    store = stores.Files(tmp_path / "kv")
+    for i, key in enumerate(KEYS):
+        store.put(key, [cachegen.encode(cache(tokens=20 + i), "low")], None if i else 1000)
+    store.pin(KEYS[1])
+    store.close()
+    return tmp_path / "kv"
+
+
+def run(*arguments: object, status: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_list_and_info(folder: Path) -> None:
+    rows = json.loads(run("ls", "--json", "-s", folder))
+    assert {row["key"] for row in rows} == set(KEYS) and sum(row["pinned"] for row in rows) == 1
+    text = run("ls", "-s", folder)
+    assert KEYS[0][:16] in text and "3 values" in text and "never" in text
+    told = json.loads(run("info", "01", "-s", folder))
+    assert told["tokens"] == 21 and told["level"] == "low" and told["kind"] == "kv"
+    assert "3 keys begin with" in run("info", "0", "-s", folder, status=1)
+    assert "keys begin with 'zz'" in run("info", "zz", "-s", folder, status=1)
+    assert "has no value" in run("info", "f" * 64, "-s", folder, status=1)
+
+
+def test_verify_finds_and_removes_damage(folder: Path) -> None:
+    assert "3 of 3" in run("verify", "-s", folder)
+    path = folder / "objects" / "0" / f"{KEYS[2]}.kv"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert "2 of 3" in run("verify", "-s", folder, status=1)
+    assert "2 of 2" in run("verify", "-s", folder)
+    assert "1 of 1" in run("verify", "00", "-s", folder)
+
+
+def test_export_and_import(folder: Path, tmp_path: Path) -> None:
+    out, other = tmp_path / "one.kv", tmp_path / "other"
+    run("export", "02", out, "-s", folder)
+    run("import", out, "-s", other)
+    assert json.loads(run("info", out)) == json.loads(run("info", KEYS[2], "-s", other))
+    out.write_bytes(out.read_bytes()[:-1])
+    assert "torn or damaged" in run("import", out, "-s", other, status=1)
+    assert "torn" in run("info", out, status=1)
+
+
+def test_gc_removes_what_is_expired(folder: Path) -> None:
+    store = stores.Files(folder)
+    store.put("f" * 64, [b"soon gone"], 0.01)
+    store.close()
+    time.sleep(0.05)
+    run("gc", "-s", folder)  # opening collects already
+    assert len(json.loads(run("ls", "--json", "-s", folder))) == 3
+
+
+def test_what_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "cannot be opened" in run("ls", "-s", tmp_path / "file", status=1)
+    assert "no store is known" in run("ls", "-s", "ftp://x", status=1)

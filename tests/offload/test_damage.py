@@ -1,0 +1,172 @@
+"""Damaged, torn and foreign containers: an error of ours every time, never a crash, a hang or a wrong number."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import time
+
+import pytest
+import torch
+from support_offload import cache, resign, stack
+
+from kvengine.errors import CorruptBitstream, IncompatibleCache, StoreError
+from kvengine.offload import cachegen
+from kvengine.offload import container as box
+from kvengine.offload.cachegen import native, tables
+
+LEVELS = ["lossless", "low", "near"]
+
+
+def streams() -> list[bytes]:
+    kv = cache(layers=1, tokens=40, dim=5, dtype=torch.bfloat16)
+    return [cachegen.encode(kv, level, chunk=24) for level in LEVELS]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_damaged_byte_and_every_length_is_noticed(level: str) -> None:
+    data = cachegen.encode(cache(layers=1, heads=1, tokens=20, dim=3), level, chunk=16)
+    for at in range(len(data)):
+        hurt = bytearray(data)
+        hurt[at] ^= 1 << at % 8
+        with pytest.raises((CorruptBitstream, IncompatibleCache)):
+            cachegen.decode(bytes(hurt))
+        with pytest.raises(CorruptBitstream):
+            cachegen.decode(data[:at])
+    with pytest.raises(CorruptBitstream):
+        cachegen.decode(data + b"\0")
+
+
+def mutate(data: bytes, dice: random.Random) -> bytes:
+    """One to four of: a flipped bit, a random byte, a cut, a repeated or overwritten stretch, an extreme number."""
+    hurt = bytearray(data)
+    for _ in range(dice.randint(1, 4)):
+        at, other = dice.randrange(len(hurt)), dice.randrange(len(hurt))
+        match dice.randrange(6):
+            case 0:
+                hurt[at] ^= 1 << dice.randrange(8)
+            case 1:
+                hurt[at] = dice.randrange(256)
+            case 2:
+                del hurt[at : at + dice.randint(1, 8)]
+            case 3:
+                hurt[at : at + 8] = hurt[other : other + 8]
+            case 4:
+                hurt[at : at + 4] = struct.pack("<I", dice.choice([0, 1, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 16]))
+            case 5:
+                hurt[at:at] = hurt[other : other + dice.randint(1, 8)]
+        if not hurt:
+            hurt = bytearray(b"\0")
+    return bytes(hurt)
+
+
+def fuzz(count: int, seed: int) -> tuple[int, int]:
+    """(refused, accepted with digests made right again). Without that help every mutation must be refused."""
+    dice, sources = random.Random(seed), streams()
+    refused = accepted = 0
+    for i in range(count):
+        hurt = mutate(sources[i % len(sources)], dice)
+        if hurt in sources:
+            continue
+        for data, fooled in ((hurt, False), (resign(bytearray(hurt)), True)):
+            start = time.monotonic()
+            try:
+                back = cachegen.decode(data, limit=1 << 28)
+            except StoreError:
+                refused += 1
+            else:
+                assert fooled, "a mutation went unnoticed"
+                accepted += 1
+                assert sum(t.numel() for pair in back.layers for t in pair) < 1 << 27
+            assert time.monotonic() - start < 20
+    return refused, accepted
+
+
+def test_mutations_are_refused() -> None:
+    refused, accepted = fuzz(6000, 1)
+    assert refused > 6000 and accepted > 200  # the second shows that damage does reach the decoder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_a_hundred_thousand_mutations_are_refused(seed: int) -> None:
+    refused, accepted = fuzz(10_500, seed)
+    assert refused > 10_000 and accepted > 500
+
+
+def rewrite(data: bytes, **changes: object) -> bytes:
+    opened = box.read_bytes(data)
+    sections = [opened.section(i) for i in range(len(opened.entries))]
+    return box.pack({**opened.header, **changes}, sections)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": 1 << 39}, {"tokens": -1}, {"tokens": 1.5}, {"tokens": None}, {"chunk": 0}, {"chunk": 1 << 30},
+        {"dtype": "int8"}, {"shapes": [[1 << 19, 1 << 19, 1 << 19, 1]]}, {"shapes": [[2, 5, 5, 1 << 60]]},
+        {"shapes": "x"}, {"shapes": []}, {"positions": [[0, 1 << 50]]}, {"positions": [[0, 39]]}, {"positions": 7},
+        {"identity": {"nobody": 1}}, {"extra": 3}, {"level": 7}, {"chunk": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_impossible_headers_are_corrupt(changes: dict[str, object]) -> None:
+    with pytest.raises(CorruptBitstream):
+        cachegen.decode(rewrite(streams()[0], **changes))
+
+
+def test_foreign_containers_are_incompatible() -> None:
+    kv = cache(identity=cachegen.Identity(model="a", tokenizer="t", rope={"theta": 10000.0}))
+    data = cachegen.encode(kv, "high")
+    for other, named in (
+        (cachegen.Identity(model="b", tokenizer="t", rope={"theta": 10000.0}), "model 'a'"),
+        (cachegen.Identity(model="a", tokenizer="u", rope={"theta": 10000.0}), "tokenizer 't'"),
+        (cachegen.Identity(model="a", tokenizer="t", rope={"theta": 5e5}), "rope"),
+    ):
+        with pytest.raises(IncompatibleCache, match=named):
+            cachegen.decode(data, other)
+    with pytest.raises(IncompatibleCache, match="kind"):
+        cachegen.decode(rewrite(data, kind="session"))
+    with pytest.raises(IncompatibleCache, match=tables.fingerprint()):
+        cachegen.decode(rewrite(data, tables="0" * 16))
+    with pytest.raises(IncompatibleCache, match="version 9"):
+        cachegen.decode(data[:8] + b"\x09\x00" + data[10:])
+    with pytest.raises(IncompatibleCache, match="limit"):
+        cachegen.decode(data, limit=100)
+    with pytest.raises(CorruptBitstream, match="magic"):
+        cachegen.decode(b"PK\x03\x04" + bytes(100))
+
+
+def test_a_header_too_deep_or_not_an_object_is_corrupt() -> None:
+    for text in (b"[" * 100_000, b"[]", b"{", b"\xff"):
+        front = box.PREAMBLE.pack(box.MAGIC, box.VERSION, 0, len(text), 0, box.PREAMBLE.size + len(text) + 8) + text
+        with pytest.raises(CorruptBitstream):
+            box.read_bytes(front + box.digest(front))
+
+
+def test_headers_are_plain_and_stable() -> None:
+    data = cachegen.encode(cache(), "low")
+    header = box.read_bytes(data).header
+    assert json.loads(json.dumps(header)) == header
+    assert data == cachegen.encode(cache(), "low")
+
+
+def test_the_loops_without_wide_vectors_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = native.load((*native.FLAGS, "-mno-avx512f")) if "avx512f" in str(native._processor()) else native.load()
+    kinds = [torch.float16, torch.bfloat16, torch.float32]
+    kvs = [cache(tokens=53, dim=19, dtype=kind) for kind in kinds]
+    wide = [cachegen.encode(kv, level) for kv in kvs for level in LEVELS]
+    back = [stack(cachegen.decode(data)) for data in wide]
+    monkeypatch.setattr(native, "load", lambda: plain)
+    assert wide == [cachegen.encode(kv, level) for kv in kvs for level in LEVELS]
+    assert all(torch.equal(a, stack(cachegen.decode(b))) for a, b in zip(back, wide, strict=True))
+
+
+def test_every_half_survives_the_scalar_conversions() -> None:
+    """All 65536 fp16 patterns through the lossless path's neighbours: conversions are checked by encode and decode."""
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    x = torch.where(x.isfinite(), x, torch.zeros(())).reshape(1, 4096, 16)
+    plain = cachegen.decode(cachegen.encode(cachegen.KV([(x, x)]), "near", using="reference"), using="reference")
+    fast = cachegen.decode(cachegen.encode(cachegen.KV([(x, x)]), "near"))
+    assert torch.equal(stack(plain), stack(fast))

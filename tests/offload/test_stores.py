@@ -1,0 +1,347 @@
+"""Every store keeps the same promises; a store that fails is a miss, never an exception."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_offload import cache, stack
+
+from kvengine.errors import CorruptBitstream, StoreError
+from kvengine.offload import cachegen, stores
+from kvengine.offload.stores import record, resp
+from kvengine.offload.stores.record import Buffer, Entry
+
+KEYS = [f"{i:064x}" for i in range(10)]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    server = shutil.which("valkey-server") or shutil.which("redis-server")
+    if server is None:
+        pytest.skip("no redis-server or valkey-server on the PATH")
+    pytest.importorskip("redis")
+    port, folder = free_port(), tmp_path_factory.mktemp("redis")
+    command = [server, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    wait_for(port)
+    yield f"redis://127.0.0.1:{port}/0"
+    process.terminate()
+    process.wait(10)
+
+
+def wait_for(port: int) -> None:
+    for _ in range(200):
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise TimeoutError(f"nothing listens on port {port}")
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[Any]:
+    moto = pytest.importorskip("moto.server")
+    s3 = pytest.importorskip("obstore.store")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=free_port(), verbose=False)
+    server.start()
+    url = f"http://127.0.0.1:{server._port}"
+    import urllib.request
+
+    urllib.request.urlopen(urllib.request.Request(f"{url}/kvengine-test", method="PUT")).close()
+    yield s3.S3Store(
+        "kvengine-test", endpoint=url, region="us-east-1", access_key_id="a", secret_access_key="b",
+        client_options={"allow_http": True}, virtual_hosted_style_request=False,
+    )  # fmt: skip
+    server.stop()
+
+
+@pytest.fixture(params=["files", "redis", "s3", "memory"])
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    match request.param:
+        case "files":
+            made: Any = stores.Files(tmp_path / "kv")
+        case "redis":
+            made = stores.Resp(request.getfixturevalue("redis_url"), prefix=tmp_path.name)
+        case "s3":
+            made = stores.Objects(request.getfixturevalue("bucket"), prefix=tmp_path.name)
+        case _:
+            pytest.importorskip("obstore")
+            made = stores.backend("memory://")
+    yield made
+    made.close()
+
+
+def fetch(backend: Any, key: str) -> bytes:
+    into = bytearray(backend.size(key) or 0)
+    got = backend.read(key, memoryview(into))
+    return bytes(into[:got])
+
+
+def test_what_is_put_comes_back(backend: Any) -> None:
+    values = {KEYS[0]: b"", KEYS[1]: b"x", KEYS[2]: bytes(range(256)) * 5000}
+    for key, value in values.items():
+        backend.put(key, [value[:3], memoryview(value)[3:]])
+        backend.put(key, [value])
+    assert {key: fetch(backend, key) for key in values} == values
+    assert sorted((e.key, e.size) for e in backend.entries()) == sorted((k, len(v)) for k, v in values.items())
+    part = bytearray(1000)
+    assert backend.read(KEYS[2], memoryview(part), 70_001) == 1000 and bytes(part) == values[KEYS[2]][70_001:71_001]
+    assert backend.read(KEYS[1], memoryview(part), 5) == 0
+    for key in values:
+        backend.verify(key)
+    assert backend.delete(KEYS[1]) and not backend.delete(KEYS[1])
+    assert backend.size(KEYS[1]) is None
+    with pytest.raises(KeyError):
+        backend.read(KEYS[1], memoryview(part))
+    with pytest.raises(KeyError):
+        backend.pin(KEYS[1])
+    with pytest.raises(ValueError, match="not a key"):
+        backend.put("../escape", [b""])
+
+
+def test_values_expire(backend: Any) -> None:
+    backend.put(KEYS[0], [b"short"], 0.15)
+    backend.put(KEYS[1], [b"long"], 1000)
+    backend.put(KEYS[2], [b"twice"], 0.15)
+    backend.put(KEYS[2], [b"twice"], None)
+    assert fetch(backend, KEYS[0]) == b"short"
+    time.sleep(0.3)
+    assert backend.size(KEYS[0]) is None
+    with pytest.raises(KeyError):
+        backend.read(KEYS[0], memoryview(bytearray(5)))
+    assert (fetch(backend, KEYS[1]), fetch(backend, KEYS[2])) == (b"long", b"twice")
+    backend.gc()
+    assert {e.key for e in backend.entries()} == {KEYS[1], KEYS[2]}
+
+
+def test_a_large_value_is_cut_for_redis(redis_url: str, tmp_path: Path) -> None:
+    store = stores.Resp(redis_url, prefix=tmp_path.name)
+    value = bytes(range(256)) * (resp.PART // 256) + b"tail"
+    store.put(KEYS[0], [value])
+    assert fetch(store, KEYS[0]) == value
+    into = bytearray(52)
+    store.read(KEYS[0], memoryview(into), resp.PART - 50)
+    assert bytes(into) == value[resp.PART - 50 : resp.PART + 2]
+    store.client.delete(store._name(KEYS[0], 1))
+    with pytest.raises(CorruptBitstream, match="part 1"):
+        fetch(store, KEYS[0])
+    assert store.size(KEYS[0]) is None
+    store.close()
+
+
+def test_pinned_and_recent_values_stay(tmp_path: Path) -> None:
+    store = stores.Files(tmp_path, cap=1000)
+    for key in KEYS[:4]:
+        store.put(key, [bytes(250)])
+        store.index.touch(key, time.time() - 100 + int(key, 16))
+    store.pin(KEYS[0])
+    store.index.touch(KEYS[1], time.time() + 1)
+    store.put(KEYS[4], [bytes(400)])
+    assert [e.key for e in store.entries()] == [KEYS[0], KEYS[1], KEYS[4]]
+    with pytest.raises(StoreError, match="no room"):
+        store.put(KEYS[5], [bytes(800)])
+    store.pin(KEYS[0], False)
+    store.put(KEYS[6], [bytes(900)])
+    assert [e.key for e in store.entries()] == [KEYS[6]]
+    assert sum(1 for _ in (tmp_path / "objects").rglob("*.kv")) == 1
+    store.close()
+
+
+def test_objects_are_collected_down_to_the_cap() -> None:
+    store = stores.backend("memory://", cap=600)
+    for key in KEYS[:4]:
+        store.put(key, [bytes(250)])
+    store.pin(KEYS[0])
+    assert store.gc() == 2
+    kept = {e.key for e in store.entries()}
+    assert len(kept) == 2 and KEYS[0] in kept
+
+
+def test_damage_is_a_miss_and_goes_to_quarantine(tmp_path: Path) -> None:
+    store = stores.Store(stores.Files(tmp_path))
+    value = bytes(range(200))
+    for at in range(0, record.SIZE + 200, 3):
+        assert store.wait(store.submit_put([KEYS[0]], [value])).ok == (True,)  # type: ignore[union-attr]
+        path = store.backend.path(KEYS[0])  # type: ignore[attr-defined]
+        hurt = bytearray(path.read_bytes())
+        hurt[at] ^= 0x10
+        path.write_bytes(hurt)
+        into = bytearray(200)
+        assert store.wait(store.submit_get([KEYS[0]], [into])).ok == (False,)  # type: ignore[union-attr]
+        assert store.lookup([KEYS[0]]) == 0
+    path.write_bytes(record.header(KEYS[0], [value], None) + value[:-1])
+    assert store.sizes([KEYS[0]]) == [None]
+    store.backend.put(KEYS[1], [value])
+    path.write_bytes(store.backend.path(KEYS[1]).read_bytes())  # type: ignore[attr-defined]
+    assert store.sizes([KEYS[0]]) == [None]
+    assert {e.kind for e in store.events()} <= {"corrupt", "miss", "incompatible"} and store.counts["corrupt"] > 90
+    assert len(list((tmp_path / "quarantine").iterdir())) <= 8
+    store.close()
+
+
+def test_a_lost_or_damaged_index_is_rebuilt(tmp_path: Path) -> None:
+    store = stores.Files(tmp_path)
+    for key in KEYS[:5]:
+        store.put(key, [key.encode()], 1000)
+    store.pin(KEYS[3])
+    before = [(e.key, e.size, e.created, e.expires, e.pinned) for e in store.entries()]
+    store.close()
+    for damage in (b"", b"not a database at all" * 500, None):
+        for path in tmp_path.glob("index.sqlite*"):
+            path.unlink()
+        if damage is not None:
+            (tmp_path / "index.sqlite").write_bytes(damage)
+        again = stores.Files(tmp_path)
+        assert [(e.key, e.size, e.created, e.expires, e.pinned) for e in again.entries()] == before
+        again.close()
+
+
+class Faulty:
+    """A backend that does what it is told to do wrong."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.error: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls = 0
+
+    def _meet(self) -> None:
+        self.calls += 1
+        self.gate.wait(10)
+        if self.error:
+            raise self.error
+
+    def put(self, key: str, payload: Sequence[Buffer], ttl: float | None = None) -> None:
+        self._meet()
+        self.values[key] = b"".join(payload)
+
+    def read(self, key: str, into: memoryview, offset: int = 0) -> int:
+        self._meet()
+        into[: len(self.values[key])] = self.values[key]
+        return len(self.values[key])
+
+    def size(self, key: str) -> int | None:
+        self._meet()
+        return len(self.values[key]) if key in self.values else None
+
+    def delete(self, key: str) -> bool:
+        return self.values.pop(key, None) is not None
+
+    def entries(self) -> list[Entry]:
+        return [Entry(key, len(value), 0) for key, value in self.values.items()]
+
+    def pin(self, key: str, pinned: bool = True) -> None: ...
+
+    def verify(self, key: str) -> None: ...
+
+    def gc(self) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+
+def test_a_store_that_is_down_costs_nothing_and_comes_back() -> None:
+    backend = Faulty()
+    store = stores.Store(backend, pause=0.3)
+    store.wait(store.submit_put(KEYS[:2], [b"a", b"b"]))
+    assert store.lookup(KEYS[:3]) == 2
+    backend.error = ConnectionError("gone")
+    for _ in range(5):
+        assert store.sizes(KEYS[:2]) == [None, None]
+    assert store.counts["failed"] == 3 and store.counts["skipped"] == 7
+    calls = backend.calls
+    done = store.wait(store.submit_get([KEYS[0]], [bytearray(1)]))
+    assert done is not None and done.ok == (False,) and backend.calls == calls
+    backend.error = None
+    time.sleep(0.35)
+    assert store.lookup(KEYS[:2]) == 2
+    store.close()
+
+
+def test_nothing_is_listening(tmp_path: Path) -> None:
+    pytest.importorskip("redis")
+    store = stores.Store(stores.Resp(f"redis://127.0.0.1:{free_port()}/0", timeout=0.5))
+    start = time.monotonic()
+    assert store.lookup(KEYS) == 0
+    assert store.wait(store.submit_put(KEYS, [b"x"] * 10)).ok == (False,) * 10  # type: ignore[union-attr]
+    assert time.monotonic() - start < 5 and store.counts["failed"] >= 1
+    store.close()
+
+
+def test_a_slow_store_does_not_block() -> None:
+    backend = Faulty()
+    store = stores.Store(backend, pending=100)
+    backend.gate.clear()
+    start = time.monotonic()
+    slow = store.submit_put([KEYS[0]], [bytes(60)])
+    dropped = store.submit_put([KEYS[1]], [bytes(60)])
+    assert store.poll()[0].job == dropped and store.counts["dropped"] == 1
+    assert store.wait(slow, timeout=0.05) is None and time.monotonic() - start < 2
+    backend.gate.set()
+    store.drain()
+    assert [d.job for d in store.poll() if all(d.ok)] == [slow]
+    with pytest.raises(ValueError, match="never submitted"):
+        store.wait(slow)
+    store.close()
+
+
+def test_the_buffer_is_the_callers(tmp_path: Path) -> None:
+    """A chunk goes from bytes to a tensor's own memory without a copy in between."""
+    store = stores.Store(stores.Files(tmp_path))
+    x = torch.arange(100, dtype=torch.int32)
+    store.wait(store.submit_put([KEYS[0]], [memoryview(x.numpy())]))
+    y = torch.zeros(100, dtype=torch.int32)
+    done = store.wait(store.submit_get([KEYS[0]], [memoryview(y.numpy())]))
+    assert done is not None and done.ok == (True,) and done.nbytes == 400 and torch.equal(x, y)
+    short = store.wait(store.submit_get([KEYS[0]], [bytearray(401)]))
+    assert short is not None and short.ok == (False,)
+    store.close()
+
+
+def test_a_chunk_of_another_model_is_never_found(tmp_path: Path) -> None:
+    store = stores.Store(stores.Files(tmp_path))
+    mine, other = cachegen.Identity(model="mine"), cachegen.Identity(model="other")
+    tokens = list(range(32))
+    names = {
+        (who.model, policy, salt, chunk): stores.chain(tokens, stores.root(who, policy, chunk=chunk, salt=salt), chunk)
+        for who in (mine, other) for policy in ("full", "kivi") for salt in ("", "tenant") for chunk in (8, 16)
+    }  # fmt: skip
+    flat = [key for chain in names.values() for key in chain]
+    assert len(set(flat)) == len(flat)
+    kv = cache(identity=mine)
+    store.wait(store.submit_put(names["mine", "full", "", 8][:1], [cachegen.encode(kv, "lossless")]))
+    assert store.lookup(names["mine", "full", "", 8]) == 1
+    assert store.lookup(names["other", "full", "", 8]) == 0
+    size = store.sizes(names["mine", "full", "", 8])[0]
+    assert size is not None
+    into = bytearray(size)
+    store.wait(store.submit_get(names["mine", "full", "", 8][:1], [into]))
+    assert torch.equal(stack(cachegen.decode(into, mine)), stack(kv))
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"), [("{}/kv", stores.Files), ("file://{}/kv", stores.Files), ("memory://", stores.Objects)]
+)
+def test_urls(url: str, kind: type, tmp_path: Path) -> None:
+    made = stores.backend(url.format(tmp_path))
+    assert isinstance(made, kind)
+    made.close()
+    with pytest.raises(StoreError, match="no store is known for 'ftp://x'"):
+        stores.backend("ftp://x")

@@ -1,0 +1,149 @@
+import pytest
+import torch
+from support_layer import Tokens, draw, padded, plain, rope, run, stacked
+
+from kvengine.cache import LayerCache
+from kvengine.errors import UnsupportedPolicy
+from kvengine.lane import Call, Session
+from kvengine.policies.representation.lowrank import LowRank
+from kvengine.stack import Stack
+from kvengine.stats import measure
+
+
+def keys(tokens: int = 60, heads: int = 2, dim: int = 16) -> torch.Tensor:
+    return torch.randn(2, heads, tokens, dim, generator=torch.Generator().manual_seed(3))
+
+
+def restored(policy: LowRank, k: torch.Tensor) -> torch.Tensor:
+    rows = k.shape[0] * k.shape[1]
+    return policy.keys(policy.join(k), torch.arange(k.shape[2]).expand(rows, -1)).unflatten(0, k.shape[:2])
+
+
+@pytest.mark.parametrize("rank", [1, 5, 20, 31])
+def test_error_is_the_discarded_spectrum(rank: int) -> None:
+    k = keys()
+    joint = k.transpose(1, 2).flatten(2)
+    for s in range(len(k)):
+        spectrum = torch.linalg.svdvals(joint[s])
+        error = (restored(LowRank(rank), k)[s] - k[s]).square().sum()
+        torch.testing.assert_close(error, spectrum[rank:].square().sum(), rtol=1e-3, atol=1e-3)
+
+
+def test_it_is_the_singular_value_decomposition_cut() -> None:
+    k = keys()
+    u, s, vt = torch.linalg.svd(k.transpose(1, 2).flatten(2), full_matrices=False)
+    want = (u[..., :7] * s[:, None, :7]) @ vt[:, :7]
+    torch.testing.assert_close(restored(LowRank(7), k).transpose(1, 2).flatten(2), want, atol=1e-3, rtol=1e-3)
+
+
+def test_full_rank_is_exact() -> None:
+    k = keys()
+    torch.testing.assert_close(restored(LowRank(1000), k), k, atol=1e-4, rtol=1e-4)
+
+
+def low_rank_tokens(tokens: int, rank: int, heads: int = 2, group: int = 2, dim: int = 16) -> Tokens:
+    """Keys of that rank before rotation, over all heads together."""
+    found = draw(tokens, heads, group, dim=dim)
+    g = torch.Generator().manual_seed(5)
+    flat = torch.randn(tokens, rank, generator=g) @ torch.randn(rank, heads * dim, generator=g) / rank**0.5
+    k = flat.unflatten(1, (heads, dim)).transpose(0, 1)[None]
+    return Tokens(found.q, rope(dim).turn(k, torch.arange(tokens).expand(1, heads, -1)), found.v)
+
+
+@pytest.mark.parametrize("heads, group", [(2, 2), (4, 1), (1, 4)])
+def test_keys_of_low_rank_before_rotation_are_exact(heads: int, group: int) -> None:
+    """After rotation they have far more rank: a method that forgot to turn them back would fail here."""
+    tokens = low_rank_tokens(90, 4, heads, group)
+    found = run("lowrank(rank=4)", tokens, 70)
+    assert found.lane.pages is not None and len(found.lane.pages) == 64
+    for i in range(70, 90):
+        torch.testing.assert_close(found.out[:, i : i + 1], plain(tokens, i), atol=1e-3, rtol=1e-3)
+    wrong = run("lowrank(rank=4)", tokens, 70, session=Session(rope=rope(16).__class__(torch.zeros(8))))
+    assert (wrong.out[:, -1:] - plain(tokens, 89)).abs().max() > 0.05
+
+
+def test_reads_are_the_restored_keys_at_their_positions() -> None:
+    """A loop: turn back, cut the joint decomposition, turn again, attend."""
+    tokens, prompt, rank = draw(80), 64, 6
+    found = run(f"lowrank(rank={rank})", tokens, prompt)
+    turn = rope(16)
+    flat = [torch.stack([turn.turn(tokens.k[0, h, t], torch.tensor(-t)) for t in range(prompt)]) for h in range(2)]
+    u, s, vt = torch.linalg.svd(torch.cat(flat, 1), full_matrices=False)
+    cut = (u[:, :rank] * s[:rank]) @ vt[:rank]
+    k = tokens.k.clone()
+    for t in range(prompt):
+        for h in range(2):
+            k[0, h, t] = turn.turn(cut[t, h * 16 : h * 16 + 16], torch.tensor(t))
+    for i in (64, 79):
+        want = plain(Tokens(tokens.q, k, tokens.v), i)
+        torch.testing.assert_close(found.out[:, i : i + 1], want, atol=1e-3, rtol=1e-3)
+
+
+def test_generated_tokens_and_later_prompts_stay_exact() -> None:
+    tokens = draw(200)
+    found = run("lowrank(rank=4)", tokens, 64)
+    assert len(found.lane.pages) == 64 and len(found.lane.tail) == 136  # type: ignore[arg-type]
+    cache, call = LayerCache(Stack.parse("lowrank(rank=4)"), 0, 1, Session(rope=rope(16))), Call(tokens.scale)
+    for a, b in ((0, 64), (64, 130), (130, 131)):
+        cache.forward(*tokens.part(a, b), call)
+    lane = cache.parts[0].lane
+    assert len(lane.pages) == 64 and torch.equal(lane.tail.held()[0], tokens.k[0, :, 64:131])  # type: ignore[arg-type]
+
+
+def test_a_short_first_prompt_is_stored_with_the_next() -> None:
+    tokens = draw(100)
+    cache, call = LayerCache(Stack.parse("lowrank(rank=32)"), 0, 1, Session(rope=rope(16))), Call(tokens.scale)
+    outs = [cache.forward(*tokens.part(a, b), call) for a, b in ((0, 7), (7, 8), (8, 90), (90, 91))]
+    assert len(cache.parts[0].lane.pages) > 0  # type: ignore[arg-type]
+    torch.testing.assert_close(outs[-1], plain(tokens, 90), atol=1e-3, rtol=1e-3)
+
+
+def test_bytes_are_one_row_of_coordinates_per_token_and_sequence() -> None:
+    tokens, rank = draw(160, heads=4, sequences=2), 6
+    found = run(f"lowrank(rank={rank})", tokens, 160)
+    held = measure([found.cache]).bytes["device"]
+    assert held["pages.joint.u"] == 2 * 160 * rank * 4
+    assert held["pages.joint.basis"] == 2 * rank * 4 * 16 * 4
+    assert "page.k" not in held
+
+
+@pytest.mark.parametrize(
+    "policy", ["lowrank(rank=6)", "lowrank(rank=6) + quest(budget=48, page=8)", "shadowkv(budget=64, rank=6)"]
+)
+def test_a_padded_row_alone_is_as_in_a_batch(policy: str) -> None:
+    short, other = draw(110, seed=1), draw(127, seed=2)
+    longer, valid = padded(short, 17)
+    alone = run(policy, short, 90)
+    both = run(policy, stacked(longer, other), 107, valid=torch.cat([valid, torch.ones_like(valid)]))
+    torch.testing.assert_close(both.out[:1, 17:], alone.out, atol=1e-3, rtol=1e-3)
+
+
+def test_sequences_may_be_reordered() -> None:
+    tokens = draw(100, sequences=3)
+    found = run("lowrank(rank=6) + host(fields=('v',))", Tokens(*tokens.part(0, 90)), 90)
+    order = torch.tensor([2, 0, 2])
+    want = run("lowrank(rank=6)", Tokens(*(x[order] for x in tokens.part(0, 91))), 90).out[:, -1:]
+    found.cache.rows(order)
+    got = found.cache.forward(*(x[order] for x in tokens.part(90, 91)), Call(tokens.scale))
+    torch.testing.assert_close(got, want)
+
+
+def test_streaming_heads_beside_it_stay_exact() -> None:
+    tokens = draw(120, heads=4)
+    found = run("duo(sparsity=0.5, sinks=4, recent=16) + lowrank(rank=4)", tokens, 100)
+    whole, streaming = (part.lane for part in found.cache.parts)
+    assert whole.pages is not None and whole.pages.joint is not None and whole.pages.joint.heads == 2
+    assert streaming.pages is None and (streaming.tail.position[:, streaming.tail.span] >= 0).sum(1).max() <= 20
+
+
+@pytest.mark.parametrize("other", ["snapkv", "h2o", "streaming"])
+def test_retentions_that_drop_tokens_are_refused(other: str) -> None:
+    with pytest.raises(
+        UnsupportedPolicy, match=f"'lowrank' stores the keys of all heads .* but '{other}' drops tokens"
+    ):
+        Stack.parse(f"{other} + lowrank")
+
+
+def test_a_model_without_rotation_is_refused() -> None:
+    with pytest.raises(UnsupportedPolicy, match="'lowrank' needs keys before their rotation"):
+        run("lowrank", draw(40), 40, session=Session())

@@ -1,0 +1,200 @@
+import pytest
+import torch
+from support_layer import Run, Tokens, draw, padded, plain, run, stacked
+
+from kvengine.errors import PolicyError
+from kvengine.policies.representation.zipcache import ZipCache
+from kvengine.saliency import Saliency
+
+
+def pages(count: int = 3, tokens: int = 128, dim: int = 24, dim_v: int = 16) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(1)
+    k = torch.randn(count, tokens, dim, generator=g) * torch.linspace(0.1, 20, dim) + torch.linspace(-3, 3, dim)
+    v = torch.randn(count, tokens, dim_v, generator=g) * torch.linspace(0.5, 4, dim_v)
+    return k, v, torch.rand(count, tokens, generator=g)
+
+
+@pytest.mark.parametrize("policy", [ZipCache(), ZipCache(high=8, low=4, salient=0.25), ZipCache(salient=1.0)], ids=str)
+def test_error_is_at_most_half_a_step(policy: ZipCache) -> None:
+    k, v, score = pages()
+    fields = policy.encode(k, v, score)
+    k_hat, v_hat = policy.decode(fields)
+    for p in range(len(k)):
+        best = set(score[p].argsort(descending=True)[: policy.best(128)].tolist())
+        for width, members in (("high", sorted(best)), ("low", sorted(set(range(128)) - best))):
+            if not members:
+                assert f"k_{width}_code" not in fields
+                continue
+            bits = getattr(policy, width)
+            group = k[p, members]
+            step = (group.amax(0) - group.amin(0)) / (2**bits - 1)
+            rounding = (group.abs().amax(0) + (2**bits) * step) * 2**-10  # of the range, in half precision
+            assert ((k_hat[p, members] - group).abs() <= step / 2 + rounding).all()
+            channel = v[p].abs().amax(0).sqrt()
+            scaled = v[p, members] / channel
+            step = (scaled.amax(1) - scaled.amin(1)) / (2**bits - 1)
+            allowed = (step / 2 + (scaled.abs().amax(1) + 2**bits * step) * 2**-9)[:, None] * channel
+            assert ((v_hat[p, members] - v[p, members]).abs() <= allowed).all()
+
+
+def test_fewer_bits_than_promised_break_the_bound() -> None:
+    """The bound above is tight enough to notice a width that is one step too narrow."""
+    k, v, score = pages()
+    narrow, _ = ZipCache(high=2, low=2).decode(ZipCache(high=2, low=2).encode(k, v, score))
+    step = (k.amax(1) - k.amin(1)) / 15
+    assert ((narrow - k).abs() > step[:, None] / 2).any()
+
+
+def test_salient_tokens_get_the_wider_codes() -> None:
+    k, v, score = pages()
+    k_hat, _ = ZipCache().decode(ZipCache().encode(k, v, score))
+    error = ((k_hat - k) / k.std(1, keepdim=True)).square().mean(2)
+    best = score.argsort(1, descending=True)
+    assert error.gather(1, best[:, :77]).mean() * 5 < error.gather(1, best[:, 77:]).mean()
+
+
+def test_constant_channels_and_tokens_are_exact() -> None:
+    k, v, score = torch.full((1, 16, 8), 3.0), torch.zeros(1, 16, 8), torch.rand(1, 16)
+    k_hat, v_hat = ZipCache(block=16).decode(ZipCache(block=16).encode(k, v, score))
+    assert torch.equal(k_hat, k) and torch.equal(v_hat, v)
+
+
+def test_a_value_channel_scales_with_its_reconstruction() -> None:
+    """Scaling a channel by 4 scales its normaliser by 2 exactly, so relative errors stay of their size."""
+    _, v, score = pages()
+    loud = v.clone()
+    loud[..., 3] *= 100
+    plain_error = (ZipCache(high=4, low=4).decode(ZipCache(high=4, low=4).encode(v, v, score))[1] - v).abs()
+    loud_error = (ZipCache(high=4, low=4).decode(ZipCache(high=4, low=4).encode(loud, loud, score))[1] - loud).abs()
+    others = [c for c in range(16) if c != 3]
+    growth = loud_error[..., others].mean() / plain_error[..., others].mean()
+    assert growth < 20  # plain tokenwise codes would grow by about the loudness, 100 times a quarter
+
+
+def test_bytes_are_those_of_the_formula() -> None:
+    dim, block = 64, 128
+    k, v, score = torch.randn(5, block, dim), torch.randn(5, block, dim), torch.rand(5, block)
+    policy = ZipCache()
+    fields = policy.encode(k, v, score)
+    r = policy.best(block) / block
+    keys, values = 4 * r + 2 * (1 - r) + 64 / block + 1 / dim, 4 * r + 2 * (1 - r) + 32 / dim + 16 / block
+    assert sum(x.nbytes for x in fields.values()) * 8 == round(5 * block * dim * (keys + values))
+
+
+# Saliency
+
+
+def loop_saliency(tokens: Tokens, probes: list[int], first: int = 0) -> list[list[float]]:
+    """Mean over the probes that see a token, summed over the query group: [head][token]."""
+    heads, n = tokens.k.shape[1], tokens.k.shape[2]
+    group = tokens.q.shape[1] // heads
+    total = [[0.0] * n for _ in range(heads)]
+    for h in range(heads):
+        for g in range(group):
+            for p in probes:
+                row = (tokens.k[0, h, first : p + 1] @ tokens.q[0, h * group + g, p] * tokens.scale).softmax(0)
+                for j in range(first, p + 1):
+                    total[h][j] += float(row[j - first])
+    return [[x / max(1, sum(p >= j for p in probes)) for j, x in enumerate(line)] for line in total]
+
+
+def probe_positions(n: int, first: int = 0) -> list[int]:
+    at = torch.arange(n)
+    return Saliency(0.1, 0, n).probes(at, torch.tensor([first]))[0].nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("heads, group", [(2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("chunks", [(), (17, 40)], ids=["whole", "chunks"])
+def test_saliency_of_a_prompt(heads: int, group: int, chunks: tuple[int, ...]) -> None:
+    tokens = draw(70, heads, group)
+    found: Run = run("zipcache(block=32)", tokens, 70, chunks=chunks)
+    lane = found.lane
+    score = torch.cat([lane.pages.score, lane.tail.held()[3]], 1)  # type: ignore[union-attr]
+    want = torch.tensor(loop_saliency(tokens, probe_positions(70)))
+    torch.testing.assert_close(score, want, atol=1e-5, rtol=1e-4)
+
+
+def test_probes_are_about_their_share_and_half_are_the_last() -> None:
+    found = probe_positions(2000)
+    assert 185 <= len(found) <= 215
+    assert set(range(1900, 2000)) <= set(found)
+    gaps = torch.tensor([x for x in found if x < 1900]).diff()
+    assert gaps.max() <= 60  # spread over all of the prompt
+
+
+def test_dividing_by_all_queries_would_understate_early_tokens() -> None:
+    """With uniform attention the right mean of the first token is that of 1/(k+1) over probes; the code's is a tenth."""
+    tokens = draw(400, 1, 1)
+    tokens.q.zero_()
+    lane = run("zipcache", tokens, 400).lane
+    probes = probe_positions(400)
+    want = sum(1 / (p + 1) for p in probes) / len(probes)
+    assert float(lane.pages.score[0, 0]) == pytest.approx(want, rel=1e-4)  # type: ignore[union-attr]
+    assert want > 5 * sum(1 / (p + 1) for p in probes) / 400
+
+
+def test_saliency_goes_on_while_decoding() -> None:
+    tokens = draw(60)
+    lane = run("zipcache(block=64)", tokens, 40).lane
+    _, _, position, score = lane.tail.held()
+    assert position[0].tolist() == list(range(60))
+    before = torch.tensor(loop_saliency(Tokens(*tokens.part(0, 40)), probe_positions(40)))
+    for h in range(2):
+        for j in range(60):
+            seen = [before[h, j]] if j < 40 else []
+            for i in range(max(j, 40), 60):
+                rows = [(tokens.k[0, h, : i + 1] @ tokens.q[0, h * 2 + g, i] * tokens.scale).softmax(0) for g in (0, 1)]
+                seen.append(rows[0][j] + rows[1][j])
+            assert float(score[h, j]) == pytest.approx(float(sum(seen) / len(seen)), abs=1e-5)
+
+
+def test_tokens_at_once_are_as_one_by_one() -> None:
+    tokens = draw(120)
+    one, all_at_once = (run("zipcache(block=32)", tokens, 50, at_once=x) for x in (False, True))
+    torch.testing.assert_close(one.lane.pages.score, all_at_once.lane.pages.score)  # type: ignore[union-attr]
+    torch.testing.assert_close(one.out, all_at_once.out)
+
+
+def test_old_blocks_are_never_quantised_again() -> None:
+    tokens = draw(200)
+    early, late = (
+        run("zipcache(block=32)", Tokens(*tokens.part(0, 100)), 80).lane,
+        run("zipcache(block=32)", tokens, 80).lane,
+    )
+    a, b = early.pages.decoded(), late.pages.decoded(slice(0, early.pages.columns))  # type: ignore[union-attr]
+    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+    assert late.pages.columns > early.pages.columns  # type: ignore[union-attr]
+
+
+def test_a_padded_row_alone_is_as_in_a_batch() -> None:
+    short, other = draw(90, seed=1), draw(107, seed=2)
+    longer, valid = padded(short, 17)
+    alone = run("zipcache(block=32)", short, 70)
+    both = run("zipcache(block=32)", stacked(longer, other), 87, valid=torch.cat([valid, torch.ones_like(valid)]))
+    torch.testing.assert_close(both.out[:1, 17:], alone.out, atol=1e-5, rtol=1e-4)
+
+
+def test_many_bits_are_nearly_exact() -> None:
+    tokens = draw(100, dim_v=24)
+    found = run("zipcache(high=8, low=8, block=16)", tokens, 60)
+    for i in range(60, 100):
+        torch.testing.assert_close(found.out[:, i : i + 1], plain(tokens, i), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"high": 3}, "high=3 must be one of 1, 2, 4, 8"),
+        ({"block": 20}, "block=20 must be a multiple of 8"),
+        ({"salient": 1.5}, "salient=1.5 must be a fraction"),
+        ({"probes": 0.0}, "probes=0 leaves nobody"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        ZipCache(**options)  # type: ignore[arg-type]
+
+
+def test_channels_that_fill_no_bytes_are_refused() -> None:
+    with pytest.raises(PolicyError, match="6 channels of 2 bits do not fill whole bytes"):
+        ZipCache(block=16).encode(torch.zeros(1, 16, 6), torch.zeros(1, 16, 6), torch.zeros(1, 16))

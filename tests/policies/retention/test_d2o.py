@@ -1,0 +1,229 @@
+"""D2O against a loop: scores, layers' sizes, thresholds and merges, at the prompt's end and token by token."""
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from support_retention import Case, best, held, output, positions, probabilities
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from kvengine.cache import LayerCache
+from kvengine.errors import PolicyError, UnsupportedPolicy
+from kvengine.policies.retention.d2o import sizes
+from kvengine.session import Session
+from kvengine.stack import Stack
+from kvengine.stats import measure
+
+
+@dataclass
+class Row:
+    """One row of the method, written as a loop."""
+
+    case: Case
+    row: int
+    size: int
+    official: bool = False
+    recent: float = 0.25
+    sinks: int = 2
+    beta: float = 0.7
+    tau: float = math.nan
+    merges: int = 0
+    kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    score: dict[int, float] = field(default_factory=dict)
+
+    def read(self, tokens: list[int]) -> Tensor:
+        _, k, v, pad = self.case.row(self.row)
+        for t in tokens:
+            self.kv[t], self.score[t] = (k[t], v[t]), 0.0
+        for t in tokens:
+            held = list(range(pad, t + 1)) if len(tokens) > 1 else sorted(self.kv)
+            q = self.case.row(self.row)[0][:, t]
+            paid = (q @ torch.stack([self.kv[p][0] for p in held]).T * self.case.call.scale).softmax(-1)
+            for p, x in zip(held, paid.mean(0).tolist(), strict=True):
+                self.score[p] += x
+            out = paid @ torch.stack([self.kv[p][1] for p in held])
+        self.drop(tokens[-1])
+        return out
+
+    def drop(self, now: int) -> None:
+        pad = self.case.row(self.row)[3]
+        newest = max(1, int(self.size * self.recent))
+        rank = lambda p: 2 * (p < pad + self.sinks) + (p > now - newest)  # noqa: E731
+        kept = sorted(sorted(self.score, key=lambda p: (rank(p), self.score[p], p), reverse=True)[: self.size])
+        gone = [p for p in self.score if p not in kept]
+        if gone:
+            self.merge(gone, [p for p in kept if self.official or p >= pad + self.sinks])
+        for p in gone:
+            del self.kv[p], self.score[p]
+
+    def merge(self, gone: list[int], targets: list[int]) -> None:
+        like = {i: {j: float(cosine_similarity(self.kv[i][0], self.kv[j][0], dim=0)) for j in targets} for i in gone}
+        mate = {i: max(targets, key=lambda j: like[i][j]) for i in gone}
+        most = {i: like[i][mate[i]] for i in gone}
+        mean = sum(most.values()) / len(most)
+        fresh = mean if self.official else max(most.values())
+        self.tau = mean if math.isnan(self.tau) else self.beta * fresh + (1 - self.beta) * self.tau
+        for j in targets:
+            mine = [i for i in gone if mate[i] == j and most[i] >= self.tau - 1e-7]
+            if mine:
+                self.merges += len(mine)
+                self.kv[j] = self.official_mean(j, mine, most) if self.official else self.convex(j, mine, most)
+
+    def convex(self, j: int, mine: list[int], like: dict[int, float]) -> tuple[Tensor, Tensor]:
+        weight = [math.e, *(math.exp(like[i]) for i in mine)]
+        weight = [w / sum(weight) for w in weight]
+        assert min(weight) > 0 and abs(sum(weight) - 1) < 1e-9
+        k, v = (sum(w * self.kv[p][x] for w, p in zip(weight, [j, *mine], strict=True)) for x in (0, 1))
+        return k, v
+
+    def official_mean(self, j: int, mine: list[int], like: dict[int, float]) -> tuple[Tensor, Tensor]:
+        k, v = ((self.kv[j][x] + sum(like[i] * self.kv[i][x] for i in mine)) / (1 + len(mine)) for x in (0, 1))
+        return k, v
+
+
+def same(layer: LayerCache, row: Row) -> None:
+    found = held(layer, row.row)
+    assert sorted(found) == sorted(row.kv)
+    for p in found:
+        torch.testing.assert_close(found[p], row.kv[p], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (4, 0), 2)])
+@pytest.mark.parametrize("form", ["paper", "official"])
+def test_every_step_is_that_of_the_loop(heads: int, group: int, pads: tuple[int, ...], chunks: int, form: str) -> None:
+    case = Case(heads, group, pads=pads, steps=24)
+    layer = case.prompt(f"d2o(budget=12, sinks=2, form='{form}', shares='even')", chunks)
+    official = form == "official"
+    rows = [Row(case, row, 12, official, beta=0.5 if official else 0.7) for row in range(case.rows)]
+    for row in rows:
+        row.read(list(range(case.row(row.row)[3], case.length)))
+        same(layer, row)
+    for t, out in case.decode(layer):
+        for row in rows:
+            torch.testing.assert_close(output(case, out, row.row), row.read([t]), rtol=1e-4, atol=1e-5)
+            same(layer, row)
+    assert all(row.merges > 5 for row in rows)
+    found = layer.parts[0].lane.notes["threshold"]
+    torch.testing.assert_close(found, torch.tensor([row.tau for row in rows]), rtol=1e-4, atol=1e-5)
+    assert any(not torch.equal(k, case.k[0, 0, p]) for p, (k, _) in held(layer, 0).items())  # the control
+
+
+def test_merged_vectors_stay_within_those_they_come_from() -> None:
+    """Weights are convex: no coordinate leaves the range of the sources. The official form's weights are not."""
+    case = Case(length=61)
+    case.v = case.v + 5
+    for form, inside in (("paper", True), ("official", False)):
+        layer = case.prompt(f"d2o(budget=12, form='{form}', shares='even')")
+        values = torch.stack([v for _, v in held(layer, 0).values()])
+        source = case.v[0, 0, :61]
+        bounded = bool((values >= source.amin(0) - 1e-5).all() and (values <= source.amax(0) + 1e-5).all())
+        assert bounded == inside
+
+
+def concentration(case: Case, b: int) -> float:
+    """F: the variance over tokens of the attention received, per query head; their mean."""
+    pad, found = case.pads[b], []
+    for row in range(b * case.heads, (b + 1) * case.heads):
+        total = torch.zeros(case.group, case.length - pad, dtype=torch.float64)
+        for i in range(pad, case.length):
+            total[:, : i + 1 - pad] += probabilities(case, row, i, list(range(pad, i + 1))).double()
+        found += total.var(1, correction=0).tolist()
+    return sum(found) / len(found)
+
+
+def layers_of(policy: str, count: int = 4, pads: tuple[int, ...] = (0, 9)) -> tuple[list[Case], list[LayerCache]]:
+    """A model's layers, each sharper than the one before, that have read a prompt in two chunks, layer by layer."""
+    session = Session(prompt_end=61, last=count - 1)
+    cases = [Case(length=61, pads=pads, seed=i, spread=0.6 * (i + 1), layer=i, layers=count) for i in range(count)]
+    layers = [LayerCache(Stack.parse(policy), i, count, session) for i in range(count)]
+    for a, b in ((0, 30), (30, 61)):
+        for case, layer in zip(cases, layers, strict=True):
+            case.feed(layer, a, b)
+    return cases, layers
+
+
+def test_layers_share_the_budget_by_concentration() -> None:
+    cases, layers = layers_of("d2o(budget=16, least=0.2)")
+    for b, pad in enumerate((0, 9)):
+        F = torch.tensor([[concentration(case, b)] for case in cases])
+        want = sizes(F, torch.tensor([16]), torch.tensor([61 - pad]), 0.2, False)[:, 0].tolist()
+        found = [len(positions(layer, b * 2)) for layer in layers]
+        assert found == want and sum(found) == 64 and found[0] > found[-1]
+    assert measure(layers).held.sum() == 2 * 2 * 64
+    for case, layer in zip(cases, layers, strict=True):
+        before = [len(positions(layer, row)) for row in range(4)]
+        for _ in case.decode(layer):
+            assert [len(positions(layer, row)) for row in range(4)] == before
+
+
+def test_until_the_last_layer_has_read_the_prompt_nothing_goes() -> None:
+    session = Session(prompt_end=61, last=1)
+    cases = [Case(length=61, seed=i) for i in range(2)]
+    layers = [LayerCache(Stack.parse("d2o(budget=16)"), i, 2, session) for i in range(2)]
+    cases[0].feed(layers[0], 0, 61)
+    assert len(positions(layers[0], 0)) == 61
+    cases[1].feed(layers[1], 0, 61)
+    assert sum(len(positions(layer, 0)) for layer in layers) == 32 and not session.waiting
+
+
+def test_equal_layers_get_the_same() -> None:
+    assert sizes(torch.full((5, 1), 3.0), torch.tensor([30]), torch.tensor([100]), 0.05, False).unique().tolist() == [
+        30
+    ]
+
+
+@pytest.mark.parametrize("budget, prompt", [(30, 100), (99, 100), (1, 50)])
+def test_sizes_add_up_within_their_bounds(budget: int, prompt: int) -> None:
+    F = torch.tensor([[0.1], [700.0], [3.0], [2.5], [90.0]])
+    found = sizes(F, torch.tensor([budget]), torch.tensor([prompt]), 0.05, False)[:, 0]
+    assert found.sum() == 5 * budget and found.max() <= prompt and found.min() >= min(1, budget)
+
+
+def test_the_official_form_leaves_some_layers_alone() -> None:
+    _, layers = layers_of("d2o(budget=16, form='official')", count=5, pads=(0,))
+    found = [len(positions(layer, 0)) for layer in layers]
+    assert found[0] == found[1] == found[4] == 61
+    assert all(5 < n < 40 for n in found[2:4])
+
+
+def test_a_budget_beyond_the_prompt_keeps_all_as_it_came() -> None:
+    cases, layers = layers_of("d2o(budget=61)")
+    for case, layer in zip(cases, layers, strict=True):
+        for row in range(4):
+            _, k, _, pad = case.row(row)
+            assert positions(layer, row) == list(range(pad, 61))
+            assert all(torch.equal(x, k[p]) for p, (x, _) in held(layer, row).items())
+
+
+def test_the_threshold_starts_anew_with_each_prompt() -> None:
+    case = Case()
+    layer = case.prompt("d2o(budget=12)")
+    first = layer.parts[0].lane.notes["threshold"].clone()
+    for _ in case.decode(layer):
+        pass
+    assert not torch.equal(layer.parts[0].lane.notes["threshold"], first)
+    again = case.prompt("d2o(budget=12)")
+    assert torch.equal(again.parts[0].lane.notes["threshold"], first)
+
+
+def test_what_it_refuses() -> None:
+    for other in ("kivi", "quest", "host"):
+        with pytest.raises(UnsupportedPolicy):
+            Stack.parse(f"d2o + {other}")
+    for wrong in ("recent=1.5", "least=-0.1", "beta=2", "form='thesis'", "shares='some'", "sinks=-1"):
+        with pytest.raises(PolicyError):
+            Stack.parse(f"d2o({wrong})")
+
+
+def test_scores_are_those_of_h2o() -> None:
+    """Without merging, and with all of the size for the best, the prompt's survivors are the heaviest hitters."""
+    case = Case(heads=1, group=1)
+    row = Row(case, 0, 12, recent=0.0, sinks=0)
+    row.read(list(range(37)))
+    score = {p: 0.0 for p in range(37)}
+    for i in range(37):
+        for p, x in enumerate(probabilities(case, 0, i, list(range(i + 1)))[0].tolist()):
+            score[p] += x
+    assert positions(case.prompt("d2o(budget=12, recent=0.0, sinks=0)"), 0) == best(score, 12, lambda p: p == 36)

@@ -1,0 +1,79 @@
+"""PyramidKV: the layers' budgets against the formula, the choice against SnapKV's, and bytes against both."""
+
+import pytest
+import torch
+from support_retention import Case, positions, same_source
+
+from kvengine.policies.retention.pyramidkv import share
+from kvengine.stats import measure
+
+
+def card(b: int, others: int, beta: int, layers: int) -> list[int]:
+    """The official code's layer budgets, with its whole-number step."""
+    least = b // beta
+    most = 2 * b - least
+    if most >= others:
+        most, least = others, 2 * b - others
+    step = (most - least) // (layers - 1)
+    return [most - i * step for i in range(layers)]
+
+
+def shares(b: int, others: int, beta: float, layers: int) -> list[int]:
+    whole = torch.tensor([b]), torch.tensor([others])
+    return [int(share(*whole, beta, layer, layers)) for layer in range(layers)]
+
+
+@pytest.mark.parametrize("b, others, beta", [(96, 5000, 20), (480, 9000, 10), (30, 37, 20), (7, 100, 4), (0, 50, 20)])
+@pytest.mark.parametrize("layers", [2, 5, 32])
+def test_shares_follow_the_formula_and_add_up(b: int, others: int, beta: int, layers: int) -> None:
+    found, official = shares(b, others, beta, layers), card(b, others, beta, layers)
+    assert sum(found) == layers * b
+    assert all(later <= earlier + 1 for earlier, later in zip(found, found[1:], strict=False))  # rounding
+    slack = max(abs(a - c) for a, c in zip(found, official, strict=True))
+    assert slack <= layers  # the official step is rounded down, at most one token a layer
+    assert layers * b <= sum(official) <= layers * b + layers * (layers - 1) / 2
+
+
+def test_one_layer_has_the_average() -> None:
+    assert shares(10, 100, 20, 1) == [10]
+
+
+@pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 7), 4), (3, 1, (0,), 1), (1, 4, (4, 0), 2)])
+def test_each_layer_chooses_as_snapkv_with_its_share(
+    heads: int, group: int, pads: tuple[int, ...], chunks: int
+) -> None:
+    for i in range(4):
+        case = Case(heads, group, length=61, pads=pads, layer=i, layers=4, seed=i)
+        layer = case.prompt("pyramidkv(budget=16, window=4, beta=3)", chunks)
+        n = shares(12, 61, 3, 4)[i] + 4
+        alone = case.prompt(f"snapkv(budget={n}, window=4)", chunks)
+        for row in range(case.rows):
+            assert len(positions(layer, row)) == n
+            assert positions(layer, row) == positions(alone, row)
+        same_source(case, layer)
+
+
+def test_the_layers_together_hold_the_budget_in_bytes() -> None:
+    layers = []
+    for i in range(4):
+        case = Case(length=200, layer=i, layers=4, seed=i, steps=0)
+        layers.append(case.prompt("pyramidkv(budget=32, window=8) + duo(sparsity=0.0)"))
+    assert int(measure(layers).held.sum()) == 4 * 2 * 32
+    token = (8 + 8) * 4 + 4 + 4  # key and value, position and score
+    spare = 64  # slots for tokens to come
+    assert measure(layers).bytes_held == sum(2 * (n + 8 + spare) * token for n in shares(24, 192, 20, 4))
+
+
+def test_a_short_prompt_is_kept_whole() -> None:
+    for i in range(4):
+        case = Case(length=21, layer=i, layers=4)
+        assert positions(case.prompt("pyramidkv(budget=33)"), 0) == list(range(21))
+
+
+def test_decoded_tokens_stay() -> None:
+    case = Case(length=50, layer=3, layers=4)
+    layer = case.prompt("pyramidkv(budget=10, window=4)")
+    before = positions(layer, 0)
+    for _ in case.decode(layer):
+        pass
+    assert positions(layer, 0) == before + list(range(50, 70))

@@ -1,0 +1,62 @@
+"""TOVA against a loop that follows the paper, token by token."""
+
+import pytest
+import torch
+from support_retention import Case, attended, best, output, positions, probabilities, same_source
+
+from kvengine.policies import load
+
+
+def verdict(case: Case, rows: list[int], tokens: list[int], query: int, budget: int, recent: int = 0) -> list[int]:
+    """What all heads of a sequence keep: the mean over heads and group decides."""
+    paid = torch.stack([probabilities(case, row, query, tokens).mean(0) for row in rows]).mean(0)
+    return best(dict(zip(tokens, paid.tolist(), strict=True)), budget, lambda p: p > query - recent)
+
+
+@pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (4, 0), 2)])
+@pytest.mark.parametrize("recent", [0, 3])
+def test_it_keeps_what_the_newest_query_attends_to(
+    heads: int, group: int, pads: tuple[int, ...], chunks: int, recent: int
+) -> None:
+    case = Case(heads, group, pads=pads)
+    layer = case.prompt(f"tova(budget=11, recent={recent})", chunks)
+    want: dict[int, list[int]] = {}
+    for b, pad in enumerate(pads):
+        rows = list(range(b * heads, (b + 1) * heads))
+        want[b] = verdict(case, rows, list(range(pad, case.length)), case.length - 1, 11, recent)
+        assert all(positions(layer, row) == want[b] for row in rows)
+    for t, out in case.decode(layer):
+        for b in want:
+            rows = list(range(b * heads, (b + 1) * heads))
+            for row in rows:
+                torch.testing.assert_close(output(case, out, row), attended(case, row, t, [*want[b], t]))
+            want[b] = verdict(case, rows, [*want[b], t], t, 11, recent)
+            assert all(positions(layer, row) == want[b] for row in rows)
+    same_source(case, layer)
+
+
+def test_heads_that_disagree_get_one_verdict() -> None:
+    """Alone, each head would keep something else: the layer's verdict is not theirs."""
+    case = Case(heads=2, group=1)
+    layer = case.prompt("tova(budget=6)")
+    alone = [verdict(case, [row], list(range(case.length)), case.length - 1, 6) for row in (0, 1)]
+    assert positions(layer, 0) == positions(layer, 1)
+    assert alone[0] != alone[1]
+
+
+def test_while_it_fits_nothing_goes() -> None:
+    case = Case(length=5, steps=20, pads=(0, 2))
+    layer = case.prompt("tova(budget=12)")
+    for t, _ in case.decode(layer):
+        assert positions(layer, 0) == list(range(t + 1)) or len(positions(layer, 0)) == 12
+        assert len(positions(layer, 2)) == min(12, t + 1 - 2)
+
+
+def test_the_recent_are_part_of_the_budget() -> None:
+    case = Case()
+    layer = case.prompt("tova(budget=5, recent=5)")
+    assert positions(layer, 0) == list(range(32, 37))
+
+
+def test_its_name() -> None:
+    assert load("tova")[0] == "retention"

@@ -1,0 +1,162 @@
+from typing import Any
+
+import pytest
+import torch
+from support import llama, one
+from support_layer import Tokens, draw, plain, rope
+
+import kvengine
+from kvengine.cache import LayerCache
+from kvengine.errors import CacheError, PolicyError, UnsupportedPolicy
+from kvengine.lane import Call, Session
+from kvengine.policies.selection.tidal import Tidal
+from kvengine.stack import Stack
+
+LAYERS = 8
+
+
+def layers(policy: str, steps: list[Tokens], prompt: int) -> tuple[list[LayerCache], list[torch.Tensor]]:
+    """A model's layers, each with tokens of its own; what the last token gives in each."""
+    session = Session(rope=rope(16), prompt_end=prompt)
+    caches = [LayerCache(Stack.parse(policy), i, LAYERS, session) for i in range(LAYERS)]
+    out: list[torch.Tensor] = []
+    for a, b in [(0, prompt), *((i, i + 1) for i in range(prompt, steps[0].k.shape[2]))]:
+        out = [cache.forward(*t.part(a, b), Call(t.scale)) for cache, t in zip(caches, steps, strict=True)]
+    return caches, out
+
+
+def best(tokens: Tokens, head: int, sealed: int, count: int) -> set[int]:
+    logits = tokens.k[0, head, :sealed] @ tokens.q[0, head * 2 : head * 2 + 2, -1].T
+    return set(logits.amax(1).topk(count).indices.tolist())
+
+
+def test_layers_read_what_their_chooser_chose() -> None:
+    steps = [draw(81, seed=i) for i in range(LAYERS)]
+    caches, out = layers("tidal(budget=40, start=1, reselect=4)", steps, 80)
+    lanes = [cache.parts[0].lane for cache in caches]
+    sealed = len(lanes[0].pages)  # type: ignore[arg-type]
+    count = 40 - (81 - sealed)
+    for i in (0, 1, 4):
+        assert lanes[i].units is None
+        torch.testing.assert_close(out[i], plain(steps[i], 80))
+    for i, chooser in ((2, 1), (3, 1), (5, 4), (6, 4), (7, 4)):
+        seen = torch.zeros(1, 2, 81, dtype=torch.bool)
+        seen[..., sealed:] = True
+        for head in range(2):
+            chosen = best(steps[chooser], head, sealed, count)
+            assert set(lanes[i].units[head].tolist()) == chosen  # type: ignore[index]
+            assert chosen != best(steps[i], head, sealed, count)
+            seen[0, head, list(chosen)] = True
+        torch.testing.assert_close(out[i], plain(steps[i], 80, seen), atol=1e-5, rtol=1e-4)
+
+
+def test_every_token_has_its_own_choice_even_at_once() -> None:
+    """A layer takes all tokens of a pass before the next layer sees the first."""
+    steps = [draw(90, seed=i) for i in range(LAYERS)]
+    _, single = layers("tidal(budget=40, start=1)", steps, 80)
+    session = Session(rope=rope(16), prompt_end=80, following=False)
+    caches = [LayerCache(Stack.parse("tidal(budget=40, start=1)"), i, LAYERS, session) for i in range(LAYERS)]
+    for cache, t in zip(caches, steps, strict=True):
+        cache.forward(*t.part(0, 80), Call(t.scale))
+    session.following = True
+    together = [cache.forward(*t.part(80, 90), Call(t.scale)) for cache, t in zip(caches, steps, strict=True)]
+    for a, b in zip(single, together, strict=True):
+        torch.testing.assert_close(a, b[:, -1:])
+    assert all(len(memo.choices) <= 10 for memo in session.memo.values())
+
+
+def test_choices_of_earlier_passes_are_forgotten() -> None:
+    steps = [draw(120, seed=i) for i in range(LAYERS)]
+    caches, _ = layers("tidal(budget=40, start=1)", steps, 80)
+    assert all(set(memo.choices) == {119} for memo in caches[0].session.memo.values())
+
+
+def test_a_choice_from_a_pass_that_was_rolled_back_is_not_used() -> None:
+    """The same place in the text, another token: even where nothing reselects, the choice is made anew."""
+    steps, other = [draw(81, seed=i) for i in range(LAYERS)], [draw(81, seed=100 + i) for i in range(LAYERS)]
+    policy = "tidal(budget=40, start=1, reselect=0)"
+    session = Session(rope=rope(16), prompt_end=80)
+    caches = [LayerCache(Stack.parse(policy), i, LAYERS, session) for i in range(LAYERS)]
+    for cache, t in zip(caches, steps, strict=True):
+        cache.forward(*t.part(0, 80), Call(t.scale))
+    session.recording = session.following = True
+    for cache, t in zip(caches, other, strict=True):
+        cache.forward(*t.part(80, 81), Call(t.scale))
+    for cache in caches:
+        cache.rollback(1)
+    again = [cache.forward(*t.part(80, 81), Call(t.scale)) for cache, t in zip(caches, steps, strict=True)]
+    for a, b in zip(layers(policy, steps, 80)[1], again, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "policy, chooser",
+    [
+        (Tidal(), [2] * 13 + [13] * 19),
+        (Tidal(reselect=0), [2] * 32),
+        (Tidal(start=4, reselect=20), [4] * 20 + [20] * 12),
+    ],
+    ids=str,
+)
+def test_the_schedule(policy: Tidal, chooser: list[int]) -> None:
+    assert [policy.chooser(i, 32) for i in range(32)] == chooser
+
+
+@pytest.mark.parametrize("other", ["snapkv", "streaming", "duo"])
+def test_tokens_of_their_own_are_refused(other: str) -> None:
+    with pytest.raises(UnsupportedPolicy, match=f"'tidal' reads the same tokens in all layers, but '{other}'"):
+        Stack.parse(f"{other} + tidal")
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "13", True])
+def test_a_wrong_layer_is_refused(value: Any) -> None:
+    with pytest.raises(PolicyError, match="must be a layer's number"):
+        Tidal(reselect=value)
+
+
+# Correction
+
+
+def sparse_text(model: Any, ids: torch.Tensor, count: int) -> tuple[kvengine.EngineCache, torch.Tensor]:
+    cache, out = kvengine.EngineCache(model), [ids]
+    with torch.no_grad():
+        token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        cache.activate_past_recording()
+        for _ in range(count):
+            out.append(token)
+            token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+    return cache, torch.cat(out, 1)
+
+
+def contents(cache: kvengine.EngineCache, layer: int) -> torch.Tensor:
+    k, v, position, _ = cache.engines[layer].parts[0].lane.everything()
+    order = position.argsort(1)[..., None]
+    return torch.cat([x.gather(1, order.expand_as(x)) for x in (k, v)], 2)
+
+
+def test_correction_gives_the_keys_and_values_of_full_attention() -> None:
+    model = kvengine.patch(llama(num_hidden_layers=4), "tidal(budget=20, start=0, reselect=0)")
+    cache, ids = sparse_text(model, one(61)["input_ids"], 30)
+    with kvengine.patched(model, "full"), torch.no_grad():
+        full = kvengine.EngineCache(model)
+        want = model(ids, past_key_values=full).logits
+    assert (contents(cache, 3) - contents(full, 3)).abs().max() > 1e-2  # polluted before
+    with torch.no_grad():
+        logits = cache.correct(model, ids[:, -30:]).logits
+    torch.testing.assert_close(logits, want[:, -30:], atol=1e-4, rtol=1e-3)
+    for layer in range(4):
+        torch.testing.assert_close(contents(cache, layer), contents(full, layer), atol=1e-4, rtol=1e-3)
+    assert cache.session.recording and not cache.session.dense
+    with torch.no_grad():  # and it selects again afterwards
+        model(ids[:, -1:], past_key_values=cache)
+    assert cache.engines[3].parts[0].lane.units is not None
+
+
+def test_what_was_not_recorded_cannot_be_corrected() -> None:
+    model = kvengine.patch(llama(), "tidal(budget=20, start=0)")
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(one(61)["input_ids"], past_key_values=cache)
+        model(torch.tensor([[5]]), past_key_values=cache)
+        with pytest.raises(CacheError, match="cannot go back"):
+            cache.correct(model, torch.tensor([[5]]))

@@ -1,0 +1,87 @@
+"""The command line, on a small random model saved to a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from support_spec import llama, prompt
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from kvengine.speculative import bench
+from kvengine.speculative.commands import bench_app, generate
+
+app = typer.Typer()
+app.command("generate")(generate)
+app.add_typer(bench_app, name="bench")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.BPE({chr(ord("0") + i): i for i in range(64)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    llama().save_pretrained(path)
+    (path / "text.txt").write_text("".join(chr(ord("0") + i) for i in prompt(400)[0].tolist()))
+    return path
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    found = CliRunner().invoke(app, [str(a) for a in arguments])
+    return found.exit_code, found.stdout
+
+
+def test_generate(folder: Path) -> None:
+    text = (folder / "text.txt").read_text()[:80]
+    code, plain = run("generate", folder, text, "--new", "20")
+    assert code == 0 and len(plain.strip()) == 20
+    options = ["--speculate", "--middle", "quest(budget=24, page=4)", "--gamma", "2,4"]
+    assert run("generate", folder, text, "--new", "20", *options) == (0, plain)
+    code, sampled = run(
+        "generate", folder, text, "--new", "20", *options, "--temperature", "1", "--seed", "3", "--report"
+    )
+    assert code == 0 and "per target pass" in sampled and plain.strip() not in sampled
+    assert run("generate", folder, text, "--new", "20", "--stop", plain.strip()[4], *options)[1].strip() in plain
+
+
+def test_bench(folder: Path, tmp_path: Path) -> None:
+    code, text = run(
+        "bench", "speculate", folder, "--text", folder / "text.txt", "--contexts", "64,128", "--prompts", "2",
+        "--new", "12", "--middle", "none;quest(budget=24, page=4)", "--out", tmp_path,
+    )  # fmt: skip
+    assert code == 0, text
+    rows = json.loads((tmp_path / "speculate.json").read_text())["rows"]
+    assert [(r["context"], r["middle"]) for r in rows] == [
+        (c, m) for c in (64, 128) for m in ("", "", "quest(budget=24, page=4)")
+    ]
+    assert all(row["same_text"] == 2 and row["new_tokens"] == 24 for row in rows)
+    assert rows[0]["speedup"] == pytest.approx(1) and rows[2]["tokens_per_pass"] >= 1
+    assert (tmp_path / "speculate.png").stat().st_size > 5000
+    assert (tmp_path / "speculate.md").read_text() in text.replace("\n\n", "\n") + "\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--gamma", "0,4"], "PolicyError: gamma is 'auto' or two counts"),
+        (["--gamma", "4"], "EvaluationError: --gamma is 'auto' or two numbers"),
+        (["--middle", "qeust"], "Did you mean 'quest'"),
+        (["--draft", "no/such/folder"], "EvaluationError: cannot load 'no/such/folder'"),
+    ],
+)
+def test_refusals(folder: Path, arguments: list[str], message: str) -> None:
+    code, text = run("generate", folder, "012", "--speculate", *arguments)
+    assert code == 2 and message in text
+
+
+def test_windows() -> None:
+    assert [w.tolist() for w in bench.windows(range(10), 4, 3)] == [[[0, 1, 2, 3]], [[3, 4, 5, 6]], [[6, 7, 8, 9]]]
+    assert bench.windows(range(3), 4, 2) == []
+    assert [len(bench.windows(range(4), 4, n)) for n in (1, 5)] == [1, 1]
+    assert bench.windows(range(9), 4, 1)[0].dtype == torch.long

@@ -1,0 +1,220 @@
+"""Whole hierarchies over laws read from a table: the text has the top tier's law, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import pytest
+import torch
+from support_spec import Outcomes, TableSession, enumerate_law, hashed_laws, llama, variation
+from torch import Tensor
+
+from kvengine.speculative.accept import Coupled, Rejection, Rule
+from kvengine.speculative.ahead import Adaptive, Fixed
+from kvengine.speculative.branch import Branching
+from kvengine.speculative.law import Law, Text
+from kvengine.speculative.noise import Gumbel, Stream
+from kvengine.speculative.propose import Lookup, Recycling
+from kvengine.speculative.tier import Drafter, Tier
+from kvengine.speculative.triforce import TriForce
+
+SAMPLED = Law((), greedy=False)
+PROMPT = [0, 1, 0]
+Laws = Callable[[tuple[int, ...]], Tensor]
+
+
+def three(vocab: int = 3) -> list[Laws]:
+    """Top, middle and lowest laws, each like the one above."""
+    top = hashed_laws(vocab, 1)
+    middle = hashed_laws(vocab, 2, base=top, mix=0.3)
+    return [top, middle, hashed_laws(vocab, 3, base=middle, mix=0.6)]
+
+
+def chain(laws: list[Laws], gammas: tuple[int, ...], rule: Rule, law: Law = SAMPLED) -> Tier:
+    """gammas[i]: how far tier i + 1 drafts for tier i."""
+    below = chain(laws[1:], gammas[1:], rule, law) if len(laws) > 1 else None
+    return Tier(TableSession(laws[0]), law, rule, below, Fixed(gammas[0]) if below else Fixed(1))
+
+
+def prefill(drafter: Drafter | None, prompt: list[int]) -> None:
+    if isinstance(drafter, Tier | Branching):
+        drafter.session.prefill(prompt)
+        prefill(getattr(drafter, "below", None), prompt)
+
+
+def generate(top: Tier, new: int, prompt: list[int] = PROMPT) -> tuple[int, ...]:
+    text = Text(prompt[:-1])
+    prefill(top, prompt[:-1])
+    text.tokens.append(prompt[-1])
+    while len(text) < len(prompt) + new:
+        text.tokens += top.step(text, (), len(prompt) + new - len(text) - 1)[0].tokens
+        top.settle(text)
+    return tuple(text.tokens[len(prompt) : len(prompt) + new])
+
+
+@lru_cache
+def plain_law(new: int, vocab: int = 3) -> dict:
+    return enumerate_law(lambda chance: generate(chain(three(vocab)[:1], (1,), Rejection(chance)), new))
+
+
+def drafter(kind: str, rule: Rule, law: Law = SAMPLED, vocab: int = 3) -> Drafter:
+    if kind == "lookup":
+        return Lookup(most=2)
+    if kind == "recycling":
+        return Recycling(vocab, nodes=20)
+    widths = tuple(map(int, kind.split("x")))
+    return Branching(TableSession(three(vocab)[2]), law, rule, widths)
+
+
+@pytest.mark.parametrize("gammas", [(1,), (2,), (1, 1), (2, 1), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)
+def test_chains_of_two_and_three_tiers(gammas: tuple[int, ...]) -> None:
+    new = 4 if len(gammas) == 1 else 3
+    law = enumerate_law(lambda chance: generate(chain(three()[: len(gammas) + 1], gammas, Rejection(chance)), new))
+    assert variation(law, plain_law(new)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["lookup", "2", "3", "2x1", "1x2"])
+@pytest.mark.parametrize("middle", [False, True])
+def test_trees_and_lookup_below_the_top_or_the_middle(kind: str, middle: bool) -> None:
+    new = 2 if middle else 3
+
+    def run(chance: Outcomes) -> tuple[int, ...]:
+        rule = Rejection(chance)
+        below: Drafter = drafter(kind, rule)
+        if middle:
+            below = Tier(TableSession(three()[1]), SAMPLED, rule, below, Fixed(2))
+        return generate(Tier(TableSession(three()[0]), SAMPLED, rule, below, Fixed(2)), new)
+
+    assert variation(enumerate_law(run), plain_law(new)) < 1e-12
+
+
+def test_the_middle_tiers_law_is_what_it_claims() -> None:
+    """Not only the text: the proposals themselves have the law recorded beside them."""
+
+    def run(chance: Outcomes) -> tuple[int, ...]:
+        middle = chain(three()[1:], (1,), Rejection(chance))
+        prefill(middle, PROMPT[:-1])
+        return tuple(middle.propose(Text(PROMPT), (), lambda sure: len(sure) < 2).tokens[:2])
+
+    expected = enumerate_law(lambda chance: generate(chain(three()[1:2], (1,), Rejection(chance)), 2))
+    assert variation(enumerate_law(run), expected) < 1e-12
+
+
+KINDS = ["lookup", "recycling", "3", "2x2x1", "3x2x1x1"]
+
+
+@pytest.mark.parametrize("gammas", [(1,), (5,), (1, 6), (6, 1), (3, 2)], ids=str)
+def test_coupled_text_is_plain_text(gammas: tuple[int, ...]) -> None:
+    for seed in range(5):
+        rule = Coupled(Gumbel(seed))
+        expected = generate(chain(three(12)[:1], (1,), rule), 40)
+        assert generate(chain(three(12)[: len(gammas) + 1], gammas, rule), 40) == expected
+
+
+@pytest.mark.parametrize("law", [SAMPLED, Law()], ids=["coupled", "greedy"])
+@pytest.mark.parametrize("middle", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_drafter_leaves_coupled_and_greedy_text_alone(kind: str, middle: bool, law: Law) -> None:
+    for seed in range(3):
+        rule = Coupled(Gumbel(seed)) if law is SAMPLED else Rejection(Stream(seed))
+        expected = generate(chain(three(12)[:1], (1,), rule, law), 40)
+        below: Drafter = drafter(kind, rule, law, 12)
+        if middle:
+            below = Tier(TableSession(three(12)[1]), law, rule, below, Fixed(4))
+        top = Tier(TableSession(three(12)[0]), law, rule, below, Fixed(4))
+        assert generate(top, 40) == expected
+        assert len(top.rounds) < 40 or kind == "lookup"
+
+
+def test_adaptive_lengths_leave_coupled_text_alone() -> None:
+    rule = Coupled(Gumbel(3))
+    tiers = chain(three(12), (1, 1), rule)
+    tiers.ahead = Adaptive()
+    assert generate(tiers, 60) == generate(chain(three(12)[:1], (1,), rule), 60)
+
+
+def test_a_drafter_with_the_judges_law_is_always_right_and_one_disjoint_never() -> None:
+    same = chain([three(12)[0], three(12)[0]], (4,), Rejection(Stream(0)))
+    generate(same, 40)
+    assert all(r.stood == r.drafted for r in same.rounds)
+    left, right = (lambda p: torch.eye(4)[0].double()), (lambda p: torch.eye(4)[3].double())
+    never = chain([left, right], (4,), Rejection(Stream(0)))
+    assert generate(never, 5) == (0,) * 5
+    assert all(r.stood == 0 for r in never.rounds)
+
+
+@pytest.mark.parametrize("gammas", [(2,), (1, 2)], ids=str)
+def test_frequencies_of_sampled_pairs(gammas: tuple[int, ...]) -> None:
+    check_frequencies(lambda rule: generate(chain(three(4)[: len(gammas) + 1], gammas, rule), 2), 1000, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["chain", "three", "tree"])
+def test_frequencies_of_many_sampled_pairs(kind: str) -> None:
+    def run(rule: Rule) -> tuple[int, ...]:
+        if kind == "tree":
+            return generate(Tier(TableSession(three(6)[0]), SAMPLED, rule, drafter("3x2", rule, vocab=6), Fixed(2)), 2)
+        return generate(chain(three(6)[: 2 + (kind == "three")], (2, 1), rule), 2)
+
+    check_frequencies(run, 60_000, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", [None, (2, 2)], ids=["chain", "tree"])
+def test_frequencies_of_a_small_models_text(widths: tuple[int, ...] | None) -> None:
+    """The laws are those of random Llamas, read once for every text; 60 000 samples of three tokens."""
+    models = [model_laws(llama(seed, vocab=4)) for seed in (0, 1)]
+
+    def run(rule: Rule) -> tuple[int, ...]:
+        below = TableSession(models[1])
+        draft = Tier(below, SAMPLED, rule) if widths is None else Branching(below, SAMPLED, rule, widths)
+        return generate(Tier(TableSession(models[0]), SAMPLED, rule, draft, Fixed(2)), 2)
+
+    expected = enumerate_law(lambda c: generate(Tier(TableSession(models[0]), SAMPLED, Rejection(c)), 2))
+    compare_frequencies(run, 60_000, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("middle", ["quest(budget=12, page=4)", "streaming(sinks=1, recent=9)"])
+def test_frequencies_through_the_real_caches(middle: str) -> None:
+    """Everything in place, prefill to settling; fewer samples, as each costs a dozen passes."""
+    target = llama(vocab=4)
+    ids = torch.tensor([[1, 2, 3, 0, 1, 1, 2, 0, 3, 3, 2, 1, 0, 1, 2, 3]])
+    decoder = TriForce(target, "lookup", middle, gamma=(1, 2))
+    laws = model_laws(target)
+    top = lambda c: Tier(TableSession(laws), SAMPLED, Rejection(c))  # noqa: E731
+    expected = enumerate_law(lambda c: generate(top(c), 3, ids[0].tolist()))
+    seeds = iter(range(10**9))
+    draw = lambda _: decoder.generate(ids, max_new_tokens=3, do_sample=True, seed=next(seeds))  # noqa: E731
+    compare_frequencies(lambda rule: tuple(draw(rule)[0, 16:].tolist()), 3000, expected)
+
+
+def model_laws(model: Any) -> Laws:
+    """A model's law after every text, each computed once."""
+
+    @cache
+    @torch.no_grad()
+    def law(prefix: tuple[int, ...]) -> Tensor:
+        return model(torch.tensor([prefix]), use_cache=False).logits[0, -1].double().softmax(-1)
+
+    return law
+
+
+def check_frequencies(run: Callable[[Rule], tuple[int, ...]], draws: int, vocab: int) -> None:
+    compare_frequencies(run, draws, plain_law(2, vocab))
+
+
+def compare_frequencies(run: Callable[[Rule], tuple[int, ...]], draws: int, law: dict) -> None:
+    """Chi-square against an exact law; fails by chance once in 10 000 (Wilson-Hilferty)."""
+    counts = dict.fromkeys(law, 0)
+    for seed in range(draws):
+        counts[run(Rejection(Stream(seed)))] += 1
+    expected = {outcome: draws * value for outcome, value in law.items()}
+    common = [pair for pair, value in expected.items() if value >= 5]
+    rest = (draws - sum(counts[p] for p in common), draws - sum(expected[p] for p in common))
+    cells = [(counts[p], expected[p]) for p in common] + ([rest] if rest[1] >= 5 else [])
+    chi2 = sum((seen - value) ** 2 / value for seen, value in cells)
+    free = len(cells) - 1
+    assert ((chi2 / free) ** (1 / 3) - (1 - 2 / (9 * free))) / (2 / (9 * free)) ** 0.5 < 3.72

@@ -1,0 +1,245 @@
+"""End to end on small random models: the text is the target's, whatever drafts it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support_spec import llama, plain_sampling, prompt
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from transformers.generation.streamers import BaseStreamer
+
+import kvengine
+from kvengine.errors import ModelError, PolicyError, UnknownPolicy
+from kvengine.speculative.triforce import TriForce
+
+MIDDLES = [
+    "full",
+    "quest(budget=24, page=4)",
+    "oracle_topk(budget=24)",
+    "streaming(sinks=4, recent=20)",
+    "snapkv(budget=24, window=4)",
+    "h2o(budget=24)",
+    "kivi(bits=2)",
+    "duo(sparsity=0.5)",
+    "snapkv(budget=32, window=4) + kivi",
+    "retrieval(budget=24, chunk=4)",
+    "zipcache",
+    "tidal(budget=24)",
+    "quest(budget=24, page=4) + kivi",
+]
+QUEST = MIDDLES[1]
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return kvengine.patch(llama())
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return llama(1, layers=1)
+
+
+def greedy(target: Any, ids: torch.Tensor, new: int = 30, **options: Any) -> list[list[int]]:
+    return target.generate(ids, max_new_tokens=new, do_sample=False, **options).tolist()
+
+
+@pytest.mark.parametrize("middle", MIDDLES)
+@pytest.mark.parametrize("draft", ["lookup", "model"])
+def test_greedy_text_is_the_targets(target: Any, small: Any, middle: str, draft: Any) -> None:
+    decoder = TriForce(target, small if draft == "model" else draft, middle, gamma=(2, 4))
+    out = decoder.generate(prompt(), max_new_tokens=20, do_sample=False)
+    assert out.tolist() == greedy(target, prompt(), 20)
+    assert decoder.report.emitted == 20 and decoder.report.tiers[0].passes < 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("middle", [*MIDDLES, "duo + quest(budget=24, page=4)", None])
+def test_greedy_text_of_a_hundred_prompts(target: Any, middle: str | None) -> None:
+    decoders = [TriForce(target, draft, middle, gamma=(2, 4)) for draft in ("lookup", None)]
+    for seed in range(100):
+        ids = prompt(40 + seed, seed=seed)
+        assert decoders[seed % 2].generate(ids, max_new_tokens=24, do_sample=False).tolist() == greedy(target, ids, 24)
+
+
+@pytest.mark.parametrize("middle", [None, QUEST, "snapkv(budget=24, window=4)"])
+@pytest.mark.parametrize("tree", ["recycling", (3, 2, 1)])
+def test_trees_below_the_target_and_below_the_middle(target: Any, small: Any, middle: str | None, tree: Any) -> None:
+    draft, widths = ("recycling", None) if tree == "recycling" else (small, tree)
+    decoder = TriForce(target, draft, middle, gamma=(4, 4), widths=widths)
+    out = decoder.generate(prompt(), max_new_tokens=16, do_sample=False)
+    assert out.tolist() == greedy(target, prompt(), 16)
+    sampled = decoder.generate(prompt(), max_new_tokens=16, temperature=1.0, seed=5, coupled=True)
+    assert sampled.tolist() == [plain_sampling(target, prompt(), 16, seed=5)]
+
+
+@pytest.mark.parametrize("middle", [None, QUEST, *MIDDLES[3:5]])
+def test_coupled_sampling_is_plain_sampling_with_the_same_seed(target: Any, middle: str | None) -> None:
+    decoder = TriForce(target, "lookup", middle, gamma=(2, 5))
+    for seed in range(2):
+        out = decoder.generate(prompt(), max_new_tokens=24, temperature=0.8, top_p=0.9, seed=seed, coupled=True)
+        assert out.tolist() == [plain_sampling(target, prompt(), 24, seed=seed, temperature=0.8, top_p=0.9)]
+
+
+def test_gamma_decided_at_run_time(target: Any) -> None:
+    decoder = TriForce(target, "lookup", QUEST, gamma="auto")
+    assert decoder.generate(prompt(), max_new_tokens=30, do_sample=False).tolist() == greedy(target, prompt())
+
+
+def test_seeds(target: Any) -> None:
+    decoder = TriForce(target, "lookup", QUEST)
+    draw = lambda **options: decoder.generate(prompt(), max_new_tokens=12, temperature=1.0, **options).tolist()  # noqa: E731
+    assert draw(seed=1) == draw(seed=1) != draw(seed=2)
+    torch.manual_seed(3)
+    first = draw()
+    torch.manual_seed(3)
+    assert draw() == first
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 20, "eos_token_id": [7, 9, 11, 13]},
+        {"eos_token_id": list(range(40, 50))},
+        {"bad_words_ids": [[5], [6, 7]]},
+        {"suppress_tokens": [3, 4]},
+    ],
+    ids=lambda o: next(iter(o)),
+)
+def test_processors_see_the_drafted_prefix(target: Any, options: dict[str, Any]) -> None:
+    """Greedy, so that one wrong prefix shows."""
+    decoder = TriForce(target, "lookup", QUEST, gamma=(2, 4))
+    options = {"pad_token_id": 0, **options}
+    out = decoder.generate(prompt(), max_new_tokens=30, do_sample=False, **options)
+    assert out.tolist() == greedy(target, prompt(), **options)
+
+
+def test_rows_end_each_for_itself(target: Any) -> None:
+    """Left padding, an end token that stops one row early, and padding behind it."""
+    ids = torch.cat([prompt(60, 3, seed=4)])
+    ids[1, :20], mask = 0, torch.ones_like(ids)
+    mask[1, :20] = 0
+    free = greedy(target, ids, attention_mask=mask, pad_token_id=0)
+    end = free[0][70]
+    expected = greedy(target, ids, attention_mask=mask, pad_token_id=0, eos_token_id=end)
+    decoder = TriForce(target, "lookup", QUEST, gamma=(2, 4))
+    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "eos_token_id": end}
+    assert decoder.generate(ids, **options).tolist() == expected
+    assert target.generate(ids, custom_generate=decoder, **options).tolist() == expected
+    assert any(len(set(row[-5:])) > 1 for row in expected), "some row should go on to the end"
+
+
+class Collector(BaseStreamer):
+    def __init__(self) -> None:
+        self.pieces: list[list[int]] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_streaming(target: Any) -> None:
+    collector = Collector()
+    out = TriForce(target, "lookup", QUEST).generate(prompt(), max_new_tokens=20, do_sample=False, streamer=collector)
+    assert sum(collector.pieces, []) == out[0].tolist() and collector.ended
+    assert collector.pieces[0] == prompt()[0].tolist() and len(collector.pieces) > 2
+
+
+def letters(vocab: int = 64) -> PreTrainedTokenizerFast:
+    """One character per token."""
+    tokenizer = Tokenizer(models.BPE({chr(ord("0") + i): i for i in range(vocab)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def test_stop_strings(target: Any) -> None:
+    tokenizer = letters()
+    stop = tokenizer.decode(greedy(target, prompt())[0][103:105])
+    options = {"stop_strings": [stop], "tokenizer": tokenizer, "pad_token_id": 0}
+    expected = greedy(target, prompt(), **options)
+    out = TriForce(target, "lookup", QUEST).generate(prompt(), max_new_tokens=30, do_sample=False, **options)
+    assert out.tolist() == expected and len(expected[0]) < 120
+
+
+def test_off_loaded_target(target: Any) -> None:
+    decoder = TriForce(target, "lookup", QUEST, stack="host")
+    assert decoder.generate(prompt(), max_new_tokens=30, do_sample=False).tolist() == greedy(target, prompt())
+
+
+def test_report(target: Any) -> None:
+    decoder = TriForce(target, "lookup", "full", gamma=(1, 6))
+    decoder.generate(prompt(90, 2), max_new_tokens=30, do_sample=False)
+    report = decoder.report
+    top, middle = report.tiers
+    assert (report.prompt, report.emitted) == (180, 60) and top.acceptance == 1.0
+    assert sum(top.stood) + top.passes == 58  # the first token of a row comes from its prompt
+    assert middle.tested[0] >= middle.stood[0] and middle.bytes_read > 0
+    assert "stood" in str(report) and report.bytes_per_token > 0
+
+
+def test_a_view_shares_the_targets_storage() -> None:
+    model = kvengine.patch(llama())
+    decoder = TriForce(model, "lookup", "quest(budget=32, page=4)")
+    ids = prompt(400)
+    decoder.generate(ids, max_new_tokens=8, do_sample=False)
+    target, middle = decoder.report.tiers
+    assert middle.cache_bytes < 0.8 * target.cache_bytes
+    shared = middle.cache_bytes
+    decoder = TriForce(model, "lookup", "full")
+    decoder.generate(ids, max_new_tokens=8, do_sample=False)
+    assert decoder.report.tiers[0].cache_bytes == target.cache_bytes
+    assert shared < 0.8 * decoder.report.tiers[1].cache_bytes
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"gamma": (0, 6)}, PolicyError, "counts of at least 1"),
+        ({"gamma": 4}, PolicyError, "counts of at least 1"),
+        ({"middle": "quest(budget=4, page=4)"}, PolicyError, "holds 4 tokens"),
+        ({"middle": "streaming(sinks=1, recent=4)"}, PolicyError, "holds 5 tokens"),
+        ({"middle": "qeust"}, UnknownPolicy, "quest"),
+        ({"draft": "lokup"}, PolicyError, "Did you mean 'lookup'"),
+        ({"draft": 3}, ModelError, "not int"),
+        ({"draft": "other"}, ModelError, "another tokenizer: its vocabulary has 48"),
+        ({"draft": "same", "tokenizers": True}, ModelError, "same ids stand for other tokens"),
+        ({"draft": "same", "draft_stack": "streaming(sinks=2, recent=2)"}, PolicyError, "draft_stack"),
+    ],
+)
+def test_refusals(target: Any, small: Any, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    models_ = {"other": llama(1, vocab=48), "same": small}
+    arguments = {"middle": QUEST, **arguments}
+    arguments["draft"] = models_.get(arguments.get("draft"), arguments.get("draft"))  # type: ignore[arg-type]
+    if "tokenizers" in arguments:
+        arguments["tokenizers"] = (letters(64), letters(65))
+    with pytest.raises(error, match=message):
+        TriForce(target, **arguments)
+
+
+def test_refusals_of_a_call(target: Any, small: Any) -> None:
+    decoder = TriForce(target, "lookup", QUEST)
+    with pytest.raises(ModelError, match="made for another model"):
+        small.generate(prompt(), custom_generate=decoder, max_new_tokens=2)
+    with pytest.raises(ModelError, match="a streamer prints one row"):
+        decoder.generate(prompt(rows=2), streamer=Collector(), max_new_tokens=2)
+    with pytest.raises(ModelError, match="no beams"):
+        decoder.generate(prompt(), num_beams=2, max_new_tokens=2)
+
+
+def test_a_model_with_sliding_windows_is_refused() -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=16,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="sliding window"):
+        TriForce(MistralForCausalLM(config), "lookup", QUEST)

@@ -1,0 +1,157 @@
+"""Examples in docstrings run, and what docs/build.py writes is what the files hold."""
+
+import doctest
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from layout import ROOT, modules
+
+import kvengine.evals
+import kvengine.policies
+
+
+def load_build() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
+
+
+build = load_build()
+
+
+@pytest.mark.parametrize("name", modules())
+def test_docstring_examples(name: str) -> None:
+    """One import per module, under its real name: `pytest --doctest-modules` would import it twice."""
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_docstring_examples_of_the_documentation() -> None:
+    assert doctest.testmod(build).failed == 0
+
+
+# Tables
+
+
+@pytest.mark.parametrize("path", build.with_tables(), ids=lambda path: path.name)
+def test_tables_are_what_was_measured(path: Path) -> None:
+    assert path.read_text() == build.with_tables()[path], "run `make docs`"
+
+
+def test_a_changed_result_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "RESULTS", tmp_path)
+    result = {"command": "measure", "machine": "a machine", "columns": {"Policy": "stack", "ms": "time:.1f"}}
+    (tmp_path / "speed.json").write_text(
+        json.dumps(result | {"rows": [{"stack": "a|b", "time": 1.25}, {"stack": "c", "time": 2}]})
+    )
+    text = "before\n<!-- table:speed -->\nold\n<!-- /table -->\nafter\n"
+    filled = build.fill(text)
+    assert "| Policy | ms |\n| --- | ---: |\n| a\\|b | 1.2 |\n| c | 2.0 |\n\n`measure` on a machine.\n" in filled
+    assert "old" not in filled and filled.startswith("before\n") and filled.endswith("\nafter\n")
+    assert build.fill(filled) == filled
+
+
+def test_a_table_without_result_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "RESULTS", tmp_path)
+    assert "Not measured" in build.fill("<!-- table:none -->\n| made | up |\n<!-- /table -->")
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda path: path.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+# Policies
+
+
+@dataclass(frozen=True)
+class Base:
+    budget: int = 64  # tokens read per head
+
+
+@dataclass(frozen=True)
+class Example(Base):
+    """Reads the best.
+
+    Args:
+        window: newest tokens,
+            which always stay
+    """
+
+    window: int = 4
+    sizes: list[int] = field(default_factory=lambda: [1])
+    """bytes of each part,
+    largest first"""
+    undescribed: float = 0.5
+
+
+def test_options_are_described_wherever_the_author_described_them() -> None:
+    assert build.meanings(Example) == {
+        "budget": "tokens read per head",
+        "window": "newest tokens, which always stay",
+        "sizes": "bytes of each part, largest first",
+    }
+
+
+def test_a_policy_is_shown_with_its_options() -> None:
+    page = build.policies_page({"example": "selection"}, lambda name: ("selection", Example))
+    assert "## Selection\n" in page and "### `example`\n\n" in page
+    assert "| `budget` | `64` | tokens read per head |\n" in page and "| `sizes` | `[1]` |" in page
+
+
+def test_the_catalogue_of_policies_is_current() -> None:
+    path = ROOT / "docs" / "policies.md"
+    assert path.read_text() == build.pages()[path], "run `make docs`"
+
+
+def test_every_option_of_every_policy_says_what_it_means() -> None:
+    classes = {name: kvengine.policies.load(name)[1] for name in kvengine.policies.catalogue()}
+    silent = {n: [row["option"] for row in build.options(c) if not row["meaning"]] for n, c in classes.items()}
+    assert {name: found for name, found in silent.items() if found} == {}
+
+
+def test_every_policy_says_what_it_does() -> None:
+    assert [name for name in kvengine.policies.catalogue() if not summary(name)] == []
+
+
+def summary(name: str) -> str:
+    cls = kvengine.policies.load(name)[1]
+    return build.first_paragraph(cls) or build.first_paragraph(importlib.import_module(cls.__module__))
+
+
+# Code in the pages
+
+
+def python_blocks(page: str) -> list[str]:
+    """The Python code blocks of a Markdown file, in order, indented ones included."""
+    blocks = re.findall(r"^ *```python\n(.*?)^ *```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for block in blocks]
+
+
+@pytest.mark.skipif(not hasattr(kvengine.evals, "bundled_model"), reason="no bundled model in the tree yet")
+def test_the_first_screen_of_the_readme_runs() -> None:
+    names: dict[str, object] = {}
+    exec(compile(python_blocks("README.md")[0], "README.md", "exec"), names)
+    assert names["answer"].shape[0] == 1  # type: ignore[attr-defined]
+
+
+def test_the_policy_of_contributing_fits_the_interface() -> None:
+    names: dict[str, Any] = {"__name__": "sparse_past"}
+    exec(compile(python_blocks("CONTRIBUTING.md")[0], "CONTRIBUTING.md", "exec"), names)
+    policy, interface = names["SparsePast"], names["Retention"]
+    own = {name for name, value in vars(policy).items() if inspect.isfunction(value) and not name.startswith("_")}
+    assert issubclass(policy, interface) and own
+    for name in own:
+        assert list(inspect.signature(getattr(policy, name)).parameters) == list(
+            inspect.signature(getattr(interface, name)).parameters
+        )

@@ -1,0 +1,292 @@
+"""The Hugging Face edge: everything that `generate` does, on a patched model."""
+
+import copy
+
+import pytest
+import torch
+from support import greedy, llama, one, patched, prompts
+
+import kvengine
+from kvengine.errors import CacheError, ModelError, PolicyError, UnknownPolicy, UnsupportedPolicy
+from kvengine.hf import STATE
+
+WAYS = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "beams and several returned": {"num_beams": 4, "num_return_sequences": 2},
+    "chunked": {"prefill_chunk_size": 13},
+    "no cache": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_generate_is_as_before(way: str) -> None:
+    want = greedy(llama(), prompts(), **WAYS[way])
+    assert torch.equal(greedy(patched("full"), prompts(), **WAYS[way]), want)
+
+
+def test_sampling_is_as_before() -> None:
+    found = []
+    for model in (llama(), patched("full")):
+        torch.manual_seed(5)
+        found.append(model.generate(**prompts(), max_new_tokens=20, do_sample=True, num_return_sequences=2))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("text", ["full", "snapkv(budget=24, window=6)", "quest(budget=24, page=4)", "h2o(budget=24)"])
+def test_beam_search_with_one_beam_each_is_greedy(text: str) -> None:
+    """Rows are reordered and repeated with all that they hold."""
+    model, batch = patched(text), prompts()
+    doubled = {k: v.repeat_interleave(2, 0) for k, v in batch.items()}
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        position = (doubled["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        logits = model(**doubled, position_ids=position, past_key_values=cache).logits[:, -1]
+        cache.reorder_cache(torch.tensor([1, 0, 3, 2, 5, 4]))
+        cache.batch_select_indices(torch.tensor([0, 2, 4]))
+        found = []
+        mask = batch["attention_mask"]
+        next_token = logits[::2].argmax(-1, keepdim=True)
+        for _ in range(20):
+            found.append(next_token)
+            mask = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], 1)
+            position = mask.cumsum(1)[:, -1:] - 1
+            out = model(next_token, attention_mask=mask, position_ids=position, past_key_values=cache)
+            next_token = out.logits[:, -1].argmax(-1, keepdim=True)
+    assert torch.equal(torch.cat(found, 1), greedy(model, batch, 20))
+
+
+def test_an_assistant_model_gives_the_greedy_text() -> None:
+    model, assistant = patched("full"), llama(seed=1, num_hidden_layers=1)
+    batch = one()
+    want = greedy(llama(), batch)
+    assert torch.equal(greedy(model, batch, assistant_model=assistant), want)
+    assert torch.equal(greedy(model, batch, assistant_model=kvengine.patch(assistant, "streaming(recent=12)")), want)
+
+
+@pytest.mark.parametrize("text", ["full", "snapkv(budget=40, window=6)", "quest(budget=32, page=4)"])
+def test_a_conversation_goes_on_in_one_cache(text: str) -> None:
+    """The second turn comes with all ids; what is cached is not read again."""
+    model, batch = patched(text), one()
+    cache = kvengine.EngineCache(model)
+    first = model.generate(**batch, max_new_tokens=10, do_sample=False, past_key_values=cache)
+    turn = torch.cat([first, one(9, seed=3)["input_ids"]], 1)
+    second = model.generate(
+        turn, attention_mask=torch.ones_like(turn), max_new_tokens=10, do_sample=False, past_key_values=cache
+    )
+    assert cache.seen == turn.shape[1] + 9
+    if text == "full":
+        assert torch.equal(
+            second, llama().generate(turn, attention_mask=torch.ones_like(turn), max_new_tokens=10, do_sample=False)
+        )
+
+
+@pytest.mark.parametrize("text", ["full", "h2o(budget=24)", "snapkv(budget=24, window=6)", "kivi(group=8, residual=8)"])
+def test_resuming_is_as_if_never_stopped(text: str) -> None:
+    model, batch = patched(text), one()
+    cache = kvengine.EngineCache(model)
+    part = model.generate(**batch, max_new_tokens=7, do_sample=False, past_key_values=cache)
+    rest = model.generate(
+        part, attention_mask=torch.ones_like(part), max_new_tokens=13, do_sample=False, past_key_values=cache
+    )
+    assert torch.equal(rest[:, 61:], greedy(model, batch, 20))
+
+
+def test_training_is_untouched() -> None:
+    batch = one()["input_ids"]
+    norms = []
+    for model in (llama(), patched("quest(budget=24)")):
+        model.train()
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+        model(batch, labels=batch, use_cache=False).loss.backward()
+        norms.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*norms, strict=True))
+
+
+def test_a_stock_cache_on_a_patched_model_is_stock() -> None:
+    from transformers import DynamicCache
+
+    model = patched("streaming(recent=12)")
+    found = greedy(model, prompts(), past_key_values=DynamicCache(config=model.config))
+    assert torch.equal(found, greedy(llama(), prompts()))
+
+
+def test_unpatch_restores_the_model_exactly() -> None:
+    model = llama()
+    before = {k: dict(m.__dict__) for k, m in model.named_modules()}
+    config = copy.deepcopy(model.config.__dict__)
+    kvengine.unpatch(kvengine.patch(model, "quest + kivi"))
+    assert model.config.__dict__ == config and not hasattr(model, STATE)
+    for name, module in model.named_modules():
+        assert module.__dict__.keys() == before[name].keys()
+        assert not module._forward_pre_hooks and not module._forward_pre_hooks_with_kwargs
+
+
+def test_patched_is_a_context_and_nests() -> None:
+    model = llama()
+    with kvengine.patched(model, "streaming(recent=12)"):
+        with kvengine.patched(model, "h2o"):
+            assert str(getattr(model, STATE).stack) == "h2o"
+        assert str(getattr(model, STATE).stack) == "streaming(recent=12)"
+    assert not hasattr(model, STATE)
+    with pytest.raises(RuntimeError, match="boom"), kvengine.patched(model):
+        raise RuntimeError("boom")
+    assert not hasattr(model, STATE)
+
+
+def test_a_deep_copy_is_a_model_of_its_own() -> None:
+    model = patched("streaming(recent=12)")
+    twin = copy.deepcopy(model)
+    assert torch.equal(greedy(twin, prompts()), greedy(model, prompts()))
+    with pytest.raises(CacheError, match="another model"), torch.no_grad():
+        twin(one()["input_ids"], past_key_values=kvengine.EngineCache(model))
+
+
+def test_a_mask_given_as_a_tensor_works_where_everything_is_kept() -> None:
+    ids = one(20)["input_ids"]
+    mask = torch.zeros(1, 1, 20, 20).masked_fill(torch.ones(20, 20).triu(1).bool(), torch.finfo(torch.float32).min)
+    model = patched("full")
+    with torch.no_grad():
+        want = llama()(ids).logits
+        found = model(ids, attention_mask=mask, past_key_values=kvengine.EngineCache(model)).logits
+    torch.testing.assert_close(found, want)
+
+
+def test_a_cache_may_be_cropped_while_it_is_whole() -> None:
+    model, ids = patched("full"), one()["input_ids"]
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.crop(-20)
+        again = model(ids[:, 41:], past_key_values=cache).logits
+        torch.testing.assert_close(again, llama()(ids).logits[:, 41:])
+
+
+def test_reset_empties_a_cache() -> None:
+    model, batch = patched("h2o(budget=24)"), one()
+    cache = kvengine.EngineCache(model)
+    want = greedy(model, batch, past_key_values=cache)
+    cache.reset()
+    assert cache.seen == 0 and torch.equal(greedy(model, batch, past_key_values=cache), want)
+
+
+@pytest.mark.slow
+def test_a_compiled_forward_gives_the_same_tokens() -> None:
+    model, batch = patched("full"), prompts()
+    want = greedy(model, batch, 8)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(greedy(model, batch, 8), want)
+
+
+# ---- what cannot work says so
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"cache_implementation": "static"}, "brings its own cache. Drop it"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "never forms the attention matrix"),
+    ],
+)
+def test_generate_refuses(options: dict[str, object], match: str) -> None:
+    with pytest.raises(ModelError, match=match):
+        greedy(patched("full"), one(), **options)
+
+
+def test_continuous_batching_is_refused() -> None:
+    with pytest.raises(ModelError, match="keeps its own paged cache"):
+        patched("full").generate_batch([[1, 2, 3]])
+
+
+def test_forward_with_attentions_is_refused() -> None:
+    model = patched("full")
+    with pytest.raises(ModelError, match="never forms"), torch.no_grad():
+        model(one()["input_ids"], past_key_values=kvengine.EngineCache(model), output_attentions=True)
+
+
+def test_unpatchable_models_are_refused() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    with pytest.raises(ModelError, match="expected a transformers PreTrainedModel, got Linear"):
+        kvengine.patch(torch.nn.Linear(2, 2))
+    tiny = T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16)
+    with pytest.raises(ModelError, match="encoder-decoder"):
+        kvengine.patch(T5ForConditionalGeneration(tiny))
+
+
+def test_a_cache_needs_a_patched_model() -> None:
+    model = llama()
+    with pytest.raises(ModelError, match=r"call kvengine.patch\(model\) first"):
+        kvengine.EngineCache(model)
+    cache = kvengine.EngineCache(kvengine.patch(model))
+    kvengine.unpatch(model)
+    with torch.no_grad(), pytest.raises(ModelError, match="not patched"):
+        model(one()["input_ids"], past_key_values=cache)
+        model(one()["input_ids"], past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "match"),
+    [
+        ("quset", UnknownPolicy, "no policy is called 'quset'. Did you mean 'quest'"),
+        ("quest(bugdet=3)", UnknownPolicy, "Did you mean 'budget'"),
+        ("quest(budget=0)", PolicyError, "budget=0 must be at least 1 token"),
+        ("quest(budget=1.5)", PolicyError, "budget=1.5 must be at least 1 token"),
+        ("h2o(budget=True)", PolicyError, "budget=True must be"),
+        ("h2o + snapkv", UnsupportedPolicy, "'h2o' and 'snapkv' both choose the retention"),
+        ("h2o + quest", UnsupportedPolicy, "reads only some of them"),
+        ("", PolicyError, "is not a policy string"),
+        ("quest(", PolicyError, "is not a policy string"),
+        ("quest(64)", PolicyError, "not of the form"),
+        ("quest(budget=x)", PolicyError, "plain numbers"),
+        ("kivi(bits=3)", PolicyError, "bits=3 must be one of 1, 2, 4, 8"),
+        ("snapkv(budget=16)", PolicyError, "must exceed window"),
+        ("snapkv(kernel=4)", PolicyError, "must be odd"),
+        ("duo(pattern='/nowhere')", PolicyError, "cannot read the pattern"),
+        ("host(fields=('w',)) + kivi(group=8, residual=8)", PolicyError, "no page field"),
+    ],
+)
+def test_wrong_policies_are_refused(text: str, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        model = patched(text)
+        greedy(model, one())
+
+
+def test_another_batch_or_dtype_is_refused() -> None:
+    model = patched("full")
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(one()["input_ids"], past_key_values=cache)
+        with pytest.raises(CacheError, match="holds 1 sequences"):
+            model(prompts(2, 1)["input_ids"], past_key_values=cache)
+
+
+def test_a_cache_of_another_dtype_is_refused() -> None:
+    model = patched("full")
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(one()["input_ids"], past_key_values=cache)
+        model.to(torch.bfloat16)
+        with pytest.raises(CacheError, match="torch.float32"):
+            model(one(1)["input_ids"], past_key_values=cache)
+
+
+def test_going_back_too_far_is_refused() -> None:
+    model = patched("streaming(sinks=2, recent=12)")
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(one()["input_ids"], past_key_values=cache)
+        with pytest.raises(CacheError, match="activate_past_recording"):
+            cache.crop(-3)
+
+
+def test_reordering_a_pending_draft_is_refused() -> None:
+    model = patched("streaming(sinks=2, recent=12)")
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(one()["input_ids"], past_key_values=cache)
+        cache.activate_past_recording()
+        model(one(3)["input_ids"], past_key_values=cache)
+        with pytest.raises(CacheError, match="draft is pending"):
+            cache.reorder_cache(torch.tensor([0]))

@@ -1,0 +1,135 @@
+"""A prompt whose beginning comes from a store gives the text of a cold run; a store that fails costs only time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import llama
+
+import kvengine
+from kvengine.errors import CacheError
+from kvengine.offload import stores
+from kvengine.prefix import Prefix
+
+
+def prompt(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 128, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def text(model: Any, ids: torch.Tensor, cache: Any) -> list[int]:
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False,
+                         past_key_values=cache)  # fmt: skip
+    return out[0, ids.shape[1] :].tolist()
+
+
+@pytest.fixture
+def model() -> Any:
+    with kvengine.patched(llama(), "full") as model:
+        yield model
+
+
+def stored(model: Any, folder: Path, ids: torch.Tensor, **options: Any) -> tuple[Prefix, list[int]]:
+    """A store with the prompt's chunks, and the text of the cold run."""
+    reuse = Prefix(model, stores.Store(stores.Files(folder, sync="none")), chunk=16, **options)
+    cache = reuse.fetch(ids)
+    assert cache.seen == 0
+    cold = text(model, ids, cache)
+    assert reuse.keep(ids, cache) == ids.shape[1] // 16
+    reuse.store.drain()
+    assert all(done.ok == (True,) for done in reuse.store.poll())
+    return reuse, cold
+
+
+@pytest.mark.parametrize(
+    "stack", ["full", "kivi(bits=4, group=16)", "quest(budget=64)", "streaming(sinks=2, recent=14)"]
+)
+def test_a_warm_run_gives_the_text_of_a_cold_one(model: Any, tmp_path: Path, stack: str) -> None:
+    ids = prompt(100)
+    reuse, _ = stored(model, tmp_path, ids)
+    longer = torch.cat([ids[:, :70], prompt(30, 1)], 1)
+    for asked, hits in ((ids, 96), (longer, 64), (ids[:, :96], 80), (prompt(50, 2), 0)):
+        warm = reuse.fetch(asked, stack)
+        assert warm.seen == hits
+        assert text(model, asked, warm) == text(model, asked, kvengine.EngineCache(model, stack))
+    reuse.store.close()
+
+
+def test_only_what_is_new_is_stored(model: Any, tmp_path: Path) -> None:
+    ids = prompt(100)
+    reuse, _ = stored(model, tmp_path, ids)
+    longer = torch.cat([ids, prompt(40, 1)], 1)
+    cache = reuse.fetch(longer)
+    text(model, longer, cache)
+    assert reuse.keep(longer, cache) == 140 // 16 - 6
+    reuse.store.drain()
+    assert reuse.fetch(longer).seen == 128
+    reuse.store.close()
+
+
+def test_another_model_or_tenant_finds_nothing(model: Any, tmp_path: Path) -> None:
+    ids = prompt(100)
+    reuse, _ = stored(model, tmp_path, ids, salt="a")
+    assert reuse.fetch(ids).seen == 96
+    for other in (Prefix(model, reuse.store, chunk=16, salt="b"), Prefix(model, reuse.store, chunk=16, level="high")):
+        assert other.fetch(ids).seen == 0
+    with kvengine.patched(llama(seed=5), "full") as stranger:
+        assert Prefix(stranger, reuse.store, chunk=16, salt="a").fetch(ids).seen == 0
+    reuse.store.close()
+
+
+def test_damage_shortens_the_chain_and_generation_goes_on(model: Any, tmp_path: Path) -> None:
+    ids = prompt(100)
+    reuse, cold = stored(model, tmp_path, ids)
+    keys = stores.chain(ids[0].tolist(), reuse.start, 16)
+    path = reuse.store.backend.path(keys[3])  # type: ignore[attr-defined]
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    cache = reuse.fetch(ids)
+    assert cache.seen == 48 and text(model, ids, cache) == cold and reuse.store.counts["corrupt"] == 1
+    reuse.keep(ids, cache)
+    reuse.store.drain()
+    assert reuse.fetch(ids).seen == 96
+    reuse.store.close()
+
+
+def test_a_store_that_is_down_or_slow_means_computing(model: Any, tmp_path: Path) -> None:
+    ids = prompt(100)
+    reuse, cold = stored(model, tmp_path, ids)
+    real = reuse.store.backend.read
+
+    def down(*_: Any) -> int:
+        raise ConnectionError("gone")
+
+    reuse.store.backend.read = down  # type: ignore[method-assign]
+    cache = reuse.fetch(ids)
+    assert cache.seen == 0 and text(model, ids, cache) == cold and reuse.store.counts["failed"] >= 1
+    reuse.store.drain()
+    reuse.store.backend.read = lambda *a: __import__("time").sleep(0.5) or real(*a)  # type: ignore[method-assign]
+    reuse.store._closed_until, reuse.timeout = 0.0, 0.05
+    assert reuse.fetch(ids).seen == 0
+    reuse.store.drain()
+    reuse.store.close()
+
+
+def test_what_cannot_be_reused_or_stored(model: Any, tmp_path: Path) -> None:
+    ids = prompt(100)
+    reuse, _ = stored(model, tmp_path, ids)
+    assert reuse.fetch(ids, "h2o(budget=24)").seen == 0  # judges by the attention of all queries
+    cache = kvengine.EngineCache(model, "snapkv(budget=24, window=6)")
+    text(model, ids, cache)
+    with pytest.raises(CacheError, match="holds whole"):
+        reuse.keep(ids, cache)
+    reuse.store.close()
+
+
+def test_a_lossy_prefix_is_close(model: Any, tmp_path: Path) -> None:
+    ids = prompt(100)
+    reuse, _ = stored(model, tmp_path, ids, level="near")
+    outs = []
+    for cache in (reuse.fetch(ids), kvengine.EngineCache(model)):
+        with torch.inference_mode():
+            outs.append(model(input_ids=ids[:, cache.seen :], past_key_values=cache, use_cache=True).logits[0, -1])
+    assert 0 < (outs[0] - outs[1]).abs().max() < 0.3 * outs[1].abs().max()
+    reuse.store.close()

@@ -1,0 +1,157 @@
+"""A saved session goes on exactly as the one it was saved from, whatever the policy."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import SMALL, greedy, llama, prompts
+
+import kvengine
+from kvengine import session
+from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache
+
+MIXED = [
+    "snapkv(budget=24, window=6) + kivi(bits=4, group=16)", "duo(sinks=2, recent=10) + quest(budget=32, page=8)",
+    "h2o(budget=24) + host", "quest(budget=32, page=8) + kivi(bits=4, group=16) + host",
+]  # fmt: skip
+
+
+def go_on(model: Any, cache: Any, start: torch.Tensor, count: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens of each row, fed one by one, and the last logits."""
+    token, out = start, []
+    for _ in range(count):
+        with torch.inference_mode():
+            logits = model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1]
+        token = logits.argmax(-1, keepdim=True)
+        out.append(token)
+    return torch.cat(out, 1).tolist(), logits
+
+
+def stacks() -> list[str]:
+    return list(dict.fromkeys([*SMALL.values(), *MIXED]))
+
+
+@pytest.mark.parametrize("stack", stacks())
+def test_a_restored_session_continues_bit_for_bit(stack: str, tmp_path: Path) -> None:
+    model = llama()
+    try:
+        with kvengine.patched(model, stack):
+            ids = prompts(1)["input_ids"]
+            cache = kvengine.EngineCache(model, stack)
+            with torch.inference_mode():
+                first = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            _, _ = go_on(model, cache, first, 5)
+            session.save(cache, tmp_path / "s.kv", model, extra={"note": 1})
+            back = session.load(model, tmp_path / "s.kv")
+            assert back.seen == cache.seen and str(back.stack) == str(cache.stack)
+            a, b = go_on(model, cache, first, 20), go_on(model, back, first, 20)
+            assert a[0] == b[0] and torch.equal(a[1], b[1])
+            assert torch.equal(back.stats().held, cache.stats().held)
+            assert session.extra(tmp_path / "s.kv") == {"note": 1}
+    except kvengine.stack.UnsupportedPolicy as error:
+        pytest.skip(str(error))
+
+
+def test_a_padded_batch_and_beams_are_restored(tmp_path: Path) -> None:
+    model, stack = llama(), "snapkv(budget=24, window=6) + quest(budget=32, page=8)"
+    with kvengine.patched(model, stack):
+        cache = kvengine.EngineCache(model, stack)
+        batch = prompts(3)
+        with torch.inference_mode():
+            model(**batch, past_key_values=cache, use_cache=True)
+        cache.reorder_cache(torch.tensor([2, 0, 1]))
+        session.save(cache, tmp_path / "s.kv", model)
+        back, more = session.load(model, tmp_path / "s.kv"), torch.tensor([[5], [6], [7]])
+        mask = torch.cat([batch["attention_mask"][[2, 0, 1]], torch.ones(3, 1, dtype=torch.long)], 1)
+        with torch.inference_mode():
+            outs = [model(input_ids=more, attention_mask=mask, past_key_values=c, use_cache=True).logits
+                    for c in (cache, back)]  # fmt: skip
+        assert torch.equal(*outs)
+
+
+def test_generate_goes_on_from_a_file(tmp_path: Path) -> None:
+    model = llama()
+    with kvengine.patched(model, "snapkv(budget=24, window=6)"):
+        ids = prompts(1)
+        whole = greedy(model, ids, 30, past_key_values=kvengine.EngineCache(model))
+        cache = kvengine.EngineCache(model)
+        begun = model.generate(**ids, max_new_tokens=10, do_sample=False, past_key_values=cache)
+        session.save(cache, tmp_path / "s.kv", model)
+        back = session.load(model, tmp_path / "s.kv")
+        mask = torch.ones_like(begun)
+        rest = model.generate(input_ids=begun, attention_mask=mask, max_new_tokens=20, do_sample=False,
+                              past_key_values=back)  # fmt: skip
+        assert torch.equal(rest[:, ids["input_ids"].shape[1] :], whole)
+
+
+def test_damage_and_strangers_are_refused(tmp_path: Path) -> None:
+    model, path = llama(), tmp_path / "s.kv"
+    with kvengine.patched(model, "full"):
+        cache = kvengine.EngineCache(model)
+        with torch.inference_mode():
+            model(**prompts(1), past_key_values=cache, use_cache=True)
+        size = session.save(cache, path, model)
+        good = path.read_bytes()
+        assert size == len(good) and [p.name for p in tmp_path.iterdir()] == ["s.kv"]
+        for at in range(0, size, max(1, size // 40)):
+            hurt = bytearray(good)
+            hurt[at] ^= 4
+            path.write_bytes(hurt)
+            with pytest.raises((CorruptBitstream, IncompatibleCache)):
+                session.load(model, path)
+        path.write_bytes(good[: size // 2])
+        with pytest.raises(CorruptBitstream):
+            session.load(model, path)
+        path.write_bytes(good)
+        other = llama(seed=3)
+        with kvengine.patched(other, "full"), pytest.raises(IncompatibleCache, match="stored for model"):
+            session.load(other, path)
+        cache.activate_past_recording()
+        with torch.inference_mode():
+            model(input_ids=torch.tensor([[3]]), past_key_values=cache, use_cache=True)
+        with pytest.raises(CacheError, match="commit"):
+            session.save(cache, path, model)
+        assert path.read_bytes() == good
+
+
+def test_a_session_is_smaller_than_its_tensors(tmp_path: Path) -> None:
+    model = llama().bfloat16()
+    with kvengine.patched(model, "full"):
+        cache = kvengine.EngineCache(model)
+        with torch.inference_mode():
+            model(input_ids=torch.randint(1, 128, (1, 700)), past_key_values=cache, use_cache=True)
+        size = session.save(cache, tmp_path / "s.kv", model)
+        held = sum(part.lane.tail.held()[0].nbytes * 2 for layer in cache.engines for part in layer.parts)
+        assert size < 0.85 * held
+
+
+def test_the_fingerprint_sees_a_changed_weight() -> None:
+    model = llama()
+    before = session.identity(model)
+    assert session.identity(copy.deepcopy(model)) == before
+    with torch.no_grad():
+        model.lm_head.weight += 0.01
+    assert session.identity(model) != before
+
+
+def test_layers_that_are_transformers_own_are_restored(tmp_path: Path) -> None:
+    """Sliding windows and recurrent states beside the engine's layers."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8}  # fmt: skip
+    model = Gemma2ForCausalLM(Gemma2Config(**shape, initializer_range=0.15)).eval()
+    with kvengine.patched(model, "snapkv(budget=24, window=6)"):
+        cache = kvengine.EngineCache(model)
+        with torch.inference_mode():
+            model(**prompts(1), past_key_values=cache, use_cache=True)
+        assert len(cache.engines) < len(cache.layers)
+        session.save(cache, tmp_path / "s.kv", model)
+        back = session.load(model, tmp_path / "s.kv")
+        a, b = (go_on(model, c, torch.tensor([[7]]), 20) for c in (cache, back))
+        assert a[0] == b[0] and torch.equal(a[1], b[1])

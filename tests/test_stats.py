@@ -1,0 +1,134 @@
+"""`cache.stats()` says what is really allocated, held and read."""
+
+import gc
+
+import pytest
+import torch
+from support import MIXED, SMALL, greedy, held, one, patched, prompts
+from torch import Tensor
+
+import kvengine
+from kvengine.stack import Stack
+
+
+def tensors_of(cache: kvengine.EngineCache) -> dict[int, int]:
+    """Bytes of every storage that can be reached from the cache's lanes, found by walking objects."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    todo: list[object] = [part.lane for layer in cache.engines for part in layer.parts]
+    while todo:
+        x = todo.pop()
+        if id(x) in seen or isinstance(x, (type, str, int, float, torch.dtype, torch.device)):
+            continue
+        seen.add(id(x))
+        if isinstance(x, Tensor):
+            storage = x.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(x, dict):
+            todo += x.values()
+        elif isinstance(x, (list, tuple)):
+            todo += x
+        elif type(x).__module__.startswith("kvengine") and not isinstance(x, kvengine.EngineCache):
+            todo += [
+                v for k, v in getattr(x, "__dict__", {}).items() if k not in ("session", "stack", "retention", "users")
+            ]
+    return found
+
+
+@pytest.mark.parametrize("text", [*SMALL.values(), *MIXED])
+def test_bytes_equal_the_allocations(text: str) -> None:
+    model = patched(text)
+    cache = kvengine.EngineCache(model)
+    greedy(model, prompts(), past_key_values=cache)
+    gc.collect()
+    small = 4096 * len(cache.engines)  # bookkeeping per row: lengths, first positions, what the last query read
+    real = sum(tensors_of(cache).values())
+    assert 0 <= real - cache.stats().bytes_held <= small
+
+
+@pytest.mark.parametrize("text", [*SMALL.values(), *MIXED])
+def test_tokens_held_are_those_that_are_there(text: str) -> None:
+    model = patched(text)
+    cache = kvengine.EngineCache(model)
+    greedy(model, prompts(), past_key_values=cache)
+    stats = cache.stats()
+    assert stats.held.tolist() == [[[len(p) for p in heads] for heads in held(layer)] for layer in cache.engines]
+    assert (stats.attended <= stats.held).all() and stats.seen == 61 + 23
+
+
+@pytest.mark.parametrize(
+    ("text", "held_by_head", "read_by_head"),
+    [
+        ("full", 84, 84),
+        ("streaming(sinks=2, recent=14)", 16, 16),
+        ("h2o(budget=24)", 24, 24),
+        ("snapkv(budget=24, window=6)", 24 + 23, 24 + 23),
+        ("oracle_topk(budget=24)", 84, 24),
+    ],
+)
+def test_budgets_are_tokens(text: str, held_by_head: int, read_by_head: int) -> None:
+    model = patched(text)
+    cache = kvengine.EngineCache(model)
+    greedy(model, one(), past_key_values=cache)
+    stats = cache.stats()
+    assert (stats.held == held_by_head).all() and (stats.attended == read_by_head).all()
+
+
+def test_a_selection_never_reads_more_than_its_budget() -> None:
+    model = patched("quest(budget=40, page=4)")
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        token = model(**one(), past_key_values=cache).logits[:, -1:].argmax(-1)
+        for _ in range(40):
+            token = model(token, past_key_values=cache).logits.argmax(-1)
+            assert int(cache.stats().attended.max()) <= 40 < int(cache.stats().held.min())
+
+
+def test_heads_that_stream_free_their_bytes() -> None:
+    """Half of the heads with 12 of 400 tokens: about half of the bytes, not all of them."""
+    sizes = []
+    for text in ("full", "duo(sparsity=0.5, sinks=2, recent=10)"):
+        model = patched(text)
+        cache = kvengine.EngineCache(model)
+        with torch.no_grad():
+            model(**one(400), past_key_values=cache)
+        sizes.append(cache.stats().bytes_held)
+    assert 0.45 < sizes[1] / sizes[0] < 0.6
+
+
+def test_four_bits_take_the_bytes_of_four_bits() -> None:
+    """4 + 32 / 32 effective bits of 32: 5 of 32, plus positions and the exact residual."""
+    model = patched("kivi(bits=4, group=16, residual=0)", head_dim=32)
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(**one(512), past_key_values=cache)
+    fields = cache.stats().bytes["device"]
+    values = 2 * 2 * 512 * 32  # layers, heads, tokens, channels
+    assert sum(size for name, size in fields.items() if name.startswith("page.")) == 2 * values * (4 + 2 * 16 / 16) / 8
+
+
+def test_tokens_dropped_one_by_one_free_pages() -> None:
+    model = patched("h2o(budget=24) + host")
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        token = model(**one(200), past_key_values=cache).logits[:, -1:].argmax(-1)
+        most = 0
+        for _ in range(200):
+            token = model(token, past_key_values=cache).logits.argmax(-1)
+            stats = cache.stats()
+            most = max(most, stats.pages_used + stats.pages_free)
+    assert most <= 2 * 2 * 10 and stats.tier("host") > 0  # layers, heads; 24 tokens in pages of 16, half of them holes
+
+
+def test_what_moves_to_the_host_is_counted_there() -> None:
+    model = patched("quest(budget=24) + host(fields=('v',))")
+    cache = kvengine.EngineCache(model)
+    greedy(model, one(), past_key_values=cache)
+    stats = cache.stats()
+    assert set(stats.bytes["host"]) == {"page.v"} and "page.k" in stats.bytes["device"]
+    assert stats.tier("host") == stats.bytes["device"]["page.k"] and "host" in str(stats)
+
+
+def test_an_empty_cache_has_empty_statistics() -> None:
+    cache = kvengine.EngineCache(patched("full"))
+    assert cache.stats().bytes_held == 0 and Stack() == cache.stack
