@@ -59,7 +59,7 @@ def test_it_answers_easy_prompts_through_generate(tiny: tuple[Any, Prompter], na
     right = 0.0
     for sample in task.samples(plan):
         turn = sample.turns[0]
-        ids = torch.tensor([prompter.whole(sample, turn)])
+        ids = torch.tensor([prompter.whole(sample)])
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
         right += task.score(turn, prompter.text(out[0, ids.shape[1] :].tolist()))["string_match_all"]
     assert right >= 2
