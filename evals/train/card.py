@@ -67,7 +67,7 @@ class Examiner:
     def answer(self, sample: Sample) -> str:
         """Greedy continuation of a sample's prompt by `generate`, at most the task's number of tokens."""
         turn = sample.turns[0]
-        ids = torch.tensor([self.prompter.whole(sample, turn)])
+        ids = torch.tensor([self.prompter.whole(sample)])
         out = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=turn.max_new_tokens, do_sample=False
         )
@@ -117,6 +117,7 @@ def card(folder: Path, records: Iterable[dict[str, Any]]) -> str:
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return template.format(
         name=folder.name,
+        preset="draft" if folder.name == "draft" else "cpu",
         shape=", ".join(
             f"{config[key]} {what}"
             for key, what in (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +85,7 @@ class Network:
     """
 
     def __init__(self, model: LlamaForCausalLM) -> None:
-        self.model, self.config = model, model.config
+        self.model, self.config = model, cast(Any, model.config)
         half = self.config.head_dim // 2
         base = self.config.rope_parameters["rope_theta"]
         self.omega = (base ** -(torch.arange(half, dtype=torch.float64) / half)).to(model.device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Gains:
     inside: float = 1.8  # embeddings within the part that is copied
     outside: float = 0.5  # and in the rest, where other tokens are written
     write: float = 0.02  # what layer 0 writes
-    match: float = 1.3  # query and key of a matching head
+    match: float = 1.1  # query and key of a matching head
     copy: float = 0.08  # what a matching head writes
     suppress: float = 0.06  # what the heads write that keep a list from repeating itself
     mlp: float = 0.3  # factor on the random down projections
@@ -36,7 +37,7 @@ class Gains:
 
 
 def tiny_config(
-    vocab: int, *, hidden: int, layers: int, heads: int, kv_heads: int, ff: int, **extra: int
+    vocab: int, *, hidden: int, layers: int, heads: int, kv_heads: int, ff: int, **extra: Any
 ) -> LlamaConfig:
     """A standard Llama configuration: head size 64, tied embeddings, RoPE base 1e7."""
     return LlamaConfig(
@@ -56,10 +57,11 @@ def tiny_config(
     )
 
 
-def frequencies(config: LlamaConfig) -> Tensor:
+def frequencies(config: Any) -> Tensor:
     """Angle per position of each rotary pair, float32[head_dim / 2]."""
     half = config.head_dim // 2
-    return config.rope_parameters["rope_theta"] ** -(torch.arange(half) / half)
+    base = float(config.rope_parameters["rope_theta"])
+    return base ** -(torch.arange(half) / half)  # type: ignore[no-any-return]
 
 
 @torch.enable_grad()
@@ -83,7 +85,7 @@ class Circuit:
     """Writes the circuit into a model made from `tiny_config`."""
 
     def __init__(self, model: LlamaForCausalLM, seed: int, gains: Gains | None = None) -> None:
-        self.config: LlamaConfig = model.config
+        self.config = cast(Any, model.config)
         self.gains = gains or Gains()
         self.layers = [layer.self_attn for layer in model.model.layers]
         self.generator = torch.Generator().manual_seed(seed)
@@ -211,12 +213,12 @@ def lay_circuit(model: LlamaForCausalLM, seed: int = 0, gains: Gains | None = No
     circuit = Circuit(model, seed, gains)
     circuit.lay_offsets()
     model.model.norm.weight.fill_(circuit.gains.final)
-    heads, kv_heads, most = circuit.offsets, model.config.num_key_value_heads, circuit.offsets
+    heads, kv_heads, most = circuit.offsets, circuit.config.num_key_value_heads, circuit.offsets
     ahead = [(3 + n, n, 1.0 - 0.1 * n) for n in range(4) if 3 + n <= most]  # where a value starts, its key ended 3 back
     behind = [(n, n, 1.0) for n in range(len(ahead))]
     before = [(n + 1, 8 - n - 1, 1.0) for n in range(3) if 2 * most >= 8]
     here = [(n, 8 - n - 1, (1.6, 0.9, 0.6)[n]) for n in range(len(before))]
-    for layer in range(1, min(3, model.config.num_hidden_layers)):
+    for layer in range(1, min(3, circuit.config.num_hidden_layers)):
         circuit.match_keys(layer, 0, ahead)
         circuit.match_query(layer, 0, behind)
         if most >= 6:
@@ -224,6 +226,6 @@ def lay_circuit(model: LlamaForCausalLM, seed: int = 0, gains: Gains | None = No
         if kv_heads > 1:
             circuit.match_keys(layer, kv_heads - 1, before)
             circuit.match_query(layer, heads - 1, here)
-    if kv_heads > 1 and heads >= 6 and model.config.num_hidden_layers > 3:
+    if kv_heads > 1 and heads >= 6 and circuit.config.num_hidden_layers > 3:
         circuit.lay_list_heads(model)
     return model

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from numpy.random import Generator
 
-from kvengine.evals.train.data import Codec, Sample, sentence
+from kvengine.evals.train.samples import Codec, Sample, sentence
 from kvengine.evals.train.text import words
 
 COMMON = (

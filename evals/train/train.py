@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvengine.evals.train.data import IGNORE, Codec, Sample
 from kvengine.evals.train.forward import Network
-from kvengine.evals.train.init import lay_circuit, tiny_config
+from kvengine.evals.train.init import Gains, lay_circuit, tiny_config
 from kvengine.evals.train.presets import Preset, Stage, draw_sample
+from kvengine.evals.train.samples import IGNORE, Codec, Sample
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "training_log.jsonl"
@@ -101,7 +101,8 @@ class Trainer:
         vocab = math.ceil(len(tokenizer) / 64) * 64
         named = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
         config = tiny_config(vocab, **preset.shape, **named)
-        self.model = lay_circuit(LlamaForCausalLM(config), seed).to(self.device)
+        self.model = lay_circuit(LlamaForCausalLM(config), seed, Gains(match=preset.match))
+        cast(torch.nn.Module, self.model).to(self.device)
         self.network = Network(self.model)
         self.optimiser = torch.optim.AdamW(
             self.model.parameters(), lr=preset.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -186,7 +187,8 @@ class Trainer:
 
     def export(self, folder: Path) -> None:
         """Write the model in bfloat16 with its tokenizer, as `from_pretrained` reads it."""
-        copy = LlamaForCausalLM(self.model.config).to(torch.bfloat16)
+        copy = LlamaForCausalLM(self.model.config)
+        cast(torch.nn.Module, copy).to(torch.bfloat16)
         copy.load_state_dict(self.model.state_dict())
         copy.generation_config.do_sample = False
         copy.save_pretrained(folder)

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvengine.evals.train.data import IGNORE, Codec, Recipe, needle_sample
+from kvengine.evals.train.data import Recipe, needle_sample
 from kvengine.evals.train.forward import Network, causal_attention
 from kvengine.evals.train.init import frequencies, lay_circuit, pair_weights, tiny_config
 from kvengine.evals.train.lists import common_words, frequent_words, variable_tracking
 from kvengine.evals.train.presets import PRESETS, Preset, Stage
+from kvengine.evals.train.samples import IGNORE, Codec
 from kvengine.evals.train.text import haystack_text
 from kvengine.evals.train.tokenizer import build
 from kvengine.evals.train.train import LOG, Trainer, collate, draw_batch, losses
