@@ -259,6 +259,7 @@ def test_a_torn_tail_is_cut_and_only_that_sample_done_again(tmp_path: Path) -> N
 def test_edited_data_are_done_again(tmp_path: Path) -> None:
     """The key of a cell names files, not what is in them: the hash of each sample does."""
     essays = tmp_path / "essays.txt"
+    essays.write_text("")
     settings = config(tmp_path / "run", tasks="niah_single_2", data={"essays": essays}, samples=1)
     for text in ("Cats sleep. " * 900, "Dogs bark. " * 900):
         essays.write_text(text)
