@@ -23,7 +23,8 @@ def plot(rows: list[SimpleNamespace], file: Path) -> None:
     """Draw the rows of the last dtype and batch."""
     last = rows[-1]
     rows = [row for row in rows if (row.dtype, row.batch) == (last.dtype, last.batch) and row.case != "copy"]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(15, 5), layout="constrained")
+    left.set_prop_cycle(color=plt.colormaps["tab20"].colors)
     for case in dict.fromkeys(row.case for row in rows):
         line = [row for row in rows if row.case == case]
         left.plot([r.length for r in line], [r.of_copy for r in line], marker="o", label=case)
@@ -34,7 +35,7 @@ def plot(rows: list[SimpleNamespace], file: Path) -> None:
         title=f"{last.dtype}, batch {last.batch}",
     )
     left.axhline(1, color="grey", linewidth=0.8)
-    left.legend(fontsize=7)
+    left.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     longest = [row for row in rows if row.length == last.length]
     right.barh([r.case for r in longest], [r.over_full for r in longest], label="measured")
     right.plot([r.byte_ratio for r in longest], [r.case for r in longest], "k|", markersize=14, label="by bytes")
