@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from subprocess import SubprocessError
 from types import ModuleType
 from typing import Literal
 
@@ -26,7 +27,7 @@ def backend(name: Backend = "auto") -> ModuleType:
 def _native(strict: bool) -> ModuleType:
     try:
         native.load()
-    except (StoreError, OSError) as error:
+    except (StoreError, OSError, SubprocessError) as error:
         if strict:
             raise
         log.warning("cache codec runs in numpy, slowly: %s", error)

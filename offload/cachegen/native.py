@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvengine.errors import CorruptBitstream, StoreError
+from kvengine.kernels.cpu.library import cache_dir
 from kvengine.offload.cachegen.reference import I16, LANES, U32
 from kvengine.offload.cachegen.tables import F32, I64, U8, U16, Tables
 
@@ -41,17 +42,10 @@ def load(flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
         raise StoreError("no C compiler found ($CC or cc), or a big-endian machine; the numpy coder works there too")
     sources = b"".join(path.read_bytes() for path in SOURCES)
     identity = sha256(sources + repr((compiler, flags, _processor())).encode()).hexdigest()[:20]
-    library = _folder() / f"rans-{identity}.so"
+    library = cache_dir() / f"rans-{identity}.so"
     if not library.exists():
         _compile([compiler, *flags], library)
     return _typed(ctypes.CDLL(str(library)))
-
-
-def _folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(home) / "kvengine"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _processor() -> list[str]:

@@ -14,7 +14,7 @@ from support_offload import cache, resign, stack
 from kvengine.errors import CorruptBitstream, IncompatibleCache, StoreError
 from kvengine.offload import cachegen
 from kvengine.offload import container as box
-from kvengine.offload.cachegen import native, tables
+from kvengine.offload.cachegen import coder, native, reference, tables
 
 LEVELS = ["lossless", "low", "near"]
 
@@ -170,3 +170,20 @@ def test_every_half_survives_the_scalar_conversions() -> None:
     plain = cachegen.decode(cachegen.encode(cachegen.KV([(x, x)]), "near", using="reference"), using="reference")
     fast = cachegen.decode(cachegen.encode(cachegen.KV([(x, x)]), "near"))
     assert torch.equal(stack(plain), stack(fast))
+
+
+def test_without_a_compiler_numpy_takes_over_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing() -> None:
+        raise StoreError("no C compiler found")
+
+    kv = cache()
+    data = cachegen.encode(kv, "low")
+    coder._native.cache_clear()
+    monkeypatch.setattr(native, "load", missing)
+    assert coder.backend() is reference and "no C compiler" in caplog.text
+    assert cachegen.encode(kv, "low") == data
+    with pytest.raises(StoreError, match="compiler"):
+        coder.backend("native")
+    coder._native.cache_clear()
