@@ -54,6 +54,7 @@ def settings(small: Any, length: int) -> list[bench.Setting]:
         "duo",
     ]
     below = [bench.Setting(None, middle, (1, 4)) for middle in middles]
+    below.append(bench.Setting(None, "quantspec(bits=4)", (1, 4), "quantspec"))
     hierarchies = [bench.Setting(draft, middles[0], (2, 6)) for draft in ("lookup", small) if draft is not None]
     direct = [bench.Setting(draft, None, (4, 4)) for draft in ("lookup", small) if draft is not None]
     auto = [bench.Setting("lookup", None, "auto"), bench.Setting(small or "lookup", middles[0], "auto")]
@@ -62,11 +63,11 @@ def settings(small: Any, length: int) -> list[bench.Setting]:
 
 def gammas(small: Any, length: int) -> list[bench.Setting]:
     """Fixed draft lengths against the one decided at run time, for drafts that cost nothing, little and much."""
-    lengths: list[Any] = [(1, g) for g in (1, 2, 4, 8, 16)]
+    lengths: list[Any] = [(1, g) for g in (1, 4, 8, 16)]
     found = [bench.Setting("lookup", None, gamma) for gamma in [*lengths, "auto"]]
-    found += [bench.Setting(small, None, gamma) for gamma in [*lengths[:4], "auto"] if small is not None]
+    found += [bench.Setting(small, None, gamma) for gamma in [*lengths[:3], "auto"] if small is not None]
     middle = f"retrieval(budget={length // 8})"
-    return [*found, *(bench.Setting(None, middle, gamma) for gamma in [*lengths[:4], "auto"])]
+    return [*found, *(bench.Setting(None, middle, gamma) for gamma in [*lengths[:3], "auto"])]
 
 
 def main() -> None:

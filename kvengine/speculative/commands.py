@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -23,8 +24,8 @@ from kvengine.speculative.triforce import TriForce
 bench_app = typer.Typer(help="Measure speed.", no_args_is_help=True)
 console = Console()
 
-Model = Annotated[str, typer.Argument(help="folder or hub id of the model")]
-Draft = Annotated[str, typer.Option(help="lookup, recycling, none, or folder or hub id of a small model")]
+Model = Annotated[str, typer.Argument(help="folder or hub id of the model, or 'bundled'")]
+Draft = Annotated[str, typer.Option(help="lookup, recycling, none, or a small model: folder, hub id, 'bundled-draft'")]
 Steps = Annotated[str, typer.Option(help="'auto', or tokens drafted for the middle and for the target: 1,6")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
@@ -119,12 +120,20 @@ def status(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+BUNDLED = {"bundled": "bundled_model", "bundled-draft": "draft_model"}
+
+
+def place(name: str) -> str:
+    """Where a model is: the bundled ones come with the evaluation, a layer above this one, so they are asked for late."""
+    return str(getattr(importlib.import_module("kvengine.evals"), BUNDLED[name])()) if name in BUNDLED else name
+
+
 def load(name: str, device: str, dtype: str) -> tuple[Any, Any]:
     """A model, ready to decode, and its tokenizer."""
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        model: Any = AutoModelForCausalLM.from_pretrained(place(name), dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(place(name))
     except (OSError, ValueError) as error:
         raise EvaluationError(f"cannot load {name!r}: {error}") from error
     return model.to(where).eval(), tokenizer
