@@ -316,7 +316,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     heads, tokens, dim = kv[0][0].shape
     result: dict[str, Any] = {
         "machine": platform.processor() or platform.machine(), "python": platform.python_version(),
-        "torch": torch.__version__, "model": model_digest(model),
+        "torch": torch.__version__, "model_digest": model_digest(model),
         "shape": {"layers": len(kv), "heads": heads, "tokens": tokens, "dim": dim},
         "unit": "MB of fp16 KV per CPU second of one thread",
         "overhead_bits_at_256_tokens": overhead(kv),
