@@ -176,6 +176,46 @@ def policies_page(catalogue: Mapping[str, str], load: Load) -> str:
     return page
 
 
+# Combinations
+
+NULLS = ("uniform", "exact", "full", "dense", "all", "device")  # combine with everything by definition
+
+
+def refusal(a: str, b: str) -> str | None:
+    """Why two policies cannot be combined; None if they can."""
+    from kvengine.errors import UnsupportedPolicy
+    from kvengine.stack import Stack
+
+    try:
+        Stack.parse(f"{a} + {b}")
+    except UnsupportedPolicy as reason:
+        return str(reason)
+    return None
+
+
+def combinations_page(catalogue: Mapping[str, str]) -> str:
+    """Every pair of policies of different axes: works, or the number of the reason why not."""
+    names = [name for name in catalogue if name not in NULLS]
+    reasons: dict[str, int] = {}
+    lines = [["", *(f"`{b}`" for b in names)], ["---"] * (len(names) + 1)]
+    for a in names:
+        line = [f"`{a}`"]
+        for b in names:
+            why = None if catalogue[a] == catalogue[b] else refusal(a, b)
+            line.append("" if catalogue[a] == catalogue[b] else "yes" if why is None else f"[{number(reasons, why)}]")
+        lines.append(line)
+    rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    notes = "".join(f"{n}. {why}\n" for why, n in reasons.items())
+    return (
+        "# Which policies combine\n\nWritten by `make docs` by asking the parser; `tests/test_pairs.py` runs every pair that "
+        f"says yes. A stack has one policy per axis, so pairs of one axis are left blank.\n\n{rows}\n## Why not\n\n{notes}"
+    )
+
+
+def number(reasons: dict[str, int], why: str) -> int:
+    return reasons.setdefault(why, len(reasons) + 1)
+
+
 # Files
 
 
@@ -189,7 +229,11 @@ def pages() -> dict[Path, str]:
     """Every generated file and its text."""
     from kvengine.policies import catalogue, load
 
-    return {**with_tables(), ROOT / "docs" / "policies.md": policies_page(catalogue(), load)}
+    return {
+        **with_tables(),
+        ROOT / "docs" / "policies.md": policies_page(catalogue(), load),
+        ROOT / "docs" / "combinations.md": combinations_page(catalogue()),
+    }
 
 
 if __name__ == "__main__":

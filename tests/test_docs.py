@@ -114,6 +114,11 @@ def test_the_catalogue_of_policies_is_current() -> None:
     assert path.read_text() == build.pages()[path], "run `make docs`"
 
 
+def test_the_table_of_combinations_is_current() -> None:
+    path = ROOT / "docs" / "combinations.md"
+    assert path.read_text() == build.pages()[path], "run `make docs`"
+
+
 def test_every_option_of_every_policy_says_what_it_means() -> None:
     classes = {name: kvengine.policies.load(name)[1] for name in kvengine.policies.catalogue()}
     silent = {n: [row["option"] for row in build.options(c) if not row["meaning"]] for n, c in classes.items()}

@@ -1,0 +1,36 @@
+"""Every pair of policies of different axes runs, alone and in a padded batch, or is refused with a reason."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from support import SMALL, greedy, llama, methods, prompts
+
+import kvengine
+from kvengine.errors import UnsupportedPolicy
+from kvengine.policies import catalogue
+from kvengine.stack import Stack
+
+NULLS = {"uniform", "exact", "full", "dense", "all", "device"}
+AXES = catalogue()
+PAIRS = [(a, b) for a, b in combinations(methods(), 2) if AXES[a] != AXES[b] and not {a, b} & NULLS]
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return llama()
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS)
+def test_a_pair_runs_or_is_refused(model: torch.nn.Module, a: str, b: str) -> None:
+    text = f"{SMALL[a]} + {SMALL[b]}"
+    try:
+        Stack.parse(text)
+    except UnsupportedPolicy as reason:
+        assert f"'{a}'" in str(reason) or f"'{b}'" in str(reason)
+        return
+    with kvengine.patched(model, text):
+        cache = kvengine.EngineCache(model)
+        assert greedy(model, prompts(), 6, past_key_values=cache).shape == (3, 6)
+        stats = cache.stats()
+        assert (stats.attended <= stats.held).all() and int(stats.held.min()) > 0
