@@ -7,6 +7,7 @@ the measured cost of a drafted token and of a judging pass.
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -145,22 +146,33 @@ def table(results: Sequence[Result]) -> str:
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Measured (lines) and predicted (dots) speed-up against context length, a colour per setting."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    """Measured (lines) and predicted (pale dots) speed-up against context length, a colour per setting."""
+    figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.add_subplot()
-    names = dict.fromkeys((row.middle, row.draft) for row in results if row.middle or row.draft != "none")
-    for number, (middle, draft) in enumerate(names):
-        mine = sorted((r for r in results if (r.middle, r.draft) == (middle, draft)), key=lambda row: row.context)
-        colour = matplotlib.colormaps["tab10"](number % 10)
-        contexts, label = [row.context for row in mine], " over ".join(x for x in (middle, draft) if x)
-        axes.plot(contexts, [row.speedup for row in mine], "-o", color=colour, label=label)
+    shown = [row for row in results if row.middle or row.draft != "none"]
+    for number, name in enumerate(dict.fromkeys(map(label, shown))):
+        mine = sorted((row for row in shown if label(row) == name), key=lambda row: row.context)
+        colour, contexts = matplotlib.colormaps["tab20"](number % 20), [row.context for row in mine]
+        axes.plot(contexts, [row.speedup for row in mine], "-o", color=colour, label=name)
         axes.plot(contexts, [row.predicted for row in mine], ".", color=colour, alpha=0.5, markersize=14)
     axes.axhline(1, color="grey", linewidth=1)
     axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({row.context for row in shown}), [str(c) for c in sorted({row.context for row in shown})])
     axes.set_xlabel("context (tokens)")
-    axes.set_ylabel("speed-up over plain decoding (dots: predicted)")
-    axes.legend(fontsize=8)
+    axes.set_ylabel("speed-up over plain decoding (pale: predicted)")
+    figure.legend(loc="outside right center", fontsize=8)
     figure.savefig(path)
+
+
+def label(row: Result) -> str:
+    """A setting's name, budgets in tokens as parts of the context: the same at every length."""
+
+    def part(found: re.Match[str]) -> str:
+        return f"{found[1]}1/{round(row.context / int(found[2]))}"
+
+    middle = re.sub(r"((?:budget|recent)=)(\d+)(?![\d.])", part, row.middle)
+    names = [middle, "" if row.draft == "none" else row.draft]
+    return " over ".join(name for name in names if name) + f", γ={row.gamma}"
 
 
 def records(results: Sequence[Result]) -> list[dict[str, Any]]:
