@@ -28,7 +28,6 @@ from kvengine.stack import Stack
 from kvengine.stats import measure
 
 HEADS, GROUP, DIM, BUDGET, STEPS = 2, 4, 64, 1024, 24
-SLOW = ("oracle_topk",)  # looks at every key by design
 
 STACKS = [
     "full",

@@ -16,7 +16,6 @@ from kvengine.hf_cache import EngineLayer
 from kvengine.session import Call
 
 NAME = "kvengine"
-KNOWN = {"softcap", "s_aux"}  # extra arguments that the engine's own attention understands
 FOREIGN = ("position_bias", "indices", "block_indices", "sinks", "cu_seq_lens_q", "cu_seq_lens_k")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvengine.policies.retention import Seen
@@ -23,9 +23,6 @@ class Call:
     scale: float
     softcap: float | None = None
     sinks: Float[Tensor, "row group"] | None = None  # a logit that takes part in the softmax, without a value
-
-    def of(self, rows: Int[Tensor, "chosen"] | None) -> Call:
-        return self if rows is None or self.sinks is None else replace(self, sinks=self.sinks[rows])
 
 
 @dataclass

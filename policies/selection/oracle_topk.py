@@ -7,7 +7,6 @@ It looks at every key to choose, so it saves no time; it says what a perfect cho
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,7 +24,6 @@ class OracleTopK(Selection):
         budget: tokens read per decoded token and KV head, the open tail included, or a fraction of the prompt.
     """
 
-    reads_keys: ClassVar[bool] = True
     budget: Budget = 1024
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ contain; layer numbers follow the model's depth.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -75,7 +75,6 @@ class Tidal(Selection):
         reduce: how the heads of a query group agree.
     """
 
-    reads_keys: ClassVar[bool] = True
     budget: Budget = 512
     start: int = 2
     reselect: int | float = 0.4
