@@ -44,6 +44,7 @@ STACKS = [
     "kivi(bits=4)",
     "kivi(bits=2)",
     "zipcache",
+    "quantspec",
     "lowrank(rank=32)",
     f"quest(budget={BUDGET})",
     f"tidal(budget={BUDGET})",

@@ -292,8 +292,9 @@ class Lane(Holding):
             return None
         most = (budget - min(lengths)) // selection.unit
         count = (tokens_by_row(selection.reads, self.prompt_length) - self.open()) // selection.unit
+        even = same and len(lengths) == 1
         where = Where(
-            layer=self.layer, layers=self.layers, count=count.clamp(min=1), most=max(1, most), scale=call.scale,
+            layer=self.layer, layers=self.layers, count=count.clamp(min=1), most=max(1, most), even=even, scale=call.scale,
             keys=lambda: pages.decoded()[0], token=self.seen - 1, lane=self.number, memo=self.session.memo,
             since=self.since, joint=pages.joint is not None,
         )  # fmt: skip

@@ -89,7 +89,7 @@ class LayerView:
         where = Where(
             layer=self.layer, layers=self.layers, count=torch.full((rows,), max(1, most), device=k.device),
             most=max(1, most), keys=lambda: k[:, : units * choice.unit], scale=call.scale, token=total - 1,
-            memo=self.session.memo, since=total - 1,
+            memo=self.session.memo, since=total - 1, even=True,
         )  # fmt: skip
         alive = torch.ones(rows, units, dtype=torch.bool, device=k.device)
         chosen = choice.select(q, self.summary, alive, where)
