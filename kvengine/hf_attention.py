@@ -53,6 +53,8 @@ class LazyMask:
         if padding is None:
             return None
         end = int(self.kwargs["q_offset"]) + int(self.kwargs["q_length"])
+        if padding.shape[1] < end:  # an assistant's mask may stop at the prompt; what comes after it are tokens
+            padding = torch.nn.functional.pad(padding.bool(), (0, end - padding.shape[1]), value=True)
         part: Tensor = padding[:, end - n : end].bool()
         if n > 1 and bool(padding.all()):
             return None
