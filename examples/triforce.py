@@ -1,6 +1,6 @@
 """Speculative decoding where the model drafts for itself behind a cheap cache, and a look-up drafts for that.
 
-    python examples/triforce.py MODEL [TEXT_FILE]
+    python examples/triforce.py [MODEL [TEXT_FILE]]          by default the bundled model on this file
 
 Prints the text of plain and of speculative decoding, which are the same, and what the latter did.
 """
@@ -14,9 +14,10 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvengine
+from kvengine.evals import bundled_model
 from kvengine.speculative.triforce import TriForce
 
-name = sys.argv[1]
+name = sys.argv[1] if len(sys.argv) > 1 else bundled_model()
 text = Path(sys.argv[2] if len(sys.argv) > 2 else __file__).read_text()
 
 model = kvengine.patch(AutoModelForCausalLM.from_pretrained(name))
