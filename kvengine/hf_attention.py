@@ -56,9 +56,11 @@ class LazyMask:
         if padding.shape[1] < end:  # an assistant's mask may stop at the prompt; what comes after it are tokens
             padding = torch.nn.functional.pad(padding.bool(), (0, end - padding.shape[1]), value=True)
         part: Tensor = padding[:, end - n : end].bool()
-        if n > 1 and bool(padding.all()):
-            return None
-        return part
+        if n == 1 and part.is_cuda:
+            return part  # looking would make the host wait at every decoded token
+        if "full" not in self.made:  # once for all layers of a pass
+            self.made["full"] = bool(part.all())
+        return None if self.made["full"] else part
 
 
 def engine_attention(

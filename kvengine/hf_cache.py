@@ -189,6 +189,11 @@ class EngineCache(Cache):
         """
         self.session.following, self.session.prompt_end = following, None
 
+    def reset(self) -> None:
+        """Forget everything, what was announced of a prompt or asked of its reading included."""
+        super().reset()
+        vars(self.session).update(vars(Session(rope=self.session.rope, last=self.session.last)))
+
     def activate_past_recording(self) -> None:
         """Remember the states between the tokens to come, so that `crop` or `rollback` can return to any of them."""
         super().activate_past_recording()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Protocol
 from weakref import WeakSet
 
 import torch
@@ -73,8 +74,7 @@ class Pool:
         return held
 
 
-class User:
+class User(Protocol):
     """Something with a table into a pool."""
 
-    def pages_in_use(self) -> list[int]:
-        raise NotImplementedError
+    def pages_in_use(self) -> list[int]: ...

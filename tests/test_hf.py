@@ -143,6 +143,28 @@ def test_a_deep_copy_is_a_model_of_its_own() -> None:
         twin(one()["input_ids"], past_key_values=kvengine.EngineCache(model))
 
 
+def test_after_a_reset_a_shorter_prompt_is_judged_at_its_own_end() -> None:
+    model = patched("snapkv(budget=12, window=4)")
+    cache = kvengine.EngineCache(model)
+    greedy(model, one(200), 1, past_key_values=cache)
+    cache.follow_up()
+    cache.reset()
+    with torch.no_grad():
+        model(**one(50), past_key_values=cache)
+    assert (cache.stats().held == 12).all()
+
+
+def test_a_mask_of_ones_costs_no_masked_attention() -> None:
+    """transformers 5.17 keeps such a mask; slots must still count as full."""
+    model = patched("full")
+    cache = kvengine.EngineCache(model)
+    mask = torch.ones(1, 61, dtype=torch.long)
+    with torch.no_grad():
+        model(one()["input_ids"], attention_mask=mask, past_key_values=cache)
+        model(one(1)["input_ids"], attention_mask=torch.ones(1, 62, dtype=torch.long), past_key_values=cache)
+    assert all(part.lane.tail.clean for layer in cache.engines for part in layer.parts)
+
+
 def test_a_mask_given_as_a_tensor_works_where_everything_is_kept() -> None:
     ids = one(20)["input_ids"]
     mask = torch.zeros(1, 1, 20, 20).masked_fill(torch.ones(20, 20).triu(1).bool(), torch.finfo(torch.float32).min)
