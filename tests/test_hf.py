@@ -147,7 +147,6 @@ def test_after_a_reset_a_shorter_prompt_is_judged_at_its_own_end() -> None:
     model = patched("snapkv(budget=12, window=4)")
     cache = kvengine.EngineCache(model)
     greedy(model, one(200), 1, past_key_values=cache)
-    cache.follow_up()
     cache.reset()
     with torch.no_grad():
         model(**one(50), past_key_values=cache)
