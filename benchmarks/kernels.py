@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from kvengine.kernels import codecs, dispatch
 from kvengine.kernels.attention import attention
 from kvengine.kernels.lowrank_attention import lowrank_attention
-from kvengine.kernels.page_scores import page_bounds, page_scores, top_units
+from kvengine.kernels.page_scores import Coarse, best_units, page_bounds
 from kvengine.kernels.paged_attention import paged_attention
 
 HEADS, GROUP, DIM, PAGE, UNIT, BUDGET, RANK = 8, 4, 128, 64, 16, 2048, 160
@@ -87,11 +87,16 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
     stock = [t.view(batch, -1, *t.shape[1:]) for t in (q.view(rows * GROUP, 1, DIM), k, v)]
     into = torch.empty_like(k)
     read = partial(paged_attention, table=table, position=position, page=PAGE, scale=SCALE)
-    bounds, chosen = 2 * x["low"].numel() * size, rows * min(BUDGET, length)
+    coarse, chosen = Coarse(), rows * min(BUDGET, length)
+
+    def choice() -> Tensor:
+        return best_units(q[:, :, 0], x["low"], x["high"], x["alive"], BUDGET // UNIT, coarse=coarse)
 
     def quest(fields: dict[str, Tensor], codec: str) -> object:
-        scores = page_scores(q[:, :, 0], x["low"], x["high"], x["alive"])
-        return read(q, fields, units=top_units(scores, BUDGET // UNIT), unit=UNIT, codec=codec)
+        return read(q, fields, units=choice(), unit=UNIT, codec=codec)
+
+    choice()  # makes the coarse bounds, where they are used
+    bounds = coarse.reads(length // UNIT, 2 * x["low"].numel() * size)
 
     found: dict[str, Case] = {
         "copy": (dense, lambda: (into.copy_(k), into.copy_(v))),
@@ -100,9 +105,7 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
         "full, contiguous": (dense, lambda: attention(q, k, v, None, SCALE)),
         "full, pages": (dense + rows * length * slot, lambda: read(q, pages)),
         "quest 2048": (bounds + chosen * (2 * DIM * size + slot), lambda: quest(pages, "dense")),
-        "quest 2048: bounds and choice": (
-            bounds, lambda: top_units(page_scores(q[:, :, 0], x["low"], x["high"], x["alive"]), BUDGET // UNIT)
-        ),
+        "quest 2048: bounds and choice": (bounds, choice),
     }  # fmt: skip
     for unit in (1, 8, 64):
         ids = (

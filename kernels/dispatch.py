@@ -30,8 +30,12 @@ def pick(operation: str, inputs: tuple[Tensor, ...], backend: str | None, native
     `inputs`: tensors that decide (device, dtype, gradients). `native`: whether the C version knows these shapes.
     Raises KernelError if `backend` is unknown or cannot run here.
     """
-    chosen = _best(inputs, native) if backend is None else _checked(backend, inputs, native)
-    return _module(operation, chosen)
+    return _module(operation, chosen(inputs, backend, native))
+
+
+def chosen(inputs: tuple[Tensor, ...], backend: str | None, native: bool = True) -> str:
+    """The backend that `pick` takes."""
+    return _best(inputs, native) if backend is None else _checked(backend, inputs, native)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ Copied shallowly to remember a state, like the tail; `shared` is set while a rem
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.joint import Joint
+from kvengine.kernels.page_scores import Coarse
 from kvengine.policies.representation import Representation
 from kvengine.policies.selection import Selection
 from kvengine.pool import Pool, User
@@ -51,11 +53,12 @@ class Pages(User):
         self._summary: dict[str, Tensor] = {}
         self.clean = True  # every slot holds a token
         self.coarse = False  # read without what the representation calls fine
+        self.bounds = Coarse()  # what a selection by bounds keeps to read less of them
         pool.users.add(self)
 
     def __copy__(self) -> Pages:
         twin = object.__new__(Pages)
-        twin.__dict__.update(self.__dict__, _summary=dict(self._summary))
+        twin.__dict__.update(self.__dict__, _summary=dict(self._summary), bounds=copy(self.bounds))
         self.pool.users.add(twin)
         return twin
 
@@ -157,6 +160,8 @@ class Pages(User):
         per = self.page // self.selection.unit
         there = (~dead).unflatten(1, (per, -1))
         by_page(self._alive, per)[at] = shape(there.any(2))
+        if self.bounds.done:
+            self.bounds.changed(per * int(at[1].start if isinstance(at[1], slice) else at[1].min()))
         for name, x in self.selection.summarise(k.unflatten(1, (per, -1)).flatten(0, 1), there.flatten(0, 1)).items():
             if name not in self._summary:
                 self._summary[name] = x.new_zeros(*self._alive.shape, *x.shape[1:])
@@ -208,6 +213,7 @@ class Pages(User):
             self._position, self._score = pick(self._position, self.page), pick(self._score, self.page)
             self._alive = pick(self._alive, per)
             self._summary = {name: pick(x, per) for name, x in self._summary.items()}
+            self.bounds.clear()
             self.filled, self.even = torch.full_like(self.filled, self.columns), True
         return gone * self.page
 
@@ -260,11 +266,13 @@ class Pages(User):
         self._table, self._position, self._score = self._table[index], self._position[index], self._score[index]
         self._alive, self.filled = self._alive[index], self.filled[index]
         self._summary = {name: x[index] for name, x in self._summary.items()}
+        self.bounds.clear()
         self.joint = None if self.joint is None else self.joint.rows(index)
 
     def tensors(self) -> dict[str, Tensor]:
         """What is addressed by row."""
         named = {f"summary.{name}": x for name, x in self._summary.items()}
+        named |= {f"bounds.{name}": x for name, x in self.bounds.tensors.items()}
         named |= {} if self.joint is None else {f"joint.{name}": x for name, x in self.joint.fields.items()}
         return {"table": self._table, "position": self._position, "score": self._score, "alive": self._alive, **named}
 

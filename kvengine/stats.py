@@ -106,7 +106,7 @@ def lane_reads(lane: Lane) -> int:
     if lane.units is None:
         return size + int(per_page * int((pages.table >= 0).sum()))
     part = pages.page // pages.selection.unit if pages.representation.lossless or joint is not None else 1
-    summaries = sum(x.numel() * x.element_size() for x in pages.summary.values())
+    summaries = pages.bounds.reads(pages.units, sum(x.numel() * x.element_size() for x in pages.summary.values()))
     return size + summaries + int(per_page * int((lane.units >= 0).sum()) / part)
 
 

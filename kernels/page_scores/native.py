@@ -29,18 +29,27 @@ class Bounds(ctypes.Structure):
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
     """See `kvengine.kernels.page_scores`."""
+    out = torch.empty(alive.shape)
+    described, keep = bounds(q, low, high, alive, reduce)
+    described.out = out.data_ptr()
+    loaded().kv_bounds(ctypes.byref(described))
+    del keep
+    return out
+
+
+def bounds(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> tuple[Bounds, tuple[Tensor, ...]]:
+    """The bounds and the queries as the C kernels take them, and the tensors that must outlive the call."""
     rows, group, dim = q.shape
     wide = call.up(dim, call.LANES)
     parts = q.new_zeros(rows, call.up(group, 4), 2, wide, dtype=torch.float32)
     parts[:, :group, 0, :dim], parts[:, :group, 1, :dim] = q.clamp_min(0), q.clamp_max(0)
     alive = alive if alive.stride(-1) == 1 else alive.contiguous()
-    out = parts.new_empty(alive.shape)
-    _library().kv_bounds(ctypes.byref(Bounds(
+    described = Bounds(
         rows=rows, group=group, padded=parts.shape[1], dim=wide, units=alive.shape[1],
         threads=call.team(2 * low.numel()), mean=reduce == "mean", q=parts.data_ptr(), high=call.dense(high),
-        low=call.dense(low), alive=alive.data_ptr(), alive_row=alive.stride(0), out=out.data_ptr(),
-    )))  # fmt: skip
-    return out
+        low=call.dense(low), alive=alive.data_ptr(), alive_row=alive.stride(0),
+    )  # fmt: skip
+    return described, (parts, alive)
 
 
 def top_units(scores: Tensor, count: int) -> Tensor:
@@ -49,13 +58,14 @@ def top_units(scores: Tensor, count: int) -> Tensor:
     scores = scores.to(torch.float32).contiguous()
     ids = torch.empty(rows, count, dtype=torch.int64)
     at = (I64(n) for n in (rows, units, count, call.team(rows * units * 8)))
-    if _library().kv_top(POINTER(scores.data_ptr()), *at, POINTER(ids.data_ptr())):
+    if loaded().kv_top(POINTER(scores.data_ptr()), *at, POINTER(ids.data_ptr())):
         raise KernelError("the native selection kernel could not allocate its buffers")
     return ids
 
 
-def _library() -> ctypes.CDLL:
-    loaded = library.load()
-    if loaded.library is None:
-        raise KernelError(f"backend='native' cannot run here: {loaded.reason}")
-    return loaded.library
+def loaded() -> ctypes.CDLL:
+    """The C kernels. Raises KernelError where there are none."""
+    found = library.load()
+    if found.library is None:
+        raise KernelError(f"backend='native' cannot run here: {found.reason}")
+    return found.library

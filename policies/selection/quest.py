@@ -18,7 +18,7 @@ from typing import Literal
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine.kernels.page_scores import page_bounds, page_scores
+from kvengine.kernels.page_scores import best_units, page_bounds, page_scores
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_count
 from kvengine.policies.selection import Fields, Selection, Where, best
 
@@ -62,4 +62,6 @@ class Quest(Selection):
     ) -> Int[Tensor, "row chosen"] | None:
         if at.layer < self.dense_layers:
             return None
+        if at.even:
+            return best_units(q, summary["low"], summary["high"], alive, at.most, reduce=self.reduce, coarse=at.bounds)
         return best(page_scores(q, summary["low"], summary["high"], alive, reduce=self.reduce), alive, at)

@@ -1,0 +1,307 @@
+/* The best units by Quest's bounds, found through an 8-bit copy of the bounds that is read first.
+
+   Each channel of a block of BLOCK units has a scale and a zero, so a code is off by at most half a step and a score
+   by at most the sum of |q| times that. From the codes follow an upper and a lower limit of every unit's score. The
+   k-th largest lower limit is a score that k units reach, so whoever's upper limit stays below it is out. Few are left
+   (about twice k), and these are scored with the true bounds: what is chosen is what a scan of the true bounds chooses. */
+#include <stdlib.h>
+#include "fields.h"
+#include "units.h"
+
+#define BLOCK 64
+#define AHEAD 8192 /* bytes */
+
+typedef struct {
+  Bounds exact;     /* `out` is not used */
+  int64_t coded;    /* the first so many units have codes, a multiple of BLOCK; the others are always candidates */
+  int64_t code_row, scale_row; /* elements from row to row */
+  int64_t stride;              /* 2 * dim, up to a multiple of 64 */
+  uint8_t *code;               /* [row, unit, stride]: the high bound, then the low one */
+  float *scale, *zero;         /* [row, block, 2 * dim]; a scale of infinity: the block holds what has no code */
+  int64_t from, count;         /* build: the first unit to code; choose: units per row */
+  float *limits;               /* work space: [row, 2, coded] */
+  int64_t *ids, *refined;      /* [row, count]; [row]: how many were scored with the true bounds */
+} Coarse;
+
+INLINE vf4 splat4(float x) { return x + (vf4){0}; }
+INLINE vf4 larger4(vf4 a, vf4 b) {
+  vi4 more = a > b;
+  return (vf4)(((vi4)a & more) | ((vi4)b & ~more));
+}
+
+/* Codes of one block. Dead units, whose bounds may hold anything, take no part. */
+static void code_block(const Coarse *c, int64_t row, int64_t block) {
+  const Bounds *b = &c->exact;
+  const int64_t wide = 2 * b->dim, first = block * BLOCK;
+  float tile[BLOCK * wide] __attribute__((aligned(64)));
+  float *scale = c->scale + row * c->scale_row + block * wide, *zero = c->zero + row * c->scale_row + block * wide;
+  uint8_t *code = c->code + row * c->code_row + first * c->stride;
+  int64_t unit[BLOCK];
+  int count = 0, finite = 1;
+  Memo memo;
+  memo.from = memo.to = 0;
+  memset(tile, 0, sizeof tile);
+  memset(code, 0, BLOCK * c->stride);
+  for (int64_t u = first; u < first + BLOCK; u++)
+    if (b->alive[row * b->alive_row + u]) unit[count++] = u;
+  read_tokens(&b->high, &memo, row, unit, count, tile, wide);
+  read_tokens(&b->low, &memo, row, unit, count, tile + b->dim, wide);
+  for (int64_t d = 0; d < wide; d++) {
+    float least = count ? tile[d] : 0, most = least;
+    for (int i = 0; i < count; i++) {
+      float x = tile[i * wide + d];
+      finite &= x - x == 0;
+      least = x < least ? x : least;
+      most = x > most ? x : most;
+    }
+    float step = most / 255 - least / 255, per = step > 0 ? 1 / step : 0;
+    if (!(per - per == 0)) per = step = 0, finite = 0; /* a step too small to divide by */
+    scale[d] = step;
+    zero[d] = least;
+    for (int i = 0; i < count; i++) {
+      float place = (tile[i * wide + d] - least) * per + 0.5f;
+      code[(unit[i] - first) * c->stride + d] = place >= 255 ? 255 : place > 0 ? (uint8_t)place : 0;
+    }
+  }
+  if (!finite) scale[0] = INFINITY;
+}
+
+int kv_code(const Coarse *c) {
+  const int64_t first = c->from / BLOCK, blocks = c->coded / BLOCK - first;
+#pragma omp parallel for schedule(static) num_threads(c->exact.threads)
+  for (int64_t i = 0; i < c->exact.rows * blocks; i++) code_block(c, i / blocks, first + i % blocks);
+  return 0;
+}
+
+#if defined(__AVX512VNNI__)
+/* Query rows as 15-bit integers, in two planes of 8 bits that the processor multiplies with 64 codes at a time. */
+typedef struct { __m512i high, low; } Weight;
+typedef struct { __m512i high, low; } Total;
+
+INLINE float weight_line(const float *w, float peak, Weight *to) {
+  const float size = peak > 1e-30f ? peak / 16000 : 1e-34f; /* so small that 1 / size is finite, and rounds all to 0 */
+  const __m512 per = _mm512_set1_ps(1 / size);
+  for (int i = 0; i < 64; i += LANES) {
+    __m512i x = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(w + i), per));
+    __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(64)), 7);
+    __m512i low = _mm512_sub_epi32(x, _mm512_slli_epi32(high, 7));
+    _mm_storeu_si128((__m128i *)((char *)&to->high + i), _mm512_cvtepi32_epi8(high));
+    _mm_storeu_si128((__m128i *)((char *)&to->low + i), _mm512_cvtepi32_epi8(low));
+  }
+  return size;
+}
+INLINE void add_line(Total *s, const uint8_t *code, const Weight *w) {
+  const __m512i x = _mm512_loadu_si512(code);
+  s->high = _mm512_dpbusd_epi32(s->high, x, w->high);
+  s->low = _mm512_dpbusd_epi32(s->low, x, w->low);
+}
+INLINE vf total_of(const Total *s, float size) {
+  __m512i x = _mm512_add_epi32(_mm512_slli_epi32(s->high, 7), s->low);
+  return (vf)_mm512_cvtepi32_ps(x) * size;
+}
+#else
+/* Lane i of register j goes with byte 4 i + j of a line: a shift and a mask bring the codes to their lanes. */
+typedef struct { vf part[4]; } Weight;
+typedef struct { vf sum; } Total;
+
+INLINE float weight_line(const float *w, float peak, Weight *to) {
+  (void)peak;
+  for (int j = 0; j < 4; j++)
+    for (int i = 0; i < LANES; i++) to->part[j][i] = w[4 * i + j];
+  return 0; /* exact */
+}
+INLINE void add_line(Total *s, const uint8_t *code, const Weight *w) {
+  vu words = *(const vu *)code;
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) s->sum += w->part[j] * __builtin_convertvector((vi)(words >> (8 * j)) & 255, vf);
+}
+INLINE vf total_of(const Total *s, float size) {
+  (void)size;
+  return s->sum;
+}
+#endif
+
+/* Query rows against one block: weights of the codes, their size, what to add, and how far off the result can be.
+   The second term of the error covers the rounding of these sums and of the true ones, the last that of the weights. */
+static void weights(const Coarse *c, int64_t row, int64_t block, Weight *w, float *size, float *add, float *off) {
+  const Bounds *b = &c->exact;
+  const int64_t wide = 2 * b->dim, lines = c->stride / 64;
+  const float *q = b->q + row * b->padded * wide;
+  const float *scale = c->scale + row * c->scale_row + block * wide, *zero = c->zero + row * c->scale_row + block * wide;
+  float x[c->stride];
+  memset(x, 0, sizeof x);
+  for (int64_t n = 0; n < b->padded; n++) {
+    vf sum_add = {0}, sum_off = {0}, high = {0};
+    for (int64_t d = 0; d < wide; d += LANES) {
+      vf y = load(q + n * wide + d), s = load(scale + d), z = load(zero + d), far = z + s * 255, w0 = y * s;
+      vf big = larger(y, -y);
+      store(x + d, w0);
+      high = larger(high, big * s);
+      sum_add += y * z;
+      sum_off += big * (0.501f * s + 1e-5f * (larger(z, -z) + larger(far, -far)));
+    }
+    const float most = peak(high);
+    for (int64_t i = 0; i < lines; i++) size[n] = weight_line(x + 64 * i, most, w + n * lines + i);
+    add[n] = sum(sum_add);
+    off[n] = sum(sum_off) + (most > 0 ? size[n] * 0.51f * 255 * wide : 0) + 1e-30f;
+  }
+}
+
+/* Limits of a block's scores. */
+static void scan(const Coarse *c, int64_t row, int64_t block, float *upper, float *lower) {
+  const Bounds *b = &c->exact;
+  const int64_t first = block * BLOCK, lines = c->stride / 64;
+  const uint8_t *code = c->code + row * c->code_row + first * c->stride;
+  const uint8_t *alive = b->alive + row * b->alive_row + first;
+  const int wild = c->scale[row * c->scale_row + block * 2 * b->dim] == INFINITY;
+  Weight w[b->padded * lines] __attribute__((aligned(64)));
+  float size[b->padded], add[b->padded], off[b->padded];
+  if (!wild) weights(c, row, block, w, size, add, off);
+  for (int64_t u = 0; u < BLOCK && !wild; u += 4) {
+    const uint8_t *x = code + u * c->stride;
+    vf4 high = splat4(-INFINITY), least = high, mean = {0}, slack = {0};
+    for (int64_t i = 0; i < 4 * c->stride; i += 64) __builtin_prefetch(x + AHEAD + i, 0, 2);
+    for (int64_t n = 0; n < b->padded; n += 4) {
+      vf s[16];
+#pragma GCC unroll 2
+      for (int half = 0; half < 4; half += 2) { /* two units at a time, as registers allow */
+        Total part[4][2];
+        memset(part, 0, sizeof part);
+        for (int64_t line = 0; line < lines; line++)
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; i++)
+#pragma GCC unroll 2
+            for (int j = 0; j < 2; j++)
+              add_line(&part[i][j], x + (half + j) * c->stride + 64 * line, w + (n + i) * lines + line);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+#pragma GCC unroll 2
+          for (int j = 0; j < 2; j++) s[4 * i + half + j] = total_of(&part[i][j], size[n + i]);
+      }
+      union { vf v; vf4 row[4]; } total = {sums(s)};
+      for (int i = 0; i < 4 && n + i < b->group; i++) {
+        vf4 value = total.row[i] + add[n + i], up = value + off[n + i], down = value - off[n + i];
+        high = larger4(high, up);
+        least = larger4(least, down);
+        mean += value;
+        slack += off[n + i];
+      }
+    }
+    if (b->mean) {
+      high = (mean + slack) / (float)b->group;
+      least = (mean - slack) / (float)b->group;
+    }
+    *(vf4 *)(upper + u) = high;
+    *(vf4 *)(lower + u) = least;
+  }
+  for (int64_t u = 0; u < BLOCK; u++)
+    if (!alive[u]) upper[u] = lower[u] = -INFINITY;
+    else if (wild) upper[u] = INFINITY, lower[u] = -INFINITY;
+}
+
+/* The k-th largest of x (1 <= k <= n); reorders x. */
+static float kth_of(float *x, int64_t n, int64_t k) {
+  int64_t from = 0, to = n - 1;
+  for (k--; from < to;) {
+    float pivot = x[from + (to - from) / 2];
+    int64_t i = from, j = to;
+    while (i <= j) {
+      while (x[i] > pivot) i++;
+      while (x[j] < pivot) j--;
+      if (i <= j) {
+        float swap = x[i];
+        x[i++] = x[j];
+        x[j--] = swap;
+      }
+    }
+    if (k <= j) to = j;
+    else if (k >= i) from = i;
+    else break;
+  }
+  return x[k];
+}
+
+#define BINS 1024
+
+/* The same, of many: counts by size first, which costs no mispredicted branches. Reorders x. */
+static float kth_of_many(float *x, int64_t n, int64_t k) {
+  int32_t bins[BINS] = {0};
+  float least = INFINITY, most = -INFINITY;
+  for (int64_t i = 0; i < n; i++) {
+    least = x[i] > -INFINITY && x[i] < least ? x[i] : least;
+    most = x[i] > most ? x[i] : most;
+  }
+  float per = (BINS - 1) / (most - least);
+  if (!(per > 0) || !(per < INFINITY)) return kth_of(x, n, k);
+  for (int64_t i = 0; i < n; i++) bins[x[i] > least ? (int)((x[i] - least) * per) : 0]++;
+  int64_t bin = BINS - 1, above = 0, kept = 0;
+  for (; bin > 0 && above + bins[bin] < k; bin--) above += bins[bin];
+  for (int64_t i = 0; i < n; i++) {
+    float value = x[i];
+    x[kept] = value;
+    kept += (value > least ? (int)((value - least) * per) : 0) >= bin;
+  }
+  return kth_of(x, kept, k);
+}
+
+/* From the limits of a row's scores to its best units. `lower` is used up. Returns 0, or 1 without memory. */
+static int decide(const Coarse *c, int64_t row, const float *upper, float *lower) {
+  const Bounds *b = &c->exact;
+  const int64_t wide = 2 * b->dim, units = b->units;
+  const uint8_t *alive = b->alive + row * b->alive_row;
+  const float enough = c->coded >= c->count ? kth_of_many(lower, c->coded, c->count) : -INFINITY;
+  int64_t n = 0, left = 0, *ids = c->ids + row * c->count, chosen = 0;
+  for (int64_t u = 0; u < c->coded; u++) left += upper[u] >= enough && upper[u] > -INFINITY;
+  uint64_t *rank = malloc(sizeof(uint64_t) * 3 * (left + units - c->coded + 1));
+  if (!rank) return 1;
+  int64_t *place = (int64_t *)(rank + 2 * (left + units - c->coded + 1));
+  for (int64_t u = 0; u < c->coded && n < left; u++) {
+    place[n] = u;
+    n += upper[u] >= enough && upper[u] > -INFINITY;
+  }
+  for (int64_t u = c->coded; u < units; u++) {
+    place[n] = u;
+    n += alive[u] != 0;
+  }
+  c->refined[row] = n;
+  float tile[STEP * wide] __attribute__((aligned(64))), score[STEP];
+  Memo memo;
+  memo.from = memo.to = 0;
+  memset(tile, 0, sizeof tile);
+  fetch_tokens(&b->high, row, place, n < STEP ? n : STEP);
+  fetch_tokens(&b->low, row, place, n < STEP ? n : STEP);
+  for (int64_t i = 0; i < n; i += STEP) {
+    int count = n - i < STEP ? n - i : STEP, next = n - i - count < STEP ? n - i - count : STEP;
+    fetch_tokens(&b->high, row, place + i + count, next);
+    fetch_tokens(&b->low, row, place + i + count, next);
+    score_units(b, row, place + i, count, tile, &memo, score);
+    for (int j = 0; j < count; j++) rank[i + j] = rank_of(score[j], place[i + j], units);
+  }
+  uint64_t *sorted = rank + n, least = 0;
+  memcpy(sorted, rank, sizeof *rank * n);
+  if (n > c->count) least = kth(sorted, n, c->count);
+  const uint64_t nothing = rank_of(-INFINITY, 0, units); /* no unit's score of -inf is above it */
+  for (int64_t i = 0; i < n && chosen < c->count; i++)
+    if (rank[i] >= least && rank[i] > nothing) ids[chosen++] = place[i];
+  for (; chosen < c->count; chosen++) ids[chosen] = -1;
+  free(rank);
+  return 0;
+}
+
+/* Returns 0, or 1 without memory. */
+int kv_coarse_top(const Coarse *c) {
+  const int64_t rows = c->exact.rows, coded = c->coded, blocks = coded / BLOCK, tasks = blocks ? blocks : 1;
+  if (!c->count || !rows) return 0;
+  int *left = malloc(sizeof(int) * rows), failed = 0;
+  if (!left) return 1;
+  for (int64_t row = 0; row < rows; row++) left[row] = tasks;
+#pragma omp parallel for schedule(dynamic, 8) num_threads(c->exact.threads) reduction(| : failed)
+  for (int64_t i = 0; i < rows * tasks; i++) {
+    int64_t row = i / tasks, first = i % tasks * BLOCK;
+    float *upper = c->limits + row * 2 * coded, *lower = upper + coded;
+    if (blocks) scan(c, row, i % tasks, upper + first, lower + first);
+    if (__atomic_sub_fetch(&left[row], 1, __ATOMIC_ACQ_REL) == 0) failed |= decide(c, row, upper, lower);
+  }
+  free(left);
+  return failed;
+}
