@@ -8,6 +8,11 @@
 
 #define TILE 32
 #define MAX_QUERY 64
+#if defined(__AVX512F__)
+#define KEEP(x) __asm__("" : "+v"(x)) /* in its register: the compiler would load it again for every product */
+#else
+#define KEEP(x)
+#endif
 
 typedef struct {
   int64_t rows, heads, padded, queries; /* `heads` = group * query rows of q, `padded` up to a multiple of 4 */
@@ -60,12 +65,13 @@ static void dots(const float *q, int64_t rows, const float *tile, int count, int
 
 /* out[n] += sum_t p[n][t] tile[t], for `wide` registers of channels at once: 4 * wide independent sums hide latency */
 INLINE void weigh_part(const float *p, const float *tile, int count, int64_t dim, float *out, int wide) {
-  vf s[4][2];
+  vf s[4][4];
   for (int i = 0; i < 4; i++)
     for (int j = 0; j < wide; j++) s[i][j] = load(out + i * dim + j * LANES);
   for (int t = 0; t < count; t++)
     for (int j = 0; j < wide; j++) {
       vf x = load(tile + t * dim + j * LANES);
+      KEEP(x);
       for (int i = 0; i < 4; i++) s[i][j] += x * p[i * TILE + t];
     }
   for (int i = 0; i < 4; i++)
@@ -75,6 +81,7 @@ INLINE void weigh_part(const float *p, const float *tile, int count, int64_t dim
 static void weigh(const float *p, int64_t rows, const float *tile, int count, int64_t dim, float *out) {
   for (int64_t n = 0; n < rows; n += 4) {
     int64_t d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) weigh_part(p + n * TILE, tile + d, count, dim, out + n * dim + d, 4);
     for (; d + 2 * LANES <= dim; d += 2 * LANES) weigh_part(p + n * TILE, tile + d, count, dim, out + n * dim + d, 2);
     if (d < dim) weigh_part(p + n * TILE, tile + d, count, dim, out + n * dim + d, 1);
   }
