@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -48,7 +48,8 @@ class LayerCache:
             index = None if len(members) == self.heads else torch.tensor(members, device=k.device)
             mine = (k, v) if index is None else (k[:, index], v[:, index])
             choice = self.stack.retention if retention is None else retention
-            stack = self.stack.within(choice)
+            stack, prefill = self.stack.within(choice), self.stack.routing.prefill(retention)
+            stack = stack if prefill is None else replace(stack, prefill=prefill)
             rows = mine[0].flatten(0, 1), mine[1].flatten(0, 1)
             lane = Lane(stack, choice, self.layer, self.layers, number, self.session, rows[0], rows[1], len(members))
             self.parts.append(Heads(lane, index))
@@ -110,13 +111,13 @@ class LayerCache:
     ) -> Float[Tensor, "seq token q_head dim_v"]:
         """Tokens of a prompt."""
         first, out = self.seen == 0, None
-        if first and stock is not None and self.stack.prefill.exact:
+        if first and stock is not None and self.exact:
             out = stock(k, v)
         self.seen += k.shape[2]
         for part, grouped, rows in self.each(q, call):
             part.lane.enter(part.pick(k), part.pick(v), None if valid is None else self.by_row(valid, part))
             part.lane.observe(grouped, rows)
-        if out is None and stock is not None and self.whole and self.stack.prefill.exact:
+        if out is None and stock is not None and self.whole and self.exact:
             out = stock(*self.contents())
         if out is None:
             out = self.gather(q, [part.lane.read(grouped, rows) for part, grouped, rows in self.each(q, call)])
@@ -192,6 +193,11 @@ class LayerCache:
         for part, out in zip(self.parts, outs, strict=True):
             whole[:, part.index] = out.unflatten(0, (b, -1))
         return whole.flatten(1, 2).transpose(1, 2)
+
+    @property
+    def exact(self) -> bool:
+        """Whether a prompt is read as the model reads it."""
+        return all(part.lane.stack.prefill.exact for part in self.parts)
 
     @property
     def whole(self) -> bool:

@@ -20,9 +20,11 @@ from kvengine.holding import Holding
 from kvengine.kernels.attention import attention
 from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.paged_attention import paged_attention
+from kvengine.kernels.span_attention import band_spans, causal_spans, span_attention
 from kvengine.kernels.state import State
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
+from kvengine.policies.prefill import Prefill
 from kvengine.policies.retention import Retention, Seen
 from kvengine.policies.selection import Where
 from kvengine.saliency import Saliency, running
@@ -55,6 +57,9 @@ class Lane(Holding):
 
     def read(self, q: Float[Tensor, "row group query dim"], call: Call) -> Float[Tensor, "row group query dim_v"]:
         """A prompt chunk's queries over all that is held, causally and as the prefill method allows."""
+        known = type(self.stack.prefill).visible is Prefill.visible or self.stack.prefill.band(self.first) is not None
+        if self.whole and known:
+            return self.read_spans(q, call)
         k, v, position, _ = self.everything()
         k = self.turned(k, self.shift())
         at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
@@ -64,6 +69,15 @@ class Lane(Holding):
             state = attention(q[:, :, span], k, v, visible, call.scale, softcap=call.softcap)
             out.append(self.with_sinks([state], call).out)
         return torch.cat(out, 2).to(q.dtype)
+
+    def read_spans(self, q: Tensor, call: Call) -> Float[Tensor, "row group query dim_v"]:
+        """The same while every token is in its place: what the prefill method leaves out is not touched."""
+        k, v, position, _ = self.tail.held()
+        band, queries, tokens = self.stack.prefill.band(self.first), q.shape[2], k.shape[1]
+        spans = causal_spans(queries, tokens, k.device) if band is None else band_spans(queries, tokens, band)
+        return span_attention(
+            q, k, v, position, spans, scale=call.scale, band=band, softcap=call.softcap, sinks=call.sinks
+        )
 
     def visible(
         self, at: Int[Tensor, "query"], position: Int[Tensor, "row token"], prompt: bool

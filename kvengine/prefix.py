@@ -86,7 +86,7 @@ class Prefix:
     def fits(cache: EngineCache) -> bool:
         """Whether a prefix may be entered without its queries."""
         stack = cache.stack
-        needs = stack.retention.wants_mass or stack.representation.probes > 0 or not stack.prefill.exact
+        needs = stack.retention.wants_mass or stack.representation.probes > 0 or not stack.reads_prompts_exactly
         return not needs and len(cache.engines) == len(cache.layers)
 
     def read(self, keys: Sequence[str]) -> list[KV]:

@@ -96,6 +96,11 @@ class Stack:
         """The newest tokens that stay in the open tail."""
         return max(self.representation.room, self.selection.room)
 
+    @property
+    def reads_prompts_exactly(self) -> bool:
+        """Whether every head reads a prompt as the model does."""
+        return self.prefill.exact and self.routing.exact
+
     def within(self, retention: Retention) -> Stack:
         """The stack of heads that a routing gives this retention: exact, where keys of all heads are kept as one."""
         if not self.representation.joint or retention == self.retention:

@@ -32,6 +32,8 @@ from kvengine.kernels.merge_states.triton import merge_states
 from kvengine.kernels.page_scores.triton import page_scores, top_units
 from kvengine.kernels.paged_attention.triton import paged_attention
 from kvengine.kernels.quantise.triton import pack, quantise
+from kvengine.kernels.span_attention import Band, band_spans, causal_spans
+from kvengine.kernels.span_attention.triton import span_attention
 from kvengine.kernels.state import State
 
 TARGETS = (80, 90)
@@ -117,6 +119,12 @@ def cases() -> dict[str, Callable[[], object]]:
         visible = torch.ones(ROWS, query, 256, dtype=torch.bool) if masked else None
         return lambda: attention(q, k, k, visible, 0.1, None if masked else 30.0, None, not masked)
 
+    def prompt(dtype: torch.dtype = bf16, dim: int = 128, local: int | None = None) -> Callable[[], object]:
+        q, k = torch.zeros(ROWS, 4, 256, dim, dtype=dtype), torch.zeros(ROWS, 256, dim, dtype=dtype)
+        band = None if local is None else Band(torch.zeros(ROWS, dtype=torch.int64), 16, local)
+        spans = causal_spans(256, 256, k.device) if band is None else band_spans(256, 256, band)
+        return lambda: span_attention(q, k, k, position, spans, 0.1, band, None, None, 128)
+
     bounds, x = torch.zeros(ROWS, 64, 128, dtype=bf16), torch.zeros(ROWS * TABLE, PAGE, 128, dtype=bf16)
     q, dense = torch.zeros(ROWS, 4, 1, 128, dtype=bf16), pool("dense", 128, bf16, 0)
     basis, frequency = torch.zeros(ROWS, 160, 128, dtype=bf16), torch.ones(64)
@@ -137,6 +145,10 @@ def cases() -> dict[str, Callable[[], object]]:
         "kivi, 8 bits": pages("kivi", bits=8),
         "kivi, 4 bits, units of 16": pages("kivi", chosen=True),
         "zipcache": pages("zipcache"),
+        "prompt, causal": prompt(),
+        "prompt, band": prompt(local=64),
+        "prompt, band, fp32": prompt(torch.float32, local=64),
+        "prompt, dim 256": prompt(dim=256),
         "merge of 2": lambda: merge_states([state] * 2),
         "merge of 4": lambda: merge_states([state] * 4),
         "bounds": lambda: page_scores(q[:, :, 0], bounds, bounds, torch.ones(ROWS, 64, dtype=torch.bool), "max"),

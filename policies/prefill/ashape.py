@@ -2,6 +2,8 @@
 
     query i reads token j  iff  j < sinks  or  i - j < local          (and j <= i; j counts real tokens)
 
+What no query of a block reads is skipped, so the work grows with the prompt's length, not with its square.
+
 Defaults as in MInference's A-shape heads: 128 sinks, a band of 1024.
 """
 
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvengine.kernels.span_attention import Band
 from kvengine.policies._budget import check_count
 from kvengine.policies.prefill import Prefill
 
@@ -39,3 +42,6 @@ class AShape(Prefill):
     ) -> Bool[Tensor, "row query token"]:
         sink = token < first[:, None] + self.sinks
         return sink[:, None] | (query[:, None] - token[:, None] < self.local)
+
+    def band(self, first: Int[Tensor, "row"]) -> Band:
+        return Band(first, self.sinks, self.local)

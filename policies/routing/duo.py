@@ -8,7 +8,8 @@ published format: `full_attention_heads.tsv` (layers x KV heads, tab separated) 
 
 Differs from the official code: exactly round(sparsity * heads) heads stream, ties broken by order instead of by noise;
 no weights are permuted; a prompt is read exactly by all heads, in however many chunks it comes (the code's streaming
-heads see less of a long prompt, depending on the chunk size).
+heads see less of a long prompt, depending on the chunk size), or with `prompt="streaming"` through the same window
+everywhere.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from kvengine.errors import PolicyError
-from kvengine.policies._budget import check_count
+from kvengine.policies._budget import check_choice, check_count
+from kvengine.policies.prefill.ashape import AShape
 from kvengine.policies.retention import Retention
 from kvengine.policies.retention.streaming import Streaming
 from kvengine.policies.routing import Routing
@@ -39,20 +42,28 @@ class Duo(Routing):
             the model.
         sinks: first tokens that a streaming head holds.
         recent: newest tokens that a streaming head holds.
+        prompt: "exact", or "streaming" for streaming heads that also read a prompt through their window: faster on long
+            prompts, as all but the window is skipped, but no longer what the model computes.
     """
 
     sparsity: float = 0.5
     pattern: str = ""
     sinks: int = 64
     recent: int = 256
+    prompt: Literal["exact", "streaming"] = "exact"
 
     def __post_init__(self) -> None:
         if not 0 <= self.sparsity <= 1:
             raise PolicyError(f"Duo: sparsity={self.sparsity!r} must lie between 0 (no head streams) and 1 (all do)")
         check_count(self, sinks=self.sinks)
         check_count(self, least=1, recent=self.recent)
+        check_choice(self, prompt=(self.prompt, ("exact", "streaming")))
         if self.pattern:
             read_pattern(self.pattern)
+
+    @property
+    def exact(self) -> bool:
+        return self.prompt == "exact"
 
     def lanes(self, layer: int, layers: int, heads: int) -> list[tuple[tuple[int, ...], Retention | None]]:
         streaming = self.streaming(layer, layers, heads)
@@ -60,6 +71,9 @@ class Duo(Routing):
         groups: list[tuple[tuple[int, ...], Retention | None]] = [(full, None)]
         groups.append((tuple(sorted(streaming)), Streaming(self.sinks, self.recent)))
         return [group for group in groups if group[0]]
+
+    def prefill(self, retention: Retention | None) -> AShape | None:
+        return AShape(self.sinks, self.recent) if retention is not None and self.prompt == "streaming" else None
 
     def streaming(self, layer: int, layers: int, heads: int) -> set[int]:
         """The layer's KV heads that stream."""

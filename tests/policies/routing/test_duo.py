@@ -82,3 +82,16 @@ def test_what_does_not_fit_is_refused(pattern: str, tmp_path: Path) -> None:
         read_pattern(str(tmp_path))
     with pytest.raises(PolicyError, match="must lie between 0"):
         Duo(sparsity=2.0)
+
+
+@pytest.mark.parametrize("chunks", [(), (17, 40)], ids=["whole", "chunks"])
+def test_streaming_heads_may_read_the_prompt_through_their_window(chunks: tuple[int, ...]) -> None:
+    tokens = draw(61, 2, 2)
+    found = run("duo(sparsity=0.5, sinks=3, recent=7, prompt='streaming')", tokens, 60, chunks=chunks)
+    exact = run("duo(sparsity=0.5, sinks=3, recent=7)", tokens, 60, chunks=chunks)
+    for i in (2, 9, 35, 59):
+        seen = torch.ones(1, 2, i + 1, dtype=torch.bool)
+        seen[:, 1] = torch.tensor([j < 3 or i - j < 7 for j in range(i + 1)])
+        torch.testing.assert_close(found.out[:, i : i + 1], plain(tokens, i, seen))
+        torch.testing.assert_close(exact.out[:, i : i + 1], plain(tokens, i))
+    assert not Stack.parse("duo(prompt='streaming')").reads_prompts_exactly and Stack.parse("duo").reads_prompts_exactly

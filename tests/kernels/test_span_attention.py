@@ -1,0 +1,106 @@
+"""Attention of a prompt to spans of its tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import support_kernels as oracle
+import torch
+from torch import Tensor
+
+from kvengine.errors import KernelError
+from kvengine.kernels.span_attention import Band, band_spans, causal_spans, span_attention
+
+BACKENDS = [name for name in oracle.backends() if name != "native"]
+ROWS, GROUP, DIM = 3, 2, 16
+
+
+def drawn(queries: int, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """Rows with 0, 3 and 6 tokens of padding in front, which holds NaN."""
+    rng = torch.Generator().manual_seed(queries)
+    q, k, v = (torch.randn(*s, DIM, generator=rng).to(dtype) for s in ((ROWS, GROUP, queries), *[(ROWS, tokens)] * 2))
+    first = torch.tensor([0, 3, 6]).clamp(max=tokens - 1)
+    position = torch.arange(tokens, dtype=torch.int32).repeat(ROWS, 1)
+    position = position.masked_fill(position < first[:, None], -1)
+    k[position < 0], v[position < 0] = math.nan, math.nan
+    return q, k, v, position, first
+
+
+def allowed(position: Tensor, queries: int, spans: Tensor, block: int, band: Band | None) -> Tensor:
+    """Which tokens each query sees, one pair at a time."""
+    rows, tokens = position.shape
+    seen = torch.zeros(rows, queries, tokens, dtype=torch.bool)
+    for r in range(rows):
+        for i in range(queries):
+            at = tokens - queries + i
+            for start, end in spans[r % len(spans), i // block].tolist():
+                for j in range(start, min(end, at + 1)):
+                    inside = band is None or j < int(band.first[r]) + band.sinks or at - j < band.local
+                    seen[r, i, j] |= inside and bool(position[r, j] >= 0)
+    return seen
+
+
+CASES = {"whole": (40, 40, 16), "later chunk": (21, 60, 8), "one query": (1, 33, 128), "odd block": (30, 45, 12)}
+
+
+@pytest.mark.parametrize("shape", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("kind", ["causal", "band", "sparse"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_matches_a_loop(backend: str, kind: str, shape: tuple[int, int, int]) -> None:
+    queries, tokens, block = shape
+    q, k, v, position, first = drawn(queries, tokens)
+    band = Band(first, 2, 5) if kind == "band" else None
+    if kind == "sparse":  # per row, blocks of tokens drawn at random, and one empty span
+        rng = torch.Generator().manual_seed(3)
+        start = torch.randperm(tokens // 7, generator=rng)[:3].sort().values * 7
+        spans = torch.stack([start, start + 7], 1).repeat(ROWS, -(-queries // block), 1, 1)
+        spans[1, :, 1, 1] = 0
+    else:
+        spans = (
+            causal_spans(queries, tokens, q.device, block) if band is None else band_spans(queries, tokens, band, block)
+        )
+
+    def call(q: Tensor, k: Tensor, v: Tensor, position: Tensor, spans: Tensor, first: Tensor) -> Tensor:
+        mine = None if band is None else band._replace(first=first)
+        return span_attention(q, k, v, position, spans, scale=0.3, band=mine, block=block, backend=backend)
+
+    got = oracle.on(backend, call)(q, k, v, position, spans, first)
+    want = oracle.attend(q, k, v, allowed(position, queries, spans, block, band), 0.3)
+    assert oracle.error(got, want.out) <= 1e-5
+    if kind == "band" and queries > 1:  # the spans leave nothing out that the band lets through
+        whole = torch.tensor([0, tokens]).expand(1, -(-queries // block), 1, 2)
+        assert torch.equal(
+            allowed(position, queries, whole, block, band), allowed(position, queries, spans, block, band)
+        )
+        other = oracle.attend(q, k, v, allowed(position, queries, spans, block, Band(first, 2, 6)), 0.3)
+        assert oracle.error(got, other.out) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_sixteen_bits(backend: str, dtype: torch.dtype) -> None:
+    q, k, v, position, first = drawn(24, 40, dtype)
+    spans = causal_spans(24, 40, q.device, 8)
+    got = oracle.on(backend, span_attention)(q, k, v, position, spans, scale=0.3, block=8, backend=backend)
+    assert got.dtype == dtype
+    want = oracle.attend(q, k, v, allowed(position, 24, spans, 8, None), 0.3)
+    assert oracle.error(got, want.out) <= 1e-2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_softcap_and_sinks(backend: str) -> None:
+    q, k, v, position, first = drawn(9, 20)
+    spans, sinks = causal_spans(9, 20, q.device, 4), torch.randn(ROWS, GROUP)
+    more = {"scale": 0.3, "softcap": 2.0, "block": 4, "backend": backend}
+    got = oracle.on(backend, span_attention)(q, k, v, position, spans, sinks=sinks, **more)
+    want = oracle.attend(q, k, v, allowed(position, 9, spans, 4, None), 0.3, 2.0, sinks)
+    assert oracle.error(got, want.out) <= 1e-5
+
+
+def test_refusals_say_why() -> None:
+    q, k, v, position, first = drawn(9, 20)
+    with pytest.raises(KernelError, match=r"\[1 or 3, 3, span, 2\]"):
+        span_attention(q, k, v, position, causal_spans(9, 20, q.device, 8), scale=1.0, block=4)
+    with pytest.raises(KernelError, match="at most as many queries"):
+        span_attention(q, k[:, :5], v[:, :5], position[:, :5], causal_spans(9, 5, q.device, 4), scale=1.0, block=4)
