@@ -1,6 +1,6 @@
 """How time and bytes per decoded token grow with the context, for every policy, beside what the bytes alone would take.
 
-    python -P benchmarks/growth.py [--lengths 2048,8192,32768,65536] [--threads 1] [--cpu-time] [--out benchmarks/results/growth.json]
+    python -P benchmarks/growth.py [--lengths 2048,8192,32768,65536] [--threads 1] [--cpu-time] [--out FILE.json]
 
 One layer of 32 query and 8 KV heads of 128 in bfloat16, as in a model of 8 billion weights, through the engine's own
 layer cache; the prompt's own attention is left out, so filling 65536 tokens takes seconds. The model beside each time is
@@ -136,7 +136,8 @@ def main() -> None:
             print(f"{length:6} {text:60} {row['ms']:8.2f} ms, by bytes {row['model_ms']:7.2f}", flush=True)
     rows.sort(key=lambda row: STACKS.index(row["policy"].strip("`")))
     result = {
-        "command": f"python -P benchmarks/growth.py --lengths {given.lengths} --threads {given.threads}{' --cpu-time' * given.cpu_time}",
+        "command": f"python -P benchmarks/growth.py --lengths {given.lengths} --threads {given.threads}"
+        + " --cpu-time" * given.cpu_time,
         "machine": f"{given.threads} CPU core(s) that copy {speed / 1e9:.1f} GB/s, torch {torch.__version__}, "
         f"Python {platform.python_version()}; one layer of {HEADS * GROUP} query and {HEADS} KV heads of {DIM}, "
         f"bfloat16, medians of {STEPS}{', processor time' * given.cpu_time}",

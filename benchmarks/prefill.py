@@ -1,6 +1,6 @@
 """What skipping saves of a prompt's attention: bands (A-shape, streaming heads) and block-sparse spans against causal.
 
-    python -P benchmarks/prefill.py [--lengths 4096,8192,16384,32768] [--threads 2] [--cpu-time] [--out benchmarks/results/prefill.json]
+    python -P benchmarks/prefill.py [--lengths 4096,8192,16384,32768] [--threads 2] [--cpu-time] [--out FILE.json]
 
 8 query and 2 KV heads of 128, float32, one sequence. Dense is torch's fused causal attention of the whole prompt. The
 ideal is the ratio of (query, token) pairs. Candidates take turns; the best of three rounds up to 8192 tokens, one after.
@@ -96,7 +96,8 @@ def main() -> None:
                 flush=True,
             )
     result = {
-        "command": f"python -P benchmarks/prefill.py --lengths {given.lengths} --threads {given.threads}{' --cpu-time' * given.cpu_time}",
+        "command": f"python -P benchmarks/prefill.py --lengths {given.lengths} --threads {given.threads}"
+        + " --cpu-time" * given.cpu_time,
         "machine": f"{given.threads} CPU cores, torch {torch.__version__}, Python {platform.python_version()}; "
         f"{HEADS * GROUP} query and {HEADS} KV heads of {DIM}, float32{', processor time' * given.cpu_time}",
         "columns": {"attention of the prompt": "way", "tokens": "length", "time (ms)": "ms:.0f",

@@ -93,8 +93,8 @@ class Coarse:
         ids, refined = torch.empty(rows, count, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
         code, scale, zero = (self._tensors[name] for name in ("code", "scale", "zero"))
         described = Call(
-            exact=bounds, coded=whole, code_row=code.stride(0), scale_row=scale.stride(0), stride=code.shape[2], code=code.data_ptr(),
-            scale=scale.data_ptr(), zero=zero.data_ptr(), from_=self.done, count=count,
+            exact=bounds, coded=whole, code_row=code.stride(0), scale_row=scale.stride(0), stride=code.shape[2],
+            code=code.data_ptr(), scale=scale.data_ptr(), zero=zero.data_ptr(), from_=self.done, count=count,
             limits=self._tensors["limits"].data_ptr(), ids=ids.data_ptr(),
             refined=refined.data_ptr(),
         )  # fmt: skip
