@@ -5,9 +5,9 @@
 
 Shapes of an 8B model: 8 KV heads of 128, 4 query heads each. Within a length, all cases take turns, so that a busy
 machine disturbs them alike (those over 60 ms every third turn); each round takes the next copy of its inputs, and there
-are enough copies to outrun the last-level cache. Reported per case: median, 20th and 80th percentile of the time; bytes that the method must read; the
-bandwidth that makes; its share of the bandwidth of a copy (bytes copied, over time, in the same run); and the speed-up
-over stock transformers' call and over our own full decode, beside the ratio of their bytes.
+are enough copies to outrun the last-level cache. Reported per case: median, 20th and 80th percentile of the time; bytes
+that the method must read; the bandwidth that makes; its share of the bandwidth of a copy (bytes copied, over time, in
+the same run); and the speed-up over stock transformers' call and over our own full decode, beside the ratio of bytes.
 """
 
 from __future__ import annotations

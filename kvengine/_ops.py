@@ -31,6 +31,17 @@ def whole(
     return F.scaled_dot_product_attention(q.flatten(1, 2), k, v, attn_mask=mask, scale=scale).unflatten(1, (g, n))
 
 
+def causal(
+    q: Float[Tensor, "row group token dim"],
+    k: Float[Tensor, "row token dim"],
+    v: Float[Tensor, "row token dim_v"],
+    scale: float,
+) -> Float[Tensor, "row group token dim_v"]:
+    """A whole prompt's own attention, by the library's fused kernel."""
+    keys, values = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale)
+
+
 def needs_gradient(*inputs: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 

@@ -82,7 +82,9 @@ def test_every_method_is_watched() -> None:
     assert not rest, f"add a stack with {sorted(rest)} to STACKS"
 
 
-@pytest.mark.parametrize("text", ["full", "snapkv(budget=48)", "quest(budget=48) + kivi(bits=4)", "streaming(recent=28)"])
+@pytest.mark.parametrize(
+    "text", ["full", "snapkv(budget=48)", "quest(budget=48) + kivi(bits=4)", "streaming(recent=28)"]
+)
 def test_a_model_decodes_without_waiting(text: str, watch: Watch) -> None:
     """The seams included: cache, mask and attention function."""
     model = LlamaForCausalLM(LlamaConfig(

@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from kvengine.kernels import codecs
 from kvengine.kernels.attention.triton import attention
 from kvengine.kernels.compact.triton import compact
+from kvengine.kernels.fetch_pages.triton import fetch
 from kvengine.kernels.lowrank_attention.triton import lowrank_attention
 from kvengine.kernels.merge_states.triton import merge_states
 from kvengine.kernels.page_scores.triton import page_scores, top_units
@@ -156,6 +157,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "quantise keys": lambda: quantise(x, 4, 32, "tokens", None, torch.float16),
         "quantise values": lambda: quantise(x, 2, 32, "channels", None, torch.float16),
         "pack": lambda: pack(torch.zeros(64, 128, dtype=torch.uint8), 4),
+        "fetch": lambda: fetch(x, table[0].long(), x.device),
         "compact": lambda: compact({"k": x}, table, position, table[:, :2], PAGE),
         "low rank": lambda: lowrank_attention(
             q, u, dense["v"], basis, frequency, table, table, position, PAGE, 0.1, units, 8, 1.0, False
