@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +32,14 @@ from torch.nn import functional as F
 from kvengine.kernels import codecs, dispatch
 from kvengine.kernels.attention import attention
 from kvengine.kernels.lowrank_attention import lowrank_attention
-from kvengine.kernels.page_scores import Coarse, best_units, page_bounds
+from kvengine.kernels.page_scores import best_units, page_bounds
+from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.kernels.paged_attention import paged_attention
 
 HEADS, GROUP, DIM, PAGE, UNIT, BUDGET, RANK = 8, 4, 128, 64, 16, 2048, 160
 SCALE = DIM**-0.5
+MIDDLE, LONG = 32768, 131072
+"""Lengths that the targets speak of."""
 SLOW = 60
 """Milliseconds above which a case takes only every third turn."""
 COLUMNS = ("ms", "gb_per_s", "of_copy", "over_sdpa", "over_full", "byte_ratio")
@@ -208,10 +212,38 @@ def machine(device: str, cpu_time: bool) -> dict[str, str]:
     return {
         "commit": commit,
         "machine": chip,
-        "clock": "processor time" if cpu_time else "wall",
+        "clock": "processor" if cpu_time else "wall",
         "torch": torch.__version__,
         "backends": json.dumps(dispatch.info()),
     }
+
+
+def targets(rows: list[Row]) -> list[dict[str, Any]]:
+    """What decoding on a CPU should reach, and what it did at batch 1, by dtype; lengths not measured are left out."""
+    found: list[dict[str, Any]] = []
+    for dtype in dict.fromkeys(row.dtype for row in rows):
+        ms = {(row.case, row.length): row.ms for row in rows if row.dtype == dtype and row.batch == 1}
+        if ("copy", MIDDLE) not in ms:
+            continue
+        at = {name: ms[name, MIDDLE] for name, length in ms if length == MIDDLE}
+        full, quest = at["full, pages"], at["quest 2048"]
+        reached = {
+            "full decode, over stock attention": (">= 3", at["sdpa, grouped (stock)"] / full),
+            "full decode, time over that of a copy": ("<= 2", full / at["copy"]),
+            "quest 2048, over full decode": (">= 4", full / quest),
+            "KIVI 4 bits, over full decode": (">= 1", full / at["kivi 4 bits"]),
+        }
+        if ("quest 2048", LONG) in ms:
+            reached[f"quest 2048 at {LONG}, time over that at {MIDDLE}"] = "<= 1.6", ms["quest 2048", LONG] / quest
+        found += [{"dtype": dtype, "what": f"{name}", "wanted": w, "reached": x} for name, (w, x) in reached.items()]
+    return found
+
+
+def summary(rows: list[Row], about: dict[str, str], command: str) -> dict[str, Any]:
+    """The targets as a table of the documentation."""
+    columns = {"at 32768 tokens": "what", "dtype": "dtype", "wanted": "wanted", "reached": "reached:.2f"}
+    where = f"{about['machine']}, {about['clock']} time, torch {about['torch']}; 8 KV heads of 128, 4 query heads each"
+    return {"command": command, "machine": where, "columns": columns, "rows": targets(rows)}
 
 
 def main() -> None:
@@ -236,9 +268,12 @@ def main() -> None:
                 for r in new:
                     figures = "".join(f"{getattr(r, name):11.2f}" for name in COLUMNS)
                     print(f"{r.case:32}{r.dtype:>10}{r.batch:6}{r.length:8}{figures}", flush=True)
-                args.out.write_text(
-                    json.dumps(machine(args.device, args.cpu_time) | {"rows": [asdict(r) for r in rows]}, indent=1)
-                )
+                about = machine(args.device, args.cpu_time)
+                args.out.write_text(json.dumps(about | {"rows": [asdict(r) for r in rows]}, indent=1))
+    if args.device == "cpu" and (reached := summary(rows, about, f"python -P {' '.join(sys.argv)}"))["rows"]:
+        for row in reached["rows"]:
+            print(f"{row['what']:50} {row['dtype']:9} {row['wanted']:>7} {row['reached']:6.2f}")
+        args.out.with_name(f"{args.out.stem}_targets.json").write_text(json.dumps(reached, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.joint import Joint
-from kvengine.kernels.page_scores import Coarse
+from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.policies.representation import Representation
 from kvengine.policies.selection import Selection
 from kvengine.pool import Pool, User

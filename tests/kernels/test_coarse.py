@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support_layer import draw, run
 from torch import Tensor
 
-from kvengine.kernels.page_scores import Coarse, best_units, page_bounds, page_scores, top_units
+from kvengine.kernels.page_scores import best_units, page_bounds, page_scores, top_units
+from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.policies.selection.quest import Quest
 from kvengine.stack import Stack
 
