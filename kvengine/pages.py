@@ -36,7 +36,9 @@ class Pages(User):
         selection: Selection,
         device: torch.device,
         joint: Joint | None = None,
+        scored: bool = True,
     ):
+        """`scored`: whether somebody will read the scores of what is held; if not, they are not stored, and read as 0."""
         self.pool, self.page, self.joint = pool, page, joint
         self.representation, self.selection = representation, selection
         self.columns = 0  # of the longest row
@@ -49,6 +51,7 @@ class Pages(User):
         self._score = torch.empty(rows, 0, dtype=torch.float32, **new)  # type: ignore[call-overload]
         self._alive = torch.empty(rows, 0, dtype=torch.bool, **new)  # type: ignore[call-overload]
         self._summary: dict[str, Tensor] = {}
+        self.scored = scored
         self.clean = True  # every slot holds a token
         self.coarse = False  # read without what the representation calls fine
         pool.users.add(self)
@@ -77,7 +80,7 @@ class Pages(User):
 
     @property
     def score(self) -> Float[Tensor, "row token"]:
-        return self._score[:, : len(self)]
+        return self._score[:, : len(self)] if self.scored else self._score.new_zeros(()).expand(len(self.filled), len(self))
 
     @property
     def alive(self) -> Bool[Tensor, "row unit"]:
@@ -153,7 +156,8 @@ class Pages(User):
         self._table[at] = shape(ids.to(torch.int32))
         by_page = lambda x, n: x.unflatten(1, (-1, n))  # noqa: E731
         by_page(self._position, self.page)[at] = shape(position.to(torch.int32))
-        by_page(self._score, self.page)[at] = shape(score)
+        if self.scored:
+            by_page(self._score, self.page)[at] = shape(score)
         per = self.page // self.selection.unit
         there = (~dead).unflatten(1, (per, -1))
         by_page(self._alive, per)[at] = shape(there.any(2))
@@ -178,14 +182,16 @@ class Pages(User):
         columns = need + (need // 8 if self.columns else 1)
         self._table = wider(self._table, columns, -1)
         self._position = wider(self._position, columns * self.page, -1)
-        self._score = wider(self._score, columns * self.page, 0)
+        if self.scored:
+            self._score = wider(self._score, columns * self.page, 0)
         per = self.page // self.selection.unit
         self._alive = wider(self._alive, columns * per, False)
         self._summary = {name: wider(x, columns * per, 0) for name, x in self._summary.items()}
 
     def judge(self, score: Float[Tensor, "row token"], keep: Bool[Tensor, "row token"] | None) -> None:
         """Set scores, and drop what is not kept."""
-        self._score = wider(score, self._score.shape[1], 0)
+        if self.scored:
+            self._score = wider(score, self._score.shape[1], 0)
         if keep is not None:
             position = self.position.masked_fill(~keep, -1)
             alive = (position >= 0).unflatten(1, (-1, self.selection.unit)).any(2)
@@ -205,7 +211,8 @@ class Pages(User):
             per = self.page // self.selection.unit
             pick = lambda x, n: x.unflatten(1, (-1, n))[:, used].flatten(1, 2)  # noqa: E731
             self._table = self._table[:, used]
-            self._position, self._score = pick(self._position, self.page), pick(self._score, self.page)
+            self._position = pick(self._position, self.page)
+            self._score = pick(self._score, self.page) if self.scored else self._score
             self._alive = pick(self._alive, per)
             self._summary = {name: pick(x, per) for name, x in self._summary.items()}
             self.filled, self.even = torch.full_like(self.filled, self.columns), True

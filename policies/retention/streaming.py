@@ -37,6 +37,7 @@ class Streaming(Retention):
     """
 
     decodes: ClassVar[bool] = True
+    remembers: ClassVar[bool] = False
     sinks: int = 4
     recent: Budget = 1020
     positions: Literal["true", "in-cache"] = "true"

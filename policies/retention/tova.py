@@ -31,6 +31,7 @@ class TOVA(Retention):
     """
 
     decodes: ClassVar[bool] = True
+    remembers: ClassVar[bool] = False
     wants_mass: ClassVar[bool] = True
     last_mass: ClassVar[bool] = True
     budget: Budget = 1024
