@@ -27,7 +27,7 @@ class Field(ctypes.Structure):
     _fields_ = [(name, I64) for name in (
         "layout", "dim", "dtype", "row_stride", "token_stride", "bits", "low_bits", "group", "page", "salient",
         "per_token",
-    )] + [(name, POINTER) for name in ("data", "low", "scale", "zero", "channel")]  # fmt: skip
+    )] + [(name, POINTER) for name in ("data", "low", "scale", "zero", "channel", "mask")]  # fmt: skip
 
 
 class Attention(ctypes.Structure):
@@ -74,7 +74,7 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
     high, low = fields[f"{side}_high"], fields[f"{side}_low"]
     field.layout, field.per_token, field.salient = MIXED, side == "v", high.shape[1]
     field.bits, field.low_bits = width(high, dim), width(low, dim)
-    field.data, field.low = high.data_ptr(), low.data_ptr()
+    field.data, field.low, field.mask = high.data_ptr(), low.data_ptr(), fields["mask"].data_ptr()
     if side == "v":
         field.channel = fields["v_channel"].data_ptr()
     return field

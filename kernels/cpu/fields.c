@@ -118,15 +118,33 @@ static void read_per_token(const Field *f, Memo *memo, const int64_t *token, int
   }
 }
 
+/* How many of a page's slots before this one are salient. */
+INLINE int64_t salient_before(const uint8_t *mask, int64_t slot) {
+  int64_t count = 0, byte = 0;
+  for (; byte + 8 <= slot / 8; byte += 8) {
+    uint64_t word;
+    memcpy(&word, mask + byte, 8);
+    count += __builtin_popcountll(word);
+  }
+  for (; byte < slot / 8; byte++) count += __builtin_popcount(mask[byte]);
+  return slot % 8 ? count + __builtin_popcount(mask[byte] & ((1 << slot % 8) - 1)) : count;
+}
+
 static void read_mixed(const Field *f, Memo *memo, int64_t token, float *out) {
-  int64_t page = token / f->page, slot = token % f->page, low = slot >= f->salient;
-  int64_t bits = low ? f->low_bits : f->bits, each = f->dim * bits / 8, first = page * f->page;
-  int64_t index = low ? page * (f->page - f->salient) + slot - f->salient : page * f->salient + slot;
+  int64_t page = token / f->page, slot = token % f->page, first = page * f->page;
+  const uint8_t *mask = f->mask + page * (f->page / 8);
+  int64_t low = !(mask[slot / 8] >> slot % 8 & 1), before = salient_before(mask, slot);
+  int64_t bits = low ? f->low_bits : f->bits, each = f->dim * bits / 8;
+  int64_t index = low ? page * (f->page - f->salient) + slot - before : page * f->salient + before;
   const uint8_t *code = (const uint8_t *)(low ? f->low : f->data) + index * each;
   const int known = token >= memo->from && token < memo->to;
   if (!f->per_token) {
-    if (!known) recall(f, memo, page * 2 + low, low ? first + f->salient : first, first + (low ? f->page : f->salient));
-    unpack_each(code, f->dim, bits, memo->scale, memo->zero, NULL, 0, out);
+    if (!known) {
+      recall(f, memo, page * 2, first, first + f->page);
+      widen(f->scale, (page * 2 + 1) * f->dim, f->dim, f->dtype, memo->low_scale);
+      widen(f->zero, (page * 2 + 1) * f->dim, f->dim, f->dtype, memo->low_zero);
+    }
+    unpack_each(code, f->dim, bits, low ? memo->low_scale : memo->scale, low ? memo->low_zero : memo->zero, NULL, 0, out);
     return;
   }
   if (!known) widen(f->channel, page * f->dim, f->dim, f->dtype, memo->scale);

@@ -38,7 +38,8 @@ def pool(layout: str, dim: int, dim_v: int) -> tuple[str, dict[str, Tensor], Ten
     if isinstance(kind, torch.dtype):
         codec, fields = "dense", {"k": k.to(kind), "v": v.to(kind)}
     elif kind == "zipcache":
-        codec, fields = "zipcache", codecs.encode_zipcache(k, v, (4, 2), 19)
+        salient = torch.rand(k.shape[:2], generator=rng).argsort(1) < 19
+        codec, fields = "zipcache", codecs.encode_zipcache(k, v, (4, 2), salient)
     else:
         codec, fields = "kivi", codecs.encode_kivi(k, v, kind, 8)
     return codec, fields, *(x.double() for x in codecs.decode(codec, fields, dim, dim_v))
