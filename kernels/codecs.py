@@ -6,6 +6,8 @@
 * "kivi" (arXiv 2402.02750): keys grouped per channel over runs of `g` tokens, values per token over runs of `h`
   channels: `k_code` uint8 [P, page, D * bits / 8], `k_scale`, `k_zero` [P, page / g, D]; `v_code` uint8
   [P, page, Dv * bits / 8], `v_scale`, `v_zero` [P, page, Dv / h]. Keys and values may differ in bits (1, 2, 4, 8).
+* "quantspec" (arXiv 2502.10424): "kivi" with 4 bits, and `k_low`, `v_low` uint8 [P, page, D / 2], nibbles that refine
+  it: a value is `zero + (code + (low - 8) / 16) * scale`. Without them it reads as "kivi". No Triton kernel yet.
 * "zipcache" (arXiv 2405.14256): `n` tokens of each page are salient and have more bits; `mask` uint8 [P, page / 8] has
   a bit for each slot, set for those. `k_high` uint8 [P, n, D * bits / 8] holds their codes, `k_low` [P, page - n, ...]
   the others', each in the order of their slots; `k_scale`, `k_zero` [P, 2, D], per channel for the salient and the
@@ -30,8 +32,12 @@ from kvengine.kernels.quantise import Quantised, dequantise, pack, quantise, unp
 FIELDS = {
     "dense": ("k", "v"),
     "kivi": ("k_code", "k_scale", "k_zero", "v_code", "v_scale", "v_zero"),
+    "quantspec": ("k_code", "k_scale", "k_zero", "k_low", "v_code", "v_scale", "v_zero", "v_low"),
     "zipcache": ("mask", "k_high", "k_low", "k_scale", "k_zero", "v_high", "v_low", "v_scale", "v_zero", "v_channel"),
 }
+
+HOST_ONLY = ("quantspec",)
+"""Codecs that the Triton kernel does not read."""
 
 Fields = Mapping[str, Tensor]
 
@@ -128,6 +134,8 @@ def decode(codec: str, fields: Fields, dim: int, dim_v: int) -> tuple[Tensor, Te
         return fields["k"], fields["v"]
     if codec == "kivi":
         return _plain(fields, "k", dim), _plain(fields, "v", dim_v)
+    if codec == "quantspec":
+        return _fine(fields, "k", dim), _fine(fields, "v", dim_v)
     keys, values = _mixed(fields, "k", dim), _mixed(fields, "v", dim_v)
     return keys, values * fields["v_channel"].to(torch.float32)[:, None]
 
@@ -147,6 +155,17 @@ def gather(
 def _plain(fields: Fields, side: str, dim: int) -> Tensor:
     code = fields[f"{side}_code"]
     return dequantise(Quantised(code, fields[f"{side}_scale"], fields[f"{side}_zero"]), width(code, dim))
+
+
+def _fine(fields: Fields, side: str, dim: int) -> Tensor:
+    upper = _plain(fields, side, dim)
+    return upper + (unpack(fields[f"{side}_low"], 4).float() - 8) * spread(fields[f"{side}_scale"], upper) / 16
+
+
+def spread(scale: Float[Tensor, "pages groups channels"], like: Float[Tensor, "pages page dim"]) -> Tensor:
+    """The scale of each number, in float32."""
+    tokens, channels = (size // parts for size, parts in zip(like.shape[1:], scale.shape[1:], strict=True))
+    return scale.float().repeat_interleave(tokens, 1).repeat_interleave(channels, 2)
 
 
 def _mixed(fields: Fields, side: str, dim: int) -> Tensor:

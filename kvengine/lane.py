@@ -301,7 +301,7 @@ class Lane(Holding):
         if fields is not None:
             return paged_attention(
                 q, fields, pages.table, pages.position, page=pages.page, scale=call.scale, units=self.units,
-                unit=None if self.units is None else self.stack.selection.unit, codec=pages.representation.codec,
+                unit=None if self.units is None else self.stack.selection.unit, codec=pages.codec,
                 dim_v=self.tail.v.shape[-1], softcap=call.softcap, want_probs=mass,
             )  # fmt: skip
         if self.units is None:

@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.joint import Joint
+from kvengine.kernels.codecs import HOST_ONLY
 from kvengine.policies.representation import Representation
 from kvengine.policies.selection import Selection
 from kvengine.pool import Pool, User
@@ -220,9 +221,14 @@ class Pages(User):
 
     def readable(self) -> dict[str, Tensor] | None:
         """The pool's fields, if a kernel can read them where they are."""
-        if not self.representation.codec or self.joint is not None:
+        if not self.codec or self.joint is not None or (self.codec in HOST_ONLY and self.filled.is_cuda):
             return None
         return self.pool.resident()
+
+    @property
+    def codec(self) -> str:
+        """The layout of what is to be read."""
+        return self.representation.read_as(self.coarse)
 
     def read(
         self, at: Int[Tensor, "page"]

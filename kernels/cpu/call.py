@@ -62,7 +62,7 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
         return Field(layout=DENSE, dim=dim, dtype=DTYPES[x.dtype], token_stride=dim, data=x.data_ptr())
     scale, zero = fields[f"{side}_scale"], fields[f"{side}_zero"]
     field = Field(dim=dim, dtype=DTYPES[scale.dtype], page=page, scale=scale.data_ptr(), zero=zero.data_ptr())
-    if codec == "kivi":
+    if codec in ("kivi", "quantspec"):
         code = fields[f"{side}_code"]
         field.layout, field.bits, field.data = (
             (PER_CHANNEL if side == "k" else PER_TOKEN),
@@ -70,6 +70,7 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
             code.data_ptr(),
         )
         field.group = page // scale.shape[1] if side == "k" else dim // scale.shape[2]
+        field.low = fields[f"{side}_low"].data_ptr() if codec == "quantspec" else None
         return field
     high, low = fields[f"{side}_high"], fields[f"{side}_low"]
     field.layout, field.per_token, field.salient = MIXED, side == "v", high.shape[1]
