@@ -132,6 +132,10 @@ def summarise(given: argparse.Namespace, found: list[CellResult]) -> None:
             "held (MB)": "held_MB:.2f",
             "read per token (MB)": "read_MB:.2f",
         },
+        "pictures": {
+            "Score against bytes held": "quality_held.png",
+            "Score against bytes read per token": "quality_read.png",
+        },
         "rows": sorted(made, key=lambda r: (r["policy"].partition("(")[0], -(r["held_MB"] or 0))),
     }
     (RESULTS / "quality.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

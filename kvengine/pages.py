@@ -81,7 +81,11 @@ class Pages(User):
 
     @property
     def score(self) -> Float[Tensor, "row token"]:
-        return self._score[:, : len(self)] if self.scored else self._score.new_zeros(()).expand(len(self.filled), len(self))
+        return (
+            self._score[:, : len(self)]
+            if self.scored
+            else self._score.new_zeros(()).expand(len(self.filled), len(self))
+        )
 
     @property
     def alive(self) -> Bool[Tensor, "row unit"]:

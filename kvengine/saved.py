@@ -41,7 +41,20 @@ RAW = {str(d).removeprefix("torch."): d for d in (
     torch.float8_e5m2, *DTYPES.values(),
 )}  # fmt: skip
 OUTSIDE = {  # attributes that are made anew, or saved under their own heading
-    Lane: {"stack", "retention", "session", "layer", "layers", "number", "heads", "tail", "pages", "pool", "marks", "plain"},
+    Lane: {
+        "stack",
+        "retention",
+        "session",
+        "layer",
+        "layers",
+        "number",
+        "heads",
+        "tail",
+        "pages",
+        "pool",
+        "marks",
+        "plain",
+    },
     LayerCache: {"stack", "layer", "layers", "session", "parts"},
     Tail: {"shared", "scored"},
     Pages: {"pool", "page", "joint", "representation", "selection", "shared", "scored"},

@@ -92,4 +92,3 @@ class QuantSpec(Representation):
             rest = (x.float() - dequantise(upper, 4)) / step.clamp_min(torch.finfo(torch.float32).tiny)
             found[f"{side}_low"] = pack((rest.round().clamp(-8, 7) + 8).to(torch.uint8), 4)
         return found
-
