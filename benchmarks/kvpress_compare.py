@@ -1,45 +1,51 @@
 """Side by side with kvpress 0.5.5: the same model, prompts, share removed and options; scores, times and bytes.
 
-    python -P benchmarks/kvpress_compare.py MODEL OUT [--length 1024] [--samples 20] [--tasks niah_single_1,...]
+    python3 -m venv PEER && PEER/bin/pip install torch==2.13.0 transformers==5.2.0 kvpress==0.5.5
+    OMP_NUM_THREADS=1 python -P benchmarks/kvpress_compare.py PEER/bin/python [--contexts 5] [--lengths 2048,4096]
 
-Needs an environment with both: `pip install kvengine` and then `pip install --no-deps kvpress==0.5.5` with
-accelerate, datasets, cachetools, requests and fire. kvpress asks for transformers below 5.3; on newer ones it misses
-an argument that attention modules are no longer given, and `with_positions` gives it back.
+kvpress asks for transformers below 5.3, so it lives in an environment of its own; this script starts itself there as a
+worker, and the two sides take turns, cell by cell, each on one core. A context is read and compressed before its
+questions are known; then each of four questions is read and answered greedily from a copy of the cache.
+Scores are RULER's (the value is in the answer), over all questions; the difference is paired by question, with a 95 %
+bootstrap interval over contexts. Times are CPU seconds of the process that works: of reading and compressing the context,
+and per token of decoding right after it (median of 24); the fastest of the contexts counts, as other work on the
+machine only ever adds. A token's time depends on the version of transformers too: the third figure is that of this
+environment's transformers with its own cache of as many tokens. Bytes are those of the cache after the context was
+compressed: for kvpress keys and values, for kvengine everything it holds; and again after the decoded tokens.
 
-Each prompt is read twice: the context alone, compressed before its question is known ("agnostic"), and with it
-("aware"). Questions and answers are then read token by token by both sides. Times are CPU seconds of this process: of
-reading and compressing the prompt, and per decoded token; the fastest of the samples counts. Bytes are those of the
-cache after the prompt: for kvpress keys and values, for kvengine everything it holds, positions, scores and slots for
-tokens to come included.
+kvpress judges the prompt only, so `decode=False` has StreamingLLM, TOVA and H2O do the same here; it has no H2O, its
+ObservedAttentionPress (mean attention received, no recent window) is the nearest, and needs eager attention. Its AdaKV
+masks what it drops and keeps the bytes.
 
-Not the same on both sides: TOVA, H2O and StreamingLLM go on judging while decoding here, and only at the prompt there;
-kvpress has no H2O, its ObservedAttentionPress (the mean attention received, no recent window) is the nearest.
-Writes OUT/kvpress.json (a row per method, share, mode, task and sample) and OUT/kvpress.md.
+Writes benchmarks/results/kvpress.json, and every cell to RUN/kvpress.jsonl as it is done; run again, it goes on there.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import copy
 import json
+import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-import kvengine
-from kvengine.evals.prompt import Prompter
-from kvengine.evals.tasks import Plan, choose
-
-TASKS = "niah_single_1,niah_single_2,niah_multikey_1"
+TASKS = "quiz_multikey_1,quiz_multikey_2"
 REMOVED = (0.5, 0.75, 0.875)
-NEW = 24  # tokens generated
+STEPS = 24  # decoded tokens that are timed
+ANSWER = 10  # tokens of an answer
+
+Job = dict[str, Any]
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,10 @@ def snap(kvpress: Any, removed: float) -> Any:
 
 
 METHODS: dict[str, Method] = {
+    "none": Method(lambda p, r: None, lambda n, s: "full"),
     "StreamingLLM": Method(
-        lambda p, r: p.StreamingLLMPress(r, n_sink=4), lambda n, s: f"streaming(sinks=4, recent={max(1, n - 4)})"
+        lambda p, r: p.StreamingLLMPress(r, n_sink=4),
+        lambda n, s: f"streaming(sinks=4, recent={max(1, int(n * s) - 4)}, decode=False)",
     ),
     "SnapKV": Method(snap, lambda n, s: f"snapkv(budget={s}, window=32, kernel=5)"),
     "PyramidKV": Method(
@@ -68,179 +76,288 @@ METHODS: dict[str, Method] = {
         lambda p, r: p.AdaKVPress(snap(p, r), alpha_safeguard=0.2),
         lambda n, s: f"adakv(budget={s}, window=32, kernel=5, pool='avg')",
     ),
-    "TOVA": Method(lambda p, r: p.TOVAPress(r), lambda n, s: f"tova(budget={s}, recent=1)"),
+    "TOVA": Method(lambda p, r: p.TOVAPress(r), lambda n, s: f"tova(budget={s}, recent=1, decode=False)"),
     "KeyDiff": Method(lambda p, r: p.KeyDiffPress(r), lambda n, s: f"keydiff(budget={s})"),
     "ExpectedAttention": Method(
         lambda p, r: p.ExpectedAttentionPress(r), lambda n, s: f"expected_attention(budget={s})"
     ),
-    "H2O": Method(lambda p, r: p.ObservedAttentionPress(r), lambda n, s: f"h2o(budget={s})", "eager"),
-    "none": Method(lambda p, r: None, lambda n, s: "full"),
+    "H2O": Method(lambda p, r: p.ObservedAttentionPress(r), lambda n, s: f"h2o(budget={s}, decode=False)", "eager"),
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """One answer. Seconds of CPU time; bytes and mean tokens per head of the cache after the prompt."""
-
-    side: str
-    method: str
-    removed: float
-    mode: str
-    task: str
-    sample: int
-    score: float
-    prompt_tokens: int
-    compress: float
-    decode: float
-    bytes: int
-    held: float
+# Both sides
 
 
-@contextlib.contextmanager
-def with_positions(model: Any) -> Iterator[None]:
-    """Give attention modules the `cache_position` that kvpress's hooks read."""
+@dataclass
+class Side:
+    """How one library makes a cache, compresses a prompt into it, and counts it."""
 
-    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        past, n = kwargs["past_key_values"].get_seq_length(module.layer_idx), kwargs["hidden_states"].shape[1]
-        kwargs["cache_position"] = torch.arange(past, past + n)
-        return args, kwargs
+    model: Callable[[Method], Any]
+    around: Callable[[Any, Method, float, int], Any]  # context of reading the prompt
+    cache: Callable[[Any], Any]
+    size: Callable[[Any], tuple[int, float]]  # bytes, and tokens per head
+    follow: Callable[[Any], None]
+    apart: Callable[[Any], bool]  # whether a question must be read token by token
 
-    hooks = [layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True) for layer in model.model.layers]
-    try:
-        yield
-    finally:
-        for one in hooks:
-            one.remove()
-
-
-@torch.inference_mode()
-def answer(model: Any, cache: Any, prompt: list[int], more: list[int], around: Any) -> tuple[list[int], float, float]:
-    """New tokens, and CPU seconds of the prompt and per decoded token."""
-    step = lambda ids, at: model(  # noqa: E731
-        input_ids=torch.tensor([ids]),
-        position_ids=torch.arange(at, at + len(ids))[None],
-        past_key_values=cache,
-        logits_to_keep=1,
-    ).logits[0, -1]
-    start = time.process_time()
-    with around:
-        logits = step(prompt, 0)
-    compress = time.process_time() - start
-    at = len(prompt)
-    for token in more:
-        logits = step([token], at)
-        at += 1
-    new = [int(logits.argmax())]
-    start = time.process_time()
-    for _ in range(NEW - 1):
-        new.append(int(step([new[-1]], at).argmax()))
-        at += 1
-    return new, compress, (time.process_time() - start) / (NEW - 1)
+    @torch.inference_mode()
+    def work(self, job: Job) -> Row:
+        method, prompt = METHODS[job["method"]], job["prompt"]
+        model = self.model(method)
+        with self.around(model, method, job["removed"], len(prompt)):
+            cache = self.cache(model)
+            start = time.process_time()
+            logits = step(model, cache, prompt, 0)
+            compress = time.process_time() - start
+        self.follow(cache)
+        row = {"compress": compress, "bytes": self.size(cache)[0], "held": self.size(cache)[1]}
+        asked = [[[i] for i in ids] if self.apart(cache) else [ids] for ids in job["asked"]]
+        answers = [answer(model, branch(model, cache), parts, len(prompt), job["stop"]) for parts in asked]
+        decode = decoded(model, cache, logits, len(prompt))
+        return {**row, "decode": decode, "after": self.size(cache)[0], "answers": answers}
 
 
-def theirs(kvpress: Any, model: Any, method: Method, removed: float, prompt: list[int], more: list[int]) -> Any:
-    press, cache = method.press(kvpress, removed), DynamicCache()
-    sizes: list[tuple[int, float]] = []
-    with contextlib.ExitStack() as stack:
-        around = contextlib.ExitStack()
-        if press is not None:
-            stack.enter_context(with_positions(model))
-            around.enter_context(press(model))
-        around.callback(lambda: sizes.append(stock_size(cache)))
-        found = answer(model, cache, prompt, more, around)
-    return *found, *sizes[0]
+def decoded(model: Any, cache: Any, logits: torch.Tensor, at: int) -> float:
+    """Seconds per token of going on from here, in the middle of `STEPS`."""
+    times = []
+    for i in range(STEPS):
+        start = time.process_time()
+        logits = step(model, cache, [int(logits.argmax())], at + i)
+        times.append(time.process_time() - start)
+    return statistics.median(times)
 
 
-def stock_size(cache: Any) -> tuple[int, float]:
-    held = [layer.keys.shape[2] for layer in cache.layers]
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers), statistics.fmean(held)
+def step(model: Any, cache: Any, ids: list[int], at: int) -> torch.Tensor:
+    positions = torch.arange(at, at + len(ids))[None]
+    out = model(input_ids=torch.tensor([ids]), position_ids=positions, past_key_values=cache, logits_to_keep=1)
+    last: torch.Tensor = out.logits[0, -1]
+    return last
 
 
-def ours(model: Any, method: Method, removed: float, prompt: list[int], more: list[int]) -> Any:
-    kept = 1 - removed
-    sizes: list[tuple[int, float]] = []
-    with kvengine.patched(model, method.policy(int(len(prompt) * kept), kept)):
-        cache = kvengine.EngineCache(model)
-        around = contextlib.ExitStack()
-        around.callback(lambda: sizes.append((cache.stats().bytes_held, float(cache.stats().held.float().mean()))))
-        found = answer(model, cache, prompt, more, around)
-    return *found, *sizes[0]
+def branch(model: Any, cache: Any) -> Any:
+    """A copy of the cache that knows the same configuration object."""
+    return copy.deepcopy(cache, {id(model.config): model.config})
 
 
-def rows(kvpress: Any, models: dict[str, Any], tokenizer: Any, arguments: argparse.Namespace) -> Iterator[Row]:
-    prompter = Prompter(tokenizer)
-    for task in choose("ruler", arguments.tasks):
-        plan = Plan(length=arguments.length, count=arguments.samples, seed=42, measure=prompter.measure)
-        for index, sample in enumerate(task.samples(plan)):
-            (turn,) = sample.turns
-            asked = {
-                "agnostic": (prompter.context(sample), prompter.asked(turn)),
-                "aware": (prompter.whole(sample), list[int]()),
-            }
-            for (name, method), removed, (mode, (prompt, more)) in cases(asked):
-                both = {
-                    "kvpress": partial(theirs, kvpress, models[method.attention], method, removed, prompt, more),
-                    "kvengine": partial(ours, models["engine"], method, removed, prompt, more),
-                }
-                for side, run in both.items():
-                    new, compress, decode, size, held = run()
-                    score = task.score(turn, prompter.text(new))[task.metric]
-                    whole = len(prompt)
-                    yield Row(side, name, removed, mode, task.name, index, score, whole, compress, decode, size, held)
+def answer(model: Any, cache: Any, parts: list[list[int]], at: int, stop: list[int]) -> list[int]:
+    """Read a question in these parts and answer it."""
+    new: list[int] = []
+    while len(new) < ANSWER and (not new or new[-1] not in stop):
+        for ids in [new[-1:]] if new else parts:
+            logits = step(model, cache, ids, at)
+            at += len(ids)
+        new.append(int(logits.argmax()))
+    return new
 
 
-def cases(asked: dict[str, Any]) -> Iterator[tuple[tuple[str, Method], float, tuple[str, Any]]]:
-    for one in METHODS.items():
-        for removed in REMOVED if one[0] != "none" else (0.0,):
-            for mode in asked.items():
-                yield one, removed, mode
+def load(path: str, attention: str = "sdpa") -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
 
 
-def table(found: list[Row]) -> str:
-    """Means over samples; times are the fastest."""
-    names = ("mode", "method", "removed", "score: kvpress", "kvengine", "difference")
-    names += ("read and compress, s", "decode, ms", "KiB", "tokens per head")
-    lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
-    for key in dict.fromkeys((row.mode, row.method, row.removed) for row in sorted(found, key=lambda r: r.mode)):
-        some = [row for row in found if (row.mode, row.method, row.removed) == key]
-        sides = [[row for row in some if row.side == side] for side in ("kvpress", "kvengine")]
-        gap = [b.score - a.score for a, b in zip(*sides, strict=True)]
-        error = 1.96 * statistics.stdev(gap) / len(gap) ** 0.5 if len(gap) > 1 else float("nan")
-        pair = lambda f, sides=sides: " / ".join(f(side) for side in sides)  # noqa: E731
-        cells = [
-            *(key[0], key[1], f"{key[2]:g}"),
-            *(f"{statistics.fmean(row.score for row in side):.3f}" for side in sides),
-            f"{statistics.fmean(gap):+.3f} ± {error:.3f}",
-            pair(lambda side: f"{min(row.compress for row in side):.3f}"),
-            pair(lambda side: f"{1e3 * min(row.decode for row in side):.2f}"),
-            pair(lambda side: f"{statistics.fmean(row.bytes for row in side) / 1024:.0f}"),
-            pair(lambda side: f"{statistics.fmean(row.held for row in side):.0f}"),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+# Theirs: a worker in the other environment, one JSON line per job
+
+
+def theirs(path: str) -> Side:
+    import contextlib
+
+    import kvpress
+
+    models = {how: load(path, how) for how in ("sdpa", "eager")}
+
+    def around(model: Any, method: Method, removed: float, n: int) -> Any:
+        press = method.press(kvpress, removed)
+        return contextlib.nullcontext() if press is None else press(model)
+
+    def size(cache: Any) -> tuple[int, float]:
+        held = [layer.keys.shape[2] for layer in cache.layers]
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers), statistics.fmean(held)
+
+    def uneven(cache: Any) -> bool:
+        """transformers makes one mask for all layers, but PyramidKV's hold different numbers of tokens."""
+        return len({layer.keys.shape[2] for layer in cache.layers}) > 1
+
+    return Side(lambda m: models[m.attention], around, lambda model: DynamicCache(), size, lambda cache: None, uneven)
+
+
+def worker(path: str) -> None:
+    side, out = theirs(path), sys.stdout
+    sys.stdout = sys.stderr  # what libraries print must not get between the answers
+    out.write(json.dumps({"transformers": transformers.__version__, "torch": torch.__version__}) + "\n")
+    for line in sys.stdin:
+        out.flush()
+        out.write(json.dumps(side.work(json.loads(line))) + "\n")
+        out.flush()
+
+
+class Peer:
+    """The worker, from this side."""
+
+    def __init__(self, python: str, path: str) -> None:
+        command = [python, "-P", str(Path(__file__).resolve()), python, "--worker", path]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def work(self, job: Job) -> Row:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        while True:
+            found: Row = json.loads(self.process.stdout.readline() or "null")
+            if found is None:
+                raise SystemExit("the kvpress worker ended; see its error above")
+            if "answers" in found:
+                return found
+
+
+# Ours
+
+
+def ours(path: str) -> Side:
+    import kvengine
+
+    model = load(path)
+
+    def around(model: Any, method: Method, removed: float, n: int) -> Any:
+        return kvengine.patched(model, method.policy(n, 1 - removed))
+
+    def size(cache: Any) -> tuple[int, float]:
+        stats = cache.stats()
+        return stats.bytes_held, float(stats.held.float().mean())
+
+    kvengine.patch(model)  # a cache goes on under the policy that it was made with
+    follow = lambda cache: cache.follow_up()  # noqa: E731
+    return Side(lambda m: model, around, kvengine.EngineCache, size, follow, lambda cache: False)
+
+
+class Stock:
+    """This environment's transformers with its own cache of as many tokens: what a version of transformers costs."""
+
+    def __init__(self, path: str) -> None:
+        self.model, self.prompt = load(path), list[int]()
+
+    @torch.inference_mode()
+    def decode(self, prompt: list[int], held: float) -> float:
+        if prompt is not self.prompt:
+            self.prompt, self.whole = prompt, DynamicCache(config=self.model.config)
+            self.logits = step(self.model, self.whole, prompt, 0)
+        cache = branch(self.model, self.whole)
+        for layer in cache.layers:
+            layer.keys, layer.values = (x[:, :, : int(held)].contiguous() for x in (layer.keys, layer.values))
+        return decoded(self.model, cache, self.logits, len(prompt))
+
+
+# The comparison
+
+
+def jobs(given: argparse.Namespace, path: str) -> Iterator[tuple[str, Job, Any, Any]]:
+    from kvengine.evals.prompt import Prompter
+    from kvengine.evals.tasks import Plan, choose
+
+    prompter = Prompter(AutoTokenizer.from_pretrained(path))
+    stop = [i for i in (prompter.tokenizer.eos_token_id, *prompter.ids(".\n")) if i is not None]
+    tasks, lengths = choose("quiz", given.tasks), [int(n) for n in given.lengths.split(",")]
+    drawn = {
+        (task.name, n): list(task.samples(Plan(length=n, count=given.contexts, seed=42, measure=prompter.measure)))
+        for task in tasks
+        for n in lengths
+    }
+    for index in range(given.contexts):
+        for length in lengths:
+            task = tasks[index % len(tasks)]
+            sample = drawn[task.name, length][index]
+            asked = [prompter.asked(turn) for turn in sample.turns]
+            job = {"prompt": prompter.context(sample), "asked": asked, "stop": stop}
+            score = lambda new, i, t=task, s=sample: t.score(s.turns[i], prompter.text(new))[t.metric]  # noqa: E731
+            for name in METHODS:
+                for removed in REMOVED if name != "none" else (0.0,):
+                    key = f"{task.name}/{length}/{index}/{name}/{removed}"
+                    yield key, {**job, "method": name, "removed": removed, "length": length}, score, index
+
+
+def run(given: argparse.Namespace, path: str, journal: Path) -> list[Row]:
+    done = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+    held = {row["key"] for row in done}
+    sides, stock = {"kvpress": Peer(given.peer, path), "kvengine": ours(path)}, Stock(path)
+    for key, job, score, index in jobs(given, path):
+        if key in held:
+            continue
+        about = {"key": key, **{name: job[name] for name in ("method", "removed", "length")}, "context": index}
+        for name, side in sides.items() if index % 2 else reversed(sides.items()):
+            found = side.work(job)
+            about[name] = {**found, "scores": [score(new, i) for i, new in enumerate(found.pop("answers"))]}
+        about["stock"] = {"decode": stock.decode(job["prompt"], about["kvengine"]["held"])}
+        done.append(about)
+        with journal.open("a") as file:
+            file.write(json.dumps(about) + "\n")
+        print(key, *(f"{name} {statistics.fmean(about[name]['scores']):.2f}" for name in sides), flush=True)
+    return done
+
+
+def summary(rows: list[Row]) -> list[Row]:
+    """One row per length, method and share removed."""
+    from kvengine.evals.statistics import paired
+
+    places = dict.fromkeys((row["length"], row["method"], row["removed"]) for row in rows)
+    made = []
+    for length, method, removed in sorted(places, key=lambda p: (p[0], list(METHODS).index(p[1]), p[2])):
+        some = [row for row in rows if (row["length"], row["method"], row["removed"]) == (length, method, removed)]
+        pair = [{(row["key"], i): s for row in some for i, s in enumerate(row[side]["scores"])} for side in SIDES]
+        gap = paired(pair[1], pair[0])
+        assert gap is not None
+        best = lambda side, name, some=some: min(row[side][name] for row in some)  # noqa: E731
+        mean = lambda side, name, some=some: statistics.fmean(row[side][name] for row in some)  # noqa: E731
+        both = lambda how, name, form, scale=1.0: " / ".join(f"{how(s, name) * scale:{form}}" for s in SIDES)  # noqa: E731
+        made.append({
+            "length": length, "method": method, "removed": removed, "questions": gap.n, "contexts": gap.clusters,
+            "scores": " / ".join(f"{100 * statistics.fmean(one.values()):.0f}" for one in pair),
+            "gap": f"{100 * gap.mean:+.0f} ({100 * gap.low:+.0f} … {100 * gap.high:+.0f})",
+            "compress": both(best, "compress", ".3f"),
+            "decode": f"{both(best, 'decode', '.2f', 1e3)} / {1e3 * best('stock', 'decode'):.2f}",
+            "kib": both(mean, "bytes", ".0f", 1 / 1024), "after": both(mean, "after", ".0f", 1 / 1024),
+            "held": both(mean, "held", ".0f"),
+            **{f"{side}_{name}": how(side, name) for side in SIDES
+               for how, name in ((best, "compress"), (best, "decode"), (mean, "bytes"), (mean, "after"), (mean, "held"))},
+            **{f"{side}_score": statistics.fmean(one.values()) for side, one in zip(SIDES, pair, strict=True)},
+            "stock_decode": best("stock", "decode"), "gap_low": gap.low, "gap_high": gap.high,
+        })  # fmt: skip
+    return made
+
+
+SIDES = ("kvpress", "kvengine")
+COLUMNS = {
+    "context": "length", "method": "method", "removed": "removed:g", "right (%): kvpress / kvengine": "scores",
+    "difference (95 %)": "gap", "read and compress (s)": "compress", "decode (ms), and stock's with as many": "decode", "held (KiB)": "kib",
+    f"after {STEPS} tokens (KiB)": "after", "tokens per head": "held",
+}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("peer", help="Python of an environment with kvpress")
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--contexts", type=int, default=5)
+    parser.add_argument("--lengths", default="2048,4096")
     parser.add_argument("--tasks", default=TASKS)
-    arguments = parser.parse_args()
-    import kvpress
+    parser.add_argument("--run", type=Path, default=Path("runs/kvpress"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kvpress.json"))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.worker:
+        return worker(given.worker)
+    from kvengine.evals import bundled_model
 
-    load = lambda how: AutoModelForCausalLM.from_pretrained(  # noqa: E731
-        arguments.model, dtype=torch.float32, attn_implementation=how
-    ).eval()
-    models = {"sdpa": load("sdpa"), "eager": load("eager"), "engine": load("sdpa")}
-    found = []
-    for row in rows(kvpress, models, AutoTokenizer.from_pretrained(arguments.model), arguments):
-        found.append(row)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "kvpress.json").write_text(json.dumps([asdict(one) for one in found], indent=0))
-    (arguments.out / "kvpress.md").write_text(table(found))
-    print(table(found))
+    path = bundled_model() if given.model == "bundled" else given.model
+    given.run.mkdir(parents=True, exist_ok=True)
+    rows = summary(run(given, path, given.run / "kvpress.jsonl"))
+    result = {
+        "command": f"python -P benchmarks/kvpress_compare.py PEER/bin/python --contexts {given.contexts} --lengths "
+        f"{given.lengths}",
+        "machine": f"the {given.model} model in float32, {rows[0]['contexts']} contexts per length with "
+        f"{rows[0]['questions']} questions, seed 42; one core; pairs are kvpress 0.5.5 on transformers 5.2.0 / kvengine "
+        f"on transformers {transformers.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "columns": COLUMNS,
+        "rows": rows,
+    }
+    given.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

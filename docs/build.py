@@ -4,7 +4,8 @@ Between `<!-- table:NAME -->` and `<!-- /table -->` in any Markdown file stands 
 
     {"command": "kvengine eval ruler ...", "machine": "2 CPU cores, ...",
      "columns": {"Policy": "stack", "Accuracy": "score:.1f"},
-     "rows": [{"stack": "full", "score": 98.25}, ...]}
+     "rows": [{"stack": "full", "score": 98.25}, ...],
+     "pictures": {"Score against bytes": "file beside it, for pages in docs/"}}
 
 A column maps its heading to a key of the rows, with a format after a colon where one is wanted. docs/policies.md comes
 from the policies themselves. A test fails when a file and its sources disagree, so no figure is typed by hand.
@@ -60,7 +61,9 @@ def table(name: str) -> str:
     if not source.exists():
         return UNMEASURED
     result = json.loads(source.read_text())
-    return f"{markdown_table(result['columns'], result['rows'])}\n`{result['command']}` on {result['machine']}.\n"
+    drawn = result.get("pictures", {}).items()
+    pictures = "".join(f"![{what}](../benchmarks/results/{file})\n\n" for what, file in drawn)
+    return f"{pictures}{markdown_table(result['columns'], result['rows'])}\n`{result['command']}` on {result['machine']}.\n"
 
 
 def fill(text: str) -> str:

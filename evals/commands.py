@@ -46,6 +46,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="print the matrix and st
 
 SUITES = {
     "ruler": "RULER: needles, variable tracking, counting, question answering.",
+    "quiz": "RULER's needles, several questions about one context.",
     "scbench": "SCBench: several questions about one context, one after the other or each on its own.",
     "niah": "One needle at every depth and length: the heat map.",
     "ppl": "Perplexity of a continuation after the prompt was compressed.",

@@ -6,11 +6,13 @@
 * "kivi" (arXiv 2402.02750): keys grouped per channel over runs of `g` tokens, values per token over runs of `h`
   channels: `k_code` uint8 [P, page, D * bits / 8], `k_scale`, `k_zero` [P, page / g, D]; `v_code` uint8
   [P, page, Dv * bits / 8], `v_scale`, `v_zero` [P, page, Dv / h]. Keys and values may differ in bits (1, 2, 4, 8).
-* "zipcache" (arXiv 2405.14256): the first slots of each page are salient and have more bits. `k_high` uint8
-  [P, n, D * bits / 8], `k_low` [P, page - n, ...]; `k_scale`, `k_zero` [P, 2, D], per channel for the salient and the
-  other tokens of the page; `v_high`, `v_low` alike; `v_scale`, `v_zero` [P, page, 1] per token, over values divided by
-  `v_channel` [P, Dv] (the square root of each channel's largest magnitude in the page). As a token carries its
-  position, a page may order its tokens by salience, which spares a mask.
+* "quantspec" (arXiv 2502.10424): "kivi" with 4 bits, and `k_low`, `v_low` uint8 [P, page, D / 2], nibbles that refine
+  it: a value is `zero + (code + (low - 8) / 16) * scale`. Without them it reads as "kivi". No Triton kernel yet.
+* "zipcache" (arXiv 2405.14256): `n` tokens of each page are salient and have more bits; `mask` uint8 [P, page / 8] has
+  a bit for each slot, set for those. `k_high` uint8 [P, n, D * bits / 8] holds their codes, `k_low` [P, page - n, ...]
+  the others', each in the order of their slots; `k_scale`, `k_zero` [P, 2, D], per channel for the salient and the
+  other tokens of the page; `v_high`, `v_low` alike; `v_scale`, `v_zero` [P, page, 1] per slot, over values divided by
+  `v_channel` [P, Dv] (the square root of each channel's largest magnitude in the page).
 
 Scales and zeros are float16, bfloat16 or float32. Codes are packed as in `kvengine.kernels.quantise`.
 """
@@ -18,19 +20,24 @@ Scales and zeros are float16, bfloat16 or float32. Codes are packed as in `kveng
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import KernelError, unknown
-from kvengine.kernels.quantise import Quantised, dequantise, quantise
+from kvengine.kernels.quantise import Quantised, dequantise, pack, quantise, unpack
 
 FIELDS = {
     "dense": ("k", "v"),
     "kivi": ("k_code", "k_scale", "k_zero", "v_code", "v_scale", "v_zero"),
-    "zipcache": ("k_high", "k_low", "k_scale", "k_zero", "v_high", "v_low", "v_scale", "v_zero", "v_channel"),
+    "quantspec": ("k_code", "k_scale", "k_zero", "k_low", "v_code", "v_scale", "v_zero", "v_low"),
+    "zipcache": ("mask", "k_high", "k_low", "k_scale", "k_zero", "v_high", "v_low", "v_scale", "v_zero", "v_channel"),
 }
+
+HOST_ONLY = ("quantspec",)
+"""Codecs that the Triton kernel does not read."""
 
 Fields = Mapping[str, Tensor]
 
@@ -67,44 +74,57 @@ def encode_zipcache(
     k: Float[Tensor, "pages page dim"],
     v: Float[Tensor, "pages page dim_v"],
     bits: tuple[int, int],
-    salient: int,
+    salient: Bool[Tensor, "pages page"],
     *,
-    alive: Bool[Tensor, "pages page"] | None = None,
     scale_dtype: torch.dtype = torch.float16,
 ) -> dict[str, Tensor]:
-    """The "zipcache" fields of whole pages, whose first `salient` slots hold the salient tokens.
+    """The "zipcache" fields of whole pages. `bits`: (salient, others). `salient`: as many in every page.
 
-    `bits`: (salient, others). Differs from the paper in that ranges are taken per page, so a page never has to be
-    quantised again when others arrive.
+    Differs from the paper in that ranges are taken per page, so a page never has to be quantised again when others
+    arrive. Raises KernelError if the counts differ, or a page does not fill whole bytes of the mask.
     """
-    page = k.shape[1]
-    if not 0 < salient < page:
-        raise KernelError(f"a mixed page needs tokens of both kinds; got salient={salient} of {page} slots")
-    live = torch.ones_like(k[..., 0], dtype=torch.bool) if alive is None else alive
-    largest = v.to(torch.float32).abs().masked_fill(~live[..., None], 0).amax(1)
+    count = salient.sum(1)
+    if k.shape[1] % 8 or not bool((count == count[:1]).all()):
+        raise KernelError(
+            f"a mixed page needs a multiple of 8 slots and as many salient tokens as every other; got {k.shape[1]} slots "
+            f"and counts {sorted(set(count.tolist()))}"
+        )
+    largest = v.to(torch.float32).abs().amax(1)
     channel = torch.where(largest > 0, largest.sqrt(), 1).to(scale_dtype)
     even = v.to(torch.float32) / channel[:, None].to(torch.float32)
-    parts = []
-    for part, width in ((slice(0, salient), bits[0]), (slice(salient, page), bits[1])):
-        seen = live[:, part]
-        parts.append(
-            (
-                quantise(k[:, part], width, k[:, part].shape[1], "tokens", alive=seen, scale_dtype=scale_dtype),
-                quantise(even[:, part], width, v.shape[-1], "channels", alive=seen, scale_dtype=scale_dtype),
-            )
-        )
-    (k_high, v_high), (k_low, v_low) = parts
-    return {
-        "k_high": k_high.code,
-        "k_low": k_low.code,
-        "k_scale": torch.cat([k_high.scale, k_low.scale], 1),
-        "k_zero": torch.cat([k_high.zero, k_low.zero], 1),
-        "v_high": v_high.code,
-        "v_low": v_low.code,
-        "v_scale": torch.cat([v_high.scale, v_low.scale], 1),
-        "v_zero": torch.cat([v_high.zero, v_low.zero], 1),
-        "v_channel": channel,
-    }
+    keys, values = [], []
+    for at, width in zip(places(salient), bits, strict=True):
+        keys.append(_quantised(rows(k, at), width, "tokens", scale_dtype))
+        values.append(_quantised(rows(even, at), width, "channels", scale_dtype))
+    back = torch.cat(places(salient), 1).argsort(1)
+    fields = {"mask": pack(salient.to(torch.uint8), 1), "v_channel": channel}
+    for name, i in (("scale", 1), ("zero", 2)):
+        fields[f"k_{name}"] = torch.cat([part[i] for part in keys], 1)
+        fields[f"v_{name}"] = rows(torch.cat([part[i] for part in values], 1), back)
+    for side, parts in (("k", keys), ("v", values)):
+        fields |= {f"{side}_high": parts[0].code, f"{side}_low": parts[1].code}
+    return fields
+
+
+def _quantised(
+    x: Float[Tensor, "pages n dim"], bits: int, over: Literal["tokens", "channels"], scale_dtype: torch.dtype
+) -> Quantised:
+    """Codes with one range along an axis; of no tokens, no codes."""
+    pages, n, dim = x.shape
+    if n:
+        return quantise(x, bits, n if over == "tokens" else dim, over, scale_dtype=scale_dtype)
+    scale = x.new_zeros((pages, 1, dim) if over == "tokens" else (pages, 0, 1), dtype=scale_dtype)
+    return Quantised(x.new_zeros(pages, 0, dim * bits // 8, dtype=torch.uint8), scale, scale)
+
+
+def places(salient: Bool[Tensor, "pages page"]) -> tuple[Int[Tensor, "pages n"], Int[Tensor, "pages m"]]:
+    """The slots of each page's salient tokens, and those of the others; every page has as many."""
+    high, low = (chosen.nonzero()[:, 1].view(len(chosen), -1) for chosen in (salient, ~salient))
+    return high, low
+
+
+def rows(x: Float[Tensor, "pages page dim"], at: Int[Tensor, "pages n"]) -> Float[Tensor, "pages n dim"]:
+    return x.gather(1, at[..., None].expand(-1, -1, x.shape[2]))
 
 
 def decode(codec: str, fields: Fields, dim: int, dim_v: int) -> tuple[Tensor, Tensor]:
@@ -114,6 +134,8 @@ def decode(codec: str, fields: Fields, dim: int, dim_v: int) -> tuple[Tensor, Te
         return fields["k"], fields["v"]
     if codec == "kivi":
         return _plain(fields, "k", dim), _plain(fields, "v", dim_v)
+    if codec == "quantspec":
+        return _fine(fields, "k", dim), _fine(fields, "v", dim_v)
     keys, values = _mixed(fields, "k", dim), _mixed(fields, "v", dim_v)
     return keys, values * fields["v_channel"].to(torch.float32)[:, None]
 
@@ -135,17 +157,27 @@ def _plain(fields: Fields, side: str, dim: int) -> Tensor:
     return dequantise(Quantised(code, fields[f"{side}_scale"], fields[f"{side}_zero"]), width(code, dim))
 
 
+def _fine(fields: Fields, side: str, dim: int) -> Tensor:
+    upper = _plain(fields, side, dim)
+    return upper + (unpack(fields[f"{side}_low"], 4).float() - 8) * spread(fields[f"{side}_scale"], upper) / 16
+
+
+def spread(scale: Float[Tensor, "pages groups channels"], like: Float[Tensor, "pages page dim"]) -> Tensor:
+    """The scale of each number, in float32."""
+    tokens, channels = (size // parts for size, parts in zip(like.shape[1:], scale.shape[1:], strict=True))
+    return scale.float().repeat_interleave(tokens, 1).repeat_interleave(channels, 2)
+
+
 def _mixed(fields: Fields, side: str, dim: int) -> Tensor:
     high, low, scale, zero = (fields[f"{side}_{name}"] for name in ("high", "low", "scale", "zero"))
-    if side == "k":  # one scale per channel for each kind
-        cuts = (slice(0, 1), slice(1, 2))
-    else:  # one scale per token
-        cuts = (slice(0, high.shape[1]), slice(high.shape[1], None))
-    parts = [
-        dequantise(Quantised(code, scale[:, cut], zero[:, cut]), width(code, dim))
-        for code, cut in ((high, cuts[0]), (low, cuts[1]))
-    ]
-    return torch.cat(parts, 1)
+    at = places(unpack(fields["mask"], 1).bool())
+    parts = []
+    for i, code in enumerate((high, low)):
+        if not code.shape[1]:
+            continue
+        ranges = (x[:, i : i + 1] if side == "k" else rows(x, at[i]) for x in (scale, zero))
+        parts.append(dequantise(Quantised(code, *ranges), width(code, dim)))
+    return rows(torch.cat(parts, 1), torch.cat(at, 1).argsort(1))
 
 
 def width(code: Tensor, dim: int) -> int:

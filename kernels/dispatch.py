@@ -61,24 +61,25 @@ def interpreted() -> bool:
 def _best(inputs: tuple[Tensor, ...], native: bool) -> str:
     if inputs[0].is_cuda:
         return "reference" if _triton_refusal(inputs) else "triton"
-    return "reference" if _native_refusal(inputs, native) else "native"
+    return "reference" if native_refusal(inputs, native) else "native"
 
 
 def _checked(backend: str, inputs: tuple[Tensor, ...], native: bool) -> str:
     if backend not in BACKENDS:
         raise KernelError(unknown("backend", backend, BACKENDS))
-    refusal = {"native": _native_refusal(inputs, native), "triton": _triton_refusal(inputs)}.get(backend)
+    refusal = {"native": native_refusal(inputs, native), "triton": _triton_refusal(inputs)}.get(backend)
     if refusal:
         raise KernelError(f"backend={backend!r} cannot run here: {refusal}. Leave backend=None to take what can.")
     return backend
 
 
-def _native_refusal(inputs: tuple[Tensor, ...], native: bool) -> str | None:
-    if any(x.device.type != "cpu" for x in inputs):
+def native_refusal(inputs: tuple[Tensor, ...], native: bool) -> str | None:
+    """Why the C version cannot run on these; None if it can. `native`: whether it knows the shapes."""
+    if not all([x.is_cpu for x in inputs]):  # a list: half the time of a generator, and this runs at every token
         return "it reads CPU memory, and an input is on another device"
-    if not native or any(x.dtype not in NATIVE_DTYPES for x in inputs):
+    if not native or not all([x.dtype in NATIVE_DTYPES for x in inputs]):
         return "it does not know these shapes or dtypes"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    if torch.is_grad_enabled() and any([x.requires_grad for x in inputs]):
         return "it has no gradient"
     return library.load().reason
 

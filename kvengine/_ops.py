@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvengine.kernels.attention import attention
-from kvengine.kernels.dispatch import info
+from kvengine.kernels.dispatch import native_refusal
 from kvengine.kernels.state import State, rescaled
 from kvengine.session import Call
 
@@ -23,7 +23,7 @@ def whole(
     scale: float,
 ) -> Float[Tensor, "row group query dim_v"]:
     """Attention over everything there is, in the queries' dtype."""
-    if k.device.type == "cpu" and q.shape[2] == 1 and info()["native"] == "available" and not needs_gradient(q, k):
+    if q.shape[2] == 1 and not native_refusal((q, k), True):
         return attention(q, k, v, visible, scale).out.to(q.dtype)
     # the group folded into the query axis, so that keys and values are read once for all of it
     r, g, n, _ = q.shape
@@ -40,10 +40,6 @@ def causal(
     """A whole prompt's own attention, by the library's fused kernel."""
     keys, values = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
     return F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale)
-
-
-def needs_gradient(*inputs: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def received(parts: list[State], total: State) -> Float[Tensor, "row group token"]:

@@ -86,6 +86,8 @@ class LayerCache:
         if self.session.tree is not None:
             return self.branch(q, k, v, call, valid, self.session.tree)
         n = k.shape[2]
+        if n == 1 and valid is None and (out := self.quick(q, k, v, call)) is not None:
+            return out
         prompt = self.prompt_tokens(n)
         if not 0 < prompt < n:
             return self.enter(q, k, v, call, valid, stock) if prompt else self.take(q, k, v, call, valid, stock)
@@ -94,6 +96,18 @@ class LayerCache:
             tokens = q[:, :, part], k[:, :, part], v[:, :, part]
             parts.append(run(*tokens, call, None if valid is None else valid[:, part], None))
         return torch.cat(parts, 1)
+
+    def quick(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
+        """`take` for one decoded token where one lane holds all heads and its policy has nothing to do; else None."""
+        first, session = self.parts[0], self.session
+        lane, end = first.lane, session.prompt_end
+        if first.index is not None or not lane.plain or session.recording or (end is not None and self.seen < end):
+            return None
+        if call.softcap is not None or call.sinks is not None:
+            return None
+        out = lane.quick(q, k, v, call.scale)
+        self.seen += out is not None
+        return out
 
     def prompt_tokens(self, n: int) -> int:
         """How many of the next `n` tokens belong to a prompt."""

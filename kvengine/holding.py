@@ -21,7 +21,7 @@ from kvengine.pool import Pool
 from kvengine.saliency import Saliency
 from kvengine.session import Call, Session
 from kvengine.stack import Stack
-from kvengine.tail import Tail
+from kvengine.tail import GROWTH, Tail
 from kvengine.tokens import pack, take
 
 
@@ -56,7 +56,7 @@ class Holding:
         self.heads = heads  # rows of a sequence
         self.stack, self.retention = stack, retention.at(layer, layers)
         self.layer, self.layers, self.number, self.session = layer, layers, number, session
-        self.tail = Tail(k, v)
+        self.tail = Tail(k, v, self.retention.remembers or stack.representation.probes > 0)
         self.pages: Pages | None = None
         self.pool: Pool | None = None
         self.seen = self.since = 0  # tokens seen, and those before the current pass
@@ -92,7 +92,7 @@ class Holding:
 
     def show(self, queries: Tensor, mass: Tensor | None, call: Call, prompt: bool) -> Seen:
         tail = self.tail
-        position, score = tail.position[:, tail.span], tail.score[:, tail.span]
+        position, score = tail.position[:, tail.span], tail.scores(tail.span)
         if self.pages is not None:
             position = torch.cat([self.pages.position, position], 1)
             score = torch.cat([self.pages.score, score], 1)
@@ -136,7 +136,7 @@ class Holding:
 
     def slots(self, held: int) -> int:
         """How many slots to keep for that many tokens."""
-        return held + 64 if self.limit is None else min(self.limit + 1, held + 64)
+        return held if self.limit is None else min(self.limit + 1, held + GROWTH)
 
     def pack_pages(
         self, k: Tensor, v: Tensor, position: Tensor, score: Tensor, keep: Tensor | None, clean: bool
@@ -197,7 +197,8 @@ class Holding:
             if s.representation.joint and k is not None and position is not None:
                 joined = join(s.representation, rope, self.heads, k, position, self.seen)
             rows, device = len(self.first), self.first.device
-            self.pages = Pages(self.pool, rows, s.page, s.representation, s.selection, device, joined)
+            scored = self.retention.remembers
+            self.pages = Pages(self.pool, rows, s.page, s.representation, s.selection, device, joined, scored)
         return self.pages
 
     def judge(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
@@ -243,12 +244,13 @@ class Holding:
     def seal_rows(self, length: int, rows: Int[Tensor, "row"] | None) -> None:
         start = self.tail.end - length
         span = slice(start, start + self.stack.page)
-        held = (self.tail.k, self.tail.v, self.tail.position, self.tail.score)
+        tail = self.tail
+        held = (tail.k[:, span], tail.v[:, span], tail.position[:, span], tail.scores(span))
         if rows is None:
-            k, v, position, score = (x[:, span] for x in held)
+            k, v, position, score = held
             self.sealed().seal(k, v, position, score, self.tail.clean)
             return
-        k, v, position, score = (x[rows, span] for x in held)
+        k, v, position, score = (x[rows] for x in held)
         self.sealed().seal(k, v, position, score, False, rows)
         self.tail.own_small()
         self.tail.position[rows, span] = -1

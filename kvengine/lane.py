@@ -9,6 +9,7 @@ with it the result, is that of decoding. While `recording`, a state is remembere
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,6 +23,7 @@ from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.span_attention import band_spans, causal_spans, span_attention
 from kvengine.kernels.state import State
+from kvengine.kernels.step import quick, step
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.prefill import Prefill
@@ -186,6 +188,35 @@ class Lane(Holding):
             i += m
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
+    @cached_property
+    def plain(self) -> bool:
+        """Whether a decoded token is added to the tail and reads all of it, and that is all that happens."""
+        r = self.retention
+        turns = type(r).shift is not Retention.shift
+        return not (self.stack.paged or r.decodes or r.remembers or turns or self.stack.representation.probes)
+
+    def quick(
+        self,
+        q: Float[Tensor, "seq q_head 1 dim"],
+        k: Float[Tensor, "seq head 1 dim"],
+        v: Float[Tensor, "seq head 1 dim_v"],
+        scale: float,
+    ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
+        """`take` for one token of a lane that holds all heads and is `plain`, in one call; None if that cannot be."""
+        tail = self.tail
+        if self.marks or not quick(q, k, v, tail.k, tail.v):
+            return None
+        tail.reserve(1)
+        out = step(
+            q, k, v, tail.k, tail.v, tail.position,
+            start=tail.start, end=tail.end, at=self.seen, holes=not tail.clean, scale=scale,
+        )  # fmt: skip
+        tail.end += 1
+        self.since = self.seen
+        self.seen += 1
+        self.lengths = [(n + 1, rows) for n, rows in self.lengths]
+        return out
+
     def stride(self) -> int:
         """Tokens that may be taken together: up to the next one after which something changes."""
         selects = self.stack.selects and not self.session.dense
@@ -287,7 +318,7 @@ class Lane(Holding):
         if fields is not None:
             return paged_attention(
                 q, fields, pages.table, pages.position, page=pages.page, scale=call.scale, units=self.units,
-                unit=None if self.units is None else self.stack.selection.unit, codec=pages.representation.codec,
+                unit=None if self.units is None else self.stack.selection.unit, codec=pages.codec,
                 dim_v=self.tail.v.shape[-1], softcap=call.softcap, want_probs=mass,
             )  # fmt: skip
         if self.units is None:

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.joint import Joint
+from kvengine.kernels.codecs import HOST_ONLY
 from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.policies.representation import Representation
 from kvengine.policies.selection import Selection
@@ -38,7 +39,9 @@ class Pages(User):
         selection: Selection,
         device: torch.device,
         joint: Joint | None = None,
+        scored: bool = True,
     ):
+        """`scored`: whether somebody will read the scores of what is held; if not, they are not stored, and read as 0."""
         self.pool, self.page, self.joint = pool, page, joint
         self.representation, self.selection = representation, selection
         self.columns = 0  # of the longest row
@@ -51,6 +54,7 @@ class Pages(User):
         self._score = torch.empty(rows, 0, dtype=torch.float32, **new)  # type: ignore[call-overload]
         self._alive = torch.empty(rows, 0, dtype=torch.bool, **new)  # type: ignore[call-overload]
         self._summary: dict[str, Tensor] = {}
+        self.scored = scored
         self.clean = True  # every slot holds a token
         self.coarse = False  # read without what the representation calls fine
         self.bounds = Coarse()  # what a selection by bounds keeps to read less of them
@@ -80,7 +84,11 @@ class Pages(User):
 
     @property
     def score(self) -> Float[Tensor, "row token"]:
-        return self._score[:, : len(self)]
+        return (
+            self._score[:, : len(self)]
+            if self.scored
+            else self._score.new_zeros(()).expand(len(self.filled), len(self))
+        )
 
     @property
     def alive(self) -> Bool[Tensor, "row unit"]:
@@ -156,7 +164,8 @@ class Pages(User):
         self._table[at] = shape(ids.to(torch.int32))
         by_page = lambda x, n: x.unflatten(1, (-1, n))  # noqa: E731
         by_page(self._position, self.page)[at] = shape(position.to(torch.int32))
-        by_page(self._score, self.page)[at] = shape(score)
+        if self.scored:
+            by_page(self._score, self.page)[at] = shape(score)
         per = self.page // self.selection.unit
         there = (~dead).unflatten(1, (per, -1))
         by_page(self._alive, per)[at] = shape(there.any(2))
@@ -183,14 +192,16 @@ class Pages(User):
         columns = need + (need // 8 if self.columns else 1)
         self._table = wider(self._table, columns, -1)
         self._position = wider(self._position, columns * self.page, -1)
-        self._score = wider(self._score, columns * self.page, 0)
+        if self.scored:
+            self._score = wider(self._score, columns * self.page, 0)
         per = self.page // self.selection.unit
         self._alive = wider(self._alive, columns * per, False)
         self._summary = {name: wider(x, columns * per, 0) for name, x in self._summary.items()}
 
     def judge(self, score: Float[Tensor, "row token"], keep: Bool[Tensor, "row token"] | None) -> None:
         """Set scores, and drop what is not kept."""
-        self._score = wider(score, self._score.shape[1], 0)
+        if self.scored:
+            self._score = wider(score, self._score.shape[1], 0)
         if keep is not None:
             position = self.position.masked_fill(~keep, -1)
             alive = (position >= 0).unflatten(1, (-1, self.selection.unit)).any(2)
@@ -210,7 +221,8 @@ class Pages(User):
             per = self.page // self.selection.unit
             pick = lambda x, n: x.unflatten(1, (-1, n))[:, used].flatten(1, 2)  # noqa: E731
             self._table = self._table[:, used]
-            self._position, self._score = pick(self._position, self.page), pick(self._score, self.page)
+            self._position = pick(self._position, self.page)
+            self._score = pick(self._score, self.page) if self.scored else self._score
             self._alive = pick(self._alive, per)
             self._summary = {name: pick(x, per) for name, x in self._summary.items()}
             self.bounds.clear()
@@ -219,9 +231,14 @@ class Pages(User):
 
     def readable(self) -> dict[str, Tensor] | None:
         """The pool's fields, if a kernel can read them where they are."""
-        if not self.representation.codec or self.joint is not None:
+        if not self.codec or self.joint is not None or (self.codec in HOST_ONLY and self.filled.is_cuda):
             return None
         return self.pool.resident()
+
+    @property
+    def codec(self) -> str:
+        """The layout of what is to be read."""
+        return self.representation.read_as(self.coarse)
 
     def read(
         self, at: Int[Tensor, "page"]

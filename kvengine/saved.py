@@ -41,10 +41,23 @@ RAW = {str(d).removeprefix("torch."): d for d in (
     torch.float8_e5m2, *DTYPES.values(),
 )}  # fmt: skip
 OUTSIDE = {  # attributes that are made anew, or saved under their own heading
-    Lane: {"stack", "retention", "session", "layer", "layers", "number", "heads", "tail", "pages", "pool", "marks"},
+    Lane: {
+        "stack",
+        "retention",
+        "session",
+        "layer",
+        "layers",
+        "number",
+        "heads",
+        "tail",
+        "pages",
+        "pool",
+        "marks",
+        "plain",
+    },
     LayerCache: {"stack", "layer", "layers", "session", "parts"},
-    Tail: {"shared"},
-    Pages: {"pool", "page", "joint", "representation", "selection", "shared"},
+    Tail: {"shared", "scored"},
+    Pages: {"pool", "page", "joint", "representation", "selection", "shared", "scored"},
 }
 SESSION = ("prompt_end", "following", "dense")
 
@@ -160,7 +173,8 @@ class Writer:
 
     def lane(self, lane: Lane) -> dict[str, Any]:
         tail = lane.tail
-        k, v, position, score = tail.held()
+        k, v, position, _ = tail.held()
+        score = tail.score[:, tail.span]
         held = {"k": k, "v": v, "position": position, "score": score, "start": 0, "end": len(tail), "clean": tail.clean}
         return {
             "heads": lane.heads,
@@ -264,7 +278,7 @@ class Reader:
         lane.pool = Pool(stack.placement)
         at = lane.pool.put(saved) if saved and len(next(iter(saved.values()))) else None
         lane.pages = Pages(lane.pool, len(lane.first), stack.page, stack.representation, stack.selection, self.device,
-                           self.joint(lane, state["joint"]))  # fmt: skip
+                           self.joint(lane, state["joint"]), lane.retention.remembers)  # fmt: skip
         set_attributes(lane.pages, self.value(state["own"]))
         if at is not None:
             table = lane.pages._table

@@ -49,7 +49,7 @@ class Stack:
 
     def __post_init__(self) -> None:
         r, s = self.retention, self.selection
-        if r.counts and self.selects:
+        if r.at(0, 1).counts and self.selects:
             raise UnsupportedPolicy(
                 f"{name_of(r)!r} counts the attention that every held token receives, but {name_of(s)!r} reads only "
                 "some of them; use a retention that judges the prompt once (snapkv), or no selection"

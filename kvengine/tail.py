@@ -4,7 +4,7 @@
                (sealed)  |  tokens and holes  |   free
 
 `position` tells what a slot holds: the token's index in its sequence, or -1 for none (padding, dropped). Order means
-nothing. Slots outside [start, end) are never read.
+nothing. Slots outside [start, end) are never read. Scores are stored only if they are `scored`; else they read as 0.
 
 A tail is copied shallowly to remember a state (`copy.copy`). Appending writes only beyond `end`, where no remembered
 state looks; every other change replaces tensors instead of writing into them when `shared` is set.
@@ -16,17 +16,23 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-GROWTH = 64  # slots; capacity is a multiple
+GROWTH = 16  # slots: the least that a tail grows by, and the part of its length
 
 
 class Tail:
-    """Slots of all rows of a lane: k [row, slot, dim], v [row, slot, dim_v], position and score [row, slot]."""
+    """Slots of all rows of a lane: k [row, slot, dim], v [row, slot, dim_v], position and score [row, slot].
 
-    def __init__(self, k: Float[Tensor, "row token dim"], v: Float[Tensor, "row token dim_v"]) -> None:
+    `scored`: whether somebody will read the scores of what is held.
+    """
+
+    def __init__(
+        self, k: Float[Tensor, "row token dim"], v: Float[Tensor, "row token dim_v"], scored: bool = True
+    ) -> None:
         self.k, self.v = k[:, :0], v[:, :0]
         self.position = torch.empty(k.shape[0], 0, dtype=torch.int32, device=k.device)
         self.score = torch.empty(k.shape[0], 0, dtype=torch.float32, device=k.device)
         self.start = self.end = 0
+        self.scored = scored
         self.clean = True  # every slot in [start, end) holds a token
         self.shared = False  # a remembered state refers to these tensors
 
@@ -44,17 +50,28 @@ class Tail:
     def held(self) -> tuple[Tensor, Tensor, Int[Tensor, "row token"], Float[Tensor, "row token"]]:
         """Views of k, v, position and score over the used slots."""
         s = self.span
-        return self.k[:, s], self.v[:, s], self.position[:, s], self.score[:, s]
+        return self.k[:, s], self.v[:, s], self.position[:, s], self.scores(s)
+
+    def scores(self, span: slice) -> Float[Tensor, "row token"]:
+        if self.scored:
+            return self.score[:, span]
+        return self.score.new_zeros(()).expand(len(self.score), span.stop - span.start)
 
     def reserve(self, more: int) -> None:
-        """Room for `more` tokens: if there is none, move to the front of larger slots, an eighth more than asked."""
+        """Room for `more` tokens: if there is none, move to the front of larger slots, with some to spare.
+
+        The first tokens, a prompt as a rule, get the slots they need. Growing by a part of the length, a token is moved
+        `GROWTH` times at most, however long the text becomes.
+        """
         if self.end + more <= self.capacity:
             return
         need = len(self) + more
-        slots = -(-(need + need // 8) // GROWTH) * GROWTH
+        slots = need + max(GROWTH, need // GROWTH) if len(self) else need
         k, v, position, score = self.held()
         self.k, self.v = moved(k, slots), moved(v, slots)
-        self.position, self.score = moved(position, slots), moved(score, slots)
+        self.position = moved(position, slots)
+        if self.scored:
+            self.score = moved(score, slots)
         self.start, self.end, self.shared = 0, need - more, False
 
     def append(
@@ -69,7 +86,8 @@ class Tail:
         self.reserve(n)
         s = slice(self.end, self.end + n)
         self.k[:, s], self.v[:, s], self.position[:, s] = k, v, position
-        self.score[:, s] = 0
+        if self.scored:
+            self.score[:, s] = 0
         self.end += n
         self.clean &= full
 
@@ -82,7 +100,8 @@ class Tail:
         self.k.scatter_(1, at[..., None].expand(-1, -1, k.shape[-1]), k)
         self.v.scatter_(1, at[..., None].expand(-1, -1, v.shape[-1]), v)
         self.position.scatter_(1, at, position.to(self.position.dtype))
-        self.score.scatter_(1, at, 0.0)
+        if self.scored:
+            self.score.scatter_(1, at, 0.0)
 
     def own(self) -> None:
         """Before writing into used slots: part from tensors that a remembered state refers to."""
@@ -94,7 +113,8 @@ class Tail:
     def judge(self, score: Float[Tensor, "row token"], keep: Bool[Tensor, "row token"] | None) -> None:
         """Set the scores of the used slots, and empty those that are not kept."""
         self.own_small()
-        self.score[:, self.span] = score
+        if self.scored:
+            self.score[:, self.span] = score
         if keep is not None:
             self.position[:, self.span].masked_fill_(~keep, -1)
             self.clean = False
@@ -112,7 +132,9 @@ class Tail:
         """Hold these tokens instead, with room for `slots` in all."""
         slots = max(slots, k.shape[1])
         self.k, self.v = moved(k, slots), moved(v, slots)
-        self.position, self.score = moved(position.to(torch.int32), slots), moved(score.float(), slots)
+        self.position = moved(position.to(torch.int32), slots)
+        if self.scored:
+            self.score = moved(score.float(), slots)
         self.start, self.end, self.clean, self.shared = 0, k.shape[1], clean, False
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:

@@ -6,6 +6,7 @@ alone. A question counts if the greedy answer is right to the last token.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -93,13 +94,13 @@ def ranked(alpha: Alpha) -> list[list[float]]:
 
 
 def ask(model: Any, sample: Sample) -> Iterator[bool]:
-    """Each question about a context, from a fresh cache of it."""
-    device = next(model.parameters()).device
+    """Each question about a context, on a copy of its cache."""
+    device, cache = next(model.parameters()).device, EngineCache(model)
+    model(input_ids=sample.context[None].to(device), past_key_values=cache, logits_to_keep=1)
+    cache.follow_up()
     for question, answer in sample.turns:
-        cache = EngineCache(model)
-        model(input_ids=sample.context[None].to(device), past_key_values=cache, logits_to_keep=1)
-        cache.follow_up()
-        yield greedy(model, cache, question.to(device), len(answer)) == answer.tolist()
+        copied = copy.deepcopy(cache, {id(cache.config): cache.config})  # a cache knows its model by this very object
+        yield greedy(model, copied, question.to(device), len(answer)) == answer.tolist()
 
 
 def greedy(model: Any, cache: EngineCache, question: Int[Tensor, "token"], count: int) -> list[int]:

@@ -28,13 +28,15 @@ class Draft:
     answers: tuple[str, ...]
     provenance: str = "official"
     meta: Mapping[str, Any] | None = None
+    others: tuple[Draft, ...] = ()  # further questions about the same context
 
     def sample(self, id: str, new_tokens: int) -> Sample:
-        """The sample with a number and one turn."""
-        turn = Turn(question=self.question, answers=self.answers, max_new_tokens=new_tokens, prefix=self.prefix)
-        return Sample(
-            id=id, context=self.context, turns=(turn,), provenance=self.provenance, meta=dict(self.meta or {})
+        """The sample with a number and its turns."""
+        turns = tuple(
+            Turn(question=one.question, answers=one.answers, max_new_tokens=new_tokens, prefix=one.prefix)
+            for one in (self, *self.others)
         )
+        return Sample(id=id, context=self.context, turns=turns, provenance=self.provenance, meta=dict(self.meta or {}))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Field(ctypes.Structure):
     _fields_ = [(name, I64) for name in (
         "layout", "dim", "dtype", "row_stride", "token_stride", "bits", "low_bits", "group", "page", "salient",
         "per_token",
-    )] + [(name, POINTER) for name in ("data", "low", "scale", "zero", "channel")]  # fmt: skip
+    )] + [(name, POINTER) for name in ("data", "low", "scale", "zero", "channel", "mask")]  # fmt: skip
 
 
 class Attention(ctypes.Structure):
@@ -62,7 +62,7 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
         return Field(layout=DENSE, dim=dim, dtype=DTYPES[x.dtype], token_stride=dim, data=x.data_ptr())
     scale, zero = fields[f"{side}_scale"], fields[f"{side}_zero"]
     field = Field(dim=dim, dtype=DTYPES[scale.dtype], page=page, scale=scale.data_ptr(), zero=zero.data_ptr())
-    if codec == "kivi":
+    if codec in ("kivi", "quantspec"):
         code = fields[f"{side}_code"]
         field.layout, field.bits, field.data = (
             (PER_CHANNEL if side == "k" else PER_TOKEN),
@@ -70,11 +70,12 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
             code.data_ptr(),
         )
         field.group = page // scale.shape[1] if side == "k" else dim // scale.shape[2]
+        field.low = fields[f"{side}_low"].data_ptr() if codec == "quantspec" else None
         return field
     high, low = fields[f"{side}_high"], fields[f"{side}_low"]
     field.layout, field.per_token, field.salient = MIXED, side == "v", high.shape[1]
     field.bits, field.low_bits = width(high, dim), width(low, dim)
-    field.data, field.low = high.data_ptr(), low.data_ptr()
+    field.data, field.low, field.mask = high.data_ptr(), low.data_ptr(), fields["mask"].data_ptr()
     if side == "v":
         field.channel = fields["v_channel"].data_ptr()
     return field

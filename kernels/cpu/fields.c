@@ -30,23 +30,33 @@ enum { EACH, BLOCKS, ONE };
 
 /* One token's vector. A vector register's codes are bit fields of the 64 bytes that hold them: pick each lane's 32-bit
    word, shift its field down, mask. Whole registers are written, so `out` must be padded. */
-INLINE void unpack(const uint8_t *restrict code, int64_t dim, int bits, int how, const float *restrict scale,
-                   const float *restrict zero, const float *restrict channel, int shift, float *restrict out) {
+INLINE vu wide_load(const uint8_t *p, int64_t bytes) {
+  vu words = {0};
+  if (bytes >= 64) words = *(const vu *)p;
+  else if (bytes == 32) memcpy(&words, p, 32);
+  else if (bytes == 16) memcpy(&words, p, 16);
+  else memcpy(&words, p, bytes);
+  return words;
+}
+
+INLINE void unpack(const uint8_t *restrict code, const uint8_t *restrict fine, int64_t dim, int bits, int how,
+                   const float *restrict scale, const float *restrict zero, const float *restrict channel, int shift,
+                   float *restrict out) {
   const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int64_t bytes = dim * bits / 8;
   int64_t d = 0;
   for (int64_t at = 0; at < bytes; at += 64) {
-    vu words = {0};
-    if (bytes - at >= 64) words = *(const vu *)(code + at);
-    else if (bytes - at == 32) memcpy(&words, code + at, 32);
-    else if (bytes - at == 16) memcpy(&words, code + at, 16);
-    else memcpy(&words, code + at, bytes - at);
+    vu words = wide_load(code + at, bytes - at), rest = fine ? wide_load(fine + at, bytes - at) : (vu){0};
 #pragma GCC unroll 32
     for (int first = 0; first < 512 / bits; first += LANES, d += LANES) {
       if (d >= dim) return;
       vi place = (lane + first) * bits;
       vi field = (vi)(__builtin_shuffle(words, (vu)(place >> 5)) >> (vu)(place & 31)) & ((1 << bits) - 1);
       vf value = __builtin_convertvector(field, vf);
+      if (fine) {
+        vi lower = (vi)(__builtin_shuffle(rest, (vu)(place >> 5)) >> (vu)(place & 31)) & 15;
+        value += (__builtin_convertvector(lower, vf) - 8) * 0.0625f;
+      }
       if (how == EACH) store(out + d, value * load(scale + d) + load(zero + d));
       else if (how == BLOCKS) store(out + d, value * scale[d >> shift] + zero[d >> shift]);
       else store(out + d, (value * *scale + *zero) * load(channel + d));
@@ -55,13 +65,17 @@ INLINE void unpack(const uint8_t *restrict code, int64_t dim, int bits, int how,
 }
 
 #define UNPACK(name, how)                                                                                             \
-  static void name(const uint8_t *code, int64_t dim, int64_t bits, const float *scale, const float *zero,             \
-                   const float *channel, int shift, float *out) {                                                     \
+  static void name(const uint8_t *code, const uint8_t *fine, int64_t dim, int64_t bits, const float *scale,           \
+                   const float *zero, const float *channel, int shift, float *out) {                                  \
+    if (fine) { /* nibbles that refine nibbles */                                                                     \
+      unpack(code, fine, dim, 4, how, scale, zero, channel, shift, out);                                              \
+      return;                                                                                                         \
+    }                                                                                                                 \
     switch (bits) { /* constants, so that each loop is specialised */                                                 \
-      case 1: unpack(code, dim, 1, how, scale, zero, channel, shift, out); break;                                     \
-      case 2: unpack(code, dim, 2, how, scale, zero, channel, shift, out); break;                                     \
-      case 4: unpack(code, dim, 4, how, scale, zero, channel, shift, out); break;                                     \
-      default: unpack(code, dim, 8, how, scale, zero, channel, shift, out);                                           \
+      case 1: unpack(code, NULL, dim, 1, how, scale, zero, channel, shift, out); break;                               \
+      case 2: unpack(code, NULL, dim, 2, how, scale, zero, channel, shift, out); break;                               \
+      case 4: unpack(code, NULL, dim, 4, how, scale, zero, channel, shift, out); break;                               \
+      default: unpack(code, NULL, dim, 8, how, scale, zero, channel, shift, out);                                     \
     }                                                                                                                 \
   }
 UNPACK(unpack_each, EACH)
@@ -76,13 +90,18 @@ INLINE void recall(const Field *f, Memo *memo, int64_t key, int64_t from, int64_
   memo->to = to;
 }
 
+/* The lower nibbles of a token's codes, if there are any. */
+INLINE const uint8_t *finer(const Field *f, int64_t token) {
+  return f->low ? (const uint8_t *)f->low + token * (f->dim / 2) : NULL;
+}
+
 static void read_per_channel(const Field *f, Memo *memo, const int64_t *token, int count, float *tile, int64_t stride) {
   for (int i = 0; i < count; i++) {
     if (token[i] < memo->from || token[i] >= memo->to) {
       int64_t key = token[i] / f->group;
       recall(f, memo, key, key * f->group, (key + 1) * f->group);
     }
-    unpack_each((const uint8_t *)f->data + token[i] * (f->dim * f->bits / 8), f->dim, f->bits, memo->scale, memo->zero,
+    unpack_each((const uint8_t *)f->data + token[i] * (f->dim * f->bits / 8), finer(f, token[i]), f->dim, f->bits, memo->scale, memo->zero,
                 NULL, 0, tile + i * stride);
   }
 }
@@ -95,7 +114,7 @@ static void read_uneven(const Field *f, Memo *memo, const int64_t *token, int co
       memo->scale[d] = scalar(f->scale, token[i] * groups + d / f->group, f->dtype);
       memo->zero[d] = scalar(f->zero, token[i] * groups + d / f->group, f->dtype);
     }
-    unpack_each((const uint8_t *)f->data + token[i] * (f->dim * f->bits / 8), f->dim, f->bits, memo->scale, memo->zero,
+    unpack_each((const uint8_t *)f->data + token[i] * (f->dim * f->bits / 8), finer(f, token[i]), f->dim, f->bits, memo->scale, memo->zero,
                 NULL, 0, tile + i * stride);
   }
 }
@@ -113,27 +132,45 @@ static void read_per_token(const Field *f, Memo *memo, const int64_t *token, int
     widen(f->scale, token[i] * groups, run * groups, f->dtype, memo->scale);
     widen(f->zero, token[i] * groups, run * groups, f->dtype, memo->zero);
     for (int j = 0; j < run; j++)
-      unpack_blocks((const uint8_t *)f->data + token[i + j] * (f->dim * f->bits / 8), f->dim, f->bits,
+      unpack_blocks((const uint8_t *)f->data + token[i + j] * (f->dim * f->bits / 8), finer(f, token[i + j]), f->dim, f->bits,
                     memo->scale + j * groups, memo->zero + j * groups, NULL, shift, tile + (i + j) * stride);
   }
 }
 
+/* How many of a page's slots before this one are salient. */
+INLINE int64_t salient_before(const uint8_t *mask, int64_t slot) {
+  int64_t count = 0, byte = 0;
+  for (; byte + 8 <= slot / 8; byte += 8) {
+    uint64_t word;
+    memcpy(&word, mask + byte, 8);
+    count += __builtin_popcountll(word);
+  }
+  for (; byte < slot / 8; byte++) count += __builtin_popcount(mask[byte]);
+  return slot % 8 ? count + __builtin_popcount(mask[byte] & ((1 << slot % 8) - 1)) : count;
+}
+
 static void read_mixed(const Field *f, Memo *memo, int64_t token, float *out) {
-  int64_t page = token / f->page, slot = token % f->page, low = slot >= f->salient;
-  int64_t bits = low ? f->low_bits : f->bits, each = f->dim * bits / 8, first = page * f->page;
-  int64_t index = low ? page * (f->page - f->salient) + slot - f->salient : page * f->salient + slot;
+  int64_t page = token / f->page, slot = token % f->page, first = page * f->page;
+  const uint8_t *mask = f->mask + page * (f->page / 8);
+  int64_t low = !(mask[slot / 8] >> slot % 8 & 1), before = salient_before(mask, slot);
+  int64_t bits = low ? f->low_bits : f->bits, each = f->dim * bits / 8;
+  int64_t index = low ? page * (f->page - f->salient) + slot - before : page * f->salient + before;
   const uint8_t *code = (const uint8_t *)(low ? f->low : f->data) + index * each;
   const int known = token >= memo->from && token < memo->to;
   if (!f->per_token) {
-    if (!known) recall(f, memo, page * 2 + low, low ? first + f->salient : first, first + (low ? f->page : f->salient));
-    unpack_each(code, f->dim, bits, memo->scale, memo->zero, NULL, 0, out);
+    if (!known) {
+      recall(f, memo, page * 2, first, first + f->page);
+      widen(f->scale, (page * 2 + 1) * f->dim, f->dim, f->dtype, memo->low_scale);
+      widen(f->zero, (page * 2 + 1) * f->dim, f->dim, f->dtype, memo->low_zero);
+    }
+    unpack_each(code, NULL, f->dim, bits, low ? memo->low_scale : memo->scale, low ? memo->low_zero : memo->zero, NULL, 0, out);
     return;
   }
   if (!known) widen(f->channel, page * f->dim, f->dim, f->dtype, memo->scale);
   memo->from = first;
   memo->to = first + f->page;
   float scale = scalar(f->scale, token, f->dtype), zero = scalar(f->zero, token, f->dtype);
-  unpack_one(code, f->dim, bits, &scale, &zero, memo->scale, 0, out);
+  unpack_one(code, NULL, f->dim, bits, &scale, &zero, memo->scale, 0, out);
 }
 
 void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile,

@@ -16,12 +16,13 @@ typedef struct {
   int64_t bits, low_bits, group, page, salient;
   int64_t per_token; /* MIXED: scales belong to tokens (values) or to channels (keys) */
   const void *data, *low, *scale, *zero, *channel;
+  const uint8_t *mask; /* MIXED: a bit per slot of a page, set where the token is salient */
 } Field;
 
-/* What a reader keeps between tokens: the scale and zero of the last key group, as floats. */
+/* What a reader keeps between tokens: the scale and zero of the last key group, as floats; of a mixed page's, both. */
 typedef struct {
   int64_t from, to; /* the tokens they hold for */
-  float scale[256 + LANES], zero[256 + LANES];
+  float scale[256 + LANES], zero[256 + LANES], low_scale[256 + LANES], low_zero[256 + LANES];
 } Memo;
 
 void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile, int64_t stride);

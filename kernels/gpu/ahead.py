@@ -105,7 +105,9 @@ def cases() -> dict[str, Callable[[], object]]:
         x = torch.zeros(ROWS * TABLE, PAGE, dim, dtype=dtype)
         if codec == "dense":
             return {"k": x, "v": x}
-        return codecs.encode_kivi(x, x, bits, 32) if codec == "kivi" else codecs.encode_zipcache(x, x, (4, 2), 38)
+        if codec == "kivi":
+            return codecs.encode_kivi(x, x, bits, 32)
+        return codecs.encode_zipcache(x, x, (4, 2), (torch.arange(PAGE) < 38).expand(len(x), -1))
 
     def pages(codec: str = "dense", dim: int = 128, query: int = 1, dtype: torch.dtype = bf16, bits: int = 4,
               chosen: bool = False, window: int | None = None) -> Callable[[], object]:  # fmt: skip

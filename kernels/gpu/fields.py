@@ -28,7 +28,7 @@ def codes(data, token, d, mask, DIM: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def read(
-    data, low, scale, zero, channel, token, ok, row_offset, token_stride,
+    data, low, scale, zero, channel, salience, token, ok, row_offset, token_stride,
     LAYOUT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, LOW_BITS: tl.constexpr,
     GROUP: tl.constexpr, PAGE: tl.constexpr, SALIENT: tl.constexpr,
 ):  # fmt: skip
@@ -47,8 +47,17 @@ def read(
         x = code * s + tl.load(zero + at, mask=mask, other=0.0).to(tl.float32)
     else:
         page, slot = token // PAGE, token % PAGE
-        plain = slot >= SALIENT
-        high_at, low_at = page * SALIENT + slot, page * (PAGE - SALIENT) + slot - SALIENT
+        own = tl.load(salience + page * (PAGE // 8) + slot // 8, mask=ok, other=0).to(tl.int32)
+        plain = ((own >> (slot % 8).to(tl.int32)) & 1) == 0
+        before = tl.zeros_like(slot)  # salient slots of the page before this one
+        for i in tl.static_range(PAGE // 8):
+            byte = tl.load(salience + page * (PAGE // 8) + i, mask=ok, other=0).to(tl.int32)
+            below = tl.minimum(tl.maximum(slot - i * 8, 0), 8).to(tl.int32)
+            bits = byte & ((1 << below) - 1)
+            bits = bits - ((bits >> 1) & 0x55)
+            bits = (bits & 0x33) + ((bits >> 2) & 0x33)
+            before += (bits + (bits >> 4)) & 0x0F
+        high_at, low_at = page * SALIENT + before, page * (PAGE - SALIENT) + slot - before
         high = codes(data, high_at, d, mask & (~plain)[:, None], DIM, BITS)
         code = tl.where(plain[:, None], codes(low, low_at, d, mask & plain[:, None], DIM, LOW_BITS), high)
         if LAYOUT == MIXED_CHANNEL:
@@ -73,22 +82,22 @@ class Side(NamedTuple):
 
 def dense(x: Tensor, side: str) -> Side:
     """[row, token, dim] by strides."""
-    return _side(side, (x,) * 5, (x.stride(0), x.stride(1)), x.shape[-1], DENSE)
+    return _side(side, (x,) * 6, (x.stride(0), x.stride(1)), x.shape[-1], DENSE)
 
 
 def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: int) -> Side:
     """One side of a pool."""
     if codec == "dense":
         x = fields[side]
-        return _side(side, (x,) * 5, (0, dim), dim, DENSE)
+        return _side(side, (x,) * 6, (0, dim), dim, DENSE)
     scale, zero = fields[f"{side}_scale"], fields[f"{side}_zero"]
     if codec == "kivi":
         code = fields[f"{side}_code"]
         group = page // scale.shape[1] if side == "k" else dim // scale.shape[2]
         layout = PER_CHANNEL if side == "k" else PER_TOKEN
-        return _side(side, (code, code, scale, zero, scale), (0, 0), dim, layout, width(code, dim), 8, group)
+        return _side(side, (code, code, scale, zero, scale, code), (0, 0), dim, layout, width(code, dim), 8, group)
     high, low = fields[f"{side}_high"], fields[f"{side}_low"]
-    pointers = (high, low, scale, zero, scale if side == "k" else fields["v_channel"])
+    pointers = (high, low, scale, zero, scale if side == "k" else fields["v_channel"], fields["mask"])
     layout, bits = (MIXED_CHANNEL if side == "k" else MIXED_TOKEN), (width(high, dim), width(low, dim))
     return _side(side, pointers, (0, 0), dim, layout, *bits, 1, high.shape[1])
 

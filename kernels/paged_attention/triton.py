@@ -28,7 +28,7 @@ ANYONE, GIVEN, BY_POSITION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["columns", "chosen", "window"])
 def attend_kernel(
-    q, k0, k1, k2, k3, k4, v0, v1, v2, v3, v4, parts, tops, totals, scores_out,
+    q, k0, k1, k2, k3, k4, k5, v0, v1, v2, v3, v4, v5, parts, tops, totals, scores_out,
     table, position, units, query_position, visible, lengths,
     k_row, k_token, v_row, v_token, table_row, position_row, visible_row, visible_query, visible_column,
     rows, columns, heads, queries, chosen, window, scale, softcap,
@@ -76,7 +76,7 @@ def attend_kernel(
                     tl.maximum(page, 0).to(tl.int64) * PAGE + slot % PAGE
                 )  # a select here breaks Triton 3.6's layouts
             key = read(
-                k0, k1, k2, k3, k4, token, ok, r * k_row, k_token, K_LAYOUT, K_DIM, K_BLOCK_D, K_BITS, K_LOW_BITS,
+                k0, k1, k2, k3, k4, k5, token, ok, r * k_row, k_token, K_LAYOUT, K_DIM, K_BLOCK_D, K_BITS, K_LOW_BITS,
                 K_GROUP, PAGE, K_SALIENT,
             )  # fmt: skip
             scores = tl.dot(queries_here, tl.trans(key.to(COMPUTE)), input_precision="ieee") * scale
@@ -96,7 +96,7 @@ def attend_kernel(
             if SEEN != ANYONE:  # a value nobody in this tile sees may hold anything
                 ok = ok & (tl.max(seen.to(tl.int32), 0) > 0)
             value = read(
-                v0, v1, v2, v3, v4, token, ok, r * v_row, v_token, V_LAYOUT, V_DIM, V_BLOCK_D, V_BITS, V_LOW_BITS,
+                v0, v1, v2, v3, v4, v5, token, ok, r * v_row, v_token, V_LAYOUT, V_DIM, V_BLOCK_D, V_BITS, V_LOW_BITS,
                 V_GROUP, PAGE, V_SALIENT,
             )  # fmt: skip
             acc, top, total = absorb(scores, value.to(COMPUTE), acc, top, total)

@@ -26,7 +26,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvengine.errors import PolicyError
-from kvengine.kernels.quantise import Quantised, dequantise, pack, quantise, unpack
+from kvengine.kernels import codecs
+from kvengine.kernels.quantise import dequantise, pack, quantise
 from kvengine.policies._budget import check_choice, check_count
 from kvengine.policies.representation import Fields, Representation
 from kvengine.policies.representation.kivi import scale_type
@@ -62,6 +63,9 @@ class QuantSpec(Representation):
     def room(self) -> int:
         return self.residual
 
+    def read_as(self, coarse: bool) -> str:
+        return "quantspec" if self.bits == 8 and not coarse else "kivi"  # upper nibbles are laid out as KIVI's codes
+
     def coarse_of(self, other: Representation) -> bool:
         return isinstance(other, QuantSpec) and other.bits == 8 and self == replace(other, bits=4)
 
@@ -75,7 +79,8 @@ class QuantSpec(Representation):
         return {**self._nibbles("k", k, self.group, "tokens"), **self._nibbles("v", v, channels, "channels")}
 
     def decode(self, fields: Fields) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
-        return read(fields, "k"), read(fields, "v")
+        dims = (fields[f"{side}_code"].shape[2] * 2 for side in "kv")
+        return codecs.decode("quantspec" if "k_low" in fields else "kivi", fields, *dims)
 
     def _nibbles(
         self, side: str, x: Float[Tensor, "page token dim"], group: int, over: Literal["tokens", "channels"]
@@ -83,21 +88,7 @@ class QuantSpec(Representation):
         upper = quantise(x, 4, group, over, scale_dtype=scale_type(x))
         found = {f"{side}_{name}": part for name, part in upper._asdict().items()}
         if self.bits == 8:
-            step = spread(upper.scale, x) / 16
+            step = codecs.spread(upper.scale, x) / 16
             rest = (x.float() - dequantise(upper, 4)) / step.clamp_min(torch.finfo(torch.float32).tiny)
             found[f"{side}_low"] = pack((rest.round().clamp(-8, 7) + 8).to(torch.uint8), 4)
         return found
-
-
-def read(fields: Fields, side: str) -> Float[Tensor, "page token dim"]:
-    """With both nibbles, if the lower ones are there."""
-    upper = Quantised(fields[f"{side}_code"], fields[f"{side}_scale"], fields[f"{side}_zero"])
-    x = dequantise(upper, 4)
-    low = fields.get(f"{side}_low")
-    return x if low is None else x + (unpack(low, 4).float() - 8) * spread(upper.scale, x) / 16
-
-
-def spread(scale: Float[Tensor, "page groups channels"], like: Float[Tensor, "page token dim"]) -> Tensor:
-    """The scale of each number."""
-    tokens, dim = (size // parts for size, parts in zip(like.shape[1:], scale.shape[1:], strict=True))
-    return scale.float().repeat_interleave(tokens, 1).repeat_interleave(dim, 2)

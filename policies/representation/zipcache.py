@@ -24,17 +24,16 @@ retention that accumulates attention while decoding (H2O), its evidence takes th
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from kvengine.errors import PolicyError
-from kvengine.kernels.quantise import pack, unpack
+from kvengine.kernels import codecs
 from kvengine.policies._budget import check_choice, check_count, top
 from kvengine.policies.representation import Fields, Representation
-
-TINY = 1e-8
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class ZipCache(Representation):
         probes: share of the prompt's queries that decide saliency. A fraction.
     """
 
+    codec: ClassVar[str] = "zipcache"
     high: int = 4
     low: int = 2
     salient: float = 0.6
@@ -84,54 +84,14 @@ class ZipCache(Representation):
         score: Float[Tensor, "page token"],
     ) -> Fields:
         count = torch.full((len(k),), self.best(k.shape[1]), device=k.device)
-        salient = top(score.float(), count)
-        channel = v.float().abs().amax(1).sqrt().clamp(min=TINY).half()
-        scaled = v.float() / channel.float().clamp(min=TINY)[:, None]
-        fields = {"mask": pack(salient.to(torch.uint8), 1), "v_channel": channel}
-        for name, bits, chosen in (("high", self.high, salient), ("low", self.low, ~salient)):
-            at = places(chosen)
-            if not at.shape[1]:
-                continue
-            fields |= {f"k_{name}_{x}": y for x, y in codes(rows(k.float(), at), bits, 1).items()}
-            fields |= {f"v_{name}_{x}": y for x, y in codes(rows(scaled, at), bits, 2).items()}
-        return fields
+        for side, x in (("keys", k), ("values", v)):
+            if x.shape[2] * min(self.high, self.low) % 8:
+                raise PolicyError(
+                    f"ZipCache: {x.shape[2]} channels of {min(self.high, self.low)} bits do not fill whole bytes "
+                    f"({side}); use more bits"
+                )
+        return codecs.encode_zipcache(k, v, (self.high, self.low), top(score.float(), count))
 
     def decode(self, fields: Fields) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
-        salient = unpack(fields["mask"], 1).bool()
-        order = (~salient).to(torch.uint8).argsort(dim=1, stable=True).argsort(1)  # salient ones first, without a wait
-        found = []
-        for side in ("k", "v"):
-            widths = ((f"{side}_high_", self.high), (f"{side}_low_", self.low))
-            parts = [values(fields, name, bits) for name, bits in widths if f"{name}code" in fields]
-            found.append(rows(torch.cat(parts, 1), order))
-        return found[0], found[1] * fields["v_channel"].float()[:, None]
-
-
-def places(chosen: Bool[Tensor, "page token"]) -> Int[Tensor, "page n"]:
-    """Where the chosen tokens of each page are; every page has as many."""
-    return chosen.nonzero()[:, 1].view(len(chosen), -1)
-
-
-def rows(x: Float[Tensor, "page token dim"], at: Int[Tensor, "page n"]) -> Float[Tensor, "page n dim"]:
-    return x.gather(1, at[..., None].expand(-1, -1, x.shape[2]))
-
-
-def codes(x: Float[Tensor, "page n dim"], bits: int, axis: int) -> Fields:
-    """Codes of whole pages, with one range for all that lies along `axis`.
-
-    Codes are taken against the range as it is stored, in half precision, so that its rounding does not add up.
-    """
-    if x.shape[2] * bits % 8:
-        raise PolicyError(f"ZipCache: {x.shape[2]} channels of {bits} bits do not fill whole bytes; use more bits")
-    least, most = x.amin(axis), x.amax(axis)
-    least, step = least.half(), ((most - least.half().float()) / (2**bits - 1)).half()
-    offset, scale = least.float().unsqueeze(axis), step.float().clamp(min=TINY).unsqueeze(axis)
-    code = ((x - offset) / scale).round().clamp(0, 2**bits - 1).to(torch.uint8)
-    return {"code": pack(code, bits), "min": least, "step": step}
-
-
-def values(fields: Fields, name: str, bits: int) -> Float[Tensor, "page n dim"]:
-    code = unpack(fields[f"{name}code"], bits).float()
-    least, step = fields[f"{name}min"].float(), fields[f"{name}step"].float()
-    axis = 1 if name.startswith("k") else 2
-    return code * step.unsqueeze(axis) + least.unsqueeze(axis)
+        dim, dim_v = fields["k_scale"].shape[2], fields["v_channel"].shape[1]
+        return codecs.decode("zipcache", fields, dim, dim_v)

@@ -47,6 +47,7 @@ class AdaKV(Retention):
     """
 
     ragged: ClassVar[bool] = True
+    remembers: ClassVar[bool] = False
     budget: Budget = 1024
     floor: float = 0.2
     base: Literal["snapkv", "expected_attention", "keydiff"] = "snapkv"

@@ -17,6 +17,7 @@ hidden states (the same, and right for models that normalise queries); the softm
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -43,6 +44,7 @@ class ExpectedAttention(Retention):
         epsilon: added to the expected attention before it meets the value's length. A share of attention.
     """
 
+    remembers: ClassVar[bool] = False
     budget: Budget = 1024
     sinks: int = 4
     horizon: int = 512

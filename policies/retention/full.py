@@ -1,6 +1,7 @@
 """Full: keep every token."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvengine.policies.retention import Retention
 
@@ -8,3 +9,5 @@ from kvengine.policies.retention import Retention
 @dataclass(frozen=True)
 class Full(Retention):
     """Keep every token."""
+
+    remembers: ClassVar[bool] = False

@@ -26,17 +26,22 @@ class H2O(Retention):
     Args:
         budget: tokens held per KV head, or a fraction of the prompt.
         recent: how much of the budget goes to the newest tokens. A fraction of the budget.
+        decode: whether to go on judging while decoding; if not, what comes after the prompt stays.
     """
 
     decodes: ClassVar[bool] = True
     wants_mass: ClassVar[bool] = True
     budget: Budget = 1024
     recent: float = 0.5
+    decode: bool = True
 
     def __post_init__(self) -> None:
         check_budget(self, budget=self.budget, recent=self.recent)
 
-    def limit(self, seen: Seen) -> int:
+    def at(self, layer: int, layers: int) -> Retention:
+        return self if self.decode else _Once(**vars(self))
+
+    def limit(self, seen: Seen) -> int | None:
         return int(seen.count(self.budget).max())
 
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
@@ -47,3 +52,14 @@ class H2O(Retention):
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
         newest = (tokens_by_row(self.budget, seen.prompt_length) * self.recent).long().clamp(min=1)
         return keep_top(seen, seen.score, self.budget, seen.position > seen.newest - newest[:, None])
+
+
+@dataclass(frozen=True)
+class _Once(H2O):
+    """The prompt is judged, and no more."""
+
+    decodes: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
+
+    def limit(self, seen: Seen) -> None:
+        return None

@@ -12,6 +12,7 @@ read; here a prompt is judged once, so that its chunks do not matter.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -30,6 +31,7 @@ class KeyDiff(Retention):
         recent: the newest tokens that stay whatever their score, within the budget. Tokens.
     """
 
+    remembers: ClassVar[bool] = False
     budget: Budget = 1024
     recent: int = 0
 

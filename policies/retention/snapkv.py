@@ -12,7 +12,7 @@ padding neither votes nor is voted for.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -36,6 +36,7 @@ class SnapKV(Retention):
         reduce: how the heads of a query group agree.
     """
 
+    remembers: ClassVar[bool] = False
     budget: Budget = 1024
     window: int = 32
     kernel: int = 5

@@ -34,12 +34,15 @@ class Streaming(Retention):
         sinks: the first tokens of the sequence, which attention leans on. Tokens.
         recent: the newest tokens, the current one included. Tokens, or a fraction of the prompt.
         positions: whether kept tokens stay at their "true" positions or move together ("in-cache").
+        decode: whether to go on judging while decoding; if not, what comes after the prompt stays.
     """
 
     decodes: ClassVar[bool] = True
+    remembers: ClassVar[bool] = False
     sinks: int = 4
     recent: Budget = 1020
     positions: Literal["true", "in-cache"] = "true"
+    decode: bool = True
 
     def __post_init__(self) -> None:
         check_count(self, sinks=self.sinks)
@@ -57,7 +60,10 @@ class Streaming(Retention):
     def needs_rope(self) -> bool:
         return self.positions == "in-cache"
 
-    def limit(self, seen: Seen) -> int:
+    def at(self, layer: int, layers: int) -> Retention:
+        return self if self.decode else _Once(**vars(self))
+
+    def limit(self, seen: Seen) -> int | None:
         return self.sinks + int(seen.count(self.recent).max())
 
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
@@ -76,3 +82,14 @@ class Streaming(Retention):
         oldest = position.masked_fill(~others, far).amin(1, keepdim=True)
         gap = torch.where(others.any(1, keepdim=True), oldest - after, 0)
         return gap.expand_as(position).masked_fill(others, 0)
+
+
+@dataclass(frozen=True)
+class _Once(Streaming):
+    """The prompt is judged, and no more."""
+
+    decodes: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
+
+    def limit(self, seen: Seen) -> None:
+        return None

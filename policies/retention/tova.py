@@ -28,19 +28,25 @@ class TOVA(Retention):
     Args:
         budget: tokens held per KV head, or a fraction of the prompt.
         recent: the newest tokens that stay whatever their score, within the budget. Tokens.
+        decode: whether to go on judging while decoding; if not, what comes after the prompt stays.
     """
 
     decodes: ClassVar[bool] = True
+    remembers: ClassVar[bool] = False
     wants_mass: ClassVar[bool] = True
     last_mass: ClassVar[bool] = True
     budget: Budget = 1024
     recent: int = 0
+    decode: bool = True
 
     def __post_init__(self) -> None:
         check_budget(self, budget=self.budget)
         check_count(self, recent=self.recent)
 
-    def limit(self, seen: Seen) -> int:
+    def at(self, layer: int, layers: int) -> Retention:
+        return self if self.decode else _Once(**vars(self))
+
+    def limit(self, seen: Seen) -> int | None:
         return int(seen.count(self.budget).max())
 
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
@@ -50,3 +56,14 @@ class TOVA(Retention):
 
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
         return keep_top(seen, seen.score, self.budget, seen.recent(self.recent))
+
+
+@dataclass(frozen=True)
+class _Once(TOVA):
+    """The prompt is judged, and no more."""
+
+    decodes: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
+
+    def limit(self, seen: Seen) -> None:
+        return None

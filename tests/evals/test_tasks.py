@@ -25,7 +25,7 @@ def plan(length: int = 1200, count: int = 11, **data: Path) -> Plan:
 
 
 def test_every_suite_is_there_and_names_are_unique() -> None:
-    assert {task.suite for task in catalogue().values()} == {"ruler", "scbench", "niah", "ppl", "longbench"}
+    assert {task.suite for task in catalogue().values()} == {"ruler", "quiz", "scbench", "niah", "ppl", "longbench"}
     assert all(name == task.name for name, task in catalogue().items())
     assert [task.name for task in choose("niah", "niah_passkey, niah_magic")] == ["niah_passkey", "niah_magic"]
 
@@ -100,3 +100,17 @@ def test_longbench_scorers_by_hand() -> None:
         .turns[0]
     )
     assert trec.score(turn, "\nFood\nCity") == {"classification": 1.0}  # only the first line counts
+
+
+@pytest.mark.parametrize("name", catalogue("quiz"))
+def test_every_question_of_a_quiz_has_its_own_needles(name: str) -> None:
+    task = catalogue("quiz")[name]
+    for sample in task.samples(plan(count=4)):
+        assert len(sample.turns) == task.apart
+        told = re.findall(r"numbers for (.+?) is: (\d+)\.", sample.context)
+        answers = [answer for turn in sample.turns for answer in turn.answers]
+        assert len(set(answers)) == len(answers) == task.apart * task.queried * task.values
+        for turn in sample.turns:
+            asked = [key for key in dict(told) if key in turn.question]
+            assert sorted(turn.answers) == sorted(value for key, value in told if key in asked)
+            assert len(asked) == task.queried and all(key in turn.prefix for key in asked)

@@ -72,9 +72,10 @@ def test_zipcache_pages_keep_salient_tokens_better() -> None:
         torch.randn(3, 32, 64, generator=rng),
         torch.randn(3, 32, 48, generator=rng) * torch.rand(48, generator=rng) * 9,
     )
-    fields = codecs.encode_zipcache(k, v, (4, 2), 12)
+    salient = torch.rand(3, 32, generator=rng).argsort(1) < 12
+    fields = codecs.encode_zipcache(k, v, (4, 2), salient)
     for x, back in zip((k, v), codecs.decode("zipcache", fields, 64, 48), strict=True):
-        high, low = ((x - back)[:, part].pow(2).mean() for part in (slice(0, 12), slice(12, 32)))
+        high, low = ((x - back)[some].pow(2).mean() for some in (salient, ~salient))
         assert high < low / 4
     assert fields["k_high"].shape == (3, 12, 32) and fields["v_low"].shape == (3, 20, 12)
 
@@ -87,7 +88,9 @@ def test_refusals_say_why() -> None:
         quantise(x, 3, 8, "tokens")
     with pytest.raises(KernelError, match="'tokens' or 'channels'"):
         quantise(x, 4, 8, "keys")  # type: ignore[arg-type]
-    with pytest.raises(KernelError, match="tokens of both kinds"):
-        codecs.encode_zipcache(x, x, (4, 2), 16)
+    uneven = torch.ones(2, 16, dtype=torch.bool)
+    uneven[0, 3] = False
+    with pytest.raises(KernelError, match="as many salient tokens"):
+        codecs.encode_zipcache(x.expand(2, -1, -1), x.expand(2, -1, -1), (4, 2), uneven)
     with pytest.raises(KernelError, match="check dim_v"):
         codecs.width(torch.zeros(1, 1, 24, dtype=torch.uint8), 64)

@@ -10,6 +10,7 @@ from support_retention import Case, held, positions, same_source
 
 from kvengine.cache import LayerCache
 from kvengine.policies.retention.adakv import shares
+from kvengine.policies.retention.snapkv import SnapKV
 from kvengine.rope import Rope
 from kvengine.session import Session
 from kvengine.stack import Stack
@@ -83,7 +84,8 @@ def test_heads_share_the_layers_budget(base: str, heads: int, group: int, pads: 
     same_source(case, layer)
 
 
-def test_counts_are_those_of_a_loop_over_snapkvs_scores() -> None:
+def test_counts_are_those_of_a_loop_over_snapkvs_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SnapKV, "remembers", True)  # so that its scores can be read
     case = sharp(Case(heads=3, group=2, length=93))
     layer = case.prompt("adakv(budget=24, window=4)")
     base = LayerCache(Stack.parse("snapkv(budget=93, window=4, kernel=7, pool='max')"), 0, 1, Session(prompt_end=93))

@@ -93,3 +93,20 @@ def test_without_a_known_rotation_the_session_says_so() -> None:
     layer = case.prompt("streaming(sinks=3, recent=9, positions='in-cache')")
     with pytest.raises(kvengine.errors.CacheError, match="knows no rotation"):
         next(case.decode(layer))
+
+
+def test_judging_the_prompt_only() -> None:
+    """What stays of the prompt is what the method keeps at its end; what comes later all stays."""
+    case = Case(heads=2, group=2, pads=(0, 6))
+    usual, layer = (
+        case.prompt("streaming(sinks=3, recent=9)"),
+        case.prompt("streaming(sinks=3, recent=9, decode=False)"),
+    )
+    before = [positions(layer, row) for row in range(case.rows)]
+    assert before == [positions(usual, row) for row in range(case.rows)] and len(before[0]) == 12
+    length = layer.seen
+    for t, out in case.decode(layer):
+        for row in range(case.rows):
+            tokens = before[row] + list(range(length, t + 1))
+            assert positions(layer, row) == tokens
+            torch.testing.assert_close(output(case, out, row), attended(case, row, t, tokens))

@@ -60,3 +60,31 @@ def test_the_recent_are_part_of_the_budget() -> None:
 
 def test_its_name() -> None:
     assert load("tova")[0] == "retention"
+
+
+def test_judging_the_prompt_only_h2o() -> None:
+    """What stays of the prompt is what the method keeps at its end; what comes later all stays."""
+    case = Case(heads=2, group=2, pads=(0, 6))
+    usual, layer = case.prompt("h2o(budget=12)"), case.prompt("h2o(budget=12, decode=False)")
+    before = [positions(layer, row) for row in range(case.rows)]
+    assert before == [positions(usual, row) for row in range(case.rows)] and len(before[0]) == 12
+    length = layer.seen
+    for t, out in case.decode(layer):
+        for row in range(case.rows):
+            tokens = before[row] + list(range(length, t + 1))
+            assert positions(layer, row) == tokens
+            torch.testing.assert_close(output(case, out, row), attended(case, row, t, tokens))
+
+
+def test_judging_the_prompt_only() -> None:
+    """What stays of the prompt is what the method keeps at its end; what comes later all stays."""
+    case = Case(heads=2, group=2, pads=(0, 6))
+    usual, layer = case.prompt("tova(budget=12)"), case.prompt("tova(budget=12, decode=False)")
+    before = [positions(layer, row) for row in range(case.rows)]
+    assert before == [positions(usual, row) for row in range(case.rows)] and len(before[0]) == 12
+    length = layer.seen
+    for t, out in case.decode(layer):
+        for row in range(case.rows):
+            tokens = before[row] + list(range(length, t + 1))
+            assert positions(layer, row) == tokens
+            torch.testing.assert_close(output(case, out, row), attended(case, row, t, tokens))

@@ -1,0 +1,173 @@
+"""Every method at four budgets on needle retrieval: the table and the pictures of docs/quality.md.
+
+    OMP_NUM_THREADS=1 python -P benchmarks/quality.py [--questions 24] [--length 4096] [--out RUN] [--minutes 25]
+
+Query-agnostic: the context is compressed before its questions are known, each is then read and answered on a copy of the
+cache. Query-aware: context and question are one prompt. Contexts are RULER's; of those with several needles four are
+asked for, each question as if it were the only one, and intervals are drawn over contexts. `full` is the ceiling,
+`oracle_topk` reads the tokens with the most attention of an exact computation. A context is read once for all policies
+(`kvengine.evals.together`). What is done is kept in RUN/rows.jsonl; run again, it goes on there. After `--minutes` the
+context at hand is finished and what there is is written.
+
+Writes benchmarks/results/quality.json, quality_held.png and quality_read.png, and RUN/report.html.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from matplotlib.figure import Figure
+
+from kvengine.evals import drive, manifest, report, together
+from kvengine.evals.aggregate import CellResult
+from kvengine.evals.config import RunConfig
+from kvengine.evals.plots import frontier, style
+from kvengine.evals.policies import everything
+from kvengine.evals.runner import Cell
+from kvengine.evals.tables import cost, unique
+
+BUDGETS = (0.5, 0.25, 0.125, 0.0625)
+TASKS = "quiz_single,quiz_multikey_1,quiz_multikey_2"
+MODES = ("multi-request", "multi-turn")
+WHEN = {"multi-request": "after", "multi-turn": "inside"}
+FURTHER = ("kivi(bits=2)", "duo(sparsity=0.75)", "lowrank(rank=16)", "quest(budget=0.125)+kivi(bits=4)")
+ELSEWHERE = ("host",)  # where bytes live changes no score
+RESULTS = Path("benchmarks/results")
+
+
+def policies() -> tuple[str, ...]:
+    """Every method of the tree at every budget, some at other settings, and one stack of several axes."""
+    found = [policy for budget in BUDGETS for policy in everything(budget) if policy not in ELSEWHERE]
+    return tuple(dict.fromkeys([*found, *FURTHER]))
+
+
+class Clock:
+    """Prints what is done, and ends the run when its time is over. Observer of the runner."""
+
+    def __init__(self, minutes: float) -> None:
+        self.end, self.at, self.rows = time.monotonic() + 60 * minutes, "", 0
+
+    def cell(self, cell: Cell, samples: int, done: int) -> None: ...
+
+    def refused(self, cell: Cell, row: Any) -> None:
+        print(f"{cell}: {row['status']}: {row['message']}", flush=True)
+
+    def sample(self, cell: Cell, rows: list[Any]) -> None:
+        at, self.rows = f"{cell.task.name} context {rows[0]['sample']}", self.rows + len(rows)
+        if at != self.at:
+            print(f"{at}; {self.rows} answers so far", flush=True)
+            if time.monotonic() > self.end:
+                raise TimeoutError
+        self.at = at
+
+
+def percent(cell: CellResult) -> str:
+    assert cell.score is not None
+    return f"{100 * cell.score.mean:.0f} ({100 * cell.score.low:.0f}–{100 * cell.score.high:.0f})"
+
+
+def rows(found: list[CellResult]) -> list[dict[str, Any]]:
+    """One row per policy; a cell that cannot be has its reason."""
+    made = []
+    for policy in unique(cell.policy for cell in found):
+        mine = [cell for cell in found if cell.policy == policy]
+        scored = [cell for cell in mine if cell.score]
+        row: dict[str, Any] = {"policy": f"`{policy}`", "stack": mine[0].stack, "role": mine[0].role}
+        for cell in mine:
+            name = f"{cell.task.removeprefix('quiz_')}, {WHEN[cell.mode]}"
+            row[name] = percent(cell) if cell.score else cell.status
+            row |= {f"{name}: score": cell.score.mean, f"{name}: n": cell.score.n} if cell.score else {}
+        for mode, when in WHEN.items():
+            means = [cell.score.mean for cell in scored if cell.mode == mode and cell.score]
+            row[f"mean_{when}"] = 100 * sum(means) / len(means) if means else None
+        agnostic = [cell for cell in scored if cell.mode == MODES[0]] or scored
+        held, read = cost(agnostic, "bytes_held"), cost(agnostic, "read_per_token")
+        made.append({**row, "held_MB": held and held / 1e6, "read_MB": read and read / 1e6})
+    return made
+
+
+def draw(made: list[dict[str, Any]], name: str, label: str) -> Figure:
+    """Score against a cost: one mark per method, its budgets joined; dashed: what nothing beats."""
+    figure = Figure(figsize=(12, 5.6), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    methods = unique(row["policy"].strip("`").partition("(")[0] for row in made)
+    for ax, when in zip(axes, WHEN.values(), strict=True):
+        for at, method in enumerate(methods):
+            mine = [r for r in made if r["policy"].strip("`").partition("(")[0] == method]
+            points = sorted((r[name], r[f"mean_{when}"]) for r in mine if r[name] and r[f"mean_{when}"] is not None)
+            xs, ys = [x for x, _ in points], [y for _, y in points]
+            ax.plot(xs, ys, label=method, markersize=6, linewidth=0.8, alpha=0.85, **style(at))
+        judged = [r for r in made if r["role"] != "oracle" and r[name] and r[f"mean_{when}"] is not None]
+        best = frontier((r[name], r[f"mean_{when}"]) for r in judged)
+        ax.plot([x for x, _ in best], [y for _, y in best], color="black", linestyle="--", linewidth=1.2, zorder=0)
+        ax.set(xlabel=label, xscale="log", ylim=(-3, 103), title=f"question {when} the compressed prompt")
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("mean score (%)")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    return figure
+
+
+def summarise(given: argparse.Namespace, found: list[CellResult]) -> None:
+    made = rows(found)
+    tasks = unique(cell.task.removeprefix("quiz_") for cell in found)
+    n = sorted({cell.score.n for cell in found if cell.score})
+    result = {
+        "command": f"python -P benchmarks/quality.py --questions {given.questions} --length {given.length}",
+        "machine": f"the {given.model} model, {given.length} tokens, {n[0]}–{n[-1]} questions per cell, seed "
+        f"{given.seed}; CPU, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"Python {platform.python_version()}; percent right with 95 % interval, the question after (agnostic) or "
+        "inside (aware) the compressed prompt",
+        "columns": {
+            "policy": "policy",
+            **{f"{task}, {when}": f"{task}, {when}" for when in WHEN.values() for task in tasks},
+            "mean, after": "mean_after:.0f",
+            "mean, inside": "mean_inside:.0f",
+            "held (MB)": "held_MB:.2f",
+            "read per token (MB)": "read_MB:.2f",
+        },
+        "pictures": {
+            "Score against bytes held": "quality_held.png",
+            "Score against bytes read per token": "quality_read.png",
+        },
+        "rows": sorted(made, key=lambda r: (r["policy"].partition("(")[0], -(r["held_MB"] or 0))),
+    }
+    (RESULTS / "quality.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name, label in (("held", "bytes held (MB)"), ("read", "bytes read per token (MB)")):
+        draw(made, f"{name}_MB", label).savefig(RESULTS / f"quality_{name}.png", dpi=80)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--questions", type=int, default=24)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--tasks", default=TASKS)
+    parser.add_argument("--policies", help="instead of every method; separated by semicolons")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--out", type=Path, default=Path("runs/quality"))
+    given = parser.parse_args()
+    config = RunConfig(
+        suite="quiz", out=given.out, model=given.model, dtype="float32", tasks=given.tasks, seed=given.seed,
+        policies=tuple(given.policies.split(";")) if given.policies else policies(), lengths=(given.length,),
+        samples=given.questions, modes=MODES,
+    )  # fmt: skip
+    run = drive.prepare(config)
+    manifest.write(given.out / "manifest.json", run)
+    try:
+        together.execute(run, Clock(given.minutes), given.questions)
+    except TimeoutError:
+        print("the time is over; run it again to go on")
+    manifest.write(given.out / "manifest.json", run)
+    summarise(given, report.write(given.out))
+
+
+if __name__ == "__main__":
+    main()

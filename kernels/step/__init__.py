@@ -1,0 +1,67 @@
+"""One decoded token over contiguous slots: written behind them, and its query answered, in one call.
+
+What `attention` does for any number of queries takes many small operations around the kernel; for a single token over
+a few thousand others these are most of the time.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvengine.errors import KernelError
+from kvengine.kernels.dispatch import NATIVE_DIM, native_refusal, pick
+from kvengine.kernels.step.native import DTYPES
+
+
+def step(
+    q: Float[Tensor, "seq q_head 1 dim"],
+    k: Float[Tensor, "seq head 1 dim"],
+    v: Float[Tensor, "seq head 1 dim_v"],
+    keys: Float[Tensor, "row slot dim"],
+    values: Float[Tensor, "row slot dim_v"],
+    position: Int[Tensor, "row slot"],
+    *,
+    start: int,
+    end: int,
+    at: int,
+    holes: bool,
+    scale: float,
+    backend: str | None = None,
+) -> Float[Tensor, "seq 1 q_head dim_v"]:
+    """Put a token of position `at` into slot `end` of every row, and attend from it to the slots from `start` on.
+
+    `keys`, `values`, `position` (int32) are written to; a row is a KV head of a sequence, `row = seq * heads + head`.
+    `holes`: slots whose position is -1 hold no token; what is in them is ignored. Returns the queries' dtype, computed
+    in float32. Raises KernelError on shapes that do not fit.
+    """
+    rows, slots = position.shape
+    if keys.shape[:2] != (rows, slots) or values.shape[:2] != (rows, slots) or k.shape[0] * k.shape[1] != rows:
+        raise KernelError(
+            f"step needs keys, values and position of {k.shape[0] * k.shape[1]} rows and the same slots; got "
+            f"{list(keys.shape)}, {list(values.shape)} and {list(position.shape)}"
+        )
+    if not 0 <= start <= end < slots:
+        raise KernelError(f"slots from start={start} to end={end} must lie within the {slots} there are")
+    run = pick("step", (q, k, v, keys), backend, fits(q, k, v, keys, values))
+    return run.step(q, k, v, keys, values, position, start, end, at, holes, scale)  # type: ignore[no-any-return]
+
+
+def quick(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether `step` would run the C version on these tensors, and take them as they are."""
+    return q.is_cpu and fits(q, k, v, keys, values) and not native_refusal((q, k, v, keys), True)
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether the C version knows these tensors."""
+    return (
+        q.dtype in DTYPES
+        and q.dtype == keys.dtype == k.dtype
+        and q.shape[2] == 1
+        and max(keys.shape[2], values.shape[2]) <= NATIVE_DIM
+        and (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
+        and (keys.is_contiguous() and values.is_contiguous())
+    )
+
+
+__all__ = ["quick", "step"]

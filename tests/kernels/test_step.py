@@ -1,0 +1,100 @@
+"""One decoded token: written and answered in one call, against writing it by hand and the dumb attention."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import support_kernels as oracle
+import torch
+from torch import Tensor
+
+from kvengine.cache import LayerCache
+from kvengine.errors import KernelError
+from kvengine.kernels.attention import attention
+from kvengine.kernels.step import quick, step
+from kvengine.session import Call
+from kvengine.stack import Stack
+
+BACKENDS = [name for name in oracle.backends() if name != "triton"]
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+SHAPES = [(1, 2, 3, 64, 64, 40), (2, 3, 1, 24, 40, 1), (1, 1, 8, 128, 16, 600), (3, 2, 5, 8, 8, 33)]
+
+
+def case(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The new token of every head, and slots of which some hold what nobody may read."""
+    seq, heads, group, dim, dim_v, slots = shape
+    rng = torch.Generator().manual_seed(slots)
+    draw = lambda *size: torch.randn(*size, generator=rng).to(dtype)  # noqa: E731
+    new = draw(seq, heads * group, 1, dim), draw(seq, heads, 1, dim), draw(seq, heads, 1, dim_v)
+    position = torch.arange(slots, dtype=torch.int32).repeat(seq * heads, 1)
+    position[torch.rand(position.shape, generator=rng) < 0.3] = -1
+    return (*new, draw(seq * heads, slots, dim), draw(seq * heads, slots, dim_v), position)
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("holes", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_writes_and_attends(backend: str, holes: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    q, k, v, keys, values, position = case(shape, dtype)
+    start, end = shape[-1] // 5, shape[-1] - 1
+    keys[:, :start] = values[:, :start] = math.nan
+    if holes:
+        keys[position < 0], values[position < 0] = math.nan, math.nan
+    want = keys.clone(), values.clone(), position.clone()
+    want[0][:, end], want[1][:, end], want[2][:, end] = k.flatten(0, 2), v.flatten(0, 2), 77
+    seen = (want[2] >= 0) | torch.tensor(not holes)
+    seen[:, :start] = False
+    grouped = q.unflatten(1, (shape[1], -1)).flatten(0, 1)
+    out = oracle.attend(grouped, want[0], want[1], seen[:, None], 0.3).out
+    got = step(q, k, v, keys, values, position, start=start, end=end, at=77, holes=holes, scale=0.3, backend=backend)
+    assert got.dtype == dtype and got.shape == (shape[0], 1, q.shape[1], shape[4])
+    assert oracle.error(got.transpose(1, 2), out.unflatten(0, shape[:2]).flatten(1, 2)) <= BOUND[dtype]
+    for mine, theirs in zip((keys, values, position), want, strict=True):
+        assert torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7))
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+@pytest.mark.parametrize("slots", [40, 1100, 5000])
+def test_gives_the_bits_of_the_general_kernel(slots: int) -> None:
+    """A step that can be taken back goes through the general path: both must agree to the last bit."""
+    q, k, v, keys, values, position = case((1, 2, 3, 64, 64, slots), torch.float32)
+    got = step(q, k, v, keys, values, position, start=3, end=slots - 1, at=9, holes=True, scale=0.125)
+    grouped = q.unflatten(1, (2, -1)).flatten(0, 1)
+    want = attention(grouped, keys[:, 3:], values[:, 3:], (position[:, None, 3:] >= 0), 0.125).out
+    assert torch.equal(got[0, 0], want.flatten(0, 2))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, k, v, keys, values, position = case((1, 2, 3, 64, 64, 40), torch.float32)
+    with pytest.raises(KernelError, match="start=0 to end=40 must lie within the 40"):
+        step(q, k, v, keys, values, position, start=0, end=40, at=1, holes=True, scale=1.0)
+    with pytest.raises(KernelError, match="of 2 rows and the same slots"):
+        step(q, k, v, keys[:, :-1], values, position, start=0, end=3, at=1, holes=True, scale=1.0)
+    assert not quick(q.double(), k.double(), v.double(), keys.double(), values.double())
+    assert not quick(q, k, v, keys[:, ::2], values[:, ::2])
+    assert not quick(q.requires_grad_(), k, v, keys, values)
+
+
+@pytest.mark.parametrize("text", ["full", "snapkv(budget=24, window=4)", "keydiff(budget=0.5)"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_takes_this_path_and_it_changes_nothing(
+    text: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(2, heads, 80, 16, generator=rng).to(dtype) for heads in (6, 2, 2)]
+    valid = torch.ones(2, 50, dtype=torch.bool)
+    valid[1, :9] = False  # ragged rows: holes
+    outs: list[list[Tensor]] = []
+    for used in (True, False):
+        if not used:
+            monkeypatch.setattr("kvengine.lane.quick", lambda *_: False)
+        layer, found = LayerCache(Stack.parse(text), 0, 1), []
+        for a, b in [(0, 50), *((i, i + 1) for i in range(50, 80))]:
+            part = [x[:, :, a:b].contiguous() for x in qkv]
+            found.append(layer.forward(*part, Call(0.25), valid if b == 50 else None))
+        outs.append(found)
+        assert layer.seen == layer.parts[0].lane.seen == 80
+    for mine, theirs in zip(*outs, strict=True):
+        assert torch.equal(mine, theirs)
