@@ -167,10 +167,9 @@ class LayerView:
             raise CacheError("a view has nothing to read before its first choice")
         return self._tail
 
-    @property
-    def due(self) -> bool:
-        """Whether another choice must be made before more tokens come: what follows a choice has room for so many."""
-        return self.seen - self.covered > SLACK
+    def due(self, late: int) -> bool:
+        """Whether another choice must be made before so many tokens come: what follows a choice has limited room."""
+        return self.seen + late - self.covered > SLACK
 
     def nbytes(self) -> int:
         """Bytes held beyond the source's."""
