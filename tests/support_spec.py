@@ -99,6 +99,9 @@ class TableSession:
         nodes = [self.cached + draft.path(node) for node in range(len(draft))]
         return torch.cat([chain, self._logits(nodes)]) if tokens else self._logits(nodes)
 
+    def ready(self) -> None:
+        return None
+
     def feeding(self, tokens: list[int]) -> Asks[Tensor]:
         return self.feed(tokens)
         yield  # a table is read without a pass

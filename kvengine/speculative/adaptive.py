@@ -139,8 +139,8 @@ class Adaptive:
             return False  # that of not drafting may have changed
         if self.worth(confidence):
             return True
-        self.probing = drafted == 0 and self.idle >= self.wait
-        return self.probing
+        self.probing |= (again := drafted == 0 and self.idle >= self.wait)
+        return again
 
     def worth(self, confidence: Sequence[float]) -> bool:
         """The rule, for the tokens after those drafted."""
@@ -189,12 +189,13 @@ class Adaptive:
             for odds in (self.overall, *self.places, *self.bins, *self.after):
                 odds.fade(0.5)
         else:
-            self.wait = min(2 * self.wait, (64 if hopeless else 16) * self.probe)
+            self.wait = min(2 * self.wait, (128 if hopeless else 16) * self.probe)
 
     def _decide(self, what: Round) -> None:
         """From what is known, how likely the next token must be to stand, by how many are drafted."""
         seconds = [a + b for a, b in zip(self.draft.table(self.limit), self.judge.table(self.limit), strict=True)]
         spent = min(what.draft_seconds + what.judge_seconds, 2 * seconds[min(what.depth, self.limit)])
+        spent += what.other_seconds
         self.tokens, self.seconds = 0.98 * self.tokens + what.stood + 1, 0.98 * self.seconds + spent
         usual = self.overall.estimate(PRIOR)
         places = [place.estimate(usual) for place in self.places]

@@ -67,7 +67,8 @@ def hierarchy(
 class Round:
     """What one round did: depth of the draft, drafted tokens, how many stood, the confidence in those that were judged.
 
-    tested: positions that were judged; fed: tokens in the judging pass; seconds: below (drafting) and own (judging).
+    tested: positions that were judged; fed: tokens in the judging pass; seconds: below (drafting), own (judging), and
+    other ones, that do not depend on the draft's length: settling, and what the draft had to catch up with.
     """
 
     depth: int
@@ -77,13 +78,14 @@ class Round:
     fed: int
     draft_seconds: float
     judge_seconds: float
+    other_seconds: float = 0.0
 
     @classmethod
-    def of(cls, guess: Draft, verdict: Verdict, missing: int, draft_seconds: float, judge_seconds: float) -> Round:
+    def of(cls, guess: Draft, verdict: Verdict, missing: int, *seconds: float) -> Round:
         depth = 1 + max(map(guess.depth, range(len(guess))), default=-1)
         stood = len(verdict.path)
         sure = tuple(guess.confidence[: stood + 1]) if guess.is_chain else ()
-        return cls(depth, len(guess), stood, sure, missing + len(guess), draft_seconds, judge_seconds)
+        return cls(depth, len(guess), stood, sure, missing + len(guess), *seconds)
 
     @property
     def tested(self) -> int:

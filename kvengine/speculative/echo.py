@@ -14,12 +14,14 @@ from functools import partial
 from typing import cast
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.hf_cache import EngineCache, EngineLayer
 from kvengine.session import Call
 from kvengine.speculative.law import Text
+from kvengine.speculative.places import LayerPlaces, judged
 from kvengine.speculative.session import Session
 from kvengine.speculative.view import SLACK, ViewCache
 
@@ -97,13 +99,19 @@ class Echo(Session):
         self.ear = Ear(self.whole.cache)
         if not isinstance(self.cache, ViewCache):
             self.ear.followers = self.cache
+        elif judged(self.cache.choice):  # another cache reads the prompt, to see which tokens it keeps
+            self.ear.followers = EngineCache(self.model, self.cache.choice)
 
     def prefill(self, prompt: Sequence[int]) -> None:  # type: ignore[override]
         """To be called when the target has read the prompt: nothing is left to compute but a view's first choice."""
         self.ear.prompt = False
         self._record()
         self.settled = len(prompt)
-        if isinstance(self.cache, ViewCache):
+        if isinstance(self.cache, ViewCache) and self.ear.followers is not None:
+            for number, view in enumerate(self.cache.views):
+                cast(LayerPlaces, view).begin(kept(self.ear.followers, number))
+            self.ear.followers = None
+        elif isinstance(self.cache, ViewCache):
             self.lacking = {layer: [heard] for layer, heard in self.ear.heard.items()}
             self._choose(self.cache)
             self.lacking.clear()
@@ -151,6 +159,15 @@ class Echo(Session):
             view.choose(q[:, :, -1], call)
         self.stale = False
         self.refresh.chosen()
+
+
+def kept(cache: EngineCache, layer: int) -> Int[Tensor, "row chosen"]:
+    """The positions of the tokens that a layer holds, in order; -1 before them in rows that hold fewer."""
+    lane = follower(cache, layer).cache.parts[0].lane
+    position = lane.tail.held()[2]
+    if lane.pages is not None:
+        position = torch.cat([lane.pages.position, position], 1)
+    return position.sort(1).values
 
 
 def joined(heard: Sequence[Heard]) -> Heard:

@@ -101,7 +101,7 @@ class TierReport:
 
     def _count(self, what: Round) -> None:
         self.passes, self.fed, self.drafted = self.passes + 1, self.fed + what.fed, self.drafted + what.drafted
-        self.seconds += what.judge_seconds
+        self.seconds += what.judge_seconds + what.other_seconds
         self.draft_seconds += what.draft_seconds
         for index in range(what.tested):
             if index == len(self.tested):

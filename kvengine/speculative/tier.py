@@ -54,7 +54,7 @@ class Tier:
     """session: the model and its cache; law: what it draws from; rule: how; below: who drafts for it, how far: ahead.
 
     ends: tokens after which nothing more is drafted. rounds: what happened, for the report. clock: seconds, to measure
-    rounds with; settling: those that settling took, which the next round is charged with.
+    rounds with; other: those that went into settling and catching up since the last round.
     """
 
     session: Session
@@ -66,7 +66,7 @@ class Tier:
     name: str = "target"
     rounds: list[Round] = field(default_factory=list)
     clock: Callable[[], float] = time.perf_counter
-    settling: float = 0.0
+    other: float = 0.0
 
     def propose(self, text: Text, tail: Sequence[int], more: More) -> Draft:
         """A chain of tokens, each drawn from this tier's law given those before it."""
@@ -95,9 +95,9 @@ class Tier:
 
     def stepping(self, text: Text, tail: Sequence[int], limit: int | None = None) -> Asks[Step]:
         """`step`, in steps."""
-        began = self.clock()
+        began, before = self.clock(), self.other
         guess = yield from self._guess(text, tail, limit)
-        drafted = self.clock()
+        drafted, lag = self.clock(), self.other - before
         missing = self.session.align(text, tail)
         logits = yield from self._read(missing, guess)
         laws = self.law(text, [[*tail, *guess.path(node)] for node in range(ROOT, len(guess))], logits)
@@ -105,8 +105,8 @@ class Tier:
         self._keep(guess, verdict)
         if self.below:
             self.below.observe([missing[-1], *guess.tokens], logits)
-        spent, self.settling = self.clock() - drafted + self.settling, 0.0
-        self._learn(Round.of(guess, verdict, len(missing), drafted - began, spent))
+        done, other, self.other = self.clock(), self.other, 0.0
+        self._learn(Round.of(guess, verdict, len(missing), drafted - began - lag, done - drafted, other))
         return verdict, laws, logits
 
     def settle(self, text: Text) -> None:
@@ -114,7 +114,7 @@ class Tier:
         self.session.settle(text)
         if self.below:
             self.below.settle(text)
-        self.settling += self.clock() - began
+        self.other += self.clock() - began
 
     def observe(self, tokens: Sequence[int], logits: Float[Tensor, "token vocab"]) -> None:
         """A model learns nothing from the tier above; what drafts for it may."""
@@ -127,6 +127,11 @@ class Tier:
         ahead = self.ahead.more
         more: More = lambda sure: (limit is None or len(sure) < limit) and ahead(sure)  # noqa: E731
         if isinstance(self.below, Reader):
+            if not more(()):
+                return Draft()
+            began = self.clock()
+            self.below.session.ready()
+            self.other += self.clock() - began
             return (yield from self.below.proposing(text, tail, more))
         return self.below.propose(text, tail, more)
 

@@ -24,9 +24,10 @@ from kvengine.speculative.accept import Rule, rule
 from kvengine.speculative.adaptive import Adaptive
 from kvengine.speculative.ahead import Ahead, Fixed
 from kvengine.speculative.branch import Branching
-from kvengine.speculative.check import Gamma, check_gamma, check_models, check_room
+from kvengine.speculative.check import Gamma, check_gamma, check_models, check_places, check_room
 from kvengine.speculative.echo import Echo, Refresh
 from kvengine.speculative.law import Law
+from kvengine.speculative.places import LayerPlaces
 from kvengine.speculative.propose import Lookup, Recycling
 from kvengine.speculative.report import Report, Watch
 from kvengine.speculative.run import Run, end_tokens, padded, texts
@@ -63,10 +64,13 @@ class TriForce:
         widths: let the small model draft a tree with so many children per node at each depth, instead of a chain.
         refresh: when a view chooses anew.
         tokenizers: the target's and the draft's, to be compared; without them only sizes and special tokens are.
+        in_place: the middle holds the numbers of the target's tokens that it reads, four bytes each, and gathers them
+            at every pass; by default it holds a copy of them, or of what its policy makes of them.
 
     Raises:
         ModelError: models that cannot be used, or with different tokenizers.
         PolicyError: a policy that is wrong, gamma below 1, or a cache too small for the drafts.
+        UnsupportedPolicy: what the middle reads is no set of the target's tokens, so it cannot read them in place.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class TriForce:
         widths: tuple[int, ...] | None = None,
         refresh: Refresh | None = None,
         tokenizers: tuple[Any, Any] | None = None,
+        in_place: bool = False,
     ) -> None:
         self.target, self.draft, self.gamma, self.widths = target, draft, gamma, widths
         self.stack = Stack.of(stack)
@@ -90,10 +95,12 @@ class TriForce:
         self.report = Report()
         self.memory: Recycling | None = None
         self.ahead: list[Ahead] = [Adaptive(), Adaptive()] if gamma == "auto" else []
+        self.in_place = in_place
         check_gamma(gamma)
         check_models(target, draft, tokenizers)
         if self.middle is not None:
             check_room("middle", self.middle, gamma)
+            check_places(self.middle, self.stack, in_place)
         if isinstance(draft, torch.nn.Module):
             check_room("draft_stack", self.draft_stack, gamma)
         for model in (target, draft):
@@ -179,8 +186,10 @@ class TriForce:
     def _echo(self, top: Session, middle: Stack) -> Session:
         if coarse_of(middle, self.stack):
             return Guest(self.target, top.cache, whole=top)
-        if can_view(middle) and complete(self.stack):
-            cache: EngineCache = ViewCache(self.target, top.cache, middle)
+        if self.in_place:
+            cache: EngineCache = ViewCache(self.target, top.cache, middle, LayerPlaces)
+        elif can_view(middle) and complete(self.stack):
+            cache = ViewCache(self.target, top.cache, middle)
         else:
             cache = EngineCache(self.target, middle)
         r = self.refresh

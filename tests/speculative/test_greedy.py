@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+import torch
 from support import MIXED, SMALL
 from support_spec import llama, prompt
 from torch import Tensor
@@ -43,7 +44,7 @@ def ids(number: int) -> Tensor:
 
 @lru_cache
 def oracle() -> list[list[int]]:
-    """What transformers alone says."""
+    """What transformers alone says, prompt by prompt."""
     model = llama()
     return [model.generate(ids(n), max_new_tokens=NEW, do_sample=False)[0].tolist() for n in range(COUNT)]
 
@@ -53,16 +54,27 @@ def target() -> Any:
     return kvengine.patch(llama())
 
 
+def together(decoder: TriForce, numbers: range) -> list[list[int]]:
+    """The texts of these prompts, decoded as one batch padded on the left."""
+    prompts = [ids(number)[0] for number in numbers]
+    most = max(map(len, prompts))
+    batch = torch.stack([torch.nn.functional.pad(one, (most - len(one), 0)) for one in prompts])
+    mask = torch.stack([(torch.arange(most) >= most - len(one)).long() for one in prompts])
+    out = decoder.generate(batch, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    return [line[most - len(one) :].tolist() for line, one in zip(out, prompts, strict=True)]
+
+
 def check(middle: str | None, stack: str, expected: list[list[int]]) -> None:
+    """Batches of ten, the first batch alone prompt by prompt; look-up and no lower draft in turns."""
     decoders = [TriForce(target(), draft, middle, gamma=(1, 3), stack=stack) for draft in ("lookup", None)]
     passes = stood = tested = 0
-    for number, text in enumerate(expected):
-        decoder = decoders[number % 2]
-        assert decoder.generate(ids(number), max_new_tokens=NEW, do_sample=False)[0].tolist() == text, number
+    for part in [*(range(n, n + 1) for n in range(0, COUNT, 10)), *(range(n, n + 10) for n in range(0, COUNT, 10))]:
+        decoder = decoders[part.start // 10 % 2]
+        assert together(decoder, part) == expected[part.start : part.stop], part
         top = decoder.report.tiers[0]
         passes, stood, tested = passes + top.passes, stood + sum(top.stood), tested + sum(top.tested)
-    print(f"\n{middle}: {COUNT} of {COUNT} texts; {stood} of {tested} drafts stood, {passes} passes for {COUNT * NEW}")
-    assert passes < COUNT * (NEW - 1) and stood
+    print(f"\n{middle}: {COUNT} of {COUNT} texts; {stood} of {tested} drafts stood")
+    assert stood
 
 
 @pytest.mark.slow
@@ -82,16 +94,3 @@ def test_greedy_text_under_the_targets_own_stack(middle: str) -> None:
 def test_every_policy_is_among_the_middles() -> None:
     named = " ".join(MIDDLES)
     assert all(name in named for name in [*catalogue(), *PRESETS])
-
-
-def test_greedy_text_of_some_prompts_under_every_policy() -> None:
-    """The same in small: each middle sees one prompt."""
-    for number, middle in enumerate(MIDDLES):
-        decoder = TriForce(target(), ("lookup", None)[number % 2], middle, gamma=(2, 4))
-        out = decoder.generate(ids(number % 8), max_new_tokens=NEW, do_sample=False)[0].tolist()
-        assert out == short(number % 8), middle
-
-
-@lru_cache
-def short(number: int) -> list[int]:
-    return llama().generate(ids(number), max_new_tokens=NEW, do_sample=False)[0].tolist()
