@@ -75,8 +75,9 @@ class TierReport:
     """A tier's passes.
 
     tested, stood: by position in the draft, how often a drafted token was judged and how often it stood.
-    bytes_per_pass: weights and cache that one pass reads, at the end of the text. view_bytes: held beyond the
-    target's cache, if this tier drafts for it on the same weights.
+    bytes_read: weights and cache that the passes read, by what one reads at the end of the text. cache_bytes: held;
+    if this tier drafts for the target on the same weights, beyond what the target holds. device_bytes: of those, on
+    the compute device; the others are in host memory, from where a pass brings one layer after the other.
     """
 
     name: str
@@ -87,6 +88,7 @@ class TierReport:
     draft_seconds: float = 0.0
     bytes_read: int = 0
     cache_bytes: int = 0
+    device_bytes: int = 0
     tested: list[int] = field(default_factory=list)
     stood: list[int] = field(default_factory=list)
 
@@ -95,7 +97,7 @@ class TierReport:
         out = cls(tier.name)
         for what in tier.rounds:
             out._count(what)
-        weights, cache, out.cache_bytes = footprint(tier.session)
+        weights, cache, out.cache_bytes, out.device_bytes = footprint(tier.session)
         out.bytes_read = out.passes * (weights + cache)
         return out
 
@@ -114,6 +116,7 @@ class TierReport:
         for name in ("passes", "fed", "drafted", "seconds", "draft_seconds", "bytes_read"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
+        self.device_bytes = max(self.device_bytes, other.device_bytes)
         self.tested, self.stood = longer(self.tested, other.tested), longer(self.stood, other.stood)
 
     @property
@@ -211,7 +214,10 @@ class Report:
 
 def line(tier: TierReport) -> str:
     """A tier in words."""
-    text = f"  {tier.name}: {tier.passes} passes over {tier.fed} tokens in {tier.seconds:.3f} s"
+    text = f"  {tier.name}: {tier.passes} passes over {tier.fed} tokens in {tier.seconds:.3f} s, "
+    text += f"cache {tier.cache_bytes / 2**20:.2f} MiB"
+    if tier.device_bytes < tier.cache_bytes:
+        text += f" ({tier.device_bytes / 2**20:.2f} of them on the device)"
     if tier.acceptance is None:
         return text
     places = " ".join(f"{share:.2f}" for share in tier.by_position)
@@ -220,8 +226,8 @@ def line(tier: TierReport) -> str:
     )
 
 
-def footprint(session: Session) -> tuple[int, int, int]:
-    """Bytes of weights and of cache that a pass reads, and bytes that the cache holds."""
+def footprint(session: Session) -> tuple[int, int, int, int]:
+    """Bytes of weights and of cache that a pass reads, and bytes that the cache holds, in all and on the device."""
     model, cache = session.model, session.cache
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     table = cast(nn.Embedding, model.get_input_embeddings()).weight  # a pass looks up a row or two of it
@@ -229,11 +235,11 @@ def footprint(session: Session) -> tuple[int, int, int]:
     if head is None or cast(nn.Linear, head).weight is not table:
         weights -= table.numel() * table.element_size()
     if isinstance(cache, ViewCache):
-        return weights, cache.read_per_pass(), cache.nbytes()
+        return weights, cache.read_per_pass(), cache.nbytes(), cache.nbytes()
     stats = cache.stats()
     if isinstance(session, Guest):
-        return weights, stats.read_per_token - fine_bytes(cache), 0
-    return weights, stats.read_per_token, stats.bytes_held
+        return weights, stats.read_per_token - fine_bytes(cache), 0, 0
+    return weights, stats.read_per_token, stats.bytes_held, stats.tier("device")
 
 
 def fine_bytes(cache: EngineCache) -> int:
