@@ -1,10 +1,10 @@
 """Speculative decoding of the bundled models on retrieval prompts.
 
-    python -P benchmarks/speculate.py TARGET DRAFT OUT [--what middles|gammas] [--lengths 2048,4096] [--prompts 4] …
+    python -P benchmarks/speculate.py TARGET DRAFT OUT [--lengths 2048,4096] [--prompts 4] …
 
 Prompts are RULER's needle tasks at each length; the text goes on past the answer, so that there is something to time.
-"middles" compares policies under which the target drafts for itself; "gammas" compares draft lengths, fixed and decided
-at run time. DRAFT may be "none". Writes OUT/speculate_WHAT.json, .md and .png.
+Compares policies under which the target drafts for itself, and what may lie below them; `speculate_gammas.py` compares
+draft lengths. DRAFT may be "none". Writes OUT/speculate_middles.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -61,13 +61,8 @@ def settings(small: Any, length: int) -> list[bench.Setting]:
     return [*below, *hierarchies, *direct, *auto]
 
 
-def gammas(small: Any, length: int) -> list[bench.Setting]:
-    """Fixed draft lengths against the one decided at run time, for drafts that cost nothing, little and much."""
-    lengths: list[Any] = [(1, g) for g in (1, 4, 8, 16)]
-    found = [bench.Setting("lookup", None, gamma) for gamma in [*lengths, "auto"]]
-    found += [bench.Setting(small, None, gamma) for gamma in [*lengths[:3], "auto"] if small is not None]
-    middle = f"retrieval(budget={length // 8})"
-    return [*found, *(bench.Setting(None, middle, gamma) for gamma in [*lengths[:3], "auto"])]
+def load(name: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
 
 
 def main() -> None:
@@ -75,29 +70,27 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("draft")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--what", choices=["middles", "gammas"], default="middles")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--lengths", default="2048,4096")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--new", type=int, default=64)
     given = parser.parse_args()
-    load = lambda name: AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()  # noqa: E731
     target, small = load(given.target), None if given.draft == "none" else load(given.draft)
     target.generation_config.eos_token_id = None
     tokenizer = AutoTokenizer.from_pretrained(given.target)
     found: list[bench.Result] = []
     for length in map(int, given.lengths.split(",")):
         texts = list(islice(prompts(tokenizer, length, given.prompts), given.prompts))
-        chosen = (settings if given.what == "middles" else gammas)(small, length)
         sampling = {"temperature": given.temperature} if given.temperature else {}
-        found += bench.compare(target, texts, chosen, given.new, lambda t: print(t, file=sys.stderr), **sampling)
+        found += bench.compare(
+            target, texts, settings(small, length), given.new, lambda t: print(t, file=sys.stderr), **sampling
+        )
         print(bench.table(found), flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
     document = bench.document(found, "python -P benchmarks/speculate.py " + " ".join(sys.argv[1:]))
-    (given.out / f"speculate_{given.what}.json").write_text(json.dumps(document, indent=1) + "\n")
-    (given.out / f"speculate_{given.what}.md").write_text(bench.table(found))
-    if given.what == "middles":
-        bench.plot(found, given.out / "speculate_middles.png")
+    (given.out / "speculate_middles.json").write_text(json.dumps(document, indent=1) + "\n")
+    (given.out / "speculate_middles.md").write_text(bench.table(found))
+    bench.plot(found, given.out / "speculate_middles.png")
 
 
 if __name__ == "__main__":

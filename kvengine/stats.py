@@ -87,7 +87,8 @@ def attended(lane: Lane) -> Int[Tensor, "row"]:
     tail = (lane.tail.position[:, lane.tail.span] >= 0).sum(1)
     unit = lane.stack.selection.unit
     there = (lane.pages.position >= 0).unflatten(1, (-1, unit)).sum(2)
-    return tail + there.gather(1, lane.units.clamp(min=0)).masked_fill(lane.units < 0, 0).sum(1)
+    gone = (lane.units < 0) | (lane.units >= there.shape[1])  # the query read pages that have been rolled back since
+    return tail + there.gather(1, lane.units.masked_fill(gone, 0)).masked_fill(gone, 0).sum(1)
 
 
 def lane_reads(lane: Lane) -> int:

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopP
 
 from kvengine.speculative.accept import Draft
 from kvengine.speculative.noise import Gumbel
-from kvengine.speculative.session import Session
+from kvengine.speculative.session import Asks, Session
 
 
 @dataclass
@@ -99,6 +99,17 @@ class TableSession:
         nodes = [self.cached + draft.path(node) for node in range(len(draft))]
         return torch.cat([chain, self._logits(nodes)]) if tokens else self._logits(nodes)
 
+    def ready(self) -> None:
+        return None
+
+    def feeding(self, tokens: list[int]) -> Asks[Tensor]:
+        return self.feed(tokens)
+        yield  # a table is read without a pass
+
+    def feeding_tree(self, tokens: list[int], draft: Draft) -> Asks[Tensor]:
+        return self.feed_tree(tokens, draft)
+        yield
+
     align = Session.align
     settle = Session.settle
     forget = Session.forget
@@ -144,7 +155,13 @@ def prompt(length: int = 90, rows: int = 1, seed: int = 0, vocab: int = 64) -> T
 
 @torch.no_grad()
 def plain_sampling(
-    model: LlamaForCausalLM, ids: Tensor, new: int, seed: int, temperature: float = 1.0, top_p: float = 1.0
+    model: LlamaForCausalLM,
+    ids: Tensor,
+    new: int,
+    seed: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    row: int = 0,
 ) -> list[int]:
     """Sampling without speculation or cache, written out: processors, then the largest of log p + noise."""
     warpers = [TemperatureLogitsWarper(temperature)] + ([TopPLogitsWarper(top_p)] if top_p < 1 else [])
@@ -152,7 +169,7 @@ def plain_sampling(
         scores = model(ids, use_cache=False).logits[:, -1].float()
         for warper in warpers:
             scores = warper(ids, scores)
-        noise = Gumbel(seed, 0).at(ids.shape[1], scores.shape[-1])
+        noise = Gumbel(seed, row).at(ids.shape[1], scores.shape[-1])
         token = (scores[0].softmax(-1).double().log() + noise).argmax()
         ids = torch.cat([ids, token[None, None]], 1)
     return ids[0].tolist()

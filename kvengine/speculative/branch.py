@@ -16,7 +16,7 @@ from torch import Tensor
 from kvengine.errors import PolicyError
 from kvengine.speculative.accept import ROOT, Draft, Rule
 from kvengine.speculative.law import Law, Text
-from kvengine.speculative.session import Session
+from kvengine.speculative.session import Asks, Session, drive
 from kvengine.speculative.tier import More
 
 
@@ -34,13 +34,18 @@ class Branching:
             raise PolicyError(f"widths of a draft tree are counts of at least 1, not {self.widths}")
 
     def propose(self, text: Text, tail: Sequence[int], more: More) -> Draft:
+        return drive(self.proposing(text, tail, more))
+
+    def proposing(self, text: Text, tail: Sequence[int], more: More) -> Asks[Draft]:
         draft, level = Draft(), [ROOT]
-        logits = self.session.feed(self.session.align(text, tail))[-1:]
+        if not more([]):
+            return draft
+        logits = (yield from self.session.feeding(self.session.align(text, tail)))[-1:]
         for depth, width in enumerate(self.widths):
-            if not more([1.0] * depth):
-                break
             if depth:
-                logits = torch.cat([logits[:1], self.session.feed_tree([], draft)])
+                if not more([1.0] * depth):
+                    break
+                logits = torch.cat([logits[:1], (yield from self.session.feeding_tree([], draft))])
             laws = self._laws(text, tail, draft, logits)
             position = len(text) + len(tail) + depth
             level = [child for node in level for child in self._grow(draft, node, laws[node + 1], width, position)]

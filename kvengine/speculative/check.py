@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 import torch
 
-from kvengine.errors import ModelError, PolicyError, unknown
+from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy, unknown
 from kvengine.hf import check_model
 from kvengine.hf_cache import engine_layers
+from kvengine.speculative.places import why_not
 from kvengine.stack import Stack
 
 DRAFTS = ("lookup", "recycling")
@@ -65,6 +66,12 @@ def check_room(name: str, stack: Stack, gamma: Gamma) -> None:
             f"{name}='{stack}' holds {budget} tokens, and gamma={gamma} drafts up to {ahead} on it: the draft would "
             "push out what it is to be read with. Give it a larger budget, or a smaller gamma"
         )
+
+
+def check_places(middle: Stack, stack: Stack, in_place: bool) -> None:
+    reason = why_not(middle, stack) if in_place else None
+    if reason is not None:
+        raise UnsupportedPolicy(f"'{middle}' cannot read the target's tokens in place: {reason}. Leave in_place out")
 
 
 def room(stack: Stack) -> int | None:

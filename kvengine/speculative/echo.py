@@ -2,7 +2,8 @@
 
 While the target reads the prompt, its queries, keys and values pass layer by layer through an `Ear`, so that the
 cheaper cache fills without a pass of its own. While the target judges a draft, the ear keeps those of the few tokens
-at hand; of the ones that stand, the cheaper cache then takes the target's keys and values in place of its own.
+at hand; of the ones that stand, the cheaper cache then takes the target's keys and values in place of its own. It
+takes them when it is next drafted on: a target that finds drafting not worth it pays nothing for having a draft.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.hf_cache import EngineCache, EngineLayer
 from kvengine.session import Call
 from kvengine.speculative.law import Text
+from kvengine.speculative.places import LayerPlaces, judged
 from kvengine.speculative.session import Session
-from kvengine.speculative.view import ViewCache
+from kvengine.speculative.view import SLACK, ViewCache
 
 Heard = tuple[Tensor, Tensor, Tensor, Call]
 
@@ -88,19 +91,30 @@ class Echo(Session):
 
     whole: Session = field(kw_only=True)
     refresh: Refresh = field(kw_only=True, default_factory=Refresh)
+    late: int = field(default=0, init=False)  # tokens that the target has let through and this cache not yet taken
+    lacking: dict[int, list[Heard]] = field(default_factory=dict, init=False, repr=False)  # those, by layer
+    stale: bool = field(default=False, init=False)  # another choice is due
 
     def __post_init__(self) -> None:
         self.ear = Ear(self.whole.cache)
         if not isinstance(self.cache, ViewCache):
             self.ear.followers = self.cache
+        elif judged(self.cache.choice):  # another cache reads the prompt, to see which tokens it keeps
+            self.ear.followers = EngineCache(self.model, self.cache.choice)
 
     def prefill(self, prompt: Sequence[int]) -> None:  # type: ignore[override]
         """To be called when the target has read the prompt: nothing is left to compute but a view's first choice."""
         self.ear.prompt = False
         self._record()
         self.settled = len(prompt)
-        if isinstance(self.cache, ViewCache):
-            self._choose(self.cache, 1)
+        if isinstance(self.cache, ViewCache) and self.ear.followers is not None:
+            for number, view in enumerate(self.cache.views):
+                cast(LayerPlaces, view).begin(kept(self.ear.followers, number))
+            self.ear.followers = None
+        elif isinstance(self.cache, ViewCache):
+            self.lacking = {layer: [heard] for layer, heard in self.ear.heard.items()}
+            self._choose(self.cache)
+            self.lacking.clear()
 
     def settle(self, text: Text) -> None:
         """Take the target's keys and values of the tokens that it has let through."""
@@ -109,29 +123,56 @@ class Echo(Session):
         stood, fresh = len(self.open), self.whole.settled - self.settled
         self.forget(stood)
         if fresh:
-            self._adopt(fresh, stood, drafted)
+            self.stale |= self.refresh.due(stood, drafted)
+            self._remember(fresh)
         self.settled = self.whole.settled
 
-    def _adopt(self, fresh: int, stood: int, drafted: int) -> None:
+    def _remember(self, fresh: int) -> None:
+        """Of what was heard last, keep what belongs to the tokens that stand."""
+        self.late += fresh
+        for layer, (q, k, v, call) in self.ear.heard.items():
+            self.lacking.setdefault(layer, []).append((q[:, :, :fresh], k[:, :, :fresh], v[:, :, :fresh], call))
+        if self.late > SLACK:
+            self.ready()
+
+    def ready(self) -> None:
+        """Take the target's keys and values of the tokens let through since the last draft."""
+        if not self.late:
+            return
+        late, self.late = self.late, 0
         if not isinstance(self.cache, ViewCache):
-            for layer, (q, k, v, call) in self.ear.heard.items():
-                follower(self.cache, layer).cache.follow(q[:, :, :fresh], k[:, :, :fresh], v[:, :, :fresh], call)
+            for layer, heard in self.lacking.items():
+                follower(self.cache, layer).cache.follow(*joined(heard))
             self._commit()
-        elif self.refresh.due(stood, drafted) or any(view.due for view in self.cache.views):
-            self._choose(self.cache, fresh)
+        elif self.stale or any(view.due(late) for view in self.cache.views):
+            self._choose(self.cache)
         else:
             for number, view in enumerate(self.cache.views):
-                _, k, v, _ = self.ear.heard[number]
-                view.catch_up(k[:, :, :fresh], v[:, :, :fresh])
+                view.catch_up(*joined(self.lacking[number])[1:3])
+        self.lacking.clear()
 
-    def _choose(self, cache: ViewCache, fresh: int) -> None:
+    def _choose(self, cache: ViewCache) -> None:
         """With the query of the last token that stands."""
         cache.session.memo.clear()
         for number, view in enumerate(cache.views):
-            q, _, _, call = self.ear.heard[number]
-            view.choose(query(q, fresh - 1), call)
+            q, _, _, call = self.lacking[number][-1]
+            view.choose(q[:, :, -1], call)
+        self.stale = False
         self.refresh.chosen()
 
 
-def query(q: Float[Tensor, "seq q_head token dim"], token: int) -> Float[Tensor, "seq q_head dim"]:
-    return q[:, :, token]
+def kept(cache: EngineCache, layer: int) -> Int[Tensor, "row chosen"]:
+    """The positions of the tokens that a layer holds, in order; -1 before them in rows that hold fewer."""
+    lane = follower(cache, layer).cache.parts[0].lane
+    position = lane.tail.held()[2]
+    if lane.pages is not None:
+        position = torch.cat([lane.pages.position, position], 1)
+    return position.sort(1).values
+
+
+def joined(heard: Sequence[Heard]) -> Heard:
+    """What was heard in several passes, as if it had been one."""
+    if len(heard) == 1:
+        return heard[0]
+    q, k, v = (torch.cat([part[i] for part in heard], 2) for i in range(3))  # type: ignore[misc]
+    return q, k, v, heard[0][3]

@@ -14,19 +14,60 @@ from kvengine.speculative.session import Guest, Session
 from kvengine.speculative.tier import Drafter, Tier
 from kvengine.speculative.view import ViewCache
 
+Seconds = tuple[float, float]
+"""On the wall, and of this process's CPU time."""
+
+
+class Watch:
+    """A sequence's own time. It runs from the start; sequences decoded together stop it while others compute."""
+
+    def __init__(self) -> None:
+        self.spent: Seconds = (0.0, 0.0)
+        self.since: Seconds | None = now()
+
+    def __call__(self) -> Seconds:
+        if self.since is None:
+            return self.spent
+        return plus(self.spent, now(), self.since)
+
+    def stop(self) -> None:
+        self.spent, self.since = self(), None
+
+    def go(self) -> None:
+        self.since = now()
+
+    def charge(self, seconds: Seconds) -> None:
+        """Add a share of what was computed for several sequences."""
+        self.spent = plus(self.spent, seconds)
+
+    def wall(self) -> float:
+        return self()[0]
+
+    def cpu(self) -> float:
+        return self()[1]
+
 
 class Clock:
-    def __init__(self) -> None:
-        self.last = now()
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.last = watch, watch()
 
-    def lap(self) -> tuple[float, float]:
-        """Seconds since the last call, on the wall and of this process's CPU time."""
-        before, self.last = self.last, now()
-        return self.last[0] - before[0], self.last[1] - before[1]
+    def lap(self) -> Seconds:
+        """Seconds since the last call."""
+        before, self.last = self.last, self.watch()
+        return plus((0.0, 0.0), self.last, before)
 
 
-def now() -> tuple[float, float]:
+def now() -> Seconds:
     return time.perf_counter(), time.process_time()
+
+
+def plus(a: Seconds, b: Seconds, less: Seconds = (0.0, 0.0)) -> Seconds:
+    """a + b - less.
+
+    >>> plus((1.0, 2.0), (3.0, 4.0), (0.5, 0.5))
+    (3.5, 5.5)
+    """
+    return a[0] + b[0] - less[0], a[1] + b[1] - less[1]
 
 
 @dataclass
@@ -34,8 +75,9 @@ class TierReport:
     """A tier's passes.
 
     tested, stood: by position in the draft, how often a drafted token was judged and how often it stood.
-    bytes_per_pass: weights and cache that one pass reads, at the end of the text. view_bytes: held beyond the
-    target's cache, if this tier drafts for it on the same weights.
+    bytes_read: weights and cache that the passes read, by what one reads at the end of the text. cache_bytes: held;
+    if this tier drafts for the target on the same weights, beyond what the target holds. device_bytes: of those, on
+    the compute device; the others are in host memory, from where a pass brings one layer after the other.
     """
 
     name: str
@@ -46,6 +88,7 @@ class TierReport:
     draft_seconds: float = 0.0
     bytes_read: int = 0
     cache_bytes: int = 0
+    device_bytes: int = 0
     tested: list[int] = field(default_factory=list)
     stood: list[int] = field(default_factory=list)
 
@@ -54,13 +97,13 @@ class TierReport:
         out = cls(tier.name)
         for what in tier.rounds:
             out._count(what)
-        weights, cache, out.cache_bytes = footprint(tier.session)
+        weights, cache, out.cache_bytes, out.device_bytes = footprint(tier.session)
         out.bytes_read = out.passes * (weights + cache)
         return out
 
     def _count(self, what: Round) -> None:
         self.passes, self.fed, self.drafted = self.passes + 1, self.fed + what.fed, self.drafted + what.drafted
-        self.seconds += what.judge_seconds
+        self.seconds += what.judge_seconds + what.other_seconds
         self.draft_seconds += what.draft_seconds
         for index in range(what.tested):
             if index == len(self.tested):
@@ -73,6 +116,7 @@ class TierReport:
         for name in ("passes", "fed", "drafted", "seconds", "draft_seconds", "bytes_read"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
+        self.device_bytes = max(self.device_bytes, other.device_bytes)
         self.tested, self.stood = longer(self.tested, other.tested), longer(self.stood, other.stood)
 
     @property
@@ -170,7 +214,10 @@ class Report:
 
 def line(tier: TierReport) -> str:
     """A tier in words."""
-    text = f"  {tier.name}: {tier.passes} passes over {tier.fed} tokens in {tier.seconds:.3f} s"
+    text = f"  {tier.name}: {tier.passes} passes over {tier.fed} tokens in {tier.seconds:.3f} s, "
+    text += f"cache {tier.cache_bytes / 2**20:.2f} MiB"
+    if tier.device_bytes < tier.cache_bytes:
+        text += f" ({tier.device_bytes / 2**20:.2f} of them on the device)"
     if tier.acceptance is None:
         return text
     places = " ".join(f"{share:.2f}" for share in tier.by_position)
@@ -179,8 +226,8 @@ def line(tier: TierReport) -> str:
     )
 
 
-def footprint(session: Session) -> tuple[int, int, int]:
-    """Bytes of weights and of cache that a pass reads, and bytes that the cache holds."""
+def footprint(session: Session) -> tuple[int, int, int, int]:
+    """Bytes of weights and of cache that a pass reads, and bytes that the cache holds, in all and on the device."""
     model, cache = session.model, session.cache
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     table = cast(nn.Embedding, model.get_input_embeddings()).weight  # a pass looks up a row or two of it
@@ -188,11 +235,11 @@ def footprint(session: Session) -> tuple[int, int, int]:
     if head is None or cast(nn.Linear, head).weight is not table:
         weights -= table.numel() * table.element_size()
     if isinstance(cache, ViewCache):
-        return weights, cache.read_per_pass(), cache.nbytes()
+        return weights, cache.read_per_pass(), cache.nbytes(), cache.nbytes()
     stats = cache.stats()
     if isinstance(session, Guest):
-        return weights, stats.read_per_token - fine_bytes(cache), 0
-    return weights, stats.read_per_token, stats.bytes_held
+        return weights, stats.read_per_token - fine_bytes(cache), 0, 0
+    return weights, stats.read_per_token, stats.bytes_held, stats.tier("device")
 
 
 def fine_bytes(cache: EngineCache) -> int:

@@ -11,30 +11,39 @@ from torch import Tensor
 
 from kvengine.errors import ModelError
 from kvengine.speculative.law import Text
-from kvengine.speculative.report import Clock, Report
+from kvengine.speculative.report import Clock, Report, Watch
+from kvengine.speculative.session import Asks, drive
 from kvengine.speculative.tier import Drafter, Tier
 
 
 class Run:
     """One sequence, from its prompt to its end."""
 
-    def __init__(self, top: Tier, criteria: Callable[..., Tensor] | None, limit: int) -> None:
-        """criteria: as in transformers; limit: tokens of the longest text, padding included."""
-        self.top, self.criteria, self.limit = top, criteria, limit
+    def __init__(
+        self, top: Tier, criteria: Callable[..., Tensor] | None, limit: int, watch: Watch | None = None
+    ) -> None:
+        """criteria: as in transformers; limit: tokens of the longest text, padding included; watch: this row's time."""
+        self.top, self.criteria, self.limit, self.watch = top, criteria, limit, watch or Watch()
         self.report = Report()
 
     def __call__(self, text: Text, put: Callable[[Tensor], None] | None = None) -> list[int]:
         """The text to its end, padding included; `put` gets the new tokens of each round."""
-        prompt, clock = len(text), Clock()
+        return drive(self.going(text, put))
+
+    def going(self, text: Text, put: Callable[[Tensor], None] | None = None) -> Asks[list[int]]:
+        """The same, in steps."""
+        prompt, clock = len(text), Clock(self.watch)
         new = [self._first(text)]
         prefill = clock.lap()
         while not self._append(text, new, put):
-            new = self.top.step(text, (), self.limit - len(text.padding) - len(text) - 1)[0].tokens
+            room = self.limit - len(text.padding) - len(text) - 1
+            new = (yield from self.top.stepping(text, (), room))[0].tokens
         self.report = Report.of(self.top, prompt, len(text) - prompt, prefill, clock.lap())
         return [*text.padding, *text.tokens]
 
     def _first(self, text: Text) -> int:
         """Read the prompt with every model, and draw the first token."""
+        self.top.ahead.begin(len(text))
         logits = self.top.session.prefill(text.tokens)
         prefill(self.top.below, text.tokens)
         law = self.top.law(text, [()], logits)[0]
@@ -66,6 +75,7 @@ def prefill(drafter: Drafter | None, prompt: Sequence[int]) -> None:
     if session is not None:
         session.prefill(prompt)
     if isinstance(drafter, Tier):
+        drafter.ahead.begin(len(prompt))
         prefill(drafter.below, prompt)
 
 

@@ -2,13 +2,17 @@
 
 Tokens are fed tentatively; `forget` takes back the last ones, `settle` makes the rest history. The cache is the
 engine's, under any stack.
+
+A session does not run the model itself: it asks for a `Pass`, and whoever drives it sends the logits back. `drive` runs
+one sequence's passes as they come; `together.py` runs those of many sequences at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,6 +25,45 @@ from kvengine.speculative.accept import ROOT, Draft
 from kvengine.speculative.law import Text
 
 Logits = Float[Tensor, "token vocab"]
+Out = TypeVar("Out")
+
+
+@dataclass
+class Pass:
+    """Read `tokens` with a session's model and cache.
+
+    places: their positions, where these are not simply the next ones; sees: the last of them are the nodes of a tree,
+    which look at these of each other and leave no trace.
+    """
+
+    session: Session
+    tokens: list[int]
+    places: list[int] | None = None
+    sees: Bool[Tensor, "node node"] | None = None
+
+    @torch.no_grad()
+    def run(self) -> Logits:
+        """The logits after each token, in a pass of its own."""
+        places = (
+            {} if self.places is None else {"position_ids": torch.tensor([self.places], device=self.session.device)}
+        )
+        with self.session.reading(self.sees):
+            return self.session.forward(self.tokens, **places)
+
+
+Asks = Generator[Pass, Logits, Out]
+"""Work that asks for passes on its way to a result."""
+
+
+def drive(work: Asks[Out]) -> Out:
+    """Run every pass by itself, as it is asked for."""
+    try:
+        ask = next(work)
+        while True:
+            ask = work.send(ask.run())
+    except StopIteration as end:
+        result: Out = end.value
+        return result
 
 
 @dataclass
@@ -39,34 +82,37 @@ class Session:
     @torch.no_grad()
     def prefill(self, prompt: Sequence[int]) -> Logits:
         """Read the prompt in one pass; the logits after its last token, [1, vocab]."""
-        logits = self._forward(prompt, logits_to_keep=1)
+        logits = self.forward(prompt, logits_to_keep=1)
         self._record()
         self._commit()
         self.settled = len(prompt)
         return logits
 
-    @torch.no_grad()
     def feed(self, tokens: Sequence[int]) -> Logits:
         """Append tokens tentatively; the logits after each."""
-        self.open += tokens
-        return self._forward(tokens)
+        return drive(self.feeding(tokens))
 
-    @torch.no_grad()
+    def feeding(self, tokens: Sequence[int]) -> Asks[Logits]:
+        """`feed`, in steps."""
+        self.ready()
+        self.open += tokens
+        return (yield Pass(self, list(tokens)))
+
     def feed_tree(self, tokens: Sequence[int], draft: Draft) -> Logits:
+        return drive(self.feeding_tree(tokens, draft))
+
+    def feeding_tree(self, tokens: Sequence[int], draft: Draft) -> Asks[Logits]:
         """Append `tokens` as a chain and read a tree under the last of them; the logits after that one and each node.
 
         Without `tokens` the tree hangs under what was fed last, and the logits are those after each node. The tree
         leaves no trace in the cache: the nodes that stand are fed again with the next pass, which costs a few more
         rows in a pass that runs anyway and works for every policy.
         """
+        self.ready()
         known = self.settled + len(self.open)
         depths = [len(tokens) + draft.depth(node) for node in range(len(draft))]
-        places = torch.tensor([[*range(known, known + len(tokens)), *(known + depth for depth in depths)]])
-        self.cache.session.tree = ancestors(draft).to(self._device)
-        try:
-            logits = self._forward([*tokens, *draft.tokens], position_ids=places.to(self._device))
-        finally:
-            self.cache.session.tree = None
+        places = [*range(known, known + len(tokens)), *(known + depth for depth in depths)]
+        logits = yield Pass(self, [*tokens, *draft.tokens], places, ancestors(draft).to(self.device))
         self.open += tokens
         return logits[max(len(tokens) - 1, 0) :]
 
@@ -96,12 +142,24 @@ class Session:
         self.settled += len(self.open)
         self.open = []
 
+    def ready(self) -> None:
+        """Called before tokens are fed."""
+
+    @contextmanager
+    def reading(self, sees: Bool[Tensor, "node node"] | None) -> Iterator[None]:
+        """How the cache is read during a pass."""
+        self.cache.session.tree = sees
+        try:
+            yield
+        finally:
+            self.cache.session.tree = None
+
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _forward(self, tokens: Sequence[int], **options: Any) -> Logits:
-        ids = torch.tensor([list(tokens)], device=self._device)
+    def forward(self, tokens: Sequence[int], **options: Any) -> Logits:
+        ids = torch.tensor([list(tokens)], device=self.device)
         logits: Tensor = self.model(ids, past_key_values=self.cache, use_cache=True, **options).logits[0]
         return logits
 
@@ -139,10 +197,12 @@ class Guest(Session):
         """The host has settled already."""
         self.settled = self.whole.settled
 
-    def _forward(self, tokens: Sequence[int], **options: Any) -> Logits:
+    @contextmanager
+    def reading(self, sees: Bool[Tensor, "node node"] | None) -> Iterator[None]:
         self.cache.session.coarse = True
         try:
-            return super()._forward(tokens, **options)
+            with super().reading(sees):
+                yield
         finally:
             self.cache.session.coarse = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from kvengine.speculative.accept import ROOT, Draft, Rule, Verdict, walk
 from kvengine.speculative.ahead import Ahead, Fixed, Round
 from kvengine.speculative.law import Law, Text
-from kvengine.speculative.session import Session
+from kvengine.speculative.session import Asks, Session, drive
 
 More = Callable[[Sequence[float]], bool]
 """Is one more token worth drafting, given the drafter's confidence in those it has?"""
@@ -36,11 +36,25 @@ class Drafter(Protocol):
         """The tier above has computed the logits after each of these tokens."""
 
 
+@runtime_checkable
+class Reader(Drafter, Protocol):
+    """A drafter with a model, whose passes others may run."""
+
+    session: Session
+
+    def proposing(self, text: Text, tail: Sequence[int], more: More) -> Asks[Draft]:
+        """`propose`, in steps."""
+
+
+Step = tuple[Verdict, Float[Tensor, "node vocab"], Float[Tensor, "node vocab"]]
+
+
 @dataclass
 class Tier:
     """session: the model and its cache; law: what it draws from; rule: how; below: who drafts for it, how far: ahead.
 
-    ends: tokens after which nothing more is drafted. rounds: what happened, for the report.
+    ends: tokens after which nothing more is drafted. rounds: what happened, for the report. clock: seconds, to measure
+    rounds with; other: those that went into settling and catching up since the last round.
     """
 
     session: Session
@@ -51,63 +65,80 @@ class Tier:
     ends: frozenset[int] = frozenset()
     name: str = "target"
     rounds: list[Round] = field(default_factory=list)
+    clock: Callable[[], float] = time.perf_counter
+    other: float = 0.0
 
     def propose(self, text: Text, tail: Sequence[int], more: More) -> Draft:
         """A chain of tokens, each drawn from this tier's law given those before it."""
+        return drive(self.proposing(text, tail, more))
+
+    def proposing(self, text: Text, tail: Sequence[int], more: More) -> Asks[Draft]:
         out = Draft()
         while more(out.confidence) and not (out.tokens and out.tokens[-1] in self.ends):
-            self._extend(out, text, tail)
+            yield from self._extend(out, text, tail)
         return out
 
-    def _extend(self, out: Draft, text: Text, tail: Sequence[int]) -> None:
-        verdict, laws, logits = self.step(text, [*tail, *out.tokens])
+    def _extend(self, out: Draft, text: Text, tail: Sequence[int]) -> Asks[None]:
+        verdict, laws, logits = yield from self.stepping(text, [*tail, *out.tokens])
         for node, token in zip([ROOT, *verdict.path], verdict.tokens, strict=True):
             sure = float(logits[node + 1].float().softmax(-1)[token])
             out.append(token, laws[node + 1], sure)
             if token in self.ends:
                 return
 
-    def step(
-        self, text: Text, tail: Sequence[int], limit: int | None = None
-    ) -> tuple[Verdict, Float[Tensor, "node vocab"], Float[Tensor, "node vocab"]]:
+    def step(self, text: Text, tail: Sequence[int], limit: int | None = None) -> Step:
         """One round: draft at most `limit` tokens, judge them.
 
         Returns the verdict, and the tier's law and logits at the root and at each node.
         """
-        began = time.perf_counter()
-        guess = self._guess(text, tail, limit)
-        drafted = time.perf_counter()
+        return drive(self.stepping(text, tail, limit))
+
+    def stepping(self, text: Text, tail: Sequence[int], limit: int | None = None) -> Asks[Step]:
+        """`step`, in steps."""
+        began, before = self.clock(), self.other
+        guess = yield from self._guess(text, tail, limit)
+        drafted, lag = self.clock(), self.other - before
         missing = self.session.align(text, tail)
-        logits = self._read(missing, guess)
+        logits = yield from self._read(missing, guess)
         laws = self.law(text, [[*tail, *guess.path(node)] for node in range(ROOT, len(guess))], logits)
         verdict = walk(guess, laws, self.rule, len(text) + len(tail))
         self._keep(guess, verdict)
-        done = time.perf_counter()
         if self.below:
             self.below.observe([missing[-1], *guess.tokens], logits)
-        self._learn(Round.of(guess, verdict, len(missing), drafted - began, done - drafted))
+        done, other, self.other = self.clock(), self.other, 0.0
+        self._learn(Round.of(guess, verdict, len(missing), drafted - began - lag, done - drafted, other))
         return verdict, laws, logits
 
     def settle(self, text: Text) -> None:
+        began = self.clock()
         self.session.settle(text)
         if self.below:
             self.below.settle(text)
+        self.other += self.clock() - began
 
     def observe(self, tokens: Sequence[int], logits: Float[Tensor, "token vocab"]) -> None:
         """A model learns nothing from the tier above; what drafts for it may."""
         if self.below:
             self.below.observe(tokens, logits)
 
-    def _guess(self, text: Text, tail: Sequence[int], limit: int | None) -> Draft:
+    def _guess(self, text: Text, tail: Sequence[int], limit: int | None) -> Asks[Draft]:
         if self.below is None or limit == 0:
             return Draft()
-        more = self.ahead.more
-        return self.below.propose(text, tail, lambda sure: (limit is None or len(sure) < limit) and more(sure))
+        ahead = self.ahead.more
+        more: More = lambda sure: (limit is None or len(sure) < limit) and ahead(sure)  # noqa: E731
+        if isinstance(self.below, Reader):
+            if not more(()):
+                return Draft()
+            began = self.clock()
+            self.below.session.ready()
+            self.other += self.clock() - began
+            return (yield from self.below.proposing(text, tail, more))
+        return self.below.propose(text, tail, more)
 
-    def _read(self, missing: Sequence[int], guess: Draft) -> Float[Tensor, "node vocab"]:
+    def _read(self, missing: Sequence[int], guess: Draft) -> Asks[Float[Tensor, "node vocab"]]:
         if guess.is_chain:
-            return self.session.feed([*missing, *guess.tokens])[-(len(guess) + 1) :]
-        return self.session.feed_tree(missing, guess)
+            return (yield from self.session.feeding([*missing, *guess.tokens]))[-(len(guess) + 1) :]
+        return (yield from self.session.feeding_tree(missing, guess))
 
     def _keep(self, guess: Draft, verdict: Verdict) -> None:
         if guess.is_chain:

@@ -21,16 +21,19 @@ from kvengine.errors import ModelError
 from kvengine.hf import STATE, patch
 from kvengine.hf_cache import EngineCache
 from kvengine.speculative.accept import Rule, rule
-from kvengine.speculative.ahead import Adaptive, Ahead, Fixed
+from kvengine.speculative.adaptive import Adaptive
+from kvengine.speculative.ahead import Ahead, Fixed
 from kvengine.speculative.branch import Branching
-from kvengine.speculative.check import Gamma, check_gamma, check_models, check_room
+from kvengine.speculative.check import Gamma, check_gamma, check_models, check_places, check_room
 from kvengine.speculative.echo import Echo, Refresh
 from kvengine.speculative.law import Law
+from kvengine.speculative.places import LayerPlaces
 from kvengine.speculative.propose import Lookup, Recycling
-from kvengine.speculative.report import Report
+from kvengine.speculative.report import Report, Watch
 from kvengine.speculative.run import Run, end_tokens, padded, texts
 from kvengine.speculative.session import Guest, Session
 from kvengine.speculative.tier import Drafter, Tier
+from kvengine.speculative.together import together
 from kvengine.speculative.view import ViewCache, can_view, complete
 from kvengine.stack import Stack
 
@@ -61,10 +64,13 @@ class TriForce:
         widths: let the small model draft a tree with so many children per node at each depth, instead of a chain.
         refresh: when a view chooses anew.
         tokenizers: the target's and the draft's, to be compared; without them only sizes and special tokens are.
+        in_place: the middle holds the numbers of the target's tokens that it reads, four bytes each, and gathers them
+            at every pass; by default it holds a copy of them, or of what its policy makes of them.
 
     Raises:
         ModelError: models that cannot be used, or with different tokenizers.
         PolicyError: a policy that is wrong, gamma below 1, or a cache too small for the drafts.
+        UnsupportedPolicy: what the middle reads is no set of the target's tokens, so it cannot read them in place.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class TriForce:
         widths: tuple[int, ...] | None = None,
         refresh: Refresh | None = None,
         tokenizers: tuple[Any, Any] | None = None,
+        in_place: bool = False,
     ) -> None:
         self.target, self.draft, self.gamma, self.widths = target, draft, gamma, widths
         self.stack = Stack.of(stack)
@@ -88,10 +95,12 @@ class TriForce:
         self.report = Report()
         self.memory: Recycling | None = None
         self.ahead: list[Ahead] = [Adaptive(), Adaptive()] if gamma == "auto" else []
+        self.in_place = in_place
         check_gamma(gamma)
         check_models(target, draft, tokenizers)
         if self.middle is not None:
             check_room("middle", self.middle, gamma)
+            check_places(self.middle, self.stack, in_place)
         if isinstance(draft, torch.nn.Module):
             check_room("draft_stack", self.draft_stack, gamma)
         for model in (target, draft):
@@ -147,30 +156,40 @@ class TriForce:
         law = Law(list(logits_processor), greedy=not generation_config.do_sample)
         ends = frozenset(end_tokens(generation_config))
         self.report = Report()
-        rows = []
+        put = None if streamer is None else streamer.put
+        runs, rows = [], []
         for row, text in enumerate(texts(input_ids, kwargs.get("attention_mask"))):
-            top = self.tiers(law, rule(seed, row, coupled), ends)
-            run = Run(top, stopping_criteria, generation_config.max_length)
-            rows.append(run(text, None if streamer is None else streamer.put))
+            watch = Watch()
+            top = self.tiers(law, rule(seed, row, coupled), ends, watch)
+            runs.append(Run(top, stopping_criteria, generation_config.max_length, watch))
+            rows.append((runs[-1].going(text, put), watch))
+        found = together(rows)
+        for run in runs:
             self.report.add(run.report)
         if streamer is not None:
             streamer.end()
-        return padded(rows, generation_config, input_ids.device)
+        return padded(found, generation_config, input_ids.device)
 
-    def tiers(self, law: Law, rule: Rule, ends: frozenset[int] = frozenset()) -> Tier:
-        """A fresh hierarchy for one sequence, topmost tier first."""
+    def tiers(self, law: Law, rule: Rule, ends: frozenset[int] = frozenset(), watch: Watch | None = None) -> Tier:
+        """A fresh hierarchy for one sequence, topmost tier first; its rounds are timed by the watch."""
+        watch = watch or Watch()
+        # One thread on the CPU: its own time is the time on the wall of a quiet machine, and steady on a busy one.
+        steady = self.target.device.type == "cpu" and torch.get_num_threads() == 1
+        clock = watch.cpu if steady else watch.wall
         cache = EngineCache(self.target, self.stack)
         top = Session(self.target, cache)
         below = self._drafter(law, rule, ends)
         if self.middle is not None:
-            below = Tier(self._echo(top, self.middle), law, rule, below, self._ahead(0), ends, "middle")
-        return Tier(top, law, rule, below, self._ahead(1), ends, "target")
+            below = Tier(self._echo(top, self.middle), law, rule, below, self._ahead(0), ends, "middle", clock=clock)
+        return Tier(top, law, rule, below, self._ahead(1), ends, "target", clock=clock)
 
     def _echo(self, top: Session, middle: Stack) -> Session:
         if coarse_of(middle, self.stack):
             return Guest(self.target, top.cache, whole=top)
-        if can_view(middle) and complete(self.stack):
-            cache: EngineCache = ViewCache(self.target, top.cache, middle)
+        if self.in_place:
+            cache: EngineCache = ViewCache(self.target, top.cache, middle, LayerPlaces)
+        elif can_view(middle) and complete(self.stack):
+            cache = ViewCache(self.target, top.cache, middle)
         else:
             cache = EngineCache(self.target, middle)
         r = self.refresh

@@ -13,6 +13,7 @@ needs as many KV heads as query heads), and any selection of the engine may choo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,7 @@ from kvengine.stack import Stack
 from kvengine.tail import Tail
 from kvengine.tokens import take
 
+Held = tuple[Tensor, Tensor, Tensor, bool]
 SLACK = 64  # tokens that a view takes after a choice before another must be made
 
 
@@ -134,9 +136,9 @@ class LayerView:
         at = torch.arange(self.seen, self.seen + k.shape[1], dtype=torch.int32, device=k.device)
         self.tail.append(k, v, at.expand(len(k), -1), True)
         self.seen += k.shape[1]
-        k, v, position, _ = self.tail.held()
+        k, v, position, clean = self.held()
         visible = None
-        if len(at) > 1 or not self.tail.clean:
+        if len(at) > 1 or not clean:
             visible = (position >= 0)[:, None] & (position[:, None] <= at[:, None])
         if call.softcap is None and call.sinks is None:
             return ops.whole(q, k, v, visible, call.scale)
@@ -146,11 +148,15 @@ class LayerView:
     def _look(
         self, q: Tensor, k: Tensor, v: Tensor, sees: Bool[Tensor, "node node"], call: Call
     ) -> Float[Tensor, "row group query dim_v"]:
-        held_k, held_v, position, _ = self.tail.held()
+        held_k, held_v, position, _ = self.held()
         there = (position >= 0)[:, None].expand(-1, q.shape[2], -1)
         held = attention(q, held_k, held_v, there, call.scale, softcap=call.softcap)
         block = attention(q, k, v, sees.expand(len(q), -1, -1), call.scale, softcap=call.softcap)
         return self.source.parts[0].lane.with_sinks([held, block], call).out.to(q.dtype)
+
+    def held(self) -> Held:
+        """What a query reads: keys, values, positions, and whether no position is -1."""
+        return *self.tail.held()[:3], self.tail.clean
 
     def rollback(self, n: int) -> None:
         if n > self.seen - self.covered:
@@ -167,10 +173,9 @@ class LayerView:
             raise CacheError("a view has nothing to read before its first choice")
         return self._tail
 
-    @property
-    def due(self) -> bool:
-        """Whether another choice must be made before more tokens come: what follows a choice has room for so many."""
-        return self.seen - self.covered > SLACK
+    def due(self, late: int) -> bool:
+        """Whether another choice must be made before so many tokens come: what follows a choice has limited room."""
+        return self.seen + late - self.covered > SLACK
 
     def nbytes(self) -> int:
         """Bytes held beyond the source's."""
@@ -184,8 +189,10 @@ class ViewCache(EngineCache):
         UnsupportedPolicy: the stack does more than select, or the other cache does not keep every token.
     """
 
-    def __init__(self, model: Any, source: EngineCache, stack: Stack) -> None:
-        if not can_view(stack) or not complete(source.stack):
+    def __init__(
+        self, model: Any, source: EngineCache, stack: Stack, layer: Callable[..., LayerView] = LayerView
+    ) -> None:
+        if layer is LayerView and not (can_view(stack) and complete(source.stack)):
             raise UnsupportedPolicy(
                 f"'{stack}' cannot be read as a view of a cache under '{source.stack}': a view needs a stack that "
                 "selects and does nothing else, and a cache that keeps every token"
@@ -193,7 +200,7 @@ class ViewCache(EngineCache):
         super().__init__(model, "full")
         self.choice, self.views = stack, []
         for number, (mine, its) in enumerate(zip(self.layers, source.layers, strict=True)):
-            view = LayerView(cast(EngineLayer, its).cache, stack, number, len(self.layers), self.session)
+            view = layer(cast(EngineLayer, its).cache, stack, number, len(self.layers), self.session)
             cast(Any, mine).cache = view
             self.views.append(view)
 
@@ -203,4 +210,4 @@ class ViewCache(EngineCache):
 
     def read_per_pass(self) -> int:
         """Bytes of keys and values that one pass reads."""
-        return sum(x.nbytes for view in self.views for x in view.tail.held()[:2])
+        return sum(x.nbytes for view in self.views for x in view.held()[:2])

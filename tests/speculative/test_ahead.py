@@ -8,11 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from kvengine.errors import PolicyError
+from kvengine.speculative.adaptive import Adaptive, Times
 from kvengine.speculative.ahead import (
-    Adaptive,
     Ahead,
     Fixed,
-    Line,
     Round,
     best_gamma,
     expected_tokens,
@@ -122,13 +121,21 @@ def test_knowing_the_round_beats_every_fixed_length() -> None:
     assert simulate(Adaptive(), workload, 0.1, lambda n: 1.0, 800) > 1.1 * fixed
 
 
-def test_line() -> None:
-    line = Line()
-    for x in [1, 5, 2, 7, 3] * 4:
-        line.add(x, 2 + 0.5 * x)
-    assert line.slope == pytest.approx(0.5) and line.at(4) == pytest.approx(4)
-    line.add(3, 1000)
-    assert line.at(3) < 4.5
+def test_times() -> None:
+    """A jump from none to one, a line behind it, one stall among them."""
+    times = Times(0.05)
+    for depth in [1, 4, 0, 8, 2] * 5:
+        times.add(depth, 1.0 if not depth else 2 + 0.5 * depth)
+    times.add(2, 1000.0)
+    table = times.table(8)
+    assert table[0] == 1.0 and table == sorted(table)
+    assert table[1:] == pytest.approx([2 + 0.5 * depth for depth in range(1, 9)], rel=0.05)
+
+
+def test_one_depth_says_little_about_others() -> None:
+    times = Times(0.05)
+    times.add(4, 2.0)
+    assert times.table(8)[8] == pytest.approx(2.4) and times.table(8)[0] <= 2.0
 
 
 def test_lengths_below_one_are_refused() -> None:

@@ -114,6 +114,7 @@ def test_verified_keys_and_values_replace_drafted_ones(model: Any) -> None:
     text.tokens.append(3)
     for stand in (2, 0, 4, 1):
         round_(whole, mine, text, [5, 6, 7, 8], stand)
+        mine.ready()
         for ours, its in zip(mine.cache.engines, whole.cache.engines, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours.contents(), its.contents(), strict=True))
         assert mine.settled == whole.settled == len(text) - 1 == whole.cache.seen
@@ -124,6 +125,7 @@ def test_a_view_holds_the_targets_tokens(model: Any) -> None:
     text.tokens.append(3)
     for stand in (2, 0, 4, 1, 3, 3):
         round_(whole, mine, text, [5, 6, 7, 8], stand)
+        mine.ready()
         for view, its in zip(mine.cache.views, whole.cache.engines, strict=True):
             k, v, position, _ = view.tail.held()
             keys, values = (x.flatten(0, 1) for x in its.contents())
@@ -133,6 +135,32 @@ def test_a_view_holds_the_targets_tokens(model: Any) -> None:
             newest = torch.arange(view.covered, whole.settled)
             assert all(set(newest.tolist()) <= set(row.tolist()) for row in position)
     assert mine.refresh.choices == 3  # one for the prompt, two in six rounds
+
+
+def holding(mine: Echo) -> list[Tensor]:
+    if isinstance(mine.cache, ViewCache):
+        return [x.clone() for view in mine.cache.views for x in view.tail.held()]
+    return [x.clone() for layer in mine.cache.engines for x in state(layer)]
+
+
+@pytest.mark.parametrize("stack", ["full", "quest(budget=24, page=4)", "kivi(group=8, residual=8)", "h2o(budget=24)"])
+def test_a_draft_left_alone_for_long_is_where_it_would_be(model: Any, stack: str) -> None:
+    """Rounds without a draft cost it nothing at the time; it takes their tokens when it is drafted on, in one go."""
+    at_once, late = (echo(model, stack, prompt(60), every=10_000, below=0.0) for _ in range(2))
+    for whole, mine, text in (at_once, late):
+        text.tokens.append(3)
+        for number in range(30):
+            before = holding(mine)
+            whole.feed(text.since(whole.settled, ()))
+            text.tokens.append(4 + number)
+            whole.settle(text)
+            mine.settle(text)
+            if mine is at_once[1]:
+                mine.ready()
+            else:
+                assert mine.late == number + 1 and all(map(torch.equal, before, holding(mine)))
+    logits = [mine.feed([text.tokens[-1], 7]) for _, mine, text in (at_once, late)]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
 def test_a_view_with_room_for_all_is_the_target(model: Any) -> None:

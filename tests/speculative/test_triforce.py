@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import MIXED, SMALL
 from support_spec import llama, plain_sampling, prompt
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -56,24 +55,6 @@ def test_greedy_text_is_the_targets(target: Any, small: Any, middle: str, draft:
     out = decoder.generate(prompt(), max_new_tokens=20, do_sample=False)
     assert out.tolist() == greedy(target, prompt(), 20)
     assert decoder.report.emitted == 20 and decoder.report.tiers[0].passes < 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("middle", dict.fromkeys([*SMALL.values(), *MIXED]))
-def test_greedy_text_under_every_method(target: Any, middle: str) -> None:
-    decoders = [TriForce(target, draft, middle, gamma=(2, 4)) for draft in ("lookup", None)]
-    for seed in range(4):
-        ids = prompt(60 + 17 * seed, seed=seed)
-        assert decoders[seed % 2].generate(ids, max_new_tokens=16, do_sample=False).tolist() == greedy(target, ids, 16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("middle", [*MIDDLES, "duo + quest(budget=24, page=4)", None])
-def test_greedy_text_of_a_hundred_prompts(target: Any, middle: str | None) -> None:
-    decoders = [TriForce(target, draft, middle, gamma=(2, 4)) for draft in ("lookup", None)]
-    for seed in range(100):
-        ids = prompt(40 + seed, seed=seed)
-        assert decoders[seed % 2].generate(ids, max_new_tokens=24, do_sample=False).tolist() == greedy(target, ids, 24)
 
 
 @pytest.mark.parametrize("middle", [None, QUEST, "snapkv(budget=24, window=4)"])

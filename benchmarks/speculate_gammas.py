@@ -1,0 +1,147 @@
+"""Draft lengths decided at run time against fixed ones, not drafting among them, on several workloads.
+
+    python -P benchmarks/speculate_gammas.py TARGET DRAFT OUT [--length 1024] [--prompts 12] [--new 96]
+
+Every prompt is decoded under every length, one after the other in a new random order each time; what counts is CPU time
+per token, prompts apart and the cost of drafting included, on one thread. A length decided at run time starts knowing
+nothing and keeps what it learns from prompt to prompt. Intervals are of paired differences: prompts are resampled, and
+the best fixed length is the best over all of them. Writes OUT/speculate_gammas.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoTokenizer
+
+from kvengine.speculative import bench
+
+LENGTHS = (1, 2, 4, 8, 16)
+COLUMNS = {
+    "Workload": "workload",
+    "γ": "gamma",
+    "Tokens/s": "tokens_per_second:.1f",
+    "Against not drafting": "against_none:.3f",
+    "Against the best fixed": "against_best:.3f",
+    "95 %": "interval",
+    "Accepted": "acceptance:.2f",
+    "Drafted per pass": "drafted:.2f",
+    "Same text": "same_text",
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What drafts, and whose passes are counted."""
+
+    name: str
+    draft: Any
+    middle: str | None
+
+    def setting(self, gamma: Any) -> bench.Setting:
+        if gamma == 0:
+            return bench.Setting()
+        return bench.Setting(self.draft, self.middle, gamma if gamma == "auto" else (1, gamma))
+
+
+def workloads(small: Any, length: int) -> list[Workload]:
+    middle = f"retrieval(budget={length // 8})"
+    found = [Workload("lookup", "lookup", None), Workload("recycling", "recycling", None)]
+    if small is not None:
+        found.append(Workload("small model", small, None))
+    return [*found, Workload(middle, None, middle), Workload(f"{middle} over lookup", "lookup", middle)]
+
+
+def measure(target: Any, work: Workload, texts: list[torch.Tensor], new: int) -> list[dict[str, Any]]:
+    """A row for each length."""
+    gammas: list[Any] = [0, *LENGTHS, "auto"]
+    decoders = {gamma: work.setting(gamma).decoder(target) for gamma in gammas}
+    seconds = np.zeros((len(gammas), len(texts)))
+    reports: dict[Any, list[Any]] = {gamma: [] for gamma in gammas}
+    same = dict.fromkeys(gammas, 0)
+    decoders[0].generate(texts[0], max_new_tokens=4, do_sample=False)  # the first pass of a process pays for others
+    for number, ids in enumerate(texts):
+        found = {}
+        for gamma in random.Random(number).sample(gammas, len(gammas)):
+            found[gamma] = decoders[gamma].generate(ids, max_new_tokens=new, do_sample=False).tolist()
+            report = decoders[gamma].report
+            reports[gamma].append(report)
+            seconds[gammas.index(gamma), number] = report.cpu_seconds / (report.emitted - report.rows)
+        same = {gamma: count + (found[gamma] == found[0]) for gamma, count in same.items()}
+        print(work.name, number + 1, (seconds[:, number] * 1e3).round(2).tolist(), file=sys.stderr)
+    best = int(seconds[:-1].sum(1).argmin())
+    return [row(work, g, seconds[i], seconds, best, reports[g], same[g]) for i, g in enumerate(gammas)]
+
+
+def row(
+    work: Workload,
+    gamma: Any,
+    mine: NDArray[np.float64],
+    seconds: NDArray[np.float64],
+    best: int,
+    reports: Any,
+    same: int,
+) -> dict[str, Any]:
+    low, high = np.quantile(resampled(seconds[best]) / resampled(mine), [0.025, 0.975])
+    tops = [report.tiers[0] for report in reports]
+    tested = sum(sum(top.tested) for top in tops)
+    return {
+        "workload": work.name, "gamma": gamma, "tokens_per_second": 1 / mine.mean(),
+        "against_none": seconds[0].sum() / mine.sum(), "against_best": seconds[best].sum() / mine.sum(),
+        "interval": f"{low:.3f} to {high:.3f}", "prompts": len(mine), "same_text": same,
+        "acceptance": sum(sum(top.stood) for top in tops) / tested if tested else None,
+        "drafted": sum(top.drafted for top in tops) / sum(top.passes for top in tops),
+        "ms_per_token": (mine * 1e3).round(4).tolist(),
+    }  # fmt: skip
+
+
+def resampled(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums over resampled prompts, the same prompts for every length."""
+    drawn = np.random.default_rng(0).integers(len(values), size=(4000, len(values)))
+    found: NDArray[np.float64] = values[drawn].sum(1)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target")
+    parser.add_argument("draft")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--new", type=int, default=96)
+    parser.add_argument("--only", default="", help="workloads whose names contain this")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
+    from speculate import load, prompts
+
+    target, small = load(given.target), None if given.draft == "none" else load(given.draft)
+    target.generation_config.eos_token_id = None
+    texts = list(
+        islice(prompts(AutoTokenizer.from_pretrained(given.target), given.length, given.prompts), given.prompts)
+    )
+    rows = []
+    for work in workloads(small, given.length):
+        if given.only in work.name:
+            rows += measure(target, work, texts, given.new)
+    command = "python -P benchmarks/speculate_gammas.py " + " ".join(sys.argv[1:])
+    document = {**bench.document([], command), "columns": COLUMNS, "rows": rows}
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "speculate_gammas.json").write_text(json.dumps(document, indent=1) + "\n")
+    for line in rows:
+        print(" | ".join(str(line[key.partition(":")[0]]) for key in COLUMNS.values()))
+
+
+if __name__ == "__main__":
+    main()

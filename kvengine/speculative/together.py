@@ -1,0 +1,140 @@
+"""Several sequences decoded at once, each in its own time.
+
+Every sequence asks for its own passes (session.py). Those that wait for the same model are run as one: their tokens
+stand one behind the other, so the weights are read once, and no row is padded to another's length. In each attention
+layer every sequence goes to its own cache, so a row drafts, is judged, rolls back and ends exactly as it does alone,
+under any stack and on any tier, however long the others are.
+
+The model that drafts is asked first: the sequences gather in front of the larger one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from kvengine.cache import Stock
+from kvengine.hf_cache import EngineCache, EngineLayer, engine_layers
+from kvengine.session import Call
+from kvengine.session import Session as Shared
+from kvengine.speculative.report import Watch, now, plus
+from kvengine.speculative.session import Asks, Logits, Out, Pass
+
+
+def together(rows: Sequence[tuple[Asks[Out], Watch]]) -> list[Out]:
+    """The result of every sequence's work. Each watch runs for its own sequence's share only."""
+    asks: dict[int, Pass] = {}
+    results: dict[int, Out] = {}
+    for _, watch in rows:
+        watch.stop()
+
+    def resume(row: int, logits: Logits | None) -> None:
+        work, watch = rows[row]
+        watch.go()
+        try:
+            asks[row] = next(work) if logits is None else work.send(logits)
+        except StopIteration as end:
+            results[row] = end.value
+        finally:
+            watch.stop()
+
+    for row in range(len(rows)):
+        resume(row, None)
+    while asks:
+        chosen = waiting_for_the_smallest(asks)
+        began = now()
+        found = run([asks.pop(row) for row in chosen])
+        spent = plus((0.0, 0.0), now(), began)
+        for row, logits in zip(chosen, found, strict=True):
+            rows[row][1].charge((spent[0] / len(chosen), spent[1] / len(chosen)))
+            resume(row, logits)
+    return [results[row] for row in range(len(rows))]
+
+
+def waiting_for_the_smallest(asks: dict[int, Pass]) -> list[int]:
+    """The sequences that wait for the smallest of the models waited for."""
+    sizes = {id(ask.session.model): ask.session.model for ask in asks.values()}
+    model = min(sizes.values(), key=size) if len(sizes) > 1 else next(iter(sizes.values()))
+    return [row for row, ask in asks.items() if ask.session.model is model]
+
+
+def size(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def run(passes: Sequence[Pass]) -> list[Logits]:
+    """The logits of passes of one model."""
+    if len(passes) == 1 or not packs(passes[0].session.model):
+        return [one.run() for one in passes]
+    return packed(passes)
+
+
+def packs(model: Any) -> bool:
+    """Whether the model may read several sequences in one.
+
+    Not where an attention layer reads its cache by itself (MLA), nor where the rotation of a token depends on the
+    length of what is read with it ("dynamic", "longrope") or has several parts (mRoPE): such models run row by row.
+    """
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = str(rope.get("rope_type", "default"))
+    plain = kind not in ("dynamic", "longrope") and "mrope_section" not in rope
+    return plain and not getattr(config, "kv_lora_rank", None) and all(engine_layers(config))
+
+
+@torch.no_grad()
+def packed(passes: Sequence[Pass]) -> list[Logits]:
+    """The logits of passes of one model, from one pass over all their tokens."""
+    model, device = passes[0].session.model, passes[0].session.device
+    counts = [len(one.tokens) for one in passes]
+    ids = torch.tensor([[token for one in passes for token in one.tokens]], device=device)
+    places = torch.tensor([[place for one in passes for place in positions(one)]], device=device)
+    with ExitStack() as stack:
+        for one in passes:
+            stack.enter_context(one.session.reading(one.sees))
+        cache = PackedCache([one.session.cache for one in passes], counts)
+        logits: Tensor = model(ids, position_ids=places, past_key_values=cache, use_cache=True).logits[0]
+    return list(logits.split(counts))
+
+
+def positions(one: Pass) -> Sequence[int]:
+    seen = one.session.cache.seen
+    return range(seen, seen + len(one.tokens)) if one.places is None else one.places
+
+
+class PackedLayer(EngineLayer):
+    """One layer of several caches; `counts`: how many of a pass's tokens belong to each."""
+
+    def __init__(self, rows: Sequence[EngineLayer], counts: Sequence[int]) -> None:
+        self.rows, self.counts = rows, counts
+        super().__init__(rows[0].stack, 0, 1, rows[0].session)
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 q_head token dim"],
+        call: Call,
+        valid: Bool[Tensor, "1 token"] | None,
+        stock: Stock,
+    ) -> Float[Tensor, "1 token q_head dim_v"]:
+        (k, v), self.incoming = self.incoming, None  # type: ignore[misc]
+        parts = zip(*(x.split(list(self.counts), 2) for x in (query, k, v)), strict=True)
+        out = []
+        for row, (mine, keys, values) in zip(self.rows, parts, strict=True):
+            row.update(keys, values)
+            out.append(row.attend(mine, call, None, stock))
+        return torch.cat(out, 1)
+
+
+class PackedCache(EngineCache):
+    """Several caches of one model, for one pass."""
+
+    def __init__(self, caches: Sequence[EngineCache], counts: Sequence[int]) -> None:
+        self.stack, self.config, self.session = caches[0].stack, caches[0].config, Shared()
+        layers: Any = zip(*(cache.layers for cache in caches), strict=True)
+        Cache.__init__(self, layers=[PackedLayer(rows, counts) for rows in layers])

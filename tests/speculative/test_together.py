@@ -1,0 +1,194 @@
+"""Several sequences decoded at once: each row's text is the one it has alone, and the weights are read once for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support_spec import llama, plain_sampling, prompt
+from torch import Tensor
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import kvengine
+from kvengine.hf_cache import EngineCache
+from kvengine.speculative.accept import Draft
+from kvengine.speculative.session import Pass, Session
+from kvengine.speculative.together import PackedCache, packed, packs
+from kvengine.speculative.triforce import TriForce
+
+MIDDLES = [
+    None,
+    "full",
+    "quest(budget=24, page=4)",
+    "snapkv(budget=24, window=4)",
+    "streaming(sinks=4, recent=20)",
+    "kivi(bits=4, group=8, residual=8)",
+    "h2o(budget=24)",
+]
+LENGTHS = (90, 64, 76, 88)
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return kvengine.patch(llama())
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return llama(1, layers=1)
+
+
+def row(number: int) -> Tensor:
+    return prompt(LENGTHS[number], seed=number)
+
+
+def batch() -> dict[str, Tensor]:
+    """Rows of different lengths, padded on the left."""
+    most = max(LENGTHS)
+    ids = torch.cat([torch.nn.functional.pad(row(n), (most - length, 0)) for n, length in enumerate(LENGTHS)])
+    mask = torch.stack([torch.arange(most) >= most - length for length in LENGTHS]).long()
+    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0}
+
+
+@contextmanager
+def counted(*models: Any) -> Iterator[list[tuple[Any, int, bool]]]:
+    """Every forward pass: the model, how many tokens, and whether they are of several rows."""
+    seen: list[tuple[Any, int, bool]] = []
+
+    def note(model: Any, args: Any, kwargs: Any) -> None:
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        seen.append((model, ids.shape[1], isinstance(kwargs["past_key_values"], PackedCache)))
+
+    hooks = [model.register_forward_pre_hook(note, with_kwargs=True) for model in models]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("middle", MIDDLES, ids=str)
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "sampled"])
+def test_a_row_is_in_a_batch_what_it_is_alone(target: Any, middle: str | None, mode: str) -> None:
+    decoder = TriForce(target, "lookup", middle, gamma=(2, 4))
+    options: dict[str, Any] = {"do_sample": False} if mode == "greedy" else {"temperature": 0.9, "top_k": 0, "seed": 4}
+    options |= {"coupled": True} if mode == "coupled" else {}
+    new = 14
+    with counted(target) as passes:
+        out = decoder.generate(**batch(), max_new_tokens=new, **options)
+    found = [out[n, max(LENGTHS) - length :].tolist() for n, length in enumerate(LENGTHS)]
+    if mode == "greedy":
+        alone = [target.generate(row(n), max_new_tokens=new, do_sample=False)[0].tolist() for n in range(4)]
+    elif mode == "coupled":
+        alone = [plain_sampling(target, row(n), new, seed=4, temperature=0.9, row=n) for n in range(4)]
+    else:  # the draws of a row depend on its place, so only the first can be had alone
+        found, alone = found[:1], [decoder.generate(row(0), max_new_tokens=new, **options)[0].tolist()]
+    assert found == alone
+    asked = sum(tier.passes for tier in decoder.report.tiers) + 4 if mode != "sampled" else len(passes) + 1
+    assert len(passes) < asked and any(shared for *_, shared in passes)
+
+
+def test_passes_are_shared_and_the_draft_goes_first(target: Any, small: Any) -> None:
+    """Four rows in step: as many target passes as the slowest row needs, not as all of them need."""
+    decoder = TriForce(target, small, None, gamma=(1, 3))
+    with counted(target, small) as passes:
+        decoder.generate(**batch(), max_new_tokens=12, do_sample=False)
+    rounds = decoder.report.tiers[0].passes
+    mine = [tokens for model, tokens, _ in passes if model is target][4:]  # the prompts apart
+    assert len(mine) <= 11 and sum(mine) == decoder.report.tiers[0].fed and rounds > 2 * len(mine)
+    drafts = [tokens for model, tokens, _ in passes if model is small][4:]
+    assert sum(drafts) == decoder.report.tiers[1].fed and drafts[0] >= 4
+
+
+def test_an_end_in_one_row_stops_no_other(target: Any) -> None:
+    given = batch()
+    free = target.generate(**given, max_new_tokens=24, do_sample=False)
+    end = int(free[1, max(LENGTHS) + 3])
+    expected = target.generate(**given, max_new_tokens=24, do_sample=False, eos_token_id=end)
+    lengths = [(line[max(LENGTHS) :] == end).nonzero() for line in expected]
+    assert len(lengths[1]) and any(not len(found) or int(found[0]) > 8 for found in lengths)
+    for middle in MIDDLES[:3]:
+        decoder = TriForce(target, "lookup", middle, gamma=(2, 4))
+        out = decoder.generate(**given, max_new_tokens=24, do_sample=False, eos_token_id=end)
+        assert out.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("kind", ["recycling", (3, 2, 1)])
+@pytest.mark.parametrize("middle", MIDDLES[:3], ids=str)
+def test_trees_in_a_batch(target: Any, small: Any, kind: Any, middle: str | None) -> None:
+    draft, widths = ("recycling", None) if kind == "recycling" else (small, kind)
+    decoder = TriForce(target, draft, middle, gamma=(3, 3), widths=widths)
+    out = decoder.generate(**batch(), max_new_tokens=10, temperature=1.0, top_k=0, seed=2, coupled=True)
+    for n, length in enumerate(LENGTHS):
+        assert out[n, max(LENGTHS) - length :].tolist() == plain_sampling(target, row(n), 10, seed=2, row=n)
+
+
+def test_one_store_for_both_in_a_batch(target: Any) -> None:
+    options: dict[str, Any] = {"stack": "quantspec(group=8, residual=8)"}
+    decoder = TriForce(target, "lookup", "quantspec(bits=4, group=8, residual=8)", gamma=(2, 4), **options)
+    out = decoder.generate(**batch(), max_new_tokens=12, do_sample=False)
+    for n, length in enumerate(LENGTHS):
+        alone = TriForce(target, None, None, **options).generate(row(n), max_new_tokens=12, do_sample=False)
+        assert out[n, max(LENGTHS) - length :].tolist() == alone[0].tolist()
+
+
+def test_lengths_decided_at_run_time_in_a_batch(target: Any, small: Any) -> None:
+    for draft in ("lookup", small):
+        decoder = TriForce(target, draft, "quest(budget=24, page=4)", gamma="auto")
+        out = decoder.generate(**batch(), max_new_tokens=16, do_sample=False)
+        assert out.tolist() == target.generate(**batch(), max_new_tokens=16, do_sample=False).tolist()
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "initializer_range": 0.3, "pad_token_id": None, "eos_token_id": None, "bos_token_id": None,
+}  # fmt: skip
+
+
+def family(name: str) -> Any:
+    torch.manual_seed(0)
+    if name == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=8)).eval()
+    if name == "neox":
+        return GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE)).eval()
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=2, rope_parameters=rope)).eval()
+
+
+@pytest.mark.parametrize("name, together", [("qwen3", True), ("neox", True), ("dynamic", False)])
+def test_families_and_the_way_back_to_one_row_at_a_time(name: str, together: bool) -> None:
+    model = kvengine.patch(family(name))
+    assert packs(model) is together
+    decoder = TriForce(model, "lookup", "quest(budget=24, page=4)", gamma=(2, 4))
+    with counted(model) as passes:
+        out = decoder.generate(**batch(), max_new_tokens=10, do_sample=False)
+    assert any(shared for *_, shared in passes) is together
+    for n, length in enumerate(LENGTHS):
+        alone = model.generate(row(n), max_new_tokens=10, do_sample=False)
+        assert out[n, max(LENGTHS) - length :].tolist() == alone[0].tolist()
+
+
+def test_one_pass_for_all_says_what_one_for_each_says(target: Any) -> None:
+    """Chains and trees of different sizes side by side; and the caches hold the same afterwards."""
+    tree = Draft([5, 6, 7], [-1, -1, 0], [None] * 4, [1.0] * 3)
+
+    def asks() -> list[Pass]:
+        found = []
+        for n in range(4):
+            session = Session(target, EngineCache(target, "full"))
+            session.prefill(row(n)[0].tolist())
+            work = session.feeding_tree([3, 4], tree) if n == 2 else session.feeding([9, 8, 7, 6][: n + 1])
+            found.append(next(work))
+        return found
+
+    mine, ours = asks(), asks()
+    for alone, side in zip([ask.run() for ask in mine], packed(ours), strict=True):
+        torch.testing.assert_close(alone, side, rtol=1e-5, atol=1e-5)
+    for a, b in zip(mine, ours, strict=True):
+        for left, right in zip(a.session.cache.engines, b.session.cache.engines, strict=True):
+            assert left.seen == right.seen
+            for x, y in zip(left.contents(), right.contents(), strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
