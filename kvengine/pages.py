@@ -2,7 +2,7 @@
 
     table      [row, column]           page in the pool, -1 for none
     position   [row, column * page]    as in the tail: -1 for no token
-    score      [row, column * page]
+    score      [row, column * page]         where somebody asks for it
     alive      [row, column * page / unit]   whether a unit holds a token
     summary    {name: [row, column * page / unit, ...]}   what the selection remembers of a unit
 
@@ -36,8 +36,10 @@ class Pages(User):
         selection: Selection,
         device: torch.device,
         joint: Joint | None = None,
+        scored: bool = True,
     ):
-        self.pool, self.page, self.joint = pool, page, joint
+        """`scored`: whether anybody asks for the scores; if not, they are 0 and take no bytes."""
+        self.pool, self.page, self.joint, self.scored = pool, page, joint, scored
         self.representation, self.selection = representation, selection
         self.columns = 0  # of the longest row
         self.filled = torch.zeros(rows, dtype=torch.long, device=device)
@@ -77,6 +79,8 @@ class Pages(User):
 
     @property
     def score(self) -> Float[Tensor, "row token"]:
+        if not self.scored:
+            return self._score.new_zeros(1, 1).expand(len(self._score), len(self))
         return self._score[:, : len(self)]
 
     @property
@@ -153,11 +157,14 @@ class Pages(User):
         self._table[at] = shape(ids.to(torch.int32))
         by_page = lambda x, n: x.unflatten(1, (-1, n))  # noqa: E731
         by_page(self._position, self.page)[at] = shape(position.to(torch.int32))
-        by_page(self._score, self.page)[at] = shape(score)
+        if self.scored:
+            by_page(self._score, self.page)[at] = shape(score)
         per = self.page // self.selection.unit
         there = (~dead).unflatten(1, (per, -1))
         by_page(self._alive, per)[at] = shape(there.any(2))
         for name, x in self.selection.summarise(k.unflatten(1, (per, -1)).flatten(0, 1), there.flatten(0, 1)).items():
+            if self.joint is not None and name in self.selection.spare:
+                continue
             if name not in self._summary:
                 self._summary[name] = x.new_zeros(*self._alive.shape, *x.shape[1:])
             by_page(self._summary[name], per)[at] = shape(x.unflatten(0, (-1, per)))
@@ -178,14 +185,15 @@ class Pages(User):
         columns = need + (need // 8 if self.columns else 1)
         self._table = wider(self._table, columns, -1)
         self._position = wider(self._position, columns * self.page, -1)
-        self._score = wider(self._score, columns * self.page, 0)
+        self._score = wider(self._score, columns * self.page * self.scored, 0)
         per = self.page // self.selection.unit
         self._alive = wider(self._alive, columns * per, False)
         self._summary = {name: wider(x, columns * per, 0) for name, x in self._summary.items()}
 
     def judge(self, score: Float[Tensor, "row token"], keep: Bool[Tensor, "row token"] | None) -> None:
         """Set scores, and drop what is not kept."""
-        self._score = wider(score, self._score.shape[1], 0)
+        if self.scored:
+            self._score = wider(score, self._score.shape[1], 0)
         if keep is not None:
             position = self.position.masked_fill(~keep, -1)
             alive = (position >= 0).unflatten(1, (-1, self.selection.unit)).any(2)
@@ -205,7 +213,8 @@ class Pages(User):
             per = self.page // self.selection.unit
             pick = lambda x, n: x.unflatten(1, (-1, n))[:, used].flatten(1, 2)  # noqa: E731
             self._table = self._table[:, used]
-            self._position, self._score = pick(self._position, self.page), pick(self._score, self.page)
+            self._position = pick(self._position, self.page)
+            self._score = pick(self._score, self.page) if self.scored else self._score
             self._alive = pick(self._alive, per)
             self._summary = {name: pick(x, per) for name, x in self._summary.items()}
             self.filled, self.even = torch.full_like(self.filled, self.columns), True
@@ -221,8 +230,12 @@ class Pages(User):
         self, at: Int[Tensor, "page"]
     ) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
         """Keys and values of pages of the pool."""
-        without = self.representation.fine if self.coarse else ()
-        return self.representation.decode(self.pool.read(at.long(), without))
+        return self.representation.decode(self.pool.read(at.long(), self.without))
+
+    @property
+    def without(self) -> tuple[str, ...]:
+        """Fields that are not read now."""
+        return self.representation.fine if self.coarse else ()
 
     def decoded(
         self, columns: slice | None = None
@@ -244,11 +257,13 @@ class Pages(User):
         """Keys, values and positions of the chosen units; position -1 where there is nothing."""
         unit, per = self.selection.unit, self.page // self.selection.unit
         at = units.clamp(min=0)
-        page = self.table.gather(1, at // per).clamp(min=0).long()
-        k, v = self.read(page.flatten())
-        part = (at % per).flatten()
-        every = torch.arange(len(part), device=part.device)
-        pick = lambda x: x.unflatten(1, (per, unit))[every, part].unflatten(0, units.shape).flatten(1, 2)  # noqa: E731
+        page, part = self.table.gather(1, at // per).clamp(min=0).long().flatten(), (at % per).flatten()
+        if self.pool.per == per:
+            k, v = self.representation.decode(self.pool.read_pieces(page * per + part, self.without))
+        else:
+            every = torch.arange(len(part), device=part.device)
+            k, v = (x.unflatten(1, (per, unit))[every, part] for x in self.read(page))
+        pick = lambda x: x.unflatten(0, units.shape).flatten(1, 2)  # noqa: E731
         slots = (at[..., None] * unit + torch.arange(unit, device=at.device)).flatten(1)
         position = self.position.gather(1, slots)
         gone = (units < 0)[..., None].expand(-1, -1, unit).flatten(1)

@@ -41,10 +41,23 @@ RAW = {str(d).removeprefix("torch."): d for d in (
     torch.float8_e5m2, *DTYPES.values(),
 )}  # fmt: skip
 OUTSIDE = {  # attributes that are made anew, or saved under their own heading
-    Lane: {"stack", "retention", "session", "layer", "layers", "number", "heads", "tail", "pages", "pool", "marks"},
+    Lane: {
+        "stack",
+        "retention",
+        "session",
+        "layer",
+        "layers",
+        "number",
+        "heads",
+        "part",
+        "tail",
+        "pages",
+        "pool",
+        "marks",
+    },
     LayerCache: {"stack", "layer", "layers", "session", "parts"},
     Tail: {"shared"},
-    Pages: {"pool", "page", "joint", "representation", "selection", "shared"},
+    Pages: {"pool", "page", "joint", "representation", "selection", "shared", "scored"},
 }
 SESSION = ("prompt_end", "following", "dense")
 
@@ -176,7 +189,7 @@ class Writer:
         joint = pages.joint
         return {
             "own": self.value(own),
-            "fields": self.value(pool.read(used) if pool.stores else {}),
+            "fields": self.value(pool.read(used) if pool.shelves else {}),
             "joint": None if joint is None else self.value({"fields": joint.fields, "dtype": joint.dtype}),
         }
 
@@ -261,10 +274,10 @@ class Reader:
 
     def pages(self, lane: Lane, state: dict[str, Any]) -> None:
         stack, saved = lane.stack, self.value(state["fields"])
-        lane.pool = Pool(stack.placement)
+        lane.pool = lane.new_pool()
         at = lane.pool.put(saved) if saved and len(next(iter(saved.values()))) else None
         lane.pages = Pages(lane.pool, len(lane.first), stack.page, stack.representation, stack.selection, self.device,
-                           self.joint(lane, state["joint"]))  # fmt: skip
+                           self.joint(lane, state["joint"]), lane.scored)  # fmt: skip
         set_attributes(lane.pages, self.value(state["own"]))
         if at is not None:
             table = lane.pages._table

@@ -43,7 +43,9 @@ def test_bytes_equal_the_allocations(text: str) -> None:
     gc.collect()
     small = 4096 * len(cache.engines)  # bookkeeping per row: lengths, first positions, what the last query read
     real = sum(tensors_of(cache).values())
-    assert 0 <= real - cache.stats().bytes_held <= small
+    stats = cache.stats()
+    assert 0 <= real - stats.tier("device") - stats.tier("host") <= small
+    assert set(stats.bytes) <= {"device", "host", "disk", "remote"}
 
 
 @pytest.mark.parametrize("text", [*SMALL.values(), *MIXED])
