@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -53,6 +54,7 @@ class Pages(User):
         self._summary: dict[str, Tensor] = {}
         self.clean = True  # every slot holds a token
         self.coarse = False  # read without what the representation calls fine
+        self.beside: dict[str, Any] = {}  # what the selection keeps of all pages together
         pool.users.add(self)
 
     def __copy__(self) -> Pages:
@@ -90,6 +92,12 @@ class Pages(User):
     @property
     def summary(self) -> dict[str, Tensor]:
         return {name: x[:, : self.units] for name, x in self._summary.items()}
+
+    @property
+    def stamps(self) -> Int[np.ndarray, "row column"]:
+        """A number for each page's contents, -1 where there is no page."""
+        table = self.table.cpu().numpy()
+        return np.where(table < 0, -1, self.pool.stamps[table])
 
     def pages_in_use(self) -> list[int]:
         table = self.table

@@ -30,7 +30,8 @@ class Pool:
         self.placement, self.site, self.per = placement, site or Site(), per
         self.shelves: list[Shelf] = []
         self.users: WeakSet[User] = WeakSet()
-        self.pages = 0
+        self.stamps = np.zeros(1, dtype=np.int64)  # of each page; a new one whenever it is written
+        self.pages = self.written = 0
         self.free: list[int] = []
 
     def put(self, fields: dict[str, Tensor]) -> Int[Tensor, "page"]:
@@ -39,7 +40,10 @@ class Pool:
         count = len(some)
         if self.per > 1:
             fields = {name: x.unflatten(1, (self.per, -1)).flatten(0, 1) for name, x in fields.items()}
-        at = torch.tensor(self.take(count, fields), dtype=torch.long, device=some.device)
+        taken = self.take(count, fields)
+        self.stamps[taken] = np.arange(self.written, self.written + count)
+        self.written += count
+        at = torch.tensor(taken, dtype=torch.long, device=some.device)
         pieces = self.pieces(at)
         for shelf in self.shelves:
             shelf.write(pieces, fields)
@@ -65,6 +69,7 @@ class Pool:
     def grow(self, pages: int) -> None:
         for shelf in self.shelves:
             shelf.reserve(pages * self.per)
+        self.stamps = np.pad(self.stamps, (0, pages - len(self.stamps)))
         self.free += range(self.pages, pages)
         self.pages = pages
 

@@ -57,7 +57,7 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
     },
     LayerCache: {"stack", "layer", "layers", "session", "parts"},
     Tail: {"shared"},
-    Pages: {"pool", "page", "joint", "representation", "selection", "shared", "scored"},
+    Pages: {"pool", "page", "joint", "representation", "selection", "shared", "scored", "beside"},
 }
 SESSION = ("prompt_end", "following", "dense")
 

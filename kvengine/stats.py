@@ -88,6 +88,8 @@ def lane_bytes(lane: Lane) -> dict[str, dict[str, int]]:
     if lane.pages is not None and lane.pool is not None:
         own |= {f"pages.{name}": x.nbytes for name, x in lane.pages.tensors().items()}
         stored = {tier: {f"page.{n}": b for n, b in f.items()} for tier, f in lane.pool.nbytes().items()}
+        if beside := sum(x.nbytes for x in lane.pages.beside.values()):
+            stored["host"] = stored.get("host", {}) | {"pages.index": beside}
     else:
         stored = {}
     return {**stored, "device": own | stored.get("device", {})}
@@ -125,6 +127,7 @@ def lane_reads(lane: Lane) -> int:
         return size + int(per_page * int((pages.table >= 0).sum()))
     part = pages.page // pages.selection.unit if pages.representation.lossless or joint is not None else 1
     summaries = sum(x.numel() * x.element_size() for x in pages.summary.values())
+    summaries += sum(x.reads for x in pages.beside.values())
     return size + summaries + int(per_page * int((lane.units >= 0).sum()) / part)
 
 
