@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvengine.offload.stores.backend import Backend
 
@@ -27,6 +27,12 @@ class Ahead:
         self.order: list[tuple[int, int]] = []
         self.backends: dict[str, Backend] = {}
         self.threads: ThreadPoolExecutor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ahead:
+        """For a copied cache: its shelves join as they are copied, and talk to the same stores."""
+        twin = Ahead()
+        twin.backends = self.backends
+        return twin
 
     def join(self, at: tuple[int, int], shelf: Tiered) -> None:
         """Take a shelf into the order, in place of one that was there."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import os
 import tempfile
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +27,11 @@ class File(Packed):
 
     def __init__(self, layout: Layout, folder: str, capacity: int) -> None:
         super().__init__("disk", layout, capacity)
-        place = Path(folder or tempfile.gettempdir())
+        self.folder = folder
+        self.open()
+
+    def open(self) -> None:
+        place = Path(self.folder or tempfile.gettempdir())
         try:
             place.mkdir(parents=True, exist_ok=True)
             sweep(place)
@@ -34,6 +40,16 @@ class File(Packed):
         except OSError as error:
             raise StoreError(f"pages cannot be kept in {place}: {error}; give another folder") from error
         self.close = weakref.finalize(self, dispose, self.handle, path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> File:
+        """The same pieces in a file of its own."""
+        twin = File(self.layout, self.folder, self.capacity)
+        twin.slots, twin.sums = copy.deepcopy(self.slots, memo), dict(self.sums)
+        at, end = 0, os.fstat(self.handle).st_size
+        while at < end:
+            part = os.pread(self.handle, 1 << 24, at)
+            at += os.pwrite(twin.handle, part, at)
+        return twin
 
     def put(self, slots: np.ndarray, raw: np.ndarray) -> None:
         for a, b in runs(slots):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 import weakref
+from collections import Counter
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +28,20 @@ class Remote(Packed):
         self.backend, self.ttl = backend, ttl
         self.places: dict[int, tuple[str, int]] = {}  # slot: value, and where in it
         self.values: dict[str, tuple[int, int]] = {}  # value: bytes, and pages still wanted
-        self.close = weakref.finalize(self, clear, backend, self.values)
+        self.owners = Counter[str]()  # how many copies of this cache want a value; common to them
+        self.close = weakref.finalize(self, clear, backend, self.values, self.owners)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Remote:
+        """The same pieces: values never change, so copies share them, and the last one deletes them."""
+        twin = Remote(self.layout, self.backend, self.capacity, self.ttl)
+        twin.slots, twin.sums = copy.deepcopy(self.slots, memo), dict(self.sums)
+        twin.places.update(self.places)
+        twin.values.update(self.values)
+        twin.close.detach()
+        twin.owners = self.owners
+        twin.owners.update(self.values.keys())
+        twin.close = weakref.finalize(twin, clear, twin.backend, twin.values, twin.owners)
+        return twin
 
     def put(self, slots: np.ndarray, raw: np.ndarray) -> None:
         step = max(1, EXTENT // self.layout.size)
@@ -37,10 +53,11 @@ class Remote(Packed):
                 made.append((key, a, len(part)))
                 self.backend.put(key, [np.ascontiguousarray(part).data.cast("B")], self.ttl)
         except Exception:
-            clear(self.backend, {key: (0, 0) for key, _, _ in made})
+            clear(self.backend, {key: (0, 0) for key, _, _ in made}, Counter(key for key, _, _ in made))
             raise
         for key, a, n in made:
             self.values[key] = (n * self.layout.size, n)
+            self.owners[key] += 1
             self.places.update((int(slots[a + i]), (key, i)) for i in range(n))
 
     def get(self, slots: np.ndarray, raw: np.ndarray) -> None:
@@ -65,15 +82,19 @@ class Remote(Packed):
             self.values[key] = (size, wanted - 1)
             if wanted == 1:
                 gone[key] = self.values.pop(key)
-        clear(self.backend, gone)
+        clear(self.backend, gone, self.owners)
 
     def nbytes(self) -> dict[str, int]:
         return {"values": sum(size for size, _ in self.values.values())}
 
 
-def clear(backend: Backend, values: dict[str, tuple[int, int]]) -> None:
-    """Delete values; one that cannot be deleted expires."""
+def clear(backend: Backend, values: dict[str, tuple[int, int]], owners: Counter[str]) -> None:
+    """Delete values that nobody else wants; one that cannot be deleted expires."""
     for key in values:
+        owners[key] -= 1
+        if owners[key] > 0:
+            continue
+        del owners[key]
         try:
             backend.delete(key)
         except Exception:

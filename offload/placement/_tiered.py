@@ -15,9 +15,12 @@ or no tier has room, does a StoreError reach the caller.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,6 +57,17 @@ class Tiered:
         self.staged: Staged | None = None
         self.site, self.at = site, (site.layer, site.lane)
         site.ahead.join(self.at, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tiered:
+        """A shelf of its own with the same pieces, for a copied cache."""
+        self.settle()
+        twin = object.__new__(Tiered)
+        memo[id(self)] = twin
+        own = {name: x for name, x in vars(self).items() if name not in ("site", "staged")}
+        twin.__dict__.update(copy.deepcopy(own, memo), staged=None)
+        twin.site = replace(self.site, ahead=copy.deepcopy(self.site.ahead, memo))
+        twin.site.ahead.join(twin.at, twin)
+        return twin
 
     def reserve(self, pieces: int) -> None:
         more = pieces - self.slot.shape[1]

@@ -8,6 +8,7 @@ anew.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,12 @@ class Row:
         self.fast: Any = None
         self.trained = 0
         self.centre = np.zeros(dim, dtype=np.float32)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Row:
+        twin = copy.copy(self)
+        twin.flat = faiss.clone_index(self.flat)
+        twin.fast = None if self.fast is None else faiss.clone_index(self.fast)
+        return twin
 
     def begins(self, stamps: np.ndarray) -> bool:
         """Whether these pages begin with those that are in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -385,6 +386,39 @@ def test_files_of_a_killed_process_are_swept(tmp_path: Path) -> None:
     del mine, another
     gc.collect()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("policy", [
+    f"quest(budget=64) + disk(device={2 * PAGE}, host={2 * PAGE})",
+    f"quest(budget=64) + remote(url='memory://', device={PAGE}, host={PAGE}, disk={2 * PAGE})",
+    "ann(budget=64, index='hnsw') + host(resident=64)",
+    "ann(budget=64, index='ivf') + disk(host=4096)",
+])  # fmt: skip
+def test_a_copied_cache_goes_its_own_way(policy: str) -> None:
+    """As the evaluation does for each question on one context: the copy may go first, or outlive what it came from."""
+
+    def read() -> tuple[list[LayerCache], Session]:
+        caches, session = two_layers(policy)
+        session.prompt_end = 300
+        feed(caches, draw(340), 0, 300)
+        return caches, session
+
+    def go_on(caches: list[LayerCache], a: int, b: int, seed: int = 0) -> list[torch.Tensor]:
+        tokens = draw(340, seed=seed)
+        return [c.forward(*tokens.part(i, i + 1), Call(tokens.scale)) for i in range(a, b) for c in caches]
+
+    first, want, other = read(), go_on(read()[0], 300, 322), go_on(read()[0], 300, 310, seed=5)
+    copied = copy.deepcopy(first)
+    assert all(map(torch.equal, go_on(copied[0], 300, 310, seed=5), other))
+    del copied
+    gc.collect()
+    assert all(map(torch.equal, go_on(first[0], 300, 310), want[:20]))
+    second = copy.deepcopy(first)
+    assert all(map(torch.equal, go_on(first[0], 310, 316), want[20:32]))
+    assert measure(first[0]).faults == 0
+    del first
+    gc.collect()
+    assert all(map(torch.equal, go_on(second[0], 310, 322), want[20:])) and measure(second[0]).faults == 0
 
 
 def test_options_are_checked() -> None:
