@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
 import time
 from pathlib import Path
@@ -28,6 +29,8 @@ from kvengine.evals.tasks._words import essay, prose
 from kvengine.policies.selection._index import Row
 
 PAGE = 16
+COLUMNS = {"index": "index", "probe": "probe", "searched with": "queries", "recall": "recall:.3f", "of a tenth, below": "recall_p10:.3f",
+           "share of the softmax": "mass:.3f", "CPU ms per query": "ms_per_query:.3f", "MB": "mb:.1f"}  # fmt: skip
 CASES = [("flat", 1), *(("ivf", n) for n in (1, 4, 8, 16, 32)), *(("hnsw", n) for n in (1, 4, 8, 16))]
 
 
@@ -66,7 +69,7 @@ def case(kind: str, probe: int, data: list[tuple[np.ndarray, np.ndarray]], budge
             mass.append(float(share[i, mine].sum() / share[i].sum()))
     return {"index": kind, "probe": probe, "queries": "keys" if by_key else "queries", "recall": float(np.mean(recall)),
             "recall_p10": float(np.quantile(recall, 0.1)), "mass": float(np.mean(mass)),
-            "ms_per_query": 1000 * spent / len(data), "bytes": size}  # fmt: skip
+            "ms_per_query": 1000 * spent / len(data), "mb": size / 1e6}  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -81,13 +84,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for by_key in (False, True):
             rows.append(case(kind, probe, data, options.budget, by_key))
             print(rows[-1], file=sys.stderr, flush=True)
-    return {
-        "model": model_digest(model),
-        "tokens": ids.shape[1],
-        "budget": options.budget,
-        "heads": len(data),
-        "rows": rows,
-    }
+    machine = f"{platform.machine()}, one core, faiss {faiss.__version__}, Python {platform.python_version()}"
+    return {"model": model_digest(model), "machine": machine, "command": "python -P benchmarks/ann.py", "columns": COLUMNS,
+            "tokens": ids.shape[1], "budget": options.budget, "heads": len(data), "rows": rows}  # fmt: skip
 
 
 def main() -> None:

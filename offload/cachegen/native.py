@@ -25,8 +25,8 @@ from torch import Tensor
 
 from kvengine.errors import CorruptBitstream, StoreError
 from kvengine.kernels.cpu.library import cache_dir
-from kvengine.offload.cachegen.reference import I16, LANES, TOTAL, U32
-from kvengine.offload.cachegen.tables import F32, I64, U8, U16, Tables
+from kvengine.offload.cachegen.reference import I16, LANES, U32
+from kvengine.offload.cachegen.tables import F32, I64, TOTAL, U8, U16, Tables
 
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
