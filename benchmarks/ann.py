@@ -29,8 +29,16 @@ from kvengine.evals.tasks._words import essay, prose
 from kvengine.policies.selection._index import Row
 
 PAGE = 16
-COLUMNS = {"index": "index", "probe": "probe", "searched with": "queries", "recall": "recall:.3f", "of a tenth, below": "recall_p10:.3f",
-           "share of the softmax": "mass:.3f", "CPU ms per query": "ms_per_query:.3f", "MB": "mb:.1f"}  # fmt: skip
+COLUMNS = {
+    "index": "index",
+    "probe": "probe",
+    "searched with": "queries",
+    "recall": "recall:.3f",
+    "of a tenth, below": "recall_p10:.3f",
+    "share of the softmax": "mass:.3f",
+    "CPU ms per query": "ms_per_query:.3f",
+    "MB": "mb:.1f",
+}
 CASES = [("flat", 1), *(("ivf", n) for n in (1, 4, 8, 16, 32)), *(("hnsw", n) for n in (1, 4, 8, 16))]
 
 

@@ -39,7 +39,7 @@ LEVELS = ("lossless", "high", "low")
 COLUMNS = {"from": "tier", "tokens": "tokens", "level": "level", "computed (s)": "cold_s:.3f", "from the tier (s)": "warm_s:.3f",
            "times faster": "speed_up:.1f", "stored (MB)": "stored_mb:.2f", "tokens reused": "reused_tokens"}  # fmt: skip
 LIVE = {"pages on": "pages on", "tokens": "tokens", "decode (ms)": "ms:.1f", "device (MB)": "device:.2f", "host (MB)": "host:.2f",
-        "disk (MB)": "disk:.2f", "remote (MB)": "remote:.2f", "fetched ahead": "ahead:.0%", "same text": "same text"}  # fmt: skip
+        "disk (MB)": "disk:.2f", "remote (MB)": "remote:.2f", "fetched ahead": "ahead:.0%", "same next tokens": "same"}  # fmt: skip
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -115,15 +115,15 @@ def placements(url: str | None, folder: str, bytes_of_pages: int) -> dict[str, s
     return found if url is None else found | {"remote": f"remote(url={url!r}, device={part}, host={part})"}
 
 
-def live(model: Any, ids: torch.Tensor, where: str, policy: str, steps: int = 32) -> dict[str, Any]:
-    """Decoding with pages on that tier."""
+def live(model: Any, ids: torch.Tensor, where: str, policy: str, steps: int = 64) -> dict[str, Any]:
+    """The last tokens taken one by one, with pages on that tier."""
     cache = kvengine.EngineCache(model, policy)
-    token = first_token(model, ids, cache)
-    spent, tokens = [], [token]
+    ids, rest = ids[:, :-steps], ids[:, -steps:]
+    spent, tokens = [], [first_token(model, ids, cache)]
     with torch.inference_mode():
-        for _ in range(steps):
+        for i in range(steps):
             start = time.perf_counter()
-            out = model(input_ids=torch.tensor([[tokens[-1]]]), past_key_values=cache, use_cache=True)
+            out = model(input_ids=rest[:, i : i + 1], past_key_values=cache, use_cache=True)
             tokens.append(int(out.logits[0, -1].argmax()))
             spent.append(time.perf_counter() - start)
     stats = cache.stats()
@@ -144,7 +144,7 @@ def lives(model: Any, ids: torch.Tensor, url: str | None) -> list[dict[str, Any]
             rows.append(live(model, ids, where, f"quest(budget=1024) + {placement}"))
             print(rows[-1], file=sys.stderr, flush=True)
     first = rows[0].pop("text")
-    return [row | {"same text": "yes" if row.pop("text", first) == first else "no"} for row in rows]
+    return [row | {"same": "yes" if row.pop("text", first) == first else "no"} for row in rows]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     row = {"tier": name, "tokens": length, "level": level}
                     rows.append(row | measure(model, tokenizer, ids[:, :length], store, level))
                     print(rows[-1], file=sys.stderr, flush=True)
-        placed = lives(model, ids, url)
+        placed = lives(model, ids[:, : max(options.lengths)], url)
     held = sum(2 * layer.num_key_value_heads for layer in [model.config] * model.config.num_hidden_layers)
     machine = f"{platform.machine()}, one core, torch {torch.__version__}, Python {platform.python_version()}"
     shared = {"model": model_digest(model), "machine": machine, "command": "python -P benchmarks/prefix.py"}
