@@ -1,11 +1,11 @@
-"""The cache codec measured: size, speed, quality, each against what else there is, in one run.
+"""The cache codec measured: size and speed, each against what else there is, in one run.
 
-    python -P benchmarks/cachegen.py [--model FOLDER] [--tokens 2048] [--samples 20] [--out FILE]
+    python -P benchmarks/cachegen.py [--model FOLDER] [--tokens 2048] [--out FILE]
 
 Speed is CPU time of one thread, best of several, per second of fp16 KV (2 bytes per number): "per core" also on a busy
 machine. Size counts every byte of the stream. Data: the bundled model's own KV of English text, and random numbers of
-the same shape as a control. Quality: needles answered from a decoded context, every level on the same samples, and the
-divergence of next-token distributions from those of the exact cache.
+the same shape as a control.
+Quality is benchmarks/cachegen_quality.py's.
 """
 
 from __future__ import annotations
@@ -23,12 +23,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from kvengine.evals.engine import CacheSession
-from kvengine.evals.loading import load, model_digest, stop_ids
+from kvengine.evals.loading import load, model_digest
 from kvengine.evals.prompt import Prompter
-from kvengine.evals.protocol import Protocol
-from kvengine.evals.statistics import bootstrap, interval
-from kvengine.evals.tasks import Plan, Sample, catalogue
 from kvengine.evals.tasks._words import essay, prose
 from kvengine.offload import cachegen
 from kvengine.offload.cachegen import codec, coder, lossy, native, tables
@@ -36,7 +32,6 @@ from kvengine.offload.cachegen.levels import NAMES
 
 R = TypeVar("R")
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-TASKS = ("niah_passkey", "niah_single_1", "niah_single_2")
 
 
 def timed(work: Callable[[], R], repeat: int = 7) -> tuple[float, R]:
@@ -250,62 +245,6 @@ def lossless_peers(kv: Pairs) -> Iterator[dict[str, Any]]:
                "encode_mb_s": 1e-6 * len(raw) / encoding, "decode_mb_s": 1e-6 * len(raw) / decoding}  # fmt: skip
 
 
-# ---- quality -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Coded(CacheSession):
-    """A session whose context goes through the codec before the first question."""
-
-    level: str = ""
-
-    def follow_up(self) -> None:
-        if self.level:
-            layers = [(layer.keys[0].bfloat16(), layer.values[0].bfloat16()) for layer in self.cache.layers]
-            back = cachegen.decode(cachegen.encode(cachegen.KV(layers), self.level)).layers
-            for layer, (k, v) in zip(self.cache.layers, back, strict=True):
-                layer.keys, layer.values = k[None].to(layer.keys), v[None].to(layer.values)
-
-
-def quality(model: Any, tokenizer: Any, length: int, count: int) -> Iterator[dict[str, Any]]:
-    prompter = Prompter(tokenizer, tokenizer.chat_template is not None)
-    plan = Plan(length=length, count=count, seed=0, measure=lambda s: len(prompter.of(s).whole(s)))
-    stop = stop_ids(model, tokenizer, prompter.wrapper.between)
-    play = Protocol(prompter=prompter, mode="multi-request", stop=stop)
-    drawn = [(name, sample) for name in TASKS for sample in catalogue()[name].samples(plan)]
-    exact: dict[str, float] = {}
-    for level in NAMES:
-        scores, names = [], []
-        for name, sample in drawn:
-            session = Coded(model, DynamicCache(), level)
-            for turn, answer in zip(sample.turns, play.play(session, sample), strict=True):
-                task = catalogue()[name]
-                scores.append(task.score(turn, answer.text)[task.metric])
-                names.append(f"{name}/{sample.id}")
-        exact = exact or dict(zip(names, scores, strict=True))
-        found = interval(scores, names)
-        lost = [100 * (exact[n] - s) for n, s in zip(names, scores, strict=True)]
-        low, high = np.quantile(bootstrap(lost, names), [0.025, 0.975])
-        yield {"level": level, "score": found.mean, "low": found.low, "high": found.high, "n": found.n,
-               "points_lost": float(np.mean(lost)), "points_lost_low": float(low), "points_lost_high": float(high),
-               "kl": float(np.mean([divergence(model, prompter, s, level) for _, s in drawn]))}  # fmt: skip
-
-
-@torch.inference_mode()
-def divergence(model: Any, prompter: Prompter, sample: Sample, level: str) -> float:
-    """Mean KL divergence (nats) of the next-token distributions over question and answer, exact against decoded."""
-    prompter = prompter.of(sample)
-    turn = sample.turns[0]
-    after = prompter.asked(turn) + prompter.ids(" " + turn.answers[0])
-    rows = []
-    for name in ("", level):
-        session = Coded(model, DynamicCache(), name)
-        session.read(prompter.context(sample))
-        session.follow_up()
-        rows.append(session.read(after, every=True).log_softmax(-1))
-    return float((rows[0].exp() * (rows[0] - rows[1])).sum(-1).mean())
-
-
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
@@ -331,8 +270,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         (torch.cat([k] * 4)[:, :1024], torch.cat([v] * 4)[:, :1024]) for k, v in kv
     ]  # 8 heads: sections of real size
     result["large"] = {"levels": list(levels(large))}
-    result["quality"] = {"length": options.length, "tasks": TASKS,
-                         "levels": list(quality(model, tokenizer, options.length, options.samples))}  # fmt: skip
     return result
 
 
@@ -340,8 +277,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cachegen.json")
     options = parser.parse_args()
     result = run(options)

@@ -50,8 +50,8 @@ class LayerCache:
             choice = self.stack.retention if retention is None else retention
             stack, prefill = self.stack.within(choice), self.stack.routing.prefill(retention)
             stack = stack if prefill is None else replace(stack, prefill=prefill)
-            rows = mine[0].flatten(0, 1), mine[1].flatten(0, 1)
-            lane = Lane(stack, choice, self.layer, self.layers, number, self.session, rows[0], rows[1], len(members))
+            rows, part = (mine[0].flatten(0, 1), mine[1].flatten(0, 1)), len(members) / self.heads
+            lane = Lane(stack, choice, self.layer, self.layers, number, self.session, *rows, len(members), part)
             self.parts.append(Heads(lane, index))
 
     def forward(

@@ -146,6 +146,7 @@ class EngineCache(Cache):
         n = len(stock)
         ours = engine_layers(self.config)
         self.session.last = max((i for i, served in enumerate(ours) if served), default=None)
+        self.session.served = sum(ours)
         layers = [EngineLayer(self.stack, i, n, self.session) if ours[i] else layer for i, layer in enumerate(stock)]
         super().__init__(layers=layers)
 
@@ -192,7 +193,8 @@ class EngineCache(Cache):
     def reset(self) -> None:
         """Forget everything, what was announced of a prompt or asked of its reading included."""
         super().reset()
-        vars(self.session).update(vars(Session(rope=self.session.rope, last=self.session.last)))
+        kept = {name: getattr(self.session, name) for name in ("rope", "last", "served")}
+        vars(self.session).update(vars(Session(**kept)))
 
     def activate_past_recording(self) -> None:
         """Remember the states between the tokens to come, so that `crop` or `rollback` can return to any of them."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvengine.errors import CacheError
 from kvengine.joint import join
+from kvengine.offload.placement import Site
 from kvengine.pages import Pages
 from kvengine.policies.retention import Notes, Retention, Seen
 from kvengine.pool import Pool
@@ -51,9 +52,11 @@ class Holding:
         k: Tensor,
         v: Tensor,
         heads: int = 1,
+        part: float = 1.0,
     ):
         """`k` [row, token, dim] and `v` [row, token, dim_v] say the shapes, dtypes and device to come."""
         self.heads = heads  # rows of a sequence
+        self.part = part  # of the layer's heads
         self.stack, self.retention = stack, retention.at(layer, layers)
         self.layer, self.layers, self.number, self.session = layer, layers, number, session
         self.tail = Tail(k, v, self.retention.remembers or stack.representation.probes > 0)
@@ -191,7 +194,7 @@ class Holding:
     def sealed(self, k: Tensor | None = None, position: Tensor | None = None) -> Pages:
         """The pages; made, if there are none yet, for a prompt of these tokens."""
         if self.pages is None:
-            self.pool = Pool(self.stack.placement)
+            self.pool = self.new_pool()
             s, rope = self.stack, self.session.rope
             joined = None
             if s.representation.joint and k is not None and position is not None:
@@ -200,6 +203,16 @@ class Holding:
             scored = self.retention.remembers
             self.pages = Pages(self.pool, rows, s.page, s.representation, s.selection, device, joined, scored)
         return self.pages
+
+    def new_pool(self) -> Pool:
+        """A pool for this lane's pages, read by units where that saves bytes."""
+        s, session = self.stack, self.session
+        whole = not (s.placement.fine and (s.representation.lossless or s.representation.joint))
+        per = 1 if whole else s.page // s.selection.unit
+        share = self.part / (session.served or self.layers)
+        most = int(self.prompt_length.max())
+        site = Site(self.layer, self.number, len(self.first), most, s.page // per, share, session.ahead)
+        return Pool(s.placement, site, per)
 
     def judge(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
         """Write scores and drop what is not kept, in place."""

@@ -343,7 +343,8 @@ class Lane(Holding):
         even = same and len(lengths) == 1
         where = Where(
             layer=self.layer, layers=self.layers, count=count.clamp(min=1), most=max(1, most), even=even, scale=call.scale,
-            keys=lambda: pages.decoded()[0], token=self.seen - 1, lane=self.number, memo=self.session.memo,
-            since=self.since, joint=pages.joint is not None, bounds=pages.bounds,
+            keys=lambda columns=None: pages.decoded(columns)[0], token=self.seen - 1, lane=self.number, memo=self.session.memo,
+            since=self.since, joint=pages.joint is not None, stamps=lambda: pages.stamps, beside=pages.beside,
+            bounds=pages.bounds,
         )  # fmt: skip
         return selection.select(q[:, :, 0], pages.summary, pages.alive, where)

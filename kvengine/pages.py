@@ -2,7 +2,7 @@
 
     table      [row, column]           page in the pool, -1 for none
     position   [row, column * page]    as in the tail: -1 for no token
-    score      [row, column * page]
+    score      [row, column * page]         where somebody asks for it
     alive      [row, column * page / unit]   whether a unit holds a token
     summary    {name: [row, column * page / unit, ...]}   what the selection remembers of a unit
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -42,7 +43,7 @@ class Pages(User):
         scored: bool = True,
     ):
         """`scored`: whether somebody will read the scores of what is held; if not, they are not stored, and read as 0."""
-        self.pool, self.page, self.joint = pool, page, joint
+        self.pool, self.page, self.joint, self.scored = pool, page, joint, scored
         self.representation, self.selection = representation, selection
         self.columns = 0  # of the longest row
         self.filled = torch.zeros(rows, dtype=torch.long, device=device)
@@ -54,10 +55,10 @@ class Pages(User):
         self._score = torch.empty(rows, 0, dtype=torch.float32, **new)  # type: ignore[call-overload]
         self._alive = torch.empty(rows, 0, dtype=torch.bool, **new)  # type: ignore[call-overload]
         self._summary: dict[str, Tensor] = {}
-        self.scored = scored
         self.clean = True  # every slot holds a token
         self.coarse = False  # read without what the representation calls fine
         self.bounds = Coarse()  # what a selection by bounds keeps to read less of them
+        self.beside: dict[str, Any] = {}  # what the selection keeps of all pages together
         pool.users.add(self)
 
     def __copy__(self) -> Pages:
@@ -84,11 +85,9 @@ class Pages(User):
 
     @property
     def score(self) -> Float[Tensor, "row token"]:
-        return (
-            self._score[:, : len(self)]
-            if self.scored
-            else self._score.new_zeros(()).expand(len(self.filled), len(self))
-        )
+        if not self.scored:
+            return self._score.new_zeros(1, 1).expand(len(self._score), len(self))
+        return self._score[:, : len(self)]
 
     @property
     def alive(self) -> Bool[Tensor, "row unit"]:
@@ -97,6 +96,12 @@ class Pages(User):
     @property
     def summary(self) -> dict[str, Tensor]:
         return {name: x[:, : self.units] for name, x in self._summary.items()}
+
+    @property
+    def stamps(self) -> Int[np.ndarray, "row column"]:
+        """A number for each page's contents, -1 where there is no page."""
+        table = self.table.cpu().numpy()
+        return np.where(table < 0, -1, self.pool.stamps[table])
 
     def pages_in_use(self) -> list[int]:
         table = self.table
@@ -172,6 +177,8 @@ class Pages(User):
         if self.bounds.done:
             self.bounds.changed(per * int(at[1].start if isinstance(at[1], slice) else at[1].min()))
         for name, x in self.selection.summarise(k.unflatten(1, (per, -1)).flatten(0, 1), there.flatten(0, 1)).items():
+            if self.joint is not None and name in self.selection.spare:
+                continue
             if name not in self._summary:
                 self._summary[name] = x.new_zeros(*self._alive.shape, *x.shape[1:])
             by_page(self._summary[name], per)[at] = shape(x.unflatten(0, (-1, per)))
@@ -244,8 +251,12 @@ class Pages(User):
         self, at: Int[Tensor, "page"]
     ) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
         """Keys and values of pages of the pool."""
-        without = self.representation.fine if self.coarse else ()
-        return self.representation.decode(self.pool.read(at.long(), without))
+        return self.representation.decode(self.pool.read(at.long(), self.without))
+
+    @property
+    def without(self) -> tuple[str, ...]:
+        """Fields that are not read now."""
+        return self.representation.fine if self.coarse else ()
 
     def decoded(
         self, columns: slice | None = None
@@ -267,11 +278,13 @@ class Pages(User):
         """Keys, values and positions of the chosen units; position -1 where there is nothing."""
         unit, per = self.selection.unit, self.page // self.selection.unit
         at = units.clamp(min=0)
-        page = self.table.gather(1, at // per).clamp(min=0).long()
-        k, v = self.read(page.flatten())
-        part = (at % per).flatten()
-        every = torch.arange(len(part), device=part.device)
-        pick = lambda x: x.unflatten(1, (per, unit))[every, part].unflatten(0, units.shape).flatten(1, 2)  # noqa: E731
+        page, part = self.table.gather(1, at // per).clamp(min=0).long().flatten(), (at % per).flatten()
+        if self.pool.per == per:
+            k, v = self.representation.decode(self.pool.read_pieces(page * per + part, self.without))
+        else:
+            every = torch.arange(len(part), device=part.device)
+            k, v = (x.unflatten(1, (per, unit))[every, part] for x in self.read(page))
+        pick = lambda x: x.unflatten(0, units.shape).flatten(1, 2)  # noqa: E731
         slots = (at[..., None] * unit + torch.arange(unit, device=at.device)).flatten(1)
         position = self.position.gather(1, slots)
         gone = (units < 0)[..., None].expand(-1, -1, unit).flatten(1)

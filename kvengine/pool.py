@@ -2,44 +2,63 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Protocol
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvengine.offload.placement import Placement, Store
+from kvengine.offload.placement import Placement, Shelf, Site
 
 
 class Pool:
-    """Fields of fixed-size pages, one store each.
+    """Fields of fixed-size pages, on the shelves of a placement.
 
     A page is in use while some table names it; what no table names any more is found when room runs short. That keeps
     forks, beams and rolled-back drafts free of reference counts.
+
+    Args:
+        placement: where pages live.
+        site: whose they are.
+        per: pieces of a page. With more than one, every field has the tokens as its second axis.
     """
 
-    def __init__(self, placement: Placement) -> None:
-        self.placement = placement
-        self.stores: dict[str, Store] = {}
+    def __init__(self, placement: Placement, site: Site | None = None, per: int = 1) -> None:
+        self.placement, self.site, self.per = placement, site or Site(), per
+        self.shelves: list[Shelf] = []
         self.users: WeakSet[User] = WeakSet()
-        self.pages = 0
+        self.stamps = np.zeros(1, dtype=np.int64)  # of each page; a new one whenever it is written
+        self.pages = self.written = 0
         self.free: list[int] = []
 
     def put(self, fields: dict[str, Tensor]) -> Int[Tensor, "page"]:
         """Store pages (the first axis of every field); their ids."""
         some = next(iter(fields.values()))
-        at = torch.tensor(self.take(len(some), fields), dtype=torch.long, device=some.device)
-        for name, x in fields.items():
-            self.stores[name].write(at, x)
+        count = len(some)
+        if self.per > 1:
+            fields = {name: x.unflatten(1, (self.per, -1)).flatten(0, 1) for name, x in fields.items()}
+        taken = self.take(count, fields)
+        self.stamps[taken] = np.arange(self.written, self.written + count)
+        self.written += count
+        at = torch.tensor(taken, dtype=torch.long, device=some.device)
+        pieces = self.pieces(at)
+        for shelf in self.shelves:
+            shelf.write(pieces, fields)
         return at
 
+    def pieces(self, at: Int[Tensor, "page"]) -> Int[Tensor, "piece"]:
+        """The pieces of these pages."""
+        if self.per == 1:
+            return at
+        return (at[:, None] * self.per + torch.arange(self.per, device=at.device)).flatten()
+
     def take(self, count: int, like: dict[str, Tensor]) -> list[int]:
-        if not self.stores:
+        if not self.shelves:
             self.placement.check(tuple(like))
-        for name, x in like.items():
-            if name not in self.stores:
-                self.stores[name] = self.placement.open(name, x)
+            self.shelves = self.placement.open(like, self.site)
         if count > len(self.free):
             self.collect()
         if count > len(self.free):
@@ -48,8 +67,9 @@ class Pool:
         return taken
 
     def grow(self, pages: int) -> None:
-        for store in self.stores.values():
-            store.reserve(pages)
+        for shelf in self.shelves:
+            shelf.reserve(pages * self.per)
+        self.stamps = np.pad(self.stamps, (0, pages - len(self.stamps)))
         self.free += range(self.pages, pages)
         self.pages = pages
 
@@ -57,21 +77,50 @@ class Pool:
         """Find the pages that no table names."""
         used = {page for user in self.users for page in user.pages_in_use()}
         self.free = [page for page in range(self.pages) if page not in used]
+        pieces = np.asarray(self.free, dtype=np.int64)[:, None] * self.per + np.arange(self.per)
+        for shelf in self.shelves:
+            shelf.forget(pieces.reshape(-1))
 
     def read(self, at: Int[Tensor, "page"], without: tuple[str, ...] = ()) -> dict[str, Tensor]:
-        return {name: store.read(at) for name, store in self.stores.items() if name not in without}
+        fields = self.read_pieces(self.pieces(at), without)
+        if self.per == 1:
+            return fields
+        return {name: x.unflatten(0, (-1, self.per)).flatten(1, 2) for name, x in fields.items()}
+
+    def read_pieces(self, at: Int[Tensor, "piece"], without: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        """Piece `i` of page `p` has the id `p * per + i`."""
+        return {name: x for shelf in self.shelves for name, x in shelf.read(at, without).items()}
 
     def resident(self) -> dict[str, Tensor] | None:
         """All fields on the compute device, if all are there."""
-        data = {name: store.resident for name, store in self.stores.items()}
-        return None if any(x is None for x in data.values()) else data  # type: ignore[return-value]
+        found: dict[str, Tensor] = {}
+        for shelf in self.shelves:
+            fields = shelf.resident()
+            if fields is None:
+                return None
+            found |= fields
+        return found
 
     def nbytes(self) -> dict[str, dict[str, int]]:
         """Bytes held, by tier and field."""
         held: dict[str, dict[str, int]] = {}
-        for name, store in self.stores.items():
-            held.setdefault(store.tier, {})[name] = store.nbytes()
+        for shelf in self.shelves:
+            for tier, fields in shelf.nbytes().items():
+                held.setdefault(tier, {}).update(fields)
         return held
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, wherever it is."""
+        return self.per * sum(shelf.piece_bytes for shelf in self.shelves)
+
+    def served(self) -> Counter[str]:
+        """Pieces read, by the tier that had them; those of fields that never leave the device are not counted."""
+        return sum((shelf.served for shelf in self.shelves), Counter())
+
+    @property
+    def faults(self) -> int:
+        return sum(shelf.faults for shelf in self.shelves)
 
 
 class User(Protocol):

@@ -25,14 +25,18 @@ def call(name: str, **options: Any) -> str:
 def shadowkv(options: dict[str, Any]) -> str:
     """ShadowKV (arXiv:2410.21465): keys of low rank, values in host memory, chunks chosen by landmarks.
 
+    The values of as many tokens as the budget stay on the device, those that the previous step read (`keep="lru"`: that
+    were read last), so that only what they lack is fetched.
+
     >>> shadowkv({"budget": 256, "rank": 32})
-    "lowrank(rank=32) + landmarks(budget=256) + host(fields=('v',))"
+    "lowrank(rank=32) + landmarks(budget=256) + host(fields=('v',), resident=256)"
     """
     rank = {key: value for key, value in options.items() if key == "rank"}
-    chosen = {key: value for key, value in options.items() if key != "rank"}
-    return " + ".join([call("lowrank", **rank), call("landmarks", **chosen), call("host", fields=("v",))])
+    chosen = {key: value for key, value in options.items() if key not in ("rank", "keep")}
+    kept = {"resident": options.get("budget", 2048)} | {k: v for k, v in options.items() if k == "keep"}
+    return " + ".join([call("lowrank", **rank), call("landmarks", **chosen), call("host", fields=("v",), **kept)])
 
 
 PRESETS: dict[str, Preset] = {
-    "shadowkv": Preset(("budget", "rank", "chunk", "outliers", "local"), shadowkv),
+    "shadowkv": Preset(("budget", "rank", "chunk", "outliers", "local", "keep"), shadowkv),
 }

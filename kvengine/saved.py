@@ -49,6 +49,7 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
         "layers",
         "number",
         "heads",
+        "part",
         "tail",
         "pages",
         "pool",
@@ -57,7 +58,7 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
     },
     LayerCache: {"stack", "layer", "layers", "session", "parts"},
     Tail: {"shared", "scored"},
-    Pages: {"pool", "page", "joint", "representation", "selection", "shared", "scored"},
+    Pages: {"pool", "page", "joint", "representation", "selection", "shared", "scored", "beside"},
 }
 SESSION = ("prompt_end", "following", "dense")
 
@@ -190,7 +191,7 @@ class Writer:
         joint = pages.joint
         return {
             "own": self.value(own),
-            "fields": self.value(pool.read(used) if pool.stores else {}),
+            "fields": self.value(pool.read(used) if pool.shelves else {}),
             "joint": None if joint is None else self.value({"fields": joint.fields, "dtype": joint.dtype}),
         }
 
@@ -275,7 +276,7 @@ class Reader:
 
     def pages(self, lane: Lane, state: dict[str, Any]) -> None:
         stack, saved = lane.stack, self.value(state["fields"])
-        lane.pool = Pool(stack.placement)
+        lane.pool = lane.new_pool()
         at = lane.pool.put(saved) if saved and len(next(iter(saved.values()))) else None
         lane.pages = Pages(lane.pool, len(lane.first), stack.page, stack.representation, stack.selection, self.device,
                            self.joint(lane, state["joint"]), lane.retention.remembers)  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvengine.offload.placement._ahead import Ahead
 from kvengine.policies.retention import Seen
 from kvengine.rope import Rope
 
@@ -36,6 +37,8 @@ class Session:
     coarse: bool = False  # sealed pages are read without what their representation calls fine
     rope: Rope | None = None
     last: int | None = None  # the last layer that the engine serves; None: each layer is alone
+    served: int | None = None  # layers that the engine serves; None: all
+    ahead: Ahead = field(default_factory=Ahead)  # what tiers below the device share
     waiting: list[tuple[Lane, Seen, Tensor]] = field(
         default_factory=list
     )  # prompts judged once all layers have read them

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Int
@@ -23,6 +24,9 @@ class Stats:
         read_per_token: bytes of keys, values, codes and summaries that decoding one more token reads, all layers.
         pages_used, pages_free: pages that some table names, and that none does, all layers.
         seen: tokens seen, padding included.
+        served: pieces of pages that were read where pages are placed below the device, by the tier that had them
+            ("device": already there; "ahead": fetched from a lower tier before they were asked for), all layers.
+        faults: times that a tier failed to take or to give pages, all layers.
     """
 
     bytes: dict[str, dict[str, int]]
@@ -32,6 +36,18 @@ class Stats:
     pages_used: int
     pages_free: int
     seen: int
+    served: dict[str, int] = field(default_factory=dict)
+    faults: int = 0
+
+    @property
+    def hits(self) -> int:
+        """Pieces that were on the device when they were read."""
+        return self.served.get("device", 0)
+
+    @property
+    def misses(self) -> int:
+        """Pieces that had to be fetched."""
+        return sum(self.served.values()) - self.hits
 
     @property
     def bytes_held(self) -> int:
@@ -50,7 +66,8 @@ class Stats:
 def measure(layers: list[LayerCache]) -> Stats:
     """Count what these layers hold."""
     held: dict[str, dict[str, int]] = {}
-    used = free = read = 0
+    used = free = read = faults = 0
+    served = Counter[str]()
     for lane in (part.lane for layer in layers for part in layer.parts):
         for tier, fields in lane_bytes(lane).items():
             for name, size in fields.items():
@@ -59,9 +76,11 @@ def measure(layers: list[LayerCache]) -> Stats:
         if lane.pages is not None and lane.pool is not None:
             mine = len(set(lane.pages.pages_in_use()))
             used, free = used + mine, free + lane.pool.pages - mine
+            served, faults = served + lane.pool.served(), faults + lane.pool.faults
     return Stats(
-        held, by_head(layers, live), by_head(layers, attended), read, used, free, layers[0].seen if layers else 0
-    )
+        held, by_head(layers, live), by_head(layers, attended), read, used, free, layers[0].seen if layers else 0,
+        dict(served), faults,
+    )  # fmt: skip
 
 
 def lane_bytes(lane: Lane) -> dict[str, dict[str, int]]:
@@ -69,6 +88,8 @@ def lane_bytes(lane: Lane) -> dict[str, dict[str, int]]:
     if lane.pages is not None and lane.pool is not None:
         own |= {f"pages.{name}": x.nbytes for name, x in lane.pages.tensors().items()}
         stored = {tier: {f"page.{n}": b for n, b in f.items()} for tier, f in lane.pool.nbytes().items()}
+        if beside := sum(x.nbytes for x in lane.pages.beside.values()):
+            stored["host"] = stored.get("host", {}) | {"pages.index": beside}
     else:
         stored = {}
     return {**stored, "device": own | stored.get("device", {})}
@@ -98,8 +119,7 @@ def lane_reads(lane: Lane) -> int:
     pages = lane.pages
     if pages is None or lane.pool is None or not len(pages):
         return size
-    fields = sum(b for tier in lane.pool.nbytes().values() for b in tier.values())
-    per_page = fields / max(1, lane.pool.pages)
+    per_page = lane.pool.page_bytes
     joint = pages.joint
     if joint is not None:
         chosen = None if lane.units is None else int((lane.units >= 0).sum()) * pages.selection.unit
@@ -108,6 +128,7 @@ def lane_reads(lane: Lane) -> int:
         return size + int(per_page * int((pages.table >= 0).sum()))
     part = pages.page // pages.selection.unit if pages.representation.lossless or joint is not None else 1
     summaries = pages.bounds.reads(pages.units, sum(x.numel() * x.element_size() for x in pages.summary.values()))
+    summaries += sum(x.reads for x in pages.beside.values())
     return size + summaries + int(per_page * int((lane.units >= 0).sum()) / part)
 
 

@@ -72,6 +72,7 @@ SMALL: dict[str, str] = {
     "quantspec": "quantspec(group=8, residual=8)",
     "all": "all",
     "quest": "quest(budget=24, page=4)",
+    "ann": "ann(budget=24)",
     "oracle_topk": "oracle_topk(budget=24)",
     "tidal": "tidal(budget=24)",
     "landmarks": "landmarks(budget=40, chunk=4)",
@@ -80,6 +81,8 @@ SMALL: dict[str, str] = {
     "lowrank": "lowrank(rank=8)",
     "device": "device",
     "host": "host",
+    "disk": "disk(device=4096, host=8192)",
+    "remote": "remote(url='memory://', device=4096, host=4096, disk=4096)",
 }
 
 # The same methods where they must change nothing: budgets beyond the text, everything exact.
@@ -104,6 +107,7 @@ WIDE: dict[str, str] = {
     "quantspec": "quantspec(residual=500)",
     "all": "all",
     "quest": "quest(budget=500)",
+    "ann": "ann(budget=500)",
     "oracle_topk": "oracle_topk(budget=500)",
     "tidal": "tidal(budget=500)",
     "landmarks": "landmarks(budget=500)",
@@ -112,6 +116,8 @@ WIDE: dict[str, str] = {
     "lowrank": "lowrank(rank=32)",
     "device": "device",
     "host": "host",
+    "disk": "disk(host=0)",
+    "remote": "remote(url='memory://', host=0)",
 }
 
 MIXED = [
@@ -123,6 +129,9 @@ MIXED = [
     "d2o(budget=24, form='official') + duo(sinks=2, recent=10)",
     "streaming(sinks=2, recent=14, positions='in-cache') + kivi(group=8, residual=8)",
     "adakv(budget=24, base='expected_attention') + quest(budget=16, page=4)",
+    "quest(budget=24, page=4) + kivi(group=8, residual=8) + disk(device=2048, host=2048)",
+    "landmarks(budget=40, chunk=4) + host(fields=('v',), resident=40)",
+    "h2o(budget=24) + disk(host=4096)",
     "ashape(sinks=2, local=12) + snapkv(budget=24, window=6) + kivi(bits=2, group=8, residual=8)",
 ]
 

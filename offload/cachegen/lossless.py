@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import struct
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +21,13 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from kvengine.errors import CorruptBitstream
-from kvengine.offload.cachegen import reference
 from kvengine.offload.cachegen.lossy import Reader
 from kvengine.offload.cachegen.reference import LANES
 from kvengine.offload.cachegen.tables import TOTAL, U8, U16
 
 ROTATE = {torch.bfloat16: 1, torch.float16: 0, torch.float32: 1}
 SMALL = struct.Struct("<I")
+COUNT = np.dtype("u1,<u2")  # a code and its count less one
 
 
 def encode(x: Shaped[Tensor, "head token dim"], ops: ModuleType) -> bytes:
@@ -73,15 +72,18 @@ def decode(data: bytes, out: Shaped[Tensor, "head token dim"], ops: ModuleType) 
     """Writes a section's numbers into `out`. Raises CorruptBitstream for bytes `encode` does not write."""
     heads, tokens, dim = out.shape
     reader = Reader(data)
-    planes = [_read_plane(reader, heads * dim, tokens, ops) for _ in range(out.element_size())]
+    planes = np.empty((out.element_size(), heads * dim, tokens), dtype=np.uint8)
+    for plane in planes[::-1]:
+        _read_plane(reader, plane, ops)
     reader.done()
-    ops.merge(np.stack(planes[::-1]), ROTATE[out.dtype], out)
+    ops.merge(planes, ROTATE[out.dtype], out)
 
 
-def _read_plane(reader: Reader, channels: int, tokens: int, ops: ModuleType) -> npt.NDArray[Any]:
-    coded = reader.take(1)[0]
+def _read_plane(reader: Reader, plane: U8, ops: ModuleType) -> None:
+    coded, (channels, tokens) = reader.take(1)[0], plane.shape
     if coded == 0:
-        return reader.array("u1", channels * tokens).reshape(channels, tokens)
+        plane[:] = reader.array("u1", channels * tokens).reshape(channels, tokens)
+        return
     if coded != 1:
         raise CorruptBitstream(f"a byte plane is stored in the unknown way {coded}")
     centre = reader.array("u1", channels).astype(np.uint8)
@@ -90,12 +92,12 @@ def _read_plane(reader: Reader, channels: int, tokens: int, ops: ModuleType) -> 
     state = reader.states(tokens)
     words = reader.array("<u2", count).astype(np.uint16)
     table = np.zeros(channels, dtype=np.uint8)
-    codes = ops.decode(table, tokens, reference.slot_tables(freq), state, words)
-    return np.asarray(codes + centre[:, None])
+    codes = ops.decode(table, tokens, ops.slot_tables(freq), state, words)
+    np.add(codes, centre[:, None], out=plane)
 
 
 def _read_counts(reader: Reader) -> U16:
-    entries = reader.array("u1,<u2", reader.take(1)[0] + 1)
+    entries = reader.array(COUNT, reader.take(1)[0] + 1)
     freq = np.zeros(256, dtype=np.int64)
     freq[entries["f0"]] = entries["f1"].astype(np.int64) + 1
     if len(set(entries["f0"].tolist())) != len(entries) or int(freq.sum()) != TOTAL:

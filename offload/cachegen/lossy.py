@@ -112,8 +112,9 @@ class Reader:
         self.at += count
         return self.data[self.at - count : self.at]
 
-    def array(self, kind: str, count: int) -> npt.NDArray[Any]:
-        return np.frombuffer(self.take(np.dtype(kind).itemsize * count), dtype=kind)
+    def array(self, kind: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
+        dtype = np.dtype(kind)
+        return np.frombuffer(self.take(dtype.itemsize * count), dtype=dtype)
 
     def states(self, tokens: int) -> U32:
         """First state of each lane; lanes beyond the tokens are idle."""

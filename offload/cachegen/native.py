@@ -26,7 +26,7 @@ from torch import Tensor
 from kvengine.errors import CorruptBitstream, StoreError
 from kvengine.kernels.cpu.library import cache_dir
 from kvengine.offload.cachegen.reference import I16, LANES, U32
-from kvengine.offload.cachegen.tables import F32, I64, U8, U16, Tables
+from kvengine.offload.cachegen.tables import F32, I64, TOTAL, U8, U16, Tables
 
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -77,6 +77,7 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
         ("kv_choose", size, "psssi" + 6 * "p"),
         ("kv_rans_encode", size, "ppsss" + 4 * "p" + "s"),
         ("kv_rans_decode", number, "ppsss" + 3 * "p" + "s"),
+        ("kv_slots", None, "psp"),
         ("kv_largest", None, "pi" + 5 * "s" + "p"),
         ("kv_to_codes", size, "pi" + 5 * "s" + "psi" + 7 * "p"),
         ("kv_from_codes", number, "ppp" + 4 * "s" + "ppps" + "pps" + "piss"),
@@ -117,6 +118,15 @@ def encode(codes: U8, table: U8, freq: U16) -> tuple[U32, U16]:
     if count < 0:
         raise ValueError("a code has no count in its table")
     return state, words[len(words) - count :].copy()
+
+
+def slot_tables(freq: U16) -> U32:
+    """See reference.slot_tables."""
+    if (freq.sum(1, dtype=np.int64) != TOTAL).any():
+        raise ValueError(f"the counts of a table sum to {TOTAL}")
+    freq, slots = np.ascontiguousarray(freq), np.empty((len(freq), TOTAL), dtype=np.uint32)
+    load().kv_slots(_at(freq), len(freq), _at(slots))
+    return slots
 
 
 def decode(table: U8, tokens: int, slots: U32, first: U32, words: U16) -> U8:

@@ -182,6 +182,16 @@ int64_t kv_rans_encode(const uint8_t *codes, const uint8_t *table, int64_t chann
     return room - at;
 }
 
+/* See reference.slot_tables; the counts of a table sum to TOTAL. */
+void kv_slots(const uint16_t *freq, int64_t tables, uint32_t *slots)
+{
+    for (int64_t i = 0; i < tables; i++, freq += 256)
+        for (uint32_t code = 0; code < 256; code++) {
+            uint32_t count = freq[code], entry = code << 24 | (count - 1);
+            for (uint32_t j = 0; j < count; j++) *slots++ = entry | j << 12;
+        }
+}
+
 static inline uint32_t step(uint32_t x, const uint32_t *slots, uint8_t *code)
 {
     uint32_t s = slots[x & (TOTAL - 1)]; /* count - 1 in the low 12 bits, offset in the count, code on top */

@@ -236,14 +236,34 @@ void kv_split(const void *x, int size, int rotate, int64_t heads, int64_t tokens
                 }
 }
 
+/* 16 channels and 16 tokens of two byte planes to 16-bit words: read along tokens, written along channels. */
+static inline void merge_tile(const uint8_t *low, const uint8_t *high, int64_t stride, int rotate, uint16_t *out,
+                              int64_t token_stride)
+{
+    uint16_t tile[LANES][LANES];
+    for (int d = 0; d < LANES; d++)
+        for (int t = 0; t < LANES; t++) {
+            uint16_t w = (uint16_t)(low[d * stride + t] | high[d * stride + t] << 8);
+            tile[t][d] = rotate ? (uint16_t)(w >> 1 | w << 15) : w;
+        }
+    for (int t = 0; t < LANES; t++) memcpy(out + t * token_stride, tile[t], sizeof tile[t]);
+}
+
 /* Undoes kv_split. */
 void kv_merge(const uint8_t *planes, int size, int rotate, int64_t heads, int64_t tokens, int64_t dim, void *out,
               int64_t head_stride, int64_t token_stride)
 {
     int64_t plane = heads * dim * tokens;
     for (int64_t h = 0; h < heads; h++)
-        for (int64_t start = 0; start < dim; start += LANES)
-            for (int64_t t = 0; t < tokens; t++)
+        for (int64_t start = 0; start < dim; start += LANES) {
+            int64_t first = 0;
+            if (size == 2 && start + LANES <= dim)
+                for (; first + LANES <= tokens; first += LANES) {
+                    const uint8_t *low = planes + (h * dim + start) * tokens + first;
+                    uint16_t *to = (uint16_t *)out + h * head_stride + first * token_stride + start;
+                    merge_tile(low, low + plane, tokens, rotate, to, token_stride);
+                }
+            for (int64_t t = first; t < tokens; t++)
                 for (int64_t d = start; d < dim && d < start + LANES; d++) {
                     int64_t to = h * head_stride + t * token_stride + d, from = (h * dim + d) * tokens + t;
                     if (size == 2) {
@@ -255,6 +275,7 @@ void kv_merge(const uint8_t *planes, int size, int rotate, int64_t heads, int64_
                         ((uint32_t *)out)[to] = rotate ? w >> 1 | w << 31 : w;
                     }
                 }
+        }
 }
 
 /* Each channel's most frequent byte (the smallest of several), taken from all its bytes; counts of what is left. */

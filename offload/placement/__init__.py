@@ -1,82 +1,163 @@
 """Placement: where sealed pages live.
 
-A placement opens one store per field; a store is a growable array of pages:
+A pool asks its placement for shelves: each keeps some of the fields of all pieces, a piece being a page or, where parts
+of pages can be read alone, a unit of the selection.
 
-    reserve   room for so many pages
-    write     put pages at these ids
-    read      bring these pages to the compute device
+    reserve    room for so many pieces
+    write      put pieces at these ids
+    read       bring these pieces to the compute device
+    forget     what these ids held is not wanted any more
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvengine.errors import PolicyError, unknown
+from kvengine.offload.placement._ahead import Ahead
 
-class Store(Protocol):
-    """Pages of one field."""
+Fields = dict[str, Tensor]
+Held = dict[str, dict[str, int]]
+"""Bytes by tier and field."""
 
-    tier: str
-    pages: int  # allocated
 
-    @property
-    def resident(self) -> Tensor | None:
-        """All pages as one tensor on the compute device, if that is where they are."""
+@dataclass(frozen=True)
+class Site:
+    """Whose pages they are.
 
-    def reserve(self, pages: int) -> None: ...
+    Attributes:
+        layer, lane: numbers; shelves read one after the other in this order.
+        rows: sequences x KV heads.
+        prompt: tokens of the longest prompt.
+        piece: tokens of a piece.
+        share: of the cache's byte caps, the part that is this lane's.
+        ahead: what the lanes of a cache share.
+    """
 
-    def write(self, at: Int[Tensor, "page"], x: Tensor) -> None: ...
+    layer: int = 0
+    lane: int = 0
+    rows: int = 1
+    prompt: int = 0
+    piece: int = 1
+    share: float = 1.0
+    ahead: Ahead = field(default_factory=Ahead)
 
-    def read(self, at: Int[Tensor, "page"]) -> Tensor: ...
 
-    def nbytes(self) -> int: ...
+class Shelf(Protocol):
+    """Some fields of all pieces."""
+
+    served: Counter[str]
+    """Pieces read, by the tier that had them; "ahead" had been fetched before they were asked for."""
+    faults: int
+    """Times that a tier failed."""
+    piece_bytes: int
+
+    def reserve(self, pieces: int) -> None: ...
+
+    def write(self, at: Int[Tensor, "piece"], fields: Mapping[str, Tensor]) -> None: ...
+
+    def read(self, at: Int[Tensor, "piece"], without: tuple[str, ...] = ()) -> Fields: ...
+
+    def forget(self, at: np.ndarray) -> None: ...
+
+    def resident(self) -> Fields | None:
+        """All pieces, if that is where they are: on the compute device."""
+
+    def nbytes(self) -> Held: ...
 
 
 @dataclass(frozen=True)
 class Placement:
     """Everything stays on the compute device."""
 
-    def open(self, field: str, like: Tensor) -> Store:
-        """A store for pages shaped and typed as `like[0]`, read back to `like.device`."""
-        return TensorStore(like, like.device, "device")
+    fine: ClassVar[bool] = False  # parts of pages are read alone, where the representation allows it
+
+    def open(self, like: Mapping[str, Tensor], site: Site) -> list[Shelf]:
+        """Shelves for pieces shaped and typed as `like[name][0]`, read back to the device of `like`."""
+        return [Flat(like, None, "device")]
 
     def check(self, fields: tuple[str, ...]) -> None:
         """Refuse fields that cannot be placed as asked."""
 
 
-class TensorStore:
-    """Pages in one tensor, on the compute device or in (pinned) host memory."""
+def check_names(policy: object, fields: object) -> None:
+    """Refuse what is not a tuple of names."""
+    if not isinstance(fields, tuple) or not all(isinstance(f, str) for f in fields):
+        raise PolicyError(f"{type(policy).__name__}: fields={fields!r} must be a tuple of field names, such as ('v',)")
 
-    def __init__(self, like: Tensor, device: torch.device, tier: str) -> None:
-        self.tier, self.pages, self.home = tier, 0, like.device
+
+def check_known(policy: object, wanted: tuple[str, ...], fields: tuple[str, ...]) -> None:
+    """Refuse names that the representation does not have."""
+    for name in wanted:
+        if name not in fields:
+            raise PolicyError(f"{type(policy).__name__}: {unknown('page field', name, fields)}")
+
+
+def divide(like: Mapping[str, Tensor], wanted: tuple[str, ...]) -> tuple[Fields, Fields]:
+    """The fields to move (no name: all of them), and those that stay."""
+    moved = {name: x for name, x in like.items() if not wanted or name in wanted}
+    return moved, {name: x for name, x in like.items() if name not in moved}
+
+
+class TensorStore:
+    """Slots of one field in one tensor, on the compute device or in (pinned) host memory."""
+
+    def __init__(self, like: Tensor, device: torch.device | None) -> None:
+        self.home = like.device
+        device = device or like.device
         self.pin = device.type == "cpu" and like.device.type == "cuda"
         self.data = torch.empty(0, *like.shape[1:], dtype=like.dtype, device=device, pin_memory=self.pin)
 
-    @property
-    def resident(self) -> Tensor | None:
-        return self.data if self.tier == "device" else None
-
-    def reserve(self, pages: int) -> None:
-        if pages <= self.pages:
+    def reserve(self, slots: int) -> None:
+        if slots <= len(self.data):
             return
-        more = torch.zeros(
-            pages, *self.data.shape[1:], dtype=self.data.dtype, device=self.data.device, pin_memory=self.pin
-        )
-        more[: self.pages] = self.data
-        self.data, self.pages = more, pages
+        old = self.data
+        self.data = torch.zeros(slots, *old.shape[1:], dtype=old.dtype, device=old.device, pin_memory=self.pin)
+        self.data[: len(old)] = old
 
-    def write(self, at: Int[Tensor, "page"], x: Tensor) -> None:
+    def write(self, at: Int[Tensor, "slot"], x: Tensor) -> None:
         self.data[at.to(self.data.device)] = x.to(self.data.device)
 
-    def read(self, at: Int[Tensor, "page"]) -> Tensor:
+    def read(self, at: Int[Tensor, "slot"]) -> Tensor:
         return self.data[at.to(self.data.device)].to(self.home, non_blocking=True)
 
-    def nbytes(self) -> int:
-        return self.data.nbytes
+
+class Flat:
+    """A shelf of one tier: pieces at their ids, in one tensor for each field."""
+
+    def __init__(self, like: Mapping[str, Tensor], device: torch.device | None, tier: str) -> None:
+        self.tier, self.served, self.faults = tier, Counter[str](), 0
+        self.stores = {name: TensorStore(x, device) for name, x in like.items()}
+        self.piece_bytes = sum(x[:1].nbytes for x in like.values())
+
+    def reserve(self, pieces: int) -> None:
+        for store in self.stores.values():
+            store.reserve(pieces)
+
+    def write(self, at: Int[Tensor, "piece"], fields: Mapping[str, Tensor]) -> None:
+        for name, store in self.stores.items():
+            store.write(at, fields[name])
+
+    def read(self, at: Int[Tensor, "piece"], without: tuple[str, ...] = ()) -> Fields:
+        if self.tier != "device":
+            self.served[self.tier] += len(at)
+        return {name: store.read(at) for name, store in self.stores.items() if name not in without}
+
+    def forget(self, at: np.ndarray) -> None: ...
+
+    def resident(self) -> Fields | None:
+        return {name: store.data for name, store in self.stores.items()} if self.tier == "device" else None
+
+    def nbytes(self) -> Held:
+        return {self.tier: {name: store.data.nbytes for name, store in self.stores.items()}}
 
 
 INTERFACE = Placement

@@ -1,12 +1,24 @@
-"""Host: sealed pages live in host memory (pinned where there is CUDA); what a query reads is fetched."""
+"""Host: sealed pages live in host memory (pinned where there is CUDA); what a query reads is fetched.
 
+What was fetched may stay on the device for the next step, the resident set of ShadowKV (arXiv:2410.21465): then only
+what it lacks is fetched. `keep="previous"` keeps what the last step read, as its code does; `keep="lru"` gives up what
+was unused for longest, and only as much as must go. `cache.stats()` counts hits and misses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvengine.errors import PolicyError, unknown
-from kvengine.offload.placement import Placement, Store, TensorStore
+from kvengine.errors import PolicyError
+from kvengine.offload.placement import Flat, Placement, Shelf, Site, check_known, check_names, divide
+from kvengine.offload.placement._levels import UNLIMITED, Level, Memory
+from kvengine.offload.placement._rules import RULES
+from kvengine.offload.placement._tiered import Tiered
 
 
 @dataclass(frozen=True)
@@ -16,20 +28,34 @@ class Host(Placement):
     Args:
         fields: names of the page fields to move; empty moves all. ShadowKV moves the values only: `fields=("v",)`.
             A field that the representation does not have is refused when the first page is sealed.
+        resident: tokens per KV head and sequence that stay on the device once they were fetched (or a fraction of the
+            prompt); 0 fetches all that is read, each time.
+        keep: what stays when there is no room: what the previous step read, or what was used last.
     """
 
+    fine: ClassVar[bool] = True
     fields: tuple[str, ...] = ()
+    resident: int | float = 0
+    keep: Literal["previous", "lru"] = "previous"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fields, tuple) or not all(isinstance(f, str) for f in self.fields):
-            raise PolicyError(f"Host: fields={self.fields!r} must be a tuple of field names, such as ('v',)")
+        check_names(self, self.fields)
+        fraction = isinstance(self.resident, float) and 0 <= self.resident <= 1
+        if isinstance(self.resident, bool) or not (fraction or (isinstance(self.resident, int) and self.resident >= 0)):
+            raise PolicyError(f"Host: resident={self.resident!r} must be tokens (int) or a fraction of the prompt")
+        if self.keep not in RULES:
+            raise PolicyError(f"Host: keep={self.keep!r} must be one of {', '.join(map(repr, RULES))}")
 
-    def open(self, field: str, like: Tensor) -> Store:
-        if self.fields and field not in self.fields:
-            return TensorStore(like, like.device, "device")
-        return TensorStore(like, torch.device("cpu"), "host")
+    def open(self, like: Mapping[str, Tensor], site: Site) -> list[Shelf]:
+        moved, stay = divide(like, self.fields)
+        here: list[Shelf] = [Flat(stay, None, "device")] if stay else []
+        cpu = torch.device("cpu")
+        if not self.resident:
+            return [*here, Flat(moved, cpu, "host")]
+        tokens = self.resident if isinstance(self.resident, int) else int(self.resident * site.prompt)
+        room = site.rows * max(1, tokens // site.piece)
+        levels: list[Level] = [Memory("device", moved, None, room), Memory("host", moved, cpu, UNLIMITED)]
+        return [*here, Tiered(moved, levels, site, self.keep)]
 
     def check(self, fields: tuple[str, ...]) -> None:
-        for name in self.fields:
-            if name not in fields:
-                raise PolicyError(f"Host: {unknown('page field', name, fields)}")
+        check_known(self, self.fields, fields)

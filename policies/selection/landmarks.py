@@ -20,6 +20,7 @@ length, head count and batch; generated tokens become chunks too, unless keys ar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -44,6 +45,7 @@ class Landmarks(Selection):
         reduce: how the heads of a query group agree.
     """
 
+    spare: ClassVar[tuple[str, ...]] = ("coherence",)
     budget: Budget = 2048
     chunk: int = 8
     outliers: float = 0.1875

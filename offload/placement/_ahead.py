@@ -1,0 +1,59 @@
+"""What the lanes of one cache share to fetch ahead: the order in which they read, and the threads that fetch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from kvengine.offload.stores.backend import Backend
+
+if TYPE_CHECKING:
+    from kvengine.offload.placement._tiered import Tiered
+
+THREADS = 2
+
+
+class Ahead:
+    """The tiered shelves of a cache, in the order of their layers.
+
+    While one is read, the next is told to fetch what it read at the last step. Each holds at most one such load, and
+    gives it up when it is read: so two are there at a time, one being used and one being filled.
+    """
+
+    def __init__(self) -> None:
+        self.shelves: dict[tuple[int, int], weakref.ref[Tiered]] = {}
+        self.order: list[tuple[int, int]] = []
+        self.backends: dict[str, Backend] = {}
+        self.threads: ThreadPoolExecutor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ahead:
+        """For a copied cache: its shelves join as they are copied, and talk to the same stores."""
+        twin = Ahead()
+        twin.backends = self.backends
+        return twin
+
+    def join(self, at: tuple[int, int], shelf: Tiered) -> None:
+        """Take a shelf into the order, in place of one that was there."""
+        self.shelves[at] = weakref.ref(shelf)
+        self.order = sorted(self.shelves)
+
+    def after(self, at: tuple[int, int]) -> Tiered | None:
+        """The shelf that is read next; after the last one the first, for the next token."""
+        i = self.order.index(at)
+        found = self.shelves[self.order[(i + 1) % len(self.order)]]()
+        return found
+
+    def run(self, work: Callable[[], None]) -> Future[None]:
+        if self.threads is None:
+            self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvpages")
+        return self.threads.submit(work)
+
+    def backend(self, url: str) -> Backend:
+        """The store at a URL, one for all lanes."""
+        if url not in self.backends:
+            from kvengine.offload.stores.urls import backend  # its client library, only where it is used
+
+            self.backends[url] = backend(url)
+        return self.backends[url]

@@ -1,0 +1,95 @@
+"""The disk tier: a file of slots for each shelf."""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import os
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvengine.errors import StoreError
+from kvengine.offload.placement._levels import Layout, Packed, runs
+
+SUFFIX = ".kvpages"
+
+
+class File(Packed):
+    """Slots in a file of its own, which goes when the cache does.
+
+    The file is locked while its process lives; files that no process locks were left by one that was killed, and go
+    when the next is opened in the same folder. Nothing in it outlives the process, so nothing is synced.
+    """
+
+    def __init__(self, layout: Layout, folder: str, capacity: int) -> None:
+        super().__init__("disk", layout, capacity)
+        self.folder = folder
+        self.open()
+
+    def open(self) -> None:
+        place = Path(self.folder or tempfile.gettempdir())
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            sweep(place)
+            self.handle, path = tempfile.mkstemp(SUFFIX, "kvengine-", place)
+            fcntl.flock(self.handle, fcntl.LOCK_EX)
+        except OSError as error:
+            raise StoreError(f"pages cannot be kept in {place}: {error}; give another folder") from error
+        self.close = weakref.finalize(self, dispose, self.handle, path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> File:
+        """The same pieces in a file of its own."""
+        twin = File(self.layout, self.folder, self.capacity)
+        twin.slots, twin.sums = copy.deepcopy(self.slots, memo), dict(self.sums)
+        at, end = 0, os.fstat(self.handle).st_size
+        while at < end:
+            part = os.pread(self.handle, 1 << 24, at)
+            at += os.pwrite(twin.handle, part, at)
+        return twin
+
+    def put(self, slots: np.ndarray, raw: np.ndarray) -> None:
+        for a, b in runs(slots):
+            view, at = raw[a:b].data.cast("B"), int(slots[a]) * self.layout.size
+            while view:
+                done = os.pwrite(self.handle, view, at)
+                view, at = view[done:], at + done
+
+    def get(self, slots: np.ndarray, raw: np.ndarray) -> None:
+        for a, b in runs(slots):
+            view, at = raw[a:b].data.cast("B"), int(slots[a]) * self.layout.size
+            while view:
+                if not (done := os.preadv(self.handle, [view], at)):
+                    raise OSError("the file is shorter than what was written to it")
+                view, at = view[done:], at + done
+
+    def release(self, slots: np.ndarray) -> None:
+        super().release(slots)
+        os.ftruncate(self.handle, min(self.slots.count * self.layout.size, os.fstat(self.handle).st_size))
+
+    def nbytes(self) -> dict[str, int]:
+        return {"file": os.fstat(self.handle).st_size}
+
+
+def dispose(handle: int, path: str) -> None:
+    os.close(handle)
+    Path(path).unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove files that no living process holds."""
+    for path in folder.glob(f"kvengine-*{SUFFIX}"):
+        try:
+            handle = os.open(path, os.O_RDWR)
+        except OSError:  # another user's, or gone
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except OSError:
+            pass
+        finally:
+            os.close(handle)

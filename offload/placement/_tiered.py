@@ -1,0 +1,276 @@
+"""A shelf of several tiers: what is used stays high, what is not moves down, and is brought up when it is read.
+
+    slot[tier, piece]   where a piece is on a tier, -1 if it is not there
+    used[tier, piece]   when that copy was last read
+
+New pieces go to the highest tier. Where there is no room, those longest unused go one tier down, unless they are there
+already: a sealed piece never changes, so a copy below stays good and going down again costs nothing. A piece that is
+read from below comes up again, never in place of one that the same read wants: reading more than a tier holds leaves
+the tier as it is, instead of pushing out each piece just before its turn.
+
+A tier that cannot be written costs its room, not the pages: they stay above, beyond that tier's cap, and `faults`
+counts it. A tier that cannot be read is skipped where the piece is elsewhere too. Only where there is no other copy,
+or no tier has room, does a StoreError reach the caller.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvengine.errors import StoreError
+from kvengine.offload.placement import Fields, Held, Site
+from kvengine.offload.placement._levels import Layout, Level, Packed, Unwritable
+from kvengine.offload.placement._rules import RULES, Rule, oldest
+from kvengine.offload.placement._staged import Staged
+
+log = logging.getLogger(__name__)
+
+
+class Tiered:
+    """Pieces on several tiers, the highest first.
+
+    Args:
+        like: one tensor per field, which says shape, dtype and compute device.
+        levels: the tiers.
+        site: whose pages.
+        keep: how the highest tier chooses what to give up, see `RULES`.
+    """
+
+    def __init__(self, like: Mapping[str, Tensor], levels: list[Level], site: Site, keep: str = "lru") -> None:
+        self.levels, self.layout, self.rule = levels, Layout.of(like), RULES[keep]
+        self.piece_bytes = self.layout.size
+        self.like = {name: x.new_empty(0, *x.shape[1:]) for name, x in like.items()}  # not a view: it would keep x
+        self.slot = np.full((len(levels), 0), -1, dtype=np.int64)
+        self.used = np.zeros((len(levels), 0), dtype=np.int64)
+        self.clock, self.faults, self.served = 0, 0, Counter[str]()
+        self.last = np.zeros(0, dtype=np.int64)  # what the last read wanted
+        self.staged: Staged | None = None
+        self.site, self.at = site, (site.layer, site.lane)
+        site.ahead.join(self.at, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tiered:
+        """A shelf of its own with the same pieces, for a copied cache."""
+        self.settle()
+        twin = object.__new__(Tiered)
+        memo[id(self)] = twin
+        own = {name: x for name, x in vars(self).items() if name not in ("site", "staged")}
+        twin.__dict__.update(copy.deepcopy(own, memo), staged=None)
+        twin.site = replace(self.site, ahead=copy.deepcopy(self.site.ahead, memo))
+        twin.site.ahead.join(twin.at, twin)
+        return twin
+
+    def reserve(self, pieces: int) -> None:
+        more = pieces - self.slot.shape[1]
+        if more > 0:
+            self.slot = np.pad(self.slot, ((0, 0), (0, more)), constant_values=-1)
+            self.used = np.pad(self.used, ((0, 0), (0, more)))
+
+    def resident(self) -> Fields | None:
+        return None
+
+    def nbytes(self) -> Held:
+        held: Held = {}
+        for level in self.levels:
+            held.setdefault(level.name, {}).update(level.nbytes())
+        if self.staged is not None:
+            held.setdefault("host", {})["ahead"] = self.staged.raw.nbytes
+        return held
+
+    # Moving down
+
+    def write(self, at: Int[Tensor, "piece"], fields: Mapping[str, Tensor]) -> None:
+        ids = at.cpu().numpy()
+        self.forget(ids)
+        self.clock += 1
+        self.place(0, ids, {name: fields[name] for name in self.like})
+
+    def forget(self, at: np.ndarray) -> None:
+        self.settle()
+        self.last = self.last[~np.isin(self.last, at)]
+        self.staged = None
+        for t in range(len(self.levels)):
+            self.drop(t, at[self.slot[t, at] >= 0])
+
+    def drop(self, t: int, ids: np.ndarray) -> None:
+        if len(ids):
+            self.levels[t].release(self.slot[t, ids])
+            self.slot[t, ids] = -1
+
+    def place(self, t: int, ids: np.ndarray, fields: Mapping[str, Tensor]) -> None:
+        """Put pieces on a tier, and those it has no room for, the first ones, below."""
+        level = self.levels[t]
+        if (below := len(ids) - level.capacity) > 0 and t + 1 < len(self.levels):
+            try:
+                self.place(t + 1, ids[:below], {name: x[:below] for name, x in fields.items()})
+                ids, fields = ids[below:], {name: x[below:] for name, x in fields.items()}
+            except Unwritable as error:
+                self.fault(error)
+        if not len(ids):
+            return
+        self.make_room(t, len(ids))
+        slots = level.slots.take(len(ids))
+        try:
+            level.write(slots, fields)
+        except StoreError:
+            level.slots.release(slots)
+            raise
+        self.slot[t, ids], self.used[t, ids] = slots, self.clock
+
+    def make_room(self, t: int, count: int, rule: Rule = oldest) -> None:
+        """Room for `count` pieces, by sending others down."""
+        level = self.levels[t]
+        short = count + level.slots.used - level.capacity
+        if short <= 0:
+            return
+        there = np.flatnonzero(self.slot[t] >= 0)
+        if t + 1 == len(self.levels):
+            there = there[(self.slot[:t, there] >= 0).any(0)]  # those that are above too
+            self.check_room(t, count, short, len(there))
+        gone = there[rule(self.used[t, there], short, self.clock)]
+        new = gone[:0] if t + 1 == len(self.levels) else gone[self.slot[t + 1, gone] < 0]
+        try:
+            if len(new):
+                self.place(t + 1, new, level.read(self.slot[t, new], ()))
+        except Unwritable as error:
+            self.fault(error)
+            return
+        self.drop(t, gone)
+
+    def check_room(self, t: int, count: int, short: int, spare: int) -> None:
+        if spare < short:
+            level = self.levels[t]
+            raise StoreError(
+                f"{count} more pages do not fit: every tier down to {level.name!r} is full (here it has room for "
+                f"{level.capacity} pages of {self.layout.size} bytes); raise a cap, or add a tier below"
+            )
+
+    def fault(self, error: StoreError) -> None:
+        self.faults += 1
+        log.warning("%s", error)
+
+    # Moving up
+
+    def read(self, at: Int[Tensor, "piece"], without: tuple[str, ...] = ()) -> Fields:
+        """Raises StoreError if a piece's only copy cannot be read."""
+        ids, inverse = np.unique(at.cpu().numpy(), return_inverse=True)
+        self.settle()
+        self.clock += 1
+        self.last = ids
+        if (following := self.site.ahead.after(self.at)) is not None and following is not self:
+            following.fetch_ahead()
+        out = {name: x.new_zeros(len(ids), *x.shape[1:]) for name, x in self.like.items()}
+        source = self.collect(ids, out)
+        self.promote(ids, source, out)
+        if following is self:
+            self.fetch_ahead()
+        out = {name: x for name, x in out.items() if name not in without}
+        if len(ids) == len(at) and bool((ids[inverse] == ids).all()):  # each once, in order
+            return out
+        where = torch.from_numpy(inverse.reshape(-1)).to(at.device)
+        return {name: x[where] for name, x in out.items()}
+
+    def collect(self, ids: np.ndarray, out: Fields) -> np.ndarray:
+        """Fill `out` from the highest tiers that have the pieces; which tier each came from, -1 for never written."""
+        source = np.full(len(ids), -1)
+        missing = np.any(self.slot[:, ids] >= 0, axis=0)
+        failed: StoreError | None = None
+        for t, level in enumerate(self.levels):
+            if isinstance(level, Packed):
+                self.unload(ids, missing, source, out)
+            here = np.flatnonzero(missing & (self.slot[t, ids] >= 0))
+            if not len(here):
+                continue
+            try:
+                found = level.read(self.slot[t, ids[here]], ())
+            except StoreError as error:
+                self.fault(error)
+                failed = error
+                continue
+            self.enter(here, found, out)
+            self.used[t, ids[here]] = self.clock
+            self.served[level.name] += len(here)
+            missing[here], source[here] = False, t
+        if failed is not None and missing.any():
+            raise failed
+        return source
+
+    @staticmethod
+    def enter(here: np.ndarray, found: Fields, out: Fields) -> None:
+        for name, x in found.items():
+            out[name][torch.from_numpy(here).to(out[name].device)] = x.to(out[name].device)
+
+    def unload(self, ids: np.ndarray, missing: np.ndarray, source: np.ndarray, out: Fields) -> None:
+        """Take what was fetched ahead."""
+        if self.staged is None:
+            return
+        staged, self.staged = self.staged, None
+        here = np.flatnonzero(missing & np.isin(ids, staged.at))
+        if len(here):
+            rows = torch.from_numpy(np.searchsorted(staged.at, ids[here]))
+            self.enter(here, self.layout.unpack(staged.raw[rows]), out)
+            self.served["ahead"] += len(here)
+            missing[here], source[here] = False, self.lowest(ids[here])
+
+    def lowest(self, ids: np.ndarray) -> np.ndarray:
+        """The highest tier below memory that has each piece."""
+        first = self.below[0]
+        return first + (self.slot[first:, ids] >= 0).argmax(0)
+
+    def promote(self, ids: np.ndarray, source: np.ndarray, found: Fields) -> None:
+        """Bring what came from below to the highest tiers that have room beside what else was read."""
+        for t, level in enumerate(self.levels[:-1]):
+            if isinstance(level, Packed):
+                return
+            room = level.capacity - int((self.slot[t, ids] >= 0).sum())
+            up = np.flatnonzero(source > t)[: max(0, room)]
+            if not len(up):
+                continue
+            rows = torch.from_numpy(up)
+            self.make_room(t, len(up), self.rule if t == 0 else oldest)
+            self.place(t, ids[up], {name: x[rows.to(x.device)] for name, x in found.items()})
+            source[up] = t
+
+    def fetch_ahead(self) -> None:
+        """Begin to fetch what the last read wanted, as far as it is below memory; does not wait."""
+        below = self.below
+        if self.staged is not None or not len(self.last) or not below:
+            return
+        there = self.slot[:, self.last] >= 0
+        ids = self.last[~there[: below[0]].any(0) & there.any(0)]
+        if not len(ids):
+            return
+        staged = self.staged = Staged(ids, torch.empty(len(ids), self.layout.size, dtype=torch.uint8))
+        source = self.lowest(ids)
+        loads = [
+            (level, self.slot[t, ids[source == t]], np.flatnonzero(source == t))
+            for t, level in enumerate(self.levels)
+            if isinstance(level, Packed)
+        ]
+        staged.future = self.site.ahead.run(lambda: staged.fill(loads))
+
+    @property
+    def below(self) -> list[int]:
+        """The tiers below memory."""
+        return [t for t, level in enumerate(self.levels) if isinstance(level, Packed)]
+
+    def settle(self) -> None:
+        """Wait for what is under way; a load that failed is forgotten, and tried again when it is wanted."""
+        staged = self.staged
+        if staged is None or staged.future is None:
+            return
+        try:
+            staged.future.result()
+            staged.future = None
+        except StoreError as error:
+            self.fault(error)
+            self.staged = None

@@ -1,0 +1,150 @@
+"""Indices of the sealed keys of each row, in host memory, kept in step with the pages.
+
+A row's index is a function of its pages and nothing else: whatever happened before (chunks of a prompt, a draft taken
+back, sequences reordered), the same pages give the same index. So keys enter by page, cells are trained on the first
+256, 512, 1024, … tokens whenever there are that many, and a row whose pages are no longer those that were indexed begins
+anew.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import faiss
+import numpy as np
+from jaxtyping import Float, Int
+from torch import Tensor
+
+LEAST = 256
+"""Tokens from which on a row is not searched exactly."""
+LINKS = 32
+"""Neighbours of a key in the graph."""
+BUILD = 80
+"""Keys in view while the graph is built."""
+VIEW = 64
+"""Keys in view while it is walked, times `probe`."""
+
+
+class Row:
+    """The keys of one row, in order: token i of the index is slot i of the row."""
+
+    def __init__(self, kind: str, probe: int, dim: int) -> None:
+        self.kind, self.probe, self.dim = kind, probe, dim
+        self.stamps = np.zeros(0, dtype=np.int64)  # of the pages that are in it
+        self.flat: Any = faiss.IndexFlatIP(dim)  # keys as they are
+        self.fast: Any = None
+        self.trained = 0
+        self.centre = np.zeros(dim, dtype=np.float32)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Row:
+        twin = copy.copy(self)
+        twin.flat = faiss.clone_index(self.flat)
+        twin.fast = None if self.fast is None else faiss.clone_index(self.fast)
+        return twin
+
+    def begins(self, stamps: np.ndarray) -> bool:
+        """Whether these pages begin with those that are in it."""
+        return np.array_equal(self.stamps, stamps[: len(self.stamps)])
+
+    def add(self, stamps: np.ndarray, keys: np.ndarray) -> None:
+        """Pages with these stamps, and their keys [page, token, dim]."""
+        for stamp, page in zip(stamps, keys, strict=True):
+            self.flat.add(page)
+            self.stamps = np.append(self.stamps, stamp)
+            if self.kind != "flat" and self.flat.ntotal >= LEAST:
+                self.index(page)
+
+    def index(self, page: np.ndarray) -> None:
+        due = 1 << (int(self.flat.ntotal).bit_length() - 1)
+        if self.fast is None or (self.kind == "ivf" and due >= 2 * self.trained):
+            self.begin(due)
+        else:
+            self.fast.add(page - self.centre)
+
+    def begin(self, due: int) -> None:
+        """A new index of everything so far, its cells those of the first `due` tokens."""
+        keys = self.flat.reconstruct_n(0, self.flat.ntotal)
+        self.centre, self.trained = keys[:due].mean(0), due
+        if self.kind == "hnsw":
+            self.fast = faiss.IndexHNSWFlat(self.dim, LINKS, faiss.METRIC_INNER_PRODUCT)
+            self.fast.hnsw.efConstruction = BUILD
+        else:
+            cells = int(4 * due**0.5)
+            self.fast = faiss.IndexIVFFlat(faiss.IndexFlatIP(self.dim), self.dim, cells, faiss.METRIC_INNER_PRODUCT)
+            self.fast.cp.min_points_per_centroid = 1
+            self.fast.train(keys[:due] - self.centre)
+        self.fast.add(keys - self.centre)
+
+    def search(self, queries: np.ndarray, count: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [query, candidate], -1 for none, and their logits less one constant per query."""
+        some = None
+        if not alive[: self.flat.ntotal].all():
+            some = faiss.IDSelectorBitmap(np.packbits(alive[: self.flat.ntotal], bitorder="little"))
+        if self.fast is None:
+            logits, ids = self.flat.search(queries, count, params=faiss.SearchParameters(sel=some))
+        elif self.kind == "ivf":
+            params = faiss.SearchParametersIVF(sel=some, nprobe=self.probe)
+            logits, ids = self.fast.search(queries, count, params=params)
+        else:
+            params = faiss.SearchParametersHNSW(sel=some, efSearch=max(count, VIEW * self.probe))
+            logits, ids = self.fast.search(queries, count, params=params)
+        return ids, logits
+
+    @property
+    def nbytes(self) -> int:
+        held = self.flat.ntotal * self.dim * 4
+        if self.fast is None:
+            return held
+        held += self.fast.ntotal * self.dim * 4
+        if self.kind == "ivf":
+            return held + self.fast.ntotal * 8 + self.fast.nlist * self.dim * 4
+        graph = self.fast.hnsw
+        return held + graph.neighbors.size() * 4 + graph.offsets.size() * 8 + graph.levels.size() * 4
+
+    @property
+    def reads(self) -> int:
+        """Bytes that a search looks at; of a graph, at the least."""
+        size = self.flat.ntotal * self.dim * 4
+        if self.fast is None:
+            return size
+        if self.kind == "ivf":
+            return self.fast.nlist * self.dim * 4 + size * min(self.probe, self.fast.nlist) // self.fast.nlist
+        return min(size, VIEW * self.probe * (self.dim + 2 * LINKS) * 4)
+
+
+class Rows:
+    """The indices of all rows of a lane."""
+
+    def __init__(self, kind: str, probe: int) -> None:
+        self.kind, self.probe = kind, probe
+        self.rows: list[Row] = []
+
+    def update(
+        self, stamps: Int[np.ndarray, "row column"], keys: Callable[[slice], Float[Tensor, "row token dim"]]
+    ) -> None:
+        """Make the rows those of these pages (stamp -1: none); `keys` reads those of some columns."""
+        lengths = (stamps >= 0).sum(1)
+        known = self.rows if len(self.rows) == len(stamps) else [None] * len(stamps)
+        kept = [row if row is not None and row.begins(mine) else None for row, mine in zip(known, stamps, strict=True)]
+        first = min(0 if row is None else len(row.stamps) for row in kept)
+        if first == lengths.max() and None not in kept:
+            return
+        new = keys(slice(first, int(lengths.max()))).float().cpu().numpy()
+        pages = new.reshape(len(stamps), int(lengths.max()) - first, -1, new.shape[-1])
+        self.rows = [Row(self.kind, self.probe, new.shape[-1]) if row is None else row for row in kept]
+        for i, row in enumerate(self.rows):
+            have = len(row.stamps)
+            row.add(stamps[i, have : lengths[i]], np.ascontiguousarray(pages[i, have - first : lengths[i] - first]))
+
+    def search(self, row: int, queries: np.ndarray, count: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.rows[row].search(np.ascontiguousarray(queries, dtype=np.float32), count, alive)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def reads(self) -> int:
+        return sum(row.reads for row in self.rows)

@@ -1,0 +1,116 @@
+"""The index against looking at every key; the same pages give the same index; its bytes; a machine without faiss."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from support_layer import Run, Tokens, draw, padded, run, stacked
+from torch import Tensor
+
+from kvengine.errors import PolicyError, UnsupportedPolicy
+from kvengine.stack import Stack
+from kvengine.stats import measure
+
+faiss = pytest.importorskip("faiss")
+KINDS = ["flat", "ivf", "hnsw"]
+
+
+def chosen(found: Run) -> list[set[int]]:
+    """Positions that each row's last query read of the sealed tokens."""
+    lane = found.lane
+    assert lane.units is not None and lane.pages is not None
+    return [{int(p[u]) for u in row if u >= 0} for row, p in zip(lane.units.tolist(), lane.pages.position, strict=True)]
+
+
+def by_looking(q: Tensor, k: Tensor, sealed: int, count: int, scale: float) -> list[set[int]]:
+    """The rule of the docstring in plain loops: q [row, group, dim], k [row, token, dim]."""
+    rows = []
+    for heads, keys in zip(q, k[:, :sealed], strict=True):
+        want: dict[int, float] = {}
+        for head in heads:
+            logits = (keys @ head) * scale
+            best = sorted(range(sealed), key=lambda i: -float(logits[i]))[:count]
+            share = logits[best].log_softmax(0)
+            for i, value in zip(best, share.tolist(), strict=True):
+                want[i] = max(want.get(i, -1e30), value)
+        rows.append(set(sorted(want, key=lambda i: -want[i])[:count]))
+    return rows
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("placement", ["", " + host"])
+def test_flat_reads_what_looking_at_every_key_would(group: int, placement: str) -> None:
+    tokens = draw(321, group=group)
+    found = run(f"ann(budget=64){placement}", tokens, 320)
+    sealed, tail = len(found.lane.pages), len(found.lane.tail)  # type: ignore[arg-type]
+    want = by_looking(tokens.q[0, :, 320].unflatten(0, (2, group)), tokens.k[0], sealed, 64 - tail, tokens.scale)
+    assert chosen(found) == want
+    assert chosen(found) != [set(range(64 - tail))] * 2
+
+
+def test_flat_with_one_query_head_is_the_oracle() -> None:
+    tokens = draw(400, group=1)
+    torch.testing.assert_close(run("ann(budget=64)", tokens, 320).out, run("oracle_topk(budget=64)", tokens, 320).out)
+
+
+@pytest.mark.parametrize(("kind", "probe", "least"), [("ivf", 8, 0.4), ("ivf", 10_000, 1.0), ("hnsw", 8, 0.9)])
+def test_approximate_indices_find_most_and_all_when_they_look_everywhere(kind: str, probe: int, least: float) -> None:
+    tokens = draw(1025)
+    exact, some = (run(text, tokens, 1024) for text in (
+        "ann(budget=64)", f"ann(budget=64, index='{kind}', probe={probe})"))  # fmt: skip
+    pairs = list(zip(chosen(exact), chosen(some), strict=True))
+    recall = sum(len(a & b) for a, b in pairs) / sum(len(a) for a, _ in pairs)
+    assert recall >= least and all(len(a) == len(b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_pages_give_the_same_choice_whatever_came_before(kind: str) -> None:
+    """At once and step by step; in a padded batch; in another order of rows; after a draft was taken back."""
+    policy, tokens = f"ann(budget=64, index='{kind}', probe=2)", draw(580)
+    found = run(policy, tokens, 500)
+    longer, valid = padded(tokens, 17)
+    both = run(policy, stacked(longer, padded(draw(580, seed=3), 17)[0]), 517, valid=torch.cat([valid, valid]))
+    torch.testing.assert_close(both.out[:1, 17:], found.out, rtol=1e-4, atol=1e-5)
+    drafted = run(policy, Tokens(*tokens.part(0, 540)), 500)
+    cache = drafted.cache
+    cache.session.recording = True
+    for a, b in ((540, 560), (560, 575)):
+        cache.forward(*(x[:, :, a:b] * 1.5 for x in (tokens.q, tokens.k, tokens.v)), call(tokens))
+    cache.rollback(35)
+    cache.commit()
+    cache.session.recording = False
+    rest = [cache.forward(*tokens.part(i, i + 1), call(tokens)) for i in range(540, 580)]
+    torch.testing.assert_close(torch.cat(rest, 1), found.out[:, 540:], rtol=0, atol=0)
+
+
+def call(tokens: Tokens) -> Any:
+    from kvengine.session import Call
+
+    return Call(tokens.scale)
+
+
+def test_dropped_tokens_are_never_found() -> None:
+    found = run("adakv(budget=300, window=6) + ann(budget=32, index='hnsw')", draw(601), 600)
+    assert all(p >= 0 for row in chosen(found) for p in row) and all(row for row in chosen(found))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_index_is_counted(kind: str) -> None:
+    found = run(f"ann(budget=64, index='{kind}')", draw(1025), 1024)
+    stats = measure([found.cache])
+    rows = found.lane.pages.beside["ann"].rows  # type: ignore[union-attr]
+    real = sum(len(faiss.serialize_index(x)) for row in rows for x in (row.flat, row.fast) if x is not None)
+    assert abs(stats.bytes["host"]["pages.index"] - real) <= 0.02 * real + 1000
+    full = measure([run("quest(budget=64)", draw(1025), 1024).cache])
+    assert stats.read_per_token > 64 * 16 * 8 and full.bytes["device"]["page.k"] == stats.bytes["device"]["page.k"]
+
+
+def test_without_faiss_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedPolicy, match=r"'ann' needs faiss: pip install 'kvengine\[ann\]'"):
+        Stack.parse("ann(budget=64)")
+    with pytest.raises(PolicyError, match="index='tree' must be one of 'flat', 'ivf', 'hnsw'"):
+        Stack.parse("ann(index='tree')")
