@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Column, Table
@@ -66,20 +67,24 @@ def preview(config: RunConfig, console: Console) -> int:
 
 def summarise(found: list[CellResult], console: Console) -> None:
     """Scores and costs, for the terminal."""
-    head = ["mean score", "attended", "bytes held", "read/token", "TTFT s", "tokens/s"]
+    head = ["score", "attended", "held", "read/token", "TTFT s", "tokens/s"]
     for suite, length, mode in tables.unique((cell.suite, cell.length, cell.mode) for cell in found):
         chosen = [cell for cell in found if (cell.suite, cell.length, cell.mode) == (suite, length, mode)]
         means = tables.policy_means(chosen)
         shown = Table(
             Column("policy", overflow="fold"),
             *(Column(name, justify="right") for name in head),
-            title=f"{suite}, {length}, {mode}",
+            title=f"{suite}, {length} tokens, {mode}",
+            box=SIMPLE,
+            pad_edge=False,
         )
         for policy in tables.unique(cell.policy for cell in chosen if cell.score):
             texts = tables.cost_texts([cell for cell in chosen if cell.policy == policy and cell.score])
             shown.add_row(policy, tables.figure(means.get(policy)), *texts[1:6])
         console.print(shown)
-        console.print(Markdown(tables.notes(chosen)))
+        console.print(
+            Markdown("\n".join(f"- {line}" for line in tables.in_short(chosen)) + "\n" + tables.notes(chosen))
+        )
 
 
 def below(found: list[CellResult], config: RunConfig) -> list[str]:
