@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markdown import Markdown
@@ -37,8 +39,11 @@ def run(config: RunConfig, console: Console) -> int:
     manifest.write(config.out / "manifest.json", task)
     if task.left_out():
         console.print(f"left out for want of data: {', '.join(one.name for one in task.left_out())}", highlight=False)
-    with Bar(len(task.cells()), config.samples_per_cell, console) as bar:
-        task.execute(bar)
+    if config.minutes is None:
+        with Bar(len(task.cells()), config.samples_per_cell, console) as bar:
+            task.execute(bar)
+    else:
+        rounds(task, time.monotonic() + 60 * config.minutes, console)
     manifest.write(config.out / "manifest.json", task)
     found = report.write(config.out) if config.report else report.found(config.out)
     summarise(found, console)
@@ -47,6 +52,17 @@ def run(config: RunConfig, console: Console) -> int:
     for line in failures:
         console.print(f"[red]below the bar[/red]: {line}", highlight=False)
     return int(bool(failures))
+
+
+def rounds(run: Run, end: float, console: Console) -> int:
+    """One sample of every cell after the other while the next round would end in time. Returns the rounds done."""
+    with Bar(len(run.cells()), run.config.samples_per_cell, console) as bar:
+        for limit in range(1, run.config.samples_per_cell + 1):
+            start = time.monotonic()
+            run.execute(bar, limit)
+            if 2 * time.monotonic() - start > end:
+                return limit
+    return run.config.samples_per_cell
 
 
 def preview(config: RunConfig, console: Console) -> int:

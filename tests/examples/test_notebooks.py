@@ -39,7 +39,8 @@ def test_a_notebook_runs_and_ends_with_a_picture_and_a_sentence(path: Path, caps
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_in_a_real_kernel(path: Path) -> None:
+def test_a_notebook_runs_in_a_real_kernel(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel brings its own
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}).execute()
