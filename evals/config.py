@@ -109,15 +109,19 @@ def _typed(name: str, value: Any) -> Any:
         case "data":
             return {key: Path(path) for key, path in pairs(value).items()}
         case "fail_under":
-            return {key: _float(number) for key, number in pairs(value).items()}
+            return {key: _float(number) for key, number in pairs(value, last=True).items()}
     return value
 
 
-def pairs(value: Any) -> dict[str, Any]:
-    """`["a=1", "b=2"]` or a mapping, as a mapping."""
+def pairs(value: Any, *, last: bool = False) -> dict[str, Any]:
+    """`["a=1", "b=2"]` or a mapping, as a mapping. `last`: names may hold equals signs themselves, as policies do.
+
+    >>> pairs(["quest(budget=64):vt=50"], last=True)
+    {'quest(budget=64):vt': '50'}
+    """
     if isinstance(value, Mapping):
         return dict(value)
-    found = [item.partition("=") for item in value]
+    found = [item.rpartition("=") if last else item.partition("=") for item in value]
     for name, equals, _ in found:
         if not equals:
             raise EvaluationError(f"expected NAME=VALUE, got {name!r}")

@@ -215,7 +215,7 @@ def in_short(found: list[CellResult], within: float = 5.0) -> list[str]:
     for name, verb in (("bytes_held", "holds"), ("read_per_token", "reads per token")) if top else ():
         spent = {policy: value for policy in [top, *good] if (value := cost(cells[policy], name))}
         best = min((policy for policy in spent if policy != top), key=lambda policy: spent[policy], default=None)
-        if best and spent.get(top) and spent[best] < spent[top]:
+        if best and spent.get(top) and spent[best] < 0.95 * spent[top]:
             share = f"{100 * spent[best] / spent[top]:.0f} % of its bytes"
             lines.append(f"Of the policies within {within:g} points of the full cache, `{best}` {verb} least: {share}.")
     if top and not good:
