@@ -25,6 +25,9 @@ Tasks = Annotated[str | None, typer.Option(help="comma-separated names, or 'all'
 Lengths = Annotated[str | None, typer.Option(help="tokens, comma-separated; prompt and generated together")]
 Samples = Annotated[int | None, typer.Option(help="samples per cell")]
 Limit = Annotated[int | None, typer.Option(help="do only the first so many samples of each cell now")]
+Minutes = Annotated[
+    float | None, typer.Option(help="stop after about so long; samples then go in rounds over all cells")
+]
 Modes = Annotated[
     str | None, typer.Option("--mode", help="multi-turn (question in the prompt), multi-request (asked after), or both")
 ]
@@ -66,6 +69,7 @@ def suite_command(suite: str, about: str) -> None:
         lengths: Lengths = None,
         samples: Samples = None,
         limit: Limit = None,
+        minutes: Minutes = None,
         mode: Modes = None,
         seed: Seed = None,
         out: Out = None,

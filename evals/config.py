@@ -29,6 +29,7 @@ class RunConfig:
     modes: tuple[str, ...] = ("multi-turn",)
     seed: int = 42
     limit: int | None = None  # stop each cell after so many samples; the data are those of `samples`
+    minutes: float | None = None  # go in rounds, one sample of every cell at a time, and stop after about this long
     device: str = "auto"
     dtype: str = "auto"
     chat: str = "auto"  # "auto": if the tokenizer has a template; "on"; "off"
@@ -48,6 +49,8 @@ class RunConfig:
             raise EvaluationError(f"chat is {self.chat!r}, expected auto, on or off")
         if self.samples < 1 or not self.lengths or min(self.lengths) < 1:
             raise EvaluationError(f"samples={self.samples}, lengths={self.lengths}: both must be positive")
+        if self.minutes is not None and self.minutes <= 0:
+            raise EvaluationError(f"minutes={self.minutes}: must be positive")
         for name, path in self.data.items():
             if str(path) != "hub" and not path.exists():
                 raise EvaluationError(f"data {name}={path}: there is no such file or folder")
@@ -96,6 +99,8 @@ def _typed(name: str, value: Any) -> Any:
             return tuple(split(value)) if isinstance(value, str) else tuple(value)
         case "tasks":
             return value if isinstance(value, str) else ",".join(value)
+        case "minutes":
+            return _float(value)
         case "budget":
             number = _float(value)
             return int(number) if number > 1 else number
@@ -104,15 +109,19 @@ def _typed(name: str, value: Any) -> Any:
         case "data":
             return {key: Path(path) for key, path in pairs(value).items()}
         case "fail_under":
-            return {key: _float(number) for key, number in pairs(value).items()}
+            return {key: _float(number) for key, number in pairs(value, last=True).items()}
     return value
 
 
-def pairs(value: Any) -> dict[str, Any]:
-    """`["a=1", "b=2"]` or a mapping, as a mapping."""
+def pairs(value: Any, *, last: bool = False) -> dict[str, Any]:
+    """`["a=1", "b=2"]` or a mapping, as a mapping. `last`: names may hold equals signs themselves, as policies do.
+
+    >>> pairs(["quest(budget=64):vt=50"], last=True)
+    {'quest(budget=64):vt': '50'}
+    """
     if isinstance(value, Mapping):
         return dict(value)
-    found = [item.partition("=") for item in value]
+    found = [item.rpartition("=") if last else item.partition("=") for item in value]
     for name, equals, _ in found:
         if not equals:
             raise EvaluationError(f"expected NAME=VALUE, got {name!r}")

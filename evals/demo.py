@@ -13,8 +13,7 @@ from rich.console import Console
 
 from kvengine.evals import drive, manifest, report
 from kvengine.evals.config import RunConfig
-from kvengine.evals.progress import Bar
-from kvengine.evals.runner import Run
+from kvengine.evals.drive import rounds
 
 TASKS = "niah_single_2,niah_multikey_1"
 TOGETHER = "duo+quest(budget=0.125)+kivi(bits=4)"
@@ -46,14 +45,3 @@ def main(out: Path = Path("runs/demo"), minutes: float = 5.0, console: Console |
         f"{done} samples of every task under every policy in {minutes:g} minutes; report: {out / 'report.html'}"
     )
     return 0
-
-
-def rounds(run: Run, end: float, console: Console) -> int:
-    """One sample of every cell after the other while the next round would end in time. Returns the rounds done."""
-    with Bar(len(run.cells()), run.config.samples, console) as bar:
-        for limit in range(1, run.config.samples + 1):
-            start = time.monotonic()
-            run.execute(bar, limit)
-            if 2 * time.monotonic() - start > end:
-                return limit
-    return run.config.samples

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Column, Table
@@ -36,8 +39,11 @@ def run(config: RunConfig, console: Console) -> int:
     manifest.write(config.out / "manifest.json", task)
     if task.left_out():
         console.print(f"left out for want of data: {', '.join(one.name for one in task.left_out())}", highlight=False)
-    with Bar(len(task.cells()), config.samples_per_cell, console) as bar:
-        task.execute(bar)
+    if config.minutes is None:
+        with Bar(len(task.cells()), config.samples_per_cell, console) as bar:
+            task.execute(bar)
+    else:
+        rounds(task, time.monotonic() + 60 * config.minutes, console)
     manifest.write(config.out / "manifest.json", task)
     found = report.write(config.out) if config.report else report.found(config.out)
     summarise(found, console)
@@ -46,6 +52,17 @@ def run(config: RunConfig, console: Console) -> int:
     for line in failures:
         console.print(f"[red]below the bar[/red]: {line}", highlight=False)
     return int(bool(failures))
+
+
+def rounds(run: Run, end: float, console: Console) -> int:
+    """One sample of every cell after the other while the next round would end in time. Returns the rounds done."""
+    with Bar(len(run.cells()), run.config.samples_per_cell, console) as bar:
+        for limit in range(1, run.config.samples_per_cell + 1):
+            start = time.monotonic()
+            run.execute(bar, limit)
+            if 2 * time.monotonic() - start > end:
+                return limit
+    return run.config.samples_per_cell
 
 
 def preview(config: RunConfig, console: Console) -> int:
@@ -66,20 +83,24 @@ def preview(config: RunConfig, console: Console) -> int:
 
 def summarise(found: list[CellResult], console: Console) -> None:
     """Scores and costs, for the terminal."""
-    head = ["mean score", "attended", "bytes held", "read/token", "TTFT s", "tokens/s"]
+    head = ["score", "attended", "held", "read/token", "TTFT s", "tokens/s"]
     for suite, length, mode in tables.unique((cell.suite, cell.length, cell.mode) for cell in found):
         chosen = [cell for cell in found if (cell.suite, cell.length, cell.mode) == (suite, length, mode)]
         means = tables.policy_means(chosen)
         shown = Table(
             Column("policy", overflow="fold"),
             *(Column(name, justify="right") for name in head),
-            title=f"{suite}, {length}, {mode}",
+            title=f"{suite}, {length} tokens, {mode}",
+            box=SIMPLE,
+            pad_edge=False,
         )
         for policy in tables.unique(cell.policy for cell in chosen if cell.score):
             texts = tables.cost_texts([cell for cell in chosen if cell.policy == policy and cell.score])
             shown.add_row(policy, tables.figure(means.get(policy)), *texts[1:6])
         console.print(shown)
-        console.print(Markdown(tables.notes(chosen)))
+        console.print(
+            Markdown("\n".join(f"- {line}" for line in tables.in_short(chosen)) + "\n" + tables.notes(chosen))
+        )
 
 
 def below(found: list[CellResult], config: RunConfig) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from kvengine.evals import plots, tables
@@ -62,6 +64,9 @@ class Section:
         by = {(cell.policy, cell.task): cell for cell in self.cells}
         means, usable = tables.policy_means(self.cells), tables.policy_means(self.cells, usable_only=True)
         roles = {cell.policy: cell.role for cell in self.cells}
+        order = sorted(
+            roles, key=lambda policy: (roles[policy] != "ceiling", -usable.get(policy, means.get(policy, -1.0)))
+        )
         return [
             {
                 "policy": policy,
@@ -70,7 +75,7 @@ class Section:
                 "mean": tables.figure(means.get(policy)),
                 "usable": tables.figure(usable.get(policy)),
             }
-            for policy in roles
+            for policy in order
         ]
 
     @property
@@ -82,6 +87,10 @@ class Section:
         policies = tables.unique(cell.policy for cell in self.cells if cell.score)
         mine = {policy: [cell for cell in self.cells if cell.policy == policy and cell.score] for policy in policies}
         return [[policy, *tables.cost_texts(mine[policy])] for policy in policies]
+
+    @property
+    def in_short(self) -> list[str]:
+        return [line.replace("`", "") for line in tables.in_short(self.cells)]
 
     @property
     def notes(self) -> list[str]:
@@ -101,6 +110,15 @@ def square(cell: CellResult | None) -> dict[str, str]:
         "flag": cell.flag if cell.flag == "not discriminative" else "",
         "title": f"{cell.stack}, n={cell.score.n}, contexts {cell.score.clusters}, Δ {tables.span(cell.delta, times)}",
     }
+
+
+def breakable(policy: str) -> Markup:
+    """A policy's name that a narrow column breaks behind brackets, plus signs and commas.
+
+    >>> str(breakable("a(b=1)+<c>"))
+    'a(<wbr>b=1)+<wbr>&lt;c&gt;'
+    """
+    return Markup("<wbr>").join(re.split(r"(?<=[(+,])", policy))
 
 
 def shade(score: float) -> str:
@@ -126,7 +144,8 @@ def pictures(section: Section) -> list[Picture]:
     drawn = []
     if any(cell.metric != "nll" and cell.score for cell in section.cells):
         caption = (
-            "Score against cost; dashed: nothing else is both cheaper and better. Mean over tasks that discriminate."
+            "Score against cost; dashed: nothing else is both cheaper and better. Mean over the tasks that tell policies "
+            "apart. Black star: the full cache. White star: exact top-k, which reads everything in order to choose."
         )
         drawn.append(Picture(f"pareto_{name}", plots.pareto(section.cells), caption))
     turns = plots.by_turn(section.cells)
@@ -156,6 +175,7 @@ def write(folder: Path, found: list[CellResult], rows: list[Row], manifest: dict
     parts, above = sections(found, rows), overview(found, rows)
     template = (resources.files("kvengine.evals") / "report.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["breakable"] = breakable
     text = environment.from_string(template).render(
         title=f"{Path(str(manifest['model_name'])).name}: policies compared",
         facts=" · ".join(facts(manifest)),

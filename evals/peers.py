@@ -103,7 +103,9 @@ def scbench(folder: Path, rows: list[Row], model: str) -> None:
 
 def _turn(row: Row, id: int) -> dict[str, Any]:
     meta = row["meta"]
-    line = {"id": id, "turn_idx": row["turn"], "prediction": row["prediction"], "ground_truth": meta["answer"]}
+    answer = meta["answer"]
+    truth = answer["answer"] if isinstance(answer, dict) else answer  # repoqa's label also holds its rivals
+    line = {"id": id, "turn_idx": row["turn"], "prediction": row["prediction"], "ground_truth": truth}
     line |= {"task": row["kind"]} if row["kind"] else {}
     line |= {name: meta[name] for name in ("lang", "repo") if name in meta}
     return line | ({"func_name": meta["name"]} if "name" in meta else {})

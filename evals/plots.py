@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from statistics import fmean
 from typing import Any
 
@@ -44,6 +45,12 @@ def style(at: int) -> dict[str, Any]:
     return {"color": matplotlib.colormaps["tab20"](at * 2 % 20 + at * 2 // 20), "marker": MARKS[at % len(MARKS)]}
 
 
+def line(at: int, role: str) -> dict[str, Any]:
+    """How a curve shows the policy at a place in the list: the full cache in black, the oracle dashed."""
+    special = {"ceiling": {"color": "black", "linewidth": 2.5}, "oracle": {"color": "gray", "linestyle": "--"}}
+    return special[role] | {"marker": "*"} if role in special else style(at)
+
+
 def shown(policy: str, most: int = 46) -> str:
     """A policy's name, cut in the middle if long."""
     return policy if len(policy) <= most else policy[: most // 2] + "…" + policy[-most // 2 :]
@@ -65,31 +72,51 @@ def spent(found: list[CellResult], policy: str, name: str) -> float | None:
 
 
 def pareto(found: list[CellResult]) -> Figure:
-    """Score against each cost, one point per policy; the line joins those that nothing beats in both."""
+    """Score against each cost, one point per policy; the line joins those that nothing beats in both.
+
+    The full cache is a black star. The oracle is a white one and never on the line: it reads everything to choose.
+    """
     figure = Figure(figsize=(11, 8.6), layout="constrained")
     axes = figure.subplots(2, 2)
-    policies, means = unique(cell.policy for cell in found if cell.score), mean_scores(found)
+    roles = {cell.policy: cell.role for cell in found if cell.score}
+    means = mean_scores(found)
     for ax, name in zip(axes.flat, COSTS, strict=True):
-        points = [(spent(found, policy, name), means.get(policy)) for policy in policies]
-        _scatter(ax, points)
-        ax.set(xlabel=COSTS[name], ylabel="mean score (%)", xscale="log", ylim=(-3, 103))
+        _scatter(ax, roles, {policy: (spent(found, policy, name), means.get(policy)) for policy in roles})
+        ax.set(xlabel=COSTS[name], ylabel="mean score (%)", xscale="log", ylim=(-4, 109), yticks=range(0, 101, 20))
         ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.xaxis.set_major_formatter("{x:g}")
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.grid(alpha=0.3)
-    handles, labels = [*axes.flat[0].collections], [shown(policy) for policy in policies]
-    figure.legend(handles, labels, loc="outside lower center", ncols=2 if len(policies) < 9 else 3, fontsize=8)
+    handles, labels = [*axes.flat[0].collections], [shown(policy) for policy in roles]
+    figure.legend(handles, labels, loc="outside lower center", ncols=2 if len(roles) < 9 else 3, fontsize=8)
     return figure
 
 
-def _scatter(ax: Axes, points: Sequence[tuple[float | None, float | None]]) -> None:
-    there = [[(x, y)] if x is not None and y is not None and x > 0 else [] for x, y in points]
-    for at, point in enumerate(there):  # one collection per policy, empty or not: the legend counts on it
-        xs, ys = [x for x, _ in point], [y for _, y in point]
-        ax.scatter(xs, ys, s=70, edgecolors="black", linewidths=0.5, **style(at))
-    best = frontier(point[0] for point in there if point)
+def _scatter(ax: Axes, roles: dict[str, str], points: dict[str, tuple[float | None, float | None]]) -> None:
+    there = {policy: (x, y) for policy, (x, y) in points.items() if x is not None and y is not None and x > 0}
+    for at, policy in enumerate(roles):  # one collection per policy, empty or not: the legend counts on it
+        xs, ys = [[value] for value in there[policy]] if policy in there else ([], [])
+        ax.scatter(xs, ys, edgecolors="black", linewidths=0.5, zorder=3, **mark(at, roles[policy]))
+    best = frontier(point for policy, point in there.items() if roles[policy] != "oracle")
     if len(best) > 1:
-        ax.plot(*zip(*best, strict=True), color="gray", linestyle="--", linewidth=1, zorder=0)
+        ax.plot(*zip(*best, strict=True), color="gray", linestyle="--", linewidth=1, zorder=1)
+    _label(ax, {policy: there[policy] for policy in there if there[policy] in best and roles[policy] == "policy"})
+
+
+def _label(ax: Axes, points: dict[str, tuple[float, float]]) -> None:
+    """Names beside points, in turn above and below them, and towards the middle."""
+    ranked = sorted(points, key=lambda policy: points[policy])
+    for at, policy in enumerate(ranked):
+        right = at >= len(ranked) / 2
+        place = {"xytext": (-8 if right else 8, 6 if at % 2 else -11), "ha": "right" if right else "left"}
+        name = re.sub(r"\([^()]*\)", "", policy)
+        ax.annotate(name, points[policy], textcoords="offset points", fontsize=7, color="#333333", **place)
+
+
+def mark(at: int, role: str) -> dict[str, Any]:
+    """How a scatter shows the policy at a place in the list."""
+    special = {"ceiling": {"color": "black"}, "oracle": {"color": "white"}}
+    return special[role] | {"marker": "*", "s": 170} if role in special else style(at) | {"s": 70}
 
 
 def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -106,17 +133,19 @@ def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def by_turn(found: list[CellResult]) -> Figure | None:
-    """Mean score of each turn, one line per policy, over tasks with several turns."""
+    """Mean score of each turn, one line per policy, over tasks with several turns (those that tell policies apart)."""
     several = [cell for cell in found if len(cell.turns) > 1]
+    several = [cell for cell in several if not cell.flag] or several
     if not several:
         return None
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     ax = figure.subplots()
-    for at, policy in enumerate(unique(cell.policy for cell in found if cell.score)):
+    roles = {cell.policy: cell.role for cell in found if cell.score}
+    for at, policy in enumerate(roles):
         turns = [cell.turns for cell in several if cell.policy == policy]
         most = max((len(one) for one in turns), default=0)
         means = [100 * fmean(one[turn] for one in turns if len(one) > turn) for turn in range(most)]
-        ax.plot(range(1, most + 1), means, label=shown(policy), **style(at))
+        ax.plot(range(1, most + 1), means, label=shown(policy), **line(at, roles[policy]))
     ax.set(xlabel="turn", ylabel="mean score (%)", xticks=range(1, max(len(cell.turns) for cell in several) + 1))
     return _finish(figure, ax)
 
@@ -129,8 +158,9 @@ def by_length(found: list[CellResult]) -> Figure | None:
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     ax = figure.subplots()
     means = [mean_scores([cell for cell in found if cell.length == length]) for length in lengths]
-    for at, policy in enumerate(unique(cell.policy for cell in found if cell.score)):
-        ax.plot(lengths, [one.get(policy, np.nan) for one in means], label=shown(policy), **style(at))
+    roles = {cell.policy: cell.role for cell in found if cell.score}
+    for at, policy in enumerate(roles):
+        ax.plot(lengths, [one.get(policy, np.nan) for one in means], label=shown(policy), **line(at, roles[policy]))
     ax.set_xscale("log", base=2)
     ax.set(xlabel="length (tokens)", ylabel="mean score (%)", xticks=lengths, xticklabels=[str(n) for n in lengths])
     return _finish(figure, ax)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvengine.errors import EvaluationError, PolicyError, UnsupportedPolicy
@@ -75,7 +75,7 @@ def arms(policies: list[str], *, ceiling: bool = True, oracle: bool = True) -> l
         raise EvaluationError('no policy given: try --policies "full;streaming(budget=512)"')
     asked = [_arm(policy, "policy") for policy in policies]
     first = [_arm("full", "ceiling")] if ceiling and not any(is_ceiling(arm) for arm in asked) else []
-    found = [*first, *(_arm(arm.policy, "ceiling") if is_ceiling(arm) else arm for arm in asked)]
+    found = [*first, *(replace(arm, role=role(arm)) for arm in asked)]
     if oracle:
         found += [_arm(f"oracle_topk(budget={budget})", "oracle") for budget in budgets(asked)]
     return list({arm.spelled: arm for arm in reversed(found)}.values())[::-1]
@@ -84,6 +84,13 @@ def arms(policies: list[str], *, ceiling: bool = True, oracle: bool = True) -> l
 def is_ceiling(arm: Arm) -> bool:
     """Does this arm keep and read everything exactly?"""
     return arm.policy in ("full", STOCK)
+
+
+def role(arm: Arm) -> str:
+    """What an arm is in a comparison: an exact top-k on its own is the oracle even where it was asked for."""
+    if is_ceiling(arm):
+        return "ceiling"
+    return "oracle" if re.fullmatch(r"oracle_topk(\([^()]*\))?", arm.policy) else "policy"
 
 
 def budgets(found: list[Arm]) -> list[str]:

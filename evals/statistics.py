@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,16 +25,41 @@ class Interval:
 
 
 def interval(values: Sequence[float], clusters: Sequence[str]) -> Interval:
-    """Wilson's interval for independent 0/1 values, else a percentile bootstrap over clusters.
+    """Wilson's interval for values in [0, 1], at the number of independent values that they are worth; else a
+    percentile bootstrap over clusters, of no finite width for a single cluster.
 
     `clusters[i]` names the context that value i belongs to: questions about one context are drawn together.
     """
-    if len(set(clusters)) == len(clusters) and set(values) <= {0.0, 1.0}:
-        low, high = wilson(sum(values), len(values))
-        return Interval(sum(values) / len(values), low, high, len(values), len(values))
-    means = bootstrap(values, clusters)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Interval(float(np.mean(values)), float(low), float(high), len(values), len(set(clusters)))
+    n, groups, mean = len(values), len(set(clusters)), float(np.mean(values))
+    if min(values) >= 0 and max(values) <= 1:
+        worth = effective(values, clusters)
+        low, high = wilson(mean * worth, worth)
+    elif groups == 1:
+        low, high = -inf, inf
+    else:
+        low, high = np.quantile(bootstrap(values, clusters), [0.025, 0.975])
+    return Interval(mean, float(low), float(high), n, groups)
+
+
+def effective(values: Sequence[float], clusters: Sequence[str]) -> float:
+    """How many independent 0/1 values these are worth (Kish's effective sample size, between clusters and values).
+
+    That is p (1 - p) over the variance of the mean as clusters show it. Clusters that do not differ show nothing: they
+    then count once each, so that ten right answers about two contexts do not look like certainty.
+
+    >>> effective([1.0, 1.0, 1.0, 1.0], ["a", "a", "b", "b"])
+    2.0
+    """
+    _, where, sizes = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
+    data, groups, n = np.asarray(values, dtype=float), len(sizes), len(values)
+    mean = float(data.mean())
+    residuals = np.bincount(where, weights=data - mean)
+    variance = float((residuals**2).sum()) / n**2 * groups / max(1, groups - 1)
+    if groups == n and set(values) <= {0.0, 1.0}:
+        return float(n)
+    if groups == 1 or variance <= 1e-12:
+        return float(groups)
+    return float(min(max(mean * (1 - mean) / variance, groups), n))
 
 
 def wilson(successes: float, n: int, z: float = Z95) -> tuple[float, float]:
@@ -67,12 +92,38 @@ def bootstrap(values: Sequence[float], clusters: Sequence[str], *, seed: int = 0
 def paired(values: dict[tuple[str, int], float], baseline: dict[tuple[str, int], float]) -> Interval | None:
     """Interval of the mean difference on the samples that both have, by (sample, turn); None if they share none.
 
-    Far tighter than comparing two intervals: what makes a sample hard cancels.
+    For scores in [0, 1] that of `shrunken`; else a bootstrap over clusters, of no finite width for a single one. Far
+    tighter than comparing two intervals: what makes a sample hard cancels.
     """
     shared = sorted(values.keys() & baseline.keys())
     if not shared:
         return None
-    differences = [values[at] - baseline[at] for at in shared]
+    differences = np.array([values[at] - baseline[at] for at in shared])
     clusters = [sample for sample, _ in shared]
-    low, high = np.quantile(bootstrap(differences, clusters), [0.025, 0.975])
-    return Interval(float(np.mean(differences)), float(low), float(high), len(shared), len(set(clusters)))
+    mean, groups = float(differences.mean()), len(set(clusters))
+    both = [[where[at] for at in shared] for where in (values, baseline)]
+    if min(map(min, both)) >= 0 and max(map(max, both)) <= 1:
+        low, high = shrunken(differences, clusters)
+    elif groups == 1:
+        low, high = -inf, inf
+    else:
+        low, high = (float(bound) for bound in np.quantile(bootstrap(differences.tolist(), clusters), [0.025, 0.975]))
+    return Interval(mean, low, high, len(shared), groups)
+
+
+def shrunken(differences: NDArray[np.float64], clusters: Sequence[str]) -> tuple[float, float]:
+    """Interval of a mean of differences in [-1, 1], each cluster's mean counting once.
+
+    Agresti and Min (2005), for matched pairs: as if two more clusters had been seen, one without a difference and half
+    a one in each direction. So a few clusters that all agree do not give an interval of no width.
+
+    >>> shrunken(np.array([-1.0]), ["a"])[1] > 0
+    True
+    """
+    _, where, sizes = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
+    means = np.bincount(where, weights=differences) / sizes
+    n = len(means) + 2
+    centre = float(means.sum()) / n
+    half = Z95 * sqrt(max(0.0, (float((means**2).sum()) + 1) / n - centre**2) / n)
+    low, high = centre - half, centre + half
+    return max(-1.0, min(low, float(means.mean()))), min(1.0, max(high, float(means.mean())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from typing import Any
 
 from kvengine.evals.aggregate import AVERAGED, MIDDLED, CellResult, overall
@@ -59,7 +60,7 @@ def span(value: Interval | None, times: float = 100.0) -> str:
         return "–"
     digits = 3 if times == 1.0 else 1
     low, mean, high = (f"{times * number:.{digits}f}" for number in (value.low, value.mean, value.high))
-    return f"{mean} [{low}, {high}]"
+    return f"{mean} [{low}, {high}]" if isfinite(value.high - value.low) else mean
 
 
 def unique(values: Iterable[Any]) -> list[Any]:
@@ -74,6 +75,7 @@ def markdown(found: list[CellResult], manifest: dict[str, Any]) -> str:
         chosen = [cell for cell in found if (cell.suite, cell.length, cell.mode) == (suite, length, mode)]
         parts += [
             f"## {suite}, {length} tokens, {mode}\n",
+            "".join(f"{line}\n" for line in in_short(chosen)),
             scores(chosen),
             differences(chosen),
             costs(chosen),
@@ -180,7 +182,8 @@ def cost(mine: list[CellResult], name: str) -> float | None:
 
 def notes(found: list[CellResult]) -> str:
     """Refusals, flags and substitutes, spelled out."""
-    lines = [given_up([cell for cell in found if _why(cell) == why]) for why in unique(map(_why, found)) if why]
+    count = len({cell.policy for cell in found})
+    lines = [given_up([cell for cell in found if _why(cell) == why], count) for why in unique(map(_why, found)) if why]
     flagged = unique(cell.task for cell in found if cell.flag == "not discriminative")
     if flagged:
         lines.append(
@@ -195,12 +198,29 @@ def _why(cell: CellResult) -> str:
     return "" if cell.score else f"{cell.status}: {cell.message}"
 
 
-def given_up(mine: list[CellResult]) -> str:
-    """Cells that failed for one reason."""
-    policies, tasks = (
-        ", ".join(unique(names)) for names in zip(*((f"`{c.policy}`", c.task) for c in mine), strict=True)
-    )
-    return f"- {policies} on {tasks}: {_why(mine[0])}"
+def given_up(mine: list[CellResult], all: int) -> str:
+    """Cells that failed for one reason. `all`: how many policies there are."""
+    policies, tasks = (unique(names) for names in zip(*((f"`{c.policy}`", c.task) for c in mine), strict=True))
+    who = "every policy" if len(policies) == all > 1 else ", ".join(policies)
+    return f"- {who} on {', '.join(tasks)}: {_why(mine[0])}"
+
+
+def in_short(found: list[CellResult], within: float = 5.0) -> list[str]:
+    """Who is as good as the full cache at the least cost, in a sentence per cost, of one length and mode."""
+    means = policy_means(found, usable_only=True)
+    cells = {policy: [cell for cell in found if cell.policy == policy and cell.score] for policy in means}
+    top = next((policy for policy in cells if cells[policy][0].role == "ceiling"), None)
+    good = [p for p in cells if top and cells[p][0].role == "policy" and means[p] >= means[top] - within]
+    lines = []
+    for name, verb in (("bytes_held", "holds"), ("read_per_token", "reads per token")) if top else ():
+        spent = {policy: value for policy in [top, *good] if (value := cost(cells[policy], name))}
+        best = min((policy for policy in spent if policy != top), key=lambda policy: spent[policy], default=None)
+        if best and spent.get(top) and spent[best] < 0.95 * spent[top]:
+            share = f"{100 * spent[best] / spent[top]:.0f} % of its bytes"
+            lines.append(f"Of the policies within {within:g} points of the full cache, `{best}` {verb} least: {share}.")
+    if top and not good:
+        lines.append(f"No policy comes within {within:g} points of the full cache here.")
+    return lines
 
 
 def long_csv(found: list[CellResult]) -> str:

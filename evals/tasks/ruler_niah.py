@@ -126,14 +126,17 @@ def among_lines(lines: list[str], needles: list[str], source: Random) -> str:
 
 
 def among_sentences(text: list[str], needles: list[str], source: Random) -> str:
-    """Insert the needles between sentences at distinct depths drawn from forty equally spaced ones."""
+    """Insert the needles between sentences at distinct depths drawn from forty equally spaced ones.
+
+    As in the official code down to its spaces: nothing before a needle at depth 0 still leaves one.
+    """
     candidates = np.round(np.linspace(0, 100, 40)).astype(int).tolist()
     depths = sorted(source.sample(candidates, len(needles)))
-    places = [int(len(text) * depth / 100) for depth in depths]
+    places = [int(len(text) * (depth / 100)) for depth in depths]
     parts: list[str] = []
     for start, stop, needle in zip([0, *places], places, needles, strict=False):
-        parts += [*text[start:stop], needle]
-    return " ".join(parts + text[places[-1] :])
+        parts += [" ".join(text[start:stop]), needle]
+    return " ".join([*parts, " ".join(text[places[-1] :])])
 
 
 TASKS = (

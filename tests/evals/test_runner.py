@@ -346,6 +346,8 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     process.wait()
     done = rows.read_bytes().count(b"\n")
     assert 2 <= done < 12, "the run was over before it could be killed"
+    os.truncate(rows, rows.stat().st_size - 17)  # as if the disk had got only a part of the last write
+    assert not rows.read_bytes().endswith(b"\n")
     for out in (killed, tmp_path / "whole"):
         assert CliRunner().invoke(app, ["eval", *words, "--out", str(out)]).exit_code == 0
     assert fixed(killed) == fixed(tmp_path / "whole")
@@ -449,6 +451,25 @@ def test_fail_under_decides_the_exit_code(tmp_path: Path, model_folder: Path) ->
     code, text = invoke("ruler", *words, "--fail-under", "fwe=50")
     assert code == 1 and "below the bar" in text
     assert invoke("ruler", *words, "--fail-under", "no_task=0")[0] == 1
+
+
+def test_a_bar_may_be_set_for_one_policy(tmp_path: Path, model_folder: Path) -> None:
+    words = ["--model", str(model_folder), "--out", str(tmp_path), "--tasks", "fwe", "--lengths", "1024"]
+    words += ["--policies", "full;streaming(recent=60)", "--samples", "1", "--no-oracle", "--no-report"]
+    assert invoke("ruler", *words, "--fail-under", "streaming(recent=60):fwe=0")[0] == 0
+    code, text = invoke("ruler", *words, "--fail-under", "streaming(recent=60):fwe=50")
+    assert code == 1 and "streaming(recent=60) on fwe" in text and "full on fwe" not in text
+
+
+def test_a_run_may_be_given_minutes(tmp_path: Path, model_folder: Path) -> None:
+    words = ["--model", str(model_folder), "--tasks", "fwe", "--lengths", "512", "--samples", "3", "--no-report"]
+    words += ["--policies", "full;streaming(recent=60)", "--no-oracle", "--out", str(tmp_path)]
+    assert invoke("ruler", *words, "--minutes", "0.00001")[0] == 0
+    assert [(row["policy"], row["sample"]) for row in fixed(tmp_path)] == [("full", "0"), ("streaming(recent=60)", "0")]
+    assert invoke("ruler", *words, "--minutes", "5")[0] == 0  # goes on in rounds, to the end
+    assert [row["sample"] for row in fixed(tmp_path)] == ["0", "0", "1", "1", "2", "2"]
+    code, text = invoke("ruler", *words, "--minutes", "-1")
+    assert code == 2 and "must be positive" in text
 
 
 def test_another_model_may_not_join_a_run(tmp_path: Path, model_folder: Path) -> None:

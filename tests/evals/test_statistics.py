@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvengine.evals.statistics import bootstrap, interval, paired, wilson
+from kvengine.evals.statistics import bootstrap, effective, interval, paired, shrunken, wilson
 
 
 def test_wilson_by_hand() -> None:
@@ -50,13 +50,54 @@ def test_paired_difference_is_tighter_and_uses_only_shared_samples() -> None:
     rng = np.random.default_rng(2)
     hard = rng.random(40)
     full = {(str(i), 0): float(hard[i]) for i in range(40)}
-    less = {(str(i), 0): float(hard[i] - 0.1) for i in range(40)}
+    less = {(str(i), 0): float(max(0.0, hard[i] - 0.1)) for i in range(40)}
     found = paired(less | {("extra", 0): 1.0}, full)
     assert found is not None and found.n == 40
-    assert found.mean == pytest.approx(-0.1) and found.high - found.low < 1e-9
+    apart = interval(list(full.values()), [str(i) for i in range(40)])
+    assert found.low < found.mean < found.high < 0 and found.mean == pytest.approx(-0.1, abs=0.02)
+    assert found.high - found.low < 0.6 * (apart.high - apart.low)
     assert paired({("a", 0): 1.0}, {("b", 0): 1.0}) is None
 
 
 def test_the_same_input_gives_the_same_interval() -> None:
     values, names = [0.1, 0.5, 0.9], ["a", "b", "c"]
     assert interval(values, names) == interval(values, names)
+
+
+def test_few_contexts_that_agree_are_no_certainty() -> None:
+    """The bootstrap gives an interval of no width there, and with it every difference would be proven."""
+    one = ["a"] * 5
+    assert bootstrap([1.0] * 5, one).std() == 0
+    assert interval([1.0] * 5, one).low == pytest.approx(wilson(1, 1)[0])
+    assert interval([1.0] * 10, one + ["b"] * 5).low == pytest.approx(wilson(2, 2)[0])
+    lost = paired({("a", turn): 0.0 for turn in range(5)}, {("a", turn): 1.0 for turn in range(5)})
+    assert lost is not None and lost.mean == -1.0 and lost.low == -1.0 and lost.high > 0
+    many = paired({(str(i), 0): 0.0 for i in range(12)}, {(str(i), 0): 1.0 for i in range(12)})
+    assert many is not None and many.low == -1.0 and -1.0 < many.high < -0.5
+
+
+def test_agresti_and_min_by_hand() -> None:
+    # 12 pairs: -1 ten times, 0 twice. Centre -10/14; variance (10 + 1)/14 - (10/14)^2 = 0.2755; half 1.96 sqrt(0.2755/14)
+    low, high = shrunken(np.array([-1.0] * 10 + [0.0] * 2), [str(i) for i in range(12)])
+    assert (low, high) == (pytest.approx(-0.9893, abs=1e-3), pytest.approx(-0.4393, abs=1e-3))
+
+
+def test_unbounded_values_of_one_context_have_no_interval() -> None:
+    assert interval([2.5, 3.0], ["a", "a"]).high == np.inf
+    found = paired({("a", 0): 2.5}, {("a", 0): 2.0})
+    assert found is not None and (found.low, found.high) == (-np.inf, np.inf)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_clustered_intervals_cover_the_truth(spread: float) -> None:
+    """Contexts of five questions, easier and harder ones: the interval covers at least about as often as it says."""
+    rng = np.random.default_rng(3)
+    names = [str(i) for i in range(12) for _ in range(5)]
+    hits = 0
+    for _ in range(300):
+        rates = np.clip(0.6 + spread * rng.choice([-1, 1], 12), 0, 1)
+        values = (rng.random((12, 5)) < rates[:, None]).astype(float).flatten().tolist()
+        found = interval(values, names)
+        hits += found.low <= 0.6 <= found.high
+        assert 12 <= effective(values, names) <= 60
+    assert hits / 300 >= 0.9

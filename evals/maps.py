@@ -1,0 +1,51 @@
+"""Which tokens a cache holds, and which of them the last query read: for pictures, and for looking a policy in the eye."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kvengine.hf_cache import EngineCache
+from kvengine.lane import Lane
+
+
+def held(cache: EngineCache) -> Bool[Tensor, "layer seq head position"]:
+    """Which positions each KV head still holds a key and value of."""
+    return _by_head(cache, lambda lane: _positions(lane, chosen=False))
+
+
+def read(cache: EngineCache) -> Bool[Tensor, "layer seq head position"]:
+    """Which positions the last query of each KV head attended to; all held ones where nothing selects."""
+    return _by_head(cache, lambda lane: _positions(lane, chosen=True))
+
+
+def _by_head(
+    cache: EngineCache, positions: Callable[[Lane], Int[Tensor, "row token"]]
+) -> Bool[Tensor, "layer seq head position"]:
+    layers = []
+    for layer in cache.engines:
+        found = torch.zeros(layer.sequences, layer.heads, cache.seen, dtype=torch.bool)
+        for part in layer.parts:
+            at = positions(part.lane).cpu().long()
+            marked = torch.zeros(len(at), cache.seen + 1, dtype=torch.bool)  # the last column takes empty slots
+            marked.scatter_(1, torch.where(at < 0, cache.seen, at), True)
+            rows = marked[:, :-1].unflatten(0, (layer.sequences, -1))
+            found[:, slice(None) if part.index is None else part.index.cpu()] = rows
+        layers.append(found)
+    return torch.stack(layers)
+
+
+def _positions(lane: Lane, chosen: bool) -> Int[Tensor, "row token"]:
+    """Positions in the tail and in the pages; of the pages only what was chosen, if wanted. -1 where there is no token."""
+    tail = lane.tail.position[:, lane.tail.span]
+    if lane.pages is None or not len(lane.pages):
+        return tail
+    pages = lane.pages.position
+    if chosen and lane.units is not None:
+        units = pages.unflatten(1, (-1, lane.stack.selection.unit))
+        index = lane.units.clamp(min=0)[:, :, None].expand(-1, -1, units.shape[2])
+        pages = units.gather(1, index).masked_fill(lane.units[:, :, None] < 0, -1).flatten(1)
+    return torch.cat([pages, tail], 1)

@@ -1,0 +1,51 @@
+"""A cache by hand: a conversation of several turns, in which every turn reads only what is new.
+
+    python examples/conversation.py [POLICY [MODEL]]          by default "snapkv(budget=256)"
+
+Shows what the policy holds after each turn, and why `follow_up` matters: what follows the first prompt is not judged as
+a prompt of its own, so that the policy's budget is spent once, on the long text.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvengine
+from kvengine.evals import bundled_model
+
+policy = sys.argv[1] if len(sys.argv) > 1 else "snapkv(budget=256)"
+name = sys.argv[2] if len(sys.argv) > 2 else bundled_model()
+model, tokenizer = (auto.from_pretrained(name) for auto in (AutoModelForCausalLM, AutoTokenizer))
+kvengine.patch(model, policy)
+
+facts = {"quiet-river": 4817263, "brave-table": 9051842, "early-doctor": 2739605}
+grass = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again." * 6
+text = grass + "".join(f" One of the special magic numbers for {key} is: {fact}.{grass}" for key, fact in facts.items())
+
+
+def ask(key: str) -> str:
+    question = f"\nWhat is the special magic number for {key} mentioned in the provided text?"
+    return f"{question} The special magic number for {key} mentioned in the provided text is"
+
+
+cache = kvengine.EngineCache(model)
+ids = tokenizer(text, return_tensors="pt").input_ids
+right = 0
+for turn, (key, fact) in enumerate(facts.items(), 1):
+    question = tokenizer(ask(key), return_tensors="pt", add_special_tokens=False).input_ids
+    ids = torch.cat([ids, question], 1)
+    seen, before = cache.seen, ids.shape[1]
+    # The whole conversation goes in; what the cache has seen is not read again.
+    ids = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    cache.follow_up()
+    answer = tokenizer.decode(ids[0, before:], skip_special_tokens=True)
+    right += str(fact) in answer
+    held = float(cache.stats().held.float().mean())
+    print(
+        f"turn {turn}: read {cache.seen - seen:4} new tokens; holds {held:5.0f} of {cache.seen}; {fact} -> {answer!r}"
+    )
+
+print(f"{policy}: {right} of {len(facts)} right. The first question was seen by the compression, the others were not.")

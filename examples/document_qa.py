@@ -1,0 +1,201 @@
+"""A service that answers questions on long documents, and computes each document once.
+
+    python examples/document_qa.py [--model bundled] [--store FOLDER|redis://…|s3://…] [--port 8000]
+
+    curl --data-binary @report.txt localhost:8000/documents            {"id": "3f…", "tokens": 8123, "stored": true}
+    curl -d '{"question": "Who won?"}' localhost:8000/documents/3f…/questions
+    curl localhost:8000/health
+
+Keys and values of a document go to a store, in chunks. A question fetches them, enters them into a cache under the policy
+of your choice, and only the question is computed, also after a restart or on another machine with the same store. A store
+that is down costs time, not answers. Needs `pip install starlette uvicorn`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+import kvengine
+from kvengine.evals import loading
+from kvengine.offload.stores import Store
+from kvengine.offload.stores.urls import backend
+from kvengine.prefix import Prefix
+
+
+@dataclass
+class Library:
+    """Documents (as text files) and the model that reads them. One request computes at a time."""
+
+    model: Any
+    tokenizer: Any
+    prefix: Prefix
+    folder: Path
+    policy: str = "full"
+    max_bytes: int = 4 << 20
+    max_tokens: int = 8192
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, body: bytes) -> dict[str, Any]:
+        """Read a document once, and store what was computed. Raises HTTPException 400 or 413."""
+        try:
+            text = body.decode()
+        except UnicodeDecodeError as error:
+            raise HTTPException(
+                400, f"the document is not UTF-8 text (byte {error.start}); convert it first"
+            ) from error
+        ids = self.tokenizer(text, return_tensors="pt").input_ids
+        if not text.strip():
+            raise HTTPException(400, "the document is empty; send its text as the body")
+        if ids.shape[1] > self.max_tokens:
+            raise HTTPException(413, f"the document has {ids.shape[1]} tokens, at most {self.max_tokens} fit; split it")
+        name = hashlib.sha256(body).hexdigest()[:16]
+        (self.folder / f"{name}.txt").write_bytes(body)
+        with self.lock, torch.no_grad():
+            cache = self.prefix.fetch(ids, "full")
+            known = cache.seen
+            self.model(ids[:, known:], past_key_values=cache, logits_to_keep=1)
+            self.prefix.keep(ids, cache)
+        return {"id": name, "tokens": ids.shape[1], "already_known": known, **self.stored()}
+
+    def stored(self) -> dict[str, Any]:
+        """Whether what was submitted has reached the store."""
+        self.prefix.store.drain()
+        down = [done for done in self.prefix.store.poll() if not all(done.ok)]
+        if not down:
+            return {"stored": True}
+        return {
+            "stored": False,
+            "warning": "the store cannot be reached; questions work, and are computed from scratch",
+        }
+
+    def ask(self, name: str, question: str, most: int) -> dict[str, Any]:
+        """Answer a question on a document. Raises HTTPException 404 or 413."""
+        file = self.folder / f"{name}.txt"
+        if not name.isalnum() or not file.is_file():
+            raise HTTPException(404, f"there is no document {name!r}; POST it to /documents first")
+        begin = time.perf_counter()
+        document = self.tokenizer(file.read_text(encoding="utf-8"), return_tensors="pt").input_ids
+        asked = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
+        ids = torch.cat([document, asked], 1)
+        if ids.shape[1] + most > self.max_tokens + 1024:
+            raise HTTPException(413, f"the question has {asked.shape[1]} tokens; at most {1024 - most} fit")
+        with self.lock:
+            cache = self.prefix.fetch(ids, self.policy)
+            reused = cache.seen
+            out = self.model.generate(ids, past_key_values=cache, max_new_tokens=most, do_sample=False)
+            stats = cache.stats()
+        return {
+            "answer": self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip(),
+            "prompt_tokens": ids.shape[1],
+            "reused_tokens": reused,
+            "bytes_held": stats.bytes_held,
+            "seconds": round(time.perf_counter() - begin, 4),
+        }
+
+
+async def limited(request: Request, most: int) -> bytes:
+    """The body, read only as far as it may go. Raises HTTPException 413."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise HTTPException(413, f"the body has more than {most} bytes; split the document, or raise --max-bytes")
+    return bytes(body)
+
+
+async def add(request: Request) -> Response:
+    library: Library = request.app.state.library
+    body = await limited(request, library.max_bytes)
+    return JSONResponse(await run_in_threadpool(library.add, body), 201)
+
+
+async def ask(request: Request) -> Response:
+    library: Library = request.app.state.library
+    try:
+        given = json.loads(await limited(request, 65536))
+        question, most = str(given["question"]), int(given.get("max_new_tokens", 64))
+    except (ValueError, KeyError, TypeError) as error:
+        raise HTTPException(400, 'expected JSON like {"question": "…", "max_new_tokens": 64}') from error
+    if not question.strip() or not 1 <= most <= 512:
+        raise HTTPException(400, "the question must not be empty, and max_new_tokens lies between 1 and 512")
+    return JSONResponse(await run_in_threadpool(library.ask, request.path_params["name"], question, most))
+
+
+async def health(request: Request) -> Response:
+    library: Library = request.app.state.library
+    store = library.prefix.store
+    return JSONResponse(
+        {
+            "policy": library.policy,
+            "documents": len(list(library.folder.glob("*.txt"))),
+            "store": {"counts": dict(store.counts), "problems": [event.detail for event in store.events()][-5:]},
+        }
+    )
+
+
+async def failed(request: Request, error: Exception) -> Response:
+    """Every error is JSON with a sentence that says what to do."""
+    known = isinstance(error, HTTPException)
+    return JSONResponse({"error": error.detail if known else "internal error"}, error.status_code if known else 500)
+
+
+def application(library: Library) -> Starlette:
+    """The service as an ASGI application."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        app.state.library = library
+        yield
+        library.prefix.store.close()
+
+    routes = [
+        Route("/documents", add, methods=["POST"]),
+        Route("/documents/{name}/questions", ask, methods=["POST"]),
+        Route("/health", health),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: failed, 500: failed})
+
+
+def library(model: str, store: str, folder: Path, policy: str, **limits: int) -> Library:
+    """Load a model, patch it, and open the store."""
+    loaded, tokenizer = loading.load(model)
+    kvengine.patch(loaded, "full")
+    kvengine.Stack.parse(policy)  # an unknown policy stops here, not at the first question
+    folder.mkdir(parents=True, exist_ok=True)
+    return Library(loaded, tokenizer, Prefix(loaded, Store(backend(store)), tokenizer), folder, policy, **limits)
+
+
+def main() -> None:
+    given = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    given.add_argument("--model", default="bundled", help="folder, hub id, or 'bundled'")
+    given.add_argument("--store", default="runs/qa/store", help="folder, redis://, s3://, …: where KV chunks live")
+    given.add_argument("--folder", type=Path, default=Path("runs/qa/documents"), help="where the texts live")
+    given.add_argument("--policy", default="quest(budget=1024)", help="of the caches that answer")
+    given.add_argument("--max-bytes", type=int, default=4 << 20, help="of a document")
+    given.add_argument("--host", default="127.0.0.1")
+    given.add_argument("--port", type=int, default=8000)
+    args = given.parse_args()
+    made = library(args.model, args.store, args.folder, args.policy, max_bytes=args.max_bytes)
+    uvicorn.run(application(made), host=args.host, port=args.port)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The evaluation from Python: the same run as `kvengine eval`, with results as objects, and a report.
+
+python examples/evaluate.py [FOLDER [MODEL]]          a folder that exists is resumed
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from kvengine.evals import report, tables
+from kvengine.evals.measure import measure
+
+folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
+cells = measure(
+    "scbench",
+    model=sys.argv[2] if len(sys.argv) > 2 else "bundled",
+    policies="snapkv(budget=0.125); quest(budget=0.125)",
+    tasks="scbench_needles",
+    lengths=1024,
+    samples=1,  # contexts, of five questions each
+    modes="multi-turn",
+    out=folder,
+)
+for cell in cells:
+    turns = " ".join(f"{100 * turn:3.0f}" for turn in cell.turns)
+    difference = tables.span(cell.delta) if cell.delta else ""
+    print(f"{cell.policy:28} {tables.score_text(cell):20} turns: {turns}   against full: {difference}")
+
+report.write(folder)
+print(f"tables, pictures and a page to open in a browser: {folder / 'report.html'}")

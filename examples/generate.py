@@ -1,0 +1,35 @@
+"""The one-liner: `generate` under a policy of your choice, and what that saved.
+
+python examples/generate.py [POLICY [MODEL]]          by default "quest(budget=128) + kivi(bits=4, residual=32)"
+"""
+
+from __future__ import annotations
+
+import sys
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvengine
+from kvengine.evals import bundled_model
+
+policy = sys.argv[1] if len(sys.argv) > 1 else "quest(budget=128) + kivi(bits=4, residual=32)"
+name = sys.argv[2] if len(sys.argv) > 2 else bundled_model()
+model, tokenizer = (auto.from_pretrained(name) for auto in (AutoModelForCausalLM, AutoTokenizer))
+
+grass = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+needle = " One of the special magic numbers for quiet-river is: 4817263."
+question = "\nWhat is the special magic number for quiet-river mentioned in the provided text?"
+begin = " The special magic number for quiet-river mentioned in the provided text is"
+prompt = tokenizer(grass * 12 + needle + grass * 12 + question + begin, return_tensors="pt")
+
+kvengine.patch(model, policy)  # the one line
+cache = kvengine.EngineCache(model)  # only to look into it afterwards; generate makes its own otherwise
+text = model.generate(**prompt, max_new_tokens=10, do_sample=False, past_key_values=cache)
+
+new = tokenizer.decode(text[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)
+print(f"{prompt.input_ids.shape[1]} tokens of prompt; hidden: 4817263; answer:{new}")
+print(f"{policy}: {cache.stats()}")
+
+kvengine.unpatch(model)  # and back
+stock = model.generate(**prompt, max_new_tokens=10, do_sample=False)
+print(f"the unpatched model: {tokenizer.decode(stock[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)}")

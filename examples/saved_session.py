@@ -1,0 +1,53 @@
+"""A session in a file: read a long text once, save the cache, go on later, in another process or on another day.
+
+python examples/saved_session.py [POLICY [MODEL]]          by default "kivi(bits=4)"
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvengine
+from kvengine.evals import bundled_model
+from kvengine.saved import extra, load, save
+
+policy = sys.argv[1] if len(sys.argv) > 1 else "kivi(bits=4)"
+name = sys.argv[2] if len(sys.argv) > 2 else bundled_model()
+model, tokenizer = (auto.from_pretrained(name) for auto in (AutoModelForCausalLM, AutoTokenizer))
+kvengine.patch(model, policy)
+
+grass = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+text = grass * 14 + " One of the special magic numbers for quiet-river is: 4817263." + grass * 14
+question = "\nWhat is the special magic number for quiet-river mentioned in the provided text?"
+question += " The special magic number for quiet-river mentioned in the provided text is"
+
+begin = time.perf_counter()
+ids = tokenizer(text, return_tensors="pt").input_ids
+cache = kvengine.EngineCache(model)
+with torch.no_grad():
+    model(ids, past_key_values=cache, logits_to_keep=1)
+cache.follow_up()
+print(f"read {ids.shape[1]} tokens in {time.perf_counter() - begin:.2f} s; {cache.stats()}")
+
+with tempfile.TemporaryDirectory() as folder:
+    file = Path(folder) / "session.kv"
+    size = save(cache, file, model, extra={"tokens": ids[0].tolist()})
+    print(f"saved {size / 1024:.0f} KiB")
+
+    begin = time.perf_counter()
+    restored, seen = load(model, file), torch.tensor([extra(file)["tokens"]])
+    print(f"loaded in {time.perf_counter() - begin:.3f} s")
+
+asked = torch.cat([seen, tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids], 1)
+answers = [
+    model.generate(asked, past_key_values=one, max_new_tokens=8, do_sample=False)[0, asked.shape[1] :].tolist()
+    for one in (restored, cache)
+]
+same = "the same as" if answers[0] == answers[1] else "other than"
+print(f"answer: {tokenizer.decode(answers[0])!r}, {same} that of the session that was never saved.")

@@ -1,0 +1,60 @@
+"""Evaluation from Python, and the maps of what a cache holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support_evals import tiny_model, tiny_tokenizer
+
+import kvengine
+from kvengine.errors import EvaluationError
+from kvengine.evals import maps
+from kvengine.evals.measure import measure
+from kvengine.evals.policies import arms
+
+SETTINGS = {"policies": "full;streaming(recent=40)", "tasks": "fwe", "lengths": 512, "samples": 2, "oracle": False}
+
+
+def test_a_loaded_model_gives_cells_and_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    cells = measure("ruler", model=tiny_model(), tokenizer=tiny_tokenizer(), **SETTINGS)
+    assert [(cell.policy, cell.status) for cell in cells] == [("full", "ok"), ("streaming(recent=40)", "ok")]
+    assert cells[0].means["held"] and cells[1].means["held"] and cells[1].means["held"] < cells[0].means["held"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_exists_is_resumed(tmp_path: Path) -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    first = measure("ruler", model=model, tokenizer=tokenizer, out=tmp_path, **SETTINGS)
+    rows = (tmp_path / "rows.jsonl").read_bytes()
+    assert measure("ruler", model=model, tokenizer=tokenizer, out=tmp_path, **SETTINGS) == first
+    assert (tmp_path / "rows.jsonl").read_bytes() == rows
+
+
+def test_a_setting_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(EvaluationError, match="Did you mean 'samples'"):
+        measure("ruler", model=tiny_model(), tokenizer=tiny_tokenizer(), sampels=2)
+
+
+def test_an_oracle_asked_for_is_still_the_oracle() -> None:
+    roles = {arm.policy: arm.role for arm in arms(["quest(budget=64)", "oracle_topk(budget=64)", "oracle_topk + kivi"])}
+    assert roles["oracle_topk(budget=64)"] == "oracle" and roles["oracle_topk + kivi"] == "policy"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["full", "h2o(budget=24)", "quest(budget=48, page=4)", "adakv(budget=40, window=8) + kivi(group=8, residual=8)",
+     "duo(sinks=2, recent=10) + quest(budget=24, page=4)"],
+)  # fmt: skip
+def test_maps_count_what_stats_count(policy: str) -> None:
+    model = tiny_model()
+    ids = torch.randint(5, 600, (2, 90), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode(), kvengine.patched(model, policy):
+        cache = kvengine.EngineCache(model)
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+        held, read, stats = maps.held(cache), maps.read(cache), cache.stats()
+    assert torch.equal(held.sum(-1), stats.held) and torch.equal(read.sum(-1), stats.attended)
+    assert held.shape[-1] == 91 and bool((held | ~read).all()) and bool(read[..., -1].all())

@@ -1,0 +1,56 @@
+"""Every notebook runs on the bundled model, is committed without outputs, and ends with a picture and a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from layout import ROOT
+from support_examples import code_cells, run_notebook
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+def test_all_five_are_there() -> None:
+    assert [path.stem for path in NOTEBOOKS] == [
+        "1_patch_and_measure",
+        "2_compare_policies",
+        "3_second_question",
+        "4_attention_maps",
+        "5_your_own_policy",
+    ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_committed_without_outputs(path: Path) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    assert cells[0]["cell_type"] == "markdown" and cells[0]["source"][0].startswith("# ")
+    assert [cell["id"] for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_ends_with_a_picture_and_a_sentence(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = run_notebook(path)
+    assert shown.figures
+    said = capsys.readouterr().out.strip().splitlines()[-1]
+    assert len(said.split()) > 12 and said.endswith("."), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_in_a_real_kernel(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel brings its own
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}).execute()
+    kinds = [set(out.get("data", {})) for cell in notebook.cells for out in cell.get("outputs", [])]
+    assert any("image/png" in kind for kind in kinds)
+
+
+def test_a_notebook_that_fails_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "bad.ipynb"
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": ["1 / 0"]}]}))
+    assert code_cells(path) == ["1 / 0"]
+    with pytest.raises(ZeroDivisionError):
+        run_notebook(path)

@@ -1,0 +1,176 @@
+"""Every script in `examples/` runs on the bundled model and says what it should."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from layout import ROOT
+
+EXAMPLES = ROOT / "examples"
+SAYS = {
+    "generate": r"tokens of prompt; hidden: 4817263; answer:.*\n.*tokens seen; .*\nthe unpatched model:",
+    "conversation": r"turn 3: read +\d\d new tokens; holds .*\n.*\d of 3 right",
+    "saved_session": r"answer: .*, the same as that of the session that was never saved",
+    "compare_policies": r"(?s)quest.*kivi.*reads least: \d+ % of its bytes",
+    "evaluate": r"(?s)full .*turns: .*quest.* against full: .*report.html",
+    "triforce": r"(the same text|a near tie fell the other way)\n(.*\n)*coupled sampling: ",
+}
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """The script as `python examples/NAME.py WORDS` runs it, in this process."""
+    path = EXAMPLES / f"{name}.py"
+    monkeypatch.setattr(sys, "argv", [str(path), *words])
+    exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__", "__file__": str(path)})
+
+
+def test_every_script_has_a_test() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, "document_qa"}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run(name, monkeypatch, *([str(tmp_path / "run")] if name == "evaluate" else []))
+    said = capsys.readouterr().out
+    assert re.search(SAYS[name], said), said
+
+
+def test_policies_are_compared_on_a_file_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = {"text": "The sky is blue. " * 20, "questions": [{"question": "The sky is", "answer": ""}]}
+    (tmp_path / "task.json").write_text(json.dumps(task))
+    run("compare_policies", monkeypatch, str(tmp_path / "task.json"))
+    assert "1 of 1" in capsys.readouterr().out
+
+
+# ---- the service ---------------------------------------------------------------------------------------------------
+
+
+def service() -> ModuleType:
+    for needed in ("starlette", "uvicorn"):
+        pytest.importorskip(needed)
+    spec = importlib.util.spec_from_file_location("document_qa", EXAMPLES / "document_qa.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["document_qa"] = module  # its dataclass looks itself up there
+    spec.loader.exec_module(module)
+    return module
+
+
+class Client:
+    """Talks to a server on a port."""
+
+    def __init__(self, port: int) -> None:
+        self.base = f"http://127.0.0.1:{port}"
+
+    def __call__(self, path: str, body: bytes | None = None) -> tuple[int, Any]:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.base + path, body), timeout=60) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    def ask(self, name: str, key: str) -> tuple[int, Any]:
+        question = f"\nWhat is the special magic number for {key} mentioned in the provided text?"
+        question += f" The special magic number for {key} mentioned in the provided text is"
+        return self(f"/documents/{name}/questions", json.dumps({"question": question, "max_new_tokens": 6}).encode())
+
+
+class Dead:
+    """A backend whose server is gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: Any, **__: Any) -> Any:
+            raise ConnectionError("connection refused")
+
+        return (lambda: None) if name == "close" else fail
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Any, ModuleType]]:
+    module, folder = service(), tmp_path_factory.mktemp("qa")
+    import uvicorn
+
+    library = module.library("bundled", str(folder / "store"), folder / "documents", "full", max_bytes=20000)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(module.application(library), port=port, log_level="error", ws="none"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    yield Client(port), library, module
+    server.should_exit = True
+    thread.join()
+
+
+GRASS = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+DOCUMENT = f"{GRASS * 10} One of the special magic numbers for quiet-river is: 4817263.{GRASS * 8}".encode()
+
+
+def test_a_document_is_computed_once_and_answers_are_those_of_the_plain_model(
+    served: tuple[Client, Any, ModuleType],
+) -> None:
+    client, library, module = served
+    status, made = client("/documents", DOCUMENT)
+    assert status == 201 and made["stored"] is True and made["already_known"] == 0
+    chunks = made["tokens"] // library.prefix.chunk * library.prefix.chunk
+    status, answer = client.ask(made["id"], "quiet-river")
+    assert status == 200 and answer["reused_tokens"] == chunks > 0
+    cold = module.Library(library.model, library.tokenizer, module.Prefix(library.model, module.Store(Dead())),
+                          library.folder)  # fmt: skip
+    question = "\nWhat is the special magic number for quiet-river mentioned in the provided text?"
+    question += " The special magic number for quiet-river mentioned in the provided text is"
+    alone = cold.ask(made["id"], question, 6)
+    assert alone["reused_tokens"] == 0 and alone["answer"] == answer["answer"]
+    assert client("/documents", DOCUMENT)[1]["already_known"] == chunks  # the second upload costs nothing
+    assert client("/health")[1]["documents"] == 1
+
+
+@pytest.mark.parametrize(("path", "body", "status", "says"), [
+    ("/documents", b"x" * 20001, 413, "more than 20000 bytes"),
+    ("/documents", b"word " * 3999 + b"\xff", 400, "not UTF-8"),
+    ("/documents", b"  \n", 400, "empty"),
+    ("/documents", b"9 8 7 6 " * 2499, 413, "tokens, at most 8192 fit"),
+    ("/documents/0000/questions", b'{"question": "who?"}', 404, "POST it to /documents first"),
+    ("/documents/..%2F..%2Fetc/questions", b'{"question": "who?"}', 404, ""),
+    ("/documents/0000/questions", b"who?", 400, "expected JSON like"),
+    ("/documents/0000/questions", b'{"question": " "}', 400, "must not be empty"),
+    ("/nothing", None, 404, "Not Found"),
+])  # fmt: skip
+def test_what_goes_wrong_is_said(
+    served: tuple[Client, Any, ModuleType], path: str, body: bytes | None, status: int, says: str
+) -> None:
+    got, answer = served[0](path, body)
+    assert got == status and says in answer["error"], answer
+
+
+def test_a_dead_store_costs_time_and_not_answers(
+    served: tuple[Client, Any, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, library, _ = served
+    monkeypatch.setattr(library.prefix.store, "backend", Dead())
+    monkeypatch.setattr(library.prefix.store, "pause", 0.0)
+    status, made = client("/documents", DOCUMENT + b" New.")
+    assert status == 201 and made["stored"] is False and "cannot be reached" in made["warning"]
+    status, answer = client.ask(made["id"], "quiet-river")
+    assert status == 200 and answer["reused_tokens"] == 0 and answer["answer"]
+    assert "connection refused" in " ".join(client("/health")[1]["store"]["problems"])
