@@ -6,7 +6,8 @@ One layer of 32 query and 8 KV heads of 128 in bfloat16, as in a model of 8 bill
 layer cache; the prompt's own attention is left out, so filling 65536 tokens takes seconds. The model beside each time is
 bytes read (as the cache counts them) over the bandwidth of a copy measured in the same run, and nothing else: what a
 line lies above it is computing and overhead. Policies that want the attention every prompt token received compute it in
-quadratic time, and are filled up to 8192 tokens only; so is zipcache, which decodes all its pages at every token here. Also draws growth.png beside the result.
+quadratic time, and are filled up to 8192 tokens only; so is zipcache, which decodes all its pages at every token here.
+Also draws growth.png beside the result.
 """
 
 from __future__ import annotations
