@@ -58,7 +58,7 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
     },
     LayerCache: {"stack", "layer", "layers", "session", "parts"},
     Tail: {"shared", "scored"},
-    Pages: {"pool", "page", "joint", "representation", "selection", "shared", "scored", "beside"},
+    Pages: {"pool", "page", "joint", "representation", "selection", "shared", "scored", "beside", "bounds"},
 }
 SESSION = ("prompt_end", "following", "dense")
 

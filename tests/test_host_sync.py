@@ -1,7 +1,8 @@
 """Between two sealed pages, a decode step neither waits for the device nor makes a shape of data.
 
 A GPU then works while the host is ahead, and what CUDA graphs forbid is not there. Sealing a page (one step in
-`page`) allocates and is exempt; so is `d2o`, which merges as many tokens as it finds. The kernels' torch references,
+`page`) allocates and is exempt; so is `d2o`, which merges as many tokens as it finds, and so are placements that keep
+track on the host of what lies where (`disk`, `remote`, and `host` with a resident set, as in `shadowkv`). The kernels' torch references,
 which run here in place of Triton's, are exempt too; what surrounds the launches of those is watched by itself.
 """
 
@@ -28,9 +29,8 @@ STACKS = [
     "zipcache", "quantspec", "lowrank(rank=8)", "quest(budget=64)", "tidal(budget=64)", "landmarks(budget=64)",
     "retrieval(budget=64)", "oracle_topk(budget=64)", "duo(sparsity=0.5, sinks=4, recent=32)", "ashape(sinks=4, local=32)",
     "host + quest(budget=64)", "duo(sparsity=0.5, sinks=4, recent=32) + quest(budget=64) + kivi(bits=4)",
-    "shadowkv(budget=64, rank=8)",
 ]  # fmt: skip
-ELSEWHERE = {"d2o", "uniform", "exact", "dense", "all", "device"}
+ELSEWHERE = {"d2o", "uniform", "exact", "dense", "all", "device", "ann", "disk", "remote"}
 
 
 @pytest.fixture
