@@ -7,6 +7,10 @@
 Default: pages of 16, as in the paper. Every layer selects, so that the budget means the same everywhere; the paper
 reads the first two layers whole (`dense_layers=2`).
 
+In a query group, `reduce="max"` and `"mean"` compare bounds of different heads with each other, so that a head whose
+queries are long decides alone. With `"each"` the heads choose in turn: every head's best page, then every head's second
+best, until the budget is spent; it costs an ordering of all pages per query head.
+
 Differs from the official code: one choice per KV head, by the best of its query group, so that a page is read once for
 the group (its kernels know no groups, its evaluation chooses per query head); the open page is always read, as in its
 kernels, and counts; dense layers are the first ones whatever the number of layers.
@@ -15,6 +19,7 @@ kernels, and counts; dense layers are the first ones whatever the number of laye
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -37,13 +42,13 @@ class Quest(Selection):
     budget: Budget = 1024
     page: int = 16
     dense_layers: int = 0
-    reduce: Literal["max", "mean"] = "max"
+    reduce: Literal["max", "mean", "each"] = "max"
 
     def __post_init__(self) -> None:
         check_budget(self, budget=self.budget)
         check_count(self, least=1, page=self.page)
         check_count(self, dense_layers=self.dense_layers)
-        check_choice(self, reduce=(self.reduce, ("max", "mean")))
+        check_choice(self, reduce=(self.reduce, ("max", "mean", "each")))
 
     @property
     def unit(self) -> int:
@@ -62,6 +67,17 @@ class Quest(Selection):
     ) -> Int[Tensor, "row chosen"] | None:
         if at.layer < self.dense_layers:
             return None
+        if self.reduce == "each":
+            return best(self._turns(q, summary, alive), alive, at)
         if at.even:
             return best_units(q, summary["low"], summary["high"], alive, at.most, reduce=self.reduce, coarse=at.bounds)
         return best(page_scores(q, summary["low"], summary["high"], alive, reduce=self.reduce), alive, at)
+
+    def _turns(
+        self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"]
+    ) -> Float[Tensor, "row unit"]:
+        """Minus the turn at which a page is chosen, the heads of a group choosing one after the other."""
+        low, high, group = summary["low"], summary["high"], q.shape[1]
+        each = torch.stack([page_scores(q[:, [head]], low, high, alive) for head in range(group)], 1)
+        place = each.argsort(-1, descending=True, stable=True).argsort(-1)
+        return -(place * group + torch.arange(group, device=q.device)[:, None]).amin(1).float()

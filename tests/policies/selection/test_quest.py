@@ -48,7 +48,7 @@ def test_empty_slots_do_not_widen_the_range() -> None:
 
 
 @pytest.mark.parametrize("heads, group", [(2, 2), (3, 1), (1, 4)])
-@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("reduce", ["max", "mean", "each"])
 def test_reads_are_those_of_the_loop(heads: int, group: int, reduce: str) -> None:
     tokens, page, budget = draw(101, heads, group), 8, 40
     found = run(Stack(selection=Quest(budget=budget, page=page, reduce=reduce)), tokens, 100)  # type: ignore[arg-type]
@@ -56,13 +56,20 @@ def test_reads_are_those_of_the_loop(heads: int, group: int, reduce: str) -> Non
     seen = torch.zeros(1, heads, 101, dtype=torch.bool)
     seen[..., sealed:] = True
     for h in range(heads):
-        bound = []
+        bound: list[float] = []
+        heads_bound: list[list[float]] = []
         for p in range(sealed // page):
             low, high = tokens.k[0, h, p * page : p * page + page].aminmax(dim=0)
             rows = [tokens.q[0, h * group + g, 100] for g in range(group)]
             each = torch.stack([torch.maximum(q * low, q * high).sum() for q in rows])
             bound.append(float(each.max() if reduce == "max" else each.mean()))
-        best = sorted(range(len(bound)), key=lambda p: -bound[p])[: (budget - (101 - sealed)) // page]
+            heads_bound.append(each.tolist())
+        count = (budget - (101 - sealed)) // page
+        best = sorted(range(len(bound)), key=lambda p: -bound[p])[:count]
+        if reduce == "each":
+            by_head = [sorted(range(len(bound)), key=lambda p: -heads_bound[p][g]) for g in range(group)]
+            turns = [by_head[g][turn] for turn in range(len(bound)) for g in range(group)]
+            best = list(dict.fromkeys(turns))[:count]
         for p in best:
             seen[0, h, p * page : p * page + page] = True
     torch.testing.assert_close(found.out[:, -1:], plain(tokens, 100, seen), atol=1e-5, rtol=1e-4)
