@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -91,6 +91,7 @@ class Layout:
         }
 
 
+@runtime_checkable
 class Level(Protocol):
     name: str
     capacity: int  # pieces
