@@ -38,9 +38,14 @@ from kvengine.prefix import Prefix
 LEVELS = ("lossless", "high", "low")
 COLUMNS = {"from": "tier", "tokens": "tokens", "level": "level", "computed (s)": "cold_s:.3f", "from the tier (s)": "warm_s:.3f",
            "times faster": "speed_up:.1f", "stored (MB)": "stored_mb:.2f", "tokens reused": "reused_tokens"}  # fmt: skip
-LIVE = {"pages on": "pages on", "tokens": "tokens", "decode (ms)": "ms:.1f", "device (MB)": "device:.2f",
-        "host (MB)": "host:.2f", "disk (MB)": "disk:.2f", "remote (MB)": "remote:.2f", "fetched ahead": "ahead:.0%",
-        "same next tokens": "same"}  # fmt: skip
+LIVE = {
+    "pages on": "pages on",
+    "tokens": "tokens",
+    "decode (ms)": "ms:.1f",
+    **{f"{tier} (MB)": f"{tier}:.2f" for tier in ("device", "host", "disk", "remote")},
+    "fetched ahead": "ahead:.0%",
+    "same next tokens": "same",
+}
 
 
 def seconds(work: Callable[[], Any]) -> float:

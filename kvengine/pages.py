@@ -307,7 +307,7 @@ class Pages(User):
         return {"table": self._table, "position": self._position, "score": self._score, "alive": self._alive, **named}
 
 
-def wider(x: Tensor, size: int, empty: float) -> Tensor:
+def wider(x: Tensor, size: int, empty: int | float) -> Tensor:
     """`x` in front of `empty` up to `size` along axis 1."""
     if x.shape[1] == size:
         return x

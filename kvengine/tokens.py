@@ -19,7 +19,7 @@ def pack(keep: Bool[Tensor, "row token"]) -> Int[Tensor, "row chosen"]:
     return order.masked_fill(torch.arange(most, device=keep.device) < most - count[:, None], -1)
 
 
-def take(x: Tensor, index: Int[Tensor, "row chosen"], empty: float = 0) -> Tensor:
+def take(x: Tensor, index: Int[Tensor, "row chosen"], empty: int | float = 0) -> Tensor:
     """Gather along the token axis; where the index is -1 there is `empty`.
 
     >>> take(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 2]]), empty=-1).tolist()

@@ -131,7 +131,6 @@ MIXED = [
     "adakv(budget=24, base='expected_attention') + quest(budget=16, page=4)",
     "quest(budget=24, page=4) + kivi(group=8, residual=8) + disk(device=2048, host=2048)",
     "landmarks(budget=40, chunk=4) + host(fields=('v',), resident=40)",
-    "h2o(budget=24) + disk(host=4096)",
     "ashape(sinks=2, local=12) + snapkv(budget=24, window=6) + kivi(bits=2, group=8, residual=8)",
 ]
 

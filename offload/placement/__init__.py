@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ class Site:
     ahead: Ahead = field(default_factory=Ahead)
 
 
+@runtime_checkable
 class Shelf(Protocol):
     """Some fields of all pieces."""
 

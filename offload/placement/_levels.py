@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -91,6 +91,7 @@ class Layout:
         }
 
 
+@runtime_checkable
 class Level(Protocol):
     name: str
     capacity: int  # pieces
@@ -120,8 +121,8 @@ class Memory:
             store.write(torch.from_numpy(slots), fields[name])
 
     def read(self, slots: np.ndarray, without: tuple[str, ...]) -> Fields:
-        at = torch.from_numpy(slots)
-        return {name: store.read(at) for name, store in self.stores.items() if name not in without}
+        at = torch.from_numpy(slots)  # read where they are: what goes further down need not pass the device
+        return {n: store.data[at.to(store.data.device)] for n, store in self.stores.items() if n not in without}
 
     def release(self, slots: np.ndarray) -> None:
         self.slots.release(slots)

@@ -10,11 +10,12 @@ and now out of the way), and StoreError or OSError (cannot tell).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvengine.offload.stores.record import Buffer, Entry
 
 
+@runtime_checkable
 class Backend(Protocol):
     def put(self, key: str, payload: Sequence[Buffer], ttl: float | None = None) -> None:
         """Stores the joined parts for `ttl` seconds, None for ever. Storing what is there already is cheap."""
