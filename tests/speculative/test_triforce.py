@@ -86,6 +86,7 @@ def test_gamma_decided_at_run_time(target: Any) -> None:
 
 def test_a_small_model_left_alone_reads_what_it_missed_in_one_pass(target: Any, small: Any) -> None:
     """It then drafts what it would have drafted, had it been asked all along."""
+    kvengine.patch(small)
     lone, text = Session(small, EngineCache(small, "full")), Text(prompt(60)[0].tolist())
     other = Session(small, EngineCache(small, "full"))
     for session in (lone, other):
