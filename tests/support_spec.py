@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
 from kvengine.speculative.accept import Draft
+from kvengine.speculative.law import Text
 from kvengine.speculative.noise import Gumbel
 from kvengine.speculative.session import Asks, Session
 
@@ -99,7 +100,7 @@ class TableSession:
         nodes = [self.cached + draft.path(node) for node in range(len(draft))]
         return torch.cat([chain, self._logits(nodes)]) if tokens else self._logits(nodes)
 
-    def ready(self) -> None:
+    def prepare(self, text: Text) -> None:
         return None
 
     def feeding(self, tokens: list[int]) -> Asks[Tensor]:

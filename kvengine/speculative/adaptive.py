@@ -95,7 +95,7 @@ class Adaptive:
     """
 
     limit: int = 16
-    probe: int = 8
+    probe: int = 16
     rounds: int = field(default=0, init=False)
     idle: int = field(default=0, init=False)
     wait: int = field(default=0, init=False)
@@ -135,9 +135,10 @@ class Adaptive:
             return False
         if not self.bars:  # what drafting costs, or what leaving it costs, is not known yet
             return drafted == 0 and not any(self.judge.middle)
-        if drafted == 0 and self.rounds - self.measured > 32 * self.probe:
+        if drafted == 0 and self.rounds - self.measured > 16 * self.probe:
             return False  # that of not drafting may have changed
         if self.worth(confidence):
+            self.wait = self.probe
             return True
         self.probing |= (again := drafted == 0 and self.idle >= self.wait)
         return again
@@ -184,12 +185,10 @@ class Adaptive:
         """Pace the next trial. One that stood casts doubt on what is remembered of those that did not."""
         self.probing = False
         hopeless = bool(self.bars) and self.bars[0] >= 1
+        self.wait = min(2 * self.wait, (128 if hopeless else 16) * self.probe)
         if what.stood and not hopeless:
-            self.wait = self.probe
             for odds in (self.overall, *self.places, *self.bins, *self.after):
-                odds.fade(0.5)
-        else:
-            self.wait = min(2 * self.wait, (128 if hopeless else 16) * self.probe)
+                odds.fade(0.25)
 
     def _decide(self, what: Round) -> None:
         """From what is known, how likely the next token must be to stand, by how many are drafted."""

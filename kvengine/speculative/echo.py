@@ -151,6 +151,9 @@ class Echo(Session):
                 view.catch_up(*joined(self.lacking[number])[1:3])
         self.lacking.clear()
 
+    def prepare(self, text: Text) -> None:
+        self.ready()
+
     def _choose(self, cache: ViewCache) -> None:
         """With the query of the last token that stands."""
         cache.session.memo.clear()

@@ -10,8 +10,9 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from kvengine.errors import ModelError
+from kvengine.speculative.clock import Clock, Watch
 from kvengine.speculative.law import Text
-from kvengine.speculative.report import Clock, Report, Watch
+from kvengine.speculative.report import Report
 from kvengine.speculative.session import Asks, drive
 from kvengine.speculative.tier import Drafter, Tier
 

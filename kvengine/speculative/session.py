@@ -26,6 +26,7 @@ from kvengine.speculative.law import Text
 
 Logits = Float[Tensor, "token vocab"]
 Out = TypeVar("Out")
+LATE = 8  # tokens; so many missing ones are read before drafting, fewer with the first token drafted
 
 
 @dataclass
@@ -145,6 +146,17 @@ class Session:
     def ready(self) -> None:
         """Called before tokens are fed."""
 
+    @torch.no_grad()
+    def prepare(self, text: Text) -> None:
+        """Called before this session drafts. What it missed of the text while it did not is read as a prompt is."""
+        if self.open or len(text) - 1 - self.settled < LATE:
+            return
+        self.cache.session.recording = False  # what is not to be taken back needs no steps of one token
+        self.forward(text.tokens[self.settled : -1], logits_to_keep=1)
+        self._record()
+        self._commit()
+        self.settled = len(text) - 1
+
     @contextmanager
     def reading(self, sees: Bool[Tensor, "node node"] | None) -> Iterator[None]:
         """How the cache is read during a pass."""
@@ -188,6 +200,9 @@ class Guest(Session):
     def prefill(self, prompt: Sequence[int]) -> None:  # type: ignore[override]
         """To be called when the host has read the prompt."""
         self.settled = len(prompt)
+
+    def prepare(self, text: Text) -> None:
+        """The host has read everything."""
 
     def leave(self) -> None:
         """Take back all that was drafted."""

@@ -130,7 +130,7 @@ class Tier:
             if not more(()):
                 return Draft()
             began = self.clock()
-            self.below.session.ready()
+            self.below.session.prepare(text)
             self.other += self.clock() - began
             return (yield from self.below.proposing(text, tail, more))
         return self.below.propose(text, tail, more)

@@ -23,7 +23,7 @@ from kvengine.cache import Stock
 from kvengine.hf_cache import EngineCache, EngineLayer, engine_layers
 from kvengine.session import Call
 from kvengine.session import Session as Shared
-from kvengine.speculative.report import Watch, now, plus
+from kvengine.speculative.clock import Watch, now, plus
 from kvengine.speculative.session import Asks, Logits, Out, Pass
 
 

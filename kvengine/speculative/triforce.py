@@ -25,11 +25,12 @@ from kvengine.speculative.adaptive import Adaptive
 from kvengine.speculative.ahead import Ahead, Fixed
 from kvengine.speculative.branch import Branching
 from kvengine.speculative.check import Gamma, check_gamma, check_models, check_places, check_room
+from kvengine.speculative.clock import Watch
 from kvengine.speculative.echo import Echo, Refresh
 from kvengine.speculative.law import Law
 from kvengine.speculative.places import LayerPlaces
 from kvengine.speculative.propose import Lookup, Recycling
-from kvengine.speculative.report import Report, Watch
+from kvengine.speculative.report import Report
 from kvengine.speculative.run import Run, end_tokens, padded, texts
 from kvengine.speculative.session import Guest, Session
 from kvengine.speculative.tier import Drafter, Tier

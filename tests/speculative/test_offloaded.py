@@ -13,7 +13,7 @@ import kvengine
 from kvengine.offload.placement import TensorStore
 from kvengine.speculative.triforce import TriForce
 
-LAYERS = 4
+LAYERS = 3
 MIDDLES = ["quest(budget=24, page=4)", "snapkv(budget=24, window=4)", "streaming(sinks=4, recent=20)", "kivi(bits=4)"]
 
 
@@ -28,7 +28,7 @@ def decoded(model: Any, middle: str, **options: Any) -> tuple[list[list[int]], T
     kept: list[Any] = []
     tiers = decoder.tiers
     decoder.tiers = lambda *a: kept.append(tiers(*a)) or kept[-1]  # type: ignore[method-assign, func-returns-value]
-    return decoder.generate(prompt(240), max_new_tokens=24, **options).tolist(), decoder, kept[0]
+    return decoder.generate(prompt(240), max_new_tokens=12, **options).tolist(), decoder, kept[0]
 
 
 def storages(lane: Any) -> dict[str, dict[int, int]]:
@@ -44,7 +44,7 @@ def storages(lane: Any) -> dict[str, dict[int, int]]:
 @pytest.mark.parametrize("middle", MIDDLES)
 def test_the_text_is_the_same_and_the_bytes_are_where_the_report_says(model: Any, middle: str) -> None:
     text, decoder, tiers = decoded(model, middle, do_sample=False)
-    assert text == model.generate(prompt(240), max_new_tokens=24, do_sample=False).tolist()
+    assert text == model.generate(prompt(240), max_new_tokens=12, do_sample=False).tolist()
     top, mine = decoder.report.tiers
     lanes = [part.lane for layer in tiers.session.cache.engines for part in layer.parts]
     counted = [storages(lane) for lane in lanes]
@@ -57,7 +57,7 @@ def test_the_text_is_the_same_and_the_bytes_are_where_the_report_says(model: Any
 def test_coupled_text_is_the_same(model: Any) -> None:
     options = {"temperature": 1.0, "seed": 5, "coupled": True}
     for middle in MIDDLES[:2]:
-        near = TriForce(model, "lookup", middle, gamma=(2, 4)).generate(prompt(240), max_new_tokens=24, **options)
+        near = TriForce(model, "lookup", middle, gamma=(2, 4)).generate(prompt(240), max_new_tokens=12, **options)
         assert decoded(model, middle, **options)[0] == near.tolist()
 
 

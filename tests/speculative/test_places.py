@@ -58,7 +58,7 @@ def beside(model: Any, middle: str, in_place: bool) -> tuple[Session, Echo, Text
 def test_it_reads_what_a_copy_holds(model: Any, middle: str) -> None:
     """The logits of drafts agree round after round; a stream's window may be wider by the tokens drafted."""
     pairs = [beside(model, middle, in_place) for in_place in (False, True)]
-    for stand in (2, 0, 4, 1, 3):
+    for stand in (2, 0, 4, 1):
         drafts: list[Tensor] = []
         for whole, mine, text in pairs:
             drafted = [5, 6, 7, 8]
@@ -77,13 +77,13 @@ def test_it_reads_what_a_copy_holds(model: Any, middle: str) -> None:
 @pytest.mark.parametrize("middle", MIDDLES)
 def test_greedy_text_and_bytes(model: Any, middle: str) -> None:
     """The text is the target's, and a token costs a row four bytes; what a selection remembers of units comes on top."""
-    ids = prompt(240)
+    ids = prompt(200)
     decoder = TriForce(model, "lookup", middle, gamma=(2, 4), in_place=True)
     kept: list[Any] = []
     tiers = decoder.tiers
     decoder.tiers = lambda *a: kept.append(tiers(*a)) or kept[-1]  # type: ignore[method-assign, func-returns-value]
-    out = decoder.generate(ids, max_new_tokens=16, do_sample=False)
-    assert out.tolist() == model.generate(ids, max_new_tokens=16, do_sample=False).tolist()
+    out = decoder.generate(ids, max_new_tokens=8, do_sample=False)
+    assert out.tolist() == model.generate(ids, max_new_tokens=8, do_sample=False).tolist()
     top, mine = decoder.report.tiers
     views = kept[0].below.session.cache.views
     tensors = [x for view in views for x in (view.index, *view.summary.values(), *view.tail.tensors().values())]

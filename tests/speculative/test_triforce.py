@@ -13,6 +13,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvengine
 from kvengine.errors import ModelError, PolicyError, UnknownPolicy
+from kvengine.hf_cache import EngineCache
+from kvengine.speculative.law import Text
+from kvengine.speculative.session import Session
 from kvengine.speculative.triforce import TriForce
 
 MIDDLES = [
@@ -79,6 +82,22 @@ def test_coupled_sampling_is_plain_sampling_with_the_same_seed(target: Any, midd
 def test_gamma_decided_at_run_time(target: Any) -> None:
     decoder = TriForce(target, "lookup", QUEST, gamma="auto")
     assert decoder.generate(prompt(), max_new_tokens=30, do_sample=False).tolist() == greedy(target, prompt())
+
+
+def test_a_small_model_left_alone_reads_what_it_missed_in_one_pass(target: Any, small: Any) -> None:
+    """It then drafts what it would have drafted, had it been asked all along."""
+    kvengine.patch(small)
+    lone, text = Session(small, EngineCache(small, "full")), Text(prompt(60)[0].tolist())
+    other = Session(small, EngineCache(small, "full"))
+    for session in (lone, other):
+        session.prefill(text.tokens)
+    text.tokens += list(range(3, 20))
+    lone.prepare(text)
+    assert lone.settled == lone.cache.seen == 76 and lone.align(text, ()) == [19]
+    assert other.settled == 60
+    torch.testing.assert_close(lone.feed([19, 5])[-2:], other.feed([*range(3, 20), 5])[-2:], rtol=1e-4, atol=1e-4)
+    lone.forget(2)
+    assert lone.cache.seen == 76
 
 
 def test_seeds(target: Any) -> None:
