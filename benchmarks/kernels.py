@@ -139,12 +139,11 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
 def shadow(x: dict[str, Tensor], pages: dict[str, Tensor], rows: int, length: int) -> dict[str, Case]:
     """Low-rank keys: units chosen beforehand, as ShadowKV's landmarks cost what Quest's bounds do, and half."""
     q, device = x["q"], x["q"].device
-    u = torch.randn(rows // HEADS * length // PAGE, PAGE, RANK, device=device, dtype=q.dtype)
-    shared = torch.arange(len(u), dtype=torch.int32, device=device).view(rows // HEADS, -1).repeat_interleave(HEADS, 0)
+    u = torch.randn(rows // HEADS, length, RANK, device=device, dtype=q.dtype)
     basis, frequency = torch.randn(rows, RANK, DIM, device=device, dtype=q.dtype), torch.ones(DIM // 2, device=device)
     units = torch.rand(rows, length // 8, device=device).topk(min(BUDGET, length) // 8, 1).indices.sort(1).values
     call = partial(lowrank_attention, q, u, pages["v"], basis, frequency, x["table"], x["position"], page=PAGE,
-                   scale=SCALE, units=units, unit=8, u_table=shared)  # fmt: skip
+                   scale=SCALE, units=units, unit=8)  # fmt: skip
     return {"low-rank keys 2048": (units.numel() * 8 * (RANK + DIM) * q.element_size(), call)}
 
 

@@ -324,8 +324,7 @@ def summary(rows: list[Row]) -> list[Row]:
 SIDES = ("kvpress", "kvengine")
 COLUMNS = {
     "context": "length", "method": "method", "removed": "removed:g", "right (%): kvpress / kvengine": "scores",
-    "difference (95 %)": "gap", "read and compress (s)": "compress",
-    "decode (ms), and stock's with as many": "decode", "held (KiB)": "kib",
+    "difference (95 %)": "gap", "read and compress (s)": "compress", "decode (ms), stock too": "decode", "held (KiB)": "kib",
     f"after {STEPS} tokens (KiB)": "after", "tokens per head": "held",
 }  # fmt: skip
 

@@ -13,6 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvengine.errors import UnsupportedPolicy
+from kvengine.kernels.dispatch import native_refusal
+from kvengine.kernels.lowrank_attention import fits
 from kvengine.policies import name_of
 from kvengine.policies.representation import Fields, Representation
 from kvengine.rope import Rope
@@ -40,6 +42,15 @@ class Joint:
         """The keys at these positions, rotated; anything where the position is -1."""
         at = position.clamp(min=0).long()
         return self.rope.turn(self.representation.keys(self.fields, at), at).to(self.dtype)
+
+    def factors(self, v: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """U, the basis of each row and the rotation's frequencies, if the C kernel rebuilds keys from them."""
+        if self.representation.codec != "lowrank" or self.rope.interleaved or not q.is_cpu:
+            return None
+        u, basis = self.fields["u"], self.fields["basis"].flatten(0, 1)
+        frequency = self.rope.frequency
+        known = fits(q, u, v, basis, frequency) and not native_refusal((q, u, v, basis), True)
+        return (u, basis, frequency) if known else None
 
     def rows(self, index: Int[Tensor, "chosen"]) -> Joint:
         """Those of the given rows; whole sequences."""

@@ -19,6 +19,7 @@ from kvengine import _ops as ops
 from kvengine.errors import CacheError
 from kvengine.holding import Holding
 from kvengine.kernels.attention import attention
+from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.span_attention import band_spans, causal_spans, span_attention
@@ -320,6 +321,15 @@ class Lane(Holding):
                 q, fields, pages.table, pages.position, page=pages.page, scale=call.scale, units=self.units,
                 unit=None if self.units is None else self.stack.selection.unit, codec=pages.codec,
                 dim_v=self.tail.v.shape[-1], softcap=call.softcap, want_probs=mass,
+            )  # fmt: skip
+        unit = None if self.units is None else self.stack.selection.unit
+        stored = None if pages.joint is None or shift is not None or call.softcap is not None else pages.pool.resident()
+        factors = None if stored is None or pages.joint is None else pages.joint.factors(stored["v"], q)
+        if factors is not None and stored is not None:
+            u, basis, frequency = factors
+            return lowrank_attention(
+                q, u, stored["v"], basis, frequency, pages.table, pages.position, page=pages.page, scale=call.scale,
+                units=self.units, unit=unit, want_probs=mass,
             )  # fmt: skip
         if self.units is None:
             k, v = pages.decoded()

@@ -34,7 +34,7 @@ typedef struct {
 } Attention;
 
 typedef struct {
-  int64_t token[TILE], column[TILE];
+  int64_t token[TILE], column[TILE], place[TILE];
   uint8_t seen[MAX_QUERY][TILE];
   int count;
 } Batch;
@@ -105,6 +105,7 @@ INLINE int64_t collect_run(const Attention *a, int64_t row, int64_t column, int6
     for (int64_t n = 0; n < a->queries && !everyone; n++) any |= b->seen[n][b->count] = sees(a, row, n, column, at);
     b->token[b->count] = token;
     b->column[b->count] = column;
+    b->place[b->count] = at;
     b->count += any && at >= 0;
   }
   return column;
@@ -175,7 +176,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     from = collect(a, row, from, to, next);
     fetch_tokens(&a->v, row, b->token, b->count);
     if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
-    read_tokens(&a->k, &keys, row, b->token, b->count, tile, a->dim);
+    read_tokens(&a->k, &keys, row, a->k.layout == LOWRANK ? b->place : b->token, b->count, tile, a->dim);
     fetch_tokens(&a->k, row, next->token, next->count);
     dots(a->q + row * a->padded * a->dim, a->padded, tile, b->count, a->dim, weights);
     soften(a, row, b, weights, top, total, out);

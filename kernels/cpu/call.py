@@ -16,7 +16,7 @@ from kvengine.kernels.state import State
 
 LANES = 16
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-DENSE, PER_CHANNEL, PER_TOKEN, MIXED = range(4)
+DENSE, PER_CHANNEL, PER_TOKEN, MIXED, LOWRANK = range(5)
 
 I64, POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -27,7 +27,9 @@ class Field(ctypes.Structure):
     _fields_ = [(name, I64) for name in (
         "layout", "dim", "dtype", "row_stride", "token_stride", "bits", "low_bits", "group", "page", "salient",
         "per_token",
-    )] + [(name, POINTER) for name in ("data", "low", "scale", "zero", "channel", "mask")]  # fmt: skip
+    )] + [(name, POINTER) for name in (
+        "data", "low", "scale", "zero", "channel", "mask",
+    )] + [("factor", ctypes.c_double)]  # fmt: skip
 
 
 class Attention(ctypes.Structure):
@@ -79,6 +81,12 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
     if side == "v":
         field.channel = fields["v_channel"].data_ptr()
     return field
+
+
+def int32(x: Tensor) -> Tensor:
+    """As int32 with contiguous rows; what the engine keeps already is, and is not copied."""
+    x = x.to(torch.int32)
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def up(n: int, multiple: int) -> int:

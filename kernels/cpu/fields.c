@@ -173,6 +173,60 @@ static void read_mixed(const Field *f, Memo *memo, int64_t token, float *out) {
   unpack_one(code, NULL, f->dim, bits, &scale, &zero, memo->scale, 0, out);
 }
 
+/* Sine and cosine to about 1e-7, for |x| up to 1e5: the nearest multiple of pi / 2 is taken off in three parts. */
+INLINE void turn(vf x, vf *sine, vf *cosine) {
+  vf shifted = x * 0.636619772f + 12582912.0f, n = shifted - 12582912.0f;
+  vi quarter = __builtin_convertvector(n, vi);
+  vf r = ((x - n * 1.5703125f) - n * 4.837512969970703125e-4f) - n * 7.549789948768648e-8f, z = r * r;
+  vf s = r + r * z * (-1.6666654611e-1f + z * (8.3321608736e-3f - z * 1.9515295891e-4f));
+  vf c = 1 - z * 0.5f + z * z * (4.166664568298827e-2f + z * (-1.388731625493765e-3f + z * 2.443315711809948e-5f));
+  vi odd = (quarter & 1) != 0;
+  vf a = choose(odd, c, s), b = choose(odd, s, c);
+  *sine = choose((quarter & 2) != 0, -a, a);
+  *cosine = choose(((quarter + 1) & 2) != 0, -b, b);
+}
+
+#define ROWS 8
+
+/* Keys U[place] @ basis, turned at their places. Here `data` is U [sequence, place, rank], `group` the rows of a
+   sequence, `token_stride` the rank, `scale` the basis [row, rank, dim], `zero` the `bits` frequencies, all floats. */
+static void read_lowrank(const Field *f, int64_t row, const int64_t *place, int count, float *tile, int64_t stride) {
+  const int64_t rank = f->token_stride, dim = f->dim, half = f->bits;
+  const float *basis = (const float *)f->scale + row * rank * dim;
+  float u[ROWS][1024 + LANES];
+  for (int i = 0; i < count; i += ROWS) {
+    const int n = count - i < ROWS ? count - i : ROWS;
+    memset(u, 0, sizeof u);
+    for (int j = 0; j < n; j++)
+      widen(f->data, row / f->group * f->row_stride + place[i + j] * rank, rank, f->dtype, u[j]);
+    for (int64_t d = 0; d < dim; d += LANES) {
+      vf sum[ROWS] = {{0}};
+      for (int64_t r = 0; r < rank; r++) {
+        vf b = load(basis + r * dim + d);
+#pragma GCC unroll 8
+        for (int j = 0; j < ROWS; j++) sum[j] += b * u[j][r];
+      }
+      for (int j = 0; j < n; j++) store(tile + (i + j) * stride + d, sum[j]);
+    }
+  }
+  float frequency[256 + LANES] = {0}, sine[256 + LANES], cosine[256 + LANES];
+  memcpy(frequency, f->zero, half * sizeof(float));
+  for (int i = 0; i < count; i++) {
+    float *key = tile + i * stride;
+    for (int64_t d = 0; d < half; d += LANES) {
+      vf s, c;
+      turn((float)place[i] * load(frequency + d), &s, &c);
+      store(sine + d, s * (float)f->factor);
+      store(cosine + d, c * (float)f->factor);
+    }
+    for (int64_t d = 0; d < half; d++) {
+      float a = key[d], b = key[d + half];
+      key[d] = a * cosine[d] - b * sine[d];
+      key[d + half] = b * cosine[d] + a * sine[d];
+    }
+  }
+}
+
 void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile,
                  int64_t stride) {
   if (f->layout == DENSE) {
@@ -183,7 +237,8 @@ void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, 
     }
     return;
   }
-  if (f->layout == PER_CHANNEL) read_per_channel(f, memo, token, count, tile, stride);
+  if (f->layout == LOWRANK) read_lowrank(f, row, token, count, tile, stride);
+  else if (f->layout == PER_CHANNEL) read_per_channel(f, memo, token, count, tile, stride);
   else if (f->layout == PER_TOKEN) read_per_token(f, memo, token, count, tile, stride);
   else
     for (int i = 0; i < count; i++) read_mixed(f, memo, token[i], tile + i * stride);
@@ -191,6 +246,7 @@ void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, 
 
 /* Ask for the tokens' bytes, to be read soon: memory works while other tokens are computed with. */
 void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count) {
+  if (f->layout == LOWRANK) return;
   const int64_t size = f->dtype == F32 ? 4 : 2, dense = f->layout == DENSE;
   const int64_t bytes = dense ? f->dim * size : f->dim * f->bits / 8;
   for (int i = 0; i < count; i++) {

@@ -5,7 +5,7 @@
 #include "simd.h"
 
 enum { F32, BF16, F16 };                /* dtypes */
-enum { DENSE, PER_CHANNEL, PER_TOKEN, MIXED }; /* layouts, see codecs.py */
+enum { DENSE, PER_CHANNEL, PER_TOKEN, MIXED, LOWRANK }; /* layouts, see codecs.py */
 
 typedef struct {
   int64_t layout;
@@ -17,6 +17,7 @@ typedef struct {
   int64_t per_token; /* MIXED: scales belong to tokens (values) or to channels (keys) */
   const void *data, *low, *scale, *zero, *channel;
   const uint8_t *mask; /* MIXED: a bit per slot of a page, set where the token is salient */
+  double factor;       /* LOWRANK, see read_lowrank: on cosine and sine */
 } Field;
 
 /* What a reader keeps between tokens: the scale and zero of the last key group, as floats; of a mixed page's, both. */

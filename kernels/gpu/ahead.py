@@ -162,7 +162,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "fetch": lambda: fetch(x, table[0].long(), x.device),
         "compact": lambda: compact({"k": x}, table, position, table[:, :2], PAGE),
         "low rank": lambda: lowrank_attention(
-            q, u, dense["v"], basis, frequency, table, table, position, PAGE, 0.1, units, 8, 1.0, False
+            q, u, dense["v"], basis, frequency, table, position, PAGE, 0.1, units, 8, 1.0, False
         ),
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Plain torch; also the CPU path, where the time goes into one batched matrix product."""
+"""Plain torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ def lowrank_attention(
     basis: Tensor,
     inv_freq: Tensor,
     table: Tensor,
-    u_table: Tensor,
     position: Tensor,
     page: int,
     scale: float,
@@ -29,8 +28,8 @@ def lowrank_attention(
     """See `kvengine.kernels.lowrank_attention`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     where, at = resolve(table, position, units, unit, page)
-    where_u, _ = resolve(u_table, position, units, unit, page)
-    coordinates = u.flatten(0, 1)[where_u].to(wide).masked_fill((at < 0)[..., None], 0)
+    sequence = torch.arange(len(q), device=q.device) // (len(q) // len(u))
+    coordinates = u[sequence[:, None], at.clamp(min=0).long()].to(wide).masked_fill((at < 0)[..., None], 0)
     keys = rotate(coordinates @ basis.to(wide), at, inv_freq, rope_scaling)
     visible = (at >= 0)[:, None].expand(-1, q.shape[2], -1)
     return attention(q, keys, v.flatten(0, 1)[where], visible, scale, want_probs=want_probs)

@@ -42,8 +42,8 @@ def part(
 
 @triton.jit(do_not_specialize=["columns", "chosen"])
 def lowrank_kernel(
-    q, u, v, basis, inv_freq, table, u_table, position, units, parts, tops, totals, scores_out, lengths,
-    table_row, u_table_row, position_row, rows, columns, heads, chosen, scale, scaling,
+    q, u, v, basis, inv_freq, table, position, units, parts, tops, totals, scores_out, lengths,
+    table_row, position_row, places, sharing, rows, columns, heads, chosen, scale, scaling,
     UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, SCORES: tl.constexpr, LENGTHS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, COMPUTE: tl.constexpr, RANK: tl.constexpr,
     STEP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, REST: tl.constexpr,
@@ -75,11 +75,10 @@ def lowrank_kernel(
                 ok = ok & (unit >= 0)
                 slot = (tl.maximum(unit, 0) * UNIT + column % UNIT).to(tl.int32)
             page = tl.load(table + r * table_row + slot // PAGE, mask=ok, other=-1).to(tl.int64)
-            u_page = tl.load(u_table + r * u_table_row + slot // PAGE, mask=ok, other=-1).to(tl.int64)
             place = tl.load(position + r * position_row + slot, mask=ok, other=-1)
-            ok = ok & (page >= 0) & (u_page >= 0) & (place >= 0)
+            ok = ok & (page >= 0) & (place >= 0)
             token = tl.maximum(page, 0) * PAGE + slot % PAGE
-            u_token = tl.maximum(u_page, 0) * PAGE + slot % PAGE
+            u_token = (r // sharing) * places + tl.maximum(place, 0).to(tl.int64)
             q1, k1 = part(q, basis, u, r, n, heads, u_token, ok, 0, HALF, BLOCK_H, RANK, STEP, DIM, COMPUTE, BLOCK)
             q2, k2 = part(q, basis, u, r, n, heads, u_token, ok, HALF, HALF, BLOCK_H, RANK, STEP, DIM, COMPUTE, BLOCK)
             angle = place.to(tl.float32)[:, None] * frequency[None, :]
@@ -111,7 +110,6 @@ def lowrank_attention(
     basis: Tensor,
     inv_freq: Tensor,
     table: Tensor,
-    u_table: Tensor,
     position: Tensor,
     page: int,
     scale: float,
@@ -130,10 +128,10 @@ def lowrank_attention(
     tile = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
     low = torch.float32 if interpreted() else q.dtype  # the interpreter multiplies the bits of bfloat16 as integers
     lowrank_kernel[(parts.programs, triton.cdiv(heads, tile))](
-        q, u, v, basis, inv_freq.to(torch.float32).contiguous(), table, u_table, position,
+        q, u, v, basis, inv_freq.to(torch.float32).contiguous(), table, position,
         table if units is None else units.contiguous(), parts.parts, parts.tops, parts.totals,
-        parts.tops if scores is None else scores, parts.tops, table.stride(0), u_table.stride(0), position.stride(0),
-        rows, columns, heads, 0 if units is None else units.shape[1], scale, rope_scaling,
+        parts.tops if scores is None else scores, parts.tops, table.stride(0), position.stride(0),
+        u.shape[1], rows // len(u), rows, columns, heads, 0 if units is None else units.shape[1], scale, rope_scaling,
         UNITS=units is not None, UNIT=unit, PAGE=page, SCORES=want_probs, HEADS=tile,
         COMPUTE={torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[low],
         RANK=u.shape[-1], STEP=32, DIM=dim, HALF=half, BLOCK_H=max(16, triton.next_power_of_2(half)),

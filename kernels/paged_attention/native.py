@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from kvengine.kernels.cpu import call
@@ -30,8 +29,8 @@ def paged_attention(
 ) -> State:
     """See `kvengine.kernels.paged_attention`."""
     dim = q.shape[-1]
-    table, position = _int32(table), _int32(position)
-    units, query_position = (None if x is None else _int32(x).contiguous() for x in (units, query_position))
+    table, position = call.int32(table), call.int32(position)
+    units, query_position = (None if x is None else call.int32(x).contiguous() for x in (units, query_position))
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
     return call.run(
         q, call.paged(codec, fields, "k", dim, page), call.paged(codec, fields, "v", dim_v, page), columns, scale,
@@ -40,9 +39,3 @@ def paged_attention(
         position_row=position.stride(0), page=page, unit=unit,
         chosen=0 if units is None else units.shape[1], window=window or 0,
     )  # fmt: skip
-
-
-def _int32(x: Tensor) -> Tensor:
-    """As int32 with contiguous rows; what the engine keeps already is, and is not copied."""
-    x = x.to(torch.int32)
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

@@ -46,6 +46,7 @@ class LowRank(Representation):
         rank: directions kept, or that as a fraction of heads x channels.
     """
 
+    codec: ClassVar[str] = "lowrank"  # of `kernels.lowrank_attention`
     joint: ClassVar[bool] = True
     needs_rope: ClassVar[bool] = True
     by_token: ClassVar[tuple[str, ...]] = ("u",)

@@ -14,7 +14,7 @@ from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.slots import resolve
 
 PAGE, ROWS, TABLE, RANK = 16, 4, 3, 20
-BACKENDS = [b for b in oracle.backends() if b != "native"]
+BACKENDS = oracle.backends()
 
 
 def rotated(key: Tensor, position: int, inv_freq: Tensor) -> Tensor:
@@ -34,13 +34,10 @@ def rotated(key: Tensor, position: int, inv_freq: Tensor) -> Tensor:
 def test_matches_a_loop(backend: str, chosen: bool, partial: bool) -> None:
     rng = torch.Generator().manual_seed(7)
     dim, dim_v = 32, 24
-    u, v = torch.randn(10, PAGE, RANK, generator=rng), torch.randn(14, PAGE, dim_v, generator=rng)
+    u, v = torch.randn(2, 60, RANK, generator=rng), torch.randn(14, PAGE, dim_v, generator=rng)
     basis, q = torch.randn(ROWS, RANK, dim, generator=rng) / 4, torch.randn(ROWS, 3, 2, dim, generator=rng)
-    u_table = (
-        torch.randperm(10, generator=rng)[: 2 * TABLE].reshape(2, TABLE).repeat_interleave(2, 0)
-    )  # two heads share
     table = torch.randperm(14, generator=rng)[: ROWS * TABLE].reshape(ROWS, TABLE)
-    table[3, 1:] = u_table[3, 1:] = -1
+    table[3, 1:] = -1
     position = torch.arange(TABLE * PAGE).repeat(ROWS, 1) + 3
     position[torch.rand(position.shape, generator=rng) < 0.2] = -1
     inv_freq = 1.0 / 100.0 ** (torch.arange(dim // 2) / (dim // 2))
@@ -48,12 +45,12 @@ def test_matches_a_loop(backend: str, chosen: bool, partial: bool) -> None:
     units = torch.tensor([[0, 5, 3, -1], [1, 2, 3, 4], [5, -1, -1, -1], [0, 1, 2, 3]]) if chosen else None
     unit = 8 if chosen else PAGE
     got = oracle.on(backend, lowrank_attention)(
-        q, u, v, basis, inv_freq, table, position, page=PAGE, scale=0.3, units=units, unit=unit, u_table=u_table,
+        q, u, v, basis, inv_freq, table, position, page=PAGE, scale=0.3, units=units, unit=unit,
         want_probs=True, backend=backend,
     )  # fmt: skip
     where, at = resolve(table, position, units, unit, PAGE)
-    where_u, _ = resolve(u_table, position, units, unit, PAGE)
-    keys = u.double().flatten(0, 1)[where_u] @ basis.double()
+    sequence = torch.arange(ROWS)[:, None] // 2  # two heads share
+    keys = u.double()[sequence, at.clamp(min=0)] @ basis.double()
     for r in range(ROWS):
         for t in range(keys.shape[1]):
             keys[r, t] = rotated(keys[r, t], int(at[r, t]), inv_freq)
@@ -66,5 +63,23 @@ def test_refusals_say_why() -> None:
     q, u, v, inv_freq = torch.randn(1, 1, 8), torch.randn(1, 16, 4), torch.randn(1, 16, 8), torch.ones(4)
     with pytest.raises(KernelError, match="basis"):
         lowrank_attention(q, u, v, torch.randn(1, 3, 8), inv_freq, table, position, page=16, scale=1.0)
+    with pytest.raises(KernelError, match="whole number of rows"):
+        lowrank_attention(
+            q, u.expand(3, -1, -1), v, torch.randn(1, 4, 8), inv_freq, table, position, page=16, scale=1.0
+        )
     with pytest.raises(KernelError, match="do not fit together"):
         lowrank_attention(q, u, v, torch.randn(1, 4, 8), torch.ones(5), table, position, page=16, scale=1.0)
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+@pytest.mark.parametrize("places", [50, 5000, 100000])
+def test_the_angle_stays_exact_far_away(places: int) -> None:
+    """The C version's own sine and cosine against torch's, at rank = dim with the identity as basis."""
+    rng = torch.Generator().manual_seed(places)
+    u = torch.randn(1, places, 64, generator=rng)
+    position = torch.arange(places - 64, places)[None]
+    q, v = torch.randn(1, 2, 1, 64, generator=rng), torch.randn(4, 16, 32, generator=rng)
+    inv_freq = 10000.0 ** -(torch.arange(32) / 32)
+    given = (q, u, v, torch.eye(64)[None], inv_freq, torch.arange(4)[None], position)
+    got, want = (lowrank_attention(*given, page=16, scale=0.1, backend=b) for b in ("native", "reference"))
+    assert oracle.error(got.out, want.out) <= 1e-5
