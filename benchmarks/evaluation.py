@@ -113,12 +113,15 @@ def collect(suite: str, folder: Path) -> None:
     for mode in modes:
         mine = [cell for cell in cells if cell.mode == mode]
         name = f"eval_{suite}" + (f"_{SHORT[mode]}" if len(modes) > 1 else "")
-        made = table(mine, manifest, "python -P benchmarks/evaluation.py")
-        (RESULTS / f"{name}.json").write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         longest = max(cell.length for cell in mine)
-        picture(plots.pareto([cell for cell in mine if cell.length == longest]), name)
+        drawn = {name: plots.pareto([cell for cell in mine if cell.length == longest])}
         if (turns := plots.by_turn(mine)) is not None and mode == "multi-turn":
-            picture(turns, f"{name}_by_turn")
+            drawn[f"{name}_by_turn"] = turns
+        for each, figure in drawn.items():
+            picture(figure, each)
+        made = table(mine, manifest, "python -P benchmarks/evaluation.py")
+        made["pictures"] = {f"pictures/{each}.png": f"{suite}, {longest} tokens, {mode}" for each in drawn}
+        (RESULTS / f"{name}.json").write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main() -> None:

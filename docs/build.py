@@ -6,7 +6,8 @@ Between `<!-- table:NAME -->` and `<!-- /table -->` in any Markdown file stands 
      "columns": {"Policy": "stack", "Accuracy": "score:.1f"},
      "rows": [{"stack": "full", "score": 98.25}, ...]}
 
-A column maps its heading to a key of the rows, with a format after a colon where one is wanted. docs/policies.md comes
+A column maps its heading to a key of the rows, with a format after a colon where one is wanted. "pictures" may map paths,
+as the page sees them, to what they show. docs/policies.md comes
 from the policies themselves. A test fails when a file and its sources disagree, so no figure is typed by hand.
 """
 
@@ -60,7 +61,8 @@ def table(name: str) -> str:
     if not source.exists():
         return UNMEASURED
     result = json.loads(source.read_text())
-    return f"{markdown_table(result['columns'], result['rows'])}\n`{result['command']}` on {result['machine']}.\n"
+    pictures = "".join(f"\n![{alt}]({path})\n" for path, alt in result.get("pictures", {}).items())
+    return f"{markdown_table(result['columns'], result['rows'])}\n`{result['command']}` on {result['machine']}.\n{pictures}"
 
 
 def fill(text: str) -> str:
