@@ -6,7 +6,7 @@ Runs `kvengine eval SUITE --config benchmarks/eval_SUITE.yaml` (one that was cut
 
     benchmarks/results/eval_SUITE.csv            every cell with every figure
     benchmarks/results/eval_SUITE[_MODE].json    the table that docs/evaluation.md shows
-    docs/pictures/eval_*.png                     score against cost, score by turn
+    benchmarks/results/eval_*.png                score against cost, score by turn
 
 `--limit 1` tries it out, `--collect` only collects from runs that are there. `make docs` then fills in the tables.
 """
@@ -29,8 +29,9 @@ from kvengine.evals import plots, report, tables
 from kvengine.evals.aggregate import CellResult
 
 ROOT = Path(__file__).parent.parent
-RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "pictures"
+RESULTS = ROOT / "benchmarks" / "results"
 SUITES = ("ruler", "scbench")
+SHOWS = ("score against cost", "score by turn")
 SHORT = {"multi-turn": "turns", "multi-request": "requests"}
 
 
@@ -101,8 +102,7 @@ def picture(figure: Figure, name: str) -> None:
     """A small PNG: 128 colours."""
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=80)
-    PICTURES.mkdir(exist_ok=True)
-    Image.open(out).convert("RGB").quantize(128).save(PICTURES / f"{name}.png", optimize=True)
+    Image.open(out).convert("RGB").quantize(128).save(RESULTS / f"{name}.png", optimize=True)
 
 
 def collect(suite: str, folder: Path) -> None:
@@ -113,12 +113,16 @@ def collect(suite: str, folder: Path) -> None:
     for mode in modes:
         mine = [cell for cell in cells if cell.mode == mode]
         name = f"eval_{suite}" + (f"_{SHORT[mode]}" if len(modes) > 1 else "")
-        made = table(mine, manifest, "python -P benchmarks/evaluation.py")
-        (RESULTS / f"{name}.json").write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         longest = max(cell.length for cell in mine)
-        picture(plots.pareto([cell for cell in mine if cell.length == longest]), name)
+        drawn = {name: plots.pareto([cell for cell in mine if cell.length == longest])}
         if (turns := plots.by_turn(mine)) is not None and mode == "multi-turn":
-            picture(turns, f"{name}_by_turn")
+            drawn[f"{name}_by_turn"] = turns
+        for each, figure in drawn.items():
+            picture(figure, each)
+        made = table(mine, manifest, "python -P benchmarks/evaluation.py")
+        about = f"{suite}, {longest} tokens, {mode}"
+        made["pictures"] = {f"{about}: {SHOWS[each.endswith('_by_turn')]}": f"{each}.png" for each in drawn}
+        (RESULTS / f"{name}.json").write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -47,6 +47,7 @@ def style(at: int) -> dict[str, Any]:
 
 def line(at: int, role: str) -> dict[str, Any]:
     """How a curve shows the policy at a place in the list: the full cache in black, the oracle dashed."""
+    special: dict[str, dict[str, Any]]
     special = {"ceiling": {"color": "black", "linewidth": 2.5}, "oracle": {"color": "gray", "linestyle": "--"}}
     return special[role] | {"marker": "*"} if role in special else style(at)
 
@@ -108,7 +109,10 @@ def _label(ax: Axes, points: dict[str, tuple[float, float]]) -> None:
     ranked = sorted(points, key=lambda policy: points[policy])
     for at, policy in enumerate(ranked):
         right = at >= len(ranked) / 2
-        place = {"xytext": (-8 if right else 8, 6 if at % 2 else -11), "ha": "right" if right else "left"}
+        place: dict[str, Any] = {
+            "xytext": (-8 if right else 8, 6 if at % 2 else -11),
+            "ha": "right" if right else "left",
+        }
         name = re.sub(r"\([^()]*\)", "", policy)
         ax.annotate(name, points[policy], textcoords="offset points", fontsize=7, color="#333333", **place)
 

@@ -62,7 +62,7 @@ def effective(values: Sequence[float], clusters: Sequence[str]) -> float:
     return float(min(max(mean * (1 - mean) / variance, groups), n))
 
 
-def wilson(successes: float, n: int, z: float = Z95) -> tuple[float, float]:
+def wilson(successes: float, n: float, z: float = Z95) -> tuple[float, float]:
     """Wilson's score interval for a proportion (E. B. Wilson 1927).
 
     >>> [round(bound, 4) for bound in wilson(9, 10)]

@@ -209,17 +209,19 @@ def in_short(found: list[CellResult], within: float = 5.0) -> list[str]:
     """Who is as good as the full cache at the least cost, in a sentence per cost, of one length and mode."""
     means = policy_means(found, usable_only=True)
     cells = {policy: [cell for cell in found if cell.policy == policy and cell.score] for policy in means}
-    top = next((policy for policy in cells if cells[policy][0].role == "ceiling"), None)
-    good = [p for p in cells if top and cells[p][0].role == "policy" and means[p] >= means[top] - within]
-    lines = []
-    for name, verb in (("bytes_held", "holds"), ("read_per_token", "reads per token")) if top else ():
-        spent = {policy: value for policy in [top, *good] if (value := cost(cells[policy], name))}
-        best = min((policy for policy in spent if policy != top), key=lambda policy: spent[policy], default=None)
-        if best and spent.get(top) and spent[best] < 0.95 * spent[top]:
-            share = f"{100 * spent[best] / spent[top]:.0f} % of its bytes"
+    roles = {policy: mine[0].role for policy, mine in cells.items()}
+    top = [policy for policy, role in roles.items() if role == "ceiling"]
+    if not top:
+        return []
+    good = [p for p, role in roles.items() if role == "policy" and means[p] >= means[top[0]] - within]
+    lines = [] if good else [f"No policy comes within {within:g} points of the full cache here."]
+    for name, verb in (("bytes_held", "holds"), ("read_per_token", "reads per token")):
+        whole = cost(cells[top[0]], name)
+        spent = {policy: value for policy in good if (value := cost(cells[policy], name))}
+        best = min(spent, key=lambda policy: spent[policy], default="")
+        if whole and best and spent[best] < 0.95 * whole:
+            share = f"{100 * spent[best] / whole:.0f} % of its bytes"
             lines.append(f"Of the policies within {within:g} points of the full cache, `{best}` {verb} least: {share}.")
-    if top and not good:
-        lines.append(f"No policy comes within {within:g} points of the full cache here.")
     return lines
 
 

@@ -2,8 +2,9 @@
 
 A GPU then works while the host is ahead, and what CUDA graphs forbid is not there. Sealing a page (one step in
 `page`) allocates and is exempt; so is `d2o`, which merges as many tokens as it finds, and so are placements that keep
-track on the host of what lies where (`disk`, `remote`, and `host` with a resident set, as in `shadowkv`). The kernels' torch references,
-which run here in place of Triton's, are exempt too; what surrounds the launches of those is watched by itself.
+track on the host of what lies where (`disk`, `remote`, and `host` with a resident set, as in `shadowkv`). The
+kernels' torch references, which run here in place of Triton's, are exempt too; what surrounds the launches of those is
+watched by itself.
 """
 
 from __future__ import annotations

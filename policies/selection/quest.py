@@ -79,5 +79,5 @@ class Quest(Selection):
         """Minus the turn at which a page is chosen, the heads of a group choosing one after the other."""
         low, high, group = summary["low"], summary["high"], q.shape[1]
         each = torch.stack([page_scores(q[:, [head]], low, high, alive) for head in range(group)], 1)
-        place = each.argsort(-1, descending=True, stable=True).argsort(-1)
+        place = each.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         return -(place * group + torch.arange(group, device=q.device)[:, None]).amin(1).float()

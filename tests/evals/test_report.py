@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,56 @@ def test_the_page_stands_alone_and_holds_tables_and_pictures(tmp_path: Path) -> 
     assert text.count("<svg") == len(list((tmp_path / "pictures").glob("*.png"))) >= 6
     for name in ("pareto", "turns", "heat", "lengths"):
         assert list((tmp_path / "pictures").glob(f"{name}_*.png")), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_shows_the_page_without_complaint(tmp_path: Path, width: int) -> None:
+    """No console message, no request but the page itself, nothing wider than the window. Wants playwright and chromium."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no chromium here")
+    rows = some_rows()
+    rows += [
+        row("s", p, 0, 1.0, t, 3, suite="scbench") for p in ("full", "a_policy(with=1)+long(name=2)") for t in range(3)
+    ]
+    report.write(folder(tmp_path, rows))
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        page, said, asked = browser.new_page(viewport={"width": width, "height": 900}), [], []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((tmp_path / "report.html").as_uri())
+        assert page.locator("figure svg").count() == 3 and page.locator("p.short").count() == 2
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert said == [] and len(asked) == 1
+        browser.close()
+
+
+def test_who_is_as_good_for_less_is_said_in_a_sentence() -> None:
+    rows = [row("easy", policy, i, 1.0) for policy in ("full", "less", "more") for i in range(5)]
+    rows = [one | ({"bytes_held": 4000} if one["policy"] == "more" else {}) for one in rows]
+    said = tables.in_short(cells(rows))
+    assert said == ["Of the policies within 5 points of the full cache, `less` holds least: 25 % of its bytes."]
+    worse = [one | {"score": 0.0} if one["policy"] != "full" else one for one in rows]
+    assert tables.in_short(cells(worse)) == ["No policy comes within 5 points of the full cache here."]
+    assert tables.in_short(cells([one for one in rows if one["policy"] != "full"])) == []
+
+
+def test_the_oracle_is_not_on_the_line_of_the_best() -> None:
+    rows = [row("easy", "full", i, 1.0) for i in range(4)]
+    rows += [row("easy", "oracle_topk", i, 1.0, role="oracle", bytes_held=10, read_per_token=10) for i in range(4)]
+    rows += [row("easy", "less", i, float(i > 1), bytes_held=100, read_per_token=100) for i in range(4)]
+    held = plots.pareto(cells(rows)).axes[0]
+    assert held.lines[0].get_xdata()[0] == pytest.approx(100 / 1024)
+    assert [text.get_text() for text in held.texts] == ["less"]
+
+
+def test_a_failure_of_every_policy_is_one_line() -> None:
+    notes = tables.notes(cells([refusal("easy", "full"), refusal("easy", "less")]))
+    assert notes == "- every policy on easy: refused: no heads | here\n"
 
 
 def test_pictures_are_the_same_again() -> None:

@@ -148,9 +148,11 @@ def test_needles_among_sentences_keep_their_order_and_reach_both_ends() -> None:
     sentences = [f"S{i}." for i in range(400)]
     depths = []
     for seed in range(300):
-        parts = among_sentences(sentences, ["N1.", "N2."], Random(seed)).split(" ")
+        text = among_sentences(sentences, ["N1.", "N2."], Random(seed))
+        parts = text.split()
+        assert text.startswith(" ") == (parts[0] == "N1.")  # as in the official code
         assert parts.index("N1.") < parts.index("N2.")
-        assert [part for part in parts if part[0] == "S"] == sentences
+        assert [part for part in parts if part.startswith("S")] == sentences
         depths += [parts.index("N1."), parts.index("N2.")]
     assert min(depths) == 0 and max(depths) == 401  # depth 0 and depth 100 both occur
 
