@@ -193,7 +193,7 @@ class Lane(Holding):
     def plain(self) -> bool:
         """Whether a decoded token is added to the tail and reads all of it, and that is all that happens."""
         r = self.retention
-        turns = type(r).shift is not Retention.shift
+        turns = type(r).shift is not Retention.shift and r.needs_rope
         return not (self.stack.paged or r.decodes or r.remembers or turns or self.stack.representation.probes)
 
     def quick(
