@@ -77,6 +77,7 @@ _SHORT = Recipe(opening=0.5, turns=0.55, long_form=0.3, several=0.5, uuid_values
 _MIXED = replace(_SHORT, uuid_values=0.08, most_turns=32)
 _LONG = Recipe(turns=0.4, several=0.4, uuid_values=0.08, noise=0.15, needles=0.5)
 _MANY = replace(_LONG, most_turns=48, most_needles=64)
+_KEYS = replace(_MANY, several=0.25, uuid_values=0.0, needles=0.7, noise=0.1)
 _ALL = {"needle": 0.88, "common": 0.06, "frequent": 0.04, "variables": 0.02}
 
 CPU = Preset(
@@ -88,8 +89,8 @@ CPU = Preset(
         Stage(256, 200, 6144, 0.8, 0.8, recipe=_DENSE, shorter=(128,)),
         Stage(512, 200, 6144, 0.8, 0.8, recipe=_SHORT, shorter=(256, 1024)),
         Stage(1024, 300, 8192, 0.8, 0.6, recipe=_MIXED, shorter=(512, 2048), mix=0.3),
-        Stage(4096, 650, 8192, 0.6, 0.2, recipe=_MANY, shorter=(512, 1024, 2048), mix=0.6),
-        Stage(4096, 150, 8192, 0.2, 0.02, recipe=_MANY, shorter=(512, 1024, 2048, 8192), mix=0.5),
+        Stage(4096, 325, 8192, 0.6, 0.4, recipe=_MANY, shorter=(512, 1024, 2048), mix=0.6),
+        Stage(4096, 425, 8192, 0.4167, 0.02, recipe=_KEYS, shorter=(512, 1024, 2048), mix=0.45),
     ),
 )
 DRAFT = Preset(
