@@ -30,9 +30,17 @@ class Gains:
     outside: float = 0.5  # and in the rest, where other tokens are written
     write: float = 0.02  # what layer 0 writes
     match: float = 1.1  # query and key of a matching head
-    copy: float = 0.08  # what a matching head writes
-    suppress: float = 0.06  # what the heads write that keep a list from repeating itself
+    copy: float = 0.03  # what a matching head writes
+    gate: float = 12.0  # how sharply a tag is written at one place only
+    tag: float = 0.04  # what is written there
+    tags: float = 2.0  # the keys that read it, in units of `match`
+    sink: float = 13.0  # score of the first token for heads that match
+    gather: float = 2.0  # query of the head that gathers what was found at the question's keys
+    nearest: float = 20.0  # its score for nearness
+    itself: float = 0.04  # what takes a token's own identity away from its prediction
+    suppress: float = 0.02  # what the heads write that keep a list from repeating itself
     mlp: float = 0.3  # factor on the random down projections
+    free: float = 0.1  # factor on the random output projections of heads that nothing is laid into
     final: float = 5.0  # the last norm: tied embeddings this small could not be told apart otherwise
 
 
@@ -91,28 +99,33 @@ class Circuit:
         self.generator = torch.Generator().manual_seed(seed)
         self.size = self.config.head_dim
         self.offsets = self.config.num_attention_heads
-        self.rank = min(self.size // 2, self.config.hidden_size // (self.offsets + 2))
         self.omega = frequencies(self.config)
+        room = self.config.hidden_size - 2 - 2 * len(self.slow)
+        self.rank = min(self.size // 2, room // (self.offsets + 2))
         self.weights = pair_weights(self.omega[: self.size // 4], self.gains.offset_logit)
         self._split_space()
         self._embed(model)
 
     def _split_space(self) -> None:
-        """Orthogonal parts of the hidden state (without channel 0): own token, one per offset, what is left."""
+        """Orthogonal parts of the hidden state (without channel 0): own token, one per offset, tags, what is left."""
         hidden, rank = self.config.hidden_size, self.rank
         square = torch.randn(hidden - 1, hidden - 1, generator=self.generator)
         basis = torch.cat([torch.zeros(hidden - 1, 1), torch.linalg.qr(square)[0]], 1)
         parts = basis[: (self.offsets + 1) * rank].view(self.offsets + 1, rank, hidden)
         self.parts = list(parts)
-        own = [*parts[0], *basis[(self.offsets + 1) * rank :]][: self.size]
+        tag = 2 * len(self.slow)
+        self.sink, self.tag = basis[-1], basis[-1 - tag : -1]
+        own = [*parts[0], *basis[(self.offsets + 1) * rank : -1 - tag]][: self.size]
         self.own = torch.stack(own)
-        low = self.size // 2 - len(self.slow)
-        self.codes = [self._projection(self.size - 2 * low, rank) for _ in range(2 * self.offsets)]
+        self.codes = [self._projection(tag, rank) for _ in range(2 * self.offsets)]
 
     @property
     def slow(self) -> list[int]:
-        """Rotary pairs that turn by less than two radians or so in 8192 positions: nearly blind to position."""
-        return [pair for pair, angle in enumerate(self.omega.tolist()) if angle * 8192 < 2.5]
+        """Rotary pairs that turn by less than two radians or so in 8192 positions: nearly blind to position.
+
+        The slowest is kept for the sink.
+        """
+        return [pair for pair, angle in enumerate(self.omega.tolist()) if angle * 8192 < 2.5][:-1]
 
     def _projection(self, rows: int, columns: int) -> Tensor:
         """A random map that keeps lengths as well as it can."""
@@ -124,12 +137,15 @@ class Circuit:
         table = model.model.embed_tokens.weight
         table.normal_(0, EMBEDDING_STD, generator=self.generator)
         inside = table @ self.own.T @ self.own
-        table.copy_(self.gains.outside * (table - inside) + self.gains.inside * inside)
+        rest = table - inside - table @ self.tag.T @ self.tag  # no embedding looks like a tag
+        table.copy_(self.gains.outside * rest + self.gains.inside * inside)
+        table[self.config.bos_token_id] = EMBEDDING_STD * math.sqrt(self.config.hidden_size) * self.sink
         table[:, 0] = self.gains.constant * EMBEDDING_STD * math.sqrt(self.config.hidden_size)
         normal = table / table.pow(2).mean(-1, keepdim=True).sqrt()
         self.constant = normal[:, 0].mean().item()
         for layer in model.model.layers:
             layer.mlp.down_proj.weight.mul_(self.gains.mlp)
+            layer.self_attn.o_proj.weight.mul_(self.gains.free)
 
     def _rows(self, head: int) -> slice:
         return slice(head * self.size, (head + 1) * self.size)
@@ -172,60 +188,161 @@ class Circuit:
             weight[rows] += self.gains.match * gain * self.codes[code] @ self.parts[offset]
         return weight
 
+    def lay_tags(self, model: LlamaForCausalLM, marker: int, sides: Sequence[Sequence[tuple[int, int, float]]]) -> None:
+        """MLP of layer 0: on the n-th token after the marker, and only there, write `sides[n - 1]` into the tags.
+
+        Keys that hold something at few places are what real models have, and what page bounds can tell apart.
+        """
+        mlp = model.model.layers[0].mlp
+        ids = torch.randint(0, self.config.vocab_size, (2, 256), generator=self.generator)
+        ids[:, 200:216] = marker
+        kept: list[Tensor] = []
+        hook = mlp.register_forward_hook(lambda module, given, out: kept.append(given[0]))
+        model(ids)
+        hook.remove()
+        states, count = kept[0], len(self.tag)
+        constant = states[..., 0].mean()
+        for place, side in enumerate(sides, 1):
+            units = slice((place - 1) * count, place * count)
+            sought = states[:, 200 + place : 216].mean((0, 1)) @ self.parts[place].T @ self.parts[place]
+            sought = sought / sought.square().sum()  # 1 where the marker stood, about 0 elsewhere
+            mlp.gate_proj.weight[units] = self.gains.gate * sought
+            mlp.gate_proj.weight[units, 0] = -0.65 * self.gains.gate / constant
+            read = sum(gain * self.codes[code] @ self.parts[offset] for offset, code, gain in side)
+            mlp.up_proj.weight[units] = cast(Tensor, read)
+            mlp.down_proj.weight[:, units] = self.gains.tag * self.tag.T / (0.35 * self.gains.gate)
+
     def match_keys(self, layer: int, kv_head: int, terms: Sequence[tuple[int, int, float]]) -> None:
         """Keys of a KV head, and its values: the token at the key's own place."""
         attention = self.layers[layer]
         attention.k_proj.weight[self._rows(kv_head)] = self._side(terms)
         attention.v_proj.weight[self._rows(kv_head)][: len(self.own)] = self.own
 
+    def match_tags(self, layer: int, kv_head: int, factor: float) -> None:
+        """Keys of a KV head are the tags, and its values the token at the key's own place."""
+        attention, half, low = self.layers[layer], self.size // 2, self.slow
+        weight = torch.zeros(self.size, self.config.hidden_size)
+        rows = torch.tensor([*low, *(half + pair for pair in low)])
+        weight[rows] = factor * self.gains.match * self.gains.tags * self.tag
+        attention.k_proj.weight[self._rows(kv_head)] = weight
+        attention.v_proj.weight[self._rows(kv_head)][: len(self.own)] = self.own
+
     def match_query(self, layer: int, head: int, terms: Sequence[tuple[int, int, float]]) -> None:
         """Query of a head that copies the value it finds to where the token's own identity is."""
         attention = self.layers[layer]
         attention.q_proj.weight[self._rows(head)] = self._side(terms)
-        attention.o_proj.weight[:, self._rows(head)][:, : len(self.own)] = self.gains.copy * self.own.T
+        attention.o_proj.weight[:, self._rows(head)][:, : len(self.own)] = self._copy(layer) * self.own.T
 
-    def lay_list_heads(self, model: LlamaForCausalLM, offsets: Sequence[int] = (3, 7, 11)) -> None:
+    def _copy(self, layer: int) -> float:
+        """What a matching head writes: little where a later layer still has to look things up."""
+        return self.gains.copy * layer
+
+    def lay_sink(self, model: LlamaForCausalLM, layer: int, heads: Sequence[int]) -> None:
+        """Heads that find no match look at the first token, which holds nothing, and not at what is least unlike."""
+        attention, constant, slowest = self.layers[layer], self.constant_at(model, layer), self.size // 2 - 1
+        strength = math.sqrt(self.gains.sink * math.sqrt(self.size))
+        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        first = self.entering(model, layer, torch.tensor([[self.config.bos_token_id]]))[0, 0]
+        away = torch.outer(self.own @ first, self.sink) / (self.sink @ first)
+        for kv_head in {head // groups for head in heads}:
+            attention.v_proj.weight[self._rows(kv_head)][: len(self.own)] -= away
+            row = kv_head * self.size + slowest
+            attention.k_proj.weight[row] = strength / math.sqrt(self.config.hidden_size) * self.sink
+        for head in heads:
+            attention.q_proj.weight[head * self.size + slowest, 0] = strength / constant
+
+    def constant_at(self, model: LlamaForCausalLM, layer: int) -> float:
+        """Mean of channel 0 of the normalised state that enters a layer."""
+        ids = torch.randint(0, self.config.vocab_size, (2, 256), generator=self.generator)
+        return self.entering(model, layer, ids)[..., 0].mean().item()
+
+    def entering(self, model: LlamaForCausalLM, layer: int, ids: Tensor) -> Tensor:
+        """Normalised states that enter a layer."""
+        states = model(ids, output_hidden_states=True).hidden_states[layer]
+        return cast(Tensor, states / states.pow(2).mean(-1, keepdim=True).sqrt())
+
+    def lay_gathering(self, model: LlamaForCausalLM, layer: int, marker: int, pairs: range = range(5, 11)) -> None:
+        """A head of the last KV head reads the nearest places just after the marker: what was found for each key."""
+        attention, kv_head = self.layers[layer], self.config.num_key_value_heads - 1
+        head, half = self.config.num_attention_heads - 3, self.size // 2
+        constant = self.constant_at(model, layer)
+        image = model.model.embed_tokens.weight[marker]
+        image = image / image.pow(2).mean().sqrt()
+        low = self.slow
+        rows = torch.tensor([*low, *(half + pair for pair in low)])
+        query = torch.zeros(self.size)
+        query[rows] = self.gains.gather * (self.codes[5] @ (self.parts[0] @ image))
+        near = torch.zeros(self.size)
+        near[list(pairs)] = math.sqrt(self.gains.nearest * math.sqrt(self.size) / len(pairs))
+        attention.k_proj.weight[self._rows(kv_head), 0] += near / constant
+        attention.q_proj.weight[self._rows(head)] *= 0.05
+        attention.q_proj.weight[self._rows(head), 0] = (query + near) / constant
+        attention.o_proj.weight[:, self._rows(head)][:, : len(self.own)] = self._copy(layer) * self.own.T
+
+    def lay_list_heads(self, model: LlamaForCausalLM, offsets: Sequence[int] = (0, 3, 7, 11)) -> None:
         """Last layer: heads of the last KV head make what stands there less likely to come again.
 
         Values of three tokens and commas between them: at a comma, earlier values begin 3, 7 and 11 tokens back.
         """
         layer, kv_head = len(self.layers) - 1, self.config.num_key_value_heads - 1
-        ids = torch.randint(0, self.config.vocab_size, (2, 256), generator=self.generator)
-        states = model(ids, output_hidden_states=True).hidden_states[layer]
-        constant = (states[..., 0] / states.pow(2).mean(-1).sqrt()).mean().item()
+        constant = self.constant_at(model, layer)
         attention = self.layers[layer]
         attention.v_proj.weight[self._rows(kv_head)][: len(self.own)] = self.own
         for place, offset in enumerate(offsets):
             head = self.config.num_attention_heads - 1 - place
             self.look_back(layer, head, offset, constant)
             columns = attention.o_proj.weight[:, self._rows(head)]
-            columns[:, : len(self.own)] = -self.gains.suppress * self.own.T
+            strength = self.gains.suppress if offset else self.gains.itself
+            columns[:, : len(self.own)] = -strength * self.own.T
 
 
 @torch.no_grad()
-def lay_circuit(model: LlamaForCausalLM, seed: int = 0, gains: Gains | None = None) -> LlamaForCausalLM:
+def lay_circuit(
+    model: LlamaForCausalLM,
+    seed: int = 0,
+    gains: Gains | None = None,
+    dash: int | None = None,
+    colon: int | None = None,
+) -> LlamaForCausalLM:
     """Write the circuit into the model's weights, in place.
 
-    Layer 0 gets one look-back head per query head. In layers 1 and 2, heads of KV head 0 find the token that follows a
-    needle's key and ` is:`, by the last tokens of the key; a head of the last KV head is an ordinary induction head
-    over the last three tokens.
+    Layer 0 gets one look-back head per query head. With eight of them and the `colon` before a value, its MLP marks the
+    value's tokens with the words of the key. In layers 1 and 2, heads of KV head 0 look these up: from the key in a
+    question, from the end of the answer's prefix, and from the value's first two tokens. Heads of the last KV head go on
+    with what was begun: an induction head over the last three tokens, and one over the last token and the key. With the
+    `dash` within every key, a head of layer 2 gathers what layer 1 found at the keys of the question. Heads of the last
+    layer take a token's own identity, and values already said, away from the prediction.
     """
     circuit = Circuit(model, seed, gains)
     circuit.lay_offsets()
     model.model.norm.weight.fill_(circuit.gains.final)
     heads, kv_heads, most = circuit.offsets, circuit.config.num_key_value_heads, circuit.offsets
-    ahead = [(3 + n, n, 1.0 - 0.1 * n) for n in range(4) if 3 + n <= most]  # where a value starts, its key ended 3 back
-    behind = [(n, n, 1.0) for n in range(len(ahead))]
-    before = [(n + 1, 8 - n - 1, 1.0) for n in range(3) if 2 * most >= 8]
-    here = [(n, 8 - n - 1, (1.6, 0.9, 0.6)[n]) for n in range(len(before))]
+    # Codes 0 to 4: noun and adjective for a value's first, second and third token; 5 to 8: the last tokens, the noun.
+    within = [(0, 0, 1.0), (2, 1, 0.9)]
+    after = [[(6, 0, 1.3), (8, 1, 1.1)], [(7, 2, 1.6)], [(8, 4, 1.6)]]
+    before = [(1, 5, 1.0), (2, 6, 1.0), (3, 7, 1.0), (4, 8, 1.0)]
+    here = [(0, 5, 1.6), (1, 6, 0.9), (2, 7, 0.6)]
+    tagged = most >= 8 and colon is not None
+    if tagged:
+        circuit.lay_tags(model, colon, [[(3, 0, 1.0), (5, 1, 0.9)], [(4, 2, 1.0), (6, 3, 0.9)], [(5, 4, 1.0)]])
     for layer in range(1, min(3, circuit.config.num_hidden_layers)):
-        circuit.match_keys(layer, 0, ahead)
-        circuit.match_query(layer, 0, behind)
-        if most >= 6:
-            circuit.match_query(layer, 1, [(6, 0, 2.0)])  # at the end of the prefix, the key ended 6 tokens back
+        if tagged:
+            circuit.match_tags(layer, 0, float(min(layer, 2)))
+        else:
+            circuit.match_keys(layer, 0, [term for term in ((3, 0, 1.0), (5, 1, 0.9)) if term[0] <= most])
+        circuit.match_query(layer, 0, within)
+        for place, terms in enumerate(after):
+            if all(term[0] <= most for term in terms) and (tagged or not place):
+                circuit.match_query(layer, 1 + place, terms)
         if kv_heads > 1:
             circuit.match_keys(layer, kv_heads - 1, before)
             circuit.match_query(layer, heads - 1, here)
+            if most >= 7:
+                circuit.match_query(layer, heads - 2, [(0, 5, 1.3), (7, 8, 1.2)])
+        if tagged:
+            circuit.lay_sink(model, layer, [0, 1, 2, 3, heads - 2, heads - 1])
+    if dash is not None and kv_heads > 1 and circuit.config.num_hidden_layers > 2:
+        circuit.lay_gathering(model, 2, dash)
     if kv_heads > 1 and heads >= 6 and circuit.config.num_hidden_layers > 3:
         circuit.lay_list_heads(model)
     return model

@@ -52,6 +52,11 @@ def frames() -> list[str]:
     return [*bare, *(SPACE + word for word in spaced.split()), SPACE + "="]
 
 
+def keywords() -> list[str]:
+    """Words of the keys as the tasks write them, each one piece, as the large vocabularies of real models have it."""
+    return [*(SPACE + word for word in words("adjective") if word.isalpha()), *filter(str.isalpha, words("noun"))]
+
+
 def corpus(seed: int = 0) -> list[str]:
     """What the word pieces are learnt from: keys as the tasks write them, and prose."""
     source = random.Random(seed)
@@ -74,7 +79,8 @@ def build(pieces: int = 5120, seed: int = 0) -> PreTrainedTokenizerFast:
     )
     learner.train_from_iterator(_letters(corpus(seed)), trainer)
     state = json.loads(learner.to_str())["model"]
-    order = [PAD, BOS, EOS, *sorted(state["vocab"], key=state["vocab"].__getitem__), *frames(), *chunks()]
+    learnt = sorted(state["vocab"], key=state["vocab"].__getitem__)
+    order = [PAD, BOS, EOS, *learnt, *frames(), *chunks(), *keywords()]
     vocab = {piece: index for index, piece in enumerate(dict.fromkeys(order))}
     merges = [tuple(pair) for pair in state["merges"]]
     # ignore_merges: a chunk of the split that is in the vocabulary is one token without a merge leading to it.

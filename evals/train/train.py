@@ -101,7 +101,8 @@ class Trainer:
         vocab = math.ceil(len(tokenizer) / 64) * 64
         named = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
         config = tiny_config(vocab, **preset.shape, **named)
-        self.model = lay_circuit(LlamaForCausalLM(config), seed, Gains(match=preset.match))
+        dash, colon = (cast(int, tokenizer.convert_tokens_to_ids(sign)) for sign in "-:")
+        self.model = lay_circuit(LlamaForCausalLM(config), seed, Gains(match=preset.match), dash, colon)
         cast(torch.nn.Module, self.model).to(self.device)
         self.network = Network(self.model)
         self.optimiser = torch.optim.AdamW(

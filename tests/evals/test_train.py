@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvengine.evals.train.data import Recipe, needle_sample
+from kvengine.evals.train.data import NEEDLE, PREFIX, Recipe, needle_sample
 from kvengine.evals.train.forward import Network, causal_attention
-from kvengine.evals.train.init import frequencies, lay_circuit, pair_weights, tiny_config
+from kvengine.evals.train.init import Gains, frequencies, lay_circuit, pair_weights, tiny_config
 from kvengine.evals.train.lists import common_words, frequent_words, variable_tracking
 from kvengine.evals.train.presets import PRESETS, Preset, Stage
-from kvengine.evals.train.samples import IGNORE, Codec
+from kvengine.evals.train.samples import IGNORE, Codec, number, word_key
 from kvengine.evals.train.text import haystack_text
 from kvengine.evals.train.tokenizer import build
 from kvengine.evals.train.train import LOG, Trainer, collate, draw_batch, losses
@@ -106,6 +106,31 @@ def test_offset_heads_look_where_they_should() -> None:
         maps = model(ids, output_attentions=True).attentions[0][0]
     for head, attention in enumerate(maps):
         assert attention.diagonal(-(head + 1)).mean() > 0.85
+
+
+def test_matching_heads_find_the_value_before_any_training() -> None:
+    signs = [tokenizer().convert_tokens_to_ids(sign) for sign in "-:"]
+    ends = {"bos_token_id": tokenizer().bos_token_id}
+    config = tiny_config(len(tokenizer()), hidden=320, layers=4, heads=8, kv_heads=2, ff=128, **ends)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = lay_circuit(LlamaForCausalLM(config), 0, Gains(match=1.5), *signs)
+    rng, needles = np.random.default_rng(0), list[tuple[str, str]]()
+    while len(needles) < 30:
+        needles.append((word_key(rng), number(rng)))
+    found = []
+    for key, value in needles[::5]:
+        text = "".join("\n" + NEEDLE.format(kind="numbers", key=k, value=v) for k, v in needles)
+        text += PREFIX[True].format(one="number", query=key) + " " + value
+        ids = tokenizer()(text).input_ids
+        with torch.no_grad():
+            maps = model(torch.tensor([ids]), output_attentions=True).attentions[1][0]
+        start = len(ids) - 3  # of the answer: three tokens, as in the needle
+        there = next(i for i in range(start) if ids[i : i + 3] == ids[start:])
+        found.append([maps[1, start - 1, there], maps[2, start, there + 1], maps[3, start + 1, there + 2]])
+        assert ids[start] != ids[start - 1]
+    first, second, third = torch.tensor(found).mean(0).tolist()
+    assert first > 0.8 and second > 0.4 and third > 0.6, (first, second, third)
 
 
 def test_offset_scores_stay_sharp_at_the_longest_length() -> None:
