@@ -10,7 +10,7 @@ from support_spec import llama, prompt
 from torch import Tensor
 
 import kvengine
-from kvengine.offload.placement import TensorStore
+from kvengine.offload.placement import Flat
 from kvengine.speculative.triforce import TriForce
 
 LAYERS = 3
@@ -36,8 +36,9 @@ def storages(lane: Any) -> dict[str, dict[int, int]]:
     found: dict[str, dict[int, int]] = {"device": {}, "host": {}}
     for x in (*lane.tail.tensors().values(), *lane.pages.tensors().values()):
         found["device"][x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-    for store in lane.pool.stores.values():
-        found[store.tier][store.data.untyped_storage().data_ptr()] = store.data.untyped_storage().nbytes()
+    for shelf in lane.pool.shelves:
+        for store in shelf.stores.values():
+            found[shelf.tier][store.data.untyped_storage().data_ptr()] = store.data.untyped_storage().nbytes()
     return found
 
 
@@ -64,16 +65,16 @@ def test_coupled_text_is_the_same(model: Any) -> None:
 def test_one_layer_comes_at_a_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass of the target brings every page once, never more than a layer's in one go; a draft's pass brings none."""
     brought: list[int] = []
-    real = TensorStore.read
+    real = Flat.read
 
-    def read(self: TensorStore, at: Tensor) -> Tensor:
-        out = real(self, at)
+    def read(self: Flat, at: Tensor, without: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        out = real(self, at, without)
         if self.tier == "host":
-            brought.append(out.nbytes)
+            brought.extend(x.nbytes for x in out.values())
         return out
 
     _, _, tiers = decoded(model, MIDDLES[0], do_sample=False)
-    monkeypatch.setattr(TensorStore, "read", read)
+    monkeypatch.setattr(Flat, "read", read)
     tiers.session.feed([5, 6, 7])
     lanes = [part.lane for layer in tiers.session.cache.engines for part in layer.parts]
     by_layer = [2 * lane.pages.table.numel() * lane.pages.page * 8 * 4 for lane in lanes]  # keys and values, fp32

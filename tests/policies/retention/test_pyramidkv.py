@@ -59,9 +59,8 @@ def test_the_layers_together_hold_the_budget_in_bytes() -> None:
         case = Case(length=200, layer=i, layers=4, seed=i, steps=0)
         layers.append(case.prompt("pyramidkv(budget=32, window=8) + duo(sparsity=0.0)"))
     assert int(measure(layers).held.sum()) == 4 * 2 * 32
-    token = (8 + 8) * 4 + 4 + 4  # key and value, position and score
-    spare = 64  # slots for tokens to come
-    assert measure(layers).bytes_held == sum(2 * (n + 8 + spare) * token for n in shares(24, 192, 20, 4))
+    token = (8 + 8) * 4 + 4  # key and value, position
+    assert measure(layers).bytes_held == sum(2 * (n + 8) * token for n in shares(24, 192, 20, 4))
 
 
 def test_a_short_prompt_is_kept_whole() -> None:
