@@ -78,6 +78,7 @@ _MIXED = replace(_SHORT, uuid_values=0.08, most_turns=32)
 _LONG = Recipe(turns=0.4, several=0.4, uuid_values=0.08, noise=0.15, needles=0.5)
 _MANY = replace(_LONG, most_turns=48, most_needles=64)
 _KEYS = replace(_MANY, several=0.25, uuid_values=0.0, needles=0.7, noise=0.1)
+_WHOLE = replace(_KEYS, several=0.15, needles=0.85, rest=0.9)
 _ALL = {"needle": 0.88, "common": 0.06, "frequent": 0.04, "variables": 0.02}
 
 CPU = Preset(
@@ -91,6 +92,7 @@ CPU = Preset(
         Stage(1024, 300, 8192, 0.8, 0.6, recipe=_MIXED, shorter=(512, 2048), mix=0.3),
         Stage(4096, 325, 8192, 0.6, 0.4, recipe=_MANY, shorter=(512, 1024, 2048), mix=0.6),
         Stage(4096, 425, 8192, 0.4167, 0.02, recipe=_KEYS, shorter=(512, 1024, 2048), mix=0.45),
+        Stage(4096, 170, 8192, 0.35, 0.01, recipe=_WHOLE, shorter=(1024, 2048), mix=0.25),
     ),
 )
 DRAFT = Preset(
