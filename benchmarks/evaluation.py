@@ -1,4 +1,4 @@
-"""The committed evidence: every policy on RULER and on SCBench, with the bundled model, in about twenty minutes.
+"""The committed evidence: every policy on RULER and on SCBench, with the bundled model, in about twelve minutes.
 
     python -P benchmarks/evaluation.py [--only ruler|scbench] [--limit N] [--collect] [--runs runs]
 
