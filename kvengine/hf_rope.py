@@ -89,12 +89,15 @@ def kind(module: nn.Module, name: str) -> str:
 
 @torch.no_grad()
 def cached_keys(model: PreTrainedModel, start: int) -> list[Tensor]:
-    """The keys that plain layers cache of a few tokens at positions from `start` on, [head, token, dim] each, fp32."""
+    """The keys that plain layers cache of a few tokens at position `start`, [head, token, dim] each, fp32.
+
+    Every token is alone in its row: among others, sharp attention in half precision would tell two places apart.
+    """
     device = next(model.get_input_embeddings().parameters()).device
     text = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=text)
-    ids = torch.arange(TOKENS, device=device)[None] % text.vocab_size
-    at = torch.arange(start, start + TOKENS, device=device)[None]
+    ids = torch.arange(TOKENS, device=device)[:, None] % text.vocab_size
+    at = torch.full((TOKENS, 1), start, device=device)
     training = model.training
     model.eval()
     try:
@@ -102,7 +105,7 @@ def cached_keys(model: PreTrainedModel, start: int) -> list[Tensor]:
     finally:
         model.train(training)
     plain = [layer.keys for layer in cache.layers if type(layer) is DynamicLayer]
-    return [keys[0].float() for keys in plain if keys is not None]
+    return [keys[:, :, 0].transpose(0, 1).float() for keys in plain if keys is not None]
 
 
 def explains(rope: Rope, here: Tensor, there: Tensor) -> bool:

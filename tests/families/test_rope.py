@@ -7,11 +7,12 @@ import pytest
 import torch
 import transformers
 from families.configs import BASE, VOCABULARY, build, padded_batch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 import kvengine
 from kvengine.errors import UnsupportedPolicy
+from kvengine.evals import bundled_model
 from kvengine.hf_rope import rope_of
 from kvengine.rope import Rope
 
@@ -133,3 +134,11 @@ def test_methods_that_need_it_run_on_these_families(name: str, policy: str) -> N
     served = len(found.past_key_values.engines)
     held = found.past_key_values.stats().held.float()
     assert held.shape[0] == served and (policy == "expected_attention" or abs(held.mean(0)[0].mean() - 12) < 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_hides_no_rotation(dtype: torch.dtype) -> None:
+    """The bundled model's attention is sharp: in half precision the same text at another place has other keys."""
+    model = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=dtype)
+    rope = rope_of(model)
+    assert rope is not None and not rope.interleaved and len(rope.frequency) == 32
