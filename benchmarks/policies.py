@@ -29,10 +29,12 @@ from kvengine.stats import measure
 
 HEADS, GROUP, DIM, BUDGET, STEPS = 2, 4, 64, 1024, 24
 
+TIERS = {"disk", "remote"}  # benchmarks/prefix.py measures these
 STACKS = [
     "full",
     f"streaming(recent={BUDGET - 4})",
     f"h2o(budget={BUDGET})",
+    f"ann(budget={BUDGET})",
     f"tova(budget={BUDGET})",
     f"snapkv(budget={BUDGET})",
     f"pyramidkv(budget={BUDGET})",
@@ -61,7 +63,7 @@ STACKS = [
 def missing() -> set[str]:
     """Methods that no stack above names."""
     named = {word for text in STACKS for word in text.replace("(", " ").split()}
-    return set(catalogue()) - named - {"uniform", "exact", "dense", "all", "device", "ashape"}
+    return set(catalogue()) - named - {"uniform", "exact", "dense", "all", "device", "ashape"} - TIERS
 
 
 def draw(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
