@@ -322,8 +322,9 @@ def lay_circuit(
     after = [[(6, 0, 1.3), (8, 1, 1.1)], [(7, 2, 1.6)], [(8, 4, 1.6)]]
     before = [(1, 5, 1.0), (2, 6, 1.0), (3, 7, 1.0), (4, 8, 1.0)]
     here = [(0, 5, 1.6), (1, 6, 0.9), (2, 7, 0.6)]
-    tagged = most >= 8 and colon is not None
-    if tagged:
+    tagged = False
+    if most >= 8 and colon is not None:
+        tagged = True
         circuit.lay_tags(model, colon, [[(3, 0, 1.0), (5, 1, 0.9)], [(4, 2, 1.0), (6, 3, 0.9)], [(5, 4, 1.0)]])
     for layer in range(1, min(3, circuit.config.num_hidden_layers)):
         if tagged:
