@@ -24,6 +24,11 @@ STAND_IN = ("kernels/codecs.py", "reference.py")
 """Torch code that runs where a GPU runs a Triton kernel."""
 
 
+def ours(file: str) -> bool:
+    """Whether a file belongs to the repository: an environment may lie in its folder."""
+    return file.startswith(str(ROOT)) and "site-packages" not in file and file != __file__
+
+
 class Watch(TorchDispatchMode):
     """Counts operations that read a value on the host or make a shape of data, by the line that asked for them.
 
@@ -58,7 +63,7 @@ class Watch(TorchDispatchMode):
     def note(self, what: str) -> None:
         if not self.active:
             return
-        lines = [x for x in traceback.extract_stack() if x.filename.startswith(str(ROOT)) and x.filename != __file__]
+        lines = [x for x in traceback.extract_stack() if ours(x.filename)]
         if lines and not lines[-1].filename.endswith(STAND_IN):
             self.found[f"{what} at {lines[-1].filename.removeprefix(str(ROOT))}:{lines[-1].lineno}"] += 1
 
