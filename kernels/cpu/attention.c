@@ -1,7 +1,8 @@
 /* Attention of a few queries over stored tokens: one pass over the bytes, online softmax, float32.
 
-   A task is a range of one row's columns (tokens offered). It takes TILE visible tokens at a time, widens their keys
-   into a tile that stays in the first-level cache, scores all query rows against it, and does the same for values.
+   A task is a range of one row's columns (tokens offered). It takes TILE visible tokens at a time and scores all query
+   rows against their keys, then weighs their values: as they are stored where that is possible, else widened into a tile
+   that stays in the first-level cache.
    Tokens nobody sees are never loaded. Tasks of a row are merged at the end. */
 #include <stdlib.h>
 #include "fields.h"
@@ -39,38 +40,47 @@ typedef struct {
   int count;
 } Batch;
 
-/* scores[n][t] = q[n] . tile[t]; four query rows by four tokens at a time, so each load serves four products. */
-static void dots(const float *q, int64_t rows, const float *tile, int count, int64_t dim, float *scores) {
-  for (int t = 0; t < count; t += 4) {
-    const float *k = tile + t * dim;
+/* Channels d to d + LANES of a stored vector, as floats. */
+INLINE vf channels(const char *p, int64_t d, int64_t dtype) {
+  if (dtype == F32) return load((const float *)p + d);
+  return dtype == BF16 ? from_bf16((const uint16_t *)p + d) : from_f16((const uint16_t *)p + d);
+}
+
+/* scores[n][t] = q[n] . at[t]; four query rows by four tokens at a time, so each load serves four products. */
+INLINE void dots_as(const float *q, int64_t rows, const char *const *at, int count, int64_t dim, float *scores,
+                    int64_t dtype) {
+  for (int t = 0; t < count; t += 4)
     for (int64_t n = 0; n < rows; n += 4) {
       const float *a = q + n * dim;
       vf s[16] = {{0}};
       for (int64_t d = 0; d < dim; d += LANES) {
-        vf k0 = load(k + d), k1 = load(k + dim + d), k2 = load(k + 2 * dim + d), k3 = load(k + 3 * dim + d);
+        vf k[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+          k[j] = channels(at[t + j], d, dtype);
+          KEEP(k[j]);
+        }
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
           vf x = load(a + i * dim + d);
-          s[4 * i + 0] += x * k0;
-          s[4 * i + 1] += x * k1;
-          s[4 * i + 2] += x * k2;
-          s[4 * i + 3] += x * k3;
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; j++) s[4 * i + j] += x * k[j];
         }
       }
       union { vf v; vf4 row[4]; } total = {sums(s)};
       for (int i = 0; i < 4; i++) *(vf4 *)(scores + (n + i) * TILE + t) = total.row[i];
     }
-  }
 }
 
-/* out[n] += sum_t p[n][t] tile[t], for `wide` registers of channels at once: 4 * wide independent sums hide latency */
-INLINE void weigh_part(const float *p, const float *tile, int count, int64_t dim, float *out, int wide) {
+/* out[n] += sum_t p[n][t] at[t], for `wide` registers of channels at once: 4 * wide independent sums hide latency */
+INLINE void weigh_part(const float *p, const char *const *at, int64_t from, int count, int64_t dim, float *out, int wide,
+                       int64_t dtype) {
   vf s[4][4];
   for (int i = 0; i < 4; i++)
     for (int j = 0; j < wide; j++) s[i][j] = load(out + i * dim + j * LANES);
   for (int t = 0; t < count; t++)
     for (int j = 0; j < wide; j++) {
-      vf x = load(tile + t * dim + j * LANES);
+      vf x = channels(at[t], from + j * LANES, dtype);
       KEEP(x);
       for (int i = 0; i < 4; i++) s[i][j] += x * p[i * TILE + t];
     }
@@ -78,14 +88,27 @@ INLINE void weigh_part(const float *p, const float *tile, int count, int64_t dim
     for (int j = 0; j < wide; j++) store(out + i * dim + j * LANES, s[i][j]);
 }
 
-static void weigh(const float *p, int64_t rows, const float *tile, int count, int64_t dim, float *out) {
+INLINE void weigh_as(const float *p, int64_t rows, const char *const *at, int count, int64_t dim, float *out,
+                     int64_t dtype) {
   for (int64_t n = 0; n < rows; n += 4) {
+    const float *w = p + n * TILE;
+    float *to = out + n * dim;
     int64_t d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) weigh_part(p + n * TILE, tile + d, count, dim, out + n * dim + d, 4);
-    for (; d + 2 * LANES <= dim; d += 2 * LANES) weigh_part(p + n * TILE, tile + d, count, dim, out + n * dim + d, 2);
-    if (d < dim) weigh_part(p + n * TILE, tile + d, count, dim, out + n * dim + d, 1);
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) weigh_part(w, at, d, count, dim, to + d, 4, dtype);
+    for (; d + 2 * LANES <= dim; d += 2 * LANES) weigh_part(w, at, d, count, dim, to + d, 2, dtype);
+    if (d < dim) weigh_part(w, at, d, count, dim, to + d, 1, dtype);
   }
 }
+
+#define SPECIALISE(name)                                                                                            \
+  static void name(const float *x, int64_t rows, const char *const *at, int count, int64_t dim, float *out,         \
+                   int64_t dtype) {                                                                                 \
+    if (dtype == F32) name##_as(x, rows, at, count, dim, out, F32);                                                 \
+    else if (dtype == BF16) name##_as(x, rows, at, count, dim, out, BF16);                                          \
+    else name##_as(x, rows, at, count, dim, out, F16);                                                              \
+  }
+SPECIALISE(dots)
+SPECIALISE(weigh)
 
 /* Does query `n` see the token of this column, at this position? */
 INLINE int sees(const Attention *a, int64_t row, int64_t n, int64_t column, int64_t position) {
@@ -159,10 +182,25 @@ static void soften(const Attention *a, int64_t row, const Batch *b, float *s, fl
   }
 }
 
+/* Where the batch's vectors are: where they are stored, if they can be used as they lie; else widened, in `tile`. A
+   half is widened once for all query rows if these are many. Returns the dtype of what is there. */
+static int64_t locate(const Field *f, Memo *memo, int64_t row, int64_t padded, const int64_t *token, int count,
+                      int64_t dim, float *tile, const char **at) {
+  const int plain = f->layout == DENSE && f->dim == dim && (f->dtype == F32 || padded == 4);
+  const int64_t size = f->dtype == F32 ? 4 : 2;
+  if (!plain) read_tokens(f, memo, row, token, count, tile, dim);
+  for (int i = 0; i < count; i++)
+    at[i] = plain ? (const char *)f->data + (row * f->row_stride + token[i] * f->token_stride) * size
+                  : (const char *)(tile + i * dim);
+  for (int i = count; i % 4; i++) at[i] = at[count - 1]; /* computed with, never seen */
+  return plain ? f->dtype : F32;
+}
+
 static void task(const Attention *a, int64_t row, int64_t from, int64_t to, float *out, float *top, float *total) {
   const int64_t wide = a->dim > a->dim_v ? a->dim : a->dim_v;
   float tile[TILE * wide] __attribute__((aligned(64)));
   float weights[a->padded * TILE] __attribute__((aligned(64)));
+  const char *at[TILE];
   Memo keys, values;
   Batch both[2], *b = both, *next = both + 1;
   memset(&keys, 0, sizeof keys);
@@ -176,13 +214,14 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     from = collect(a, row, from, to, next);
     fetch_tokens(&a->v, row, b->token, b->count);
     if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
-    read_tokens(&a->k, &keys, row, a->k.layout == LOWRANK ? b->place : b->token, b->count, tile, a->dim);
+    const int64_t *key = a->k.layout == LOWRANK ? b->place : b->token;
+    int64_t dtype = locate(&a->k, &keys, row, a->padded, key, b->count, a->dim, tile, at);
+    dots(a->q + row * a->padded * a->dim, a->padded, at, b->count, a->dim, weights, dtype);
     fetch_tokens(&a->k, row, next->token, next->count);
-    dots(a->q + row * a->padded * a->dim, a->padded, tile, b->count, a->dim, weights);
     soften(a, row, b, weights, top, total, out);
     if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
-    read_tokens(&a->v, &values, row, b->token, b->count, tile, a->dim_v);
-    weigh(weights, a->padded, tile, b->count, a->dim_v, out);
+    dtype = locate(&a->v, &values, row, a->padded, b->token, b->count, a->dim_v, tile, at);
+    weigh(weights, a->padded, at, b->count, a->dim_v, out, dtype);
     Batch *done = b;
     b = next;
     next = done;
