@@ -18,9 +18,9 @@ ours to theirs, with a 95 % interval that supposes nothing of their distribution
 there are fewer than six). A token's time depends on the version of transformers too: the third figure is that of this
 environment's transformers with its own cache of as many tokens.
 
-kvpress judges the prompt only, so `decode=False` has StreamingLLM, TOVA and H2O do the same here; it has no H2O, its
-ObservedAttentionPress (mean attention received, no recent window) is the nearest, and needs eager attention. Its AdaKV
-masks what it drops and keeps the bytes.
+kvpress judges the prompt only, so `decode=False` has StreamingLLM, TOVA and H2O do the same here. It has no H2O; its
+ObservedAttentionPress (mean attention received, no recent window) is the nearest, and needs eager attention: beside it
+stand the same rule and the paper's (sums, half of the budget recent). Its AdaKV masks what it drops and keeps the bytes.
 
 Writes benchmarks/results/kvpress.json (every cell) and kvpress_methods.json (all cells of a method together), and every
 cell to RUN/kvpress.jsonl as it is done. Run again, it goes on there, so `--contexts` may be raised later; `--minutes`
@@ -52,6 +52,8 @@ REMOVED = (0.5, 0.75, 0.875)
 STEPS = 24  # decoded tokens that are timed
 ANSWER = 10  # tokens of an answer
 QUESTIONS = 4  # about each context
+
+OBSERVED = "recent=0, average=True, decode=False"
 
 Job = dict[str, Any]
 Row = dict[str, Any]
@@ -90,7 +92,10 @@ METHODS: dict[str, Method] = {
     "ExpectedAttention": Method(
         lambda p, r: p.ExpectedAttentionPress(r), lambda n, s: f"expected_attention(budget={s})"
     ),
-    "H2O": Method(lambda p, r: p.ObservedAttentionPress(r), lambda n, s: f"h2o(budget={s}, decode=False)", "eager"),
+    "H2O": Method(lambda p, r: p.ObservedAttentionPress(r), lambda n, s: f"h2o(budget={s}, {OBSERVED})", "eager"),
+    "H2O, half recent": Method(
+        lambda p, r: p.ObservedAttentionPress(r), lambda n, s: f"h2o(budget={s}, decode=False)", "eager"
+    ),
 }
 
 

@@ -5,6 +5,9 @@
 
 Default: half of the budget is recent, as in the paper. While decoding, one token goes for each that comes.
 
+A sum favours early tokens, which more queries could see. `average=True` divides it by their number: with `recent=0` and
+`decode=False` that is kvpress's ObservedAttention.
+
 Differs from the official code: scores are per KV head, reduced over its query group (the code repeats keys first, and
 keeps as many copies); a padded row scores only its real queries; the budget counts tokens, not fractions of each side.
 """
@@ -12,7 +15,7 @@ keeps as many copies); a padded row scores only its real queries; the budget cou
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.policies._budget import Budget, check_budget, check_share, tokens_by_row
@@ -27,6 +30,7 @@ class H2O(Retention):
         budget: tokens held per KV head, or a fraction of the prompt.
         recent: how much of the budget goes to the newest tokens. A fraction of the budget.
         decode: whether to go on judging while decoding; if not, what comes after the prompt stays.
+        average: whether to rank by the mean over the queries that could see a token, not by their sum.
     """
 
     decodes: ClassVar[bool] = True
@@ -34,6 +38,7 @@ class H2O(Retention):
     budget: Budget = 1024
     recent: float = 0.5
     decode: bool = True
+    average: bool = False
 
     def __post_init__(self) -> None:
         check_budget(self, budget=self.budget)
@@ -44,7 +49,7 @@ class H2O(Retention):
 
     @property
     def order(self) -> int | None:
-        return 0
+        return None if self.average and self.remembers else 0
 
     def limit(self, seen: Seen) -> int | None:
         return int(seen.count(self.budget).max())
@@ -56,7 +61,15 @@ class H2O(Retention):
 
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
         newest = (tokens_by_row(self.budget, seen.prompt_length) * self.recent).long().clamp(min=1)
-        return keep_top(seen, seen.score, self.budget, seen.position > seen.newest - newest[:, None])
+        recent = seen.position > seen.newest - newest[:, None]
+        return keep_top(seen, seen.score / self._queries(seen) if self.average else seen.score, self.budget, recent)
+
+    def _queries(self, seen: Seen) -> Int[Tensor, "row token"]:
+        """How many queries could see each token, of those that the scores are sums over."""
+        count = seen.newest - seen.position + 1
+        if not self.remembers and seen.begin is not None:  # earlier prompts' scores are gone
+            count = count.minimum((seen.newest - seen.begin + 1)[:, None])
+        return count
 
 
 @dataclass(frozen=True)

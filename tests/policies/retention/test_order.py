@@ -21,6 +21,7 @@ ONCE = [
     "streaming(sinks=3, recent=0.3, decode=False)",
     "h2o(budget=24, decode=False)",
     "h2o(budget=0.4, recent=0.7, decode=False)",
+    "h2o(budget=24, recent=0, average=True, decode=False)",
     "tova(budget=24, recent=5, decode=False)",
     "snapkv(budget=0.1, window=12)",
     "pyramidkv(budget=0.3, window=12)",

@@ -1,0 +1,65 @@
+"""H2O against a loop that follows the paper, token by token; and the mean in place of the sum."""
+
+import pytest
+import torch
+from support_retention import Case, attended, best, output, positions, probabilities, same_source
+
+SHAPES = pytest.mark.parametrize(
+    "heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (4, 0), 2), (2, 2, (30,), 5)]
+)
+
+
+def received(case: Case, row: int, queries: range, tokens: list[int]) -> dict[int, float]:
+    """Attention that each token gets from these queries, a mean over the group; no query sees what comes after it."""
+    total = dict.fromkeys(tokens, 0.0)
+    for i in queries:
+        seen = [t for t in tokens if t <= i]
+        for token, paid in zip(seen, probabilities(case, row, i, seen).mean(0).tolist(), strict=True):
+            total[token] += paid
+    return total
+
+
+def verdict(score: dict[int, float], now: int, budget: int, recent: float, average: bool) -> list[int]:
+    newest = max(1, int(budget * recent))
+    ranked = {p: s / (now - p + 1) for p, s in score.items()} if average else score
+    return best(ranked, budget, lambda p: p > now - newest)
+
+
+@SHAPES
+@pytest.mark.parametrize("recent", [0.5, 0, 1])
+@pytest.mark.parametrize("average", [False, True])
+def test_it_keeps_what_received_most(
+    heads: int, group: int, pads: tuple[int, ...], chunks: int, recent: float, average: bool
+) -> None:
+    case = Case(heads, group, pads=pads)
+    layer = case.prompt(f"h2o(budget=11, recent={recent}, average={average})", chunks)
+    score: dict[int, dict[int, float]] = {}
+    for row in range(case.rows):
+        tokens = list(range(case.row(row)[3], case.length))
+        score[row] = received(case, row, range(tokens[0], case.length), tokens)
+        kept = verdict(score[row], case.length - 1, 11, recent, average)
+        assert positions(layer, row) == kept
+        score[row] = {p: score[row][p] for p in kept}
+    for t, out in case.decode(layer):
+        for row, before in score.items():
+            tokens = [*before, t]
+            torch.testing.assert_close(output(case, out, row), attended(case, row, t, tokens))
+            paid = received(case, row, range(t, t + 1), tokens)
+            now = {p: before.get(p, 0.0) + paid[p] for p in tokens}
+            score[row] = {p: now[p] for p in verdict(now, t, 11, recent, average)}
+            assert positions(layer, row) == list(score[row])
+    same_source(case, layer)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_second_prompt_counts_its_own_queries(chunks: int) -> None:
+    """Judged once, a token's score is of the last prompt alone, and so is the number of queries."""
+    case = Case(heads=1, group=2, length=30, steps=21)
+    layer = case.prompt("h2o(budget=9, recent=0, average=True, decode=False)", chunks)
+    kept = positions(layer, 0)
+    score = received(case, 0, range(30), list(range(30)))
+    assert kept == verdict(score, 29, 9, 0, True)
+    case.session.prompt_end = 51
+    case.feed(layer, 30, 51)
+    later = received(case, 0, range(30, 51), kept + list(range(30, 51)))
+    assert positions(layer, 0) == best({p: s / min(51 - p, 21) for p, s in later.items()}, 9, lambda p: p == 50)

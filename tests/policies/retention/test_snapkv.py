@@ -1,0 +1,45 @@
+"""SnapKV against a loop that follows the paper, vote by vote."""
+
+import pytest
+import torch
+from support_retention import Case, attended, best, output, positions, probabilities, same_source
+
+
+def votes(case: Case, row: int, window: int, reduce: str) -> list[float]:
+    """Of the prompt's last queries for each real token, none for the window itself."""
+    pad, n = case.row(row)[3], case.length
+    by_head = torch.zeros(case.group, n - pad)
+    for i in range(max(pad, n - window), n):
+        by_head[:, : i + 1 - pad] += probabilities(case, row, i, list(range(pad, i + 1)))
+    by_head[:, max(0, n - pad - window) :] = 0
+    vote = by_head.amax(0) if reduce == "max" else by_head.sum(0) if reduce == "sum" else by_head.mean(0)
+    return [float(v) for v in vote]
+
+
+def pooled(vote: list[float], kernel: int, pool: str) -> list[float]:
+    """Beyond the ends there is nothing: zeros for an average, no candidates for a maximum."""
+    half = kernel // 2
+    around = [vote[max(0, j - half) : j + half + 1] for j in range(len(vote))]
+    return [max(near) if pool == "max" else sum(near) / kernel for near in around]
+
+
+@pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (4, 33), 2)])
+@pytest.mark.parametrize("kernel, pool, reduce", [(5, "avg", "mean"), (1, "avg", "max"), (7, "max", "sum")])
+def test_it_keeps_what_the_window_votes_for(
+    heads: int, group: int, pads: tuple[int, ...], chunks: int, kernel: int, pool: str, reduce: str
+) -> None:
+    case = Case(heads, group, pads=pads)
+    options = f"budget=11, window=4, kernel={kernel}, pool='{pool}', reduce='{reduce}'"
+    layer = case.prompt(f"snapkv({options})", chunks)
+    kept: dict[int, list[int]] = {}
+    for row in range(case.rows):
+        pad = case.row(row)[3]
+        score = pooled(votes(case, row, 4, reduce), kernel, pool)
+        kept[row] = best({pad + j: s for j, s in enumerate(score)}, 11, lambda p: p >= case.length - 4)
+        assert positions(layer, row) == kept[row]
+    for t, out in case.decode(layer):
+        for row, tokens in kept.items():
+            tokens.append(t)
+            torch.testing.assert_close(output(case, out, row), attended(case, row, t, tokens))
+            assert positions(layer, row) == tokens
+    same_source(case, layer)
