@@ -93,12 +93,18 @@ class SnapKV(Retention):
 def votes(seen: Seen, reduce: str) -> Float[Tensor, "row token"]:
     """Attention that the observed queries pay to each token outside the window, summed over them."""
     keys, _ = seen.read()
-    at, q = seen.query_position, seen.queries.float()
+    at, q, position = seen.query_position, seen.queries.float(), seen.position
     logits = torch.matmul(q.flatten(1, 2) * seen.scale, keys.float().transpose(1, 2))  # keys once for the whole group
     if seen.softcap is not None:
         logits = torch.tanh(logits / seen.softcap) * seen.softcap
-    sees = (seen.valid[:, None] & (seen.position[:, None] <= at[:, None])) & (at >= seen.asking[:, None])[..., None]
-    logits = logits.unflatten(1, q.shape[1:3]).masked_fill_(~sees[:, None], float("-inf"))
-    found = logits.softmax(-1).nan_to_num_(0.0).sum(2)  # padding's queries see nothing
+    logits = logits.unflatten(1, q.shape[1:3])
+    asks = at >= seen.asking[:, None]
+    late = max(0, position.shape[1] - len(at))  # in most prompts only the last slots are hidden from anyone
+    usual = (position[:, :late] >= 0) & (position[:, :late] <= at[0])
+    start = late if bool(usual.all() & asks.all()) else 0
+    shown = position[:, None, start:]
+    sees = (shown >= 0) & (shown <= at[:, None]) & asks[..., None]
+    logits[..., start:].masked_fill_(~sees[:, None], float("-inf"))
+    found = logits.softmax(-1).sum(2) if start else logits.softmax(-1).nan_to_num_(0.0).sum(2)  # padding sees nothing
     vote = found.amax(1) if reduce == "max" else found.sum(1) if reduce == "sum" else found.mean(1)
-    return vote.masked_fill((seen.position >= seen.asking[:, None]) | ~seen.valid, 0)
+    return vote.masked_fill((position >= seen.asking[:, None]) | ~seen.valid, 0)
