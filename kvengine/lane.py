@@ -19,7 +19,6 @@ from torch import Tensor
 
 from kvengine import _ops as ops
 from kvengine.errors import CacheError
-from kvengine.holding import Holding
 from kvengine.kernels.attention import attention
 from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.merge_states import merge_states
@@ -32,11 +31,12 @@ from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.retention import Retention, Seen
 from kvengine.policies.selection import Where
+from kvengine.recall import Recall
 from kvengine.saliency import Saliency, running
 from kvengine.session import Call
 
 
-class Lane(Holding):
+class Lane(Recall):
     """What the heads of a lane hold, and how queries read it."""
 
     whole_tail: ClassVar[bool] = True  # a tail that is all there is may be read without a state to join
