@@ -151,8 +151,11 @@ class FixedLane(Lane):
         self.taken += 1
         self.end += 1
         self.lengths = [(n + 1, rows) for n, rows in self.lengths]
+        self.saw = None
         if not self.ring:
             return
+        if any(n >= self.ring for n, _ in self.lengths):
+            self.note_reach()
         page = self.stack.page
         for n, rows in self.lengths:
             if n >= self.ring:

@@ -63,6 +63,7 @@ class Holding:
         self.saliency: Saliency | None = None  # of this prompt's tokens, for a representation that asks
         self.judged: int | Tensor = 0  # tokens at the end of the last prompt; [row, 1] where rows differ
         self.units: Tensor | None = None  # what the last query read; None: everything
+        self.saw: Tensor | None = None  # the positions of that, where some of it has been sealed since
 
     def positions(self, n: int, valid: Bool[Tensor, "row token"] | None) -> Int[Tensor, "row token"]:
         at = torch.arange(self.seen, self.seen + n, dtype=torch.int32, device=self.first.device)
@@ -284,11 +285,31 @@ class Holding:
             out[rows] = n
         return out
 
+    def reach(self) -> Int[Tensor, "row token"]:
+        """The positions of what the last query read and is still held; -1 for none."""
+        if self.saw is not None:
+            return self.saw
+        tail, pages = self.tail.position[:, self.tail.span], self.pages
+        if pages is None or not len(pages):
+            return tail
+        if self.units is None:
+            return torch.cat([pages.position, tail], 1)
+        units = pages.position.unflatten(1, (-1, self.stack.selection.unit))
+        gone = (self.units < 0) | (self.units >= units.shape[1])  # it read pages that have been rolled back since
+        at = self.units.masked_fill(gone, 0)[:, :, None].expand(-1, -1, units.shape[2])
+        return torch.cat([units.gather(1, at).masked_fill(gone[:, :, None], -1).flatten(1), tail], 1)
+
+    def note_reach(self) -> None:
+        """Before tokens move from the tail to pages, or from page to page: remember which of them the last query read."""
+        if self.units is not None:
+            self.saw = self.reach()
+
     def seal(self) -> None:
         """Seal the oldest page of the rows whose tail overflows."""
         page, most = self.stack.page, self.stack.room + self.stack.page
         if not self.stack.paged or self.stack.representation.joint or all(n < most for n, _ in self.lengths):
             return
+        self.note_reach()
         fresh = torch.zeros(len(self.first), dtype=torch.bool, device=self.first.device)
         for n, rows in self.lengths:
             if n >= most:
@@ -355,5 +376,6 @@ class Holding:
         self.window, self.mass, self.units = (
             None if x is None else x[index] for x in (self.window, self.mass, self.units)
         )
+        self.saw = None if self.saw is None else self.saw[index]
         if self.saliency is not None and self.saliency.mass is not None:
             self.saliency.mass = self.saliency.mass[index]

@@ -159,7 +159,7 @@ class Lane(Recall):
                 self.session.waiting.append((self, seen, measure))
         elif self.stack.paged:
             self.settle(self.weighed(self.show(q, None, call, prompt=True)), None)
-        self.window = self.mass = None
+        self.window = self.mass = self.units = self.saw = None
         self.judged, self.reading = self.seen, False
 
     def weighed(self, seen: Seen) -> Seen:
@@ -340,7 +340,7 @@ class Lane(Recall):
 
     def attend_pages(self, pages: Pages, q: Tensor, call: Call, mass: bool) -> Callable[[], State]:
         """Choose what to read and, where it is not on the device, have it fetched; the result attends to it."""
-        self.units = self.select(pages, q, call)
+        self.units, self.saw = self.select(pages, q, call), None
         pages.coarse = self.session.coarse
         shift = self.shift()
         fields = pages.readable() if shift is None else None

@@ -64,6 +64,7 @@ class Recall(Holding):
             self.tail, self.pages, self.lengths, self.seen = mark.tail, mark.pages, mark.lengths, mark.seen
             self.notes, self.first, self.judged = mark.notes, mark.first, mark.judged
             self.pool = None if self.pages is None else self.pages.pool
+            self.saw = None
             self.share(bool(self.marks))
             self.again(mark, goal - mark.seen)
 
