@@ -43,18 +43,13 @@ def _by_head(
 
 
 def _positions(lane: Lane, chosen: bool) -> Int[Tensor, "row token"]:
-    """Positions in the tail and in the pages; of the pages only what was chosen, if wanted. -1 where there is no token."""
+    """Positions in the tail and in the pages; only those that were read, if wanted. -1 where there is no token."""
     if not lane.tail.exact:
         raise CacheError(
             f"a cache under '{lane.stack}' does not remember where its tokens stood, since the policy needs only their "
             "order; make it with EngineCache(model, positions=True)"
         )
+    if chosen:
+        return lane.reach()
     tail = lane.tail.position[:, lane.tail.span]
-    if lane.pages is None or not len(lane.pages):
-        return tail
-    pages = lane.pages.position
-    if chosen and lane.units is not None:
-        units = pages.unflatten(1, (-1, lane.stack.selection.unit))
-        index = lane.units.clamp(min=0)[:, :, None].expand(-1, -1, units.shape[2])
-        pages = units.gather(1, index).masked_fill(lane.units[:, :, None] < 0, -1).flatten(1)
-    return torch.cat([pages, tail], 1)
+    return tail if lane.pages is None else torch.cat([lane.pages.position, tail], 1)

@@ -151,8 +151,11 @@ class FixedLane(Lane):
         self.taken += 1
         self.end += 1
         self.lengths = [(n + 1, rows) for n, rows in self.lengths]
+        self.saw = None
         if not self.ring:
             return
+        if any(n >= self.ring for n, _ in self.lengths):
+            self.note_reach()
         page = self.stack.page
         for n, rows in self.lengths:
             if n >= self.ring:
@@ -181,7 +184,7 @@ class FixedLane(Lane):
             tail.replace(k, v, position, score, clean, self.stack.room + 2 * self.stack.page)
             self.sealed().gather_columns()
             if self.retention.decodes:
-                self.tidy()
+                self.tidy(torch.ones_like(self.first, dtype=torch.bool))
         elif not self.fills:
             tail.end, tail.clean = self.end, self.clean_before and not self.retention.decodes
         placed, lead, count = self.order_before

@@ -1,19 +1,15 @@
-"""What a lane holds, and how that changes: dropped, merged, sealed, remembered, rolled back.
+"""What a lane holds, and how that changes: dropped, merged, sealed.
 
 The newest tokens are in the open tail; what a stack wants in pages is sealed from there, oldest first, once the tail
-overflows. While recording, a state is remembered before each step, as shallow copies of the tail and the pages.
+overflows.
 """
 
 from __future__ import annotations
-
-import copy
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvengine.errors import CacheError
 from kvengine.joint import join
 from kvengine.offload.placement import Site
 from kvengine.pages import Pages
@@ -24,22 +20,6 @@ from kvengine.session import Call, Session
 from kvengine.stack import Stack
 from kvengine.tail import GROWTH, Tail
 from kvengine.tokens import grouped, pack, take
-
-
-@dataclass
-class Mark:
-    """The state before some tokens were taken, and those tokens."""
-
-    seen: int
-    tail: Tail
-    pages: Pages | None
-    notes: Notes
-    lengths: list[tuple[int, Tensor | None]]
-    first: Tensor
-    judged: int | Tensor
-    k: Tensor
-    v: Tensor
-    valid: Bool[Tensor, "row token"] | None
 
 
 class Holding:
@@ -71,7 +51,6 @@ class Holding:
         self.lengths: list[tuple[int, Tensor | None]] = [
             (0, None)
         ]  # tokens in the tail, and the rows that have so many
-        self.marks: list[Mark] = []
         self.first = torch.zeros(len(k), dtype=torch.long, device=k.device)
         self.prompt_length = torch.zeros(len(k), dtype=torch.long, device=k.device)
         self.begin = self.first  # position of each row's first token of the last prompt
@@ -84,6 +63,7 @@ class Holding:
         self.saliency: Saliency | None = None  # of this prompt's tokens, for a representation that asks
         self.judged: int | Tensor = 0  # tokens at the end of the last prompt; [row, 1] where rows differ
         self.units: Tensor | None = None  # what the last query read; None: everything
+        self.saw: Tensor | None = None  # the positions of that, where some of it has been sealed since
 
     def positions(self, n: int, valid: Bool[Tensor, "row token"] | None) -> Int[Tensor, "row token"]:
         at = torch.arange(self.seen, self.seen + n, dtype=torch.int32, device=self.first.device)
@@ -206,6 +186,14 @@ class Holding:
             self.lengths = [(n - spill, None)]
             return
         alive = position >= 0 if keep is None else (position >= 0) & keep
+        self.pack_rows(k, v, position, score, alive, free, alone)
+
+    def pack_rows(
+        self, k: Tensor, v: Tensor, position: Tensor, score: Tensor, alive: Bool[Tensor, "row token"],
+        free: Bool[Tensor, "row"] | None, alone: Bool[Tensor, "row token"] | None = None,
+    ) -> None:  # fmt: skip
+        """Go on with the slots that are `alive`: those of `free` rows (None: all) sealed, but for what is left `alone`."""
+        page, room = self.stack.page, self.stack.room
         index = pack(alive if alone is None else alive & ~alone)
         count = (index >= 0).sum(1)
         pages = ((count - room) // page).clamp(min=0) * (1 if free is None else free)
@@ -297,19 +285,41 @@ class Holding:
             out[rows] = n
         return out
 
+    def reach(self) -> Int[Tensor, "row token"]:
+        """The positions of what the last query read and is still held; -1 for none."""
+        if self.saw is not None:
+            return self.saw
+        tail, pages = self.tail.position[:, self.tail.span], self.pages
+        if pages is None or not len(pages):
+            return tail
+        if self.units is None:
+            return torch.cat([pages.position, tail], 1)
+        units = pages.position.unflatten(1, (-1, self.stack.selection.unit))
+        gone = (self.units < 0) | (self.units >= units.shape[1])  # it read pages that have been rolled back since
+        at = self.units.masked_fill(gone, 0)[:, :, None].expand(-1, -1, units.shape[2])
+        return torch.cat([units.gather(1, at).masked_fill(gone[:, :, None], -1).flatten(1), tail], 1)
+
+    def note_reach(self) -> None:
+        """Before tokens move from the tail to pages, or from page to page: remember which of them the last query read."""
+        if self.units is not None:
+            self.saw = self.reach()
+
     def seal(self) -> None:
         """Seal the oldest page of the rows whose tail overflows."""
         page, most = self.stack.page, self.stack.room + self.stack.page
         if not self.stack.paged or self.stack.representation.joint or all(n < most for n, _ in self.lengths):
             return
+        self.note_reach()
+        fresh = torch.zeros(len(self.first), dtype=torch.bool, device=self.first.device)
         for n, rows in self.lengths:
             if n >= most:
                 self.seal_rows(n, rows)
+                fresh[slice(None) if rows is None else rows] = True
         self.lengths = [(n - page if n >= most else n, rows) for n, rows in self.lengths]
         self.tail.start = self.tail.end - max(n for n, _ in self.lengths)
         self.whole = False
         if self.retention.decodes:
-            self.tidy()
+            self.tidy(fresh)
 
     def seal_rows(self, length: int, rows: Int[Tensor, "row"] | None) -> None:
         start = self.tail.end - length
@@ -326,64 +336,34 @@ class Holding:
         self.tail.own_small()
         self.tail.position[rows, span] = -1
 
-    def tidy(self) -> None:
-        """Give back empty pages; pack the rest anew once most of it is holes and nothing is lost by it."""
+    def tidy(self, fresh: Bool[Tensor, "row"]) -> None:
+        """Give back empty pages; pack anew what is mostly holes, where nothing is lost by it.
+
+        Each sequence on its own, once one of its rows has sealed (`fresh`): its pages are those it would have alone.
+        """
         pages = self.sealed()
         pages.release()
-        if self.stack.representation.lossless and len(pages) and float((pages.position >= 0).float().mean()) < 0.5:
+        if not self.stack.representation.lossless or not len(pages):
+            return
+        slots, tokens = (pages.table >= 0).sum(1) * pages.page, (pages.position >= 0).sum(1)
+        sealed, slots, tokens = (x.unflatten(0, (-1, self.heads)).sum(1) for x in (fresh, slots, tokens))
+        sparse = (sealed > 0) & (2 * tokens < slots)
+        if bool(sparse.all()):
             self.rebuild(*self.everything(), keep=None)
+        elif bool(sparse.any()):
+            self.repack(sparse.repeat_interleave(self.heads))
 
-    def remember(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        state = copy.copy(self.tail), copy.copy(self.pages), dict(self.notes), self.lengths, self.first, self.judged
-        self.marks.append(Mark(self.seen, *state, k, v, valid))
-        self.share(True)
-
-    def share(self, shared: bool) -> None:
-        self.tail.shared = shared
-        if self.pages is not None:
-            self.pages.shared = shared
-
-    def rollback(self, n: int) -> None:
-        """Forget the last `n` tokens, and all that they changed."""
-        goal = self.seen - n
-        while self.marks and self.marks[-1].seen > goal:
-            self.marks.pop()
-        if n and not self.marks:
-            self.shorten(goal)
-        elif n:
-            mark = self.marks.pop()
-            self.tail, self.pages, self.lengths, self.seen = mark.tail, mark.pages, mark.lengths, mark.seen
-            self.notes, self.first, self.judged = mark.notes, mark.first, mark.judged
-            self.pool = None if self.pages is None else self.pages.pool
-            self.share(bool(self.marks))
-            self.again(mark, goal - mark.seen)
-
-    def again(self, mark: Mark, count: int) -> None:
-        """Take back the first `count` of the tokens that came after a mark (nothing changed between them)."""
-        if count:
-            valid = None if mark.valid is None else mark.valid[:, :count]
-            self.remember(mark.k[:, :count], mark.v[:, :count], valid)
-            self.add(mark.k[:, :count], mark.v[:, :count], valid)
-
-    def shorten(self, goal: int) -> None:
-        if not self.whole or goal < 0:
-            raise CacheError(
-                f"cannot go back from {self.seen} to {goal} tokens: the policy has dropped or sealed some of them "
-                "since. Call cache.activate_past_recording() before the tokens that may have to be taken back"
-            )
-        self.tail.shorten(self.seen - goal)
-        self.lengths = [(n - self.seen + goal, rows) for n, rows in self.lengths]
-        self.seen = goal
-
-    def commit(self) -> None:
-        """What was taken is now history."""
-        self.marks.clear()
-        self.share(False)
+    def repack(self, rows: Bool[Tensor, "row"]) -> None:
+        """Pack the tokens of these rows anew; what the others have stays in its page or slot."""
+        pages, held = self.sealed(), self.everything()
+        new, (n, end) = rows[:, None], (len(pages), held[2].shape[1])
+        at = torch.arange(end, device=new.device)
+        others = (at >= n) & (at >= end - torch.as_tensor(self.open(), device=new.device).reshape(-1, 1))
+        pages.clear(rows)
+        self.pack_rows(*held, torch.where(new, held[2] >= 0, others), rows)
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows (beam search, batch selection)."""
-        if self.marks:
-            raise CacheError("rows cannot be reordered while a draft is pending; commit or roll back first")
         self.tail.rows(index)
         self.lengths = [
             (n, rows if rows is None else torch.isin(index, rows).nonzero()[:, 0]) for n, rows in self.lengths
@@ -396,5 +376,6 @@ class Holding:
         self.window, self.mass, self.units = (
             None if x is None else x[index] for x in (self.window, self.mass, self.units)
         )
+        self.saw = None if self.saw is None else self.saw[index]
         if self.saliency is not None and self.saliency.mass is not None:
             self.saliency.mass = self.saliency.mass[index]

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from kvengine import _ops as ops
 from kvengine.errors import CacheError
-from kvengine.holding import Holding
 from kvengine.kernels.attention import attention
 from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.merge_states import merge_states
@@ -32,11 +31,12 @@ from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.retention import Retention, Seen
 from kvengine.policies.selection import Where
+from kvengine.recall import Recall
 from kvengine.saliency import Saliency, running
 from kvengine.session import Call
 
 
-class Lane(Holding):
+class Lane(Recall):
     """What the heads of a lane hold, and how queries read it."""
 
     whole_tail: ClassVar[bool] = True  # a tail that is all there is may be read without a state to join
@@ -159,7 +159,7 @@ class Lane(Holding):
                 self.session.waiting.append((self, seen, measure))
         elif self.stack.paged:
             self.settle(self.weighed(self.show(q, None, call, prompt=True)), None)
-        self.window = self.mass = None
+        self.window = self.mass = self.units = self.saw = None
         self.judged, self.reading = self.seen, False
 
     def weighed(self, seen: Seen) -> Seen:
@@ -340,7 +340,7 @@ class Lane(Holding):
 
     def attend_pages(self, pages: Pages, q: Tensor, call: Call, mass: bool) -> Callable[[], State]:
         """Choose what to read and, where it is not on the device, have it fetched; the result attends to it."""
-        self.units = self.select(pages, q, call)
+        self.units, self.saw = self.select(pages, q, call), None
         pages.coarse = self.session.coarse
         shift = self.shift()
         fields = pages.readable() if shift is None else None

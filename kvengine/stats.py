@@ -20,7 +20,8 @@ class Stats:
     Attributes:
         bytes: bytes allocated in all layers, by tier ("device", "host", "disk", …) and field ("tail.k", "page.k_code", …).
         held: tokens held, [layer, sequence, kv head].
-        attended: tokens that the last decoded token read, [layer, sequence, kv head].
+        attended: tokens that the last decoded token read, without those that were dropped after it, [layer, sequence,
+            kv head]; after a prompt, those held.
         read_per_token: bytes of keys, values, codes and summaries that decoding one more token reads, all layers.
         pages_used, pages_free: pages that some table names, and that none does, all layers.
         seen: tokens seen, padding included.
@@ -103,13 +104,7 @@ def live(lane: Lane) -> Int[Tensor, "row"]:
 
 def attended(lane: Lane) -> Int[Tensor, "row"]:
     """Tokens that the row's last query read."""
-    if lane.pages is None or lane.units is None:
-        return live(lane)
-    tail = lane.tail.count()
-    unit = lane.stack.selection.unit
-    there = (lane.pages.position >= 0).unflatten(1, (-1, unit)).sum(2)
-    gone = (lane.units < 0) | (lane.units >= there.shape[1])  # the query read pages that have been rolled back since
-    return tail + there.gather(1, lane.units.masked_fill(gone, 0)).masked_fill(gone, 0).sum(1)
+    return (lane.reach() >= 0).sum(1)
 
 
 def lane_reads(lane: Lane) -> int:
@@ -121,16 +116,24 @@ def lane_reads(lane: Lane) -> int:
     if pages is None or lane.pool is None or not len(pages):
         return size
     per_page = lane.pool.page_bytes
-    joint = pages.joint
+    joint, chosen = pages.joint, chosen_units(lane)
     if joint is not None:
-        chosen = None if lane.units is None else int((lane.units >= 0).sum()) * pages.selection.unit
-        size += joint.reads(chosen)
-    if lane.units is None:
+        size += joint.reads(None if chosen is None else chosen * pages.selection.unit)
+    if chosen is None:
         return size + int(per_page * int((pages.table >= 0).sum()))
     part = pages.page // pages.selection.unit if pages.representation.lossless or joint is not None else 1
     summaries = pages.bounds.reads(pages.units, sum(x.numel() * x.element_size() for x in pages.summary.values()))
     summaries += sum(x.reads for x in pages.beside.values())
-    return size + summaries + int(per_page * int((lane.units >= 0).sum()) / part)
+    return size + summaries + int(per_page * chosen / part)
+
+
+def chosen_units(lane: Lane) -> int | None:
+    """Units that one more token reads if it reads as many tokens as the last one did; None: all."""
+    if lane.units is None:
+        return None
+    if lane.saw is None:
+        return int((lane.units >= 0).sum())
+    return max(0, int((lane.saw >= 0).sum()) - int(lane.tail.count().sum())) // lane.stack.selection.unit
 
 
 def by_head(layers: list[LayerCache], count: object) -> Int[Tensor, "layer seq head"]:

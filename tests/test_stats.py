@@ -8,6 +8,7 @@ from support import MIXED, SMALL, Bare, greedy, held, one, patched, prompts
 from torch import Tensor
 
 import kvengine
+from kvengine.evals import maps
 from kvengine.stack import Stack
 
 
@@ -42,7 +43,8 @@ def test_bytes_equal_the_allocations(text: str) -> None:
     greedy(model, prompts(), past_key_values=cache)
     gc.collect()
     lanes = [part.lane for layer in cache.engines for part in layer.parts]
-    small = 640 * len(lanes) + sum(lane.units.nbytes for lane in lanes if lane.units is not None)  # lengths of rows, …
+    last = (x for lane in lanes for x in (lane.units, lane.saw) if x is not None)
+    small = 640 * len(lanes) + sum(x.nbytes for x in last)  # lengths of rows, …
     real = sum(tensors_of(cache).values())
     stats = cache.stats()
     index = stats.bytes.get("host", {}).get("pages.index", 0)  # no tensor: tests/policies/selection/test_ann.py
@@ -86,6 +88,60 @@ def test_a_selection_never_reads_more_than_its_budget() -> None:
         for _ in range(40):
             token = model(token, past_key_values=cache).logits.argmax(-1)
             assert int(cache.stats().attended.max()) <= 40 < int(cache.stats().held.min())
+
+
+@pytest.mark.parametrize(
+    ("text", "least"),
+    [
+        ("quest(budget=40, page=4)", 37),
+        ("oracle_topk(budget=24)", 24),
+        ("retrieval(budget=24, chunk=4)", 21),
+        ("ann(budget=24)", 24),
+        ("tidal(budget=24, start=0, reselect=0)", 24),
+        ("oracle_topk(budget=32) + kivi(bits=4, group=8, residual=8)", 32),
+    ],
+)
+def test_a_token_whose_page_is_sealed_after_it_has_read_its_budget_too(text: str, least: int) -> None:
+    """Pages hold 16 tokens: two are sealed on the way. Bytes follow what is read, with the tail and without."""
+    model = patched(text)
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        token = model(**one(), past_key_values=cache).logits[:, -1:].argmax(-1)
+        sizes = []
+        for _ in range(40):
+            token = model(token, past_key_values=cache).logits.argmax(-1)
+            stats, read = cache.stats(), maps.read(cache).sum(-1)
+            last = stats.attended[-1]
+            assert least <= int(last.min()) and int(last.max()) <= int(text.split("=")[1][:2])
+            assert torch.equal(read, stats.attended)
+            sizes.append(stats.read_per_token)
+    if "kivi" not in text and "ann" not in text:
+        assert max(sizes) < 1.6 * min(sizes)
+
+
+def test_of_what_was_dropped_later_nothing_counts_as_read() -> None:
+    """Tokens dropped one by one leave holes, pages go, the others are packed anew."""
+    model = patched("streaming(sinks=2, recent=38) + quest(budget=24, page=4)")
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        token = model(**prompts(), past_key_values=cache).logits[:, -1:].argmax(-1)
+        for _ in range(80):
+            token = model(token, past_key_values=cache).logits.argmax(-1)
+            stats = cache.stats()
+            assert torch.equal(maps.read(cache).sum(-1), stats.attended) and int(stats.attended.max()) <= 24
+            assert int(stats.attended.min()) >= 12 and (maps.held(cache) | ~maps.read(cache)).all()
+
+
+def test_a_second_prompt_forgets_what_was_read_before() -> None:
+    model = patched("quest(budget=24, page=4)")
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(**one(), past_key_values=cache)
+        model(one(1)["input_ids"], past_key_values=cache)
+        assert int(cache.stats().attended.max()) <= 24
+        cache.follow_up(False)
+        model(one(30)["input_ids"], past_key_values=cache)
+    assert torch.equal(cache.stats().attended, cache.stats().held)
 
 
 def test_heads_that_stream_free_their_bytes() -> None:

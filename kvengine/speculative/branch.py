@@ -7,7 +7,7 @@ judge's law at every temperature. The model reads each level of the tree in one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -62,7 +62,7 @@ class Branching:
     ) -> Float[Tensor, "node vocab"]:
         """Drawn from the processed law; when that is a certainty, the likeliest tokens are chosen instead."""
         tails = [[*tail, *draft.path(node)] for node in range(ROOT, len(draft))]
-        return Law(self.law.processors, greedy=False)(text, tails, logits)
+        return replace(self.law, greedy=False)(text, tails, logits)
 
     def _grow(self, draft: Draft, node: int, law: Float[Tensor, " vocab"], width: int, position: int) -> list[int]:
         draft.laws += [None] * (node + 2 - len(draft.laws))

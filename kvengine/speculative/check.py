@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from operator import index
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy, unknown
 from kvengine.hf import check_model
 from kvengine.hf_cache import engine_layers
+from kvengine.speculative.law import REMEMBERING
 from kvengine.speculative.places import why_not
 from kvengine.stack import Stack
 
@@ -16,6 +20,41 @@ DRAFTS = ("lookup", "recycling")
 MOST = 17  # tokens that "auto" drafts at the most, and one
 
 Gamma = tuple[int, int] | Literal["auto"]
+
+
+def check_prompt(ids: Any, options: Mapping[str, Any]) -> Tensor:
+    """The prompts, if they are tokens."""
+    if options.get("inputs_embeds") is not None:
+        raise ModelError("drafts are judged as tokens, and inputs_embeds are none; give the prompt as input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        what = f"a tensor of {ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ModelError(
+            "input_ids are a tensor of token ids [row, token], as of tokenizer(text, return_tensors='pt').input_ids, "
+            f"not {what}"
+        )
+    return ids
+
+
+def check_stop(strings: Any, tokenizer: Any) -> None:
+    if tokenizer is None:
+        raise ModelError(f"stop_strings={strings!r} are looked for in text: give the tokenizer too, tokenizer=...")
+
+
+def check_seed(seed: Any) -> int:
+    try:
+        return index(seed)
+    except TypeError as error:
+        raise PolicyError(f"seed={seed!r} is not a whole number") from error
+
+
+def check_processors(processors: Iterable[Any]) -> None:
+    """Refuse those that a draft would mislead."""
+    for processor in processors:
+        if type(processor).__name__ in REMEMBERING:
+            raise ModelError(
+                f"{type(processor).__name__} remembers earlier calls, each one token further than the last: a draft that "
+                "is taken back would mislead it. Generate without drafts, or leave guidance_scale and SynthID out"
+            )
 
 
 def check_gamma(gamma: Gamma) -> None:

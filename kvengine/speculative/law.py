@@ -6,8 +6,10 @@ each position is processed with the prefix that leads to it, drafted tokens incl
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -28,6 +30,53 @@ MEMORYLESS = {
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 }
+
+# Those that look at the tokens, at all rows by one rule: a row may be given to them alone.
+ALIKE = {
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "LogitNormalization",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+}
+
+# Those that remember earlier calls and take each to be one token further: a draft that is taken back misleads them.
+REMEMBERING = {
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A processor of a batch, for one row of it: the row is given at its place among others, which count for nothing."""
+
+    processor: Processor
+    row: int
+    rows: int
+
+    def __call__(self, ids: Int64[Tensor, "1 token"], scores: Float[Tensor, "1 vocab"]) -> Float[Tensor, "1 vocab"]:
+        found = self.processor(ids.repeat(self.rows, 1), scores.repeat(self.rows, 1))
+        return found[self.row : self.row + 1]
+
+
+def for_row(processor: Processor, row: int, rows: int) -> Processor:
+    """What processes a batch's scores, for one row of it alone."""
+    name = type(processor).__name__
+    if rows == 1 or name in MEMORYLESS or name in ALIKE:
+        return processor
+    if name == "PrefixConstrainedLogitsProcessor":  # its function is told the row, and may know no other
+        own: Any = copy.copy(processor)
+        allowed = own._prefix_allowed_tokens_fn
+        own._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+        return own  # type: ignore[no-any-return]
+    return Placed(processor, row, rows)
 
 
 @dataclass

@@ -24,10 +24,20 @@ from kvengine.speculative.accept import Rule, rule
 from kvengine.speculative.adaptive import Adaptive
 from kvengine.speculative.ahead import Ahead, Fixed
 from kvengine.speculative.branch import Branching
-from kvengine.speculative.check import Gamma, check_gamma, check_models, check_places, check_room
+from kvengine.speculative.check import (
+    Gamma,
+    check_gamma,
+    check_models,
+    check_places,
+    check_processors,
+    check_prompt,
+    check_room,
+    check_seed,
+    check_stop,
+)
 from kvengine.speculative.clock import Watch
 from kvengine.speculative.echo import Echo, Refresh
-from kvengine.speculative.law import Law
+from kvengine.speculative.law import Law, for_row
 from kvengine.speculative.places import LayerPlaces
 from kvengine.speculative.propose import Lookup, Recycling
 from kvengine.speculative.report import Report
@@ -110,7 +120,9 @@ class TriForce:
         if draft == "recycling":
             self.memory = Recycling(target.config.get_text_config(decoder=True).vocab_size)
 
-    def generate(self, input_ids: Int64[Tensor, "row token"], **options: Any) -> Int64[Tensor, "row token"]:
+    def generate(
+        self, input_ids: Int64[Tensor, "row token"] | None = None, **options: Any
+    ) -> Int64[Tensor, "row token"]:
         """The prompts and what follows them, rows padded on the right once they have ended.
 
         Takes what `model.generate` takes (a `streamer` too), and: seed (default: from torch's generator), coupled
@@ -120,6 +132,7 @@ class TriForce:
         `model.generate(ids, custom_generate=decoder, ...)` is the same, but transformers then keeps the streamer and the
         tokenizer of stop strings to itself.
         """
+        ids = check_prompt(input_ids, options)
         own = {name: options.pop(name) for name in ("seed", "coupled", "streamer") if name in options}
         if options.get("temperature") == 0:
             options |= {"do_sample": False, "temperature": None}
@@ -127,11 +140,12 @@ class TriForce:
             options.setdefault("do_sample", True)
         stop, tokenizer = options.pop("stop_strings", None), options.pop("tokenizer", None)
         if stop is not None:  # transformers would lose the tokenizer on the way
+            check_stop(stop, tokenizer)
             criteria = options.get("stopping_criteria") or ()
             options["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, stop)])
         if own.get("streamer") is not None:
-            own["streamer"].put(input_ids.cpu())
-        out: Tensor = self.target.generate(input_ids, custom_generate=partial(self, **own), **options)
+            own["streamer"].put(ids.cpu())
+        out: Tensor = self.target.generate(ids, custom_generate=partial(self, **own), **options)
         return out
 
     @torch.no_grad()
@@ -150,17 +164,20 @@ class TriForce:
         """What `model.generate(..., custom_generate=decoder)` calls, its preparations made.
 
         Raises:
-            ModelError: another model than the target, a streamer for several rows, beams, or a cache already in use.
+            ModelError: another model than the target, a streamer for several rows, beams, a cache already in use, embeddings
+                for a prompt, or processors that remember earlier calls (guidance, SynthID).
         """
         self._check_call(model, input_ids, generation_config, streamer, kwargs)
-        seed = int(torch.randint(1 << 62, ())) if seed is None else seed
-        law = Law(list(logits_processor), greedy=not generation_config.do_sample)
+        seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
+        check_processors(logits_processor)
         ends = frozenset(end_tokens(generation_config))
         self.report = Report()
         put = None if streamer is None else streamer.put
         runs, rows = [], []
         for row, text in enumerate(texts(input_ids, kwargs.get("attention_mask"))):
             watch = Watch()
+            mine = [for_row(processor, row, len(input_ids)) for processor in logits_processor]
+            law = Law(mine, greedy=not generation_config.do_sample)
             top = self.tiers(law, rule(seed, row, coupled), ends, watch)
             runs.append(Run(top, stopping_criteria, generation_config.max_length, watch))
             rows.append((runs[-1].going(text, put), watch))
@@ -213,6 +230,7 @@ class TriForce:
 
     def _check_call(self, model: Any, ids: Tensor, config: Any, streamer: Any, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
+        check_prompt(ids, kwargs)
         if model is not self.target:
             raise ModelError("this decoder was made for another model; make one with TriForce(model, ...)")
         if streamer is not None and len(ids) > 1:

@@ -6,8 +6,8 @@
     keep    =  what the base always keeps, and head h's `cap_h` best others
 
 Any base that scores each token may be wrapped. Rows end up with different numbers of tokens, which live in pages, so
-that the bytes of what is dropped are freed. Defaults: floor 0.2 and SnapKV with max-pooling over 7, as in the paper's
-code.
+that the bytes of what is dropped are freed. Defaults: floor 0.2 as in the paper (its code's
+configurations say 0.5), and SnapKV with max-pooling over 7 as in its code.
 
 Differs from the official code: shares are rounded by largest remainder, so none of the budget is lost or overspent;
 the base's score is reduced over the query group first, and budgets belong to KV heads. Under a routing that splits a
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.policies._budget import Budget, check_budget, check_choice, top
-from kvengine.policies.retention import Notes, Retention, Seen
+from kvengine.policies.retention import REDUCE, Notes, Reduce, Retention, Seen
 from kvengine.policies.retention.expected_attention import ExpectedAttention
 from kvengine.policies.retention.keydiff import KeyDiff
 from kvengine.policies.retention.snapkv import SnapKV
@@ -44,6 +44,7 @@ class AdaKV(Retention):
         window: SnapKV's, if that is the base: the last queries that vote, kept themselves. Tokens.
         kernel: SnapKV's, if that is the base: width of the pooling. Tokens, odd.
         pool: SnapKV's, if that is the base: how to pool.
+        reduce: how the heads of a query group agree, if the base asks them.
     """
 
     ragged: ClassVar[bool] = True
@@ -54,10 +55,11 @@ class AdaKV(Retention):
     window: int = 32
     kernel: int = 7
     pool: Literal["avg", "max"] = "max"
+    reduce: Reduce = "mean"
 
     def __post_init__(self) -> None:
         check_budget(self, budget=self.budget)
-        check_choice(self, base=(self.base, BASES))
+        check_choice(self, base=(self.base, BASES), reduce=(self.reduce, REDUCE))
         if not 0 <= self.floor <= 1:
             raise PolicyError(f"AdaKV: floor={self.floor!r} must lie between 0 (all is shared) and 1 (all is even)")
         self.scorer  # noqa: B018 - its options are checked when it is made
@@ -65,10 +67,10 @@ class AdaKV(Retention):
     @cached_property
     def scorer(self) -> SnapKV | ExpectedAttention | KeyDiff:
         if self.base == "expected_attention":
-            return ExpectedAttention(self.budget)
+            return ExpectedAttention(self.budget, reduce=self.reduce)
         if self.base == "keydiff":
             return KeyDiff(self.budget)
-        return SnapKV(self.budget, self.window, self.kernel, self.pool)
+        return SnapKV(self.budget, self.window, self.kernel, self.pool, self.reduce)
 
     @property
     def observes(self) -> int:

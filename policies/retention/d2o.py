@@ -2,7 +2,7 @@
 
     F_l       =  variance over tokens of the attention each received from the prompt's queries  (mean over query heads)
     size_l    =  c exp(-F_l), between `least` and the whole prompt; c such that the layers hold layers * budget
-    score_j   =  sum over all queries so far of softmax(q k^T)_j
+    score_j   =  sum over all queries so far of softmax(q k^T)_j        (reduced over the query group)
     keep      =  `sinks` first tokens, a part `recent` of size_l newest, and the best others up to size_l
     u_ij      =  cos(k_i, k_j), for each dropped i and each kept j that is no sink;  c(i) = argmax_j u_ij
     tau       =  mean_i max_j u_ij at the first drop;  later  beta max_i max_j u_ij + (1 - beta) tau
@@ -18,6 +18,7 @@ quarter of the layer's size for the newest, beta 0.7, as in the paper.
     size_l    the first two layers and the last keep everything all the same, beyond the budget
     c(i)      among all kept tokens
     tau       beta mean_i max_j u_ij + (1 - beta) tau, with beta 0.5
+    recent    stays a quarter; the code's configurations say `recent=0.5`, and the least it holds is 0.01 of the prompt
     x_c       =  (x_c + sum u_ic x_i) / (1 + their number)        (no convex weights: vectors shrink)
 
 Layers are judged when all of them have read the prompt; until then they hold it whole.
@@ -40,7 +41,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, check_share, top
-from kvengine.policies.retention import Retention, Seen
+from kvengine.policies.retention import REDUCE, Reduce, Retention, Seen, over_group
 
 NEVER = (0, 1, -1)  # layers that the official code leaves alone
 
@@ -57,6 +58,7 @@ class D2O(Retention):
         beta: how fast the threshold follows. A fraction; None: 0.7, or 0.5 in the official form.
         shares: "measured" by F_l, or "even".
         form: "paper" or "official".
+        reduce: how the heads of a query group agree on a token's score.
     """
 
     decodes: ClassVar[bool] = True
@@ -70,11 +72,13 @@ class D2O(Retention):
     beta: float | None = None
     shares: Literal["measured", "even"] = "measured"
     form: Literal["paper", "official"] = "paper"
+    reduce: Reduce = "mean"
 
     def __post_init__(self) -> None:
         check_budget(self, budget=self.budget)
         check_count(self, sinks=self.sinks)
         check_choice(self, shares=(self.shares, ("measured", "even")), form=(self.form, ("paper", "official")))
+        check_choice(self, reduce=(self.reduce, REDUCE))
         check_share(self, recent=self.recent, least=self.least, beta=0.0 if self.beta is None else self.beta)
 
     def limit(self, seen: Seen) -> int:
@@ -83,7 +87,7 @@ class D2O(Retention):
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
         if seen.mass is None:
             raise ValueError("D2O needs the attention that each token received")
-        return seen.score + seen.mass.mean(1)
+        return seen.score + over_group(seen.mass, self.reduce)
 
     # ---- how much a layer holds -------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
     q_pre       ~   N(mu, Sigma), estimated per query head on the prompt's queries before rotation
     R           =   mean over the next `horizon` positions of the rotation to that position
     logit_j     =   s k_j . R mu  +  s^2 / 2  k_j^T (R Sigma R^T) k_j     (s: the logits' scale; k_j as cached: rotated)
-    score_j     =   (mean over the query group of softmax(logit)_j + epsilon) |v_j|
+    score_j     =   (softmax(logit)_j, reduced over the query group, + epsilon) |v_j|
     keep        =   the first `sinks` tokens, and the best others up to `budget`
 
 Defaults as in the reference code (kvpress): 4 sinks, which are not counted in mu and Sigma; horizon 512; epsilon 0.
@@ -24,8 +24,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import PolicyError, UnsupportedPolicy
-from kvengine.policies._budget import Budget, check_budget, check_count
-from kvengine.policies.retention import Notes, Retention, Seen, keep_top
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_count
+from kvengine.policies.retention import REDUCE, Notes, Reduce, Retention, Seen, keep_top, over_group
 from kvengine.rope import Rope
 
 SPAN = 1024  # queries turned back at once
@@ -42,6 +42,7 @@ class ExpectedAttention(Retention):
         covariance: whether Sigma counts, or only mu.
         values: whether the length of the value counts.
         epsilon: added to the expected attention before it meets the value's length. A share of attention.
+        reduce: how the heads of a query group agree.
     """
 
     remembers: ClassVar[bool] = False
@@ -51,11 +52,13 @@ class ExpectedAttention(Retention):
     covariance: bool = True
     values: bool = True
     epsilon: float = 0.0
+    reduce: Reduce = "mean"
 
     def __post_init__(self) -> None:
         check_budget(self, budget=self.budget)
         check_count(self, sinks=self.sinks)
         check_count(self, least=1, horizon=self.horizon)
+        check_choice(self, reduce=(self.reduce, REDUCE))
         if not self.epsilon >= 0:
             raise PolicyError(f"ExpectedAttention: epsilon={self.epsilon!r} must not be negative")
 
@@ -91,7 +94,7 @@ class ExpectedAttention(Retention):
         if not bool(valid.all()):
             keys, values = (x.masked_fill(~valid[..., None], 0) for x in (keys, values))
         logits = self.logits(seen, keys).masked_fill_(~(valid & ~self.always(seen))[:, None], float("-inf"))
-        expected = logits.softmax(-1).nan_to_num_(0.0).mean(1) + self.epsilon
+        expected = over_group(logits.softmax(-1).nan_to_num_(0.0), self.reduce) + self.epsilon
         return expected * values.norm(dim=-1) if self.values else expected
 
     def logits(self, seen: Seen, keys: Float[Tensor, "row token dim"]) -> Float[Tensor, "row group token"]:

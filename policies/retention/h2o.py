@@ -1,6 +1,6 @@
 """H2O (Zhang et al., NeurIPS 2023, arXiv:2306.14048): keep the tokens that have received most attention so far.
 
-    score_j  =  sum over all queries i so far of softmax_i(q_i k^T)_j         (mean over the query group)
+    score_j  =  sum over all queries i so far of softmax_i(q_i k^T)_j         (reduced over the query group)
     keep     =  the newest `recent` tokens, and the best others up to `budget`
 
 Default: half of the budget is recent, as in the paper. While decoding, one token goes for each that comes.
@@ -18,8 +18,8 @@ from typing import ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine.policies._budget import Budget, check_budget, check_share, tokens_by_row
-from kvengine.policies.retention import Retention, Seen, keep_top
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_share, tokens_by_row
+from kvengine.policies.retention import REDUCE, Reduce, Retention, Seen, keep_top, over_group
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class H2O(Retention):
         recent: how much of the budget goes to the newest tokens. A fraction of the budget.
         decode: whether to go on judging while decoding; if not, what comes after the prompt stays.
         average: whether to rank by the mean over the queries that could see a token, not by their sum.
+        reduce: how the heads of a query group agree: over the prompt's sum, then over each decoded token's attention.
     """
 
     decodes: ClassVar[bool] = True
@@ -39,10 +40,12 @@ class H2O(Retention):
     recent: float = 0.5
     decode: bool = True
     average: bool = False
+    reduce: Reduce = "mean"
 
     def __post_init__(self) -> None:
         check_budget(self, budget=self.budget)
         check_share(self, recent=self.recent)
+        check_choice(self, reduce=(self.reduce, REDUCE))
 
     def at(self, layer: int, layers: int) -> Retention:
         return self if self.decode else _Once(**vars(self))
@@ -57,7 +60,7 @@ class H2O(Retention):
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
         if seen.mass is None:
             raise ValueError("H2O needs the attention that each token received")
-        return seen.score + seen.mass.mean(1)
+        return seen.score + over_group(seen.mass, self.reduce)
 
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
         newest = (tokens_by_row(self.budget, seen.prompt_length) * self.recent).long().clamp(min=1)

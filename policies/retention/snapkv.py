@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from kvengine.errors import PolicyError
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_count
-from kvengine.policies.retention import Retention, Seen, keep_top
+from kvengine.policies.retention import REDUCE, Reduce, Retention, Seen, keep_top, over_group
 from kvengine.tokens import pack, take
 
 
@@ -42,12 +42,12 @@ class SnapKV(Retention):
     window: int = 32
     kernel: int = 5
     pool: Literal["avg", "max"] = "avg"
-    reduce: Literal["mean", "max", "sum"] = "mean"
+    reduce: Reduce = "mean"
 
     def __post_init__(self) -> None:
         check_budget(self, budget=self.budget)
         check_count(self, least=1, window=self.window, kernel=self.kernel)
-        check_choice(self, pool=(self.pool, ("avg", "max")), reduce=(self.reduce, ("mean", "max", "sum")))
+        check_choice(self, pool=(self.pool, ("avg", "max")), reduce=(self.reduce, REDUCE))
         if self.kernel % 2 == 0:
             raise PolicyError(
                 f"{type(self).__name__}: kernel={self.kernel} must be odd, so that pooling keeps the length"
@@ -90,7 +90,7 @@ class SnapKV(Retention):
         return keep_top(seen, seen.score, self.budget, self.always(seen))
 
 
-def votes(seen: Seen, reduce: str) -> Float[Tensor, "row token"]:
+def votes(seen: Seen, reduce: Reduce) -> Float[Tensor, "row token"]:
     """Attention that the observed queries pay to each token outside the window, summed over them."""
     keys, _ = seen.read()
     at, q, position = seen.query_position, seen.queries.float(), seen.position
@@ -106,5 +106,4 @@ def votes(seen: Seen, reduce: str) -> Float[Tensor, "row token"]:
     sees = (shown >= 0) & (shown <= at[:, None]) & asks[..., None]
     logits[..., start:].masked_fill_(~sees[:, None], float("-inf"))
     found = logits.softmax(-1).sum(2) if start else logits.softmax(-1).nan_to_num_(0.0).sum(2)  # padding sees nothing
-    vote = found.amax(1) if reduce == "max" else found.sum(1) if reduce == "sum" else found.mean(1)
-    return vote.masked_fill((position >= seen.asking[:, None]) | ~seen.valid, 0)
+    return over_group(found, reduce).masked_fill((position >= seen.asking[:, None]) | ~seen.valid, 0)

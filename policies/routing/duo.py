@@ -4,7 +4,9 @@
     streaming  =  heads with alpha below it: they hold `sinks` + `recent` tokens
 
 `alpha` ranks KV heads; it is found by optimisation (`kvengine duo train`) and read from a pattern folder in the
-published format: `full_attention_heads.tsv` (layers x KV heads, tab separated) beside `config.json`.
+published format: `full_attention_heads.tsv` (layers x KV heads, tab separated). The window that `config.json` beside it
+names is the one that alpha was trained with; streaming heads hold `sinks` and `recent`, whose defaults, 64 and 256, are
+those of the paper's accuracy runs.
 
 Differs from the official code: exactly round(sparsity * heads) heads stream, ties broken by order instead of by noise;
 no weights are permuted; a prompt is read exactly by all heads, in however many chunks it comes (the code's streaming
@@ -38,8 +40,8 @@ class Duo(Routing):
     Args:
         sparsity: the share of heads that stream, over all layers. A fraction.
         pattern: folder (or .tsv file) with the heads' alphas, or the name of one that comes with the package. Without
-            one, the last heads of each layer stream: a placeholder to measure bytes and time with, not a finding about
-            the model.
+            one, the last heads of each layer stream, in layers with few heads more of them in some layers than in
+            others: a placeholder to measure bytes and time with, not a finding about the model.
         sinks: first tokens that a streaming head holds.
         recent: newest tokens that a streaming head holds.
         prompt: "exact", or "streaming" for streaming heads that also read a prompt through their window: faster on long
@@ -78,7 +80,8 @@ class Duo(Routing):
     def streaming(self, layer: int, layers: int, heads: int) -> set[int]:
         """The layer's KV heads that stream."""
         if not self.pattern:
-            return set(range(heads - round(self.sparsity * heads), heads))
+            before, after = (round(self.sparsity * heads * n) for n in (layer, layer + 1))
+            return set(range(heads - (after - before), heads))
         alpha = read_pattern(self.pattern)
         if len(alpha) != layers or len(alpha[0]) != heads:
             raise PolicyError(

@@ -7,7 +7,8 @@
 Each KV head hands its choice to the head of the same number in the layers below. `budget` is what the layers that
 follow read; the `start` + 2 dense layers read all (so 4 of 32 layers set a floor of an eighth of the cache's traffic).
 
-Defaults: start 2 and, as layer 13 of 32 in the paper's runs of Llama 3, reselect at 0.4 of the depth.
+Defaults: start 2 and, as layer 13 of 32 in the paper's runs of Llama 3, reselect at 0.4 of the
+depth; 512 tokens (its runs read 128 to 4096).
 
 Text generated so has keys and values that come from sparse attention. `EngineCache.correct` computes them anew.
 

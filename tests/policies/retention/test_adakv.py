@@ -84,11 +84,13 @@ def test_heads_share_the_layers_budget(base: str, heads: int, group: int, pads: 
     same_source(case, layer)
 
 
-def test_counts_are_those_of_a_loop_over_snapkvs_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+def test_counts_are_those_of_a_loop_over_snapkvs_scores(monkeypatch: pytest.MonkeyPatch, reduce: str) -> None:
     monkeypatch.setattr(SnapKV, "remembers", True)  # so that its scores can be read
     case = sharp(Case(heads=3, group=2, length=93))
-    layer = case.prompt("adakv(budget=24, window=4)")
-    base = LayerCache(Stack.parse("snapkv(budget=93, window=4, kernel=7, pool='max')"), 0, 1, Session(prompt_end=93))
+    layer = case.prompt(f"adakv(budget=24, window=4, reduce={reduce!r})")
+    whole = f"snapkv(budget=93, window=4, kernel=7, pool='max', reduce={reduce!r})"
+    base = LayerCache(Stack.parse(whole), 0, 1, Session(prompt_end=93))
     case.feed(base, 0, 93)
     score = base.parts[0].lane.tail.held()[3]
     want = loop_shares(score[:, :89].tolist(), 20, 0.2)

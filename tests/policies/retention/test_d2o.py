@@ -28,6 +28,7 @@ class Row:
     recent: float = 0.25
     sinks: int = 2
     beta: float = 0.7
+    reduce: str = "mean"
     tau: float = math.nan
     merges: int = 0
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -37,13 +38,16 @@ class Row:
         _, k, v, pad = self.case.row(self.row)
         for t in tokens:
             self.kv[t], self.score[t] = (k[t], v[t]), 0.0
+        got: dict[int, Tensor] = {}
         for t in tokens:
             held = list(range(pad, t + 1)) if len(tokens) > 1 else sorted(self.kv)
             q = self.case.row(self.row)[0][:, t]
             paid = (q @ torch.stack([self.kv[p][0] for p in held]).T * self.case.call.scale).softmax(-1)
-            for p, x in zip(held, paid.mean(0).tolist(), strict=True):
-                self.score[p] += x
+            for p, x in zip(held, paid.T, strict=True):
+                got[p] = got.get(p, torch.zeros(len(x))) + x
             out = paid @ torch.stack([self.kv[p][1] for p in held])
+        for p, x in got.items():
+            self.score[p] += float(x.amax() if self.reduce == "max" else x.mean())
         self.drop(tokens[-1])
         return out
 
@@ -91,12 +95,14 @@ def same(layer: LayerCache, row: Row) -> None:
 
 
 @pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (4, 0), 2)])
-@pytest.mark.parametrize("form", ["paper", "official"])
-def test_every_step_is_that_of_the_loop(heads: int, group: int, pads: tuple[int, ...], chunks: int, form: str) -> None:
+@pytest.mark.parametrize("form, reduce", [("paper", "mean"), ("official", "mean"), ("paper", "max")])
+def test_every_step_is_that_of_the_loop(
+    heads: int, group: int, pads: tuple[int, ...], chunks: int, form: str, reduce: str
+) -> None:
     case = Case(heads, group, pads=pads, steps=24)
-    layer = case.prompt(f"d2o(budget=12, sinks=2, form='{form}', shares='even')", chunks)
+    layer = case.prompt(f"d2o(budget=12, sinks=2, form='{form}', shares='even', reduce='{reduce}')", chunks)
     official = form == "official"
-    rows = [Row(case, row, 12, official, beta=0.5 if official else 0.7) for row in range(case.rows)]
+    rows = [Row(case, row, 12, official, beta=0.5 if official else 0.7, reduce=reduce) for row in range(case.rows)]
     for row in rows:
         row.read(list(range(case.row(row.row)[3], case.length)))
         same(layer, row)

@@ -24,7 +24,9 @@ def matrix(place: int, interleaved: bool) -> Tensor:
     return out
 
 
-def scores(case: Case, row: int, interleaved: bool, covariance: bool, values: bool, sinks: int) -> dict[int, float]:
+def scores(
+    case: Case, row: int, interleaved: bool, covariance: bool, values: bool, sinks: int, reduce: str = "mean"
+) -> dict[int, float]:
     q, k, v, pad = case.row(row)
     ahead = range(case.length - pad, case.length - pad + 20)
     turn = sum(matrix(p, interleaved) for p in ahead) / len(ahead)
@@ -37,7 +39,8 @@ def scores(case: Case, row: int, interleaved: bool, covariance: bool, values: bo
         keys, s = k[tokens].double(), case.call.scale
         logits = [s * x @ mean + (s * s / 2 * x @ spread @ x if covariance else 0) for x in keys]
         shares.append(torch.stack(logits).softmax(0))
-    share = sum(shares) / case.group
+    by_head = torch.stack(shares)
+    share = by_head.amax(0) if reduce == "max" else by_head.sum(0) if reduce == "sum" else by_head.mean(0)
     return {p: float(share[i] * (v[p].double().norm() if values else 1)) for i, p in enumerate(tokens)} | dict.fromkeys(
         range(pad, pad + sinks), math.inf
     )
@@ -61,6 +64,14 @@ def test_it_keeps_what_the_formula_says(
     assert positions(layer, 0)[20:] == list(range(61, 81))
     same_source(case, layer)
     assert layer.parts[0].lane.notes == {}
+
+
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+def test_the_heads_of_a_group_may_agree_otherwise(reduce: str) -> None:
+    case = Case(2, 3, length=61, pads=(0, 5), session=Session(rope=Rope(FREQUENCY, True)))
+    layer = case.prompt(f"expected_attention(budget=20, sinks=2, horizon=20, reduce={reduce!r})")
+    for row in range(case.rows):
+        assert positions(layer, row) == best(scores(case, row, True, True, True, 2, reduce), 20)
 
 
 def test_the_rotation_matters() -> None:

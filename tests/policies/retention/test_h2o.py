@@ -9,14 +9,16 @@ SHAPES = pytest.mark.parametrize(
 )
 
 
-def received(case: Case, row: int, queries: range, tokens: list[int]) -> dict[int, float]:
-    """Attention that each token gets from these queries, a mean over the group; no query sees what comes after it."""
-    total = dict.fromkeys(tokens, 0.0)
+def received(case: Case, row: int, queries: range, tokens: list[int], reduce: str = "mean") -> dict[int, float]:
+    """Attention that each token gets from these queries, one value per group; no query sees what comes after it."""
+    total = {token: [0.0] * case.group for token in tokens}
     for i in queries:
         seen = [t for t in tokens if t <= i]
-        for token, paid in zip(seen, probabilities(case, row, i, seen).mean(0).tolist(), strict=True):
-            total[token] += paid
-    return total
+        for head, paid in enumerate(probabilities(case, row, i, seen).tolist()):
+            for token, share in zip(seen, paid, strict=True):
+                total[token][head] += share
+    part = case.group if reduce == "mean" else 1
+    return {token: max(by_head) if reduce == "max" else sum(by_head) / part for token, by_head in total.items()}
 
 
 def verdict(score: dict[int, float], now: int, budget: int, recent: float, average: bool) -> list[int]:
@@ -27,16 +29,16 @@ def verdict(score: dict[int, float], now: int, budget: int, recent: float, avera
 
 @SHAPES
 @pytest.mark.parametrize("recent", [0.5, 0, 1])
-@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("average, reduce", [(False, "mean"), (True, "mean"), (False, "max"), (True, "sum")])
 def test_it_keeps_what_received_most(
-    heads: int, group: int, pads: tuple[int, ...], chunks: int, recent: float, average: bool
+    heads: int, group: int, pads: tuple[int, ...], chunks: int, recent: float, average: bool, reduce: str
 ) -> None:
     case = Case(heads, group, pads=pads)
-    layer = case.prompt(f"h2o(budget=11, recent={recent}, average={average})", chunks)
+    layer = case.prompt(f"h2o(budget=11, recent={recent}, average={average}, reduce={reduce!r})", chunks)
     score: dict[int, dict[int, float]] = {}
     for row in range(case.rows):
         tokens = list(range(case.row(row)[3], case.length))
-        score[row] = received(case, row, range(tokens[0], case.length), tokens)
+        score[row] = received(case, row, range(tokens[0], case.length), tokens, reduce)
         kept = verdict(score[row], case.length - 1, 11, recent, average)
         assert positions(layer, row) == kept
         score[row] = {p: score[row][p] for p in kept}
@@ -44,7 +46,7 @@ def test_it_keeps_what_received_most(
         for row, before in score.items():
             tokens = [*before, t]
             torch.testing.assert_close(output(case, out, row), attended(case, row, t, tokens))
-            paid = received(case, row, range(t, t + 1), tokens)
+            paid = received(case, row, range(t, t + 1), tokens, reduce)
             now = {p: before.get(p, 0.0) + paid[p] for p in tokens}
             score[row] = {p: now[p] for p in verdict(now, t, 11, recent, average)}
             assert positions(layer, row) == list(score[row])

@@ -47,6 +47,14 @@ def test_ties_are_broken_the_same_way_every_time(tmp_path: Path) -> None:
     assert sum(len(duo.streaming(i, 3, 4)) for i in range(3)) == 3
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3, 8])
+@pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.25, 0.5, 0.75, 1.0])
+def test_without_a_pattern_the_share_of_heads_is_what_was_asked_for(heads: int, sparsity: float) -> None:
+    duo = Duo(sparsity=sparsity)
+    streaming = [len(duo.streaming(i, 32, heads)) for i in range(32)]
+    assert sum(streaming) == round(sparsity * heads * 32) and max(streaming) - min(streaming) <= 1
+
+
 def test_each_head_reads_what_it_holds() -> None:
     tokens = draw(100, heads=4)
     found = run("duo(sparsity=0.5, sinks=4, recent=20)", tokens, 70)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support import patched
 from support_layer import Run, Tokens, draw, padded, run, stacked
 from torch import Tensor
 
+from kvengine import EngineCache
 from kvengine.errors import PolicyError, UnsupportedPolicy
 from kvengine.stack import Stack
 from kvengine.stats import measure
@@ -114,3 +116,29 @@ def test_without_faiss_the_message_says_what_to_install(monkeypatch: pytest.Monk
         Stack.parse("ann(budget=64)")
     with pytest.raises(PolicyError, match="index='tree' must be one of 'flat', 'ivf', 'hnsw'"):
         Stack.parse("ann(index='tree')")
+
+
+@pytest.mark.parametrize("index", ["flat", "ivf"])
+def test_pages_that_only_some_rows_have_given_back_leave_the_others_in_place(index: str) -> None:
+    """A row whose middle is dropped while a longer row still needs the columns: its tokens are found where they are."""
+    model = patched(f"streaming(sinks=2, recent=38) + ann(budget=24, index={index!r})").double()
+    ids = torch.randint(2, 100, (2, 140), generator=torch.Generator().manual_seed(3))
+    start = (0, 33)
+
+    def talk(rows: list[int]) -> Tensor:
+        first = min(start[r] for r in rows)
+        mask = (torch.arange(first, 140) >= torch.tensor([start[r] for r in rows])[:, None]).long()
+        cache, out = EngineCache(model), []
+        for end in range(70 - first, 141 - first):
+            new = slice(0 if not out else end - 1, end)
+            at = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, new]
+            with torch.no_grad():
+                found = model(
+                    ids[rows, first:][:, new], attention_mask=mask[:, :end], position_ids=at, past_key_values=cache
+                )
+            out.append(found.logits[:, -1])
+        return torch.stack(out, 1)
+
+    together = talk([0, 1])
+    for row in range(2):
+        torch.testing.assert_close(together[row], talk([row])[0], rtol=1e-4, atol=1e-4)
