@@ -33,6 +33,7 @@ MIDDLES = [
     "zipcache",
     "tidal(budget=24)",
     "quest(budget=24, page=4) + kivi",
+    "ann(budget=24)",
 ]
 QUEST = MIDDLES[1]
 
@@ -59,6 +60,15 @@ def test_greedy_text_is_the_targets(target: Any, small: Any, middle: str, draft:
     out = decoder.generate(prompt(), max_new_tokens=20, do_sample=False)
     assert out.tolist() == greedy(target, prompt(), 20)
     assert decoder.report.emitted == 20 and decoder.report.tiers[0].passes < 20
+
+
+@pytest.mark.parametrize("middle", [QUEST, "retrieval(budget=0.125)", "ann(budget=0.2)", "snapkv(budget=0.125)"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_prompts_shorter_than_a_unit_of_the_middle(target: Any, middle: str, in_place: bool) -> None:
+    decoder = TriForce(target, "lookup", middle, gamma=(2, 4), in_place=in_place)
+    for length in (1, 2, 7, 17):
+        ids = prompt(60)[:, :length]
+        assert decoder.generate(ids, max_new_tokens=10, do_sample=False).tolist() == greedy(target, ids, 10)
 
 
 @pytest.mark.parametrize("middle", [None, QUEST, "snapkv(budget=24, window=4)"])
