@@ -86,7 +86,7 @@ def attend(
     """
     if kvengine is None:
         raise ModelError(f"{type(module).__name__} does not pass its arguments on to the attention function")
-    layer = kvengine.layer or getattr(key, "_kv_layer", None)
+    layer = kvengine.layer or getattr(key, "_kv_layer", gone)()
     stock = Stock(module, query, attention_mask, kvengine.previous, {"scaling": scaling, "dropout": dropout, **kwargs})
     if layer is None:
         return stock.run(key, value)
@@ -100,6 +100,10 @@ def attend(
     call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1))
     valid = attention_mask.valid(query.shape[2])
     return layer.attend(query, call, valid, stock).contiguous(), None
+
+
+def gone() -> None:
+    """In place of a reference to the layer, for keys that no engine layer has taken."""
 
 
 def special(layer: EngineLayer, stock: Stock, key: Tensor, foreign: list[str]) -> Tensor:

@@ -1,6 +1,10 @@
 """What happens to a cache between passes: copied, interrupted, reordered, taken back on a model with windows."""
 
 import copy
+import gc
+import threading
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +81,26 @@ def test_statistics_follow_reordered_rows(text: str) -> None:
         cache.batch_select_indices(torch.tensor(chosen))
         before = before[:, chosen]
         assert torch.equal(cache.stats().attended, before)
+
+
+@pytest.mark.parametrize("text", [SMALL[name] for name in ("full", "h2o", "kivi", "quest", "disk", "remote")])
+@pytest.mark.parametrize("recording", [False, True])
+def test_what_a_dropped_cache_held_is_free(text: str, recording: bool) -> None:
+    """States to go back to are views of the keys of a pass: they must not hold the cache, nor it its threads."""
+    model, ids, before = patched(text), one(200)["input_ids"], threading.active_count()
+    cache = kvengine.EngineCache(model)
+    if recording:
+        cache.activate_past_recording()
+    step(model, cache, ids)
+    step(model, cache, ids[:, :5])
+    lanes = [weakref.ref(part.lane) for layer in cache.engines for part in layer.parts]
+    del cache
+    gc.collect()
+    assert [lane() for lane in lanes] == [None] * len(lanes) != []
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
 
 
 class Stop(Exception):

@@ -19,6 +19,7 @@ from jaxtyping import Int64
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from kvengine.errors import EvaluationError
 from kvengine.speculative.check import Gamma
 from kvengine.speculative.report import Report
 from kvengine.speculative.triforce import TriForce
@@ -102,6 +103,9 @@ def compare(
 
     Args:
         prompts: of one length. new: tokens after each. options: as in `TriForce.generate`; greedy if there are none.
+
+    Raises:
+        EvaluationError: nothing was decoded.
     """
     options = options or {"do_sample": False}
     decoders = [Setting().decoder(target), *(setting.decoder(target) for setting in settings)]
@@ -114,6 +118,8 @@ def compare(
             total.add(decoder.report)
         same = [count + (text == texts[0]) for count, text in zip(same, texts, strict=True)]
         progress(f"{prompts[0].shape[1]} tokens: prompt {number + 1} of {len(prompts)}")
+    if totals[0].emitted == totals[0].rows:
+        raise EvaluationError("decoding plainly, every prompt got one token, and one costs no pass; ask for more")
     first = result(prompts[0].shape[1], Setting(), totals[0], totals[0], same[0])
     rest = zip(settings, totals[1:], same[1:], strict=True)
     return [first, *(result(prompts[0].shape[1], setting, total, totals[0], count) for setting, total, count in rest)]
@@ -121,7 +127,8 @@ def compare(
 
 def result(context: int, setting: Setting, total: Report, baseline: Report, same: int) -> Result:
     """A row, from the sum of a setting's reports and that of plain decoding."""
-    plain = total.plain_seconds = baseline.seconds / (baseline.emitted - baseline.rows)
+    total.against(baseline)
+    plain = total.plain_pass or 1.0
     busy = baseline.cpu_seconds / (baseline.emitted - baseline.rows) * (total.emitted - total.rows) / total.cpu_seconds
     top, middle = total.tiers[0], next((tier for tier in total.tiers if tier.name == "middle"), None)
     return Result(

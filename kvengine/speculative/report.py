@@ -8,7 +8,8 @@ from typing import cast
 from torch import nn
 
 from kvengine.hf_cache import EngineCache
-from kvengine.speculative.ahead import Round, expected_tokens, speedup
+from kvengine.speculative.ahead import Round, expected_tokens
+from kvengine.speculative.branch import Branching
 from kvengine.speculative.session import Guest, Session
 from kvengine.speculative.tier import Drafter, Tier
 from kvengine.speculative.view import ViewCache
@@ -19,7 +20,9 @@ class TierReport:
     """A tier's passes.
 
     tested, stood: by position in the draft, how often a drafted token was judged and how often it stood.
-    bytes_read: weights and cache that the passes read, by what one reads at the end of the text. cache_bytes: held;
+    depths: how many rounds drafted so deep: 0, 1, 2, ... tokens one behind the other.
+    bytes_read: weights and cache that the passes read, the cache by what one reads at the end of the text; weights that
+    were read once for several rows count once. cache_bytes: held;
     if this tier drafts for the target on the same weights, beyond what the target holds. device_bytes: of those, on
     the compute device; the others are in host memory, from where a pass brings one layer after the other.
     """
@@ -35,17 +38,28 @@ class TierReport:
     device_bytes: int = 0
     tested: list[int] = field(default_factory=list)
     stood: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, tier: Tier) -> TierReport:
         out = cls(tier.name)
         for what in tier.rounds:
             out._count(what)
-        weights, cache, out.cache_bytes, out.device_bytes = footprint(tier.session)
-        out.bytes_read = out.passes * (weights + cache)
-        return out
+        return out._measure(tier.session)
+
+    @classmethod
+    def of_tree(cls, drafter: Branching, seconds: float) -> TierReport:
+        """Of a model that drafts trees; `seconds`: those that the tier above waited for it."""
+        session = drafter.session
+        return cls("draft", session.passes, session.fed, seconds=seconds)._measure(session)
+
+    def _measure(self, session: Session) -> TierReport:
+        weights, cache, self.cache_bytes, self.device_bytes = footprint(session)
+        self.bytes_read = round(session.shares * weights) + session.passes * cache
+        return self
 
     def _count(self, what: Round) -> None:
+        self.depths = longer(self.depths, [0] * what.depth + [1])
         self.passes, self.fed, self.drafted = self.passes + 1, self.fed + what.fed, self.drafted + what.drafted
         self.seconds += what.judge_seconds + what.other_seconds
         self.draft_seconds += what.draft_seconds
@@ -62,6 +76,7 @@ class TierReport:
         self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
         self.device_bytes = max(self.device_bytes, other.device_bytes)
         self.tested, self.stood = longer(self.tested, other.tested), longer(self.stood, other.stood)
+        self.depths = longer(self.depths, other.depths)
 
     @property
     def acceptance(self) -> float | None:
@@ -83,7 +98,8 @@ class Report:
 
     emitted: new tokens; seconds: of decoding, the prompts apart; tiers: topmost first.
     cpu_seconds: the same in CPU time, which other processes on the machine disturb less.
-    plain_seconds: one token of plain decoding, if it was measured: it turns counts into a predicted speed-up.
+    plain_seconds: one token of plain decoding, if it was measured; plain_pass: the same by the clock of the tiers'
+    seconds, which is not always that on the wall.
     """
 
     rows: int = 0
@@ -94,6 +110,7 @@ class Report:
     cpu_seconds: float = 0.0
     tiers: list[TierReport] = field(default_factory=list)
     plain_seconds: float | None = None
+    plain_pass: float | None = None
 
     @classmethod
     def of(
@@ -105,6 +122,8 @@ class Report:
         while isinstance(tier, Tier):
             found.append(TierReport.of(tier))
             tier = tier.below
+        if isinstance(tier, Branching):
+            found.append(TierReport.of_tree(tier, found[-1].draft_seconds))
         return cls(1, prompt, emitted, prefill[0], *decoding, found)
 
     def add(self, other: Report) -> None:
@@ -118,6 +137,11 @@ class Report:
             return
         for mine, its in zip(self.tiers, other.tiers, strict=True):
             mine.add(its)
+
+    def against(self, plain: Report) -> None:
+        """Take what plain decoding cost in the same run as the measure."""
+        self.plain_seconds = plain.seconds / (plain.emitted - plain.rows)
+        self.plain_pass = plain.tiers[0].seconds / plain.tiers[0].passes
 
     @property
     def tokens_per_target_pass(self) -> float:
@@ -139,11 +163,9 @@ class Report:
     def predicted_speedup(self) -> float | None:
         """By the model of independent acceptance, from the measured acceptance and time per drafted token and pass."""
         top = self.tiers[0]
-        if self.plain_seconds is None or not top.passes:
+        if self.plain_pass is None or not top.passes:
             return None
-        gamma = round(top.drafted / top.passes)
-        draft = top.draft_seconds / max(1, top.drafted) / self.plain_seconds
-        return speedup(top.acceptance or 0.0, gamma, draft, top.seconds / top.passes / self.plain_seconds)
+        return expected(top) * top.passes * self.plain_pass / (top.draft_seconds + top.seconds)
 
     def __str__(self) -> str:
         lines = [
@@ -199,7 +221,7 @@ def longer(a: list[int], b: list[int]) -> list[int]:
     return [x + y for x, y in zip(a + [0] * (wide - len(a)), b + [0] * (wide - len(b)), strict=True)]
 
 
-def iid_tokens(tier: TierReport) -> float:
+def expected(tier: TierReport) -> float:
     """Tokens per pass if acceptance were the same everywhere, to hold against those measured."""
-    gamma = round(tier.drafted / tier.passes) if tier.passes else 0
-    return expected_tokens(tier.acceptance or 0.0, gamma)
+    found = (rounds * expected_tokens(tier.acceptance or 0.0, depth) for depth, rounds in enumerate(tier.depths))
+    return sum(found) / tier.passes if tier.passes else 0.0

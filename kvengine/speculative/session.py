@@ -48,6 +48,7 @@ class Pass:
         places = (
             {} if self.places is None else {"position_ids": torch.tensor([self.places], device=self.session.device)}
         )
+        self.session.count(len(self.tokens))
         with self.session.reading(self.sees):
             return self.session.forward(self.tokens, **places)
 
@@ -72,6 +73,7 @@ class Session:
     """model: a decoder with a language-model head; cache: its own, empty at first.
 
     settled: how many tokens of the text are history in the cache; open: tokens fed since, still to be judged.
+    passes: those asked for, fed: tokens in them; shares: the passes, one for several sessions being divided among them.
     """
 
     model: PreTrainedModel
@@ -79,6 +81,9 @@ class Session:
     settled: int = 0
     open: list[int] = field(default_factory=list)
     guest: Guest | None = field(default=None, repr=False)
+    passes: int = field(default=0, init=False)
+    fed: int = field(default=0, init=False)
+    shares: float = field(default=0.0, init=False)
 
     @torch.no_grad()
     def prefill(self, prompt: Sequence[int]) -> Logits:
@@ -142,6 +147,10 @@ class Session:
         self._commit()
         self.settled += len(self.open)
         self.open = []
+
+    def count(self, tokens: int, sessions: int = 1) -> None:
+        """Take note of a pass over so many tokens of this session, and for so many sessions."""
+        self.passes, self.fed, self.shares = self.passes + 1, self.fed + tokens, self.shares + 1 / sessions
 
     def ready(self) -> None:
         """Called before tokens are fed."""

@@ -97,6 +97,7 @@ def packed(passes: Sequence[Pass]) -> list[Logits]:
     places = torch.tensor([[place for one in passes for place in positions(one)]], device=device)
     with ExitStack() as stack:
         for one in passes:
+            one.session.count(len(one.tokens), len(passes))
             stack.enter_context(one.session.reading(one.sees))
         cache = PackedCache([one.session.cache for one in passes], counts)
         logits: Tensor = model(ids, position_ids=places, past_key_values=cache, use_cache=True).logits[0]

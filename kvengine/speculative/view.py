@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -36,6 +37,7 @@ from kvengine.tail import Tail
 from kvengine.tokens import take
 
 Held = tuple[Tensor, Tensor, Tensor, bool]
+PAGE = 16  # units that an index of the host's takes together
 SLACK = 64  # tokens that a view takes after a choice before another must be made
 
 
@@ -62,6 +64,7 @@ class LayerView:
         self.parts: list[Any] = []
         self.summary: dict[str, Tensor] = {}
         self.summarised = 0  # units of the source
+        self.beside: dict[str, Any] = {}  # what a selection keeps of all units together
         self._tail: Tail | None = None
         self.covered = 0  # tokens of the source that the choice was made from
         self.seen = 0
@@ -82,16 +85,19 @@ class LayerView:
     ) -> Int[Tensor, "row chosen"]:
         """Slots of the tokens to read: those of the chosen units, and all that are in no whole unit."""
         choice, (rows, total) = self.stack.selection, k.shape[:2]
-        units = max(0, total - choice.room) // choice.unit
+        step = 1 if choice.steady else PAGE
+        units = max(0, total - choice.room) // choice.unit // step * step
         most = (tokens(choice.reads, prompt) - (total - units * choice.unit)) // choice.unit  # type: ignore[arg-type]
         everything = torch.arange(total, device=k.device).expand(rows, total)
-        if most >= units:
+        if not units or most >= units:
             return everything
         self._summarise(k, units)
+        page = step * choice.unit  # tokens
         where = Where(
             layer=self.layer, layers=self.layers, count=torch.full((rows,), max(1, most), device=k.device),
-            most=max(1, most), keys=lambda: k[:, : units * choice.unit], scale=call.scale, token=total - 1,
-            memo=self.session.memo, since=total - 1, even=True,
+            most=max(1, most), scale=call.scale, token=total - 1, memo=self.session.memo, since=total - 1, even=True,
+            keys=lambda at=slice(0, units // step): k[:, at.start * page : at.stop * page], beside=self.beside,
+            stamps=lambda: np.arange(units // step)[None].repeat(rows, 0),
         )  # fmt: skip
         alive = torch.ones(rows, units, dtype=torch.bool, device=k.device)
         chosen = choice.select(q, self.summary, alive, where)
@@ -179,7 +185,8 @@ class LayerView:
 
     def nbytes(self) -> int:
         """Bytes held beyond the source's."""
-        return sum(x.nbytes for x in (*self.tail.tensors().values(), *self.summary.values()))
+        kept = (*self.tail.tensors().values(), *self.summary.values(), *self.beside.values())
+        return sum(x.nbytes for x in kept)
 
 
 class ViewCache(EngineCache):

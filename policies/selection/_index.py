@@ -28,19 +28,28 @@ VIEW = 64
 
 
 class Row:
-    """The keys of one row, in order: token i of the index is slot i of the row."""
+    """The keys of one row's pages, in order, one page after the other, whatever columns of the table lie between."""
 
-    def __init__(self, kind: str, probe: int, dim: int) -> None:
-        self.kind, self.probe, self.dim = kind, probe, dim
+    def __init__(self, kind: str, probe: int) -> None:
+        self.kind, self.probe = kind, probe
         self.stamps = np.zeros(0, dtype=np.int64)  # of the pages that are in it
-        self.flat: Any = faiss.IndexFlatIP(dim)  # keys as they are
+        self.columns = np.zeros(0, dtype=np.int64)  # of the table, where these pages are now
+        self.flat: Any = None  # keys as they are
         self.fast: Any = None
         self.trained = 0
-        self.centre = np.zeros(dim, dtype=np.float32)
+        self.centre: Any = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return 0 if self.flat is None else int(self.flat.ntotal)
+
+    @property
+    def dim(self) -> int:
+        return 0 if self.flat is None else int(self.flat.d)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Row:
         twin = copy.copy(self)
-        twin.flat = faiss.clone_index(self.flat)
+        twin.flat = None if self.flat is None else faiss.clone_index(self.flat)
         twin.fast = None if self.fast is None else faiss.clone_index(self.fast)
         return twin
 
@@ -51,6 +60,7 @@ class Row:
     def add(self, stamps: np.ndarray, keys: np.ndarray) -> None:
         """Pages with these stamps, and their keys [page, token, dim]."""
         for stamp, page in zip(stamps, keys, strict=True):
+            self.flat = faiss.IndexFlatIP(page.shape[1]) if self.flat is None else self.flat
             self.flat.add(page)
             self.stamps = np.append(self.stamps, stamp)
             if self.kind != "flat" and self.flat.ntotal >= LEAST:
@@ -78,10 +88,14 @@ class Row:
         self.fast.add(keys - self.centre)
 
     def search(self, queries: np.ndarray, count: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [query, candidate], -1 for none, and their logits less one constant per query."""
-        some = None
-        if not alive[: self.flat.ntotal].all():
-            some = faiss.IDSelectorBitmap(np.packbits(alive[: self.flat.ntotal], bitorder="little"))
+        """Slots [query, candidate], -1 for none, and their logits less one constant per query."""
+        if not self.tokens:
+            return np.zeros((len(queries), 0), dtype=np.int64), np.zeros((len(queries), 0), dtype=np.float32)
+        page = self.tokens // len(self.stamps)
+        slots = (self.columns[:, None] * page + np.arange(page)).ravel()
+        some, alive = None, alive[slots]
+        if not alive.all():
+            some = faiss.IDSelectorBitmap(np.packbits(alive, bitorder="little"))
         if self.fast is None:
             logits, ids = self.flat.search(queries, count, params=faiss.SearchParameters(sel=some))
         elif self.kind == "ivf":
@@ -90,11 +104,11 @@ class Row:
         else:
             params = faiss.SearchParametersHNSW(sel=some, efSearch=max(count, VIEW * self.probe))
             logits, ids = self.fast.search(queries, count, params=params)
-        return ids, logits
+        return np.where(ids < 0, -1, slots[ids]), logits
 
     @property
     def nbytes(self) -> int:
-        held = self.flat.ntotal * self.dim * 4
+        held = self.tokens * self.dim * 4
         if self.fast is None:
             return held
         held += self.fast.ntotal * self.dim * 4
@@ -106,7 +120,7 @@ class Row:
     @property
     def reads(self) -> int:
         """Bytes that a search looks at; of a graph, at the least."""
-        size = self.flat.ntotal * self.dim * 4
+        size = self.tokens * self.dim * 4
         if self.fast is None:
             return size
         if self.kind == "ivf":
@@ -125,18 +139,24 @@ class Rows:
         self, stamps: Int[np.ndarray, "row column"], keys: Callable[[slice], Float[Tensor, "row token dim"]]
     ) -> None:
         """Make the rows those of these pages (stamp -1: none); `keys` reads those of some columns."""
-        lengths = (stamps >= 0).sum(1)
+        there = [np.nonzero(mine >= 0)[0] for mine in stamps]  # a row may lack pages that others have
+        mine = [row[at] for row, at in zip(stamps, there, strict=True)]
         known = self.rows if len(self.rows) == len(stamps) else [None] * len(stamps)
-        kept = [row if row is not None and row.begins(mine) else None for row, mine in zip(known, stamps, strict=True)]
-        first = min(0 if row is None else len(row.stamps) for row in kept)
-        if first == lengths.max() and None not in kept:
+        self.rows = [
+            row if row is not None and row.begins(own) else Row(self.kind, self.probe)
+            for row, own in zip(known, mine, strict=True)
+        ]
+        missing = [at[len(row.stamps) :] for row, at in zip(self.rows, there, strict=True)]
+        for row, at in zip(self.rows, there, strict=True):
+            row.columns = at
+        wanted = np.concatenate(missing) if missing else np.zeros(0, dtype=np.int64)
+        if not len(wanted):
             return
-        new = keys(slice(first, int(lengths.max()))).float().cpu().numpy()
-        pages = new.reshape(len(stamps), int(lengths.max()) - first, -1, new.shape[-1])
-        self.rows = [Row(self.kind, self.probe, new.shape[-1]) if row is None else row for row in kept]
-        for i, row in enumerate(self.rows):
-            have = len(row.stamps)
-            row.add(stamps[i, have : lengths[i]], np.ascontiguousarray(pages[i, have - first : lengths[i] - first]))
+        first, last = int(wanted.min()), int(wanted.max()) + 1
+        new = keys(slice(first, last)).float().cpu().numpy()
+        pages = new.reshape(len(stamps), last - first, -1, new.shape[-1])
+        for i, (row, at) in enumerate(zip(self.rows, missing, strict=True)):
+            row.add(stamps[i, at], np.ascontiguousarray(pages[i, at - first]))
 
     def search(self, row: int, queries: np.ndarray, count: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.rows[row].search(np.ascontiguousarray(queries, dtype=np.float32), count, alive)

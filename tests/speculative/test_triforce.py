@@ -8,7 +8,7 @@ import pytest
 import torch
 from support_spec import llama, plain_sampling, prompt
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import LogitsProcessor, PreTrainedTokenizerFast, SynthIDTextWatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 import kvengine
@@ -33,6 +33,7 @@ MIDDLES = [
     "zipcache",
     "tidal(budget=24)",
     "quest(budget=24, page=4) + kivi",
+    "ann(budget=24)",
 ]
 QUEST = MIDDLES[1]
 
@@ -59,6 +60,15 @@ def test_greedy_text_is_the_targets(target: Any, small: Any, middle: str, draft:
     out = decoder.generate(prompt(), max_new_tokens=20, do_sample=False)
     assert out.tolist() == greedy(target, prompt(), 20)
     assert decoder.report.emitted == 20 and decoder.report.tiers[0].passes < 20
+
+
+@pytest.mark.parametrize("middle", [QUEST, "retrieval(budget=0.125)", "ann(budget=0.2)", "snapkv(budget=0.125)"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_prompts_shorter_than_a_unit_of_the_middle(target: Any, middle: str, in_place: bool) -> None:
+    decoder = TriForce(target, "lookup", middle, gamma=(2, 4), in_place=in_place)
+    for length in (1, 2, 7, 17):
+        ids = prompt(60)[:, :length]
+        assert decoder.generate(ids, max_new_tokens=10, do_sample=False).tolist() == greedy(target, ids, 10)
 
 
 @pytest.mark.parametrize("middle", [None, QUEST, "snapkv(budget=24, window=4)"])
@@ -275,6 +285,61 @@ def test_refusals_of_a_call(target: Any, small: Any) -> None:
         decoder.generate(prompt(rows=2), streamer=Collector(), max_new_tokens=2)
     with pytest.raises(ModelError, match="no beams"):
         decoder.generate(prompt(), num_beams=2, max_new_tokens=2)
+    embeds = target.get_input_embeddings()(prompt())
+    for ids in (None, prompt()):
+        with pytest.raises(ModelError, match="give the prompt as input_ids"):
+            decoder.generate(ids, inputs_embeds=embeds, max_new_tokens=2)
+        with pytest.raises(ModelError, match="give the prompt as input_ids"):
+            target.generate(ids, inputs_embeds=embeds, custom_generate=decoder, max_new_tokens=2)
+    for ids, what in (
+        (None, "NoneType"),
+        (prompt().tolist(), "list"),
+        (prompt()[0], r"int64 \[90\]"),
+        (embeds, "float32"),
+    ):
+        with pytest.raises(ModelError, match=f"tensor of token ids.* not .*{what}"):
+            decoder.generate(ids, max_new_tokens=2)
+    with pytest.raises(ModelError, match="give the tokenizer too"):
+        decoder.generate(prompt(), stop_strings=["a"], max_new_tokens=2)
+    with pytest.raises(PolicyError, match="seed='a' is not a whole number"):
+        decoder.generate(prompt(), seed="a", max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"guidance_scale": 2.0}, {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[654, 400], ngram_len=3)}],
+    ids=lambda o: next(iter(o)),
+)
+def test_processors_that_count_their_calls_are_refused(target: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="remembers earlier calls"):
+        TriForce(target, "lookup", QUEST).generate(prompt(), max_new_tokens=2, do_sample=False, **options)
+
+
+class Favour(LogitsProcessor):
+    """Another token in every row."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + 4 * torch.eye(3, scores.shape[1]) * (input_ids[:, -1:] % 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"prefix_allowed_tokens_fn": lambda row, ids: [3 + 20 * row + int(ids[-1]) % 2, 5, 9, 60]},
+        {"encoder_repetition_penalty": 1.5},
+        {"encoder_no_repeat_ngram_size": 2},
+        {"logits_processor": [Favour()]},
+    ],
+    ids=lambda o: next(iter(o)),
+)
+def test_processors_that_treat_rows_differently(target: Any, options: dict[str, Any]) -> None:
+    """They are made for the whole batch, and each row is decoded in its own time."""
+    ids, mask = prompt(60, 3, seed=4), torch.ones(3, 60, dtype=torch.long)
+    ids[1, :20] = mask[1, :20] = 0
+    options = {"attention_mask": mask, "pad_token_id": 0, **options}
+    out = TriForce(target, "lookup", QUEST, gamma=(2, 4)).generate(ids, max_new_tokens=12, do_sample=False, **options)
+    assert out.tolist() == greedy(target, ids, 12, **options)
 
 
 def test_a_model_with_sliding_windows_is_refused() -> None:

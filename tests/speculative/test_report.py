@@ -1,0 +1,79 @@
+"""What a report says, held against counts made beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support_spec import llama, prompt
+from torch import Tensor
+
+import kvengine
+from kvengine.errors import EvaluationError
+from kvengine.speculative import bench
+from kvengine.speculative.report import Report, TierReport
+from kvengine.speculative.triforce import TriForce
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return kvengine.patch(llama())
+
+
+def weights(model: Any) -> int:
+    """Bytes that a pass reads of them: all but the table of embeddings, of which it looks up some rows."""
+    return 4 * sum(p.numel() for name, p in model.named_parameters() if "embed" not in name)
+
+
+def test_a_tree_is_worth_its_depth_and_not_its_nodes(target: Any) -> None:
+    """A model drafts for itself: all stands, three tokens deep, of nine nodes drafted."""
+    decoder = TriForce(target, target, None, gamma=(1, 3), widths=(3, 1, 1), draft_stack="full")
+    decoder.generate(prompt(60), max_new_tokens=42, do_sample=False)
+    report, top = decoder.report, decoder.report.tiers[0]
+    assert top.drafted > 2 * sum(top.stood) and top.acceptance == 1.0 and sum(top.depths) == top.passes
+    report.plain_pass = (top.seconds + top.draft_seconds) / top.passes  # then a round's tokens are the speed-up
+    assert report.predicted_speedup == pytest.approx(top.tokens_per_pass) and top.tokens_per_pass > 3
+
+
+def test_a_model_that_drafts_trees_is_reported(target: Any) -> None:
+    seen: list[int] = []
+    small = llama(1, layers=1)
+
+    def note(_: Any, args: tuple[Tensor], __: Any) -> None:
+        seen.append(args[0].shape[1])
+
+    hook = small.register_forward_pre_hook(note, with_kwargs=True)
+    decoder = TriForce(target, small, None, gamma=(1, 2), widths=(2, 1))
+    decoder.generate(prompt(60), max_new_tokens=12, do_sample=False)
+    hook.remove()
+    top, draft = decoder.report.tiers
+    assert (draft.name, draft.passes, draft.fed) == ("draft", len(seen) - 1, sum(seen[1:]))  # less the prompt's
+    assert draft.bytes_read > draft.passes * weights(small) and draft.seconds == top.draft_seconds > 0
+
+
+def test_weights_read_for_several_rows_count_once(target: Any) -> None:
+    passes: list[int] = []
+    hook = target.register_forward_pre_hook(lambda _, args: passes.append(args[0].shape[1]))
+    decoder = TriForce(target, "lookup", None, gamma=(1, 3))
+    decoder.generate(prompt(60, 4), max_new_tokens=10, do_sample=False)
+    hook.remove()
+    top = decoder.report.tiers[0]
+    shared = len(passes) - 4  # less the prompts'
+    assert shared < top.passes
+    cache = top.bytes_read - shared * weights(target)
+    assert 0 < cache < top.passes * 2 * 2 * 2 * 80 * 8 * 4  # layers, keys and values, heads, tokens, dim, fp32
+
+
+def test_seconds_of_one_clock_are_held_against_seconds_of_the_same() -> None:
+    """On a busy machine a second on the wall is half a second of computing; tiers count the latter."""
+    plain = Report(1, 10, 11, 0.0, 20.0, 10.0, [TierReport("target", 10, 10, seconds=10.0, depths=[10])])
+    tier = TierReport("target", 5, 10, 5, 6.0, 4.0, tested=[5], stood=[5], depths=[0, 5])
+    report = Report(1, 10, 11, 0.0, 20.0, 10.0, [tier])
+    report.against(plain)
+    assert report.measured_speedup == pytest.approx(1.0)
+    assert report.predicted_speedup == pytest.approx(1.0)
+
+
+def test_nothing_to_compare(target: Any) -> None:
+    with pytest.raises(EvaluationError, match="one token"):
+        bench.compare(target, [prompt(20)], [bench.Setting("lookup")], new=1)
