@@ -5,7 +5,8 @@
 A Llama with the shape of the 8-billion model and random weights in bfloat16. Every candidate reads the same random
 prompt, then decodes; the time per token is the median of the steps, the device waited for at each. Stock transformers
 runs with each attention there is, over its growing and its static cache; ratios are to the fastest of these. `--shape
-tiny --device cpu` runs the same on any machine, to see that it runs.
+tiny --device cpu` runs the same on any machine, to see that it runs. The file is written after each row; a candidate
+that fails is named in it, and the others go on.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import importlib.util
 import json
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,41 +79,56 @@ def plain(model: Any, cache: Any) -> Step:
     return step
 
 
-def stock(model: Any, ids: Tensor, steps: int, device: str) -> list[dict[str, Any]]:
+def stock(model: Any, ids: Tensor, steps: int, device: str) -> Iterator[dict[str, Any]]:
     """Stock transformers, with every attention and cache there is."""
-    rows = []
     attentions = ["sdpa", *(["flash_attention_2"] if importlib.util.find_spec("flash_attn") else [])]
     for attention in attentions:
         model.set_attn_implementation(attention)
-        for name in ("growing", "static"):
-            room = ids.shape[1] + WARM + steps
-            cache = DynamicCache(config=model.config) if name == "growing" else StaticCache(model.config, room)
-            first = model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
-            ms = timed(plain(model, cache), first, ids.shape[1], steps, device)
-            rows.append(row(f"stock, {attention}, {name} cache", "–", ids, ms))
-            del cache
-            gc.collect()
+        length, growing = ids.shape[1], DynamicCache(config=model.config)
+        first = model(ids, past_key_values=growing, logits_to_keep=1).logits.argmax(-1)
+        ms = timed(plain(model, growing), first, length, steps, device)
+        yield row(f"stock, {attention}, growing cache", "–", ids, ms)
+        # The static cache gets its prompt from the other: reading it would take a mask of prompt times room.
+        static = StaticCache(model.config, length + WARM + steps)
+        for i, layer in enumerate(growing.layers):
+            static.update(layer.keys[:, :, :length], layer.values[:, :, :length], i)
+            layer.keys = layer.values = None
+        ms = timed(plain(model, static), first, length, steps, device)
+        yield row(f"stock, {attention}, static cache", "–", ids, ms)
     model.set_attn_implementation("sdpa")
-    return rows
 
 
-def ours(model: Any, ids: Tensor, text: str, recorded: bool, steps: int, device: str) -> dict[str, Any]:
+def ours(model: Any, ids: Tensor, text: str, steps: int, device: str) -> Iterator[dict[str, Any]]:
+    """Eager steps after a prompt, then, as the prompt takes longest, replayed ones on the same cache."""
     with kvengine.patched(model, text):
         cache = kvengine.EngineCache(model)
         cache.announce(ids.shape[1])
         first = model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
-        if not recorded:
-            ms = timed(plain(model, cache), first, ids.shape[1], steps, device)
-        else:
-            held = kvengine.compile_decode(model).open(cache, WARM + steps)
-            ms = timed(lambda t, at: held(t, torch.full_like(t, at)), first, ids.shape[1], steps, device)
-            held.close()
-        stats = cache.stats()
-    bytes_held, read = stats.bytes_held, stats.read_per_token
-    return row(f"`{text}`", "replayed" if recorded else "eager", ids, ms) | {
-        "held_MB": bytes_held / 1e6,
-        "read_MB": read / 1e6,
-    }
+        ms = timed(plain(model, cache), first, ids.shape[1], steps, device)
+        yield row(f"`{text}`", "eager", ids, ms) | held(cache)
+        decoder = kvengine.compile_decode(model).open(cache, WARM + steps)
+        try:
+            ms = timed(lambda t, at: decoder(t, torch.full_like(t, at)), first, cache.seen, steps, device)
+        finally:
+            decoder.close()
+        yield row(f"`{text}`", "replayed", ids, ms) | held(cache)
+
+
+def held(cache: Any) -> dict[str, float]:
+    stats = cache.stats()
+    return {"held_MB": stats.bytes_held / 1e6, "read_MB": stats.read_per_token / 1e6}
+
+
+def surviving(what: str, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What is measured until a candidate fails: a device is lent for minutes, so the others go on."""
+    try:
+        yield from rows
+    except Exception as error:
+        print(f"FAILED {what}: {type(error).__name__}: {error}", flush=True)
+        yield {"what": what, "failed": f"{type(error).__name__}: {str(error)[:300]}"}
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def row(what: str, how: str, ids: Tensor, ms: list[float]) -> dict[str, Any]:
@@ -122,16 +139,12 @@ def row(what: str, how: str, ids: Tensor, ms: list[float]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def measure(model: Any, length: int, steps: int, device: str) -> list[dict[str, Any]]:
+def measure(model: Any, length: int, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     rng = torch.Generator().manual_seed(length)
-    ids = torch.randint(10, model.config.vocab_size, (1, length), generator=rng).to(device)
-    rows = stock(model, ids, steps, device)
-    best = min(r["ms"] for r in rows)
-    for text in STACKS:
-        for recorded in (False, True):
-            rows.append(ours(model, ids, text, recorded, steps, device))
-            gc.collect()
-    return [r | {"speedup": best / r["ms"]} for r in rows]
+    ids = torch.randint(10, model.config.vocab_size, (1, length), generator=rng).to(given.device)
+    yield from surviving("stock", stock(model, ids, given.steps, given.device))
+    for text in given.stacks:
+        yield from surviving(f"`{text}`", ours(model, ids, text, given.steps, given.device))
 
 
 def main() -> None:
@@ -141,12 +154,27 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
     parser.add_argument("--lengths", default="8192,131072", help="tokens")
     parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--stacks", nargs="+", default=STACKS)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/end_to_end.json"))
     given = parser.parse_args()
     lengths = [int(n) for n in given.lengths.split(",")]
-    model = random_model(given.shape, given.device, max(lengths) + WARM + given.steps)
-    rows = [r for length in lengths for r in measure(model, length, given.steps, given.device)]
+    longest = max(lengths) + 2 * (WARM + given.steps)
+    model, rows = random_model(given.shape, given.device, longest), []
+    for length in lengths:
+        for row in measure(model, length, given):
+            rows.append(row)
+            write(rows, given)
+    if failed := [row["what"] for row in rows if "failed" in row]:
+        sys.exit(f"{', '.join(failed)} failed; the rest is in {given.out}")
+
+
+def write(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
+    """After each row, so that a run that is cut off loses one."""
     chip = torch.cuda.get_device_name() if given.device == "cuda" else f"{torch.get_num_threads()} CPU core(s)"
+    measured = [r for r in rows if "ms" in r]
+    stock = [r for r in measured if r["how"] == "–"]
+    best = {r["context"]: min(s["ms"] for s in stock if s["context"] == r["context"]) for r in stock}
+    measured = [r | ({"speedup": best[r["context"]] / r["ms"]} if r["context"] in best else {}) for r in measured]
     columns = {
         "decoding": "what", "step": "how", "context": "context", "per token (ms)": "ms:.2f",
         "over the best stock": "speedup:.2f", "held (MB)": "held_MB:.1f", "read (MB)": "read_MB:.1f",
@@ -157,7 +185,8 @@ def main() -> None:
         "machine": f"{chip}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
         f"{platform.python_version()}; random weights, bfloat16, batch 1, medians",
         "columns": columns,
-        "rows": rows,
+        "rows": measured,
+        "failed": [r for r in rows if "failed" in r],
     }
     given.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -1,17 +1,29 @@
 """Everything that needs a GPU, in one run: the tests on the device, the kernels against their peers, a whole model.
 
     python -P benchmarks/gpu.py --out benchmarks/results
+    python -P benchmarks/gpu.py --only kernels --out ...    one part; parts: tests, kernels, model
     python -P benchmarks/gpu.py --dry --out /tmp/dry        the same on a CPU, small: to see that every part runs
 
 Writes `gpu_tests.txt`, `gpu_kernel_tests.txt`, `kernels_cuda.json`, `end_to_end.json`, and what both should reach:
-`gpu_targets.json`. Not run on a GPU yet: none was at hand when it was written, and every figure for a GPU in this project
-is "not yet measured" until its results are committed.
+`gpu_targets.json`. Each file grows as its part runs, so a run that is cut off keeps what it found. `kernels` and `model`
+take shapes that do not fit into the device's memory out, and name them.
+
+What must be there: torch with CUDA, triton, transformers, numpy, safetensors, jaxtyping (and its wadler-lindig), pytest
+and hypothesis; matplotlib for a picture, and pytest-xdist to compile the tests' kernels on several cores. No other
+dependency of the package is imported by any part (a test sees to that), so on a machine with these nothing needs to be
+carried, and the package is installed by `pip install --no-deps --no-build-isolation -e .` (setuptools >= 77). flash-attn
+and flashinfer are compared with where they are installed.
+
+Not run on a GPU yet: none was at hand when it was written, and every figure for a GPU in this project is "not yet
+measured" until its results are committed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +34,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = 131072
+PARTS = ("tests", "kernels", "model")
+KERNELS, MODEL = "kernels_cuda.json", "end_to_end.json"
+MARK = "pytest.mark." + "gpu"
 DRY = {
     "kernels": ["--device", "cpu", "--lengths", "2048", "--dtypes", "bfloat16", "--rounds", "2", "--cold", "1"],
     "model": ["--device", "cpu", "--shape", "tiny", "--lengths", "96", "--steps", "2"],
@@ -29,40 +44,46 @@ DRY = {
 
 
 def run(command: list[str], log: Path | None = None) -> int:
-    """Run from the repository's root; the exit status. With `log`, what it prints also goes to that file."""
+    """Run from the repository's root; the exit status. With `log`, what it prints goes to that file."""
     print("$ python -P", *command, flush=True)
-    done = subprocess.run([sys.executable, "-P", *command], cwd=ROOT, capture_output=log is not None, text=True)
-    if log is not None:
-        log.write_text(done.stdout + done.stderr)
-        print(done.stdout[-2000:])
+    if log is None:
+        return subprocess.run([sys.executable, "-P", *command], cwd=ROOT).returncode
+    with log.open("w") as file:
+        done = subprocess.run([sys.executable, "-P", *command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    print(log.read_text()[-2000:], flush=True)
     return done.returncode
 
 
 def tests(out: Path, dry: bool) -> None:
     """Refuse to measure on red tests. In a dry run they are only collected."""
-    only = ["--collect-only"] if dry else []
-    device = run(["-m", "pytest", "-q", "tests", "-m", "gpu", *only], out / "gpu_tests.txt")
-    kernels = run(["-m", "pytest", "-q", "tests/kernels", "-k", "triton", *only], out / "gpu_kernel_tests.txt")
+    how = ["-q", "-p", "no:randomly", "-p", "no:benchmark", "-W", "default", *(["--collect-only"] if dry else [])]
+    if not dry and importlib.util.find_spec("xdist"):
+        how += ["-n", str(min(8, os.cpu_count() or 1))]  # most of the time goes into compiling
+    marked = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in p.read_text()]
+    device = run(["-m", "pytest", *how, *marked, "-m", "gpu"], out / "gpu_tests.txt")
+    without = "--ignore=tests/kernels/test_triton.py"  # the interpreter and other targets: nothing of this device
+    kernels = run(["-m", "pytest", *how, "tests/kernels", "-k", "triton", without], out / "gpu_kernel_tests.txt")
     fine = (0, 5) if dry else (0,)  # 5: nothing was collected
     if device not in fine or kernels not in fine:
-        sys.exit("the tests failed on this GPU; see gpu_tests.txt and gpu_kernel_tests.txt. Nothing was measured")
+        sys.exit(
+            "the tests failed on this GPU; see gpu_tests.txt and gpu_kernel_tests.txt. Nothing was measured: "
+            "--only kernels model measures all the same"
+        )
 
 
-def measure(out: Path, dry: bool, batches: list[str], lengths: list[str], contexts: str) -> None:
+def measure(out: Path, args: argparse.Namespace) -> None:
     """Run the benchmarks."""
     cold = ["--rounds", "50", "--cold", str(4 << 30)]  # more than any last-level cache
-    shapes = ["--device", "cuda", "--batches", *batches, "--lengths", *lengths, "--dtypes", "bfloat16", *cold]
-    model = ["--device", "cuda", "--lengths", contexts]
-    failed = [
-        name
-        for name, command in {
-            "kernels.py": ["--out", str(out / "kernels_cuda.json"), *(DRY["kernels"] if dry else shapes)],
-            "end_to_end.py": ["--out", str(out / "end_to_end.json"), *(DRY["model"] if dry else model)],
-        }.items()
-        if run([f"benchmarks/{name}", *command])
-    ]
+    shapes = ["--device", "cuda", "--batches", *args.batches, "--lengths", *args.lengths, "--dtypes", "bfloat16", *cold]
+    model = ["--device", "cuda", "--lengths", args.contexts]
+    commands = {
+        "kernels": ["benchmarks/kernels.py", "--out", str(out / KERNELS), *(DRY["kernels"] if args.dry else shapes)],
+        "model": ["benchmarks/end_to_end.py", "--out", str(out / MODEL), *(DRY["model"] if args.dry else model)],
+    }
+    failed = [command[0] for name, command in commands.items() if name in args.only and run(command)]
+    targets(out, "python -P benchmarks/gpu.py")
     if failed:
-        sys.exit(f"{', '.join(failed)} failed; what the others measured is in {out}")
+        sys.exit(f"{', '.join(failed)} failed; what was measured is in {out}")
 
 
 def kernel_targets(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, float]]:
@@ -70,6 +91,7 @@ def kernel_targets(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, float
     for batch, length in dict.fromkeys((row["batch"], row["length"]) for row in rows):
         at = {row["case"]: row for row in rows if (row["batch"], row["length"]) == (batch, length)}
         where, full = f"batch {batch}, {length} tokens", at["full, pages"]
+        there = at.keys().__contains__  # a case that failed is not
         if batch >= 16 or (batch == 1 and length >= LONG):
             yield (
                 f"dense pages, share of a copy's bandwidth ({where})",
@@ -78,10 +100,11 @@ def kernel_targets(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, float
             )
         if "flashinfer" in at:
             yield f"dense pages, over FlashInfer ({where})", ">= 1", at["flashinfer"]["ms"] / full["ms"]
-        if length >= LONG:
+        if length >= LONG and there("quest 2048"):
             yield f"quest 2048, over our dense ({where})", ">= 9", at["quest 2048"]["over_full"]
+        if length >= LONG and there("kivi 4 bits"):
             yield f"KIVI 4 bits, over our dense ({where})", ">= 3", at["kivi 4 bits"]["over_full"]
-        if batch == 8 and length >= LONG:
+        if batch == 8 and length >= LONG and there("low-rank keys 2048") and there("2048 values from the host"):
             apart = at["low-rank keys 2048"]["ms"] + at["2048 values from the host"]["ms"]  # not even overlapped
             yield f"low-rank keys and values from the host, over our dense ({where})", "> 1", full["ms"] / apart
 
@@ -89,19 +112,21 @@ def kernel_targets(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, float
 def model_targets(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, float]]:
     """What a whole model should reach, and did."""
     for row in rows:
-        if row["context"] >= LONG and row["how"] == "replayed":
+        if row["context"] >= LONG and row["how"] == "replayed" and "speedup" in row:
             yield f"{row['what']} replayed, over the best stock ({row['context']} tokens)", ">= 2.2", row["speedup"]
 
 
 def targets(out: Path, command: str) -> None:
     """Write and print what should be reached beside what is."""
-    kernels, model = (json.loads((out / name).read_text()) for name in ("kernels_cuda.json", "end_to_end.json"))
-    found = [*kernel_targets(kernels["rows"]), *model_targets(model["rows"])]
+    kernels, model = (
+        json.loads(file.read_text()) if (file := out / name).exists() else {} for name in (KERNELS, MODEL)
+    )
+    found = [*kernel_targets(kernels.get("rows", [])), *model_targets(model.get("rows", []))]
     rows = [{"what": what, "wanted": wanted, "reached": reached} for what, wanted, reached in found]
     for row in rows:
         print(f"{row['what']:70} {row['wanted']:>8} {row['reached']:8.2f}")
     columns = {"on a GPU": "what", "wanted": "wanted", "reached": "reached:.2f"}
-    result = {"command": command, "machine": model["machine"], "columns": columns, "rows": rows}
+    result = {"command": command, "machine": (model or kernels).get("machine"), "columns": columns, "rows": rows}
     (out / "gpu_targets.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -112,15 +137,17 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", default=["1", "8", "32"], help="sequences")
     parser.add_argument("--lengths", nargs="+", default=["4096", "8192", "32768", str(LONG), "262144"], help="tokens")
     parser.add_argument("--contexts", default=f"8192,{LONG}", help="of the whole model. Tokens, with commas")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
     parser.add_argument("--dry", action="store_true", help="every part on a CPU, small; tests are only collected")
     args = parser.parse_args()
     if not args.dry and not torch.cuda.is_available():
         sys.exit("no CUDA device: nothing was run (--dry runs every part on a CPU, small)")
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    tests(out, args.dry)
-    measure(out, args.dry, args.batches, args.lengths, args.contexts)
-    targets(out, "python -P benchmarks/gpu.py")
+    if "tests" in args.only:
+        tests(out, args.dry)
+    if args.only != ["tests"]:
+        measure(out, args)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,11 @@ the same run); and the speed-up over stock transformers' call and over our own f
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -42,6 +45,11 @@ HEADS, GROUP, DIM, PAGE, UNIT, BUDGET, RANK = 8, 4, 128, 64, 16, 2048, 160
 SCALE = DIM**-0.5
 MIDDLE, LONG = 32768, 131072
 """Lengths that the targets speak of."""
+AT_ONCE = 16384
+"""Pages that are encoded at once."""
+SHARE = 3.5
+"""Memory that the cases of one copy of the inputs take, over that of its keys and values: they, what is copied into, and
+four encodings of them."""
 SLOW = 60
 """Milliseconds above which a case takes only every third turn."""
 COLUMNS = ("ms", "gb_per_s", "of_copy", "over_sdpa", "over_full", "byte_ratio")
@@ -109,7 +117,7 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
     found: dict[str, Case] = {
         "copy": (dense, lambda: (into.copy_(k), into.copy_(v))),
         "sdpa, grouped (stock)": (dense, lambda: F.scaled_dot_product_attention(*stock, enable_gqa=True)),
-        "sdpa, group folded": (dense, lambda: F.scaled_dot_product_attention(q[:, :, 0], k, v)),
+        "sdpa, group folded": (dense, lambda: F.scaled_dot_product_attention(q[None, :, :, 0], k[None], v[None])),
         "full, contiguous": (dense, lambda: attention(q, k, v, None, SCALE)),
         "full, pages": (dense + rows * length * slot, lambda: read(q, pages)),
         "quest 2048": (bounds + chosen * (2 * DIM * size + slot), lambda: quest(pages, "dense")),
@@ -124,11 +132,10 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
         )
         size_read = chosen * (2 * DIM * size + slot)
         found[f"2048 tokens in units of {unit}"] = size_read, partial(read, q, pages, units=ids, unit=unit)
-    wide = {name: t.float() for name, t in pages.items()}
-    mixed = torch.rand(wide["k"].shape[:2], device=k.device).argsort(1) < 38  # 60 % of a page
+    mixed = torch.rand(len(pages["k"]), PAGE, device=k.device).argsort(1) < 38  # 60 % of a page
     for name, codec, fields in (
-        *((f"kivi {bits} bits", "kivi", codecs.encode_kivi(wide["k"], wide["v"], bits, 32)) for bits in (8, 4, 2)),
-        ("zipcache 4/2 bits", "zipcache", codecs.encode_zipcache(wide["k"], wide["v"], (4, 2), mixed)),
+        *((f"kivi {bits} bits", "kivi", encoded(pages, codecs.encode_kivi, bits, 32)) for bits in (8, 4, 2)),
+        ("zipcache 4/2 bits", "zipcache", encoded(pages, codecs.encode_zipcache, (4, 2), mixed)),
     ):
         held = sum(t.numel() * t.element_size() for t in fields.values())
         found[name] = held + rows * length * slot, partial(read, q, fields, codec=codec)
@@ -136,6 +143,17 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
             part = held * chosen // (rows * length) + chosen * slot + bounds
             found["quest 2048, kivi 4 bits"] = part, partial(quest, fields, codec)
     return found | shadow(x, pages, rows, length)
+
+
+def encoded(pages: dict[str, Tensor], encode: Callable[..., dict[str, Tensor]], *options: Any) -> dict[str, Tensor]:
+    """All pages' fields, some pages at a time: a wide copy of all would be twice the cache."""
+    found: dict[str, Tensor] = {}
+    for at in range(0, len(pages["k"]), AT_ONCE):
+        some = slice(at, at + AT_ONCE)
+        mine = [x[some] if isinstance(x, Tensor) else x for x in options]
+        for name, x in encode(pages["k"][some].float(), pages["v"][some].float(), *mine).items():
+            found.setdefault(name, x.new_empty(len(pages["k"]), *x.shape[1:]))[some] = x
+    return found
 
 
 def shadow(x: dict[str, Tensor], pages: dict[str, Tensor], rows: int, length: int) -> dict[str, Case]:
@@ -164,20 +182,36 @@ def once(call: Callable[[], object], device: str, cpu_time: bool) -> float:
     return (clock() - began) * 1e3
 
 
+class TooLarge(Exception):
+    """What should be measured does not fit into the device's memory."""
+
+
+def check_memory(device: str, copies: int, probe: int) -> None:
+    """Raises TooLarge where it is known beforehand."""
+    if device != "cuda":
+        return
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, need = torch.cuda.mem_get_info()[0], int(copies * SHARE * probe) + (2 << 30)
+    if need > free:
+        raise TooLarge(f"it takes {need / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free")
+
+
 def measure(
     batch: int, length: int, dtype: torch.dtype, device: str, rounds: int, cold: int, cpu_time: bool
 ) -> list[Row]:
     """All cases at one length, taking turns."""
     probe = 2 * batch * HEADS * length * DIM * dtype.itemsize
     copies = max(1, min(4, -(-cold // probe)))
+    check_memory(device, copies, probe)
     made = [inputs(batch, length, dtype, device, seed) for seed in range(copies)]
     sets = [cases(x, batch) for x in made]
     if device == "cuda":
         sys.path.append(str(Path(__file__).parent))  # behind everything: kernels.py must not hide another package
-        from peers import captured, peers
+        from peers import capture, peers
 
         sets = [found | peers(x, batch, HEADS, PAGE) for found, x in zip(sets, made, strict=True)]
-        sets = [{name: (size, captured(call)) for name, (size, call) in found.items()} for found in sets]
+        capture(sets)
     times: dict[str, list[float]] = {name: [] for name in sets[0]}
     with torch.inference_mode():
         for turn in range(rounds + 2):
@@ -207,7 +241,8 @@ def compare(rows: dict[str, Row]) -> None:
 
 def machine(device: str, cpu_time: bool) -> dict[str, str]:
     """Where and with what this was measured."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     chip = torch.cuda.get_device_name() if device == "cuda" else f"{cpu}, {torch.get_num_threads()} threads"
@@ -269,17 +304,26 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="processor time, for one thread on a busy machine")
     args = parser.parse_args()
     rows: list[Row] = []
+    skipped: list[str] = []
+    failed = False
     print(HEADER)
-    for dtype in args.dtypes:
-        for batch in args.batches:
-            for length in args.lengths:
-                new = measure(batch, length, getattr(torch, dtype), args.device, args.rounds, args.cold, args.cpu_time)
-                rows += new
-                for r in new:
-                    figures = "".join(f"{getattr(r, name):11.2f}" for name in COLUMNS)
-                    print(f"{r.case:32}{r.dtype:>10}{r.batch:6}{r.length:8}{figures}", flush=True)
-                about = machine(args.device, args.cpu_time)
-                args.out.write_text(json.dumps(about | {"rows": [asdict(r) for r in rows]}, indent=1))
+    about = machine(args.device, args.cpu_time)
+    for dtype, batch, length in itertools.product(args.dtypes, args.batches, args.lengths):
+        try:
+            new = measure(batch, length, getattr(torch, dtype), args.device, args.rounds, args.cold, args.cpu_time)
+        except Exception as error:  # a device is lent for minutes: the other shapes are measured
+            skipped.append(f"{dtype}, batch {batch}, {length} tokens: {type(error).__name__}: {str(error)[:200]}")
+            failed |= not isinstance(error, (TooLarge, torch.OutOfMemoryError))
+            print("skipped:", skipped[-1], flush=True)
+            continue
+        rows += new
+        for r in new:
+            figures = "".join(f"{getattr(r, name):11.2f}" for name in COLUMNS)
+            print(f"{r.case:32}{r.dtype:>10}{r.batch:6}{r.length:8}{figures}", flush=True)
+        found = about | {"skipped": skipped, "rows": [asdict(r) for r in rows]}
+        args.out.write_text(json.dumps(found, indent=1))  # after each shape, so that a run that is cut off loses one
+    if not rows:
+        sys.exit("nothing was measured")
     picture = args.out.with_suffix(".png")
     draw(rows, picture)
     reached = summary(rows, about, f"python -P {' '.join(sys.argv)}", picture.name)
@@ -287,6 +331,8 @@ def main() -> None:
         for row in reached["rows"]:
             print(f"{row['what']:50} {row['dtype']:9} {row['wanted']:>7} {row['reached']:6.2f}")
         args.out.with_name(f"{args.out.stem}_targets.json").write_text(json.dumps(reached, indent=1) + "\n")
+    if failed:
+        sys.exit(f"not all was measured; the rest is in {args.out}")
 
 
 if __name__ == "__main__":

@@ -2,18 +2,26 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from layout import ROOT
+
+from kvengine.kernels.codecs import encode_kivi, encode_zipcache
 
 
 def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look for theirs
     spec.loader.exec_module(module)
     return module
 
@@ -53,12 +61,112 @@ def test_it_names_cases_that_are_measured(gpu: ModuleType) -> None:
         assert f'"{case}"' in source, case
 
 
+def test_missing_files_and_cases_are_left_out(gpu: ModuleType, tmp_path: Path) -> None:
+    """After one part alone, or when a case has failed."""
+    rows = kernels(8, gpu.LONG, full=80.0, quest=8.0)
+    (tmp_path / gpu.KERNELS).write_text(json.dumps({"rows": rows, "machine": "a chip"}))
+    gpu.targets(tmp_path, "gpu.py")
+    found = json.loads((tmp_path / "gpu_targets.json").read_text())
+    assert [row["wanted"] for row in found["rows"]] == [">= 9"] and found["machine"] == "a chip"
+
+
+def options(gpu: ModuleType, only: tuple[str, ...], dry: bool = False) -> Namespace:
+    return Namespace(only=only, dry=dry, batches=["1"], lengths=["4096"], contexts="8192")
+
+
 def test_red_tests_stop_it(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu, "run", lambda command, log=None: 1)
     with pytest.raises(SystemExit, match="Nothing was measured"):
         gpu.tests(tmp_path, False)
-    with pytest.raises(SystemExit, match=r"kernels\.py, end_to_end\.py failed"):
-        gpu.measure(tmp_path, False, ["1"], ["4096"], "8192")
+    with pytest.raises(SystemExit, match=r"kernels\.py, benchmarks/end_to_end\.py failed"):
+        gpu.measure(tmp_path, options(gpu, gpu.PARTS))
+    with pytest.raises(SystemExit, match=r"^benchmarks/end_to_end\.py failed"):
+        gpu.measure(tmp_path, options(gpu, ("model",)))
+
+
+def test_a_run_that_is_cut_off_keeps_its_log(gpu: ModuleType, tmp_path: Path) -> None:
+    """The log is there while the tests run."""
+    log = tmp_path / "log.txt"
+    assert gpu.run(["-c", f"print('begun', flush=True); assert 'begun' in open({str(log)!r}).read()"], log) == 0
+
+
+def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 K tokens of 32 sequences fit into 141 GB and not into 80; the cases fit into what is asked for."""
+    measured = script("kernels")
+    probe = 2 * 32 * measured.HEADS * 262144 * measured.DIM * 2
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(79e9), int(80e9)))
+    with pytest.raises(measured.TooLarge, match="79 GB are free"):
+        measured.check_memory("cuda", 1, probe)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(140e9), int(141e9)))
+    measured.check_memory("cuda", 1, probe)
+    x = measured.inputs(1, 2048, torch.bfloat16, "cpu", 0)
+    known = {t.data_ptr(): t.nbytes for t in x.values()}
+    for _, call in measured.cases(x, 1).values():
+        known |= {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors(call)}
+    assert sum(known.values()) <= measured.SHARE * 2 * x["k"].nbytes
+
+
+def tensors(x: object) -> list[torch.Tensor]:
+    """Those that a call keeps."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if isinstance(x, (dict, list, tuple)):
+        return [t for y in (x.values() if isinstance(x, dict) else x) for t in tensors(y)]
+    if isinstance(x, partial):
+        return tensors([x.func, x.args, x.keywords])
+    return tensors([cell.cell_contents for cell in getattr(x, "__closure__", None) or ()])
+
+
+def test_pages_are_encoded_in_parts_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = script("kernels")
+    pages = {name: torch.randn(7, 16, 32) for name in "kv"}
+    salient = torch.rand(7, 16).argsort(1) < 6
+    at_once = [measured.encoded(pages, *how) for how in ((encode_kivi, 4, 16), (encode_zipcache, (4, 2), salient))]
+    monkeypatch.setattr(measured, "AT_ONCE", 3)
+    parts = [measured.encoded(pages, *how) for how in ((encode_kivi, 4, 16), (encode_zipcache, (4, 2), salient))]
+    for one, other in zip(at_once, parts, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_candidate_that_fails_is_named_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = script("end_to_end"), tmp_path / "out.json"
+    options = ["--device", "cpu", "--shape", "tiny", "--lengths", "40", "--steps", "2", "--stacks", "nonsense", "full"]
+    monkeypatch.setattr("sys.argv", ["end_to_end.py", *options, "--out", str(out)])
+    with pytest.raises(SystemExit, match="`nonsense` failed"):
+        model.main()
+    found = json.loads(out.read_text())
+    assert [row["what"] for row in found["failed"]] == ["`nonsense`"]
+    assert [row["how"] for row in found["rows"]] == ["–", "–", "eager", "replayed"]
+    assert all(row["speedup"] > 0 for row in found["rows"])
+
+
+LACKING = (
+    "wonderwords", "beartype", "faiss", "redis", "hiredis", "obstore", "zstandard", "starlette", "uvicorn", "ipykernel",
+    "nbclient", "pytest_randomly", "constriction",
+)  # fmt: skip
+"""What the machine need not have."""
+BLOCK = f"import sys; sys.modules.update(dict.fromkeys({LACKING!r}))"
+
+
+def test_it_needs_no_more_than_it_says(gpu: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCK)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    marked = [str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("test_*.py") if gpu.MARK in p.read_text()]
+    assert {Path(p).name for p in marked} >= {"test_compiled.py", "test_fetch_pages.py"}
+    imports = "import sys; sys.path.append('benchmarks'); import kernels, end_to_end, peers, plot_kernels, redis"
+    collect = ["-m", "pytest", "-q", "--collect-only", "-m", "gpu", *marked, "tests/kernels"]
+    for command, expected in (
+        (collect, "tests/test_compiled.py::test_a_graph"),
+        (["-c", imports], "import of redis halted"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-P", *command], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        said = done.stdout + done.stderr
+        assert expected in said, said[-3000:]
 
 
 @pytest.mark.slow

@@ -1,0 +1,129 @@
+"""On a pretended CUDA device: nothing of the host's meets what is on the device, and a step moves nothing between them.
+
+Every stack reads a padded batch and decodes, and says what it says on the CPU. Kernels run as their references.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import MIXED, SMALL, greedy, llama, prompts
+from support_device import CUDA, Device, Elsewhere, Pretended, there
+from test_compiled import DIM, EVERY, PROMPT, STEPS, at, tokens
+from torch import Tensor
+
+import kvengine
+from kvengine.cache import LayerCache
+from kvengine.fixed import FixedLayer
+from kvengine.hf_compiled import CompiledDecode, Steps
+from kvengine.rope import Rope
+from kvengine.session import Call
+from kvengine.stack import Stack
+
+STACKS = list({Stack.parse(text): text for text in (*SMALL.values(), *MIXED)}.values())  # several null choices are one
+
+
+def fetch(field: Tensor, at: Tensor, device: torch.device) -> Tensor:
+    """What the kernel does that reads the host's memory over the bus."""
+    assert field.is_pinned() and isinstance(at, Pretended) and device.type == "cuda"
+    return there(field[at.inner])
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    monkeypatch.setattr("kvengine.kernels.dispatch._best", lambda inputs, native: "reference")
+    pytest.importorskip("triton", reason="the pages' fetching kernel is replaced where it is")
+    monkeypatch.setattr("kvengine.kernels.fetch_pages.triton.fetch", fetch)
+    return Device(monkeypatch)
+
+
+@pytest.mark.parametrize("text", STACKS)
+def test_the_text_is_that_of_the_cpu(text: str, device: Device) -> None:
+    model, batch = llama(), prompts(2)
+    with kvengine.patched(model, text):
+        want = greedy(model, batch, 8)
+    with device:
+        with kvengine.patched(there(model), text):
+            got = greedy(model, {name: there(x) for name, x in batch.items()}, 8)
+        assert got.is_cuda and got.tolist() == want.tolist()
+
+
+def layer(text: str, qkv: list[Tensor]) -> LayerCache:
+    cache = LayerCache(Stack.parse(text), 0, 1)
+    cache.session.rope = Rope(there(10000.0 ** -(torch.arange(DIM // 2) * 2 / DIM)))
+    cache.forward(*(x[:, :, :PROMPT] for x in qkv), Call(0.25))
+    return cache
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["eager", "held still"])
+@pytest.mark.parametrize("text", EVERY)
+def test_a_step_moves_nothing(text: str, held: bool, device: Device) -> None:
+    """Nor is anything moved between two steps, but the numbers of pages that are sealed, and pages to their place."""
+    with device, torch.inference_mode():
+        qkv = [there(x) for x in tokens()]
+        cache = layer(text, qkv)
+        now = torch.tensor([cache.seen], device=CUDA)
+        fixed = FixedLayer(cache, STEPS, now) if held else None
+        for i in range(6):
+            given, before = at(qkv, i), sealed(cache)
+            device.moved.clear()
+            if fixed is None:
+                cache.forward(*given, Call(0.25))
+                assert not device.moved or sealed(cache) != before
+                continue
+            fixed.step(given[0], given[1], given[2], Call(0.25))
+            assert not device.moved
+            now.add_(1)
+            fixed.advance()
+
+
+def sealed(cache: LayerCache) -> list[int]:
+    return [n for part in cache.parts if (pages := part.lane.pages) is not None for n in pages.filled.inner.tolist()]
+
+
+@pytest.mark.parametrize("text", ["full", "snapkv(budget=24, window=6)", EVERY[-2]])
+def test_what_a_graph_would_record_moves_nothing(text: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model included. The host looks at nothing either: what it saw would be in the recording for ever."""
+    run, found = Steps.run, []
+
+    def watched(self: Steps) -> Tensor:
+        device.moved.clear()
+        logits: Tensor = run(self)
+        found.append(dict(device.moved))
+        return logits
+
+    monkeypatch.setattr(Steps, "run", watched)
+    model = llama()
+    with device, kvengine.patched(there(model), text):
+        decoder = kvengine.compile_decode(model)
+        assert decoder.how == "graph"
+        greedy(
+            model, {name: there(x) for name, x in prompts(2).items()}, 6, custom_generate=CompiledDecode(model, "eager")
+        )
+    assert len(found) == 5 and not any(found)
+
+
+def test_it_refuses_what_a_gpu_would(device: Device) -> None:
+    """The control."""
+    with device:
+        x, y = torch.arange(4.0, device="cuda"), torch.arange(4.0)
+        for mixed in (lambda: x + y, lambda: torch.cat([x, y[0:1]]), lambda: x.where(y > 1, 0), lambda: y[x.long()]):
+            with pytest.raises(Elsewhere):
+                mixed()
+        with pytest.raises(Elsewhere):
+            x[torch.tensor([0, 1])] = y[:2]
+        device.moved.clear()
+        values: list[Any] = [
+            x + y[1],
+            x[1:].add_(1),
+            torch.zeros_like(x),
+            x.new_full((2,), 1),
+            y.cuda(),
+            y.to(x.device),
+        ]
+        assert all(isinstance(value, Pretended) for value in values) and x.inner.tolist() == [0, 2, 3, 4]
+        assert sum(device.moved.values()) == 2  # the last two
+        assert x.sum().item() == 9 and x.cpu().tolist() == [0, 2, 3, 4] and not x.cpu().is_cuda
+        assert sum(device.moved.values()) == 5
