@@ -28,6 +28,28 @@ def test_every_file_is_one_method_with_values_for_all_options(name: str) -> None
     assert Stack(**{axis: cls()}) == Stack.parse(name)
 
 
+NULL = ("full", "uniform", "exact", "dense", "all", "device", "host", "disk", "remote")  # these must change nothing
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    """Of 24 tokens decoded one by one after a padded batch of prompts, the same whatever the model says."""
+    batch, cache = prompts(), kvengine.EngineCache(model)
+    mask, out = batch["attention_mask"], []
+    with torch.no_grad():
+        model(**batch, past_key_values=cache)
+        for token in one(24, seed=5)["input_ids"][0]:
+            mask = torch.cat([mask, mask[:, -1:]], 1)
+            found = model(token.expand(len(mask), 1), attention_mask=mask, past_key_values=cache)
+            out.append(found.logits)
+    return torch.cat(out, 1)
+
+
+@pytest.mark.parametrize("name", [name for name in methods() if name not in NULL])
+def test_the_small_stacks_act(name: str) -> None:
+    """The control of the laws here: a stack that reads and keeps everything exactly obeys them all."""
+    assert float((logits(patched(SMALL[name])) - logits(patched("full"))).abs().max()) > 1e-3
+
+
 @pytest.mark.parametrize("name", methods())
 def test_where_a_budget_exceeds_the_text_nothing_changes(name: str) -> None:
     want = greedy(llama(), prompts())

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvengine.errors import CacheError
+from kvengine.errors import CacheError, ModelError
 from kvengine.speculative.noise import Gumbel, Stream
 
 Law = Float[Tensor, " vocab"]
@@ -148,7 +148,12 @@ class Coupled:
     def pick(self, law: Law, count: int, position: int) -> list[int]:
         keys = law.double().log() + self.noise.at(position, law.shape[-1], law.device)
         best = keys.topk(min(count, law.shape[-1])) if count > 1 else keys.max(-1, keepdim=True)
-        return [token for token, value in zip(best[1].tolist(), best[0].tolist(), strict=True) if value > -torch.inf]
+        found = [token for token, value in zip(best[1].tolist(), best[0].tolist(), strict=True) if value > -torch.inf]
+        if not found:
+            raise ModelError(
+                "the probabilities to draw from are not numbers: the model's scores overflowed, or a processor's"
+            )
+        return found
 
     def judge(self, p: Law, q: Law | None, children: Sequence[int], position: int) -> tuple[int | None, int]:
         token = self.pick(p, 1, position)[0]

@@ -95,13 +95,16 @@ def speculate(
 ) -> None:
     """Speculative against plain decoding: acceptance, costs, and the speed-up measured and predicted."""
     with readable_errors():
+        lengths = numbers(contexts)
+        if min(lengths) < 1:
+            raise EvaluationError(f"--contexts are lengths of prompts, 1 or more, not {contexts!r}")
         target, tokenizer = load(model, device, dtype)
         tokens = tokenizer(contents(text), verbose=False).input_ids
         below = drafter(draft, device, dtype)
         settings = [bench.Setting(below, named(name.strip()), steps(gamma)) for name in middle.split(";")]
         sampling = {"temperature": temperature} if temperature else {}
         found: list[bench.Result] = []
-        for context in numbers(contexts):
+        for context in lengths:
             cut = [ids.to(target.device) for ids in bench.windows(tokens, context, prompts)]
             if not cut:
                 raise EvaluationError(f"{text} has {len(tokens)} tokens, fewer than a context of {context}")

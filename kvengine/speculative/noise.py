@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from kvengine.errors import ModelError
+
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
@@ -80,7 +82,12 @@ class Stream:
         """A token from a law (non-negative, any positive sum), by inverting its cumulative sum."""
         total = law.double().cumsum(-1)
         point = torch.minimum(total[-1] * self._next(), torch.nextafter(total[-1], total[-1] * 0))
-        return int(torch.searchsorted(total, point, right=True))
+        token = int(torch.searchsorted(total, point, right=True))
+        if token >= len(total):
+            raise ModelError(
+                "the probabilities to draw from are not numbers: the model's scores overflowed, or a processor's"
+            )
+        return token
 
     def _next(self) -> float:
         self.drawn += 1

@@ -102,6 +102,8 @@ def test_windows() -> None:
         (["generate", "{}", ""], "the prompt has no token"),
         (["generate", "{}", "123", "--report"], "it needs --speculate"),
         (["generate", "{}/nowhere", "123"], "cannot load"),
+        (["bench", "speculate", "{}", "--text", "{}/text.txt", "--contexts", "64,-5"], "1 or more, not '64,-5'"),
+        (["bench", "speculate", "{}", "--text", "{}/text.txt", "--contexts", "0"], "1 or more, not '0'"),
         (["bench", "speculate", "{}", "--text", "{}/latin"], "cannot be read as UTF-8 text"),
     ],
 )

@@ -315,6 +315,13 @@ def test_processors_that_count_their_calls_are_refused(target: Any, options: dic
         TriForce(target, "lookup", QUEST).generate(prompt(), max_new_tokens=2, do_sample=False, **options)
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+def test_scores_that_overflow_are_named(target: Any, coupled: bool) -> None:
+    decoder = TriForce(target, "lookup", QUEST)
+    with pytest.raises(ModelError, match="not numbers"):
+        decoder.generate(prompt(), max_new_tokens=4, temperature=1e-38, coupled=coupled)
+
+
 class Favour(LogitsProcessor):
     """Another token in every row."""
 
