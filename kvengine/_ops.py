@@ -24,12 +24,22 @@ def whole(
     scale: float,
 ) -> Float[Tensor, "row group query dim_v"]:
     """Attention over everything there is, in the queries' dtype."""
-    if q.shape[2] == 1 and not native_refusal((q, k), True):
+    if (q.shape[2] == 1 and not native_refusal((q, k), True)) or (
+        q.is_cuda and visible is not None and q.shape[2] <= 16
+    ):
         return attention(q, k, v, visible, scale).out.to(q.dtype)
-    # the group folded into the query axis, so that keys and values are read once for all of it
+    # The group is folded into the query axis, so that keys and values are read once for all of it. Four axes, as the
+    # fused kernels want: with three, the library makes wide copies of keys and values at every call.
     r, g, n, _ = q.shape
-    mask = None if visible is None else visible[:, None].expand(r, g, *visible.shape[1:]).flatten(1, 2)
-    return F.scaled_dot_product_attention(q.flatten(1, 2), k, v, attn_mask=mask, scale=scale).unflatten(1, (g, n))
+    folded = q.flatten(1, 2)[None]
+    if visible is None:
+        return F.scaled_dot_product_attention(folded, k[None], v[None], scale=scale)[0].unflatten(1, (g, n))
+    some = visible.any(2, keepdim=True)
+    mask = (visible | ~some)[:, None].expand(r, g, *visible.shape[1:]).flatten(1, 2)
+    out = F.scaled_dot_product_attention(folded, k[None], v[None], attn_mask=mask[None], scale=scale)[0].unflatten(
+        1, (g, n)
+    )
+    return out.where(some[:, None], 0)  # a query that sees nothing
 
 
 def causal(

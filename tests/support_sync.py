@@ -33,7 +33,7 @@ class Watch(TorchDispatchMode):
     """Counts operations that read a value on the host or make a shape of data, by the line that asked for them.
 
     `.tolist()`, `.numpy()` and `torch.tensor(...)` do not come through the dispatcher on a CPU, and are watched by name.
-    Moves between devices cannot be seen on a machine that has one.
+    Moves between devices are seen by `support_device`.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:

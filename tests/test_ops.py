@@ -34,3 +34,19 @@ def test_what_it_does_not_know() -> None:
     assert not ops.follows(q.requires_grad_(), k, k)
     with torch.no_grad():
         assert ops.follows(q, k, k)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_all_there_is_is_read_by_a_fused_kernel(dtype: torch.dtype, masked: bool) -> None:
+    """The library has none for three axes: it would multiply wide copies of keys and values."""
+    q, k, v = (torch.randn(3, *shape, 32).to(dtype) for shape in ((2, 5), (40,), (40,)))
+    visible = torch.rand(3, 5, 40) < 0.4 if masked else None
+    if visible is not None:
+        visible[1, 2] = False
+    want = reference.attention(q.double(), k.double(), v.double(), visible, 0.3, None, None, False).out
+    with torch.profiler.profile() as profile:
+        got = ops.whole(q, k, v, visible, 0.3)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert not any("math" in event.key for event in profile.key_averages())

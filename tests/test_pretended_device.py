@@ -5,6 +5,7 @@ Every stack reads a padded batch and decodes, and says what it says on the CPU. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +24,14 @@ from kvengine.session import Call
 from kvengine.stack import Stack
 
 STACKS = list({Stack.parse(text): text for text in (*SMALL.values(), *MIXED)}.values())  # several null choices are one
+
+LAUNCHED = {
+    "duo(sinks=2, recent=10) + quest(budget=24, page=4) + kivi(group=8, residual=8)": {"attend_kernel", "score_kernel",
+                                                                                      "quantise_kernel"},
+    "host + quest(budget=24, page=4)": {"fetch_kernel", "score_kernel", "merge_kernel"},
+    "zipcache(block=16)": {"pack_kernel", "join_kernel"},
+}  # fmt: skip
+"""Some of the kernels that these launch."""
 
 
 def fetch(field: Tensor, at: Tensor, device: torch.device) -> Tensor:
@@ -48,6 +57,32 @@ def test_the_text_is_that_of_the_cpu(text: str, device: Device) -> None:
         with kvengine.patched(there(model), text):
             got = greedy(model, {name: there(x) for name, x in batch.items()}, 8)
         assert got.is_cuda and got.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("text", LAUNCHED)
+def test_kernels_are_given_what_is_on_the_device(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches that compute nothing: what they are given is there, and fits into a grid."""
+    jit, launched = pytest.importorskip("triton.runtime.jit"), set()
+
+    def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*given: Any, **options: Any) -> None:
+            reads_host = kernel.__name__ == "fetch_kernel"
+            for i, x in enumerate(given):
+                if isinstance(x, Tensor) and not isinstance(x, Pretended):
+                    assert i == 0 and reads_host and x.is_pinned(), f"argument {i} of {kernel.__name__} is on the host"
+            assert 1 <= grid[0] < 1 << 31 and all(1 <= n <= 65535 for n in grid[1:]), grid
+            launched.add(kernel.__name__)
+
+        return run
+
+    monkeypatch.setattr(jit.JITFunction, "__getitem__", launch)
+    for name in ("empty", "empty_like"):  # what a kernel would have written
+        monkeypatch.setattr(torch, name, getattr(torch, name.replace("empty", "zeros")))
+    model = llama()
+    with Device(monkeypatch), kvengine.patched(there(model), text):
+        for decoder in ({}, {"custom_generate": CompiledDecode(model, "eager")}):
+            greedy(model, {name: there(x) for name, x in prompts(2).items()}, 6, **decoder)
+    assert launched >= LAUNCHED[text], launched
 
 
 def layer(text: str, qkv: list[Tensor]) -> LayerCache:

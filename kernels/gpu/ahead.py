@@ -109,12 +109,21 @@ def cases() -> dict[str, Callable[[], object]]:
             return codecs.encode_kivi(x, x, bits, 32)
         return codecs.encode_zipcache(x, x, (4, 2), (torch.arange(PAGE) < 38).expand(len(x), -1))
 
-    def pages(codec: str = "dense", dim: int = 128, query: int = 1, dtype: torch.dtype = bf16, bits: int = 4,
-              chosen: bool = False, window: int | None = None) -> Callable[[], object]:  # fmt: skip
-        q, fields = torch.zeros(ROWS, 4, query, dim, dtype=dtype), pool(codec, dim, dtype, bits)
+    def pages(
+        codec: str = "dense",
+        dim: int = 128,
+        query: int = 1,
+        dtype: torch.dtype = bf16,
+        bits: int = 4,
+        chosen: bool = False,
+        window: int | None = None,
+        unit: int = 16,
+        rows: int = ROWS,
+    ) -> Callable[[], object]:
+        q, fields = torch.zeros(rows, 4, query, dim, dtype=dtype), pool(codec, dim, dtype, bits)
         return lambda: paged_attention(
-            q, fields, table, position, PAGE, 0.1, units if chosen else None, 16 if chosen else PAGE, codec, dim,
-            at[:, :query] if window else None, window, None, None, False,
+            q, fields, table[:rows], position[:rows], PAGE, 0.1, units[:rows] if chosen else None,
+            unit if chosen else PAGE, codec, dim, at[:rows, :query] if window else None, window, None, None, False,
         )  # fmt: skip
 
     def tail(query: int, dim: int = 128, dtype: torch.dtype = bf16, masked: bool = True) -> Callable[[], object]:
@@ -141,21 +150,28 @@ def cases() -> dict[str, Callable[[], object]]:
         "tail, dim 256, 64 queries": tail(64, 256),
         "pages": pages(),
         "pages, fp32": pages(dtype=torch.float32),
+        "pages, dim 256, fp32": pages(dim=256, dtype=torch.float32),
+        "pages, one row": pages(rows=1),
         "pages, window": pages(window=4096, query=16),
         "units of 16": pages(chosen=True),
         "kivi, 2 bits": pages("kivi", bits=2),
         "kivi, 4 bits": pages("kivi"),
         "kivi, 8 bits": pages("kivi", bits=8),
         "kivi, 4 bits, units of 16": pages("kivi", chosen=True),
+        "kivi, dim 256": pages("kivi", 256),
+        "kivi, units of 1": pages("kivi", chosen=True, unit=1),
         "zipcache": pages("zipcache"),
+        "zipcache, dim 256": pages("zipcache", 256),
         "prompt, causal": prompt(),
         "prompt, band": prompt(local=64),
         "prompt, band, fp32": prompt(torch.float32, local=64),
         "prompt, dim 256": prompt(dim=256),
+        "prompt, dim 256, fp32": prompt(torch.float32, dim=256),
         "merge of 2": lambda: merge_states([state] * 2),
         "merge of 4": lambda: merge_states([state] * 4),
         "bounds": lambda: page_scores(q[:, :, 0], bounds, bounds, torch.ones(ROWS, 64, dtype=torch.bool), "max"),
         "top 128 of 8192": lambda: top_units(torch.zeros(ROWS, 8192), 128),
+        "top 128 of 16384": lambda: top_units(torch.zeros(ROWS, 16384), 128),
         "quantise keys": lambda: quantise(x, 4, 32, "tokens", None, torch.float16),
         "quantise values": lambda: quantise(x, 2, 32, "channels", None, torch.float16),
         "pack": lambda: pack(torch.zeros(64, 128, dtype=torch.uint8), 4),

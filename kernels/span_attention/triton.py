@@ -24,7 +24,7 @@ def span_kernel(
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, BAND: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)  # only the first axis holds more than 65535 programs
     m = tl.arange(0, HEADS * QUERIES)
     head, query = m // QUERIES, part * QUERIES + m % QUERIES
     there = (head < group) & (query < queries)
@@ -83,7 +83,7 @@ def span_attention(
     each = max(1, min((16 if exact else TILE) // heads, block & -block))  # a program's queries share their spans
     heads = max(heads, 16 // each)
     out = torch.empty(rows, group, queries, dim_v, device=q.device, dtype=q.dtype)
-    span_kernel[(rows, triton.cdiv(queries, each))](
+    span_kernel[(triton.cdiv(queries, each), rows)](
         q, k, v, position, spans, spans if band is None else band.first, spans if sinks is None else sinks.contiguous(),
         out, k.stride(0), k.stride(1), v.stride(0), v.stride(1), position.stride(0),
         0 if len(spans) == 1 else spans.stride(0), group, queries, k.shape[1], block, count,

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 SMALL = "merged or unseen or not_named or softcap_and_sinks or survivors or dead_tokens or matches_a_loop"
@@ -58,3 +59,18 @@ def compiles(capability: int, only: list[str] | None) -> None:
     for row in found:
         assert 0 < row.registers <= 255 and row.shared <= LIMITS[capability], row
         assert row.stack <= 512, row  # what spills stays in the first-level cache
+
+
+def test_a_long_prompt_fits_into_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first axis of a CUDA grid holds more than 65535 programs."""
+    from triton.runtime.jit import JITFunction
+
+    from kvengine.kernels.span_attention import causal_spans
+    from kvengine.kernels.span_attention.triton import span_attention
+
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(JITFunction, "__getitem__", lambda self, grid: lambda *a, **k: grids.append(grid))
+    q, k = torch.zeros(2, 8, 262144, 1), torch.zeros(2, 262144, 1)
+    position = torch.arange(262144).expand(2, -1)
+    span_attention(q, k, k, position, causal_spans(262144, 262144, k.device), 0.1, None, None, None, 128)
+    assert grids[0][0] > 65535 and all(n <= 65535 for n in grids[0][1:])
