@@ -184,7 +184,7 @@ class FixedLane(Lane):
             tail.replace(k, v, position, score, clean, self.stack.room + 2 * self.stack.page)
             self.sealed().gather_columns()
             if self.retention.decodes:
-                self.tidy(torch.ones_like(self.first, dtype=torch.bool))
+                self.tidy()
         elif not self.fills:
             tail.end, tail.clean = self.end, self.clean_before and not self.retention.decodes
         placed, lead, count = self.order_before

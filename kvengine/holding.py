@@ -186,14 +186,6 @@ class Holding:
             self.lengths = [(n - spill, None)]
             return
         alive = position >= 0 if keep is None else (position >= 0) & keep
-        self.pack_rows(k, v, position, score, alive, free, alone)
-
-    def pack_rows(
-        self, k: Tensor, v: Tensor, position: Tensor, score: Tensor, alive: Bool[Tensor, "row token"],
-        free: Bool[Tensor, "row"] | None, alone: Bool[Tensor, "row token"] | None = None,
-    ) -> None:  # fmt: skip
-        """Go on with the slots that are `alive`: those of `free` rows (None: all) sealed, but for what is left `alone`."""
-        page, room = self.stack.page, self.stack.room
         index = pack(alive if alone is None else alive & ~alone)
         count = (index >= 0).sum(1)
         pages = ((count - room) // page).clamp(min=0) * (1 if free is None else free)
@@ -310,16 +302,14 @@ class Holding:
         if not self.stack.paged or self.stack.representation.joint or all(n < most for n, _ in self.lengths):
             return
         self.note_reach()
-        fresh = torch.zeros(len(self.first), dtype=torch.bool, device=self.first.device)
         for n, rows in self.lengths:
             if n >= most:
                 self.seal_rows(n, rows)
-                fresh[slice(None) if rows is None else rows] = True
         self.lengths = [(n - page if n >= most else n, rows) for n, rows in self.lengths]
         self.tail.start = self.tail.end - max(n for n, _ in self.lengths)
         self.whole = False
         if self.retention.decodes:
-            self.tidy(fresh)
+            self.tidy()
 
     def seal_rows(self, length: int, rows: Int[Tensor, "row"] | None) -> None:
         start = self.tail.end - length
@@ -336,31 +326,18 @@ class Holding:
         self.tail.own_small()
         self.tail.position[rows, span] = -1
 
-    def tidy(self, fresh: Bool[Tensor, "row"]) -> None:
-        """Give back empty pages; pack anew what is mostly holes, where nothing is lost by it.
+    def tidy(self) -> None:
+        """Give back empty pages; pack the rest anew once most of it is holes and nothing depends on where it lies.
 
-        Each sequence on its own, once one of its rows has sealed (`fresh`): its pages are those it would have alone.
+        Something does where a selection reads some pages and the whole tail: what is read must not depend on when this
+        is called, nor on what else is in the batch.
         """
         pages = self.sealed()
         pages.release()
-        if not self.stack.representation.lossless or not len(pages):
+        if self.stack.selects or not self.stack.representation.lossless or not len(pages):
             return
-        slots, tokens = (pages.table >= 0).sum(1) * pages.page, (pages.position >= 0).sum(1)
-        sealed, slots, tokens = (x.unflatten(0, (-1, self.heads)).sum(1) for x in (fresh, slots, tokens))
-        sparse = (sealed > 0) & (2 * tokens < slots)
-        if bool(sparse.all()):
+        if float((pages.position >= 0).float().mean()) < 0.5:
             self.rebuild(*self.everything(), keep=None)
-        elif bool(sparse.any()):
-            self.repack(sparse.repeat_interleave(self.heads))
-
-    def repack(self, rows: Bool[Tensor, "row"]) -> None:
-        """Pack the tokens of these rows anew; what the others have stays in its page or slot."""
-        pages, held = self.sealed(), self.everything()
-        new, (n, end) = rows[:, None], (len(pages), held[2].shape[1])
-        at = torch.arange(end, device=new.device)
-        others = (at >= n) & (at >= end - torch.as_tensor(self.open(), device=new.device).reshape(-1, 1))
-        pages.clear(rows)
-        self.pack_rows(*held, torch.where(new, held[2] >= 0, others), rows)
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows (beam search, batch selection)."""

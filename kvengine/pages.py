@@ -250,13 +250,6 @@ class Pages(User):
             self._alive = wider(alive, self._alive.shape[1], False)
             self.clean = False
 
-    def clear(self, rows: Bool[Tensor, "row"]) -> None:
-        """Have no pages in these rows any more."""
-        self.own()
-        self._table[rows], self._position[rows], self._alive[rows], self.filled = -1, -1, False, self.filled * ~rows
-        self.even = self.clean = False
-        self.bounds.clear()
-
     def release(self) -> int:
         """Give back pages without a token, and columns that no row uses; how many slots of a row went."""
         empty = ~(self.position >= 0).unflatten(1, (-1, self.page)).any(2)

@@ -142,6 +142,21 @@ def test_a_step_recorded_once_is_right_from_then_on(text: str) -> None:
     assert all(p == places[0] for p in places), "a tensor has moved, or changed its shape"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "streaming(sinks=2, recent=20) + quest(budget=8, page=2)",
+        "streaming(sinks=2, recent=20) + oracle_topk(budget=8)",
+    ],
+)
+def test_pages_full_of_holes_are_read_as_eagerly(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager decoding packs pages anew between steps, a recording does not."""
+    monkeypatch.setitem(globals(), "STEPS", 70)
+    want, got, _ = replay(text)
+    for i, (x, y) in enumerate(zip(want, got, strict=True)):
+        torch.testing.assert_close(y, x, rtol=2e-4, atol=2e-5, msg=lambda m, i=i: f"step {i}: {m}")
+
+
 @pytest.mark.parametrize("text", ["streaming(sinks=2, recent=14)", "zipcache(block=16)"])
 def test_a_number_of_the_hosts_in_the_recording_is_found(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: positions as the host counts them are right at the recorded step, and wrong at all others."""
