@@ -33,6 +33,7 @@ New = Annotated[int, typer.Option("--new", min=1, help="new tokens")]
 
 
 def generate(
+    context: typer.Context,
     model: Model,
     prompt: Annotated[str | None, typer.Argument(help="text to continue; by default standard input")] = None,
     policy: Annotated[str, typer.Option(help="the cache's policy")] = "full",
@@ -56,6 +57,10 @@ def generate(
     with readable_errors():
         if report and not speculate:
             raise EvaluationError("--report counts drafts; it needs --speculate")
+        sources = {name: context.get_parameter_source(name) for name in ("draft", "middle", "gamma")}
+        said = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+        if said and not speculate:
+            raise EvaluationError(f"--{said[0]} says how to draft; it needs --speculate")
         target, tokenizer = load(model, device, dtype)
         ids = tokenizer(sys.stdin.read() if prompt is None else prompt, return_tensors="pt").input_ids
         if not ids.numel():

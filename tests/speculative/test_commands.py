@@ -101,6 +101,7 @@ def test_windows() -> None:
         (["generate", "{}", "123", "--dtype", "int3"], "dtype 'int3' is not one of auto, float32"),
         (["generate", "{}", ""], "the prompt has no token"),
         (["generate", "{}", "123", "--report"], "it needs --speculate"),
+        (["generate", "{}", "123", "--middle", "quest"], "--middle says how to draft; it needs --speculate"),
         (["generate", "{}/nowhere", "123"], "cannot load"),
         (["bench", "speculate", "{}", "--text", "{}/text.txt", "--contexts", "64,-5"], "1 or more, not '64,-5'"),
         (["bench", "speculate", "{}", "--text", "{}/text.txt", "--contexts", "0"], "1 or more, not '0'"),
