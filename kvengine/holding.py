@@ -189,7 +189,7 @@ class Holding:
         index = pack(alive if alone is None else alive & ~alone)
         count = (index >= 0).sum(1)
         pages = ((count - room) // page).clamp(min=0) * (1 if free is None else free)
-        gone = alive.new_zeros(len(alive), alive.shape[1] + 1)
+        rest, front = count - pages * page, None
         if most := int(pages.max()):
             at = (index.shape[1] - count)[:, None] + torch.arange(most * page, device=k.device)
             front = index.gather(1, at.clamp(max=index.shape[1] - 1))
@@ -197,9 +197,16 @@ class Holding:
             taken = take(k, front), take(v, front), take(position, front, -1), take(score, front)
             counts = None if bool((pages == most).all()) else pages
             self.sealed(k, position, pages > 0).seal(*taken, True, counts=counts)
-            gone.scatter_(1, front.masked_fill(front < 0, alive.shape[1]), True)
-        back = pack(alive & ~gone[:, :-1])
-        rest, width = (back >= 0).sum(1), back.shape[1]
+        if alone is None:
+            width = int(rest.max())
+            back = index[:, index.shape[1] - width :]
+            back = back.masked_fill(torch.arange(width, device=k.device) < width - rest[:, None], -1)
+        else:
+            gone = alive.new_zeros(len(alive), alive.shape[1] + 1)
+            if front is not None:
+                gone.scatter_(1, front.masked_fill(front < 0, alive.shape[1]), True)
+            back = pack(alive & ~gone[:, :-1])
+            rest, width = (back >= 0).sum(1), back.shape[1]
         even = bool((rest == width).all())
         kept = take(k, back), take(v, back), take(position, back, -1), take(score, back)
         self.tail.replace(*kept, even, room + 2 * page)
