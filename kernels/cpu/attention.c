@@ -46,9 +46,17 @@ INLINE vf channels(const char *p, int64_t d, int64_t dtype) {
   return dtype == BF16 ? from_bf16((const uint16_t *)p + d) : from_f16((const uint16_t *)p + d);
 }
 
-/* scores[n][t] = q[n] . at[t]; four query rows by four tokens at a time, so each load serves four products. */
-INLINE void dots_as(const float *q, int64_t rows, const char *const *at, int count, int64_t dim, float *scores,
-                    int64_t dtype) {
+/* Ask for the line that these channels begin, to be read soon. */
+INLINE void ask(const char *p, int64_t d, int64_t dtype) {
+  if (dtype == F32) __builtin_prefetch(p + 4 * d, 0, 2);
+  else if (d % (2 * LANES) == 0) __builtin_prefetch(p + 2 * d, 0, 2);
+}
+
+/* scores[n][t] = q[n] . at[t]; four query rows by four tokens at a time, so each load serves four products. For each
+   line that is read, one of the next batch (`soon`) is asked for: requests in one burst would have to wait for each
+   other, and computing for them. */
+INLINE void dots_as(const float *q, int64_t rows, const char *const *at, const char *const *soon, int count, int64_t dim,
+                    float *scores, int64_t dtype) {
   for (int t = 0; t < count; t += 4)
     for (int64_t n = 0; n < rows; n += 4) {
       const float *a = q + n * dim;
@@ -57,6 +65,7 @@ INLINE void dots_as(const float *q, int64_t rows, const char *const *at, int cou
         vf k[4];
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
+          if (n == 0 && soon) ask(soon[t + j], d, dtype);
           k[j] = channels(at[t + j], d, dtype);
           KEEP(k[j]);
         }
@@ -73,13 +82,14 @@ INLINE void dots_as(const float *q, int64_t rows, const char *const *at, int cou
 }
 
 /* out[n] += sum_t p[n][t] at[t], for `wide` registers of channels at once: 4 * wide independent sums hide latency */
-INLINE void weigh_part(const float *p, const char *const *at, int64_t from, int count, int64_t dim, float *out, int wide,
-                       int64_t dtype) {
+INLINE void weigh_part(const float *p, const char *const *at, const char *const *soon, int64_t from, int count,
+                       int64_t dim, float *out, int wide, int64_t dtype) {
   vf s[4][4];
   for (int i = 0; i < 4; i++)
     for (int j = 0; j < wide; j++) s[i][j] = load(out + i * dim + j * LANES);
   for (int t = 0; t < count; t++)
     for (int j = 0; j < wide; j++) {
+      if (soon) ask(soon[t], from + j * LANES, dtype);
       vf x = channels(at[t], from + j * LANES, dtype);
       KEEP(x);
       for (int i = 0; i < 4; i++) s[i][j] += x * p[i * TILE + t];
@@ -88,24 +98,24 @@ INLINE void weigh_part(const float *p, const char *const *at, int64_t from, int 
     for (int j = 0; j < wide; j++) store(out + i * dim + j * LANES, s[i][j]);
 }
 
-INLINE void weigh_as(const float *p, int64_t rows, const char *const *at, int count, int64_t dim, float *out,
-                     int64_t dtype) {
-  for (int64_t n = 0; n < rows; n += 4) {
+INLINE void weigh_as(const float *p, int64_t rows, const char *const *at, const char *const *soon, int count,
+                     int64_t dim, float *out, int64_t dtype) {
+  for (int64_t n = 0; n < rows; n += 4, soon = NULL) {
     const float *w = p + n * TILE;
     float *to = out + n * dim;
     int64_t d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) weigh_part(w, at, d, count, dim, to + d, 4, dtype);
-    for (; d + 2 * LANES <= dim; d += 2 * LANES) weigh_part(w, at, d, count, dim, to + d, 2, dtype);
-    if (d < dim) weigh_part(w, at, d, count, dim, to + d, 1, dtype);
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) weigh_part(w, at, soon, d, count, dim, to + d, 4, dtype);
+    for (; d + 2 * LANES <= dim; d += 2 * LANES) weigh_part(w, at, soon, d, count, dim, to + d, 2, dtype);
+    if (d < dim) weigh_part(w, at, soon, d, count, dim, to + d, 1, dtype);
   }
 }
 
 #define SPECIALISE(name)                                                                                            \
-  static void name(const float *x, int64_t rows, const char *const *at, int count, int64_t dim, float *out,         \
-                   int64_t dtype) {                                                                                 \
-    if (dtype == F32) name##_as(x, rows, at, count, dim, out, F32);                                                 \
-    else if (dtype == BF16) name##_as(x, rows, at, count, dim, out, BF16);                                          \
-    else name##_as(x, rows, at, count, dim, out, F16);                                                              \
+  static void name(const float *x, int64_t rows, const char *const *at, const char *const *soon, int count,         \
+                   int64_t dim, float *out, int64_t dtype) {                                                        \
+    if (dtype == F32) name##_as(x, rows, at, soon, count, dim, out, F32);                                           \
+    else if (dtype == BF16) name##_as(x, rows, at, soon, count, dim, out, BF16);                                    \
+    else name##_as(x, rows, at, soon, count, dim, out, F16);                                                        \
   }
 SPECIALISE(dots)
 SPECIALISE(weigh)
@@ -182,25 +192,33 @@ static void soften(const Attention *a, int64_t row, const Batch *b, float *s, fl
   }
 }
 
-/* Where the batch's vectors are: where they are stored, if they can be used as they lie; else widened, in `tile`. A
-   half is widened once for all query rows if these are many. Returns the dtype of what is there. */
-static int64_t locate(const Field *f, Memo *memo, int64_t row, int64_t padded, const int64_t *token, int count,
-                      int64_t dim, float *tile, const char **at) {
-  const int plain = f->layout == DENSE && f->dim == dim && (f->dtype == F32 || padded == 4);
+/* Where a batch's vectors are. They are used as they lie if that is possible, and those of the next batch asked for
+   meanwhile; else they are widened into `tile`. A half is widened once for all query rows if these are many. */
+typedef struct {
+  const char *at[TILE], *soon[TILE];
+  int plain;
+  int64_t dtype; /* of what is there */
+} Vectors;
+
+static void locate(const Field *f, Memo *memo, int64_t row, int64_t padded, const int64_t *token, int count,
+                   const Batch *next, int64_t dim, float *tile, Vectors *x) {
   const int64_t size = f->dtype == F32 ? 4 : 2;
-  if (!plain) read_tokens(f, memo, row, token, count, tile, dim);
-  for (int i = 0; i < count; i++)
-    at[i] = plain ? (const char *)f->data + (row * f->row_stride + token[i] * f->token_stride) * size
-                  : (const char *)(tile + i * dim);
-  for (int i = count; i % 4; i++) at[i] = at[count - 1]; /* computed with, never seen */
-  return plain ? f->dtype : F32;
+  const char *from = (const char *)f->data + row * f->row_stride * size;
+  x->plain = f->layout == DENSE && f->dim == dim && (f->dtype == F32 || padded == 4);
+  x->dtype = x->plain ? f->dtype : F32;
+  if (!x->plain) read_tokens(f, memo, row, token, count, tile, dim);
+  for (int i = 0; i < count; i++) {
+    x->at[i] = x->plain ? from + token[i] * f->token_stride * size : (const char *)(tile + i * dim);
+    x->soon[i] = x->plain && i < next->count ? from + next->token[i] * f->token_stride * size : x->at[i];
+  }
+  for (int i = count; i % 4; i++) x->at[i] = x->soon[i] = x->at[count - 1]; /* computed with, never seen */
 }
 
 static void task(const Attention *a, int64_t row, int64_t from, int64_t to, float *out, float *top, float *total) {
   const int64_t wide = a->dim > a->dim_v ? a->dim : a->dim_v;
   float tile[TILE * wide] __attribute__((aligned(64)));
   float weights[a->padded * TILE] __attribute__((aligned(64)));
-  const char *at[TILE];
+  Vectors x;
   Memo keys, values;
   Batch both[2], *b = both, *next = both + 1;
   memset(&keys, 0, sizeof keys);
@@ -212,16 +230,16 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   from = collect(a, row, from, to, b);
   while (b->count) {
     from = collect(a, row, from, to, next);
-    fetch_tokens(&a->v, row, b->token, b->count);
     if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
     const int64_t *key = a->k.layout == LOWRANK ? b->place : b->token;
-    int64_t dtype = locate(&a->k, &keys, row, a->padded, key, b->count, a->dim, tile, at);
-    dots(a->q + row * a->padded * a->dim, a->padded, at, b->count, a->dim, weights, dtype);
-    fetch_tokens(&a->k, row, next->token, next->count);
+    locate(&a->k, &keys, row, a->padded, key, b->count, next, a->dim, tile, &x);
+    if (!x.plain) fetch_tokens(&a->v, row, b->token, b->count);
+    dots(a->q + row * a->padded * a->dim, a->padded, x.at, x.plain ? x.soon : NULL, b->count, a->dim, weights, x.dtype);
+    if (!x.plain) fetch_tokens(&a->k, row, next->token, next->count);
     soften(a, row, b, weights, top, total, out);
     if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
-    dtype = locate(&a->v, &values, row, a->padded, b->token, b->count, a->dim_v, tile, at);
-    weigh(weights, a->padded, at, b->count, a->dim_v, out, dtype);
+    locate(&a->v, &values, row, a->padded, b->token, b->count, next, a->dim_v, tile, &x);
+    weigh(weights, a->padded, x.at, x.plain ? x.soon : NULL, b->count, a->dim_v, out, x.dtype);
     Batch *done = b;
     b = next;
     next = done;
