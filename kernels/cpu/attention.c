@@ -40,16 +40,32 @@ typedef struct {
   int count;
 } Batch;
 
-/* Channels d to d + LANES of a stored vector, as floats. */
-INLINE vf channels(const char *p, int64_t d, int64_t dtype) {
-  if (dtype == F32) return load((const float *)p + d);
-  return dtype == BF16 ? from_bf16((const uint16_t *)p + d) : from_f16((const uint16_t *)p + d);
+/* Register `j` of a stored vector from channel `d` on, as floats. Of 32 bf16, which fill a register in pairs, the even
+   ones come first and then the odd ones: a shift and a mask instead of spreading. `sort`, `unsort`: the other side. */
+INLINE vf channels(const char *p, int64_t d, int j, int64_t dtype) {
+  if (dtype == F32) return load((const float *)p + d + j * LANES);
+  if (dtype == F16) return from_f16((const uint16_t *)p + d + j * LANES);
+  vu pairs = *(const vu *)(p + 2 * d + j / 2 * 64);
+  return j & 1 ? (vf)(pairs & 0xffff0000u) : (vf)(pairs << 16);
+}
+#define TOGETHER(dtype) ((dtype) == BF16 ? 2 : 1) /* registers of channels that are read at once */
+
+static void sort(const float *x, int64_t n, float *out) {
+  for (int64_t i = 0; i < n; i++) out[(i & -32) + (i & 1) * 16 + (i & 31) / 2] = x[i];
 }
 
-/* Ask for the line that these channels begin, to be read soon. */
-INLINE void ask(const char *p, int64_t d, int64_t dtype) {
-  if (dtype == F32) __builtin_prefetch(p + 4 * d, 0, 2);
-  else if (d % (2 * LANES) == 0) __builtin_prefetch(p + 2 * d, 0, 2);
+static void unsort(float *x, int64_t n) {
+  for (int64_t d = 0; d < n; d += 32) {
+    float pairs[32];
+    for (int i = 0; i < 32; i++) pairs[i] = x[d + (i & 1) * 16 + i / 2];
+    memcpy(x + d, pairs, sizeof pairs);
+  }
+}
+
+/* Ask for the line that this register begins, to be read soon. */
+INLINE void ask(const char *p, int64_t d, int j, int64_t dtype) {
+  if (dtype == F32) __builtin_prefetch(p + 4 * d + 64 * j, 0, 2);
+  else if ((d / LANES + j) % 2 == 0) __builtin_prefetch(p + 2 * d + 32 * j, 0, 2);
 }
 
 /* scores[n][t] = q[n] . at[t]; four query rows by four tokens at a time, so each load serves four products. For each
@@ -61,21 +77,22 @@ INLINE void dots_as(const float *q, int64_t rows, const char *const *at, const c
     for (int64_t n = 0; n < rows; n += 4) {
       const float *a = q + n * dim;
       vf s[16] = {{0}};
-      for (int64_t d = 0; d < dim; d += LANES) {
-        vf k[4];
+      for (int64_t d = 0; d < dim; d += TOGETHER(dtype) * LANES)
+        for (int part = 0; part < TOGETHER(dtype); part++) {
+          vf k[4];
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-          if (n == 0 && soon) ask(soon[t + j], d, dtype);
-          k[j] = channels(at[t + j], d, dtype);
-          KEEP(k[j]);
+          for (int j = 0; j < 4; j++) {
+            if (n == 0 && soon) ask(soon[t + j], d, part, dtype);
+            k[j] = channels(at[t + j], d, part, dtype);
+            KEEP(k[j]);
+          }
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; i++) {
+            vf x = load(a + i * dim + d + part * LANES);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) s[4 * i + j] += x * k[j];
+          }
         }
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-          vf x = load(a + i * dim + d);
-#pragma GCC unroll 4
-          for (int j = 0; j < 4; j++) s[4 * i + j] += x * k[j];
-        }
-      }
       union { vf v; vf4 row[4]; } total = {sums(s)};
       for (int i = 0; i < 4; i++) *(vf4 *)(scores + (n + i) * TILE + t) = total.row[i];
     }
@@ -89,8 +106,8 @@ INLINE void weigh_part(const float *p, const char *const *at, const char *const 
     for (int j = 0; j < wide; j++) s[i][j] = load(out + i * dim + j * LANES);
   for (int t = 0; t < count; t++)
     for (int j = 0; j < wide; j++) {
-      if (soon) ask(soon[t], from + j * LANES, dtype);
-      vf x = channels(at[t], from + j * LANES, dtype);
+      if (soon) ask(soon[t], from, j, dtype);
+      vf x = channels(at[t], from, j, dtype);
       KEEP(x);
       for (int i = 0; i < 4; i++) s[i][j] += x * p[i * TILE + t];
     }
@@ -192,8 +209,13 @@ static void soften(const Attention *a, int64_t row, const Batch *b, float *s, fl
   }
 }
 
-/* Where a batch's vectors are. They are used as they lie if that is possible, and those of the next batch asked for
-   meanwhile; else they are widened into `tile`. A half is widened once for all query rows if these are many. */
+/* Whether vectors are used as they lie. A half is widened once for all query rows if these are many. */
+INLINE int plain(const Field *f, int64_t dim, int64_t padded) {
+  return f->layout == DENSE && f->dim == dim && (f->dtype == F32 || (padded == 4 && dim % 32 == 0));
+}
+
+/* Where a batch's vectors are. If they are used as they lie, those of the next batch are asked for meanwhile; else
+   they are widened into `tile`. */
 typedef struct {
   const char *at[TILE], *soon[TILE];
   int plain;
@@ -204,7 +226,7 @@ static void locate(const Field *f, Memo *memo, int64_t row, int64_t padded, cons
                    const Batch *next, int64_t dim, float *tile, Vectors *x) {
   const int64_t size = f->dtype == F32 ? 4 : 2;
   const char *from = (const char *)f->data + row * f->row_stride * size;
-  x->plain = f->layout == DENSE && f->dim == dim && (f->dtype == F32 || padded == 4);
+  x->plain = plain(f, dim, padded);
   x->dtype = x->plain ? f->dtype : F32;
   if (!x->plain) read_tokens(f, memo, row, token, count, tile, dim);
   for (int i = 0; i < count; i++) {
@@ -218,6 +240,8 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   const int64_t wide = a->dim > a->dim_v ? a->dim : a->dim_v;
   float tile[TILE * wide] __attribute__((aligned(64)));
   float weights[a->padded * TILE] __attribute__((aligned(64)));
+  float sorted[a->padded * a->dim];
+  const float *q = a->q + row * a->padded * a->dim;
   Vectors x;
   Memo keys, values;
   Batch both[2], *b = both, *next = both + 1;
@@ -227,6 +251,10 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   memset(weights, 0, sizeof weights);
   memset(out, 0, sizeof(float) * a->padded * a->dim_v);
   for (int64_t n = 0; n < a->padded; n++) top[n] = -INFINITY, total[n] = 0;
+  if (a->k.dtype == BF16 && plain(&a->k, a->dim, a->padded)) {
+    sort(q, a->padded * a->dim, sorted);
+    q = sorted;
+  }
   from = collect(a, row, from, to, b);
   while (b->count) {
     from = collect(a, row, from, to, next);
@@ -234,7 +262,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     const int64_t *key = a->k.layout == LOWRANK ? b->place : b->token;
     locate(&a->k, &keys, row, a->padded, key, b->count, next, a->dim, tile, &x);
     if (!x.plain) fetch_tokens(&a->v, row, b->token, b->count);
-    dots(a->q + row * a->padded * a->dim, a->padded, x.at, x.plain ? x.soon : NULL, b->count, a->dim, weights, x.dtype);
+    dots(q, a->padded, x.at, x.plain ? x.soon : NULL, b->count, a->dim, weights, x.dtype);
     if (!x.plain) fetch_tokens(&a->k, row, next->token, next->count);
     soften(a, row, b, weights, top, total, out);
     if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
@@ -244,6 +272,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     b = next;
     next = done;
   }
+  if (a->v.dtype == BF16 && plain(&a->v, a->dim_v, a->padded)) unsort(out, a->padded * a->dim_v);
 }
 
 static void join(const Attention *a, int64_t row, const float *out, const float *top, const float *total) {

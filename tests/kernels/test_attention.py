@@ -139,3 +139,15 @@ def test_columns_behind_a_rows_length_are_not_read(backend: str) -> None:
         torch.testing.assert_close(got.out[row].cpu().double(), want, rtol=1e-5, atol=1e-5)
     with pytest.raises(KernelError, match="lengths must be int32"):
         attention(q[:, :, None], k, v, None, 0.3, lengths=lengths.long())
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("dim, dim_v", [(16, 16), (32, 48), (48, 32), (96, 64), (128, 128), (160, 256)])
+@pytest.mark.parametrize("group", [1, 4, 5])
+def test_vectors_read_as_they_lie_or_widened(group: int, dim: int, dim_v: int, dtype: torch.dtype) -> None:
+    """Whether a width and a group let stored vectors be used in place or not, nothing is rounded on the way."""
+    for token in (1, 31, 70):
+        q, k, v, _ = case(2, group, 1, token, dim, dim_v, dtype)
+        got = attention(q, k, v, None, 0.2, backend="native")
+        oracle.close(got, oracle.attend(q, k, v, torch.ones(2, 1, token, dtype=torch.bool), 0.2), 1e-5)
