@@ -115,6 +115,7 @@ class Recycling:
     nodes: int = 80
     matrix: Int64[Tensor, "vocab 8"] = field(init=False)
     known: list[bool] = field(init=False)
+    tree: list[tuple[int, ...]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= 80:
@@ -123,14 +124,18 @@ class Recycling:
             raise PolicyError(f"recycling remembers {WIDTH} successors of a token; the vocabulary has {self.vocab}")
         self.matrix = torch.zeros(self.vocab, WIDTH, dtype=torch.long)
         self.known = [False] * self.vocab
+        self.tree = static_tree(self.nodes)
 
     def propose(self, text: Text, tail: Sequence[int], more: More) -> Draft:
         out = Draft(laws=[None])
         root = text.since(len(text) + len(tail) - 1, tail)[-1]
         nodes: dict[tuple[int, ...], int] = {(): ROOT}
-        for path in static_tree(self.nodes):
-            parent = nodes.get(path[:-1])
-            if parent is None or not more([1.0] * (len(path) - 1)):
+        depth = 0
+        for path in self.tree:  # level by level
+            if len(path) > depth and not more([1.0] * depth):
+                break
+            depth, parent = len(path), nodes.get(path[:-1])
+            if parent is None:
                 continue
             before = root if parent == ROOT else out.tokens[parent]
             if self.known[before]:
