@@ -276,6 +276,7 @@ def test_a_cache_needs_a_patched_model() -> None:
         ("kivi(bits=3)", PolicyError, "bits=3 must be one of 1, 2, 4, 8"),
         ("kivi(bits=True)", PolicyError, "bits=True must be one of 1, 2, 4, 8"),
         ("kivi(bits=4.0)", PolicyError, "bits=4.0 must be one of 1, 2, 4, 8"),
+        ("zipcache(high=2, low=4)", PolicyError, "low=4 must not exceed high=2"),
         ("h2o(recent=32)", PolicyError, "recent=32 must be a fraction between 0 and 1"),
         ("h2o(decode='no')", PolicyError, "decode='no' must be True or False"),
         ("d2o(least='little')", PolicyError, "least='little' must be a fraction"),

@@ -58,6 +58,10 @@ class ZipCache(Representation):
     def __post_init__(self) -> None:
         widths = (1, 2, 4, 8)
         check_choice(self, high=(self.high, widths), low=(self.low, widths))
+        if self.low > self.high:
+            raise PolicyError(
+                f"ZipCache: low={self.low} must not exceed high={self.high}: salient tokens get the finer codes"
+            )
         check_count(self, least=8, block=self.block)
         if self.block % 8:
             raise PolicyError(
