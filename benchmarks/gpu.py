@@ -2,7 +2,7 @@
 
     python -P benchmarks/gpu.py --out benchmarks/results
     python -P benchmarks/gpu.py --only kernels --out ...    one part; parts: tests, kernels, model
-    python -P benchmarks/gpu.py --dry --out /tmp/dry        the same on a CPU, small: to see that every part runs
+    python -P benchmarks/gpu.py --dry --out DRY              the same on a CPU, small: to see that every part runs
 
 Writes `gpu_tests.txt`, `gpu_kernel_tests.txt`, `kernels_cuda.json`, `end_to_end.json`, and what both should reach:
 `gpu_targets.json`. Each file grows as its part runs, so a run that is cut off keeps what it found. `kernels` and `model`
