@@ -218,20 +218,18 @@ INLINE int plain(const Field *f, int64_t dim, int64_t padded) {
    they are widened into `tile`. */
 typedef struct {
   const char *at[TILE], *soon[TILE];
-  int plain;
   int64_t dtype; /* of what is there */
 } Vectors;
 
-static void locate(const Field *f, Memo *memo, int64_t row, int64_t padded, const int64_t *token, int count,
-                   const Batch *next, int64_t dim, float *tile, Vectors *x) {
+static void locate(const Field *f, Memo *memo, int64_t row, int lies, const int64_t *token, int count, const Batch *next,
+                   int64_t dim, float *tile, Vectors *x) {
   const int64_t size = f->dtype == F32 ? 4 : 2;
   const char *from = (const char *)f->data + row * f->row_stride * size;
-  x->plain = plain(f, dim, padded);
-  x->dtype = x->plain ? f->dtype : F32;
-  if (!x->plain) read_tokens(f, memo, row, token, count, tile, dim);
+  x->dtype = lies ? f->dtype : F32;
+  if (!lies) read_tokens(f, memo, row, token, count, tile, dim);
   for (int i = 0; i < count; i++) {
-    x->at[i] = x->plain ? from + token[i] * f->token_stride * size : (const char *)(tile + i * dim);
-    x->soon[i] = x->plain && i < next->count ? from + next->token[i] * f->token_stride * size : x->at[i];
+    x->at[i] = lies ? from + token[i] * f->token_stride * size : (const char *)(tile + i * dim);
+    x->soon[i] = lies && i < next->count ? from + next->token[i] * f->token_stride * size : x->at[i];
   }
   for (int i = count; i % 4; i++) x->at[i] = x->soon[i] = x->at[count - 1]; /* computed with, never seen */
 }
@@ -242,6 +240,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   float weights[a->padded * TILE] __attribute__((aligned(64)));
   float sorted[a->padded * a->dim];
   const float *q = a->q + row * a->padded * a->dim;
+  const int k_lies = plain(&a->k, a->dim, a->padded), v_lies = plain(&a->v, a->dim_v, a->padded);
   Vectors x;
   Memo keys, values;
   Batch both[2], *b = both, *next = both + 1;
@@ -251,7 +250,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   memset(weights, 0, sizeof weights);
   memset(out, 0, sizeof(float) * a->padded * a->dim_v);
   for (int64_t n = 0; n < a->padded; n++) top[n] = -INFINITY, total[n] = 0;
-  if (a->k.dtype == BF16 && plain(&a->k, a->dim, a->padded)) {
+  if (k_lies && a->k.dtype == BF16) {
     sort(q, a->padded * a->dim, sorted);
     q = sorted;
   }
@@ -260,19 +259,19 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     from = collect(a, row, from, to, next);
     if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
     const int64_t *key = a->k.layout == LOWRANK ? b->place : b->token;
-    locate(&a->k, &keys, row, a->padded, key, b->count, next, a->dim, tile, &x);
-    if (!x.plain) fetch_tokens(&a->v, row, b->token, b->count);
-    dots(q, a->padded, x.at, x.plain ? x.soon : NULL, b->count, a->dim, weights, x.dtype);
-    if (!x.plain) fetch_tokens(&a->k, row, next->token, next->count);
+    locate(&a->k, &keys, row, k_lies, key, b->count, next, a->dim, tile, &x);
+    if (!v_lies) fetch_tokens(&a->v, row, b->token, b->count);
+    dots(q, a->padded, x.at, k_lies ? x.soon : NULL, b->count, a->dim, weights, x.dtype);
+    if (!k_lies) fetch_tokens(&a->k, row, next->token, next->count);
     soften(a, row, b, weights, top, total, out);
     if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
-    locate(&a->v, &values, row, a->padded, b->token, b->count, next, a->dim_v, tile, &x);
-    weigh(weights, a->padded, x.at, x.plain ? x.soon : NULL, b->count, a->dim_v, out, x.dtype);
+    locate(&a->v, &values, row, v_lies, b->token, b->count, next, a->dim_v, tile, &x);
+    weigh(weights, a->padded, x.at, v_lies ? x.soon : NULL, b->count, a->dim_v, out, x.dtype);
     Batch *done = b;
     b = next;
     next = done;
   }
-  if (a->v.dtype == BF16 && plain(&a->v, a->dim_v, a->padded)) unsort(out, a->padded * a->dim_v);
+  if (v_lies && a->v.dtype == BF16) unsort(out, a->padded * a->dim_v);
 }
 
 static void join(const Attention *a, int64_t row, const float *out, const float *top, const float *total) {
