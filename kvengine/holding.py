@@ -148,7 +148,7 @@ class Holding:
             places = take(position, index, -1)
             lead = self.lead(places) if clean and not self.padded else None
             kept = take(k, index), take(v, index), None if lead is not None else places, take(score, index)
-            self.tail.replace(*kept, clean, self.slots(index.shape[1]), lead or 0)
+            self.tail.replace(*kept, clean, self.slots(index.shape[1]), lead or 0, fresh=True)
 
     def lead(self, position: Int[Tensor, "row token"]) -> int | None:
         """How many of these are first tokens that the retention tells apart, if order tells it the rest; else None."""
@@ -194,9 +194,7 @@ class Holding:
             at = (index.shape[1] - count)[:, None] + torch.arange(most * page, device=k.device)
             front = index.gather(1, at.clamp(max=index.shape[1] - 1))
             front = front.masked_fill(torch.arange(most * page, device=k.device) >= pages[:, None] * page, -1)
-            taken = take(k, front), take(v, front), take(position, front, -1), take(score, front)
-            counts = None if bool((pages == most).all()) else pages
-            self.sealed(k, position, pages > 0).seal(*taken, True, counts=counts)
+            self.sealed(k, position, pages > 0).seal_chosen((k, v, position, score), front, pages)
         if alone is None:
             width = int(rest.max())
             back = index[:, index.shape[1] - width :]

@@ -116,33 +116,35 @@ class Pages(User):
         score: Float[Tensor, "row token"],
         full: bool,
         rows: Int[Tensor, "row"] | None = None,
-        counts: Int[Tensor, "row"] | None = None,
     ) -> None:
         """Add whole pages, behind those that each row has.
 
-        `full`: every slot holds a token. `rows`: which rows these are (None: all). `counts`: how many of the pages each
-        row brings, from the left (None: all).
+        `full`: every slot holds a token. `rows`: which rows these are (None: all).
         """
         m = k.shape[1] // self.page
-        every = rows is None and counts is None
         self.own()
         self.reserve(m)
+        at, (r, j) = self.places(m, rows)
         pages = [x.unflatten(1, (m, self.page)) for x in (k, v, position, score)]
-        if every and self.even:
-            at: Any = (slice(None), slice(self.columns, self.columns + m))
-            flat = [x.flatten(0, 1) for x in pages]
-        else:
-            here, which = self.places(m, rows, counts)
-            at, flat = here, [x[which] for x in pages]
-        self.put(at, flat, full, None if not (every and self.even) else m)
-        self.filled = self.filled + m if every else self.advance(m, rows, counts)
-        self.columns = self.columns + m if every else max(self.columns, int(self.filled.max()))
-        self.even &= every
-        self.clean &= full and self.even
+        even = rows is None and self.even
+        self.put(at, [x.flatten(0, 1) if even else x[r, j] for x in pages], full, m if even else None)
+        self.advance(m, rows, full)
 
-    def places(
-        self, m: int, rows: Tensor | None, counts: Tensor | None
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def seal_chosen(self, held: tuple[Tensor, ...], index: Int[Tensor, "row slot"], counts: Int[Tensor, "row"]) -> None:
+        """Add whole pages of the tokens at `index` among those held (k, v, position, score as in `seal`), copied once.
+
+        `counts`: how many pages each row brings, from the left; what stands behind them in `index` is not looked at.
+        """
+        m = index.shape[1] // self.page
+        self.own()
+        self.reserve(m)
+        brings = None if bool((counts == m).all()) else counts
+        at, (r, j) = self.places(m, None, brings)
+        chosen = r[:, None], index.unflatten(1, (m, self.page))[r, j]
+        self.put(at, [x[chosen] for x in held], True, m if self.even and brings is None else None)
+        self.advance(m if brings is None else brings, None, True)
+
+    def places(self, m: int, rows: Tensor | None, counts: Tensor | None = None) -> tuple[Any, tuple[Tensor, Tensor]]:
         """(row, column) of each new page, and (row, page) of each among those given."""
         index = torch.arange(len(self.filled), device=self.filled.device) if rows is None else rows
         if counts is None:
@@ -150,12 +152,18 @@ class Pages(User):
             j = torch.arange(m, device=index.device).repeat(len(index))
         else:
             r, j = (torch.arange(m, device=index.device) < counts[:, None]).nonzero(as_tuple=True)
+        if rows is None and counts is None and self.even:
+            return (slice(None), slice(self.columns, self.columns + m)), (r, j)
         return (index[r], self.filled[index[r]] + j), (r, j)
 
-    def advance(self, m: int, rows: Tensor | None, counts: Tensor | None) -> Int[Tensor, "row"]:
-        if rows is None:
-            return self.filled + (m if counts is None else counts)
-        return self.filled.index_add(0, rows, torch.full_like(rows, m) if counts is None else counts)
+    def advance(self, by: int | Tensor, rows: Tensor | None, full: bool) -> None:
+        """Count so many more pages, of every row or of these."""
+        self.filled = self.filled + by if rows is None else self.filled.index_add(0, rows, torch.ones_like(rows) * by)
+        if rows is None and isinstance(by, int):
+            self.columns += by
+        else:
+            self.columns, self.even = max(self.columns, int(self.filled.max())), False
+        self.clean &= full and self.even
 
     def put(self, at: Any, flat: list[Tensor], full: bool, m: int | None) -> None:
         """Store pages, and what belongs to them by row, at these (row, column) places."""

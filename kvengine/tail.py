@@ -220,15 +220,23 @@ class Tail:
         self.k[:, self.span], self.v[:, self.span] = k, v
 
     def replace(
-        self, k: Tensor, v: Tensor, position: Tensor | None, score: Tensor, clean: bool, slots: int, lead: int = 0
+        self,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor | None,
+        score: Tensor,
+        clean: bool,
+        slots: int,
+        lead: int = 0,
+        fresh: bool = False,
     ) -> None:
-        """Hold these tokens instead, with room for `slots` in all.
+        """Hold these tokens instead, with room for `slots` in all. `fresh`: nobody else has keys and values, so they may be kept.
 
         Without `position`, their order is all that is remembered: the first `lead` of them count as the row's first
         tokens, the others as its newest, one after the other, which puts none of them earlier than it was.
         """
         slots = max(slots, k.shape[1])
-        self.k, self.v = moved(k, slots), moved(v, slots)
+        self.k, self.v = (k, v) if fresh and k.shape[1] == slots else (moved(k, slots), moved(v, slots))
         self.placed, self.lead, self.exact = position is not None, lead, position is not None and self.exact
         self._position = self._position[:, :0] if position is None else moved(position.to(torch.int32), slots)
         if self.scored:

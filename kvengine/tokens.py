@@ -28,7 +28,10 @@ def take(x: Tensor, index: Int[Tensor, "row chosen"], empty: int | float = 0) ->
     at = index.clamp(min=0)
     # whole vectors are copied as such: three times as fast as a gather of their numbers
     found = x.gather(1, at) if x.dim() == 2 else x[torch.arange(len(x), device=x.device)[:, None], at]
-    return found.masked_fill_((index < 0).view(*at.shape, *[1] * (x.dim() - 2)), empty)
+    none = index < 0
+    if not none.is_cuda and not bool(none.any()):  # a GPU's host does not wait to know
+        return found
+    return found.masked_fill_(none.view(*at.shape, *[1] * (x.dim() - 2)), empty)
 
 
 def grouped(count: Int[Tensor, "row"]) -> list[tuple[int, Tensor | None]]:

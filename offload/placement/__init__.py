@@ -131,8 +131,8 @@ class TensorStore:
     def reserve(self, slots: int) -> None:
         if slots <= len(self.data):
             return
-        old = self.data
-        self.data = torch.zeros(slots, *old.shape[1:], dtype=old.dtype, device=old.device, pin_memory=self.pin)
+        old = self.data  # slots are read only once they are written, so nothing is put into the new ones
+        self.data = torch.empty(slots, *old.shape[1:], dtype=old.dtype, device=old.device, pin_memory=self.pin)
         self.data[: len(old)] = old
 
     def write(self, at: Int[Tensor, "slot"], x: Tensor) -> None:
