@@ -103,8 +103,8 @@ class TableSession:
     def prepare(self, text: Text) -> None:
         return None
 
-    def feeding(self, tokens: list[int]) -> Asks[Tensor]:
-        return self.feed(tokens)
+    def feeding(self, tokens: list[int], wanted: int) -> Asks[Tensor]:
+        return self.feed(tokens)[-wanted:]
         yield  # a table is read without a pass
 
     def feeding_tree(self, tokens: list[int], draft: Draft) -> Asks[Tensor]:

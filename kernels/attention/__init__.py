@@ -10,9 +10,6 @@ from kvengine.errors import KernelError
 from kvengine.kernels.dispatch import NATIVE_DIM, chosen, pick
 from kvengine.kernels.state import State
 
-NATIVE_QUERIES = 64
-"""Queries per call up to which the C kernel is used; beyond, matrix multiplication wins."""
-
 
 def attention(
     q: Float[Tensor, "row group query dim"],
@@ -38,7 +35,7 @@ def attention(
     """
     _check(q, k, v, visible, lengths)
     contiguous = k.stride(-1) == 1 and v.stride(-1) == 1
-    native = contiguous and q.shape[2] <= NATIVE_QUERIES and max(k.shape[-1], v.shape[-1]) <= NATIVE_DIM
+    native = contiguous and max(k.shape[-1], v.shape[-1]) <= NATIVE_DIM
     which = chosen((q, k, v), backend, native)
     if which == "triton":
         return pick("attention", (q, k, v), which).attention(  # type: ignore[no-any-return]

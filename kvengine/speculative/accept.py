@@ -13,8 +13,10 @@ its tokens then do not have the law that the top tier tests them against, and th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -62,6 +64,19 @@ class Draft:
     def is_chain(self) -> bool:
         return self.parents == list(range(-1, len(self) - 1))
 
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Nodes down to each depth.
+
+        >>> Draft(tokens=[5, 6, 7], parents=[-1, -1, 0]).levels
+        (2, 3)
+        """
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent == ROOT else depths[parent] + 1)
+        found = Counter(depths)
+        return tuple(accumulate(found[depth] for depth in range(len(found))))
+
     def append(self, token: int, law: Law | None, confidence: float = 1.0) -> None:
         """Lengthen a chain."""
         self.parents.append(len(self) - 1)
@@ -92,6 +107,12 @@ class Verdict:
 
     path: list[int]
     tokens: list[int]
+
+
+class Laws(Protocol):
+    """A law for each place: a tensor of them, or such as are made when they are looked at."""
+
+    def __getitem__(self, at: int, /) -> Law: ...
 
 
 class Chance(Protocol):
@@ -126,13 +147,26 @@ class Rejection:
         return chosen
 
     def judge(self, p: Law, q: Law | None, children: Sequence[int], position: int) -> tuple[int | None, int]:
+        if q is None:
+            return self._judge_chosen(p, children)
         for index, token in enumerate(children):
-            proposed = point(token, p) if q is None else q
-            if self.chance.happens(_ratio(p, proposed, token)):
+            if self.chance.happens(_ratio(p, q, token)):
                 return index, token
-            p = residual(p, proposed)
-            q = q if q is None else without(q, token)
+            p, q = residual(p, q), without(q, token)
         return None, self.chance.draw(p)
+
+    def _judge_chosen(self, p: Law, children: Sequence[int]) -> tuple[int | None, int]:
+        """`judge` where each child's law is a point: it stands with its share of what `p` leaves to it."""
+        if not children:
+            return None, self.chance.draw(p)
+        left, chosen = 1.0, dict(zip(children, p[list(children)].tolist(), strict=True))
+        for token, share in chosen.items():
+            if self.chance.happens(min(1.0, share / left) if left > 0 else float(share > 0)):
+                return list(children).index(token), token
+            left -= share
+        rest = p.index_fill(0, torch.tensor(list(chosen), device=p.device), 0)
+        total = rest.sum()
+        return None, self.chance.draw(rest / total if float(total) > 0 else p)
 
 
 @dataclass
@@ -165,10 +199,10 @@ def rule(seed: int, row: int = 0, coupled: bool = False) -> Rule:
     return Coupled(Gumbel(seed, row)) if coupled else Rejection(Stream(seed, row))
 
 
-def walk(draft: Draft, laws: Float[Tensor, "node+1 vocab"], rule: Rule, position: int) -> Verdict:
+def walk(draft: Draft, laws: Laws, rule: Rule, position: int) -> Verdict:
     """Judge a draft from the root down.
 
-    laws: the judge's own, row 0 after the last known token and row i + 1 after node i.
+    laws: the judge's own, 0 after the last known token and i + 1 after node i.
     position: index in the sequence of the first token to come out.
     """
     path: list[int] = []
@@ -200,13 +234,6 @@ def without(law: Law, token: int) -> Law:
     rest[token] = 0
     total = rest.sum()
     return rest / total if float(total) > 0 else rest
-
-
-def point(token: int, like: Law) -> Law:
-    """The law that is certain of one token."""
-    law = torch.zeros_like(like)
-    law[token] = 1
-    return law
 
 
 def _ratio(p: Law, q: Law, token: int) -> float:

@@ -161,7 +161,7 @@ class Adaptive:
 
     def learn(self, what: Round) -> None:
         self.rounds += 1
-        self.times.add(what.depth, what.draft_seconds, what.judge_seconds)
+        self.times.add(what.depth, what.draft_seconds, what.judge_seconds, what.levels)
         for index in range(what.tested):
             self._tested(what, index)
         if self._changed():

@@ -69,6 +69,7 @@ class Round:
 
     tested: positions that were judged; fed: tokens in the judging pass; seconds: below (drafting), own (judging), and
     other ones, that do not depend on the draft's length: settling, and what the draft had to catch up with.
+    levels: drafted tokens down to each depth, 1, 2, 3, ... for a chain.
     """
 
     depth: int
@@ -79,13 +80,13 @@ class Round:
     draft_seconds: float
     judge_seconds: float
     other_seconds: float = 0.0
+    levels: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, guess: Draft, verdict: Verdict, missing: int, *seconds: float) -> Round:
-        depth = 1 + max(map(guess.depth, range(len(guess))), default=-1)
-        stood = len(verdict.path)
+    def of(cls, guess: Draft, verdict: Verdict, missing: int, draft: float, judge: float, other: float = 0.0) -> Round:
+        stood, levels = len(verdict.path), guess.levels
         sure = tuple(guess.confidence[: stood + 1]) if guess.is_chain else ()
-        return cls(depth, len(guess), stood, sure, missing + len(guess), *seconds)
+        return cls(len(levels), len(guess), stood, sure, missing + len(guess), draft, judge, other, levels)
 
     @property
     def tested(self) -> int:

@@ -40,7 +40,7 @@ class Branching:
         draft, level = Draft(), [ROOT]
         if not more([]):
             return draft
-        logits = (yield from self.session.feeding(self.session.align(text, tail)))[-1:]
+        logits = yield from self.session.feeding(self.session.align(text, tail), 1)
         for depth, width in enumerate(self.widths):
             if depth:
                 if not more([1.0] * depth):

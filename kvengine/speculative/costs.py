@@ -1,14 +1,15 @@
 """What rounds cost by how much they draft, from measured seconds that vary.
 
 Seconds of a round that drafts nothing stand for themselves. For the others a line through the medians at each depth is
-fitted, and each depth departs from it as far as its own measurements carry: on a busy machine, where the same round
-takes a fifth more or less from one time to the next, a few of them say little about a step between two depths; where
-seconds hardly vary, one says all.
+fitted, over the tokens drafted down to there (a tree has several at a depth), and each depth departs from it as far as
+its own measurements carry: on a busy machine, where the same round takes a fifth more or less from one time to the next,
+a few of them say little about a step between two depths; where seconds hardly vary, one says all.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -28,16 +29,21 @@ class Times:
     middle: dict[int, float] = field(default_factory=dict, init=False)
     spread: float = field(default=0.1, init=False)  # how far a measurement lies from its median, as a share of it
     slope: float = field(default=0.0, init=False)  # expected seconds of one more token, by what drafting took
+    sizes: list[float] = field(default_factory=lambda: [0.0], init=False)  # drafted tokens down to each depth, of late
 
-    def add(self, depth: int, draft: float, judge: float) -> None:
-        """Take note of a round: seconds of drafting and of judging."""
+    def add(self, depth: int, draft: float, judge: float, levels: Sequence[int] = ()) -> None:
+        """Take note of a round: seconds of drafting and of judging, and tokens drafted down to each depth (of a tree)."""
+        for at, size in enumerate(levels or range(1, depth + 1), 1):
+            if at == len(self.sizes):
+                self.sizes.append(size)
+            self.sizes[at] += 0.1 * (size - self.sizes[at])
         kept, total = self.kept.setdefault(depth, deque(maxlen=self.recent)), draft + judge
         if len(kept) > 2 and self.middle[depth] > 0:
             self.spread += 0.03 * (min(1.0, abs(total / self.middle[depth] - 1)) - self.spread)
         kept.append(total)
         self.middle[depth] = typical(kept)
         if depth:
-            expected = draft / depth + self.rise * judge
+            expected = draft / (levels[-1] if levels else depth) + self.rise * judge
             self.slope += (expected - self.slope) * (0.1 if self.slope else 1.0)
 
     def clear(self) -> None:
@@ -52,7 +58,7 @@ class Times:
 
     def line(self) -> tuple[float, float]:
         """Seconds at depth 0 and per token over depths from 1 on, a likely slope rather than a steep one."""
-        points = [(depth, len(self.kept[depth]), value) for depth, value in self.middle.items() if depth]
+        points = [(self.size(depth), len(self.kept[depth]), value) for depth, value in self.middle.items() if depth]
         weight = sum(n for _, n, _ in points)
         x = sum(n * d for d, n, _ in points) / weight
         y = sum(n * t for _, n, t in points) / weight
@@ -63,13 +69,18 @@ class Times:
         slope = max(0.0, slope - OPTIMISM * (noise / wide) ** 0.5)
         return y - slope * x, slope
 
+    def size(self, depth: int) -> float:
+        """Tokens drafted down to that depth; one more per depth where none was drafted yet."""
+        known = min(depth, len(self.sizes) - 1)
+        return self.sizes[known] + depth - known
+
     def table(self, most: int) -> list[float]:
         """Seconds by depth from 0 to `most`. Drafting nothing, unless measured, is taken to cost a quarter of a round of one."""
         start, slope = self.line()
         trust = (1.25 * self.spread / self.step) ** 2
         out = [0.0]
         for depth in range(1, most + 1):
-            n, line = len(self.kept.get(depth, ())), max(0.0, start + slope * depth)
+            n, line = len(self.kept.get(depth, ())), max(0.0, start + slope * self.size(depth))
             out.append((n * self.middle.get(depth, 0.0) + trust * line) / (n + trust))
         out[0] = self.middle.get(0, out[1] / 4)
         return out

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from kvengine.speculative.accept import Draft, Laws
+
 Processor = Callable[[Int64[Tensor, "row token"], Float[Tensor, "row vocab"]], Float[Tensor, "row vocab"]]
 
 # Of the processors that transformers builds, those that never look at the tokens: all positions go in one call.
@@ -110,6 +112,18 @@ class Text:
         return self.buffer[None, : end + len(tail)].to(device)
 
 
+class OnDemand(dict[int, Tensor]):
+    """Laws that are made when they are looked at, once."""
+
+    def __init__(self, make: Callable[[int], Float[Tensor, " vocab"]]) -> None:
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, at: int) -> Float[Tensor, " vocab"]:
+        self[at] = self.make(at)
+        return self[at]
+
+
 @dataclass(frozen=True)
 class Law:
     """A model's law after its processors.
@@ -124,10 +138,19 @@ class Law:
     def memoryless(self) -> bool:
         return all(type(processor).__name__ in MEMORYLESS for processor in self.processors)
 
+    def laws(self, text: Text, tail: Sequence[int], guess: Draft, logits: Float[Tensor, "node+1 vocab"]) -> Laws:
+        """The laws at the root (0) and after each node (node + 1) of a draft that follows text and tail.
+
+        Of a tree only a few nodes are ever looked at: theirs are made when they are.
+        """
+        if guess.is_chain and self.memoryless:
+            return self(text, (), logits)
+        return OnDemand(lambda at: self(text, [[*tail, *guess.path(at - 1)]], logits[at : at + 1])[0])
+
     def __call__(
         self, text: Text, tails: Sequence[Sequence[int]], logits: Float[Tensor, "node vocab"]
     ) -> Float[Tensor, "node vocab"]:
-        """logits[i] follows the text and then tails[i]; fp32 out, or fp64 for fp64 logits."""
+        """logits[i] follows the text and then tails[i], which only processors that look at tokens need; fp32 out, or fp64."""
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if self.memoryless:
             scores = self._process(torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device), scores)

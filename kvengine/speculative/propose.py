@@ -74,6 +74,8 @@ class Lookup:
 
 
 WIDTH = 8
+BLOCK = 128
+"""Entries of a vocabulary that are looked at together."""
 
 # How many children each node of the static tree has; a node is the path of ranks that leads to it.
 CHILDREN: dict[tuple[int, ...], int] = {
@@ -106,15 +108,15 @@ def _levels() -> Iterator[tuple[int, ...]]:
 class Recycling:
     """Token Recycling (arXiv:2408.08696): successors the model has rated highly before, read off as a static tree.
 
-    A matrix [vocab, 8] (ids, on the CPU) holds for each token the best-rated successors when the model last saw it.
-    Every pass of the tier above updates it, and it stays between texts. The prompt does not, as in the official code.
+    For each token the model has seen there are its 8 best-rated successors of the last time (the rows of the paper's
+    adjacency matrix that are in use). Every pass of the tier above updates them, and they stay between texts. The prompt
+    does not, as in the official code.
     Greedy in the paper; here the children are laws of one point, so it is exact at every temperature.
     """
 
     vocab: int
     nodes: int = 80
-    matrix: Int64[Tensor, "vocab 8"] = field(init=False)
-    known: list[bool] = field(init=False)
+    successors: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
     tree: list[tuple[int, ...]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -122,8 +124,6 @@ class Recycling:
             raise PolicyError(f"recycling has a tree of 1 to 80 nodes, not {self.nodes}")
         if self.vocab < WIDTH:
             raise PolicyError(f"recycling remembers {WIDTH} successors of a token; the vocabulary has {self.vocab}")
-        self.matrix = torch.zeros(self.vocab, WIDTH, dtype=torch.long)
-        self.known = [False] * self.vocab
         self.tree = static_tree(self.nodes)
 
     def propose(self, text: Text, tail: Sequence[int], more: More) -> Draft:
@@ -138,18 +138,34 @@ class Recycling:
             if parent is None:
                 continue
             before = root if parent == ROOT else out.tokens[parent]
-            if self.known[before]:
-                nodes[path] = _hang(out, int(self.matrix[before, path[-1]]), parent)
+            if before in self.successors:
+                nodes[path] = _hang(out, self.successors[before][path[-1]], parent)
         return out
 
     def settle(self, text: Text) -> None:
         return None
 
     def observe(self, tokens: Sequence[int], logits: Float[Tensor, "token vocab"]) -> None:
-        best = logits.topk(WIDTH, -1).indices.cpu()
-        for token, successors in zip(tokens, best, strict=True):
-            self.matrix[token] = successors
-            self.known[token] = True
+        self.successors.update(zip(tokens, best(logits, WIDTH).tolist(), strict=True))
+
+
+def best(scores: Float[Tensor, "row vocab"], count: int) -> Int64[Tensor, "row count"]:
+    """The indices of the largest of each row, the largest first.
+
+    On a CPU `topk` takes three times as long as a search among the blocks whose own maximum is large.
+
+    >>> best(torch.arange(8192.0)[None], 3).tolist()
+    [[8191, 8190, 8189]]
+    """
+    blocks = scores.shape[-1] // BLOCK
+    if scores.is_cuda or blocks < 4 * count:
+        return scores.topk(count, -1).indices
+    front = scores[:, : blocks * BLOCK].unflatten(1, (blocks, BLOCK))
+    chosen = front.amax(2).topk(count, -1).indices
+    index = torch.arange(BLOCK * blocks, device=scores.device).unflatten(0, (blocks, BLOCK))[chosen].flatten(1)
+    rest = torch.arange(BLOCK * blocks, scores.shape[-1], device=scores.device).expand(len(scores), -1)
+    index = torch.cat([index, rest], 1)
+    return index.gather(1, scores.gather(1, index).topk(count, -1).indices)
 
 
 def _hang(draft: Draft, token: int, parent: int) -> int:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -34,23 +35,25 @@ class Pass:
     """Read `tokens` with a session's model and cache.
 
     places: their positions, where these are not simply the next ones; sees: the last of them are the nodes of a tree,
-    which look at these of each other and leave no trace.
+    which look at these of each other and leave no trace. keep: logits of so many of the last ones are wanted, and those
+    of others need not come (0: all are).
     """
 
     session: Session
     tokens: list[int]
     places: list[int] | None = None
     sees: Bool[Tensor, "node node"] | None = None
+    keep: int = 0
 
     @torch.no_grad()
     def run(self) -> Logits:
-        """The logits after each token, in a pass of its own."""
-        places = (
-            {} if self.places is None else {"position_ids": torch.tensor([self.places], device=self.session.device)}
-        )
+        """The logits after each token that are wanted, in a pass of its own."""
+        more: dict[str, Any] = {} if self.keep in (0, len(self.tokens)) else {"logits_to_keep": self.keep}
+        if self.places is not None:
+            more["position_ids"] = torch.tensor([self.places], device=self.session.device)
         self.session.count(len(self.tokens))
         with self.session.reading(self.sees):
-            return self.session.forward(self.tokens, **places)
+            return self.session.forward(self.tokens, **more)
 
 
 Asks = Generator[Pass, Logits, Out]
@@ -96,13 +99,13 @@ class Session:
 
     def feed(self, tokens: Sequence[int]) -> Logits:
         """Append tokens tentatively; the logits after each."""
-        return drive(self.feeding(tokens))
+        return drive(self.feeding(tokens, len(tokens)))
 
-    def feeding(self, tokens: Sequence[int]) -> Asks[Logits]:
-        """`feed`, in steps."""
+    def feeding(self, tokens: Sequence[int], wanted: int) -> Asks[Logits]:
+        """`feed` in steps, with the logits after so many of the last ones."""
         self.ready()
         self.open += tokens
-        return (yield Pass(self, list(tokens)))
+        return (yield Pass(self, list(tokens), keep=wanted))[-wanted:]
 
     def feed_tree(self, tokens: Sequence[int], draft: Draft) -> Logits:
         return drive(self.feeding_tree(tokens, draft))
@@ -118,9 +121,10 @@ class Session:
         known = self.settled + len(self.open)
         depths = [len(tokens) + draft.depth(node) for node in range(len(draft))]
         places = [*range(known, known + len(tokens)), *(known + depth for depth in depths)]
-        logits = yield Pass(self, [*tokens, *draft.tokens], places, ancestors(draft).to(self.device))
+        wanted = len(draft) + bool(tokens)
+        logits = yield Pass(self, [*tokens, *draft.tokens], places, ancestors(draft).to(self.device), wanted)
         self.open += tokens
-        return logits[max(len(tokens) - 1, 0) :]
+        return logits[-wanted:]
 
     def align(self, text: Text, tail: Sequence[int]) -> list[int]:
         """Forget what is not on the way to text + tail, and return what is missing: one token at the least."""
@@ -237,8 +241,8 @@ def ancestors(draft: Draft) -> Bool[Tensor, "node node"]:
     >>> ancestors(Draft(tokens=[5, 6, 7], parents=[-1, -1, 0])).int().tolist()
     [[1, 0, 0], [0, 1, 0], [1, 0, 1]]
     """
-    sees = torch.eye(len(draft), dtype=torch.bool)
+    sees = np.eye(len(draft), dtype=bool)
     for node, parent in enumerate(draft.parents):
         if parent != ROOT:
             sees[node] |= sees[parent]
-    return sees
+    return torch.from_numpy(sees)

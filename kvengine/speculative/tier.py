@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from kvengine.speculative.accept import ROOT, Draft, Rule, Verdict, walk
+from kvengine.speculative.accept import ROOT, Draft, Laws, Rule, Verdict, walk
 from kvengine.speculative.ahead import Ahead, Fixed, Round
 from kvengine.speculative.law import Law, Text
 from kvengine.speculative.session import Asks, Session, drive
@@ -46,7 +46,7 @@ class Reader(Drafter, Protocol):
         """`propose`, in steps."""
 
 
-Step = tuple[Verdict, Float[Tensor, "node vocab"], Float[Tensor, "node vocab"]]
+Step = tuple[Verdict, Laws, Float[Tensor, "node vocab"]]
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Tier:
         drafted, lag = self.clock(), self.other - before
         missing = self.session.align(text, tail)
         logits = yield from self._read(missing, guess)
-        laws = self.law(text, [[*tail, *guess.path(node)] for node in range(ROOT, len(guess))], logits)
+        laws = self.law.laws(text, tail, guess, logits)
         verdict = walk(guess, laws, self.rule, len(text) + len(tail))
         self._keep(guess, verdict)
         if self.below:
@@ -137,7 +137,7 @@ class Tier:
 
     def _read(self, missing: Sequence[int], guess: Draft) -> Asks[Float[Tensor, "node vocab"]]:
         if guess.is_chain:
-            return (yield from self.session.feeding([*missing, *guess.tokens]))[-(len(guess) + 1) :]
+            return (yield from self.session.feeding([*missing, *guess.tokens], len(guess) + 1))
         return (yield from self.session.feeding_tree(missing, guess))
 
     def _keep(self, guess: Draft, verdict: Verdict) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -90,9 +91,11 @@ def packs(model: Any) -> bool:
 
 @torch.no_grad()
 def packed(passes: Sequence[Pass]) -> list[Logits]:
-    """The logits of passes of one model, from one pass over all their tokens."""
+    """The logits that passes of one model want, from one pass over all their tokens."""
     model, device = passes[0].session.model, passes[0].session.device
     counts = [len(one.tokens) for one in passes]
+    wanted = [one.keep or len(one.tokens) for one in passes]
+    last = [torch.arange(end - keep, end) for end, keep in zip(accumulate(counts), wanted, strict=True)]
     ids = torch.tensor([[token for one in passes for token in one.tokens]], device=device)
     places = torch.tensor([[place for one in passes for place in positions(one)]], device=device)
     with ExitStack() as stack:
@@ -100,8 +103,9 @@ def packed(passes: Sequence[Pass]) -> list[Logits]:
             one.session.count(len(one.tokens), len(passes))
             stack.enter_context(one.session.reading(one.sees))
         cache = PackedCache([one.session.cache for one in passes], counts)
-        logits: Tensor = model(ids, position_ids=places, past_key_values=cache, use_cache=True).logits[0]
-    return list(logits.split(counts))
+        keep = {} if wanted == counts else {"logits_to_keep": torch.cat(last).to(device)}
+        logits: Tensor = model(ids, position_ids=places, past_key_values=cache, use_cache=True, **keep).logits[0]
+    return list(logits.split(wanted))
 
 
 def positions(one: Pass) -> Sequence[int]:

@@ -211,6 +211,16 @@ def test_one_depth_says_little_about_others() -> None:
     assert times.table(8)[8] == pytest.approx(3.0, rel=0.15) and times.table(8)[0] < 1.0
 
 
+def test_a_tree_costs_by_its_nodes() -> None:
+    """Drafted whole every time, with 8, 12, 4 and 2 nodes a level: what fewer levels would cost follows from the nodes."""
+    times = Times()
+    for nodes in (26, 24, 26, 20, 26, 16, 26):
+        levels = tuple(min(n, nodes) for n in (8, 20, 24, 26))
+        times.add(4, 0.0, 1.0 + 0.1 * nodes, levels)
+    assert times.table(4)[4] == pytest.approx(3.5, rel=0.1)
+    assert times.table(4)[1] == pytest.approx(1.8, rel=0.25)
+
+
 def test_a_rule_asked_twice_answers_alike() -> None:
     """A look-up asks again before each token; a trial must not turn into another length by that."""
     ahead, rng = Adaptive(), random.Random(3)

@@ -186,7 +186,7 @@ def test_one_pass_for_all_says_what_one_for_each_says(target: Any) -> None:
         for n in range(4):
             session = Session(target, EngineCache(target, "full"))
             session.prefill(row(n)[0].tolist())
-            work = session.feeding_tree([3, 4], tree) if n == 2 else session.feeding([9, 8, 7, 6][: n + 1])
+            work = session.feeding_tree([3, 4], tree) if n == 2 else session.feeding([9, 8, 7, 6][: n + 1], n or 1)
             found.append(next(work))
         return found
 
