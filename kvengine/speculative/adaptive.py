@@ -177,7 +177,8 @@ class Adaptive:
         self.tried = None
         spent += what.other_seconds
         self.tokens, self.seconds = 0.98 * self.tokens + what.stood + 1, 0.98 * self.seconds + spent
-        if self.times.drafted and (self.rounds < 24 or self.rounds % 4 == 0 or not self.bars):
+        every = 4 if what.drafted else 8
+        if self.times.drafted and (self.rounds < 24 or self.rounds % every == 0 or not self.bars):
             self._decide()
 
     def _tested(self, what: Round, index: int) -> None:

@@ -27,6 +27,7 @@ class Times:
     rise: float = 0.03
     kept: dict[int, deque[float]] = field(default_factory=dict, init=False)
     middle: dict[int, float] = field(default_factory=dict, init=False)
+    fresh: dict[int, int] = field(default_factory=dict, init=False)  # measurements that `middle` does not know yet
     spread: float = field(default=0.1, init=False)  # how far a measurement lies from its median, as a share of it
     slope: float = field(default=0.0, init=False)  # expected seconds of one more token, by what drafting took
     sizes: list[float] = field(default_factory=lambda: [0.0], init=False)  # drafted tokens down to each depth, of late
@@ -41,14 +42,16 @@ class Times:
         if len(kept) > 2 and self.middle[depth] > 0:
             self.spread += 0.03 * (min(1.0, abs(total / self.middle[depth] - 1)) - self.spread)
         kept.append(total)
-        self.middle[depth] = typical(kept)
+        self.fresh[depth] = self.fresh.get(depth, 0) + 1
+        if self.fresh[depth] == 4 or len(kept) < 9:  # to sort them anew takes longer than all the rest
+            self.middle[depth], self.fresh[depth] = typical(kept), 0
         if depth:
             expected = draft / (levels[-1] if levels else depth) + self.rise * judge
             self.slope += (expected - self.slope) * (0.1 if self.slope else 1.0)
 
     def clear(self) -> None:
-        self.kept.clear()
-        self.middle.clear()
+        for one in (self.kept, self.middle, self.fresh):
+            one.clear()
         self.slope = 0.0
 
     @property
