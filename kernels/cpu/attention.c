@@ -6,14 +6,9 @@
    Tokens nobody sees are never loaded. Tasks of a row are merged at the end. */
 #include <stdlib.h>
 #include "attention.h"
+#include "codes.h"
 
-#define TILE 32
 #define MAX_QUERY 64
-#if defined(__AVX512F__)
-#define KEEP(x) __asm__("" : "+v"(x)) /* in its register: the compiler would load it again for every product */
-#else
-#define KEEP(x)
-#endif
 
 typedef struct {
   int64_t token[TILE], column[TILE], place[TILE];
@@ -245,8 +240,11 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   float sorted[a->padded * a->dim];
   const float *q = a->q + row * a->padded * a->dim;
   const int k_lies = plain(&a->k, a->dim, a->padded), v_lies = plain(&a->v, a->dim_v, a->padded);
+  const int k_coded = codes_lie(&a->k, a->dim, a->padded);
+  const int v_coded = codes_lie(&a->v, a->dim_v, a->padded);
   Vectors x;
   Memo keys, values;
+  KeyGroup group;
   Batch both[2], *b = both, *next = both + 1;
   memset(&keys, 0, sizeof keys);
   memset(&values, 0, sizeof values);
@@ -258,6 +256,8 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     sort(q, a->padded * a->dim, sorted);
     q = sorted;
   }
+  group.from = group.to = 0;
+  if (k_coded) sort_channels(&a->k, q, a->padded, sorted);
   look_ahead(a, row, from, to);
   look_ahead(a, row, from + TILE, to);
   from = collect(a, row, from, to, b);
@@ -265,20 +265,27 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     look_ahead(a, row, from + TILE, to);
     from = collect(a, row, from, to, next);
     const int64_t *key = a->k.layout == LOWRANK ? b->place : b->token;
-    if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
-    locate(&a->k, &keys, row, k_lies, key, b->count, next, a->dim, tile, &x);
     if (!v_lies) fetch_tokens(&a->v, row, b->token, b->count);
-    dots(q, a->padded, x.at, k_lies ? x.soon : NULL, b->count, a->dim, weights, x.dtype);
+    if (k_coded) dots_codes(&a->k, &group, q, sorted, a->padded, key, b->count, weights);
+    else {
+      if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
+      locate(&a->k, &keys, row, k_lies, key, b->count, next, a->dim, tile, &x);
+      dots(q, a->padded, x.at, k_lies ? x.soon : NULL, b->count, a->dim, weights, x.dtype);
+    }
     if (!k_lies) fetch_tokens(&a->k, row, next->token, next->count);
     soften(a, row, b, weights, top, total, out);
-    if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
-    locate(&a->v, &values, row, v_lies, b->token, b->count, next, a->dim_v, tile, &x);
-    weigh(weights, a->padded, x.at, v_lies ? x.soon : NULL, b->count, a->dim_v, out, x.dtype);
+    if (v_coded) weigh_codes(&a->v, weights, a->padded, b->token, b->count, out);
+    else {
+      if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
+      locate(&a->v, &values, row, v_lies, b->token, b->count, next, a->dim_v, tile, &x);
+      weigh(weights, a->padded, x.at, v_lies ? x.soon : NULL, b->count, a->dim_v, out, x.dtype);
+    }
     Batch *done = b;
     b = next;
     next = done;
   }
   if (v_lies && a->v.dtype == BF16) unsort(out, a->padded * a->dim_v);
+  if (v_coded) unsort_channels(&a->v, out, a->padded);
 }
 
 static void join(const Attention *a, int64_t row, const float *out, const float *top, const float *total) {

@@ -24,8 +24,8 @@ typedef struct {
   int64_t *ids, *refined;      /* [row, count]; [row]: how many were scored with the true bounds */
 } Coarse;
 
-/* Codes of LANES units stand together, so that each lane scores a unit: of 64 channels, four of each unit, then the next
-   four. The address of a unit's channel in its block. */
+/* Codes of LANES units stand together, so that each lane scores a unit: of 64 channels, four of each unit, then the
+   next four. The address of a unit's channel in its block. */
 INLINE int64_t code_of(int64_t stride, int64_t unit, int64_t d) {
   return unit / LANES * LANES * stride + d / 64 * 1024 + d % 64 / 4 * 64 + unit % LANES * 4 + d % 4;
 }
