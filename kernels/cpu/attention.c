@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include "attention.h"
 #include "codes.h"
+#include "tiles.h"
 
 #define MAX_QUERY 64
 
@@ -240,11 +241,13 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   float sorted[a->padded * a->dim];
   const float *q = a->q + row * a->padded * a->dim;
   const int k_lies = plain(&a->k, a->dim, a->padded), v_lies = plain(&a->v, a->dim_v, a->padded);
-  const int k_coded = codes_lie(&a->k, a->dim, a->padded);
-  const int v_coded = codes_lie(&a->v, a->dim_v, a->padded);
+  const int tiled = tiles_fit(&a->k, a->dim, a->padded) && tiles_fit(&a->v, a->dim_v, a->padded);
+  const int k_coded = !tiled && codes_lie(&a->k, a->dim, a->padded);
+  const int v_coded = !tiled && codes_lie(&a->v, a->dim_v, a->padded);
   Vectors x;
   Memo keys, values;
   KeyGroup group;
+  Tiles tiles;
   Batch both[2], *b = both, *next = both + 1;
   memset(&keys, 0, sizeof keys);
   memset(&values, 0, sizeof values);
@@ -258,6 +261,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   }
   group.from = group.to = 0;
   if (k_coded) sort_channels(&a->k, q, a->padded, sorted);
+  if (tiled) tiles_open(&a->k, q, a->padded, &tiles);
   look_ahead(a, row, from, to);
   look_ahead(a, row, from + TILE, to);
   from = collect(a, row, from, to, b);
@@ -265,16 +269,20 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     look_ahead(a, row, from + TILE, to);
     from = collect(a, row, from, to, next);
     const int64_t *key = a->k.layout == LOWRANK ? b->place : b->token;
-    if (!v_lies) fetch_tokens(&a->v, row, b->token, b->count);
-    if (k_coded) dots_codes(&a->k, &group, q, sorted, a->padded, key, b->count, weights);
+    if (!v_lies && !tiled) fetch_tokens(&a->v, row, b->token, b->count);
+    if (tiled)
+      tiles_dots(&a->k, q, a->padded, b->token, b->count, next->token, next->count, &tiles, weights);
+    else if (k_coded) dots_codes(&a->k, &group, q, sorted, a->padded, key, b->count, weights);
     else {
       if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
       locate(&a->k, &keys, row, k_lies, key, b->count, next, a->dim, tile, &x);
       dots(q, a->padded, x.at, k_lies ? x.soon : NULL, b->count, a->dim, weights, x.dtype);
     }
-    if (!k_lies) fetch_tokens(&a->k, row, next->token, next->count);
+    if (!k_lies && !tiled) fetch_tokens(&a->k, row, next->token, next->count);
     soften(a, row, b, weights, top, total, out);
-    if (v_coded) weigh_codes(&a->v, weights, a->padded, b->token, b->count, out);
+    if (tiled)
+      tiles_weigh(&a->v, weights, a->padded, b->token, b->count, next->token, next->count, &tiles, out);
+    else if (v_coded) weigh_codes(&a->v, weights, a->padded, b->token, b->count, out);
     else {
       if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
       locate(&a->v, &values, row, v_lies, b->token, b->count, next, a->dim_v, tile, &x);
@@ -283,6 +291,10 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     Batch *done = b;
     b = next;
     next = done;
+  }
+  if (tiled) {
+    tiles_close();
+    tiles_unsort(&a->v, out, a->padded);
   }
   if (v_lies && a->v.dtype == BF16) unsort(out, a->padded * a->dim_v);
   if (v_coded) unsort_channels(&a->v, out, a->padded);
