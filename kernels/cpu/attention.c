@@ -5,34 +5,11 @@
    that stays in the first-level cache.
    Tokens nobody sees are never loaded. Tasks of a row are merged at the end. */
 #include <stdlib.h>
-#include "fields.h"
+#include "attention.h"
+#include "codes.h"
+#include "tiles.h"
 
-#define TILE 32
 #define MAX_QUERY 64
-#if defined(__AVX512F__)
-#define KEEP(x) __asm__("" : "+v"(x)) /* in its register: the compiler would load it again for every product */
-#else
-#define KEEP(x)
-#endif
-
-typedef struct {
-  int64_t rows, heads, padded, queries; /* `heads` = group * query rows of q, `padded` up to a multiple of 4 */
-  int64_t dim, dim_v;                   /* multiples of LANES: the padded widths of q and out */
-  int64_t columns, splits, threads;
-  const float *q; /* [row, padded, dim], scaled */
-  Field k, v;
-  /* contiguous: [row, query, column], bytes, by strides; NULL = all */
-  const uint8_t *visible;
-  int64_t visible_row, visible_query, visible_column;
-  /* paged: table != NULL */
-  const int32_t *table, *position, *units, *query_position;
-  int64_t table_row, position_row; /* strides; the rest is contiguous */
-  int64_t page, unit, chosen, window;
-  float softcap; /* 0: none */
-  const float *sinks;
-  float *scores; /* [row, heads, columns] or NULL */
-  float *out, *lse;
-} Attention;
 
 typedef struct {
   int64_t token[TILE], column[TILE], place[TILE];
@@ -161,6 +138,29 @@ INLINE int64_t collect_run(const Attention *a, int64_t row, int64_t column, int6
   return column;
 }
 
+/* The slot of a column of a paged row; -1 where the row has none. */
+INLINE int64_t slot_of(const Attention *a, int64_t row, int64_t column, int64_t span) {
+  int64_t index = column / span;
+  if (a->units) index = a->units[row * a->chosen + index];
+  return index < 0 ? -1 : index * span + column % span;
+}
+
+/* Ask for the positions and the first bytes of the batch from this column on: finding out where memory is takes as long
+   as reading it, and several searches run at once only if they are asked for together. */
+static void look_ahead(const Attention *a, int64_t row, int64_t column, int64_t to) {
+  if (!a->table) return;
+  const int64_t span = a->units ? a->unit : a->page, step = span < 16 ? span : 16;
+  for (int64_t end = column + TILE < to ? column + TILE : to; column < end; column += step - column % span % step) {
+    const int64_t slot = slot_of(a, row, column, span);
+    const int64_t page = slot < 0 ? -1 : a->table[row * a->table_row + slot / a->page];
+    if (page < 0) continue;
+    const int64_t token = page * a->page + slot % a->page;
+    __builtin_prefetch(a->position + row * a->position_row + slot, 0, 2);
+    fetch_start(&a->k, row, token);
+    fetch_start(&a->v, row, token);
+  }
+}
+
 /* Fill a batch from the columns [column, to); returns where to go on. */
 static int64_t collect(const Attention *a, int64_t row, int64_t column, int64_t to, Batch *b) {
   b->count = 0;
@@ -241,8 +241,13 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   float sorted[a->padded * a->dim];
   const float *q = a->q + row * a->padded * a->dim;
   const int k_lies = plain(&a->k, a->dim, a->padded), v_lies = plain(&a->v, a->dim_v, a->padded);
+  const int tiled = tiles_fit(&a->k, a->dim, a->padded) && tiles_fit(&a->v, a->dim_v, a->padded);
+  const int k_coded = !tiled && codes_lie(&a->k, a->dim, a->padded);
+  const int v_coded = !tiled && codes_lie(&a->v, a->dim_v, a->padded);
   Vectors x;
   Memo keys, values;
+  KeyGroup group;
+  Tiles tiles;
   Batch both[2], *b = both, *next = both + 1;
   memset(&keys, 0, sizeof keys);
   memset(&values, 0, sizeof values);
@@ -254,24 +259,45 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     sort(q, a->padded * a->dim, sorted);
     q = sorted;
   }
+  group.from = group.to = 0;
+  if (k_coded) sort_channels(&a->k, q, a->padded, sorted);
+  if (tiled) tiles_open(&a->k, q, a->padded, &tiles);
+  look_ahead(a, row, from, to);
+  look_ahead(a, row, from + TILE, to);
   from = collect(a, row, from, to, b);
   while (b->count) {
+    look_ahead(a, row, from + TILE, to);
     from = collect(a, row, from, to, next);
-    if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
     const int64_t *key = a->k.layout == LOWRANK ? b->place : b->token;
-    locate(&a->k, &keys, row, k_lies, key, b->count, next, a->dim, tile, &x);
-    if (!v_lies) fetch_tokens(&a->v, row, b->token, b->count);
-    dots(q, a->padded, x.at, k_lies ? x.soon : NULL, b->count, a->dim, weights, x.dtype);
-    if (!k_lies) fetch_tokens(&a->k, row, next->token, next->count);
+    if (!v_lies && !tiled) fetch_tokens(&a->v, row, b->token, b->count);
+    if (tiled)
+      tiles_dots(&a->k, q, a->padded, b->token, b->count, next->token, next->count, &tiles, weights);
+    else if (k_coded) dots_codes(&a->k, &group, q, sorted, a->padded, key, b->count, weights);
+    else {
+      if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
+      locate(&a->k, &keys, row, k_lies, key, b->count, next, a->dim, tile, &x);
+      dots(q, a->padded, x.at, k_lies ? x.soon : NULL, b->count, a->dim, weights, x.dtype);
+    }
+    if (!k_lies && !tiled) fetch_tokens(&a->k, row, next->token, next->count);
     soften(a, row, b, weights, top, total, out);
-    if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
-    locate(&a->v, &values, row, v_lies, b->token, b->count, next, a->dim_v, tile, &x);
-    weigh(weights, a->padded, x.at, v_lies ? x.soon : NULL, b->count, a->dim_v, out, x.dtype);
+    if (tiled)
+      tiles_weigh(&a->v, weights, a->padded, b->token, b->count, next->token, next->count, &tiles, out);
+    else if (v_coded) weigh_codes(&a->v, weights, a->padded, b->token, b->count, out);
+    else {
+      if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
+      locate(&a->v, &values, row, v_lies, b->token, b->count, next, a->dim_v, tile, &x);
+      weigh(weights, a->padded, x.at, v_lies ? x.soon : NULL, b->count, a->dim_v, out, x.dtype);
+    }
     Batch *done = b;
     b = next;
     next = done;
   }
+  if (tiled) {
+    tiles_close();
+    tiles_unsort(&a->v, out, a->padded);
+  }
   if (v_lies && a->v.dtype == BF16) unsort(out, a->padded * a->dim_v);
+  if (v_coded) unsort_channels(&a->v, out, a->padded);
 }
 
 static void join(const Attention *a, int64_t row, const float *out, const float *top, const float *total) {
@@ -316,62 +342,4 @@ int kv_attention(const Attention *a) {
   free(parts);
   free(left);
   return 0;
-}
-
-static uint16_t to_bf16(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  if (x != x) return 0x7fc0;
-  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16); /* to nearest, ties to even */
-}
-
-/* One decoded token: its key, value and position go into slot `end` of every row, and its query attends to the slots
-   from `start` on. q [row, group, dim], k [row, dim], v [row, dim_v] and out [row, group, dim_v] are contiguous; keys,
-   values and position (NULL: nobody keeps them) have `slots` slots per row. Where `holes`, slots of position -1 are not
-   seen. Returns 0, or 1 if memory for the buffers cannot be had. */
-int kv_step(int64_t rows, int64_t group, int64_t dim, int64_t dim_v, int64_t dtype, int64_t slots, int64_t start,
-            int64_t end, int64_t at, int64_t holes, int64_t threads, float scale, const char *q, const char *k,
-            const char *v, char *keys, char *values, int32_t *position, char *out) {
-  const int64_t size = dtype == F32 ? 4 : 2, columns = end + 1 - start, heads = group, padded = (heads + 3) / 4 * 4;
-  const int64_t wide = (dim + LANES - 1) / LANES * LANES, wide_v = (dim_v + LANES - 1) / LANES * LANES;
-  const int direct = dtype == F32 && wide_v == dim_v;
-  for (int64_t r = 0; r < rows; r++) {
-    memcpy(keys + (r * slots + end) * dim * size, k + r * dim * size, dim * size);
-    memcpy(values + (r * slots + end) * dim_v * size, v + r * dim_v * size, dim_v * size);
-    if (position) position[r * slots + end] = (int32_t)at;
-  }
-  const int64_t most = rows * columns * (dim + dim_v) / 32768, pieces = columns / 512;
-  if (threads > most) threads = most > 1 ? most : 1;
-  int64_t splits = (4 * threads + rows - 1) / rows;
-  if (splits > pieces) splits = pieces > 1 ? pieces : 1;
-  float *scaled = calloc(rows * padded * wide + rows * heads * (wide_v + 1) + (holes ? rows * columns / 4 + 1 : 0), 4);
-  if (!scaled) return 1;
-  float *found = scaled + rows * padded * wide, *lse = found + rows * heads * wide_v;
-  uint8_t *visible = (uint8_t *)(lse + rows * heads);
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t n = 0; n < heads; n++)
-      for (int64_t d = 0; d < dim; d++) {
-        int64_t from = (r * heads + n) * dim + d;
-        float x = dtype == F32 ? ((const float *)q)[from] : bf16_value(((const uint16_t *)q)[from]);
-        scaled[(r * padded + n) * wide + d] = x * scale;
-      }
-  for (int64_t r = 0; holes && r < rows; r++)
-    for (int64_t c = 0; c < columns; c++) visible[r * columns + c] = position[r * slots + start + c] >= 0;
-  Attention a = {.rows = rows, .heads = heads, .padded = padded, .queries = 1, .dim = wide, .dim_v = wide_v,
-                 .columns = columns, .splits = splits, .threads = threads, .q = scaled,
-                 .out = direct ? (float *)out : found, .lse = lse};
-  a.k = (Field){.layout = DENSE, .dim = dim, .dtype = dtype, .row_stride = slots * dim, .token_stride = dim,
-                .data = keys + start * dim * size};
-  a.v = (Field){.layout = DENSE, .dim = dim_v, .dtype = dtype, .row_stride = slots * dim_v, .token_stride = dim_v,
-                .data = values + start * dim_v * size};
-  if (holes) a.visible = visible, a.visible_row = columns, a.visible_column = 1;
-  int failed = kv_attention(&a);
-  for (int64_t i = 0; !direct && !failed && i < rows * heads; i++)
-    for (int64_t d = 0; d < dim_v; d++) {
-      float x = found[i * wide_v + d];
-      if (dtype == F32) ((float *)out)[i * dim_v + d] = x;
-      else ((uint16_t *)out)[i * dim_v + d] = to_bf16(x);
-    }
-  free(scaled);
-  return failed;
 }

@@ -1,4 +1,4 @@
-"""Describe tensors to the C attention kernel, and call it. The structures mirror fields.h and attention.c."""
+"""Describe tensors to the C attention kernel, and call it. The structures mirror fields.h and attention.h."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@
    by at most the sum of |q| times that. From the codes follow an upper and a lower limit of every unit's score. The
    k-th largest lower limit is a score that k units reach, so whoever's upper limit stays below it is out. Few are left
    (about twice k), and these are scored with the true bounds: what is chosen is what a scan of the true bounds chooses. */
+#include <float.h>
 #include <stdlib.h>
 #include "fields.h"
 #include "units.h"
@@ -16,17 +17,17 @@ typedef struct {
   int64_t coded;    /* the first so many units have codes, a multiple of BLOCK; the others are always candidates */
   int64_t code_row, scale_row; /* elements from row to row */
   int64_t stride;              /* 2 * dim, up to a multiple of 64 */
-  uint8_t *code;               /* [row, unit, stride]: the high bound, then the low one */
+  uint8_t *code;               /* `stride` bytes a unit: the high bound, then the low one; see code_of */
   float *scale, *zero;         /* [row, block, 2 * dim]; a scale of infinity: the block holds what has no code */
   int64_t from, count;         /* build: the first unit to code; choose: units per row */
   float *limits;               /* work space: [row, 2, coded] */
   int64_t *ids, *refined;      /* [row, count]; [row]: how many were scored with the true bounds */
 } Coarse;
 
-INLINE vf4 splat4(float x) { return x + (vf4){0}; }
-INLINE vf4 larger4(vf4 a, vf4 b) {
-  vi4 more = a > b;
-  return (vf4)(((vi4)a & more) | ((vi4)b & ~more));
+/* Codes of LANES units stand together, so that each lane scores a unit: of 64 channels, four of each unit, then the
+   next four. The address of a unit's channel in its block. */
+INLINE int64_t code_of(int64_t stride, int64_t unit, int64_t d) {
+  return unit / LANES * LANES * stride + d / 64 * 1024 + d % 64 / 4 * 64 + unit % LANES * 4 + d % 4;
 }
 
 /* Codes of one block. Dead units, whose bounds may hold anything, take no part. */
@@ -60,7 +61,7 @@ static void code_block(const Coarse *c, int64_t row, int64_t block) {
     zero[d] = least;
     for (int i = 0; i < count; i++) {
       float place = (tile[i * wide + d] - least) * per + 0.5f;
-      code[(unit[i] - first) * c->stride + d] = place >= 255 ? 255 : place > 0 ? (uint8_t)place : 0;
+      code[code_of(c->stride, unit[i] - first, d)] = place >= 255 ? 255 : place > 0 ? (uint8_t)place : 0;
     }
   }
   if (!finite) scale[0] = INFINITY;
@@ -75,8 +76,7 @@ int kv_code(const Coarse *c) {
 
 #if defined(__AVX512VNNI__)
 /* Query rows as 15-bit integers, in two planes of 8 bits that the processor multiplies with 64 codes at a time. */
-typedef struct { __m512i high, low; } Weight;
-typedef struct { __m512i high, low; } Total;
+typedef struct { __m512i high, low; } Weight; /* of 64 channels */
 
 INLINE float weight_line(const float *w, float peak, Weight *to) {
   const float size = peak > 1e-30f ? peak / 16000 : 1e-34f; /* so small that 1 / size is finite, and rounds all to 0 */
@@ -90,34 +90,43 @@ INLINE float weight_line(const float *w, float peak, Weight *to) {
   }
   return size;
 }
-INLINE void add_line(Total *s, const uint8_t *code, const Weight *w) {
-  const __m512i x = _mm512_loadu_si512(code);
-  s->high = _mm512_dpbusd_epi32(s->high, x, w->high);
-  s->low = _mm512_dpbusd_epi32(s->low, x, w->low);
-}
-INLINE vf total_of(const Total *s, float size) {
-  __m512i x = _mm512_add_epi32(_mm512_slli_epi32(s->high, 7), s->low);
-  return (vf)_mm512_cvtepi32_ps(x) * size;
+/* total[i] = the sums of LANES units for row i of four; `w`: [line, row] */
+INLINE void add_up(const uint8_t *code, const Weight *w, int64_t lines, const float *size, vf *total) {
+  __m512i high[4], low[4];
+  for (int i = 0; i < 4; i++) high[i] = low[i] = _mm512_setzero_si512();
+  for (int64_t line = 0; line < lines; line++, w += 4)
+    for (int k = 0; k < 16; k++, code += 64) {
+      const __m512i x = _mm512_loadu_si512(code);
+      __builtin_prefetch(code + AHEAD, 0, 2);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        high[i] = _mm512_dpbusd_epi32(high[i], x, _mm512_set1_epi32(((const int32_t *)&w[i].high)[k]));
+        low[i] = _mm512_dpbusd_epi32(low[i], x, _mm512_set1_epi32(((const int32_t *)&w[i].low)[k]));
+      }
+    }
+  for (int i = 0; i < 4; i++)
+    total[i] = (vf)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[i], 7), low[i])) * size[i];
 }
 #else
-/* Lane i of register j goes with byte 4 i + j of a line: a shift and a mask bring the codes to their lanes. */
-typedef struct { vf part[4]; } Weight;
-typedef struct { vf sum; } Total;
+typedef struct { float part[64]; } Weight;
 
 INLINE float weight_line(const float *w, float peak, Weight *to) {
   (void)peak;
-  for (int j = 0; j < 4; j++)
-    for (int i = 0; i < LANES; i++) to->part[j][i] = w[4 * i + j];
+  memcpy(to->part, w, sizeof to->part);
   return 0; /* exact */
 }
-INLINE void add_line(Total *s, const uint8_t *code, const Weight *w) {
-  vu words = *(const vu *)code;
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; j++) s->sum += w->part[j] * __builtin_convertvector((vi)(words >> (8 * j)) & 255, vf);
-}
-INLINE vf total_of(const Total *s, float size) {
+INLINE void add_up(const uint8_t *code, const Weight *w, int64_t lines, const float *size, vf *total) {
   (void)size;
-  return s->sum;
+  for (int i = 0; i < 4; i++) total[i] = splat(0);
+  for (int64_t line = 0; line < lines; line++, w += 4)
+    for (int k = 0; k < 16; k++, code += 64) {
+      __builtin_prefetch(code + AHEAD, 0, 2);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) {
+        const vf x = __builtin_convertvector((vi)(*(const vu *)code >> (8 * j)) & 255, vf);
+        for (int i = 0; i < 4; i++) total[i] += x * w[i].part[4 * k + j];
+      }
+    }
 }
 #endif
 
@@ -141,7 +150,7 @@ static void weights(const Coarse *c, int64_t row, int64_t block, Weight *w, floa
       sum_off += big * (0.501f * s + 1e-5f * (larger(z, -z) + larger(far, -far)));
     }
     const float most = peak(high);
-    for (int64_t i = 0; i < lines; i++) size[n] = weight_line(x + 64 * i, most, w + n * lines + i);
+    for (int64_t i = 0; i < lines; i++) size[n] = weight_line(x + 64 * i, most, w + (n / 4 * lines + i) * 4 + n % 4);
     add[n] = sum(sum_add);
     off[n] = sum(sum_off) + (most > 0 ? size[n] * 0.51f * 255 * wide : 0) + 1e-30f;
   }
@@ -157,32 +166,14 @@ static void scan(const Coarse *c, int64_t row, int64_t block, float *upper, floa
   Weight w[b->padded * lines] __attribute__((aligned(64)));
   float size[b->padded], add[b->padded], off[b->padded];
   if (!wild) weights(c, row, block, w, size, add, off);
-  for (int64_t u = 0; u < BLOCK && !wild; u += 4) {
-    const uint8_t *x = code + u * c->stride;
-    vf4 high = splat4(-INFINITY), least = high, mean = {0}, slack = {0};
-    for (int64_t i = 0; i < 4 * c->stride; i += 64) __builtin_prefetch(x + AHEAD + i, 0, 2);
+  for (int64_t u = 0; u < BLOCK && !wild; u += LANES) {
+    vf high = splat(-INFINITY), least = high, mean = {0}, slack = {0}, total[4];
     for (int64_t n = 0; n < b->padded; n += 4) {
-      vf s[16];
-#pragma GCC unroll 2
-      for (int half = 0; half < 4; half += 2) { /* two units at a time, as registers allow */
-        Total part[4][2];
-        memset(part, 0, sizeof part);
-        for (int64_t line = 0; line < lines; line++)
-#pragma GCC unroll 4
-          for (int i = 0; i < 4; i++)
-#pragma GCC unroll 2
-            for (int j = 0; j < 2; j++)
-              add_line(&part[i][j], x + (half + j) * c->stride + 64 * line, w + (n + i) * lines + line);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++)
-#pragma GCC unroll 2
-          for (int j = 0; j < 2; j++) s[4 * i + half + j] = total_of(&part[i][j], size[n + i]);
-      }
-      union { vf v; vf4 row[4]; } total = {sums(s)};
+      add_up(code + u * c->stride, w + n * lines, lines, size + n, total);
       for (int i = 0; i < 4 && n + i < b->group; i++) {
-        vf4 value = total.row[i] + add[n + i], up = value + off[n + i], down = value - off[n + i];
-        high = larger4(high, up);
-        least = larger4(least, down);
+        const vf value = total[i] + add[n + i];
+        high = larger(high, value + off[n + i]);
+        least = larger(least, value - off[n + i]);
         mean += value;
         slack += off[n + i];
       }
@@ -191,8 +182,8 @@ static void scan(const Coarse *c, int64_t row, int64_t block, float *upper, floa
       high = (mean + slack) / (float)b->group;
       least = (mean - slack) / (float)b->group;
     }
-    *(vf4 *)(upper + u) = high;
-    *(vf4 *)(lower + u) = least;
+    store(upper + u, high);
+    store(lower + u, least);
   }
   for (int64_t u = 0; u < BLOCK; u++)
     if (!alive[u]) upper[u] = lower[u] = -INFINITY;
@@ -201,25 +192,27 @@ static void scan(const Coarse *c, int64_t row, int64_t block, float *upper, floa
 
 #define BINS 1024
 
-/* kth_score of many: counts by size first, which costs no mispredicted branches. Reorders x. */
-static float kth_of_many(float *x, int64_t n, int64_t k) {
-  int32_t bins[BINS] = {0};
-  float least = INFINITY, most = -INFINITY;
-  for (int64_t i = 0; i < n; i++) {
-    least = x[i] > -INFINITY && x[i] < least ? x[i] : least;
-    most = x[i] > most ? x[i] : most;
+/* The k-th largest of n numbers (a multiple of LANES) or a little less, by counting them by size; -inf if fewer are
+   above it. Nothing branches on a number, as nobody could predict it. Reorders x. */
+static float about_kth(float *x, int64_t n, int64_t k) {
+  int32_t bins[BINS + 1] = {0}, place[LANES];
+  vf low = splat(-INFINITY), high = low;
+  for (int64_t i = 0; i < n; i += LANES) {
+    const vf y = load(x + i);
+    low = larger(low, choose(y > -INFINITY, -y, splat(-INFINITY)));
+    high = larger(high, y);
   }
-  float per = (BINS - 1) / (most - least);
+  const float least = -peak(low), most = peak(high), per = (BINS - 1) / (most - least);
   if (!(per > 0) || !(per < INFINITY)) return kth_score(x, n, k);
-  for (int64_t i = 0; i < n; i++) bins[x[i] > least ? (int)((x[i] - least) * per) : 0]++;
-  int64_t bin = BINS - 1, above = 0, kept = 0;
-  for (; bin > 0 && above + bins[bin] < k; bin--) above += bins[bin];
-  for (int64_t i = 0; i < n; i++) {
-    float value = x[i];
-    x[kept] = value;
-    kept += (value > least ? (int)((value - least) * per) : 0) >= bin;
+  for (int64_t i = 0; i < n; i += LANES) { /* -inf goes into a bin of its own */
+    const vf y = load(x + i);
+    *(vi *)place = __builtin_convertvector(choose(y > -INFINITY, (y - least) * per, splat(BINS)), vi);
+    for (int j = 0; j < LANES; j++) bins[place[j]]++;
   }
-  return kth_score(x, kept, k);
+  int64_t bin = BINS - 1, above = bins[bin];
+  while (bin > 0 && above < k) above += bins[--bin];
+  if (above < k) return -INFINITY;
+  return least + ((float)bin - 0.01f) / per - 4e-7f * (fabsf(least) + fabsf(most)); /* less what rounding may do */
 }
 
 /* From the limits of a row's scores to its best units. `lower` is used up. Returns 0, or 1 without memory. */
@@ -227,15 +220,15 @@ static int decide(const Coarse *c, int64_t row, const float *upper, float *lower
   const Bounds *b = &c->exact;
   const int64_t wide = 2 * b->dim, units = b->units;
   const uint8_t *alive = b->alive + row * b->alive_row;
-  const float enough = c->coded >= c->count ? kth_of_many(lower, c->coded, c->count) : -INFINITY;
-  int64_t n = 0, left = 0, *ids = c->ids + row * c->count, chosen = 0;
-  for (int64_t u = 0; u < c->coded; u++) left += upper[u] >= enough && upper[u] > -INFINITY;
-  uint64_t *rank = malloc(sizeof(uint64_t) * 3 * (left + units - c->coded + 1));
+  const float enough = c->coded >= c->count ? about_kth(lower, c->coded, c->count) : -INFINITY;
+  const float cut = enough > -FLT_MAX ? enough : -FLT_MAX; /* -inf: dead */
+  int64_t n = 0, *ids = c->ids + row * c->count, chosen = 0;
+  uint64_t *rank = malloc(sizeof(uint64_t) * 3 * (units + 1));
   if (!rank) return 1;
-  int64_t *place = (int64_t *)(rank + 2 * (left + units - c->coded + 1));
-  for (int64_t u = 0; u < c->coded && n < left; u++) {
+  int64_t *place = (int64_t *)(rank + 2 * (units + 1));
+  for (int64_t u = 0; u < c->coded; u++) {
     place[n] = u;
-    n += upper[u] >= enough && upper[u] > -INFINITY;
+    n += upper[u] >= cut;
   }
   for (int64_t u = c->coded; u < units; u++) {
     place[n] = u;

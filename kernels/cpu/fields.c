@@ -18,6 +18,12 @@ INLINE void widen(const void *p, int64_t start, int64_t dim, int64_t dtype, floa
   for (; d < dim; d++) out[d] = scalar(p, start + d, dtype);
 }
 
+void widen_run(const void *p, int64_t start, int64_t n, int64_t dtype, float *out) {
+  if (dtype == F32) widen(p, start, n, F32, out);
+  else if (dtype == BF16) widen(p, start, n, BF16, out);
+  else widen(p, start, n, F16, out);
+}
+
 static void read_dense(const Field *f, int64_t row, const int64_t *token, int count, float *tile, int64_t stride,
                        int64_t dtype) {
   for (int i = 0; i < count; i++)
@@ -244,14 +250,38 @@ void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, 
     for (int i = 0; i < count; i++) read_mixed(f, memo, token[i], tile + i * stride);
 }
 
+/* Where a token's bytes are, and how many. */
+INLINE const char *bytes_of(const Field *f, int64_t row, int64_t token, int64_t *count) {
+  const int64_t size = f->dtype == F32 ? 4 : 2;
+  if (f->layout == DENSE) {
+    *count = f->dim * size;
+    return (const char *)f->data + (row * f->row_stride + token * f->token_stride) * size;
+  }
+  *count = f->dim * f->bits / 8;
+  if (f->layout == MIXED) token = token / f->page * f->salient; /* close enough */
+  return (const char *)f->data + token * *count;
+}
+
 /* Ask for the tokens' bytes, to be read soon: memory works while other tokens are computed with. */
 void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count) {
+  int64_t bytes;
   if (f->layout == LOWRANK) return;
-  const int64_t size = f->dtype == F32 ? 4 : 2, dense = f->layout == DENSE;
-  const int64_t bytes = dense ? f->dim * size : f->dim * f->bits / 8;
   for (int i = 0; i < count; i++) {
-    int64_t at = dense ? (row * f->row_stride + token[i] * f->token_stride) * size : token[i] * bytes;
-    if (f->layout == MIXED) at = token[i] / f->page * f->salient * bytes; /* close enough */
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)f->data + at + line, 0, 2);
+    const char *at = bytes_of(f, row, token[i], &bytes);
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 2);
+  }
+}
+
+/* Ask for a token's first line and for the scales it is read with. */
+void fetch_start(const Field *f, int64_t row, int64_t token) {
+  int64_t bytes;
+  if (f->layout == LOWRANK) return;
+  __builtin_prefetch(bytes_of(f, row, token, &bytes), 0, 2);
+  if (f->layout != PER_CHANNEL && f->layout != PER_TOKEN) return;
+  const int64_t size = f->dtype == F32 ? 4 : 2, channels = f->layout == PER_CHANNEL;
+  const int64_t from = channels ? token / f->group * f->dim : token * (f->dim / f->group);
+  for (int64_t line = 0; line < (channels ? f->dim * size : 1); line += 64) {
+    __builtin_prefetch((const char *)f->scale + from * size + line, 0, 2);
+    __builtin_prefetch((const char *)f->zero + from * size + line, 0, 2);
   }
 }

@@ -27,6 +27,8 @@ typedef struct {
 } Memo;
 
 void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile, int64_t stride);
+void widen_run(const void *p, int64_t start, int64_t n, int64_t dtype, float *out); /* `n` numbers as floats */
+void fetch_start(const Field *f, int64_t row, int64_t token);
 void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count);
 
 #endif

@@ -22,6 +22,12 @@ typedef float vf4 __attribute__((vector_size(16), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 
+#if defined(__AVX512F__)
+#define KEEP(x) __asm__("" : "+v"(x)) /* in its register: the compiler would make it again for every product */
+#else
+#define KEEP(x)
+#endif
+
 INLINE vf splat(float x) { return x + (vf){0}; }
 INLINE vf load(const float *p) { return *(const vf *)p; }
 INLINE void store(float *p, vf x) { *(vf *)p = x; }
@@ -50,6 +56,17 @@ INLINE float peak(vf x) {
 #else
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
 #endif
+
+/* Lane i of the result is lane `lanes[i]` of x. */
+INLINE vf spread(vf x, vi lanes) {
+#ifdef __clang__
+  vf out;
+  for (int i = 0; i < LANES; i++) out[i] = x[lanes[i]];
+  return out;
+#else
+  return __builtin_shuffle(x, lanes);
+#endif
+}
 
 /* Lane i of the result is the sum of x[i]: a transposition that adds as it goes. */
 INLINE vf sums(const vf *x) {

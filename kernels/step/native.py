@@ -1,4 +1,4 @@
-"""The C version on the CPU (`kv_step` in `kvengine/kernels/cpu/attention.c`)."""
+"""The C version on the CPU (`kv_step` in `kvengine/kernels/cpu/step.c`)."""
 
 from __future__ import annotations
 

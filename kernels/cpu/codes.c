@@ -1,0 +1,256 @@
+/* Scores against keys that are codes, and sums of values that are codes, without decoding them into a tile.
+
+   A line is up to 64 bytes of one token: 16 words of 32 bits. Field j of every word, shifted under the exponent of 1,
+   makes a register of 1 + code / 2^bits; so the channels stand in an order of their own (`channel_of`), in which
+   queries and results are kept meanwhile. A token of fewer than 16 words is repeated, and each copy gives other fields.
+   Scales do not touch the codes: those of keys go into the queries, once for a group of tokens, and those of values
+   into the weights. Zeros, and the 1, are a term of their own. */
+#include "codes.h"
+
+/* How a token's codes lie. `fields`: registers per line; with `bits`, constants, so that each loop is specialised. */
+typedef struct {
+  int64_t lines, words, copies;
+  int fields;
+} Shape;
+
+static Shape shape_of(const Field *f) {
+  const int64_t all = f->dim * f->bits / 32, words = all < 16 ? all : 16;
+  Shape s = {.lines = words ? all / words : 0, .words = words, .copies = words ? 16 / words : 0};
+  s.fields = words ? (int)(32 / f->bits / s.copies) : 0;
+  return s;
+}
+
+INLINE int64_t channel_of(const Field *f, const Shape *s, int64_t line, int64_t lane, int64_t field) {
+  return (line * s->words + lane % s->words) * (32 / f->bits) + lane / s->words * s->fields + field;
+}
+
+/* Whether these functions know the layout. */
+int codes_lie(const Field *f, int64_t dim, int64_t rows) {
+  if ((f->layout != PER_CHANNEL && f->layout != PER_TOKEN) || f->dim != dim || rows > CODED_QUERIES) return 0;
+  if (f->bits == 1 || f->dim % 64) return 0;
+  const Shape s = shape_of(f);
+  if (s.words * s.copies != 16 || s.lines * s.words * 32 != f->dim * f->bits) return 0;
+  if (s.fields != 4 && s.fields != 8) return 0;
+  return f->layout == PER_CHANNEL || (f->group % s.fields == 0 && f->dim / f->group <= LANES);
+}
+
+void sort_channels(const Field *f, const float *x, int64_t rows, float *out) {
+  const Shape s = shape_of(f);
+  for (int64_t n = 0; n < rows; n++, x += f->dim, out += f->dim)
+    for (int64_t line = 0; line < s.lines; line++)
+      for (int lane = 0; lane < LANES; lane++) {
+        const float *from = x + channel_of(f, &s, line, lane, 0);
+        float *to = out + line * s.fields * LANES + lane;
+        for (int j = 0; j < s.fields; j++) to[j * LANES] = from[j];
+      }
+}
+
+void unsort_channels(const Field *f, float *x, int64_t rows) {
+  const Shape s = shape_of(f);
+  float sorted[256];
+  for (int64_t n = 0; n < rows; n++, x += f->dim) {
+    memcpy(sorted, x, sizeof(float) * f->dim);
+    for (int64_t line = 0; line < s.lines; line++)
+      for (int lane = 0; lane < LANES; lane++)
+        for (int j = 0; j < s.fields; j++)
+          x[channel_of(f, &s, line, lane, j)] = sorted[(line * s.fields + j) * LANES + lane];
+  }
+}
+
+/* The words of a line: `fields` per copy, so copy i begins with field i * fields. */
+INLINE vu line_of(const uint8_t *p, int bits, int fields) {
+  const int copies = 32 / bits / fields;
+  vu words;
+  if (copies == 1) return *(const vu *)p;
+  for (int i = 0; i < copies; i++) memcpy((char *)&words + i * (64 / copies), p, 64 / copies);
+  const vu lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return words >> (lane / (uint32_t)(16 / copies) * (uint32_t)(bits * fields));
+}
+
+INLINE vu placed(vu words, int field, int bits, int below) {
+  const int up = 23 - below - bits * (field + 1); /* to `below` bits under the top of the mantissa */
+  return (up >= 0 ? words << up : words >> -up) & (((1u << bits) - 1) << (23 - below - bits));
+}
+
+/* 1 + code / 2^bits; with the nibbles that refine it, 1 + (16 code + low) / 256 */
+INLINE vf fraction(vu words, vu rest, int field, int bits, int fine) {
+  vu x = placed(words, field, bits, 0) | 0x3f800000u;
+  if (fine) x |= placed(rest, field, bits, bits);
+  return (vf)x;
+}
+
+/* What a fraction f of a value code * scale + zero means: f * steps * scale + zero - under * scale. */
+INLINE float steps_of(const Field *f) { return (float)(1 << f->bits); }
+INLINE float under_of(const Field *f) { return (float)(1 << f->bits) + (f->low ? 0.5f : 0); }
+
+INLINE void dots_as(const KeyGroup *g, int64_t rows, int64_t dim, const uint8_t *const *at,
+                    const uint8_t *const *fine_at, int count, float *scores, int bits, int fields, int fine) {
+  const int64_t lines = dim / LANES / fields;
+  for (int64_t n = 0; n < rows; n += 4) {
+    vf s[16] = {{0}};
+    for (int64_t line = 0; line < lines; line++) {
+      const float *a = g->q + n * dim + line * fields * LANES;
+      vu words[4], rest[4];
+      for (int j = 0; j < 4; j++) words[j] = line_of(at[j] + line * 64, bits, fields);
+      for (int j = 0; j < 4; j++) rest[j] = fine ? line_of(fine_at[j] + line * 64, bits, fields) : words[j];
+#pragma GCC unroll 8
+      for (int field = 0; field < fields; field++) {
+        vf k[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+          k[j] = fraction(words[j], rest[j], field, bits, fine);
+          KEEP(k[j]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+          vf x = load(a + i * dim + field * LANES);
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; j++) s[4 * i + j] += x * k[j];
+        }
+      }
+    }
+    union { vf v; vf4 row[4]; } total = {sums(s)};
+    for (int i = 0; i < 4; i++) {
+      vf4 score = total.row[i] + g->add[n + i];
+      if (count == 4) *(vf4 *)(scores + (n + i) * TILE) = score;
+      else memcpy(scores + (n + i) * TILE, &score, sizeof(float) * count);
+    }
+  }
+}
+
+typedef struct {
+  float scale[TILE * LANES + LANES], zero[TILE * LANES + LANES]; /* [token, group] */
+  const uint8_t *at[TILE], *fine_at[TILE];
+} Values;
+
+/* out += sum_t p[t] * values[t], four registers of a line at a time */
+INLINE void weigh_as(const Values *x, const float *p, int64_t rows, int64_t dim, int64_t group, int count, float *out,
+                     int bits, int fields, int fine) {
+  const int64_t lines = dim / LANES / fields, groups = dim / group;
+  for (int64_t line = 0; line < lines; line++) {
+    vi of; /* the group of a lane's channels */
+    for (int lane = 0; lane < LANES; lane++) {
+      const int words = 16 * fields * bits / 32;
+      of[lane] = (int32_t)(((line * words + lane % words) * (32 / bits) + lane / words * fields) / group);
+    }
+    for (int64_t n = 0; n < rows; n += 4) {
+      const float *w = p + n * TILE;
+      vf add[4] = {{0}};
+      for (int t = 0; t < count; t++) {
+        vf z = spread(load(x->zero + t * groups), of);
+        for (int i = 0; i < 4; i++) add[i] += z * w[i * TILE + t];
+      }
+#pragma GCC unroll 2
+      for (int first = 0; first < fields; first += 4) {
+        float *to = out + n * dim + (line * fields + first) * LANES;
+        vf s[4][4];
+        for (int i = 0; i < 4; i++)
+          for (int j = 0; j < 4; j++) s[i][j] = load(to + i * dim + j * LANES) + add[i];
+        for (int t = 0; t < count; t++) {
+          vu words = line_of(x->at[t] + line * 64, bits, fields), rest = words;
+          if (fine) rest = line_of(x->fine_at[t] + line * 64, bits, fields);
+          vf scale = spread(load(x->scale + t * groups), of), weight[4];
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; i++) {
+            weight[i] = scale * w[i * TILE + t];
+            KEEP(weight[i]);
+          }
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; j++) {
+            vf value = fraction(words, rest, first + j, bits, fine);
+            KEEP(value);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) s[i][j] += value * weight[i];
+          }
+        }
+        for (int i = 0; i < 4; i++)
+          for (int j = 0; j < 4; j++) store(to + i * dim + j * LANES, s[i][j]);
+      }
+    }
+  }
+}
+
+#define CALL(name, bits, fields, fine) \
+  static void name##_##bits##_##fields##_##fine(ARGUMENTS) { name##_as(PASSED, bits, fields, fine); }
+#define SPECIALISE(name)                                                                        \
+  CALL(name, 2, 4, 0) CALL(name, 2, 8, 0) CALL(name, 4, 4, 0) CALL(name, 4, 8, 0)               \
+  CALL(name, 8, 4, 0) CALL(name, 4, 4, 1) CALL(name, 4, 8, 1)                                   \
+  static void name(const Field *f, ARGUMENTS) {                                                 \
+    const int wide = shape_of(f).fields == 8;                                                   \
+    if (f->low) (wide ? name##_4_8_1 : name##_4_4_1)(PASSED);                                   \
+    else if (f->bits == 2) (wide ? name##_2_8_0 : name##_2_4_0)(PASSED);                        \
+    else if (f->bits == 4) (wide ? name##_4_8_0 : name##_4_4_0)(PASSED);                        \
+    else name##_8_4_0(PASSED);                                                                  \
+  }
+#define ARGUMENTS                                                                                              \
+  const KeyGroup *g, int64_t rows, int64_t dim, const uint8_t *const *at, const uint8_t *const *fine_at, int count, \
+      float *scores
+#define PASSED g, rows, dim, at, fine_at, count, scores
+SPECIALISE(dots)
+#undef ARGUMENTS
+#undef PASSED
+#define ARGUMENTS const Values *x, const float *p, int64_t rows, int64_t dim, int64_t group, int count, float *out
+#define PASSED x, p, rows, dim, group, count, out
+SPECIALISE(weigh)
+
+INLINE const uint8_t *code_at(const Field *f, int64_t token) {
+  return (const uint8_t *)f->data + token * (f->dim * f->bits / 8);
+}
+INLINE const uint8_t *fine_at(const Field *f, int64_t token) {
+  return f->low ? (const uint8_t *)f->low + token * (f->dim / 2) : NULL;
+}
+
+/* Scale the queries by the key group that holds this token. */
+static void open_group(const Field *f, KeyGroup *g, const float *q, const float *sorted, int64_t rows, int64_t token) {
+  const int64_t group = token / f->group, dim = f->dim;
+  const float steps = steps_of(f), under = under_of(f);
+  float scale[256] __attribute__((aligned(64))), zero[256] __attribute__((aligned(64)));
+  float order[256] __attribute__((aligned(64)));
+  widen_run(f->scale, group * dim, dim, f->dtype, scale);
+  widen_run(f->zero, group * dim, dim, f->dtype, zero);
+  sort_channels(f, scale, 1, order);
+  for (int64_t n = 0; n < rows; n++) {
+    vf add = {0};
+    for (int64_t d = 0; d < dim; d += LANES) {
+      add += load(q + n * dim + d) * (load(zero + d) - load(scale + d) * under);
+      store(g->q + n * dim + d, load(sorted + n * dim + d) * (load(order + d) * steps));
+    }
+    g->add[n] = sum(add);
+  }
+  g->from = group * f->group;
+  g->to = g->from + f->group;
+}
+
+/* scores[n][t] = q[n] . key[t]; `sorted`: q with its channels in the order of the codes */
+void dots_codes(const Field *f, KeyGroup *g, const float *q, const float *sorted, int64_t rows, const int64_t *token,
+                int count, float *scores) {
+  const uint8_t *at[4], *low[4];
+  for (int t = 0, n; t < count; t += n) {
+    if (token[t] < g->from || token[t] >= g->to) open_group(f, g, q, sorted, rows, token[t]);
+    for (n = 1; n < 4 && t + n < count && token[t + n] >= g->from && token[t + n] < g->to;) n++;
+    for (int j = 0; j < 4; j++) {
+      at[j] = code_at(f, token[t + (j < n ? j : 0)]);
+      low[j] = fine_at(f, token[t + (j < n ? j : 0)]);
+    }
+    dots(f, g, rows, f->dim, at, low, n, scores + t);
+  }
+}
+
+/* out[n] += sum_t p[n][t] value[t], the channels of `out` in the order of the codes */
+void weigh_codes(const Field *f, const float *p, int64_t rows, const int64_t *token, int count, float *out) {
+  const int64_t groups = f->dim / f->group;
+  const float steps = steps_of(f), under = under_of(f);
+  Values x;
+  for (int t = 0, run; t < count; t += run) {
+    for (run = 1; t + run < count && token[t + run] == token[t] + run;) run++;
+    widen_run(f->scale, token[t] * groups, run * groups, f->dtype, x.scale + t * groups);
+    widen_run(f->zero, token[t] * groups, run * groups, f->dtype, x.zero + t * groups);
+  }
+  for (int t = 0; t < count; t++) x.at[t] = code_at(f, token[t]), x.fine_at[t] = fine_at(f, token[t]);
+  for (int64_t i = 0; i < count * groups; i += LANES) {
+    vf scale = load(x.scale + i);
+    store(x.zero + i, load(x.zero + i) - scale * under);
+    store(x.scale + i, scale * steps);
+  }
+  weigh(f, &x, p, rows, f->dim, f->group, count, out);
+}

@@ -1,0 +1,315 @@
+/* Keys and values of 2 and 4 bits by the matrix unit (AMX), which multiplies bfloat16 and adds in float32.
+
+   A code goes under the exponent of 1 as the highest bits of a mantissa: f = 1 + code / 2^bits, exact in bfloat16, by
+   one rotation and one logical operation. As code * scale + zero = f * (2^bits scale) + (zero - 2^bits scale), the
+   scales of keys go into the queries, those of values into the weights, and the rest is a term of its own. Queries and
+   weights keep all their bits: a float is the sum of three bfloat16, its planes. Tiles:
+     scores  [token, (plane, row)]    += keys [token, 32 channels]     * queries [32 channels, (plane, row)]
+     results [(plane, row), channel]  += weights [(plane, row), token] * values [32 tokens, 16 channels]
+   the second operand by pairs along the inner axis. */
+#include "tiles.h"
+
+#if defined(__AMX_BF16__) && defined(__AVX512VBMI2__) && defined(__linux__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+typedef __m512i Line; /* 32 bfloat16 */
+
+/* What tiles are loaded from is invisible to the compiler: it must have been written before. */
+#define WRITTEN() __asm__ volatile("" ::: "memory")
+
+/* Whether the system lets this process use the unit: asked once, as it has to be. */
+static int allowed(void) {
+  static int known; /* 0: not asked yet */
+  int found = __atomic_load_n(&known, __ATOMIC_RELAXED);
+  if (!found) {
+    found = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) ? -1 : 1;
+    __atomic_store_n(&known, found, __ATOMIC_RELAXED);
+  }
+  return found > 0;
+}
+
+/* A pair of lines is 32 channels, and must have one scale; groups are told apart by halving. */
+int tiles_fit(const Field *f, int64_t dim, int64_t rows) {
+  const int64_t groups = f->group ? dim / f->group : 0;
+  if ((f->layout != PER_CHANNEL && f->layout != PER_TOKEN) || (f->bits != 2 && f->bits != 4) || f->low) return 0;
+  if (f->dim != dim || dim % 32 || rows > CODED_QUERIES) return 0;
+  if (f->layout == PER_TOKEN && (f->group % 32 || groups & (groups - 1))) return 0;
+  return allowed();
+}
+
+/* Number i of a line holds this channel: the first field of all its words, then the next field. */
+INLINE int channel_of(int64_t bits, int i) { return (int)(i % (2 * bits) * (16 / bits) + i / (2 * bits)); }
+
+/* How far to the left each word is turned. */
+INLINE Line turns(int64_t bits) {
+  const int64_t each = 0x0001000100010001;
+  if (bits == 2)
+    return _mm512_setr_epi64(5 * each, 3 * each, each, 15 * each, 13 * each, 11 * each, 9 * each, 7 * each);
+  return _mm512_setr_epi64(3 * each, 3 * each, 15 * each, 15 * each, 11 * each, 11 * each, 7 * each, 7 * each);
+}
+
+/* Fractions of 32 channels. Their words are repeated, and each copy gives another field. */
+INLINE Line fractions(const uint8_t *p, int64_t bits, Line turn) {
+  int64_t word;
+  memcpy(&word, p, 8);
+  Line words = bits == 2 ? _mm512_set1_epi64(word) : _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
+  words = _mm512_shldv_epi16(words, words, turn);
+  const Line mask = _mm512_set1_epi16((short)(((1 << bits) - 1) << (7 - bits))), one = _mm512_set1_epi16(0x3f80);
+  return _mm512_ternarylogic_epi32(words, mask, one, 0xea); /* words & mask | one */
+}
+
+/* Ready for a task's queries: of 8 channels, the four even ones by four rows, then the odd ones. */
+void tiles_open(const Field *k, const float *q, int64_t rows, Tiles *x) {
+  struct {
+    uint8_t palette, start, rest[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+  } shape = {.palette = 1, .rows = {16, 16, 16, 16, 16, 12, 16, 12}};
+  for (int i = 0; i < 8; i++) shape.bytes[i] = 64;
+  WRITTEN();
+  _tile_loadconfig(&shape);
+  float *at = x->pairs;
+  for (int64_t n = 0; n < rows; n += 4)
+    for (int64_t d = 0; d < k->dim; d += 8)
+      for (int i = 0; i < 32; i++) /* (odd, pair, row) */
+        *at++ = q[(n + i % 4) * k->dim + (d & -32) + channel_of(k->bits, (int)(d & 31) + i / 4 % 4 * 2 + i / 16)];
+  x->from = x->to = 0;
+}
+
+void tiles_close(void) { _tile_release(); }
+
+/* What the highest 16 bits leave of floats. Cut off, not rounded, so that nothing is lost. */
+INLINE __m512 rest_of(__m512 x) {
+  return _mm512_sub_ps(x, _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(-65536))));
+}
+
+/* Pairs of one plane: the even channel's highest 16 bits below the odd one's */
+INLINE Line joined(__m512 even, __m512 odd) {
+  return _mm512_ternarylogic_epi32(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd),
+                                   _mm512_set1_epi32(-65536), 0xf8); /* even >> 16 | odd & mask */
+}
+
+/* The queries times the scales of the key group that holds this token; scales in the order of the lines. */
+static void take_group(const Field *k, const float *q, int64_t rows, int64_t token, Tiles *x) {
+  const int64_t group = token / k->group, dim = k->dim;
+  float scale[256], zero[256], order[256 + LANES];
+  int32_t place[32];
+  widen_run(k->scale, group * dim, dim, k->dtype, scale);
+  widen_run(k->zero, group * dim, dim, k->dtype, zero);
+  for (int i = 0; i < 32; i++) place[i] = k->bits == 2 ? channel_of(2, i) : channel_of(4, i);
+  for (int64_t d = 0; d < dim; d += LANES) {
+    store(scale + d, load(scale + d) * (float)(1 << k->bits));
+    store(zero + d, load(zero + d) - load(scale + d));
+  }
+  for (int64_t d = 0; d < dim; d += LANES) {
+    const __m512 a = _mm512_loadu_ps(scale + (d & -32)), b = _mm512_loadu_ps(scale + (d & -32) + 16);
+    _mm512_storeu_ps(order + d, _mm512_permutex2var_ps(a, _mm512_loadu_si512(place + d % 32), b));
+  }
+  for (int64_t n = 0; n < rows; n++) {
+    vf add = {0};
+    for (int64_t d = 0; d < dim; d += LANES) add += load(q + n * dim + d) * load(zero + d);
+    x->add[n] = sum(add);
+  }
+  const __m512i evens = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
+  const __m512i odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1));
+  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  const float *pairs = x->pairs;
+  for (int64_t n = 0; n < rows / 4; n++)
+    for (int64_t d = 0; d < dim; d += 8, pairs += 32) {
+      const __m512 s = _mm512_loadu_ps(order + d);
+      __m512 even = _mm512_mul_ps(_mm512_loadu_ps(pairs), _mm512_permutexvar_ps(evens, s));
+      __m512 odd = _mm512_mul_ps(_mm512_loadu_ps(pairs + 16), _mm512_permutexvar_ps(odds, s));
+      const Line p0 = joined(even, odd);
+      even = rest_of(even), odd = rest_of(odd);
+      const Line p1 = joined(even, odd), p2 = joined(rest_of(even), rest_of(odd));
+      const Line a = _mm512_permutex2var_epi64(p0, low, p1), b = _mm512_permutex2var_epi64(p0, high, p1);
+      uint16_t *row = x->part[n][d / 32] + d % 32 / 2 * 32; /* a pair each: its planes, and what is not looked at */
+      for (int i = 0; i < 4; i++) {
+        const int64_t at = i % 2 * 4, plane = 8 + 2 * i;
+        const __m512i take = _mm512_setr_epi64(at, at + 1, at + 2, at + 3, plane, plane + 1, plane, plane + 1);
+        _mm512_store_si512(row + 32 * i, _mm512_permutex2var_epi64(i < 2 ? a : b, take, p2));
+      }
+    }
+  x->from = group * k->group;
+  x->to = x->from + k->group;
+}
+
+/* [token, group] to [group, token]: all even numbers, then all odd ones, as often as groups can be halved. */
+INLINE void by_group(float *x, int64_t groups, float *out) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  const int64_t n = TILE * groups;
+  float *from = x, *to = out;
+  for (; groups > 1; groups /= 2) {
+    for (int64_t i = 0; i < n; i += 32) {
+      const __m512 a = _mm512_loadu_ps(from + i), b = _mm512_loadu_ps(from + i + 16);
+      _mm512_storeu_ps(to + i / 2, _mm512_permutex2var_ps(a, even, b));
+      _mm512_storeu_ps(to + n / 2 + i / 2, _mm512_permutex2var_ps(a, odd, b));
+    }
+    float *done = from;
+    from = to;
+    to = done;
+  }
+  if (from != out) memcpy(out, from, sizeof(float) * n);
+}
+
+static void value_scales(const Field *v, const int64_t *token, int count, Tiles *x) {
+  const int64_t groups = v->dim / v->group;
+  float scale[8 * TILE + LANES], zero[8 * TILE + LANES];
+  for (int t = 0, run; t < count; t += run) { /* the scales of tokens that follow each other are one run of numbers */
+    for (run = 1; t + run < count && token[t + run] == token[t] + run;) run++;
+    widen_run(v->scale, token[t] * groups, run * groups, v->dtype, scale + t * groups);
+    widen_run(v->zero, token[t] * groups, run * groups, v->dtype, zero + t * groups);
+  }
+  for (int64_t i = count * groups; i < TILE * groups; i++) scale[i] = zero[i] = 0;
+  by_group(scale, groups, x->scale);
+  by_group(zero, groups, x->zero);
+  for (int64_t i = 0; i < TILE * groups; i += LANES) {
+    store(x->scale + i, load(x->scale + i) * (float)(1 << v->bits));
+    store(x->zero + i, load(x->zero + i) - load(x->scale + i));
+  }
+}
+
+/* For each line that is read, one of the next batch is asked for. */
+INLINE void ask(const uint8_t *data, const int64_t *soon, int count, int t, int64_t size) {
+  for (int64_t at = 0; at < size && t < count; at += 64) __builtin_prefetch(data + soon[t] * size + at, 0, 2);
+}
+
+INLINE void keys_as(const Field *k, const int64_t *token, int count, const int64_t *soon, int more, uint16_t *to,
+                    int64_t dim, int64_t bits) {
+  const Line turn = turns(bits);
+  const uint8_t *data = k->data;
+  const int64_t size = dim * bits / 8;
+  for (int t = 0; t < count; t++) {
+    const uint8_t *code = data + token[t] * size;
+    ask(data, soon, more, t, size);
+    for (int64_t d = 0; d < dim; d += 32, code += 4 * bits, to += 32)
+      _mm512_store_si512(to, fractions(code, bits, turn));
+  }
+}
+
+INLINE void values_as(const Field *v, const int64_t *token, int count, const int64_t *soon, int more, uint16_t *to,
+                      int64_t dim, int64_t bits) {
+  const Line turn = turns(bits);
+  const uint8_t *data = v->data;
+  const int64_t size = dim * bits / 8, last = count - 1;
+  for (int t = 0; t < TILE; t += 2, to += 32) { /* beyond the last token, its copies, which have no weight */
+    const uint8_t *a = data + token[t < last ? t : last] * size, *b = data + token[t + 1 < last ? t + 1 : last] * size;
+    ask(data, soon, more, t, size);
+    ask(data, soon, more, t + 1, size);
+    for (int64_t d = 0; d < dim; d += 32, a += 4 * bits, b += 4 * bits) {
+      const Line first = fractions(a, bits, turn), second = fractions(b, bits, turn);
+      _mm512_store_si512(to + d * 32, _mm512_unpacklo_epi16(first, second));
+      _mm512_store_si512(to + d * 32 + 512, _mm512_unpackhi_epi16(first, second));
+    }
+  }
+}
+
+/* A constant width lets the loops be unrolled. */
+#define READ(name, f, token, count, to)                                                      \
+  do {                                                                                       \
+    if (f->bits == 4 && f->dim == 128) name(f, token, count, soon, more, to, 128, 4);        \
+    else if (f->bits == 4) name(f, token, count, soon, more, to, f->dim, 4);                 \
+    else name(f, token, count, soon, more, to, f->dim, 2);                                   \
+  } while (0)
+
+/* scores[n][t] = q[n] . key[t] of a batch, in runs of one key group. `soon`: the tokens of the next batch. */
+void tiles_dots(const Field *k, const float *q, int64_t rows, const int64_t *token, int count, const int64_t *soon,
+                int more, Tiles *x, float *scores) {
+  READ(keys_as, k, token, count, x->made);
+  float found[TILE][LANES] __attribute__((aligned(64))), turned[4][TILE];
+  for (int t = 0, n; t < count; t += n) {
+    if (token[t] < x->from || token[t] >= x->to) take_group(k, q, rows, token[t], x);
+    for (n = 1; t + n < count && token[t + n] >= x->from && token[t + n] < x->to;) n++;
+    for (int64_t b = 0; b < rows / 4; b++) {
+      const uint16_t *at = x->made + t * k->dim;
+      WRITTEN();
+      _tile_zero(0);
+      _tile_zero(1);
+      for (int64_t line = 0; line < k->dim / 32; line++, at += 32) {
+        _tile_loadd(4, x->part[b][line], 64);
+        _tile_loadd(2, at, 2 * k->dim);
+        _tile_dpbf16ps(0, 2, 4);
+        if (n <= 16) continue;
+        _tile_loadd(3, at + 16 * k->dim, 2 * k->dim);
+        _tile_dpbf16ps(1, 3, 4);
+      }
+      _tile_stored(0, found, 64);
+      if (n > 16) _tile_stored(1, found[16], 64);
+      const vf4 add = *(const vf4 *)(x->add + 4 * b);
+      for (int i = 0; i < n; i += 4) {
+        vf4 y[4];
+        for (int j = 0; j < 4; j++) {
+          const vf4 *plane = (const vf4 *)found[i + j];
+          y[j] = plane[0] + (plane[1] + plane[2]) + add;
+        }
+        _MM_TRANSPOSE4_PS(y[0], y[1], y[2], y[3]);
+        for (int j = 0; j < 4; j++) *(vf4 *)(turned[j] + i) = y[j];
+      }
+      for (int i = 0; i < 4; i++) memcpy(scores + (4 * b + i) * TILE + t, turned[i], sizeof(float) * n);
+    }
+  }
+}
+
+/* out[n] += sum_t p[n][t] value[t] of a batch, channels in the order of the tiles */
+void tiles_weigh(const Field *v, const float *p, int64_t rows, const int64_t *token, int count, const int64_t *soon,
+                 int more, Tiles *x, float *out) {
+  READ(values_as, v, token, count, x->made);
+  value_scales(v, token, count, x);
+  const int64_t parts = v->dim / 16, each = v->group / 16;
+  uint16_t high[32]; /* the places of the floats' highest 16 bits */
+  for (int i = 0; i < 32; i++) high[i] = (uint16_t)(2 * i + 1);
+  const Line odd = _mm512_loadu_si512(high);
+  uint16_t weight[8][12][32] __attribute__((aligned(64)));
+  float found[16][12][LANES] __attribute__((aligned(64))), add[4][8];
+  for (int64_t n = 0; n < rows; n += 4, p += 4 * TILE) {
+    for (int64_t g = 0; g < parts / each; g++)
+      for (int i = 0; i < 4; i++) {
+        const vf a = load(p + i * TILE), b = load(p + i * TILE + LANES);
+        add[i][g] = sum(a * load(x->zero + g * TILE) + b * load(x->zero + g * TILE + LANES));
+        __m512 first = (__m512)(a * load(x->scale + g * TILE));
+        __m512 second = (__m512)(b * load(x->scale + g * TILE + LANES));
+        for (int plane = 0; plane < 12; plane += 4, first = rest_of(first), second = rest_of(second))
+          _mm512_store_si512(weight[g][plane + i], _mm512_permutex2var_epi16(_mm512_castps_si512(first), odd,
+                                                                             _mm512_castps_si512(second)));
+      }
+    WRITTEN();
+    for (int64_t j = 0; j < parts; j++) {
+      if (j % each == 0) _tile_loadd(5, weight[j / each], 64);
+      _tile_loadd(6, x->made + j * 512, 64);
+      _tile_zero(7);
+      _tile_dpbf16ps(7, 5, 6);
+      _tile_stored(7, found[j], 64);
+    }
+    for (int64_t j = 0; j < parts; j++)
+      for (int i = 0; i < 4; i++) {
+        float *to = out + (n + i) * v->dim + j * 16;
+        const vf planes = load(found[j][i]) + (load(found[j][4 + i]) + load(found[j][8 + i]));
+        store(to, load(to) + (planes + add[i][j / each]));
+      }
+  }
+}
+
+void tiles_unsort(const Field *v, float *out, int64_t rows) {
+  for (float *x = out; x < out + rows * v->dim; x += 32) {
+    float line[32];
+    memcpy(line, x, sizeof line);
+    for (int i = 0; i < 32; i++) x[channel_of(v->bits, i)] = line[i % 8 / 4 * 16 + i / 8 * 4 + i % 4];
+  }
+}
+#else
+int tiles_fit(const Field *f, int64_t dim, int64_t rows) { return (void)f, (void)dim, (void)rows, 0; }
+void tiles_open(const Field *k, const float *q, int64_t rows, Tiles *x) { (void)k, (void)q, (void)rows, (void)x; }
+void tiles_close(void) {}
+void tiles_dots(const Field *k, const float *q, int64_t rows, const int64_t *token, int count, const int64_t *soon,
+                int more, Tiles *x, float *scores) {
+  (void)k, (void)q, (void)rows, (void)token, (void)count, (void)soon, (void)more, (void)x, (void)scores;
+}
+void tiles_weigh(const Field *v, const float *p, int64_t rows, const int64_t *token, int count, const int64_t *soon,
+                 int more, Tiles *x, float *out) {
+  (void)v, (void)p, (void)rows, (void)token, (void)count, (void)soon, (void)more, (void)x, (void)out;
+}
+void tiles_unsort(const Field *v, float *out, int64_t rows) { (void)v, (void)out, (void)rows; }
+#endif

@@ -1,0 +1,111 @@
+"""The C kernel reads codes as they lie, for the layouts that the engine makes, with whatever the processor offers."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+import support_kernels as oracle
+import torch
+
+from kvengine.kernels import codecs
+from kvengine.kernels.cpu import library
+from kvengine.kernels.page_scores import best_units, page_bounds, page_scores, top_units
+from kvengine.kernels.page_scores.coarse import Coarse
+from kvengine.kernels.paged_attention import paged_attention
+from kvengine.kernels.slots import resolve, visible_to
+
+pytestmark = pytest.mark.skipif("native" not in oracle.backends(), reason="no C compiler")
+PAGE, ROWS, TABLE = 64, 2, 4
+PROCESSORS = {
+    "this one": "-march=native",
+    "no matrix unit": "-mno-amx-bf16",
+    "256 bits": "-march=x86-64-v3",
+    "128 bits": "-march=x86-64",
+}
+SHAPES = {
+    "4 bits": (128, 4, 32, 4),
+    "2 bits": (128, 2, 32, 4),
+    "8 bits": (128, 8, 32, 4),
+    "1 bit": (128, 1, 32, 4),
+    "4 and 2 bits": (64, (4, 2), 32, 7),
+    "narrow": (32, 4, 32, 1),
+    "narrow, 2 bits": (64, 2, 64, 9),
+    "wide": (256, 4, 32, 16),
+    "wide, 2 bits": (256, 2, 64, 4),
+    "many queries": (128, 4, 32, 24),
+    "three groups": (96, 4, 32, 4),
+    "short groups": (128, 4, 16, 4),
+}
+
+
+@cache
+def built(flag: str) -> library.Loaded:
+    """The library for another processor, which this one must be able to stand in for."""
+    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
+    assert compiler
+    try:
+        return library.Loaded(ctypes.CDLL(str(library._built(compiler, (*library.FLAGS, *library.OPENMP, flag)))), None)
+    except subprocess.CalledProcessError as error:
+        return library.Loaded(None, error.stderr)
+
+
+@pytest.fixture(params=PROCESSORS)
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = request.param
+    if name != "this one":
+        if platform.machine() != "x86_64":
+            pytest.skip("the flags are of x86-64")
+        lines = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+        if name == "256 bits" and " avx2 " not in lines:
+            pytest.skip("this processor has no 256 bits")
+        found = built(PROCESSORS[name])
+        if found.library is None:
+            pytest.skip(f"the compiler does not know {PROCESSORS[name]}")
+        monkeypatch.setattr(library, "load", lambda: found)
+
+
+@pytest.mark.parametrize("chosen", [None, 16, 1])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("processor")
+def test_codes_are_what_they_stand_for(shape: str, chosen: int | None) -> None:
+    dim, bits, group, heads = SHAPES[shape]
+    rng = torch.Generator().manual_seed(heads)
+    k, v = torch.randn(2, ROWS * TABLE, PAGE, dim, generator=rng) + 2
+    k[..., :2] *= 20  # outlying channels, as models have them
+    fields = codecs.encode_kivi(k, v, bits, group)  # type: ignore[arg-type]
+    k, v = codecs.decode("kivi", fields, dim, dim)
+    table = torch.randperm(ROWS * TABLE, generator=rng).view(ROWS, TABLE).int()
+    position = torch.arange(TABLE * PAGE).repeat(ROWS, 1)
+    position[torch.rand(position.shape, generator=rng) < 0.2] = -1
+    position[1, 37:] = -1
+    units = None
+    if chosen:
+        all_units = TABLE * PAGE // chosen
+        units = torch.stack([torch.randperm(all_units, generator=rng)[: all_units // 2 + 1] for _ in range(ROWS)])
+        units[0, 3] = -1
+    q = torch.randn(ROWS, heads, 1, dim, generator=rng) * 3
+    got = paged_attention(
+        q, fields, table, position, page=PAGE, scale=dim**-0.5, codec="kivi", dim_v=dim, units=units, unit=chosen,
+        want_probs=True, backend="native",
+    )  # fmt: skip
+    where, at = resolve(table, position, units, chosen or PAGE, PAGE)
+    want = oracle.attend(q, k.flatten(0, 1)[where], v.flatten(0, 1)[where], visible_to(at, None, None, 1), dim**-0.5)
+    oracle.close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 6])
+@pytest.mark.usefixtures("processor")
+def test_units_are_chosen_alike(group: int) -> None:
+    rng = torch.Generator().manual_seed(group)
+    k = torch.randn(2, 700 * 4, 72, generator=rng)
+    low, high = page_bounds(k, torch.ones(k.shape[:2], dtype=torch.bool), 4)
+    alive, q = torch.rand(2, 700, generator=rng) < 0.9, torch.randn(2, group, 72, generator=rng)
+    got = best_units(q, low, high, alive, 60, coarse=Coarse())
+    assert torch.equal(got, top_units(page_scores(q, low, high, alive, backend="reference"), 60, backend="reference"))
