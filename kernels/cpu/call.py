@@ -94,6 +94,19 @@ def up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def floats(q: Tensor, dim: int, scale: float = 1.0, split: bool = False) -> Tensor:
+    """Queries [row, head, dim] as the kernels take them (`kv_queries`): one call for what would be many small ones."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    rows, heads, wide = q.shape
+    padded = up(heads, 4)
+    out = torch.empty(rows, padded, 2 if split else 1, dim)
+    library.needed().kv_queries(
+        POINTER(q.data_ptr()), *map(I64, (DTYPES[q.dtype], rows, heads, q.stride(0), q.stride(1), wide, padded, dim, split)),
+        ctypes.c_float(scale), POINTER(out.data_ptr()),
+    )  # fmt: skip
+    return out
+
+
 def run(
     q: Tensor, k: Field, v: Field, columns: int, scale: float, softcap: float | None, sinks: Tensor | None,
     want_probs: bool, **more: Any,
@@ -101,28 +114,22 @@ def run(
     """Attend. `more`: the members of `Attention` that say which columns are seen; tensors must outlive the call."""
     rows, group, queries, _ = q.shape
     heads, dim, dim_v = group * queries, up(k.dim, LANES), up(v.dim, LANES)
-    scaled = q.new_zeros(rows, up(heads, 4), dim, dtype=torch.float32)
-    torch.mul(q.flatten(1, 2), scale, out=scaled[:, :heads, : k.dim]) if q.dtype == torch.float32 else scaled[
-        :, :heads, : k.dim
-    ].copy_(q.flatten(1, 2)).mul_(scale)
-    out = scaled.new_empty(rows, heads, dim_v)
-    lse = scaled.new_empty(rows, heads)
+    scaled = floats(q.flatten(1, 2), dim, scale)
+    out = torch.empty(rows, heads, dim_v)
+    lse = torch.empty(rows, group, queries)
     scores = torch.full((rows, heads, columns), -torch.inf) if want_probs else None
     logits = None if sinks is None else sinks.float()[..., None].expand(rows, group, queries).contiguous()
     threads = team(rows * columns * (k.dim + v.dim))
     call = Attention(
-        rows=rows, heads=heads, padded=scaled.shape[1], queries=queries, dim=dim, dim_v=dim_v, columns=columns,
+        rows=rows, heads=heads, padded=up(heads, 4), queries=queries, dim=dim, dim_v=dim_v, columns=columns,
         splits=_splits(rows, columns, threads), threads=threads, q=scaled.data_ptr(), k=k, v=v,
         softcap=softcap or 0.0, sinks=address(logits), scores=address(scores), out=out.data_ptr(), lse=lse.data_ptr(),
         **more,
     )  # fmt: skip
-    loaded = library.load().library
-    if loaded is None or loaded.kv_attention(ctypes.byref(call)):
+    if library.needed().kv_attention(ctypes.byref(call)):
         raise KernelError("the native attention kernel could not allocate its buffers")
-    shape = (group, queries)
-    lse = lse.unflatten(1, shape)
-    probs = None if scores is None else _softmax(scores.unflatten(1, shape), lse)
-    return State(out[..., : v.dim].unflatten(1, shape), lse, probs)
+    probs = None if scores is None else _softmax(scores.view(rows, group, queries, columns), lse)
+    return State(out.view(rows, group, queries, dim_v)[..., : v.dim], lse, probs)
 
 
 def team(values: int) -> int:

@@ -18,6 +18,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvengine.errors import KernelError
+
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-std=gnu11", "-fPIC", "-shared")
 OPENMP = ("-fopenmp",)
 LINK = ("-lm",)
@@ -46,6 +48,14 @@ def load() -> Loaded:
         except (OSError, subprocess.TimeoutExpired) as error:
             reason = f"the C kernels could not be built or loaded: {error}"
     return Loaded(None, reason)
+
+
+def needed() -> ctypes.CDLL:
+    """The C kernels. Raises KernelError where there are none."""
+    found = load()
+    if found.library is None:
+        raise KernelError(f"backend='native' cannot run here: {found.reason}")
+    return found.library
 
 
 def cache_dir() -> Path:

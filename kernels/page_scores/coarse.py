@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import KernelError
-from kvengine.kernels.cpu import call
+from kvengine.kernels.cpu import call, library
 from kvengine.kernels.page_scores import native
 
 BLOCK = 64
@@ -41,12 +41,12 @@ class Coarse:
     """Codes of the bounds of a table's first `done` units, made when first asked for.
 
     Units are added behind those that are there; where a unit's bounds change, say so by `changed`. `tensors`: what it
-    holds, {} before first use. `refined`: units per row whose true bounds the last choice read.
+    holds, {} before first use.
     """
 
     def __init__(self) -> None:
         self.done = 0
-        self.refined = 0.0
+        self._refined = torch.zeros(1)  # by row
         self._tensors: dict[str, Tensor] = {}
         self._shared = False  # another refers to the tensors, so they are cloned before more is written
 
@@ -59,6 +59,11 @@ class Coarse:
     @property
     def tensors(self) -> dict[str, Tensor]:
         return self._tensors
+
+    @property
+    def refined(self) -> float:
+        """Units per row whose true bounds the last choice read."""
+        return float(self._refined.float().mean())
 
     def reads(self, units: int, exact: int) -> int:
         """Bytes that the next choice among `units` reads, about; `exact`: those of the true bounds of all."""
@@ -98,14 +103,14 @@ class Coarse:
             limits=self._tensors["limits"].data_ptr(), ids=ids.data_ptr(),
             refined=refined.data_ptr(),
         )  # fmt: skip
-        library = native.loaded()
+        loaded = library.needed()
         if self.done < whole:
-            library.kv_code(ctypes.byref(described))
+            loaded.kv_code(ctypes.byref(described))
             self.done = whole
-        if library.kv_coarse_top(ctypes.byref(described)):
+        if loaded.kv_coarse_top(ctypes.byref(described)):
             raise KernelError("the native selection kernel could not allocate its buffers")
         del keep
-        self.refined = float(refined.sum()) / max(1, rows)
+        self._refined = refined
         return ids
 
     def _reserve(self, rows: int, units: int, dim: int) -> None:

@@ -32,7 +32,7 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
     out = torch.empty(alive.shape)
     described, keep = bounds(q, low, high, alive, reduce)
     described.out = out.data_ptr()
-    loaded().kv_bounds(ctypes.byref(described))
+    library.needed().kv_bounds(ctypes.byref(described))
     del keep
     return out
 
@@ -41,8 +41,7 @@ def bounds(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> 
     """The bounds and the queries as the C kernels take them, and the tensors that must outlive the call."""
     rows, group, dim = q.shape
     wide = call.up(dim, call.LANES)
-    parts = q.new_zeros(rows, call.up(group, 4), 2, wide, dtype=torch.float32)
-    parts[:, :group, 0, :dim], parts[:, :group, 1, :dim] = q.clamp_min(0), q.clamp_max(0)
+    parts = call.floats(q, wide, split=True)
     alive = alive if alive.stride(-1) == 1 else alive.contiguous()
     described = Bounds(
         rows=rows, group=group, padded=parts.shape[1], dim=wide, units=alive.shape[1],
@@ -58,14 +57,6 @@ def top_units(scores: Tensor, count: int) -> Tensor:
     scores = scores.to(torch.float32).contiguous()
     ids = torch.empty(rows, count, dtype=torch.int64)
     at = (I64(n) for n in (rows, units, count, call.team(rows * units * 8)))
-    if loaded().kv_top(POINTER(scores.data_ptr()), *at, POINTER(ids.data_ptr())):
+    if library.needed().kv_top(POINTER(scores.data_ptr()), *at, POINTER(ids.data_ptr())):
         raise KernelError("the native selection kernel could not allocate its buffers")
     return ids
-
-
-def loaded() -> ctypes.CDLL:
-    """The C kernels. Raises KernelError where there are none."""
-    found = library.load()
-    if found.library is None:
-        raise KernelError(f"backend='native' cannot run here: {found.reason}")
-    return found.library
