@@ -23,6 +23,10 @@ BINS = 8
 PRIOR = 0.7  # acceptance, before any is measured: optimistic, since a draft that is never tried teaches nothing
 FIRST = 2  # tokens of the first draft
 NONE = -1
+EARLY = 24  # rounds; the first are learnt from one by one
+TOGETHER = 8  # rounds without a draft that are learnt from at once
+FORGET = 8  # rounds without a draft after which the last one says little
+START = 2.0  # plain passes that the first trials in a text may lose: what others taught says little
 STALE = 256  # rounds after which the cost of drafting nothing is in doubt
 
 
@@ -55,7 +59,8 @@ class Adaptive:
     """Draft while further tokens are worth their cost, by measured seconds, and acceptance by place and confidence.
 
     limit: never more than this many. explore: share of all seconds that may be lost to trials; twice that to trials of
-    drafting where it is not clear that it does not pay, a quarter where not even drafts that always stood would.
+    drafting where it is not clear that it does not pay, a quarter where not even drafts that always stood would. Beyond
+    that, the first trials in a text may lose two plain passes, if drafts that stood would pay.
     What drafting nothing costs is measured when the rule would stop drafting, and not before.
     """
 
@@ -64,6 +69,11 @@ class Adaptive:
     rounds: int = field(default=0, init=False)
     tried: int | None = field(default=None, init=False)  # in this round, where against the rule
     prompt: int = field(default=0, init=False)
+    plain: list[Round] = field(default_factory=list, init=False)  # rounds yet to be learnt from
+    here: int = field(default=0, init=False)  # rounds in this text
+    cold: bool = field(default=False, init=False)  # a text's first round finds nothing in the caches: it takes longer
+    free: float = field(default=0.0, init=False)  # seconds that trials in this text may lose beyond their share
+    pays_for: bool = field(default=True, init=False)  # whether the trial counts towards that share
     measured: int = field(default=0, init=False)  # the round in which drafting nothing was last measured
     times: Times = field(default_factory=Times, init=False)
     tokens: float = field(default=0.0, init=False)
@@ -74,11 +84,16 @@ class Adaptive:
     places: list[Odds] = field(init=False)
     bins: list[Odds] = field(init=False)
     after: list[Odds] = field(init=False)
+    fell: bool = field(default=False, init=False)  # the last draft, lately, for the larger part
+    drafted: int = field(default=0, init=False)  # the round in which that was
+    again: Odds = field(default_factory=lambda: Odds(16.0), init=False)  # how often the next one's first token stands
     chances: list[float] = field(init=False)
     usual: list[float] = field(init=False)  # how often a token stands when those before it do, by place
     recent: float = field(default=PRIOR, init=False)  # acceptance of late
     rate: float = field(default=0.0, init=False)
-    losses: list[float] = field(default_factory=list, init=False)  # seconds that a round loses, by its depth
+    expected: list[float] = field(default_factory=list, init=False)  # tokens of a round, by its depth
+    losses: list[float] = field(default_factory=list, init=False)  # seconds that such a round loses
+    worse: float = field(default=0.0, init=False)  # seconds more that a trial loses if it goes as the last draft did
     probe: int = field(default=1, init=False)  # tokens of a trial of drafting: where most is learnt for what it loses
     hopeful: bool = field(default=False, init=False)  # whether drafting may pay, acceptance being known as it is
     costs: list[float] = field(default_factory=list, init=False)
@@ -92,7 +107,10 @@ class Adaptive:
         self.chances, self.usual = [PRIOR] * BINS, [PRIOR] * self.limit
 
     def begin(self, tokens: int) -> None:
-        """What rounds cost depends on the length of the context; what stands does so much less."""
+        """What rounds cost depends on the length of the context; what stands differs from text to text."""
+        self.cold, self.here, self.fell = self.here != 1, 0, False
+        if self.bars and not self.hopeless:
+            self.free = START * self.costs[0]
         if self.prompt and not self.prompt / 1.5 < tokens < 1.5 * self.prompt:
             self.times.clear()
             self.bars, self.costs, self.tokens, self.seconds = [], [], 0.0, 0.0
@@ -108,7 +126,7 @@ class Adaptive:
             return False
         if self.tried == drafted or (self.tried == 0 and drafted < self.probe):
             return True
-        if not self.worth(confidence):
+        if (drafted == 0 and self.hopeless) or not self.worth(confidence):
             return self.trial(confidence)
         return not (drafted == 0 and self.rest())
 
@@ -128,17 +146,23 @@ class Adaptive:
         drafted = len(confidence)
         if self.tried is not None or 0 not in self.times.middle:
             return False
-        loss, share = self.losses[self.probe], self.explore
+        usual, share = self.usual[0], self.explore
+        self.worse = max(0.0, 1 - self.next(()) / usual) * (self.expected[self.probe] - 1) / self.rate
+        loss = self.losses[self.probe] + self.worse
         if drafted:
             loss = self.costs[drafted + 1] - self.costs[drafted] - self.stands(confidence) / self.rate
         elif self.hopeful:
             share *= 2
-        elif self.bars[0] >= 1:  # even drafts that always stood would not pay
+        elif self.hopeless:
             share /= 4
         loss = max(loss, 0.05 * self.costs[0])
-        if self.lost + loss > share * self.spent:
+        within = self.lost + loss <= share * self.spent
+        if not within and loss > self.free:
             return False
-        self.lost, self.tried = self.lost + (loss if drafted else 0.0), drafted
+        if not within:
+            self.free -= loss
+        self.tried, self.pays_for = drafted, within
+        self.lost += loss if drafted and within else 0.0
         return True
 
     def rest(self) -> bool:
@@ -151,34 +175,69 @@ class Adaptive:
         return True
 
     def next(self, confidence: Sequence[float]) -> float:
-        """How often the token after those stands: easy passages stay easy, so the last one's confidence counts."""
+        """How often the token after those stands: easy passages stay easy, so the last one's confidence counts, and before
+        any is drafted, how the last draft did."""
         usual = self.place(len(confidence))
-        return self.after[_bin(confidence[-1])].estimate(usual) if confidence else usual
+        if confidence:
+            return self.after[_bin(confidence[-1])].estimate(usual)
+        return self.again.estimate(usual) if self.fell else usual
 
     def place(self, index: int) -> float:
         """How often the token at that place stands when those before it do."""
         return self.usual[index]
 
+    @property
+    def settled(self) -> bool:
+        """Whether one more round without a draft will hardly change what is known."""
+        return self.hopeless and self.rounds >= EARLY
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether not even drafts that always stood would pay."""
+        return bool(self.bars) and self.bars[0] >= 1
+
     def learn(self, what: Round) -> None:
-        self.rounds += 1
-        self.times.add(what.depth, what.draft_seconds, what.judge_seconds, what.levels)
+        """Take note of a round; of those without a draft some together, where drafting is hopeless."""
+        tried = self.tried
+        if not (what.drafted or tried is not None) and self.settled and len(self.plain) < TOGETHER:
+            self.plain.append(what)
+            return
+        self.tried = None
+        for one in self.plain:
+            self._learn(one)
+        self.plain.clear()
+        self.tried = tried
+        self._learn(what)
+
+    def _learn(self, what: Round) -> None:
+        self.rounds, self.here = self.rounds + 1, self.here + 1
+        if not (self.cold and self.times.kept):
+            self.times.add(what.depth, what.draft_seconds, what.judge_seconds, what.levels)
+        self.cold, tried = False, self.tried is not None
         for index in range(what.tested):
             self._tested(what, index)
+        if what.tested:
+            if self.fell:
+                self.again.add(what.stood > 0)
+            self.fell, self.drafted = 2 * what.stood <= what.depth, self.rounds
+        elif self.rounds - self.drafted >= FORGET:
+            self.fell = False
         if self._changed():
-            for odds in (self.overall, *self.places, *self.bins, *self.after):
+            for odds in (self.overall, *self.places, *self.bins, *self.after, self.again):
                 odds.fade(0.1)
         self.measured = self.measured if what.drafted else self.rounds
         spent = what.draft_seconds + what.judge_seconds
         if self.costs:
             spent = min(spent, 2 * self.costs[min(what.depth, self.limit)])
         self.spent += spent
-        if self.tried == 0:
-            self.lost += max(self.losses[min(what.depth, self.limit)], 0.05 * self.costs[0])
+        if self.tried == 0 and self.pays_for:
+            loss = self.losses[min(what.depth, self.limit)] + what.other_seconds + self.worse * bool(what.drafted)
+            self.lost += max(loss, 0.05 * self.costs[0])
         self.tried = None
         spent += what.other_seconds
         self.tokens, self.seconds = 0.98 * self.tokens + what.stood + 1, 0.98 * self.seconds + spent
-        every = 4 if what.drafted else 8
-        if self.times.drafted and (self.rounds < 24 or self.rounds % every == 0 or not self.bars):
+        due = tried or self.rounds < EARLY or self.rounds % (4 if what.drafted else 16) == 0 or not self.bars
+        if due and self.times.drafted:
             self._decide()
 
     def _tested(self, what: Round, index: int) -> None:
@@ -198,10 +257,12 @@ class Adaptive:
 
     def _decide(self) -> None:
         """From what is known, how likely the next token must be to stand, by how many are drafted."""
-        self.costs = seconds = self.times.table(self.limit)
+        first, self.costs = not self.costs, self.times.table(self.limit)
+        seconds = self.costs
+        self.free = START * seconds[0] if first else self.free
         usual = self.overall.estimate(PRIOR)
         self.usual = places = list(accumulate(self.places, lambda prior, odds: odds.estimate(prior), initial=usual))[1:]
-        expected = [1.0, *(1 + chain for chain in accumulate(accumulate(places, mul)))]
+        self.expected = expected = [1.0, *(1 + chain for chain in accumulate(accumulate(places, mul)))]
         tokens, cost = max(zip(expected, seconds, strict=True), key=lambda pair: pair[0] / pair[1])
         self.rate = max(tokens / cost, (self.tokens + 8 * tokens) / (self.seconds + 8 * cost))
         self.losses = [t - n / self.rate for n, t in zip(expected, seconds, strict=True)]

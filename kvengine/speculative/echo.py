@@ -121,10 +121,11 @@ class Echo(Session):
 
     def settle(self, text: Text) -> None:
         """Take the target's keys and values of the tokens that it has let through."""
-        drafted = len(self.open)
-        self.align(text, ())
-        stood, fresh = len(self.open), self.whole.settled - self.settled
-        self.forget(stood)
+        drafted, stood, fresh = len(self.open), 0, self.whole.settled - self.settled
+        if drafted:
+            self.align(text, ())
+            stood = len(self.open)
+            self.forget(stood)
         if fresh:
             self.stale |= self.refresh.due(stood, drafted)
             self._remember(fresh)

@@ -147,6 +147,8 @@ class Session:
 
     def settle(self, text: Text) -> None:
         """Make history of the open tokens that the text confirms."""
+        if not self.open and self.guest is None:
+            return
         self.align(text, ())
         self._commit()
         self.settled += len(self.open)

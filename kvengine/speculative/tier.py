@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -68,6 +69,11 @@ class Tier:
     clock: Callable[[], float] = time.perf_counter
     other: float = 0.0
 
+    @cached_property
+    def reader(self) -> Reader | None:
+        """What is below, if it has a model. To ask that anew in every round would take longer than many a decision."""
+        return self.below if isinstance(self.below, Reader) else None
+
     def propose(self, text: Text, tail: Sequence[int], more: More) -> Draft:
         """A chain of tokens, each drawn from this tier's law given those before it."""
         return drive(self.proposing(text, tail, more))
@@ -110,10 +116,12 @@ class Tier:
         return verdict, laws, logits
 
     def settle(self, text: Text) -> None:
+        if self.below is None:  # nobody asks what it takes
+            self.session.settle(text)
+            return
         began = self.clock()
         self.session.settle(text)
-        if self.below:
-            self.below.settle(text)
+        self.below.settle(text)
         self.other += self.clock() - began
 
     def observe(self, tokens: Sequence[int], logits: Float[Tensor, "token vocab"]) -> None:
@@ -126,14 +134,14 @@ class Tier:
             return Draft()
         ahead = self.ahead.more
         more: More = lambda sure: (limit is None or len(sure) < limit) and ahead(sure)  # noqa: E731
-        if isinstance(self.below, Reader):
-            if not more(()):
-                return Draft()
-            began = self.clock()
-            self.below.session.prepare(text)
-            self.other += self.clock() - began
-            return (yield from self.below.proposing(text, tail, more))
-        return self.below.propose(text, tail, more)
+        if self.reader is None:
+            return self.below.propose(text, tail, more)
+        if not more(()):
+            return Draft()
+        began = self.clock()
+        self.reader.session.prepare(text)
+        self.other += self.clock() - began
+        return (yield from self.reader.proposing(text, tail, more))
 
     def _read(self, missing: Sequence[int], guess: Draft) -> Asks[Float[Tensor, "node vocab"]]:
         if guess.is_chain:
