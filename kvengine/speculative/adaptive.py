@@ -108,11 +108,12 @@ class Adaptive:
 
     def begin(self, tokens: int) -> None:
         """What rounds cost depends on the length of the context; what stands differs from text to text."""
-        self.cold, self.here, self.fell = self.here != 1, 0, False
+        self.cold, self.here, self.fell, self.tried = self.here != 1, 0, False, None
         if self.bars and not self.hopeless:
             self.free = START * self.costs[0]
         if self.prompt and not self.prompt / 1.5 < tokens < 1.5 * self.prompt:
             self.times.clear()
+            self.plain.clear()
             self.bars, self.costs, self.tokens, self.seconds = [], [], 0.0, 0.0
         self.prompt = tokens
 

@@ -236,6 +236,28 @@ def test_a_rule_asked_twice_answers_alike() -> None:
         )
 
 
+def test_a_round_that_broke_off_leaves_nothing_to_the_next_text() -> None:
+    ahead = Adaptive()
+    ahead.begin(1000)
+    for _ in range(40):
+        ahead.learn(Round(2, 2, 0, (0.5,), 3, 5.0, 1.0))
+        ahead.learn(Round(0, 0, 0, (), 1, 0.0, 1.0))
+    ahead.tried = 0  # a trial whose outcome nobody told
+    ahead.begin(9000)  # so much longer that no seconds hold
+    assert ahead.more([]) and not ahead.bars
+    ahead.learn(Round(1, 1, 1, (0.9,), 2, 0.1, 1.0))
+    assert ahead.lost < 0.1 * ahead.spent and len(ahead.bars) == ahead.limit
+
+
+def test_plain_rounds_are_counted_where_drafting_is_hopeless() -> None:
+    ahead = Adaptive()
+    for number in range(200):
+        depth = int(ahead.more([]))
+        ahead.learn(Round(depth, depth, 0, (0.5,) * depth, depth + 1, 3.0 * depth, 1.0))
+        assert ahead.rounds + len(ahead.plain) == number + 1
+    assert ahead.hopeless and ahead.spent > 150 and ahead.lost < 0.02 * ahead.spent
+
+
 def test_lengths_below_one_are_refused() -> None:
     with pytest.raises(PolicyError, match="at least 1, not 0"):
         Fixed(0)
