@@ -360,9 +360,9 @@ def middle(ratios: list[float]) -> tuple[float, float, float]:
     """
     n, found = len(ratios), sorted(ratios)
     outside, k = 2 * 0.5**n, 0  # how often the median lies outside the k-th smallest and the k-th largest, from 0 on
-    while k < n // 2 - 1 and outside + 2 * math.comb(n, k + 1) * 0.5**n <= 0.05:
+    while k < n // 2 - 1 and outside + 2 * math.comb(n, k + 1) / 2**n <= 0.05:
         k += 1
-        outside += 2 * math.comb(n, k) * 0.5**n
+        outside += 2 * math.comb(n, k) / 2**n
     return statistics.median(found), found[k], found[n - 1 - k]
 
 
