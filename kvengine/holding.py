@@ -193,7 +193,6 @@ class Holding:
         if most := int(pages.max()):
             at = (index.shape[1] - count)[:, None] + torch.arange(most * page, device=k.device)
             front = index.gather(1, at.clamp(max=index.shape[1] - 1))
-            front = front.masked_fill(torch.arange(most * page, device=k.device) >= pages[:, None] * page, -1)
             self.sealed(k, position, pages > 0).seal_chosen((k, v, position, score), front, pages)
         if alone is None:
             width = int(rest.max())
@@ -202,7 +201,8 @@ class Holding:
         else:
             gone = alive.new_zeros(len(alive), alive.shape[1] + 1)
             if front is not None:
-                gone.scatter_(1, front.masked_fill(front < 0, alive.shape[1]), True)
+                beyond = torch.arange(front.shape[1], device=k.device) >= pages[:, None] * page
+                gone.scatter_(1, front.masked_fill(beyond, alive.shape[1]), True)
             back = pack(alive & ~gone[:, :-1])
             rest, width = (back >= 0).sum(1), back.shape[1]
         even = bool((rest == width).all())

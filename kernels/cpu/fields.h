@@ -28,6 +28,8 @@ typedef struct {
 
 void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile, int64_t stride);
 void widen_run(const void *p, int64_t start, int64_t n, int64_t dtype, float *out); /* `n` numbers as floats */
+void kv_queries(const char *q, int64_t dtype, int64_t rows, int64_t heads, int64_t row_stride, int64_t head_stride,
+                int64_t wide, int64_t padded, int64_t dim, int64_t split, float scale, float *out);
 void fetch_start(const Field *f, int64_t row, int64_t token);
 void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count);
 

@@ -32,13 +32,7 @@ int kv_step(int64_t rows, int64_t group, int64_t dim, int64_t dim_v, int64_t dty
   if (!scaled) return 1;
   float *found = scaled + rows * padded * wide, *lse = found + rows * heads * wide_v;
   uint8_t *visible = (uint8_t *)(lse + rows * heads);
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t n = 0; n < heads; n++)
-      for (int64_t d = 0; d < dim; d++) {
-        int64_t from = (r * heads + n) * dim + d;
-        float x = dtype == F32 ? ((const float *)q)[from] : bf16_value(((const uint16_t *)q)[from]);
-        scaled[(r * padded + n) * wide + d] = x * scale;
-      }
+  kv_queries(q, dtype, rows, heads, heads * dim, dim, dim, padded, wide, 0, scale, scaled);
   for (int64_t r = 0; holes && r < rows; r++)
     for (int64_t c = 0; c < columns; c++) visible[r * columns + c] = position[r * slots + start + c] >= 0;
   Attention a = {.rows = rows, .heads = heads, .padded = padded, .queries = 1, .dim = wide, .dim_v = wide_v,

@@ -127,7 +127,7 @@ class Adaptive:
             return False
         if self.tried == drafted or (self.tried == 0 and drafted < self.probe):
             return True
-        if (drafted == 0 and self.hopeless) or not self.worth(confidence):
+        if not self.worth(confidence):
             return self.trial(confidence)
         return not (drafted == 0 and self.rest())
 
