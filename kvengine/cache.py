@@ -79,6 +79,10 @@ class LayerCache:
         """
         if self.fixed is not None:
             return self.fixed.step(q, k, v, call)
+        if q.shape[2] == 1 and valid is None and call.softcap is None and call.sinks is None:
+            out = self.quick(q, k, v, call.scale)
+            if out is not None:
+                return out
         if not self.parts:
             self.open(k, v)
         elif (k.shape[0], k.shape[1]) != (self.sequences, self.heads):
@@ -101,8 +105,6 @@ class LayerCache:
         if self.session.tree is not None:
             return self.branch(q, k, v, call, valid, self.session.tree)
         n = k.shape[2]
-        if n == 1 and valid is None and (out := self.quick(q, k, v, call)) is not None:
-            return out
         prompt = self.prompt_tokens(n)
         if not 0 < prompt < n:
             return self.enter(q, k, v, call, valid, stock) if prompt else self.take(q, k, v, call, valid, stock)
@@ -112,16 +114,28 @@ class LayerCache:
             parts.append(run(*tokens, call, None if valid is None else valid[:, part], None))
         return torch.cat(parts, 1)
 
-    def quick(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
-        """`take` for one decoded token where one lane holds all heads and its policy has nothing to do; else None."""
-        first, session = self.parts[0], self.session
-        lane, end = first.lane, session.prompt_end
-        if first.index is not None or not lane.plain or session.recording or (end is not None and self.seen < end):
+    def quick(
+        self,
+        q: Float[Tensor, "seq q_head 1 dim"],
+        k: Float[Tensor, "seq head 1 dim"],
+        v: Float[Tensor, "seq head 1 dim_v"],
+        scale: float,
+    ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
+        """`forward` for a decoded token where one lane holds all heads and its policy has nothing to do; else None."""
+        session = self.session
+        if not self.parts or self.fixed is not None or session.recording or session.tree is not None:
             return None
-        if call.softcap is not None or call.sinks is not None:
+        first, end = self.parts[0], session.prompt_end
+        lane = first.lane
+        if first.index is not None or not lane.plain or (end is not None and self.seen < end):
             return None
-        out = lane.quick(q, k, v, call.scale)
-        self.seen += out is not None
+        if k.shape[0] != self.sequences:
+            return None
+        session.begin(self.layer, self.seen)
+        out = lane.quick(q, k, v, scale)
+        session.torn = False
+        if out is not None:
+            self.seen += 1
         return out
 
     def prompt_tokens(self, n: int) -> int:

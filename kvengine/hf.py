@@ -171,7 +171,9 @@ def enter(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], previous: str
 ) -> tuple[Any, dict[str, Any]]:
     """Before an attention module runs: say which layer of which cache it is to use."""
-    cache = next((x for x in kwargs.values() if isinstance(x, EngineCache)), None)
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, EngineCache):  # some models call it otherwise
+        cache = next((x for x in kwargs.values() if isinstance(x, EngineCache)), None)
     layer = cache.layer_for(module) if cache is not None else None
     kwargs["kvengine"] = Seam(layer, previous)
     return args, kwargs

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool
@@ -17,10 +16,10 @@ from kvengine.session import Call
 
 NAME = "kvengine"
 FOREIGN = ("position_bias", "indices", "block_indices", "sinks", "cu_seq_lens_q", "cu_seq_lens_k")
+PARTICULAR = frozenset(("softcap", "s_aux", "output_attentions", *FOREIGN))
 
 
-@dataclass(frozen=True)
-class Seam:
+class Seam(NamedTuple):
     """What the hook tells the attention function: the layer of the cache in use, and what ran before the patch."""
 
     layer: EngineLayer | None
@@ -87,6 +86,16 @@ def attend(
     if kvengine is None:
         raise ModelError(f"{type(module).__name__} does not pass its arguments on to the attention function")
     layer = kvengine.layer or getattr(key, "_kv_layer", gone)()
+    if (
+        query.shape[2] == 1
+        and layer is not None
+        and PARTICULAR.isdisjoint(kwargs)
+        and not hasattr(type(module), "expand_kv")
+    ):
+        if isinstance(attention_mask, LazyMask) and attention_mask.valid(1) is None:
+            quick = layer.quick(query, query.shape[-1] ** -0.5 if scaling is None else scaling)
+            if quick is not None:
+                return quick, None
     stock = Stock(module, query, attention_mask, kvengine.previous, {"scaling": scaling, "dropout": dropout, **kwargs})
     if layer is None:
         return stock.run(key, value)

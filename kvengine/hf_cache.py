@@ -53,6 +53,17 @@ class EngineLayer(CacheLayerMixin):
         key_states._kv_layer = weakref.ref(self)  # type: ignore[attr-defined]
         return key_states, value_states
 
+    def quick(
+        self, query: Float[Tensor, "seq q_head 1 dim"], scale: float
+    ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
+        """`attend` for a decoded token that nobody but the cache has to know of, as most are; None if this is another."""
+        if self.incoming is None or self.listener is not None:
+            return None
+        out = self.cache.quick(query, *self.incoming, scale)
+        if out is not None:
+            self.incoming = None
+        return out
+
     def attend(
         self,
         query: Float[Tensor, "seq q_head token dim"],
@@ -166,6 +177,12 @@ class EngineCache(Cache):
         twin = memo[id(self)] = object.__new__(type(self))
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """New keys and values of a layer; without what transformers offers for layers that are its own to move."""
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     def layer_for(self, module: nn.Module) -> EngineLayer | None:
         """The layer that an attention module is to use; None if it is one of transformers' own."""

@@ -25,7 +25,7 @@ from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.span_attention import band_spans, causal_spans, span_attention
 from kvengine.kernels.state import State
-from kvengine.kernels.step import quick
+from kvengine.kernels.step import Slots, ready
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.prefill import Prefill
@@ -39,6 +39,7 @@ from kvengine.session import Call
 class Lane(Recall):
     """What the heads of a lane hold, and how queries read it."""
 
+    ready: Slots | None = None  # the tail's, as `quick` last saw them
     whole_tail: ClassVar[bool] = True  # a tail that is all there is may be read without a state to join
 
     @property
@@ -218,14 +219,15 @@ class Lane(Recall):
         scale: float,
     ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
         """`take` for one token of a lane that holds all heads and is `plain`, in one call; None if that cannot be."""
+        tail = self.tail
         if self.marks:
             return None
-        tail = self.tail
-        tail.reserve(1)
-        out = quick(
-            q, k, v, tail.k, tail.v, tail.position if tail.placed else None,
-            start=tail.start, end=tail.end, at=self.seen, holes=not tail.clean, scale=scale,
-        )  # fmt: skip
+        if tail.end == tail.k.shape[1]:
+            tail.reserve(1)
+        slots, position = self.ready, tail.places
+        if slots is None or slots.keys is not tail.k or slots.values is not tail.v or slots.position is not position:
+            slots = self.ready = ready(tail.k, tail.v, position)
+        out = None if slots is None else slots.step(q, k, v, tail.start, tail.end, self.seen, not tail.clean, scale)
         if out is None:
             return None
         tail.end += 1

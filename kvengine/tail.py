@@ -65,6 +65,11 @@ class Tail:
         return self.k[:, s], self.v[:, s], self.position[:, s], self.scores(s)
 
     @property
+    def places(self) -> Int[Tensor, "row slot"] | None:
+        """The positions that are stored."""
+        return self._position if self.placed else None
+
+    @property
     def position(self) -> Int[Tensor, "row slot"]:
         """The positions of all slots: those stored, or those that follow from the order."""
         if self.placed:

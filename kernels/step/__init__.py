@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kvengine.errors import KernelError
 from kvengine.kernels.dispatch import NATIVE_DIM, native_refusal, pick
-from kvengine.kernels.step import native
-from kvengine.kernels.step.native import DTYPES
+from kvengine.kernels.step.native import DTYPES, Slots
 
 
 def step(
@@ -50,14 +49,11 @@ def step(
     return run.step(q, k, v, keys, values, position, start, end, at, holes, scale)  # type: ignore[no-any-return]
 
 
-def quick(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: Tensor | None, *, start: int, end: int,
-    at: int, holes: bool, scale: float,
-) -> Tensor | None:  # fmt: skip
-    """`step` by the C version for slots that are known to be right; None, with nothing done, if it cannot run on these."""
-    if not q.is_cpu or not fits(q, k, v, keys, values) or native_refusal((q, k, v, keys), True):
-        return None
-    return native.step(q, k, v, keys, values, position, start, end, at, holes, scale)
+def ready(keys: Tensor, values: Tensor, position: Tensor | None) -> Slots | None:
+    """These slots made ready for the C version, to be used for as long as they are the same; None if it cannot serve them."""
+    known = keys.dtype in DTYPES and keys.dtype == values.dtype and max(keys.shape[2], values.shape[2]) <= NATIVE_DIM
+    lie = keys.is_contiguous() and values.is_contiguous() and (position is None or position.is_contiguous())
+    return None if native_refusal((keys, values), known and lie) else Slots(keys, values, position)
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -72,4 +68,4 @@ def fits(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-__all__ = ["quick", "step"]
+__all__ = ["Slots", "ready", "step"]

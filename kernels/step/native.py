@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any
 
 import torch
@@ -15,29 +14,67 @@ from kvengine.kernels.cpu import library
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
+class Step(ctypes.Structure):
+    """One call; mirrors step.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in (
+            "rows", "group", "dim", "dim_v", "dtype", "slots", "start", "end", "at", "holes", "threads",
+        )),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "keys", "values", "position", "out")),
+    ]  # fmt: skip
+
+
+class Slots:
+    """Slots that one token after the other is put into, looked at and described to C once.
+
+    Raises KernelError where the C kernels are not there.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, position: Tensor | None) -> None:
+        self.keys, self.values, self.position = keys, values, position
+        rows, slots, self.dim = keys.shape
+        self.dtype, self.dim_v = keys.dtype, values.shape[2]
+        self.sizes = rows * self.dim, rows * self.dim_v
+        self.call = Step(
+            rows=rows, dim=self.dim, dim_v=self.dim_v, dtype=DTYPES[self.dtype], slots=slots, keys=keys.data_ptr(),
+            values=values.data_ptr(), position=None if position is None else position.data_ptr(),
+        )  # fmt: skip
+        self.where, self.run = ctypes.byref(self.call), library.needed().kv_step
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of who holds this has other slots, and describes those."""
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, at: int, holes: bool, scale: float
+    ) -> Tensor | None:
+        """See `kvengine.kernels.step`; None, with nothing done, if the C version cannot run on this token."""
+        dtype = self.dtype
+        if not (
+            q.dtype is dtype and k.dtype is dtype and v.dtype is dtype
+            and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+            and (k.numel(), v.numel()) == self.sizes and q.shape[-1] == self.dim and q.is_cpu
+            and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        ):  # fmt: skip
+            return None
+        seq, heads = q.shape[:2]
+        out = q.new_empty(seq, 1, heads, self.dim_v)
+        call = self.call
+        call.group, call.start, call.end, call.at, call.holes = q.numel() // self.sizes[0], start, end, at, holes
+        call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        call.scale, call.threads = scale, torch.get_num_threads()
+        if self.run(self.where):
+            raise KernelError("the native step kernel could not allocate its buffers")
+        return out
+
+
 def step(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: Tensor | None, start: int, end: int,
     at: int, holes: bool, scale: float,
 ) -> Tensor:  # fmt: skip
     """See `kvengine.kernels.step`."""
-    rows, slots, dim = keys.shape
-    seq, heads, dim_v = q.shape[0], q.shape[1], values.shape[2]
-    out = q.new_empty(seq, 1, heads, dim_v)
-    failed = _function()(
-        rows, seq * heads // rows, dim, dim_v, DTYPES[q.dtype], slots, start, end, at, holes, torch.get_num_threads(),
-        scale, q.data_ptr(), k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(),
-        None if position is None else position.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
-    if failed:
-        raise KernelError("the native step kernel could not allocate its buffers")
+    out = Slots(keys, values, position).step(q, k, v, start, end, at, holes, scale)
+    if out is None:
+        raise KernelError("the native step kernel cannot run on this token")
     return out
-
-
-@functools.cache
-def _function() -> Any:
-    loaded = library.load().library
-    if loaded is None:
-        raise KernelError(f"the native kernels are not there: {library.load().reason}")
-    function = loaded.kv_step
-    function.argtypes = [ctypes.c_int64] * 11 + [ctypes.c_float] + [ctypes.c_void_p] * 7
-    return function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from kvengine.cache import LayerCache
 from kvengine.errors import KernelError
 from kvengine.kernels.attention import attention
-from kvengine.kernels.step import quick, step
+from kvengine.kernels.step import Slots, ready, step
 from kvengine.session import Call
 from kvengine.stack import Stack
 
@@ -75,12 +76,43 @@ def test_what_does_not_fit_is_refused() -> None:
         step(q, k, v, keys[:, :-1], values, position, start=0, end=3, at=1, holes=True, scale=1.0)
     with pytest.raises(KernelError, match="holes=True needs the positions"):
         step(q, k, v, keys, values, None, start=0, end=3, at=1, holes=True, scale=1.0)
-    refused = dict(start=0, end=3, at=1, holes=False, scale=1.0)
-    before = keys.clone()
-    assert quick(q.double(), k.double(), v.double(), keys.double(), values.double(), position, **refused) is None
-    assert quick(q, k, v, keys[:, ::2], values[:, ::2], position, **refused) is None
-    assert quick(q.requires_grad_(), k, v, keys, values, position, **refused) is None
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+def test_only_slots_and_tokens_that_fit_are_taken() -> None:
+    q, k, v, keys, values, position = case((1, 2, 3, 64, 40, 30), torch.float32)
+    assert ready(keys.double(), values.double(), position) is None
+    assert ready(keys[:, ::2], values, position) is None and ready(keys, values[:, ::2], None) is None
+    assert ready(keys.bfloat16(), values, position) is None
+    assert ready(keys, values.new_empty(2, 30, 512), position) is None
+    slots = ready(keys, values, position)
+    assert slots is not None
+    before, about = keys.clone(), (0, 3, 1, False, 0.2)
+    wide, meta = torch.zeros(1, 6, 1, 128), torch.empty_like(q, device="meta")
+    for other in [
+        (q.double(), k, v), (q, k.bfloat16(), v), (q, k, v.bfloat16()), (wide[..., ::2], k, v), (wide, k, v), (meta, k, v),
+        (q, k[:, :1], v), (q, k, v[..., :39]), (q, k, torch.cat([v, v])), (q.clone().requires_grad_(), k, v),
+    ]:  # fmt: skip
+        assert slots.step(*other, *about) is None
     assert torch.equal(keys, before)
+    with torch.no_grad():
+        assert slots.step(q.clone().requires_grad_(), k, v, *about) is not None
+    assert not torch.equal(keys, before)
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+def test_a_copy_of_a_lane_writes_into_slots_of_its_own() -> None:
+    layer = LayerCache(Stack.parse("full"), 0, 1)
+    draw = lambda n: [torch.randn(1, heads, n, 16) for heads in (4, 2, 2)]  # noqa: E731
+    layer.forward(*draw(20), Call(0.25))
+    layer.forward(*draw(1), Call(0.25))
+    assert isinstance(layer.parts[0].lane.ready, Slots)
+    twin, tail = copy.deepcopy(layer), layer.parts[0].lane.tail
+    before = tail.k.view(torch.int32).clone()  # as bits: free slots may hold anything, NaN included
+    token = draw(1)
+    got = twin.forward(*token, Call(0.25))
+    assert torch.equal(tail.k.view(torch.int32), before)
+    assert torch.equal(got, layer.forward(*token, Call(0.25)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -104,11 +136,12 @@ def test_decoding_takes_this_path_and_it_changes_nothing(
     outs: list[list[Tensor]] = []
     for used in (True, False):
         if not used:
-            monkeypatch.setattr("kvengine.lane.quick", lambda *_, **__: None)
+            monkeypatch.setattr("kvengine.lane.ready", lambda *_: None)
         layer, found = LayerCache(Stack.parse(text), 0, 1), []
         for a, b in [(0, 50), *((i, i + 1) for i in range(50, 80))]:
             part = [x[:, :, a:b].contiguous() for x in qkv]
             found.append(layer.forward(*part, Call(0.25), valid if b == 50 else None))
+        assert (layer.parts[0].lane.ready is not None) == (used and "native" in BACKENDS)
         outs.append(found)
         assert layer.seen == layer.parts[0].lane.seen == 80
     for mine, theirs in zip(*outs, strict=True):
