@@ -182,7 +182,8 @@ class EngineCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """New keys and values of a layer; without what transformers offers for layers that are its own to move."""
-        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        layer: Any = self.layers[layer_idx]
+        return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
     def layer_for(self, module: nn.Module) -> EngineLayer | None:
         """The layer that an attention module is to use; None if it is one of transformers' own."""

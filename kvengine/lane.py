@@ -25,7 +25,6 @@ from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.span_attention import band_spans, causal_spans, span_attention
 from kvengine.kernels.state import State
-from kvengine.kernels.step import Slots, ready
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.prefill import Prefill
@@ -39,7 +38,6 @@ from kvengine.session import Call
 class Lane(Recall):
     """What the heads of a lane hold, and how queries read it."""
 
-    ready: Slots | None = None  # the tail's, as `quick` last saw them
     whole_tail: ClassVar[bool] = True  # a tail that is all there is may be read without a state to join
 
     @property
@@ -219,22 +217,11 @@ class Lane(Recall):
         scale: float,
     ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
         """`take` for one token of a lane that holds all heads and is `plain`, in one call; None if that cannot be."""
-        tail = self.tail
-        if self.marks:
-            return None
-        if tail.end == tail.k.shape[1]:
-            tail.reserve(1)
-        slots, position = self.ready, tail.places
-        if slots is None or slots.keys is not tail.k or slots.values is not tail.v or slots.position is not position:
-            slots = self.ready = ready(tail.k, tail.v, position)
-        out = None if slots is None else slots.step(q, k, v, tail.start, tail.end, self.seen, not tail.clean, scale)
-        if out is None:
-            return None
-        tail.end += 1
-        tail.next += 1
-        self.since = self.seen
-        self.seen += 1
-        self.lengths = [(n + 1, rows) for n, rows in self.lengths]
+        out = None if self.marks else self.tail.step(q, k, v, self.seen, scale)
+        if out is not None:
+            self.since = self.seen
+            self.seen += 1
+            self.lengths = [(n + 1, rows) for n, rows in self.lengths]
         return out
 
     def stride(self) -> int:

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvengine.kernels.step import Slots, ready
 from kvengine.tokens import take
 
 GROWTH = 8  # slots: the least that a tail grows by
@@ -47,6 +48,7 @@ class Tail:
         self.scored = scored
         self.clean = True  # every slot in [start, end) holds a token
         self.shared = False  # a remembered state refers to these tensors
+        self.ready: Slots | None = None  # these slots as `step` last saw them
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -63,11 +65,6 @@ class Tail:
         """Views of k, v, position and score over the used slots."""
         s = self.span
         return self.k[:, s], self.v[:, s], self.position[:, s], self.scores(s)
-
-    @property
-    def places(self) -> Int[Tensor, "row slot"] | None:
-        """The positions that are stored."""
-        return self._position if self.placed else None
 
     @property
     def position(self) -> Int[Tensor, "row slot"]:
@@ -136,6 +133,31 @@ class Tail:
         self.end += n
         self.next += n
         self.clean &= full
+
+    def step(
+        self,
+        q: Float[Tensor, "seq q_head 1 dim"],
+        k: Float[Tensor, "seq head 1 dim"],
+        v: Float[Tensor, "seq head 1 dim_v"],
+        at: int,
+        scale: float,
+    ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
+        """Append a token of position `at` and attend from it to all that is held, in one call of the C kernels.
+
+        None, with nothing appended, where they cannot; scores are not set.
+        """
+        if self.scored:
+            return None
+        if self.end == self.k.shape[1]:
+            self.reserve(1)
+        slots, position = self.ready, self._position if self.placed else None
+        if slots is None or slots.keys is not self.k or slots.values is not self.v or slots.position is not position:
+            slots = self.ready = ready(self.k, self.v, position)
+        out = None if slots is None else slots.step(q, k, v, self.start, self.end, at, not self.clean, scale)
+        if out is not None:
+            self.end += 1
+            self.next += 1
+        return out
 
     def fill(
         self, k: Float[Tensor, "row 1 dim"], v: Float[Tensor, "row 1 dim_v"], position: Int[Tensor, "row 1"]

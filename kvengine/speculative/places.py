@@ -88,6 +88,9 @@ class LayerPlaces(LayerView):
         self.seen += k.shape[2]
         self.index = self._window() if isinstance(self.stack.retention, Streaming) else longer
 
+    def quick(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+        """What is read does not lie together."""
+
     def held(self) -> Held:
         k, v = self._rows()
         mine, values, position, _ = self.tail.held()

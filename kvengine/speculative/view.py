@@ -75,7 +75,7 @@ class LayerView:
         lane = self.source.parts[0].lane
         k, v, position, _ = lane.everything()
         index = self._index(k, q.unflatten(1, (self.source.heads, -1)).flatten(0, 1), call, lane.prompt_most)
-        tail, clean, slots = Tail(k, v), bool((index >= 0).all()), index.shape[1] + 2 * SLACK
+        tail, clean, slots = Tail(k, v, scored=False), bool((index >= 0).all()), index.shape[1] + 2 * SLACK
         chosen = take(k, index), take(v, index), take(position, index, -1), torch.zeros_like(index)
         tail.replace(*chosen, clean, slots)
         self._tail, self.seen, self.covered = tail, self.source.seen, self.source.seen
@@ -137,6 +137,12 @@ class LayerView:
         if tree is not None:
             out.append(self._look(grouped[:, :, n:], k[:, n:], v[:, n:], tree, rows))
         return self.source.gather(q, [torch.cat(out, 2)])
+
+    def quick(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
+        """`forward` for one drafted token in one call; None if that cannot be."""
+        out = None if self.session.tree is not None else self.tail.step(q, k, v, self.seen, scale)
+        self.seen += out is not None
+        return out
 
     def _take(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Float[Tensor, "row group query dim_v"]:
         at = torch.arange(self.seen, self.seen + k.shape[1], dtype=torch.int32, device=k.device)

@@ -106,7 +106,7 @@ def test_a_copy_of_a_lane_writes_into_slots_of_its_own() -> None:
     draw = lambda n: [torch.randn(1, heads, n, 16) for heads in (4, 2, 2)]  # noqa: E731
     layer.forward(*draw(20), Call(0.25))
     layer.forward(*draw(1), Call(0.25))
-    assert isinstance(layer.parts[0].lane.ready, Slots)
+    assert isinstance(layer.parts[0].lane.tail.ready, Slots)
     twin, tail = copy.deepcopy(layer), layer.parts[0].lane.tail
     before = tail.k.view(torch.int32).clone()  # as bits: free slots may hold anything, NaN included
     token = draw(1)
@@ -136,12 +136,12 @@ def test_decoding_takes_this_path_and_it_changes_nothing(
     outs: list[list[Tensor]] = []
     for used in (True, False):
         if not used:
-            monkeypatch.setattr("kvengine.lane.ready", lambda *_: None)
+            monkeypatch.setattr("kvengine.tail.ready", lambda *_: None)
         layer, found = LayerCache(Stack.parse(text), 0, 1), []
         for a, b in [(0, 50), *((i, i + 1) for i in range(50, 80))]:
             part = [x[:, :, a:b].contiguous() for x in qkv]
             found.append(layer.forward(*part, Call(0.25), valid if b == 50 else None))
-        assert (layer.parts[0].lane.ready is not None) == (used and "native" in BACKENDS)
+        assert (layer.parts[0].lane.tail.ready is not None) == (used and "native" in BACKENDS)
         outs.append(found)
         assert layer.seen == layer.parts[0].lane.seen == 80
     for mine, theirs in zip(*outs, strict=True):
