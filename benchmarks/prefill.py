@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvengine._ops import causal_after
+from kvengine.kernels.causal_attention import causal_attention
 from kvengine.kernels.span_attention import BLOCK, Band, band_spans, causal_spans, span_attention
 
 HEADS, GROUP, DIM = 2, 4, 128
@@ -45,8 +45,12 @@ def pairs(spans: Tensor, length: int) -> float:
     return float((spans[..., 1] - spans[..., 0]).clamp(min=0).sum()) / len(spans) * BLOCK / (length * length / 2)
 
 
+def ours(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Tensor:
+    return causal_attention(q, k[:, None], v[:, None], scale=DIM**-0.5, backend=backend).transpose(1, 2)
+
+
 def chunked(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """A prompt in chunks: with the mask that one fused call needs, and in two calls that need none (routed heads)."""
+    """A prompt in chunks: with the mask that one fused call needs, in two calls that need none, and by our own kernel."""
     step = q.shape[2] // CHUNKS
 
     def each(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
@@ -58,7 +62,11 @@ def chunked(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
         wide = (q.flatten(0, 1)[None], k[None], v[None])
         return F.scaled_dot_product_attention(*wide, attn_mask=mask, enable_gqa=True)[0].view_as(q)
 
-    return {"masked": lambda: each(masked), "two calls": lambda: each(partial(causal_after, scale=DIM**-0.5))}
+    return {
+        "masked": lambda: each(masked),
+        "two calls": lambda: each(partial(ours, backend="reference")),
+        "our kernel": lambda: each(ours),
+    }
 
 
 def cases(length: int) -> dict[str, tuple[float, Callable[[], Tensor]]]:
@@ -73,6 +81,7 @@ def cases(length: int) -> dict[str, tuple[float, Callable[[], Tensor]]]:
         return pairs(spans, length), lambda: span_attention(q, k, v, position, spans, scale=DIM**-0.5, band=band)
 
     found = {"dense": (1.0, lambda: F.scaled_dot_product_attention(*stock, is_causal=True, enable_gqa=True))}
+    found["dense, our kernel"] = 1.0, lambda: ours(q, k, v)
     found |= {f"dense, in {CHUNKS} chunks, {how}": (1.0, call) for how, call in chunked(q, k, v).items()}
     found["causal, in blocks"] = way(causal_spans(length, length, q.device), None)
     for name, shape in SHAPES.items():

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvengine.kernels.attention import attention
+from kvengine.kernels.causal_attention import causal_attention, quicker
 from kvengine.kernels.dispatch import native_refusal
-from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.state import State, rescaled
 from kvengine.session import Call
 
@@ -43,39 +43,18 @@ def whole(
 
 
 def causal(
-    q: Float[Tensor, "row group token dim"],
+    q: Float[Tensor, "row group query dim"],
     k: Float[Tensor, "row token dim"],
     v: Float[Tensor, "row token dim_v"],
     scale: float,
-) -> Float[Tensor, "row group token dim_v"]:
-    """A whole prompt's own attention, by the library's fused kernel."""
-    keys, values = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale)
+) -> Float[Tensor, "row group query dim_v"]:
+    """Attention of the last tokens over all of them, each over those up to itself."""
+    return causal_attention(q, k[:, None], v[:, None], scale=scale).transpose(1, 2)
 
 
-def follows(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `causal_after` knows these tensors."""
-    plain = q.is_cpu and q.shape[-1] == v.shape[-1] and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return plain and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
-
-
-def causal_after(
-    q: Float[Tensor, "row group query dim"],
-    k: Float[Tensor, "row token dim"],
-    v: Float[Tensor, "row token dim"],
-    scale: float,
-) -> Float[Tensor, "row group query dim"]:
-    """A later chunk of a prompt, on a CPU: the earlier tokens and its own as two calls that need no mask.
-
-    With the mask that one call would need, the library's kernel takes half as long again.
-    """
-    run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    before = k.shape[1] - q.shape[2]
-    keys, values = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
-    parts = [run(q, keys[:, :, before:], values[:, :, before:], 0.0, True, scale=scale)]
-    if before:
-        parts.append(run(q, keys[:, :, :before], values[:, :, :before], 0.0, False, scale=scale))
-    return merge_states([State(out.float(), lse) for out, lse in parts]).out.to(q.dtype)
+def causal_pays(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `causal` takes less time than `whole` with a mask."""
+    return q.shape[2] > 1 and quicker(q, k[:, None], v[:, None])
 
 
 def received(parts: list[State], total: State) -> Float[Tensor, "row group token"]:

@@ -123,7 +123,7 @@ class LayerCache:
     ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
         """`forward` for a decoded token where one lane holds all heads and its policy has nothing to do; else None."""
         session = self.session
-        if not self.parts or self.fixed is not None or session.recording or session.tree is not None:
+        if not self.parts or self.fixed is not None or session.tree is not None:
             return None
         first, end = self.parts[0], session.prompt_end
         lane = first.lane

@@ -9,9 +9,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
 from kvengine.errors import CacheError, ModelError
 from kvengine.hf_cache import EngineLayer
+from kvengine.kernels.causal_attention import causal_attention, quicker
 from kvengine.session import Call
 
 NAME = "kvengine"
@@ -32,6 +34,7 @@ class LazyMask:
     def __init__(self, kwargs: dict[str, Any]) -> None:
         self.kwargs = kwargs
         self.made: dict[str, Any] = {}
+        self.full: dict[int, bool] = {}
 
     def __getitem__(self, index: Any) -> LazyMask:
         """The last queries only, as Gemma's shared layers ask: `mask[:, :, -n:, :]`."""
@@ -57,9 +60,9 @@ class LazyMask:
         part: Tensor = padding[:, end - n : end].bool()
         if n == 1 and part.is_cuda:
             return part  # looking would make the host wait at every decoded token
-        if "full" not in self.made:  # once for all layers of a pass
-            self.made["full"] = bool(part.all())
-        return None if self.made["full"] else part
+        if n not in self.full:  # once for all layers of a pass
+            self.full[n] = bool(part.all())
+        return None if self.full[n] else part
 
 
 def engine_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
@@ -139,10 +142,28 @@ class Stock:
         found: tuple[Tensor, Any] = function(self.module, self.query, key, value, mask, **self.kwargs)
         return found
 
+    @property
+    def causal(self) -> bool:
+        """Whether every query sees all tokens up to its own, and nothing else is asked for: what `causal_attention` does."""
+        mask, some = self.mask, self.kwargs
+        return (
+            self.previous == "sdpa"
+            and isinstance(mask, LazyMask)
+            and mask.kwargs.get("mask_function") is causal_mask_function
+            and bool(mask.kwargs.get("allow_is_causal_skip"))
+            and mask.valid(int(mask.kwargs["q_offset"]) + int(mask.kwargs["q_length"])) is None
+            and getattr(self.module, "is_causal", True)
+            and not some["dropout"]
+            and all(some.get(name) is None for name in (*FOREIGN, "softcap", "s_aux", "is_causal", "sliding_window"))
+        )
+
     def __call__(self, key: Tensor, value: Tensor) -> Tensor:
         if hasattr(self.module, "expand_kv"):  # multi-head latent attention: the cache holds latents
             expand: Any = self.module.expand_kv
             key, value = expand(key, value)
+        elif self.causal and quicker(self.query, key, value):
+            scale = self.kwargs["scaling"]
+            return causal_attention(self.query, key, value, scale=key.shape[-1] ** -0.5 if scale is None else scale)
         return self.run(key, value)[0]
 
 

@@ -19,7 +19,7 @@ from kvengine.saliency import Saliency
 from kvengine.session import Call, Session
 from kvengine.stack import Stack
 from kvengine.tail import GROWTH, Tail
-from kvengine.tokens import grouped, pack, take
+from kvengine.tokens import grouped, pack, take, taken
 
 
 class Holding:
@@ -45,6 +45,7 @@ class Holding:
         self.pages: Pages | None = None
         self.pool: Pool | None = None
         self.seen = self.since = 0  # tokens seen, and those before the current pass
+        self.firm = 0  # tokens that shortening the tail does not take back: what came as a prompt, or with padding
         self.whole = True  # the tail holds every token seen, each at its position
         self.limit: int | None = None
         self.notes: Notes = {}  # the retention's
@@ -145,9 +146,10 @@ class Holding:
                 self.tail.judge(score, None)
                 return
             self.whole = False
-            places = take(position, index, -1)
+            wanted = [(k, 0), (v, 0), (position, -1), *([(score, 0)] if self.tail.scored else [])]
+            k, v, places, *scores = taken(index, *wanted)
             lead = self.lead(places) if clean and not self.padded else None
-            kept = take(k, index), take(v, index), None if lead is not None else places, take(score, index)
+            kept = k, v, None if lead is not None else places, scores[0] if scores else score
             self.tail.replace(*kept, clean, self.slots(index.shape[1]), lead or 0, fresh=True)
 
     def lead(self, position: Int[Tensor, "row token"]) -> int | None:

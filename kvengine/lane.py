@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from kvengine import _ops as ops
 from kvengine.errors import CacheError
 from kvengine.kernels.attention import attention
+from kvengine.kernels.causal_attention import follows
 from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.paged_attention import paged_attention
@@ -60,6 +61,7 @@ class Lane(Recall):
         self.tail.append(k, v, self.positions(n, valid), valid is None)
         self.prompt_length = self.prompt_length + (n if valid is None else valid.sum(1))
         self.seen += n
+        self.firm = self.seen
 
     def read(self, q: Float[Tensor, "row group query dim"], call: Call) -> Float[Tensor, "row group query dim_v"]:
         """A prompt chunk's queries over all that is held, causally and as the prefill method allows."""
@@ -81,10 +83,8 @@ class Lane(Recall):
         k, v, position, _ = self.tail.held()
         band, queries, tokens = self.stack.prefill.band(self.first), q.shape[2], k.shape[1]
         plain = band is None and call.softcap is None and call.sinks is None
-        if plain and self.tail.clean and queries == tokens:
+        if plain and self.tail.clean and (queries == tokens or follows(q, k, v)):
             return ops.causal(q, k, v, call.scale)
-        if plain and self.tail.clean and ops.follows(q, k, v):
-            return ops.causal_after(q, k, v, call.scale)
         spans = causal_spans(queries, tokens, k.device) if band is None else band_spans(queries, tokens, band)
         return span_attention(
             q, k, v, position, spans, scale=call.scale, band=band, softcap=call.softcap, sinks=call.sinks
@@ -202,13 +202,6 @@ class Lane(Recall):
             i += m
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
-    @cached_property
-    def plain(self) -> bool:
-        """Whether a decoded token is added to the tail and reads all of it, and that is all that happens."""
-        r = self.retention
-        turns = type(r).shift is not Retention.shift and r.needs_rope
-        return not (self.stack.paged or r.decodes or r.remembers or turns or self.stack.representation.probes)
-
     def quick(
         self,
         q: Float[Tensor, "seq q_head 1 dim"],
@@ -239,6 +232,8 @@ class Lane(Recall):
         if self.session.recording:
             self.remember(k, v, valid)
         self.add(k, v, valid)
+        if valid is not None:
+            self.firm = self.seen
         if not self.retention.decodes:
             out, _ = self.attend(q, call, mass=False)
         else:
@@ -260,6 +255,9 @@ class Lane(Recall):
         k, v = self.open_slots()
         stored = self.pages if self.pages is not None and len(self.pages) else None
         if stored is None and not mass and call.softcap is None and call.sinks is None and self.whole_tail:
+            ordered = self.tail.clean and not self.retention.decodes  # slots are, as their tokens
+            if ordered and ops.causal_pays(q, k, v):
+                return ops.causal(q, k, v, call.scale), None
             return ops.whole(q, k, v, self.sees(q), call.scale), None
         far = None if stored is None else self.attend_pages(stored, q, call, mass)
         parts = [self.near(q, k, v, call, mass)]

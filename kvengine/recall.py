@@ -1,6 +1,7 @@
 """How a lane goes back: while recording, a state is remembered before each step.
 
-A state is a shallow copy of the tail and the pages: what is written later goes where it does not look.
+A state is a shallow copy of the tail and the pages: what is written later goes where it does not look. Where tokens that
+come after a prompt are added to the tail and that is all (`plain`), nothing is remembered: the tail is shortened again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from kvengine.errors import CacheError
 from kvengine.holding import Holding
 from kvengine.pages import Pages
-from kvengine.policies.retention import Notes
+from kvengine.policies.retention import Notes, Retention
 from kvengine.tail import Tail
 
 
@@ -33,18 +34,28 @@ class Mark:
     k: Tensor
     v: Tensor
     valid: Bool[Tensor, "row token"] | None
+    firm: int
 
 
 class Recall(Holding):
     """What a lane holds, and the states that it can go back to."""
 
     @cached_property
+    def plain(self) -> bool:
+        """Whether a decoded token is added to the tail and reads all of it, and that is all that happens."""
+        r = self.retention
+        turns = type(r).shift is not Retention.shift and r.needs_rope
+        return not (self.stack.paged or r.decodes or r.remembers or turns or self.stack.representation.probes)
+
+    @cached_property
     def marks(self) -> list[Mark]:
         return []
 
     def remember(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+        if self.plain and valid is None and not self.marks:
+            return
         state = copy.copy(self.tail), copy.copy(self.pages), dict(self.notes), self.lengths, self.first, self.judged
-        self.marks.append(Mark(self.seen, *state, k, v, valid))
+        self.marks.append(Mark(self.seen, *state, k, v, valid, self.firm))
         self.share(True)
 
     def share(self, shared: bool) -> None:
@@ -53,20 +64,30 @@ class Recall(Holding):
             self.pages.shared = shared
 
     def rollback(self, n: int) -> None:
-        """Forget the last `n` tokens, and all that they changed."""
-        goal = self.seen - n
+        """Forget the last `n` tokens, and all that they changed.
+
+        Raises:
+            CacheError: they were not remembered, and the policy has acted on them.
+        """
+        goal, mark = self.seen - n, None
+        if n and (not self.marks or self.marks[0].seen > goal):
+            self.check_shortening(goal, self.marks[0].firm if self.marks else self.firm)
         while self.marks and self.marks[-1].seen > goal:
-            self.marks.pop()
-        if n and not self.marks:
-            self.shorten(goal)
-        elif n:
             mark = self.marks.pop()
+        if n and self.marks:
+            mark = self.marks.pop()
+        if mark is not None:
             self.tail, self.pages, self.lengths, self.seen = mark.tail, mark.pages, mark.lengths, mark.seen
-            self.notes, self.first, self.judged = mark.notes, mark.first, mark.judged
+            self.notes, self.first, self.judged, self.firm = mark.notes, mark.first, mark.judged, mark.firm
             self.pool = None if self.pages is None else self.pages.pool
             self.saw = None
             self.share(bool(self.marks))
+        if mark is not None and goal > self.seen:
             self.again(mark, goal - mark.seen)
+        elif goal < self.seen:
+            self.tail.shorten(self.seen - goal)
+            self.lengths = [(m - self.seen + goal, rows) for m, rows in self.lengths]
+            self.seen = goal
 
     def again(self, mark: Mark, count: int) -> None:
         """Take back the first `count` of the tokens that came after a mark (nothing changed between them)."""
@@ -75,15 +96,12 @@ class Recall(Holding):
             self.remember(mark.k[:, :count], mark.v[:, :count], valid)
             self.add(mark.k[:, :count], mark.v[:, :count], valid)
 
-    def shorten(self, goal: int) -> None:
-        if not self.whole or goal < 0:
+    def check_shortening(self, goal: int, firm: int) -> None:
+        if goal < 0 or not (self.whole or (self.plain and goal >= firm)):
             raise CacheError(
                 f"cannot go back from {self.seen} to {goal} tokens: the policy has dropped or sealed some of them "
                 "since. Call cache.activate_past_recording() before the tokens that may have to be taken back"
             )
-        self.tail.shorten(self.seen - goal)
-        self.lengths = [(n - self.seen + goal, rows) for n, rows in self.lengths]
-        self.seen = goal
 
     def commit(self) -> None:
         """What was taken is now history."""

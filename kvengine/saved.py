@@ -57,7 +57,7 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
         "plain",
     },
     LayerCache: {"stack", "layer", "layers", "session", "parts"},
-    Tail: {"shared", "scored"},
+    Tail: {"shared", "scored", "ready"},
     Pages: {"pool", "page", "joint", "representation", "selection", "shared", "scored", "beside", "bounds"},
 }
 SESSION = ("prompt_end", "following", "dense", "positions")

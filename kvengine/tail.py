@@ -119,13 +119,18 @@ class Tail:
         position: Int[Tensor, "row token"],
         full: bool,
     ) -> None:
-        """Put tokens behind the used slots. `full`: no position is -1."""
+        """Put tokens behind the used slots. `full`: no position is -1. The first ones stay where they are."""
         n = k.shape[1]
         if not full:
             self.place()
+        if not self.capacity and alone(k) and alone(v):
+            self.k, self.v = k, v
+            self._position = self._position.new_empty(len(k), n if self.placed else 0)
+            self.score = self.score.new_empty(len(k), n if self.scored else 0)
         self.reserve(n)
         s = slice(self.end, self.end + n)
-        self.k[:, s], self.v[:, s] = k, v
+        if self.k is not k:
+            self.k[:, s], self.v[:, s] = k, v
         if self.placed:
             self._position[:, s] = position
         if self.scored:
@@ -282,6 +287,14 @@ class Tail:
 
     def tensors(self) -> dict[str, Tensor]:
         return {"k": self.k, "v": self.v, "position": self._position, "score": self.score}
+
+
+def alone(x: Tensor) -> bool:
+    """Whether a tensor may be kept instead of a copy: it holds no more memory than it shows, and nobody writes there.
+
+    What a compiled model computes on a GPU may lie where its next pass will write.
+    """
+    return x.is_cpu and x.untyped_storage().nbytes() == x.nbytes
 
 
 def moved(x: Tensor, slots: int) -> Tensor:

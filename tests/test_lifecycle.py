@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families.configs import build
-from support import SMALL, greedy, one, patched, prompts
+from support import SMALL, Bare, greedy, one, patched, prompts
 from torch import Tensor
 
 import kvengine
@@ -204,3 +204,34 @@ def test_a_turn_without_the_text_before_it_is_refused(length: int) -> None:
     cache = started(model, one()["input_ids"])
     with pytest.raises(CacheError, match=rf"given {length} tokens, but this cache has seen 61; give the whole text"):
         greedy(model, one(length), 2, past_key_values=cache)
+
+
+@pytest.mark.parametrize("text", ["full", "snapkv(budget=24, window=6)", "keydiff(budget=24)"])
+def test_what_is_only_added_is_taken_back_without_having_been_remembered(text: str) -> None:
+    """But not what was judged, and padding is remembered."""
+    cache, want = Bare(text), Bare(text)
+    for bare in (cache, want):
+        bare.feed(61)
+        bare.cache.session.following = True
+    cache.cache.session.recording, lane = True, cache.cache.parts[0].lane
+    for n in (1, 4):
+        cache.feed(n)
+    assert not lane.marks
+    cache.back(4)
+    cache.feed(3, torch.tensor([[False, True, True]]))
+    assert len(lane.marks) == 1
+    cache.feed(2)
+    cache.back(3)  # into the middle of what came with padding
+    cache.back(2)  # and to before it
+    cache.back(1)
+    assert lane.seen == 61
+    for n in (1, 7, 2):
+        torch.testing.assert_close(cache.feed(n), want.feed(n), rtol=0, atol=0)
+    cache.cache.commit()
+    if text != "full":
+        with pytest.raises(CacheError, match="cannot go back from 71 to 60"):
+            cache.back(11)
+    cache.back(10)
+    want.back(10)
+    torch.testing.assert_close(cache.feed(5), want.feed(5), rtol=0, atol=0)
+    assert lane.lengths == want.cache.parts[0].lane.lengths

@@ -110,8 +110,10 @@ def test_damage_and_strangers_are_refused(tmp_path: Path) -> None:
         other = llama(seed=3)
         with kvengine.patched(other, "full"), pytest.raises(IncompatibleCache, match="stored for model"):
             saved.load(other, path)
+        cache = kvengine.EngineCache(model, "h2o(budget=24)")
         cache.activate_past_recording()
         with torch.inference_mode():
+            model(**prompts(1), past_key_values=cache, use_cache=True)
             model(input_ids=torch.tensor([[3]]), past_key_values=cache, use_cache=True)
         with pytest.raises(CacheError, match="commit"):
             saved.save(cache, path, model)

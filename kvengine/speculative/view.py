@@ -149,10 +149,12 @@ class LayerView:
         self.tail.append(k, v, at.expand(len(k), -1), True)
         self.seen += k.shape[1]
         k, v, position, clean = self.held()
-        visible = None
+        visible, plain = None, call.softcap is None and call.sinks is None
+        if plain and clean and ops.causal_pays(q, k, v):
+            return ops.causal(q, k, v, call.scale)
         if len(at) > 1 or not clean:
             visible = (position >= 0)[:, None] & (position[:, None] <= at[:, None])
-        if call.softcap is None and call.sinks is None:
+        if plain:
             return ops.whole(q, k, v, visible, call.scale)
         state = attention(q, k, v, visible, call.scale, softcap=call.softcap)
         return self.source.parts[0].lane.with_sinks([state], call).out.to(q.dtype)

@@ -14,6 +14,7 @@ read; here a prompt is judged once, so that its chunks do not matter.
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
@@ -44,9 +45,12 @@ class KeyDiff(Retention):
         return 0
 
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
-        direction = F.normalize(seen.read()[0].float(), dim=-1).masked_fill_(~seen.valid[..., None], 0)
-        anchor = direction.sum(1) / seen.valid.sum(1).clamp(min=1)[:, None]
-        return -(direction @ F.normalize(anchor, dim=-1)[..., None])[..., 0]
+        k = seen.read()[0].float()
+        if not bool(seen.valid.all()):
+            k = k.masked_fill(~seen.valid[..., None], 0)
+        length = torch.linalg.vector_norm(k, dim=-1).clamp(min=1e-12)
+        total = torch.bmm(1 / length[:, None], k)[:, 0]  # its direction is the mean's
+        return -torch.bmm(k, F.normalize(total, dim=-1)[..., None])[..., 0] / length
 
     def always(self, seen: Seen) -> Bool[Tensor, "row token"]:
         return seen.recent(self.recent)

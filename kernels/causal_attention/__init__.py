@@ -1,0 +1,47 @@
+"""Attention of a text's last tokens over all of it, each over those up to itself: how a prompt is read.
+
+Nothing is masked by a tensor, and what a query does not see is not computed, but for the edges of blocks.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvengine.errors import KernelError
+from kvengine.kernels.causal_attention import native, reference
+from kvengine.kernels.causal_attention.reference import follows
+from kvengine.kernels.dispatch import chosen
+
+
+def causal_attention(
+    q: Float[Tensor, "seq q_head query dim"],
+    k: Float[Tensor, "seq head token dim"],
+    v: Float[Tensor, "seq head token dim_v"],
+    *,
+    scale: float,
+    backend: str | None = None,
+) -> Float[Tensor, "seq query q_head dim_v"]:
+    """Query i of n is that of token `token - n + i`, and sees the tokens up to that one.
+
+    Any strides; the result's dtype is the queries'. The library's fused kernels do this, on a CPU in two calls where
+    there are earlier tokens; in float32 on a CPU with AVX-512, C does it in less time than they take. `backend` is
+    "reference" or "native". Raises KernelError on shapes that do not fit.
+    """
+    if q.shape[2] > k.shape[2] or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3]:
+        raise KernelError(
+            "causal_attention needs keys and values of the same tokens, the queries of the last of them, and as many query "
+            f"heads as a multiple of KV heads; got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+        )
+    where = "reference" if q.is_cuda and backend is None else chosen((q, k, v), backend, native.fits(q, k, v))
+    if where == "triton":
+        raise KernelError("backend='triton': causal_attention has no Triton version; leave backend=None")
+    return (native if where == "native" else reference).attention(q, k, v, scale)
+
+
+def quicker(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the C version runs on these, and faster than the library's."""
+    return q.is_cpu and native.fits(q, k, v) and chosen((q, k, v), None) == "native"
+
+
+__all__ = ["causal_attention", "follows", "quicker"]

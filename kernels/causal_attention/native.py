@@ -1,0 +1,59 @@
+"""The C version on the CPU (`kv_causal` in `kvengine/kernels/cpu/causal.c`)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kvengine.errors import KernelError
+from kvengine.kernels.cpu import library
+from kvengine.kernels.cpu.call import LANES
+from kvengine.kernels.dispatch import NATIVE_DIM
+
+
+class Causal(ctypes.Structure):
+    """One call; mirrors causal.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in (
+            "sequences", "heads", "group", "queries", "tokens", "dim", "dim_v", "threads",
+        )),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
+        *((f"{name}_{axis}", ctypes.c_int64) for name in ("q", "k", "v", "out") for axis in ("sequence", "head", "token")),
+    ]  # fmt: skip
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the C version knows these tensors, and this machine's vectors are wide enough for it."""
+    dim, dim_v = q.shape[-1], v.shape[-1]
+    return (
+        q.dtype == k.dtype == v.dtype == torch.float32
+        and dim % LANES == dim_v % LANES == 0
+        and 0 < max(dim, dim_v) <= NATIVE_DIM
+        and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        and library.load().library is not None
+        and bool(library.needed().kv_causal_wide())
+    )
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """See `kvengine.kernels.causal_attention`."""
+    sequences, q_heads, queries, dim = q.shape
+    heads, tokens, dim_v = k.shape[1], k.shape[2], v.shape[3]
+    out = q.new_empty(sequences, queries, q_heads, dim_v)
+    strides = {
+        f"{name}_{axis}": x.stride(i)
+        for name, x in (("q", q), ("k", k), ("v", v), ("out", out.transpose(1, 2)))
+        for i, axis in enumerate(("sequence", "head", "token"))
+    }
+    call = Causal(
+        sequences=sequences, heads=heads, group=q_heads // heads, queries=queries, tokens=tokens, dim=dim, dim_v=dim_v,
+        threads=torch.get_num_threads(), scale=scale, q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
+        **strides,
+    )  # fmt: skip
+    if library.needed().kv_causal(ctypes.byref(call)):
+        raise KernelError("the native causal kernel could not allocate its buffers")
+    return out

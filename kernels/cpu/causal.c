@@ -1,0 +1,203 @@
+/* Causal attention of many queries in float32: the last tokens of a text over all of it.
+
+   A task is a block of queries of one KV head, all its query heads together. It takes TILE tokens at a time: their keys
+   are turned on their side, the scores of EIGHT query rows are made and softened, and their values weighed, while all
+   of that is in the nearer caches. Tokens that no query of a block sees are not touched. */
+#include <stdlib.h>
+#include "simd.h"
+
+#define TILE 64
+#define EIGHT 8
+#define PIECE (2 * LANES)
+#define ROWS 128 /* query rows of a task, about */
+
+typedef struct {
+  int64_t sequences, heads, group, queries, tokens, dim, dim_v, threads;
+  float scale;
+  const float *q, *k, *v;
+  float *out;
+  int64_t q_sequence, q_head, q_token, k_sequence, k_head, k_token, v_sequence, v_head, v_token, out_sequence, out_head,
+      out_token;
+} Causal;
+
+/* From memory to every lane; the compiler makes a slower thing of splat(*p). */
+INLINE vf every(const float *p) { return (vf){*p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p}; }
+
+/* c[i][j] = sum over d of a[i * a_row + d * a_step] b[d][j], for EIGHT rows and `wide` registers of columns, two at most;
+   added to c if `more`. */
+INLINE void product(const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_step, int64_t n, float *c,
+                    int64_t c_row, int wide, int more) {
+  vf s[EIGHT][2];
+#pragma GCC unroll 8
+  for (int i = 0; i < EIGHT; i++)
+    for (int j = 0; j < wide; j++) s[i][j] = more ? load(c + i * c_row + j * LANES) : (vf){0};
+  for (int64_t d = 0; d < n; d++, a += a_step, b += b_step) {
+    vf x = load(b), y = wide > 1 ? load(b + LANES) : x;
+#pragma GCC unroll 8
+    for (int i = 0; i < EIGHT; i++) {
+      vf z = every(a + i * a_row);
+      s[i][0] += z * x;
+      if (wide > 1) s[i][1] += z * y;
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < EIGHT; i++)
+    for (int j = 0; j < wide; j++) store(c + i * c_row + j * LANES, s[i][j]);
+}
+
+/* to[j][i] = from[i][j], LANES by LANES. */
+INLINE void transpose(const float *from, int64_t from_row, float *to, int64_t to_row) {
+  vf a[LANES], b[LANES];
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++) a[i] = load(from + i * from_row);
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i += 2) {
+    b[i] = PICK(a[i], a[i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+    b[i + 1] = PICK(a[i], a[i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++)
+    if (!(i & 2)) {
+      a[i] = PICK(b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+      a[i + 2] = PICK(b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++)
+    if (!(i & 4)) {
+      b[i] = PICK(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+      b[i + 4] = PICK(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    }
+#pragma GCC unroll 8
+  for (int i = 0; i < LANES / 2; i++) {
+    store(to + i * to_row, PICK(b[i], b[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23));
+    store(to + (i + 8) * to_row, PICK(b[i], b[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+  }
+}
+
+/* e^x for x <= 0, as `exponential` has it. */
+INLINE vf fading(vf x) {
+  vf shifted = x * 1.44269504f + 12582912.0f, whole = shifted - 12582912.0f;
+  vf r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  vf y = splat(1.0f / 5040);
+  y = y * r + 1.0f / 720;
+  y = y * r + 1.0f / 120;
+  y = y * r + 1.0f / 24;
+  y = y * r + 1.0f / 6;
+  y = y * r + 0.5f;
+  y = y * r + 1.0f;
+  y = y * r + 1.0f;
+  vi power = ((vi)shifted + (127 - 0x4b400000)) << 23; /* the bits of 12582912.0f are 0x4b400000 */
+  return choose(x > -87.0f, y * (vf)power, splat(0));
+}
+
+/* One row's scores become weights in place; `top` and `total` (by lane) follow the online softmax, `out` is rescaled. */
+INLINE void soften(float *s, int64_t columns, float *top, float *total, float *out, int64_t dim) {
+  vf high = load(s);
+  for (int64_t j = LANES; j < columns; j += LANES) high = larger(high, load(s + j));
+  const float now = peak(high);
+  if (now > *top) {
+    const float shrink = expf(*top - now);
+    store(total, load(total) * shrink);
+    for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(out + d) * shrink);
+    *top = now;
+  }
+  const vf shift = splat(*top == -INFINITY ? 0 : *top);
+  vf all = load(total);
+  for (int64_t j = 0; j < columns; j += LANES) {
+    vf p = fading(load(s + j) - shift);
+    all += p;
+    store(s + j, p);
+  }
+  store(total, all);
+}
+
+/* The keys of `n` tokens on their side, key[channel][token], zero where there is no token. */
+static void lay(const float *from, int64_t stride, int64_t n, int64_t dim, float *key) {
+  const int64_t full = n / LANES * LANES;
+  for (int64_t d = 0; d < dim; d += LANES)
+    for (int64_t t = 0; t < full; t += LANES) transpose(from + t * stride + d, stride, key + d * TILE + t, TILE);
+  for (int64_t d = 0; d < dim; d++)
+    for (int64_t t = full; t < TILE; t++) key[d * TILE + t] = t < n ? from[t * stride + d] : 0;
+}
+
+/* Queries [first, first + block) of a head's group; `space` as `need` says. */
+static void attend(const Causal *a, int64_t sequence, int64_t head, int64_t first, int64_t block, float *space) {
+  const int64_t dim = a->dim, dim_v = a->dim_v, rows = a->group * block, start = a->tokens - a->queries + first;
+  const int64_t count = first + block < a->queries ? block : a->queries - first, end = start + count;
+  const float *keys = a->k + sequence * a->k_sequence + head * a->k_head;
+  const float *values = a->v + sequence * a->v_sequence + head * a->v_head;
+  float *q = space, *out = q + rows * dim, *total = out + rows * dim_v, *top = total + rows * LANES;
+  float *key = top + rows, *value = key + TILE * dim, *s = value + TILE * dim_v;
+  for (int64_t n = 0; n < rows; n++) { /* EIGHT rows side by side, so that `product` reads them in order */
+    const int64_t i = n % block;
+    const float *from =
+        a->q + sequence * a->q_sequence + (head * a->group + n / block) * a->q_head + (first + i) * a->q_token;
+    float *to = q + n / EIGHT * EIGHT * dim + n % EIGHT;
+    for (int64_t d = 0; d < dim; d++) to[d * EIGHT] = i < count ? from[d] * a->scale : 0;
+    top[n] = -INFINITY;
+  }
+  memset(out, 0, sizeof(float) * rows * (dim_v + LANES)); /* and total */
+  for (int64_t t = 0; t < end; t += TILE) {
+    const int64_t n = t + TILE < end ? TILE : end - t, columns = (n + PIECE - 1) / PIECE * PIECE;
+    const float *v = values + t * a->v_token;
+    int64_t v_token = a->v_token;
+    lay(keys + t * a->k_token, a->k_token, n, dim, key);
+    if (n < columns) { /* weights of 0 must not meet what lies behind the last token */
+      for (int64_t j = 0; j < columns; j++)
+        for (int64_t d = 0; d < dim_v; d++) value[j * dim_v + d] = j < n ? v[j * v_token + d] : 0;
+      v = value;
+      v_token = dim_v;
+    }
+    for (int64_t m = 0; m < rows; m += EIGHT) {
+      const int64_t sees = start + m % block + 1 - t; /* tokens that the first of these rows sees */
+      if (sees + EIGHT - 1 <= 0 || m % block >= count) continue;
+      for (int64_t j = 0; j < columns; j += PIECE)
+        product(q + m * dim, 1, EIGHT, key + j, TILE, dim, s + j, TILE, 2, 0);
+      for (int i = 0; i < EIGHT; i++) {
+        for (int64_t j = sees + i < 0 ? 0 : sees + i; j < columns; j++) s[i * TILE + j] = -INFINITY;
+        soften(s + i * TILE, columns, top + m + i, total + (m + i) * LANES, out + (m + i) * dim_v, dim_v);
+      }
+      int64_t d = 0;
+      for (; d + PIECE <= dim_v; d += PIECE)
+        product(s, TILE, 1, v + d, v_token, columns, out + m * dim_v + d, dim_v, 2, 1);
+      if (d < dim_v) product(s, TILE, 1, v + d, v_token, columns, out + m * dim_v + d, dim_v, 1, 1);
+    }
+  }
+  for (int64_t n = 0; n < rows; n++) {
+    if (n % block >= count) continue;
+    float *to = a->out + sequence * a->out_sequence + (head * a->group + n / block) * a->out_head +
+                (first + n % block) * a->out_token;
+    const float whole = sum(load(total + n * LANES));
+    for (int64_t d = 0; d < dim_v; d += LANES) store(to + d, load(out + n * dim_v + d) / whole);
+  }
+}
+
+/* 1 where vectors are wide enough for this to be worth it. */
+int kv_causal_wide(void) {
+#if defined(__AVX512F__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+/* q [sequence, head * group, query, dim], k [sequence, head, token, dim], v, out [sequence, query, head * group, dim_v],
+   any strides but the last, which is 1; the queries are those of the last tokens. `dim` and `dim_v` are multiples of LANES.
+   Returns 0, or 1 if memory for the buffers cannot be had. */
+int kv_causal(const Causal *a) {
+  int64_t block = ROWS / a->group / EIGHT * EIGHT;
+  if (block < EIGHT) block = EIGHT;
+  const int64_t blocks = (a->queries + block - 1) / block, heads = a->sequences * a->heads, rows = a->group * block;
+  const int64_t need = rows * (a->dim + a->dim_v + LANES + 1) + TILE * (a->dim + a->dim_v) + EIGHT * TILE;
+  int failed = 0;
+#pragma omp parallel num_threads(a->threads)
+  {
+    float *space = malloc(sizeof(float) * need);
+    if (!space) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < blocks * heads; i++) /* the longest first */
+      if (space) attend(a, i % heads / a->heads, i % heads % a->heads, (blocks - 1 - i / heads) * block, block, space);
+    free(space);
+  }
+  return failed;
+}
