@@ -21,7 +21,7 @@ from kvengine.stack import Stack
 from kvengine.stats import Stats, measure
 
 Listener = Callable[[Tensor, Tensor, Tensor, Call], None]
-"""Told the queries, keys and values of every pass, before they enter the cache."""
+"""Told the queries, keys and values of every pass."""
 
 
 class EngineLayer(CacheLayerMixin):
@@ -56,12 +56,15 @@ class EngineLayer(CacheLayerMixin):
     def quick(
         self, query: Float[Tensor, "seq q_head 1 dim"], scale: float
     ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
-        """`attend` for a decoded token that nobody but the cache has to know of, as most are; None if this is another."""
-        if self.incoming is None or self.listener is not None:
+        """`attend` for a decoded token of a policy that has nothing to do, as most are; None if this is another."""
+        if self.incoming is None:
             return None
-        out = self.cache.quick(query, *self.incoming, scale)
+        k, v = self.incoming
+        out = self.cache.quick(query, k, v, scale)
         if out is not None:
             self.incoming = None
+            if self.listener is not None:
+                self.listener(query, k, v, Call(scale))
         return out
 
     def attend(
