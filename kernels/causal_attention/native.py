@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from kvengine.errors import KernelError
 from kvengine.kernels.cpu import library
 from kvengine.kernels.cpu.call import LANES
 from kvengine.kernels.dispatch import NATIVE_DIM
+
+EIGHT = 8
+"""Queries that it takes together."""
 
 
 class Causal(ctypes.Structure):
@@ -23,6 +27,10 @@ class Causal(ctypes.Structure):
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("q", "k", "v", "out") for axis in ("sequence", "head", "token")),
+        *((name, ctypes.c_void_p) for name in ("spans", "position", "first")),
+        *((name, ctypes.c_int64) for name in (
+            "queries_per", "spans_per", "spans_sequence", "position_sequence", "sinks", "local",
+        )),
     ]  # fmt: skip
 
 
@@ -39,8 +47,8 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """See `kvengine.kernels.causal_attention`."""
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, **more: Any) -> Tensor:
+    """See `kvengine.kernels.causal_attention`. `more`: the members of `Causal` that say which tokens are seen."""
     sequences, q_heads, queries, dim = q.shape
     heads, tokens, dim_v = k.shape[1], k.shape[2], v.shape[3]
     out = q.new_empty(sequences, queries, q_heads, dim_v)
@@ -52,7 +60,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     call = Causal(
         sequences=sequences, heads=heads, group=q_heads // heads, queries=queries, tokens=tokens, dim=dim, dim_v=dim_v,
         threads=torch.get_num_threads(), scale=scale, q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
-        **strides,
+        **strides, **more,
     )  # fmt: skip
     if library.needed().kv_causal(ctypes.byref(call)):
         raise KernelError("the native causal kernel could not allocate its buffers")

@@ -1,8 +1,8 @@
-/* Causal attention of many queries in float32: the last tokens of a text over all of it.
+/* Causal attention of many queries in float32: the last tokens of a text over all of it, or over spans of it.
 
    A task is a block of queries of one KV head, all its query heads together. It takes TILE tokens at a time: their keys
    are turned on their side, the scores of EIGHT query rows are made and softened, and their values weighed, while all
-   of that is in the nearer caches. Tokens that no query of a block sees are not touched. */
+   of that is in the nearer caches. Tiles of tokens that no query of a block sees are not touched. */
 #include <stdlib.h>
 #include "simd.h"
 
@@ -18,6 +18,10 @@ typedef struct {
   float *out;
   int64_t q_sequence, q_head, q_token, k_sequence, k_head, k_token, v_sequence, v_head, v_token, out_sequence, out_head,
       out_token;
+  const int64_t *spans;    /* [sequence, block, span, 2]: tokens that a block of `queries_per` reads; NULL: all */
+  const int32_t *position; /* [sequence, token]: negative where there is no token; NULL: there are no such */
+  const int64_t *first;    /* [sequence]: the first token; NULL: nothing is hidden but what comes later */
+  int64_t queries_per, spans_per, spans_sequence, position_sequence, sinks, local; /* seen: `sinks` first, `local` last ones */
 } Causal;
 
 /* From memory to every lane; the compiler makes a slower thing of splat(*p). */
@@ -120,14 +124,30 @@ static void lay(const float *from, int64_t stride, int64_t n, int64_t dim, float
     for (int64_t t = full; t < TILE; t++) key[d * TILE + t] = t < n ? from[t * stride + d] : 0;
 }
 
+/* Which of `n` tokens are none; how many of those there are. */
+static int64_t gaps(const int32_t *position, int64_t n, int32_t *gap) {
+  int64_t count = 0;
+  for (int64_t j = 0; j < n; j++) count -= gap[j] = -(position[j] < 0);
+  for (int64_t j = n; j < TILE; j++) gap[j] = 0;
+  return count;
+}
+
+INLINE void hide(float *s, int64_t from, int64_t to) {
+  for (int64_t j = from < 0 ? 0 : from; j < to; j++) s[j] = -INFINITY;
+}
+
 /* Queries [first, first + block) of a head's group; `space` as `need` says. */
 static void attend(const Causal *a, int64_t sequence, int64_t head, int64_t first, int64_t block, float *space) {
   const int64_t dim = a->dim, dim_v = a->dim_v, rows = a->group * block, start = a->tokens - a->queries + first;
-  const int64_t count = first + block < a->queries ? block : a->queries - first, end = start + count;
+  const int64_t count = first + block < a->queries ? block : a->queries - first, last = start + count;
+  const int64_t sinks = a->first ? a->first[sequence] + a->sinks : 0, local = a->first ? a->local : last;
+  const int64_t whole[2] = {0, last};
+  const int64_t *span = a->spans ? a->spans + sequence * a->spans_sequence + first / a->queries_per * a->spans_per * 2 : whole;
   const float *keys = a->k + sequence * a->k_sequence + head * a->k_head;
   const float *values = a->v + sequence * a->v_sequence + head * a->v_head;
   float *q = space, *out = q + rows * dim, *total = out + rows * dim_v, *top = total + rows * LANES;
   float *key = top + rows, *value = key + TILE * dim, *s = value + TILE * dim_v;
+  int32_t gap[TILE];
   for (int64_t n = 0; n < rows; n++) { /* EIGHT rows side by side, so that `product` reads them in order */
     const int64_t i = n % block;
     const float *from =
@@ -137,38 +157,49 @@ static void attend(const Causal *a, int64_t sequence, int64_t head, int64_t firs
     top[n] = -INFINITY;
   }
   memset(out, 0, sizeof(float) * rows * (dim_v + LANES)); /* and total */
-  for (int64_t t = 0; t < end; t += TILE) {
-    const int64_t n = t + TILE < end ? TILE : end - t, columns = (n + PIECE - 1) / PIECE * PIECE;
-    const float *v = values + t * a->v_token;
-    int64_t v_token = a->v_token;
-    lay(keys + t * a->k_token, a->k_token, n, dim, key);
-    if (n < columns) { /* weights of 0 must not meet what lies behind the last token */
-      for (int64_t j = 0; j < columns; j++)
-        for (int64_t d = 0; d < dim_v; d++) value[j * dim_v + d] = j < n ? v[j * v_token + d] : 0;
-      v = value;
-      v_token = dim_v;
-    }
-    for (int64_t m = 0; m < rows; m += EIGHT) {
-      const int64_t sees = start + m % block + 1 - t; /* tokens that the first of these rows sees */
-      if (sees + EIGHT - 1 <= 0 || m % block >= count) continue;
-      for (int64_t j = 0; j < columns; j += PIECE)
-        product(q + m * dim, 1, EIGHT, key + j, TILE, dim, s + j, TILE, 2, 0);
-      for (int i = 0; i < EIGHT; i++) {
-        for (int64_t j = sees + i < 0 ? 0 : sees + i; j < columns; j++) s[i * TILE + j] = -INFINITY;
-        soften(s + i * TILE, columns, top + m + i, total + (m + i) * LANES, out + (m + i) * dim_v, dim_v);
+  for (int64_t part = 0; part < (a->spans ? a->spans_per : 1); part++, span += 2) {
+    const int64_t end = span[1] < last ? span[1] : last;
+    for (int64_t t = span[0]; t < end; t += TILE) {
+      const int64_t n = t + TILE < end ? TILE : end - t, columns = (n + PIECE - 1) / PIECE * PIECE;
+      if (t >= sinks && t + n <= start - local + 1) continue;
+      const int64_t none = a->position ? gaps(a->position + sequence * a->position_sequence + t, n, gap) : 0;
+      if (none == n) continue;
+      const float *v = values + t * a->v_token;
+      int64_t v_token = a->v_token;
+      lay(keys + t * a->k_token, a->k_token, n, dim, key);
+      if (n < columns || none) { /* weights of 0 must not meet what is no token */
+        for (int64_t j = 0; j < columns; j++)
+          for (int64_t d = 0; d < dim_v; d++)
+            value[j * dim_v + d] = j < n && !(none && gap[j]) ? v[j * v_token + d] : 0;
+        v = value;
+        v_token = dim_v;
       }
-      int64_t d = 0;
-      for (; d + PIECE <= dim_v; d += PIECE)
-        product(s, TILE, 1, v + d, v_token, columns, out + m * dim_v + d, dim_v, 2, 1);
-      if (d < dim_v) product(s, TILE, 1, v + d, v_token, columns, out + m * dim_v + d, dim_v, 1, 1);
+      for (int64_t m = 0; m < rows; m += EIGHT) {
+        const int64_t at = start + m % block - t; /* column of the first of these rows' own token */
+        if (at + EIGHT <= 0 || m % block >= count || (t >= sinks && n <= at - local + 1)) continue;
+        for (int64_t j = 0; j < columns; j += PIECE)
+          product(q + m * dim, 1, EIGHT, key + j, TILE, dim, s + j, TILE, 2, 0);
+        for (int i = 0; i < EIGHT; i++) {
+          float *mine = s + i * TILE;
+          hide(mine, at + i + 1 < n ? at + i + 1 : n, columns);
+          if (a->first) hide(mine, sinks - t, at + i - local + 1 < n ? at + i - local + 1 : n);
+          for (int64_t j = 0; none && j < columns; j += LANES)
+            store(mine + j, choose(*(const vi *)(gap + j), splat(-INFINITY), load(mine + j)));
+          soften(mine, columns, top + m + i, total + (m + i) * LANES, out + (m + i) * dim_v, dim_v);
+        }
+        int64_t d = 0;
+        for (; d + PIECE <= dim_v; d += PIECE)
+          product(s, TILE, 1, v + d, v_token, columns, out + m * dim_v + d, dim_v, 2, 1);
+        if (d < dim_v) product(s, TILE, 1, v + d, v_token, columns, out + m * dim_v + d, dim_v, 1, 1);
+      }
     }
   }
   for (int64_t n = 0; n < rows; n++) {
     if (n % block >= count) continue;
     float *to = a->out + sequence * a->out_sequence + (head * a->group + n / block) * a->out_head +
                 (first + n % block) * a->out_token;
-    const float whole = sum(load(total + n * LANES));
-    for (int64_t d = 0; d < dim_v; d += LANES) store(to + d, load(out + n * dim_v + d) / whole);
+    const float all = sum(load(total + n * LANES)), share = all > 0 ? 1 / all : 0;
+    for (int64_t d = 0; d < dim_v; d += LANES) store(to + d, load(out + n * dim_v + d) * share);
   }
 }
 
@@ -183,10 +214,11 @@ int kv_causal_wide(void) {
 
 /* q [sequence, head * group, query, dim], k [sequence, head, token, dim], v, out [sequence, query, head * group, dim_v],
    any strides but the last, which is 1; the queries are those of the last tokens. `dim` and `dim_v` are multiples of LANES.
-   Returns 0, or 1 if memory for the buffers cannot be had. */
+   Spans of a block do not overlap, and a block of queries is a multiple of EIGHT. Returns 0, or 1 if memory for the
+   buffers cannot be had. */
 int kv_causal(const Causal *a) {
-  int64_t block = ROWS / a->group / EIGHT * EIGHT;
-  if (block < EIGHT) block = EIGHT;
+  int64_t block = EIGHT;
+  while (2 * block * a->group <= ROWS && !(a->spans && a->queries_per % (2 * block))) block *= 2;
   const int64_t blocks = (a->queries + block - 1) / block, heads = a->sequences * a->heads, rows = a->group * block;
   const int64_t need = rows * (a->dim + a->dim_v + LANES + 1) + TILE * (a->dim + a->dim_v) + EIGHT * TILE;
   int failed = 0;

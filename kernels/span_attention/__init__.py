@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvengine.errors import KernelError
+from kvengine.kernels.causal_attention.native import EIGHT, fits
 from kvengine.kernels.dispatch import pick
 
 BLOCK = 128
@@ -59,7 +60,8 @@ def span_attention(
         )
     if spans.dim() != 4 or spans.shape[0] not in (1, rows) or spans.shape[1] != blocks or spans.shape[3] != 2:
         raise KernelError(f"spans must be [1 or {rows}, {blocks}, span, 2]; got {list(spans.shape)}")
-    run = pick("span_attention", (q, k, v), backend, native=False)
+    native = softcap is None and sinks is None and block % EIGHT == 0 and fits(q, k, v)
+    run = pick("span_attention", (q, k, v), backend, native)
     return run.span_attention(q, k, v, position, spans, scale, band, softcap, sinks, block)  # type: ignore[no-any-return]
 
 

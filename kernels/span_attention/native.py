@@ -1,0 +1,26 @@
+"""The C version on the CPU (`kv_causal` in `kvengine/kernels/cpu/causal.c`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvengine.kernels.causal_attention import native
+from kvengine.kernels.span_attention import Band
+
+
+def span_attention(
+    q: Tensor, k: Tensor, v: Tensor, position: Tensor, spans: Tensor, scale: float, band: Band | None,
+    softcap: float | None, sinks: Tensor | None, block: int,
+) -> Tensor:  # fmt: skip
+    """See `kvengine.kernels.span_attention`."""
+    position, spans = position.to(torch.int32), spans.to(torch.int64).contiguous()
+    position = position if position.stride(1) == 1 else position.contiguous()
+    first = None if band is None else band.first.to(torch.int64).contiguous()
+    out = native.attention(
+        q, k[:, None], v[:, None], scale, spans=spans.data_ptr(), queries_per=block, spans_per=spans.shape[2],
+        spans_sequence=spans.stride(0) if len(spans) > 1 else 0, position=position.data_ptr(),
+        position_sequence=position.stride(0), first=None if first is None else first.data_ptr(),
+        sinks=0 if band is None else band.sinks, local=0 if band is None else band.local,
+    )  # fmt: skip
+    return out.transpose(1, 2)
