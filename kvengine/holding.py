@@ -269,6 +269,7 @@ class Holding:
         else:
             self.tail.append(k, v, position, valid is None)
         self.seen += k.shape[1]
+        self.firm = self.firm if valid is None else self.seen
         if valid is None or not (self.stack.paged and self.looked):
             self.lengths = [(n + k.shape[1], rows) for n, rows in self.lengths]
         else:

@@ -232,8 +232,6 @@ class Lane(Recall):
         if self.session.recording:
             self.remember(k, v, valid)
         self.add(k, v, valid)
-        if valid is not None:
-            self.firm = self.seen
         if not self.retention.decodes:
             out, _ = self.attend(q, call, mass=False)
         else:

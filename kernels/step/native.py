@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +42,9 @@ class Slots:
         )  # fmt: skip
         self.where, self.run = ctypes.byref(self.call), library.needed().kv_step
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of who holds this has other slots, and describes those."""
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """None, to who copies what holds this: a copy has other slots, and describes those."""
+        return type(None), ()
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, at: int, holes: bool, scale: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -113,6 +114,7 @@ def test_a_copy_of_a_lane_writes_into_slots_of_its_own() -> None:
     got = twin.forward(*token, Call(0.25))
     assert torch.equal(tail.k.view(torch.int32), before)
     assert torch.equal(got, layer.forward(*token, Call(0.25)))
+    assert pickle.loads(pickle.dumps(tail)).ready is None and isinstance(tail.ready, Slots)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
