@@ -26,6 +26,8 @@ NONE = -1
 EARLY = 24  # rounds; the first are learnt from one by one
 TOGETHER = 8  # rounds without a draft that are learnt from at once
 FORGET = 8  # rounds without a draft after which the last one says little
+WARM = 5  # rounds without a draft until they take as long as others: a draft's passes leave other things in the caches
+SURE = 3  # measurements of such rounds that are known to be enough
 START = 2.0  # plain passes that the first trials in a text may lose: what others taught says little
 STALE = 256  # rounds after which the cost of drafting nothing is in doubt
 
@@ -74,6 +76,11 @@ class Adaptive:
     cold: bool = field(default=False, init=False)  # a text's first round finds nothing in the caches: it takes longer
     free: float = field(default=0.0, init=False)  # seconds that trials in this text may lose beyond their share
     pays_for: bool = field(default=True, init=False)  # whether the trial counts towards that share
+    idle: int = field(default=0, init=False)  # rounds without a draft in a row
+    waits: float = field(default=0.0, init=False)  # for another trial, until so many seconds are spent
+    resting: int = field(default=0, init=False)  # rounds yet to go without one, to see what that costs
+    asked: int = field(default=0, init=False)  # the longest draft that more was asked for
+    deepest: int = field(default=0, init=False)  # the longest draft
     measured: int = field(default=0, init=False)  # the round in which drafting nothing was last measured
     times: Times = field(default_factory=Times, init=False)
     tokens: float = field(default=0.0, init=False)
@@ -108,28 +115,34 @@ class Adaptive:
 
     def begin(self, tokens: int) -> None:
         """What rounds cost depends on the length of the context; what stands differs from text to text."""
-        self.cold, self.here, self.fell, self.tried = self.here != 1, 0, False, None
+        if self.plain:
+            self._idled()
+        self.cold, self.here, self.fell, self.tried, self.idle, self.resting = self.here != 1, 0, False, None, 0, 0
+        self.waits = 0.0
         if self.bars and not self.hopeless:
             self.free = START * self.costs[0]
         if self.prompt and not self.prompt / 1.5 < tokens < 1.5 * self.prompt:
             self.times.clear()
-            self.plain.clear()
             self.bars, self.costs, self.tokens, self.seconds = [], [], 0.0, 0.0
         self.prompt = tokens
 
     def more(self, confidence: Sequence[float]) -> bool:
         drafted = len(confidence)
+        self.asked = max(self.asked, drafted)
         if drafted >= self.limit:
             return False
         if not self.bars:  # what drafting costs is not known yet
             return drafted < FIRST
-        if drafted == 0 and self.tried == NONE:
+        if drafted == 0 and (self.tried == NONE or self.resting > 0):
+            self.tried = NONE
+            return False
+        if drafted == 0 and self.spent < self.waits:
             return False
         if self.tried == drafted or (self.tried == 0 and drafted < self.probe):
             return True
-        if not self.worth(confidence):
-            return self.trial(confidence)
-        return not (drafted == 0 and self.rest())
+        if self.worth(confidence):
+            return not (drafted == 0 and self.rest())
+        return self.trial(confidence)
 
     def worth(self, confidence: Sequence[float]) -> bool:
         """The rule, for the tokens after those drafted."""
@@ -145,7 +158,7 @@ class Adaptive:
     def trial(self, confidence: Sequence[float]) -> bool:
         """One more against the rule, once a round, if what it is expected to lose is little beside all that was spent."""
         drafted = len(confidence)
-        if self.tried is not None or 0 not in self.times.middle:
+        if self.tried is not None or 0 not in self.times.middle or (0 < self.idle <= WARM and not self.sure):
             return False
         usual, share = self.usual[0], self.explore
         self.worse = max(0.0, 1 - self.next(()) / usual) * (self.expected[self.probe] - 1) / self.rate
@@ -159,6 +172,7 @@ class Adaptive:
         loss = max(loss, 0.05 * self.costs[0])
         within = self.lost + loss <= share * self.spent
         if not within and loss > self.free:
+            self.waits = 0.0 if drafted else (self.lost + loss) / share
             return False
         if not within:
             self.free -= loss
@@ -168,12 +182,22 @@ class Adaptive:
 
     def rest(self) -> bool:
         """Draft nothing against the rule, to see what that costs, where it can hardly lose."""
-        loss = max(self.losses[0], 0.05 * self.costs[0])
+        loss, rounds = max(self.losses[0], 0.05 * self.costs[0]), 1 if self.sure else WARM + SURE
         near = loss < 0.3 * self.costs[0] and self.rounds - self.measured > 8
-        if not near or self.lost + loss > self.explore / 2 * self.spent:
+        within = self.lost + rounds * loss <= self.explore / 2 * self.spent
+        if not near or not (within or (not self.sure and rounds * loss <= self.free)):
             return False
-        self.lost, self.tried = self.lost + loss, NONE
+        if within:
+            self.lost += rounds * loss
+        else:
+            self.free -= rounds * loss
+        self.tried, self.resting = NONE, rounds
         return True
+
+    @property
+    def sure(self) -> bool:
+        """Whether it is known what drafting nothing costs among rounds that do not either."""
+        return len(self.times.kept.get(0, ())) >= SURE
 
     def next(self, confidence: Sequence[float]) -> float:
         """How often the token after those stands: easy passages stay easy, so the last one's confidence counts, and before
@@ -188,33 +212,43 @@ class Adaptive:
         return self.usual[index]
 
     @property
-    def settled(self) -> bool:
-        """Whether one more round without a draft will hardly change what is known."""
-        return self.hopeless and self.rounds >= EARLY
-
-    @property
     def hopeless(self) -> bool:
         """Whether not even drafts that always stood would pay."""
         return bool(self.bars) and self.bars[0] >= 1
 
     def learn(self, what: Round) -> None:
-        """Take note of a round; of those without a draft some together, where drafting is hopeless."""
-        tried = self.tried
-        if not (what.drafted or tried is not None) and self.settled and len(self.plain) < TOGETHER:
+        """Take note of a round; of those without a draft some together."""
+        if not what.drafted and self.tried is None and self.rounds >= EARLY and self.idle >= WARM:
             self.plain.append(what)
+            if len(self.plain) == TOGETHER:
+                self._idled()
             return
-        self.tried = None
-        for one in self.plain:
-            self._learn(one)
-        self.plain.clear()
-        self.tried = tried
+        if self.plain:
+            self._idled()
         self._learn(what)
+
+    def _idled(self) -> None:
+        """Take note of rounds without a draft, among others like them."""
+        count, seconds = len(self.plain), sum(one.draft_seconds + one.judge_seconds for one in self.plain)
+        self.times.add(0, 0.0, seconds / count)
+        before, self.rounds = self.rounds, self.rounds + count
+        self.here, self.idle, self.measured = self.here + count, self.idle + count, self.rounds
+        if self.fell and self.rounds - self.drafted >= FORGET:
+            self.fell, self.waits = False, 0.0
+        self.spent += min(seconds, 2 * count * self.costs[0]) if self.costs else seconds
+        kept, other = 0.98**count, sum(one.other_seconds for one in self.plain)
+        self.tokens, self.seconds = kept * self.tokens + count, kept * self.seconds + seconds + other
+        self.plain.clear()
+        if self.times.drafted and (self.rounds // 16 > before // 16 or not self.bars):
+            self._decide()
 
     def _learn(self, what: Round) -> None:
         self.rounds, self.here = self.rounds + 1, self.here + 1
+        behind, self.deepest = not what.depth and self.idle < WARM, max(self.deepest, what.depth)
+        self.resting, self.waits = 0 if what.depth else max(0, self.resting - 1), 0.0
         if not (self.cold and self.times.kept):
-            self.times.add(what.depth, what.draft_seconds, what.judge_seconds, what.levels)
-        self.cold, tried = False, self.tried is not None
+            self.times.add(what.depth, what.draft_seconds, what.judge_seconds, what.levels, behind)
+        self.cold, self.idle, tried = False, 0 if what.depth else self.idle + 1, self.tried is not None
         for index in range(what.tested):
             self._tested(what, index)
         if what.tested:
@@ -258,21 +292,21 @@ class Adaptive:
 
     def _decide(self) -> None:
         """From what is known, how likely the next token must be to stand, by how many are drafted."""
+        self.waits = 0.0
         first, self.costs = not self.costs, self.times.table(self.limit)
-        seconds = self.costs
+        reach = self.limit if self.asked >= self.deepest else min(self.limit, self.deepest)  # a tree has its own depth
+        seconds = self.costs[: reach + 1]
         self.free = START * seconds[0] if first else self.free
         usual = self.overall.estimate(PRIOR)
         self.usual = places = list(accumulate(self.places, lambda prior, odds: odds.estimate(prior), initial=usual))[1:]
         self.expected = expected = [1.0, *(1 + chain for chain in accumulate(accumulate(places, mul)))]
-        tokens, cost = max(zip(expected, seconds, strict=True), key=lambda pair: pair[0] / pair[1])
+        tokens, cost = max(zip(expected, seconds, strict=False), key=lambda pair: pair[0] / pair[1])
         self.rate = max(tokens / cost, (self.tokens + 8 * tokens) / (self.seconds + 8 * cost))
-        self.losses = [t - n / self.rate for n, t in zip(expected, seconds, strict=True)]
+        self.losses = [t - n / self.rate for n, t in zip(expected, self.costs, strict=True)]
         least = 0.05 * seconds[0]
-        self.probe = max(
-            range(1, self.limit + 1), key=lambda depth: expected[depth - 1] / max(self.losses[depth], least)
-        )
+        self.probe = max(range(1, reach + 1), key=lambda depth: expected[depth - 1] / max(self.losses[depth], least))
         self.hopeful = self.pays([min(1.0, chance + self.overall.doubt(usual)) for chance in places], seconds)
-        self.bars = bars(places, seconds, self.rate)
+        self.bars = bars(places, seconds, self.rate) + [float("inf")] * (self.limit - reach)
         doubt = 0.25 * min(1.0, (self.rounds - self.measured) / STALE)  # it may have become cheaper since
         self.bars[0] = bar(places, [seconds[0] * (1 - doubt), *seconds[1:]], self.rate, 0)
         self.chances = [odds.estimate(usual) for odds in self.bins]
@@ -280,7 +314,7 @@ class Adaptive:
     def pays(self, places: Sequence[float], seconds: Sequence[float]) -> bool:
         """Whether drafting some number of tokens would, if they stood so often."""
         chains = accumulate(accumulate(places, mul), initial=1.0)
-        return any(tokens > self.rate * cost for tokens, cost in islice(zip(chains, seconds, strict=True), 1, None))
+        return any(tokens > self.rate * cost for tokens, cost in islice(zip(chains, seconds, strict=False), 1, None))
 
 
 def bars(places: Sequence[float], seconds: Sequence[float], rate: float) -> list[float]:

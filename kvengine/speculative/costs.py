@@ -26,31 +26,54 @@ class Times:
     step: float = 0.01
     rise: float = 0.03
     kept: dict[int, deque[float]] = field(default_factory=dict, init=False)
+    behind: deque[float] = field(
+        default_factory=lambda: deque(maxlen=49), init=False
+    )  # drafting nothing, shortly after a draft
     middle: dict[int, float] = field(default_factory=dict, init=False)
     fresh: dict[int, int] = field(default_factory=dict, init=False)  # measurements that `middle` does not know yet
     spread: float = field(default=0.1, init=False)  # how far a measurement lies from its median, as a share of it
     slope: float = field(default=0.0, init=False)  # expected seconds of one more token, by what drafting took
     sizes: list[float] = field(default_factory=lambda: [0.0], init=False)  # drafted tokens down to each depth, of late
 
-    def add(self, depth: int, draft: float, judge: float, levels: Sequence[int] = ()) -> None:
-        """Take note of a round: seconds of drafting and of judging, and tokens drafted down to each depth (of a tree)."""
+    def add(self, depth: int, draft: float, judge: float, levels: Sequence[int] = (), behind: bool = False) -> None:
+        """Take note of a round: seconds of drafting and of judging, and tokens drafted down to each depth (of a tree).
+
+        behind: it drafted nothing, and one shortly before it did.
+        """
         for at, size in enumerate(levels or range(1, depth + 1), 1):
             if at == len(self.sizes):
                 self.sizes.append(size)
             self.sizes[at] += 0.1 * (size - self.sizes[at])
         kept, total = self.kept.setdefault(depth, deque(maxlen=self.recent)), draft + judge
-        if len(kept) > 2 and self.middle[depth] > 0:
-            self.spread += 0.03 * (min(1.0, abs(total / self.middle[depth] - 1)) - self.spread)
-        kept.append(total)
+        if behind:
+            self.behind.append(total)
+        else:
+            if len(kept) > 2 and self.middle[depth] > 0:
+                self.spread += 0.03 * (min(1.0, abs(total / self.middle[depth] - 1)) - self.spread)
+            kept.append(total)
         self.fresh[depth] = self.fresh.get(depth, 0) + 1
         if self.fresh[depth] == 4 or len(kept) < 9:  # to sort them anew takes longer than all the rest
-            self.middle[depth], self.fresh[depth] = typical(kept), 0
+            self.middle[depth], self.fresh[depth] = typical(kept) if depth else self.plain(), 0
         if depth:
             expected = draft / (levels[-1] if levels else depth) + self.rise * judge
             self.slope += (expected - self.slope) * (0.1 if self.slope else 1.0)
 
+    def plain(self) -> float:
+        """Seconds of a round that drafts nothing, among others that do not either.
+
+        Shortly behind a draft such a round may take half as long again, the caches being full of other things, and a rule
+        that drafts most of the time sees no others, or few. So what they differ by, if that is more than a standard
+        error, is taken off.
+        """
+        alone, behind = self.kept[0], self.behind
+        if not (alone and behind):
+            return typical(alone or behind)
+        few, many, n, m = typical(alone), typical(behind), len(alone), len(behind)
+        doubt = 1.25 * self.spread * few * (1 / n + 1 / m) ** 0.5
+        return (n * few + m * (many - max(0.0, many - few - doubt))) / (n + m)
+
     def clear(self) -> None:
-        for one in (self.kept, self.middle, self.fresh):
+        for one in (self.kept, self.middle, self.fresh, self.behind):
             one.clear()
         self.slope = 0.0
 

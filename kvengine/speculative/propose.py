@@ -74,6 +74,8 @@ class Lookup:
 
 
 WIDTH = 8
+TOGETHER = 64
+"""Tokens whose successors are ranked together."""
 BLOCK = 128
 """Entries of a vocabulary that are looked at together."""
 
@@ -117,6 +119,7 @@ class Recycling:
     vocab: int
     nodes: int = 80
     successors: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
+    heard: list[tuple[Sequence[int], Tensor]] = field(default_factory=list, init=False, repr=False)  # yet to be ranked
     tree: list[tuple[int, ...]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -128,11 +131,14 @@ class Recycling:
 
     def propose(self, text: Text, tail: Sequence[int], more: More) -> Draft:
         out = Draft(laws=[None])
+        if not more([]):
+            return out
+        self._rank()
         root = text.since(len(text) + len(tail) - 1, tail)[-1]
         nodes: dict[tuple[int, ...], int] = {(): ROOT}
         depth = 0
         for path in self.tree:  # level by level
-            if len(path) > depth and not more([1.0] * depth):
+            if depth and len(path) > depth and not more([1.0] * depth):
                 break
             depth, parent = len(path), nodes.get(path[:-1])
             if parent is None:
@@ -146,7 +152,17 @@ class Recycling:
         return None
 
     def observe(self, tokens: Sequence[int], logits: Float[Tensor, "token vocab"]) -> None:
-        self.successors.update(zip(tokens, best(logits, WIDTH).tolist(), strict=True))
+        self.heard.append((tokens, logits))
+        if len(self.heard) >= TOGETHER or len(tokens) >= TOGETHER:
+            self._rank()
+
+    def _rank(self) -> None:
+        """Take note of what was heard: of 64 passes together in the time that six take one by one."""
+        if self.heard:
+            tokens = [token for some, _ in self.heard for token in some]
+            ranked = best(torch.cat([logits for _, logits in self.heard]), WIDTH)
+            self.heard.clear()
+            self.successors.update(zip(tokens, ranked.tolist(), strict=True))
 
 
 def best(scores: Float[Tensor, "row vocab"], count: int) -> Int64[Tensor, "row count"]:
