@@ -22,6 +22,7 @@ from kvengine.stats import Stats, measure
 
 Listener = Callable[[Tensor, Tensor, Tensor, Call], None]
 """Told the queries, keys and values of every pass."""
+Heard = tuple[Tensor, Tensor, Tensor, Call]
 
 
 class EngineLayer(CacheLayerMixin):
@@ -34,6 +35,9 @@ class EngineLayer(CacheLayerMixin):
         self.stack, self.layer, self.layers, self.session = stack, layer, layers, session
         self.incoming: tuple[Tensor, Tensor] | None = None
         self.listener: Listener | None = None
+        self.heard: dict[int, Heard] | None = (
+            None  # where to leave what a listener would be told, by layer, for who looks later
+        )
         self.reset()
 
     def reset(self) -> None:
@@ -63,7 +67,9 @@ class EngineLayer(CacheLayerMixin):
         out = self.cache.quick(query, k, v, scale)
         if out is not None:
             self.incoming = None
-            if self.listener is not None:
+            if self.heard is not None:
+                self.heard[self.layer] = query, k, v, Call(scale)
+            elif self.listener is not None:
                 self.listener(query, k, v, Call(scale))
         return out
 
@@ -78,7 +84,9 @@ class EngineLayer(CacheLayerMixin):
         if self.incoming is None or hasattr(stock.module, "expand_kv"):  # type: ignore[attr-defined]
             return self.attend_all(stock, valid)
         (k, v), self.incoming = self.incoming, None
-        if self.listener is not None:
+        if self.heard is not None:
+            self.heard[self.layer] = query, k, v, call
+        elif self.listener is not None:
             self.listener(query, k, v, call)
         return self.cache.forward(query, k, v, call, valid, stock)
 

@@ -180,7 +180,7 @@ class Lane(Recall):
             mass = ops.received([state], state).sum(1)
         else:  # padding says nothing
             visible = visible & valid[..., None]
-            mass = ops.columns(q, k.float().transpose(1, 2), visible, replace(call, sinks=None)).sum(1)
+            mass = ops.columns(q, k.float().transpose(1, 2), visible, call._replace(sinks=None)).sum(1)
         self.tail.judge(running(score, mass, position, at, self.judged, valid), None)
 
     def conclude(self, seen: Seen) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -23,8 +23,7 @@ BROKEN = (
 )
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One attention call's constants."""
 
     scale: float

@@ -19,14 +19,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvengine.errors import PolicyError
-from kvengine.hf_cache import EngineCache, EngineLayer
+from kvengine.hf_cache import EngineCache, EngineLayer, Heard
 from kvengine.session import Call
 from kvengine.speculative.law import Text
 from kvengine.speculative.places import LayerPlaces, judged
 from kvengine.speculative.session import Session
 from kvengine.speculative.view import SLACK, ViewCache
 
-Heard = tuple[Tensor, Tensor, Tensor, Call]
 Note = tuple[dict[int, Heard], int]
 """What a pass of the target computed, by layer, and how many of its first tokens stand."""
 
@@ -65,23 +64,26 @@ class Refresh:
 
 
 class Ear:
-    """Listens to every layer of a cache."""
+    """Listens to every layer of a cache: while it reads its prompt, and from then on."""
 
     def __init__(self, cache: EngineCache) -> None:
-        self.prompt = True
+        self.cache = cache
         self.followers: EngineCache | None = None
         self.heard: dict[int, Heard] = {}
         for number, layer in enumerate(cache.layers):
             cast(EngineLayer, layer).listener = partial(self.hear, number)
 
     def hear(self, layer: int, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-        if self.prompt and self.followers is not None:
+        if self.followers is not None:
             follower(self.followers, layer).cache.follow(q, k, v, call)
-        elif self.prompt:
+        else:
             last = (x[:, :, -1:].clone() for x in (q, k, v))  # a view would hold on to the whole prompt's
             self.heard[layer] = (*last, call)  # type: ignore[assignment]
-        else:
-            self.heard[layer] = (q, k, v, call)
+
+    def wait(self) -> None:
+        """The prompt has been read. What comes is left in `heard`: a call for each layer and token would take longer."""
+        for layer in self.cache.layers:
+            cast(EngineLayer, layer).listener, cast(EngineLayer, layer).heard = None, self.heard
 
 
 def follower(cache: EngineCache, layer: int) -> EngineLayer:
@@ -107,7 +109,7 @@ class Echo(Session):
 
     def prefill(self, prompt: Sequence[int]) -> None:  # type: ignore[override]
         """To be called when the target has read the prompt: nothing is left to compute but a view's first choice."""
-        self.ear.prompt = False
+        self.ear.wait()
         self._record()
         self.settled = len(prompt)
         if isinstance(self.cache, ViewCache) and self.ear.followers is not None:
@@ -115,7 +117,7 @@ class Echo(Session):
                 cast(LayerPlaces, view).begin(kept(self.ear.followers, number))
             self.ear.followers = None
         elif isinstance(self.cache, ViewCache):
-            self.notes.append((self.ear.heard, 1))
+            self.notes.append((dict(self.ear.heard), 1))
             self._choose(self.cache)
             self.notes.clear()
 
@@ -134,8 +136,8 @@ class Echo(Session):
     def _remember(self, fresh: int) -> None:
         """Note which tokens stand of those heard last, and listen for others."""
         self.late += fresh
-        self.notes.append((self.ear.heard, fresh))
-        self.ear.heard = {}
+        self.notes.append((dict(self.ear.heard), fresh))
+        self.ear.heard.clear()
         if self.late <= SLACK:
             return
         if isinstance(self.cache, ViewCache):
