@@ -93,7 +93,7 @@ class Adaptive:
     after: list[Odds] = field(init=False)
     fell: bool = field(default=False, init=False)  # the last draft, lately, for the larger part
     drafted: int = field(default=0, init=False)  # the round in which that was
-    again: Odds = field(default_factory=lambda: Odds(16.0), init=False)  # how often the next one's first token stands
+    again: Odds = field(default_factory=lambda: Odds(8.0), init=False)  # how often the next one's first token stands
     chances: list[float] = field(init=False)
     usual: list[float] = field(init=False)  # how often a token stands when those before it do, by place
     recent: float = field(default=PRIOR, init=False)  # acceptance of late
@@ -117,8 +117,8 @@ class Adaptive:
         """What rounds cost depends on the length of the context; what stands differs from text to text."""
         if self.plain:
             self._idled()
-        self.cold, self.here, self.fell, self.tried, self.idle, self.resting = self.here != 1, 0, False, None, 0, 0
-        self.waits = 0.0
+        self.cold, self.here, self.tried, self.idle, self.resting, self.waits = self.here != 1, 0, None, 0, 0, 0.0
+        self.fell, self.drafted = self.rounds > 0, self.rounds  # another text: what stood in the last one says little
         if self.bars and not self.hopeless:
             self.free = START * self.costs[0]
         if self.prompt and not self.prompt / 1.5 < tokens < 1.5 * self.prompt:
