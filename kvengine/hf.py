@@ -172,10 +172,9 @@ def enter(
 ) -> tuple[Any, dict[str, Any]]:
     """Before an attention module runs: say which layer of which cache it is to use."""
     cache = kwargs.get("past_key_values")
-    if not isinstance(cache, EngineCache):  # some models call it otherwise
+    if type(cache) is not EngineCache:  # some models call it otherwise
         cache = next((x for x in kwargs.values() if isinstance(x, EngineCache)), None)
-    layer = cache.layer_for(module) if cache is not None else None
-    kwargs["kvengine"] = Seam(layer, previous)
+    kwargs["kvengine"] = Seam(None if cache is None else cache.layer_for(module), previous)
     return args, kwargs
 
 

@@ -65,9 +65,28 @@ class LazyMask:
         return None if self.full[n] else part
 
 
-def engine_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """`attend`, which a compiler is not to look into. Its wrapper would cost eager decoding a fiftieth of its time."""
-    return apart(*args, **kwargs) if torch.compiler.is_compiling() else attend(*args, **kwargs)
+def engine_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    kvengine: Seam | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """`attend`, which a compiler is not to look into; most decoded tokens need less of it, and every call counts."""
+    if torch.compiler.is_compiling():
+        return apart(module, query, key, value, attention_mask, scaling, dropout, kvengine, **kwargs)  # type: ignore[no-any-return]
+    if query.shape[2] == 1 and kvengine is not None and PARTICULAR.isdisjoint(kwargs):
+        layer = kvengine.layer or getattr(key, "_kv_layer", gone)()
+        latent = hasattr(type(module), "expand_kv")
+        if layer is not None and not latent and type(attention_mask) is LazyMask and attention_mask.valid(1) is None:
+            out = layer.quick(query, query.shape[-1] ** -0.5 if scaling is None else scaling)
+            if out is not None:
+                return out, None
+    return attend(module, query, key, value, attention_mask, scaling, dropout, kvengine, **kwargs)
 
 
 def attend(
@@ -89,16 +108,6 @@ def attend(
     if kvengine is None:
         raise ModelError(f"{type(module).__name__} does not pass its arguments on to the attention function")
     layer = kvengine.layer or getattr(key, "_kv_layer", gone)()
-    if (
-        query.shape[2] == 1
-        and layer is not None
-        and PARTICULAR.isdisjoint(kwargs)
-        and not hasattr(type(module), "expand_kv")
-    ):
-        if isinstance(attention_mask, LazyMask) and attention_mask.valid(1) is None:
-            quick = layer.quick(query, query.shape[-1] ** -0.5 if scaling is None else scaling)
-            if quick is not None:
-                return quick, None
     stock = Stock(module, query, attention_mask, kvengine.previous, {"scaling": scaling, "dropout": dropout, **kwargs})
     if layer is None:
         return stock.run(key, value)

@@ -200,7 +200,7 @@ class EngineCache(Cache):
         """The layer that an attention module is to use; None if it is one of transformers' own."""
         if getattr(module, "config", None) is not self.config:
             raise CacheError("this cache was made for another model; make one with EngineCache(model)")
-        index = int(module.layer_idx)  # type: ignore[arg-type]
+        index: Any = module.layer_idx
         layer = self.layers[index] if index < len(self.layers) else None
         if not isinstance(layer, EngineLayer):
             return None
