@@ -5,6 +5,7 @@ Their tokens are chosen, not drawn: the law of each is a single point (`None` in
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -74,8 +75,8 @@ class Lookup:
 
 
 WIDTH = 8
-TOGETHER = 64
-"""Tokens whose successors are ranked together."""
+LAST = 32
+"""Passes that are remembered while nothing is drafted."""
 BLOCK = 128
 """Entries of a vocabulary that are looked at together."""
 
@@ -112,14 +113,14 @@ class Recycling:
 
     For each token the model has seen there are its 8 best-rated successors of the last time (the rows of the paper's
     adjacency matrix that are in use). Every pass of the tier above updates them, and they stay between texts. The prompt
-    does not, as in the official code.
+    does not, as in the official code; nor, other than there, do passes while nothing is drafted, but for the last 32.
     Greedy in the paper; here the children are laws of one point, so it is exact at every temperature.
     """
 
     vocab: int
     nodes: int = 80
     successors: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
-    heard: list[tuple[Sequence[int], Tensor]] = field(default_factory=list, init=False, repr=False)  # yet to be ranked
+    heard: deque[tuple[Sequence[int], Tensor]] = field(init=False, repr=False)  # yet to be ranked
     tree: list[tuple[int, ...]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -127,7 +128,7 @@ class Recycling:
             raise PolicyError(f"recycling has a tree of 1 to 80 nodes, not {self.nodes}")
         if self.vocab < WIDTH:
             raise PolicyError(f"recycling remembers {WIDTH} successors of a token; the vocabulary has {self.vocab}")
-        self.tree = static_tree(self.nodes)
+        self.tree, self.heard = static_tree(self.nodes), deque(maxlen=LAST)
 
     def propose(self, text: Text, tail: Sequence[int], more: More) -> Draft:
         out = Draft(laws=[None])
@@ -153,11 +154,9 @@ class Recycling:
 
     def observe(self, tokens: Sequence[int], logits: Float[Tensor, "token vocab"]) -> None:
         self.heard.append((tokens, logits))
-        if len(self.heard) >= TOGETHER or len(tokens) >= TOGETHER:
-            self._rank()
 
     def _rank(self) -> None:
-        """Take note of what was heard: of 64 passes together in the time that six take one by one."""
+        """Take note of what was heard: of many passes together in the time that a few take one by one."""
         if self.heard:
             tokens = [token for some, _ in self.heard for token in some]
             ranked = best(torch.cat([logits for _, logits in self.heard]), WIDTH)

@@ -116,13 +116,12 @@ class Tier:
         return verdict, laws, logits
 
     def settle(self, text: Text) -> None:
-        if self.below is None:  # nobody asks what it takes
-            self.session.settle(text)
-            return
-        began = self.clock()
+        began = None if self.reader is None else self.clock()  # who has no model takes next to nothing
         self.session.settle(text)
-        self.below.settle(text)
-        self.other += self.clock() - began
+        if self.below:
+            self.below.settle(text)
+        if began is not None:
+            self.other += self.clock() - began
 
     def observe(self, tokens: Sequence[int], logits: Float[Tensor, "token vocab"]) -> None:
         """A model learns nothing from the tier above; what drafts for it may."""
@@ -133,11 +132,11 @@ class Tier:
         if self.below is None or limit == 0:
             return Draft()
         ahead = self.ahead.more
+        if not ahead(()):
+            return Draft()
         more: More = lambda sure: (limit is None or len(sure) < limit) and ahead(sure)  # noqa: E731
         if self.reader is None:
             return self.below.propose(text, tail, more)
-        if not more(()):
-            return Draft()
         began = self.clock()
         self.reader.session.prepare(text)
         self.other += self.clock() - began
