@@ -27,6 +27,7 @@ EARLY = 24  # rounds; the first are learnt from one by one
 TOGETHER = 8  # rounds without a draft that are learnt from at once
 FORGET = 8  # rounds without a draft after which the last one says little
 WARM = 5  # rounds without a draft until they take as long as others: a draft's passes leave other things in the caches
+BEHIND = 0.4  # of its time, that such a round may take longer right behind a draft
 SURE = 3  # measurements of such rounds that are known to be enough
 START = 2.0  # plain passes that the first trials in a text may lose: what others taught says little
 STALE = 256  # rounds after which the cost of drafting nothing is in doubt
@@ -182,10 +183,17 @@ class Adaptive:
 
     def rest(self) -> bool:
         """Draft nothing against the rule, to see what that costs, where it can hardly lose."""
-        loss, rounds = max(self.losses[0], 0.05 * self.costs[0]), 1 if self.sure else WARM + SURE
+        first, far = 0 not in self.times.middle, max(self.times.middle.values()) > 3 * self.costs[0]
+        wide = far and not (
+            first or self.sure
+        )  # behind such drafts it takes longer than among others like it, perhaps by so much
+        loss = (1 - BEHIND) * self.costs[0] - 1 / self.rate if wide else self.losses[0]
+        loss, rounds = max(loss, 0.05 * self.costs[0]), WARM + SURE if wide else 1
         near = loss < 0.3 * self.costs[0] and self.rounds - self.measured > 8
         within = self.lost + rounds * loss <= self.explore / 2 * self.spent
-        if not near or not (within or (not self.sure and rounds * loss <= self.free)):
+        if first:
+            within = near = self.rounds > 8
+        if not near or not (within or (wide and rounds * loss <= self.free)):
             return False
         if within:
             self.lost += rounds * loss

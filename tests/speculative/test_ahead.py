@@ -261,3 +261,47 @@ def test_plain_rounds_are_counted_where_drafting_is_hopeless() -> None:
 def test_lengths_below_one_are_refused() -> None:
     with pytest.raises(PolicyError, match="at least 1, not 0"):
         Fixed(0)
+
+
+def walked(cap: int, seconds: Callable[[int, int], float], tokens: float = 800) -> float:
+    """Tokens per second with a draft of which every token stands, and which goes no deeper than `cap`.
+
+    seconds: of a round, by what it drafted and by how many before it drafted nothing, in a row.
+    """
+    ahead, yielded, spent, idle = Adaptive(LIMIT), 0.0, 0.0, 0
+    ahead.begin(1000)
+    while yielded < tokens:
+        sure = list[float]()
+        while len(sure) < cap and ahead.more(sure):
+            sure.append(1.0)
+        depth = len(sure)
+        ahead.learn(Round(depth, depth, depth, tuple(sure), depth + 1, 0.0, seconds(depth, idle)))
+        yielded, spent, idle = yielded + depth + 1, spent + seconds(depth, idle), 0 if depth else idle + 1
+    return yielded / spent
+
+
+def test_a_tree_counts_as_deep_as_it_goes() -> None:
+    """Seventeen tokens in the time of ten would pay; there are never more than seven, in that of eight."""
+    assert walked(6, lambda depth, idle: 1.0 if depth == 0 else 7.4 + 0.1 * depth) > 0.95
+    assert walked(6, lambda depth, idle: 1.0 if depth == 0 else 4.4 + 0.1 * depth) > 1.3
+    assert walked(LIMIT, lambda depth, idle: 1.0 if depth == 0 else 7.4 + 0.1 * depth) > 1.7
+
+
+def test_drafting_nothing_is_seen_among_rounds_like_it() -> None:
+    """Behind a draft it takes twice as long; a rule that looks no further would go on drafting."""
+    behind = [2.0, 1.5, 1.2, 1.1, 1.05]
+    plain = lambda idle: behind[idle] if idle < len(behind) else 1.0  # noqa: E731
+    assert walked(6, lambda depth, idle: plain(idle) if depth == 0 else 8.0) > 0.93
+    assert walked(6, lambda depth, idle: plain(idle) if depth == 0 else 4.0) > 1.6
+
+
+def test_rounds_behind_a_draft_count_while_they_do_not_differ() -> None:
+    apart, alike = Times(), Times()
+    for times, late in ((apart, 1.6), (alike, 1.02)):
+        times.add(2, 0.1, 1.5)
+        for number in range(16):
+            times.add(0, 0.0, late + 0.01 * (number % 3), behind=True)
+            if number % 2:
+                times.add(0, 0.0, 1.0 + 0.01 * (number % 3))
+    assert apart.middle[0] < 1.1
+    assert 1.005 < alike.middle[0] < 1.03
