@@ -29,7 +29,8 @@ FORGET = 8  # rounds without a draft after which the last one says little
 WARM = 5  # rounds without a draft until they take as long as others: a draft's passes leave other things in the caches
 BEHIND = 0.4  # of its time, that such a round may take longer right behind a draft
 SURE = 3  # measurements of such rounds that are known to be enough
-START = 2.0  # plain passes that the first trials in a text may lose: what others taught says little
+START = 2.0  # plain passes that the first trials may lose
+ANEW = 1.0  # and those in another text: what others taught says little
 STALE = 256  # rounds after which the cost of drafting nothing is in doubt
 
 
@@ -63,7 +64,7 @@ class Adaptive:
 
     limit: never more than this many. explore: share of all seconds that may be lost to trials; twice that to trials of
     drafting where it is not clear that it does not pay, a quarter where not even drafts that always stood would. Beyond
-    that, the first trials in a text may lose two plain passes, if drafts that stood would pay.
+    that, the first trials may lose two plain passes, and in each further text one, if drafts that stood would pay.
     What drafting nothing costs is measured when the rule would stop drafting, and not before.
     """
 
@@ -121,7 +122,7 @@ class Adaptive:
         self.cold, self.here, self.tried, self.idle, self.resting, self.waits = self.here != 1, 0, None, 0, 0, 0.0
         self.fell, self.drafted = self.rounds > 0, self.rounds  # another text: what stood in the last one says little
         if self.bars and not self.hopeless:
-            self.free = START * self.costs[0]
+            self.free = ANEW * self.costs[0]
         if self.prompt and not self.prompt / 1.5 < tokens < 1.5 * self.prompt:
             self.times.clear()
             self.bars, self.costs, self.tokens, self.seconds = [], [], 0.0, 0.0
