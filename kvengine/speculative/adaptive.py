@@ -96,6 +96,8 @@ class Adaptive:
     fell: bool = field(default=False, init=False)  # the last draft, lately, for the larger part
     drafted: int = field(default=0, init=False)  # the round in which that was
     again: Odds = field(default_factory=lambda: Odds(8.0), init=False)  # how often the next one's first token stands
+    opening: bool = field(default=False, init=False)  # no draft was judged in this text, and it is not the first
+    anew: Odds = field(default_factory=Odds, init=False)  # how often the first token of a text's first draft stands
     chances: list[float] = field(init=False)
     usual: list[float] = field(init=False)  # how often a token stands when those before it do, by place
     recent: float = field(default=PRIOR, init=False)  # acceptance of late
@@ -120,7 +122,7 @@ class Adaptive:
         if self.plain:
             self._idled()
         self.cold, self.here, self.tried, self.idle, self.resting, self.waits = self.here != 1, 0, None, 0, 0, 0.0
-        self.fell, self.drafted = self.rounds > 0, self.rounds  # another text: what stood in the last one says little
+        self.fell, self.opening = False, self.rounds > 0
         if self.bars and not self.hopeless:
             self.free = ANEW * self.costs[0]
         if self.prompt and not self.prompt / 1.5 < tokens < 1.5 * self.prompt:
@@ -214,6 +216,8 @@ class Adaptive:
         usual = self.place(len(confidence))
         if confidence:
             return self.after[_bin(confidence[-1])].estimate(usual)
+        if self.opening:
+            return self.anew.estimate(usual)
         return self.again.estimate(usual) if self.fell else usual
 
     def place(self, index: int) -> float:
@@ -261,7 +265,10 @@ class Adaptive:
         for index in range(what.tested):
             self._tested(what, index)
         if what.tested:
-            if self.fell:
+            if self.opening:
+                self.anew.add(what.stood > 0)
+                self.opening = False
+            elif self.fell:
                 self.again.add(what.stood > 0)
             self.fell, self.drafted = 2 * what.stood <= what.depth, self.rounds
         elif self.rounds - self.drafted >= FORGET:
