@@ -13,6 +13,9 @@ from kvengine.kernels.causal_attention import native, reference
 from kvengine.kernels.causal_attention.reference import follows
 from kvengine.kernels.dispatch import chosen
 
+FAR = 8 << 20
+"""Bytes of a head's keys and values up to which the C version was measured to be faster: 8192 tokens of 128 channels."""
+
 
 def causal_attention(
     q: Float[Tensor, "seq q_head query dim"],
@@ -25,7 +28,7 @@ def causal_attention(
     """Query i of n is that of token `token - n + i`, and sees the tokens up to that one.
 
     Any strides; the result's dtype is the queries'. The library's fused kernels do this, on a CPU in two calls where
-    there are earlier tokens; in float32 on a CPU with AVX-512, C does it in less time than they take. `backend` is
+    there are earlier tokens; in float32 on a CPU with AVX-512, up to `FAR`, C does it in less time than they take. `backend` is
     "reference" or "native". Raises KernelError on shapes that do not fit.
     """
     if q.shape[2] > k.shape[2] or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3]:
@@ -33,7 +36,8 @@ def causal_attention(
             "causal_attention needs keys and values of the same tokens, the queries of the last of them, and as many query "
             f"heads as a multiple of KV heads; got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
         )
-    where = "reference" if q.is_cuda and backend is None else chosen((q, k, v), backend, native.fits(q, k, v))
+    known = native.fits(q, k, v) and (backend is not None or near(k, v))
+    where = "reference" if q.is_cuda and backend is None else chosen((q, k, v), backend, known)
     if where == "triton":
         raise KernelError("backend='triton': causal_attention has no Triton version; leave backend=None")
     return (native if where == "native" else reference).attention(q, k, v, scale)
@@ -41,7 +45,12 @@ def causal_attention(
 
 def quicker(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the C version runs on these, and faster than the library's."""
-    return q.is_cpu and native.fits(q, k, v) and chosen((q, k, v), None) == "native"
+    return q.is_cpu and near(k, v) and native.fits(q, k, v) and chosen((q, k, v), None) == "native"
+
+
+def near(k: Tensor, v: Tensor) -> bool:
+    """Whether a head's keys and values are few enough: of more, the library reads more queries' worth at a time."""
+    return k.shape[2] * (k.shape[3] + v.shape[3]) * 4 <= FAR
 
 
 __all__ = ["causal_attention", "follows", "quicker"]

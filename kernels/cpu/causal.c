@@ -10,6 +10,8 @@
 #define EIGHT 8
 #define PIECE (2 * LANES)
 #define ROWS 128 /* query rows of a task, about */
+#define MANY 512 /* the same where a head's keys and values are too many for the nearer caches: each task reads them */
+#define NEAR (1 << 20) /* bytes of them that are not */
 
 typedef struct {
   int64_t sequences, heads, group, queries, tokens, dim, dim_v, threads;
@@ -217,8 +219,9 @@ int kv_causal_wide(void) {
    Spans of a block do not overlap, and a block of queries is a multiple of EIGHT. Returns 0, or 1 if memory for the
    buffers cannot be had. */
 int kv_causal(const Causal *a) {
+  const int64_t most = a->tokens * (a->dim + a->dim_v) * 4 > NEAR ? MANY : ROWS;
   int64_t block = EIGHT;
-  while (2 * block * a->group <= ROWS && !(a->spans && a->queries_per % (2 * block))) block *= 2;
+  while (2 * block * a->group <= most && !(a->spans && a->queries_per % (2 * block))) block *= 2;
   const int64_t blocks = (a->queries + block - 1) / block, heads = a->sequences * a->heads, rows = a->group * block;
   const int64_t need = rows * (a->dim + a->dim_v + LANES + 1) + TILE * (a->dim + a->dim_v) + EIGHT * TILE;
   int failed = 0;

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvengine.errors import KernelError
-from kvengine.kernels.causal_attention import causal_attention, follows, native, quicker
+from kvengine.kernels.causal_attention import FAR, causal_attention, follows, native, quicker
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 HERE = torch.zeros(1, 1, 1, 32)
@@ -138,6 +138,14 @@ def test_only_what_fits_goes_to_c() -> None:
         assert not quicker(*other)
         got = causal_attention(*other, scale=0.2)
         assert oracle.error(got, expected(*(x.detach() for x in other), 0.2)) < 1e-2
+
+
+@NATIVE
+def test_long_texts_are_the_librarys() -> None:
+    q, k = torch.zeros(1, 1, 1, 128), torch.zeros(1, 1, 1, 128).expand(1, 1, FAR // 1024, 128)
+    assert quicker(q, k, k) and not quicker(
+        q, k.expand(1, 1, -1, -1).repeat_interleave(2, 2), k.repeat_interleave(2, 2)
+    )
 
 
 @pytest.mark.parametrize("change", [dict(queries=10), dict(heads=3), dict(values=8)])
