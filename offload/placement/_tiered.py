@@ -129,8 +129,11 @@ class Tiered:
             self.slot[t, ids] = -1
 
     def place(self, t: int, ids: np.ndarray, fields: Mapping[str, Tensor]) -> None:
-        """Put pieces on a tier, and those it has no room for, the first ones, below."""
-        level = self.levels[t]
+        """Put pieces on a tier that are not there yet, and those it has no room for, the first ones, below."""
+        level, new = self.levels[t], self.slot[t, ids] < 0
+        if not new.all():
+            at = torch.from_numpy(np.flatnonzero(new))
+            ids, fields = ids[new], {name: x[at.to(x.device)] for name, x in fields.items()}
         if (below := len(ids) - level.capacity) > 0 and t + 1 < len(self.levels):
             try:
                 self.place(t + 1, ids[:below], {name: x[:below] for name, x in fields.items()})

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support_layer import Tokens, draw, rope, run
 
@@ -160,6 +160,12 @@ steps = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(steps, st.sampled_from(["lru", "previous"]), st.integers(1, 5), st.integers(0, 5))
+@example(
+    [("write", [0, 2, 1]), ("read", [2]), ("read", [0]), ("read", [2]), ("read", [1]), ("write", [0, 1, 2])],
+    "lru",
+    1,
+    0,
+)
 def test_a_shelf_is_a_dictionary_whatever_happens(
     script: list[tuple[str, list[int]]], keep: str, device: int, host: int
 ) -> None:
@@ -180,6 +186,7 @@ def test_a_shelf_is_a_dictionary_whatever_happens(
             shelf.fetch_ahead()
         for level, cap in zip(shelf.levels, (device, host, 4), strict=False):
             assert level.slots.used <= cap
+            assert level.slots.used == (shelf.slot[shelf.levels.index(level)] >= 0).sum()  # none is held for nobody
         assert set(np.flatnonzero((shelf.slot >= 0).any(0)).tolist()) == set(want)
 
 
