@@ -67,11 +67,16 @@ class EngineLayer(CacheLayerMixin):
         out = self.cache.quick(query, k, v, scale)
         if out is not None:
             self.incoming = None
-            if self.heard is not None:
-                self.heard[self.layer] = query, k, v, Call(scale)
-            elif self.listener is not None:
-                self.listener(query, k, v, Call(scale))
+            if self.heard is not None or self.listener is not None:
+                self.tell(query, k, v, Call(scale))
         return out
+
+    def tell(self, query: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+        """Let those who want to know what this pass computed."""
+        if self.heard is not None:
+            self.heard[self.layer] = query, k, v, call
+        elif self.listener is not None:
+            self.listener(query, k, v, call)
 
     def attend(
         self,
@@ -84,10 +89,7 @@ class EngineLayer(CacheLayerMixin):
         if self.incoming is None or hasattr(stock.module, "expand_kv"):  # type: ignore[attr-defined]
             return self.attend_all(stock, valid)
         (k, v), self.incoming = self.incoming, None
-        if self.heard is not None:
-            self.heard[self.layer] = query, k, v, call
-        elif self.listener is not None:
-            self.listener(query, k, v, call)
+        self.tell(query, k, v, call)
         return self.cache.forward(query, k, v, call, valid, stock)
 
     def attend_all(self, stock: Stock, valid: Tensor | None = None) -> Float[Tensor, "seq token q_head dim_v"]:

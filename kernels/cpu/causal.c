@@ -80,21 +80,8 @@ INLINE void transpose(const float *from, int64_t from_row, float *to, int64_t to
   }
 }
 
-/* e^x for x <= 0, as `exponential` has it. */
-INLINE vf fading(vf x) {
-  vf shifted = x * 1.44269504f + 12582912.0f, whole = shifted - 12582912.0f;
-  vf r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-  vf y = splat(1.0f / 5040);
-  y = y * r + 1.0f / 720;
-  y = y * r + 1.0f / 120;
-  y = y * r + 1.0f / 24;
-  y = y * r + 1.0f / 6;
-  y = y * r + 0.5f;
-  y = y * r + 1.0f;
-  y = y * r + 1.0f;
-  vi power = ((vi)shifted + (127 - 0x4b400000)) << 23; /* the bits of 12582912.0f are 0x4b400000 */
-  return choose(x > -87.0f, y * (vf)power, splat(0));
-}
+/* e^x for x <= 0; 0 where that is no normal number. */
+INLINE vf fading(vf x) { return choose(x > -87.0f, exponential_within(x), splat(0)); }
 
 /* One row's scores become weights in place; `top` and `total` (by lane) follow the online softmax, `out` is rescaled. */
 INLINE void soften(float *s, int64_t columns, float *top, float *total, float *out, int64_t dim) {

@@ -87,12 +87,11 @@ INLINE vf sums(const vf *x) {
          PICK(c[0], c[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
-/* e^x to about 1 unit in the last place over the range where the result is a normal number; 0 below it. */
-INLINE vf exponential(vf x) {
-  vf kept = choose(x > 88.0f, splat(88.0f), choose(x > -87.0f, x, splat(-87.0f)));
-  vf shifted = kept * 1.44269504f + 12582912.0f; /* the sum's low bits are round(x / ln 2) */
+/* e^x for -87 < x < 89, to about 1 unit in the last place. */
+INLINE vf exponential_within(vf x) {
+  vf shifted = x * 1.44269504f + 12582912.0f; /* the sum's low bits are round(x / ln 2), its bits 0x4b400000 and those */
   vf whole = shifted - 12582912.0f;
-  vf r = kept - whole * 0.693359375f + whole * 2.12194440e-4f;
+  vf r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
   vf y = splat(1.0f / 5040);
   y = y * r + 1.0f / 720;
   y = y * r + 1.0f / 120;
@@ -101,8 +100,13 @@ INLINE vf exponential(vf x) {
   y = y * r + 0.5f;
   y = y * r + 1.0f;
   y = y * r + 1.0f;
-  vi power = (__builtin_convertvector(whole, vi) + 127) << 23;
-  return choose(x > -87.0f, y * (vf)power, splat(0));
+  return y * (vf)(((vi)shifted + (127 - 0x4b400000)) << 23);
+}
+
+/* e^x over the range where the result is a normal number; 0 below it. */
+INLINE vf exponential(vf x) {
+  vf kept = choose(x > 88.0f, splat(88.0f), choose(x > -87.0f, x, splat(-87.0f)));
+  return choose(x > -87.0f, exponential_within(kept), splat(0));
 }
 
 INLINE vf from_bf16(const uint16_t *p) { return (vf)(__builtin_convertvector(*(const vh *)p, vu) << 16); }

@@ -186,10 +186,9 @@ class Adaptive:
 
     def rest(self) -> bool:
         """Draft nothing against the rule, to see what that costs, where it can hardly lose."""
-        first, far = 0 not in self.times.middle, max(self.times.middle.values()) > 3 * self.costs[0]
-        wide = far and not (
-            first or self.sure
-        )  # behind such drafts it takes longer than among others like it, perhaps by so much
+        first = 0 not in self.times.middle
+        wide = not (first or self.sure) and max(self.times.middle.values()) > 3 * self.costs[0]
+        # behind such drafts it takes longer than among others like it, perhaps by so much
         loss = (1 - BEHIND) * self.costs[0] - 1 / self.rate if wide else self.losses[0]
         loss, rounds = max(loss, 0.05 * self.costs[0]), WARM + SURE if wide else 1
         near = loss < 0.3 * self.costs[0] and self.rounds - self.measured > 8

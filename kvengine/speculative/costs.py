@@ -26,9 +26,8 @@ class Times:
     step: float = 0.01
     rise: float = 0.03
     kept: dict[int, deque[float]] = field(default_factory=dict, init=False)
-    behind: deque[float] = field(
-        default_factory=lambda: deque(maxlen=49), init=False
-    )  # drafting nothing, shortly after a draft
+    # seconds of drafting nothing, shortly after a draft
+    behind: deque[float] = field(default_factory=lambda: deque(maxlen=49), init=False)
     middle: dict[int, float] = field(default_factory=dict, init=False)
     fresh: dict[int, int] = field(default_factory=dict, init=False)  # measurements that `middle` does not know yet
     spread: float = field(default=0.1, init=False)  # how far a measurement lies from its median, as a share of it

@@ -132,14 +132,12 @@ class Recycling:
 
     def propose(self, text: Text, tail: Sequence[int], more: More) -> Draft:
         out = Draft(laws=[None])
-        if not more([]):
-            return out
         self._rank()
         root = text.since(len(text) + len(tail) - 1, tail)[-1]
         nodes: dict[tuple[int, ...], int] = {(): ROOT}
         depth = 0
         for path in self.tree:  # level by level
-            if depth and len(path) > depth and not more([1.0] * depth):
+            if len(path) > depth and not more([1.0] * depth):
                 break
             depth, parent = len(path), nodes.get(path[:-1])
             if parent is None:
