@@ -93,20 +93,20 @@ def join_kernel(
     tl.store(lse + at, tl.where(total > 0, high + tl.log(tl.where(total > 0, total, 1.0)), -float("inf")))
 
 
-def programs(device: torch.device) -> int:
-    """How many programs share the work: two for each multiprocessor; a handful in the interpreter."""
+def programs(device: torch.device, each: int) -> int:
+    """How many programs share the work: so many for each multiprocessor; a handful in the interpreter."""
     if device.type != "cuda":
         return 5
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return each * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Partials:
-    """Room for what the programs find, and the launch that joins it."""
+    """Room for what the programs find, and the launch that joins it. `each`: programs for each multiprocessor."""
 
-    def __init__(self, q: Tensor, dim_v: int, columns: int, block: int, lengths: Tensor | None) -> None:
+    def __init__(self, q: Tensor, dim_v: int, columns: int, block: int, lengths: Tensor | None, each: int = 2) -> None:
         self.rows, self.group, self.queries, _ = q.shape
         self.heads, self.dim_v, self.columns, self.lengths = self.group * self.queries, dim_v, columns, lengths
-        self.programs = max(1, min(programs(q.device), self.rows * -(-columns // block)))
+        self.programs = max(1, min(programs(q.device, each), self.rows * -(-columns // block)))
         shape = (self.programs + self.rows, self.heads)
         self.parts = torch.empty(*shape, dim_v, device=q.device, dtype=torch.float32)
         self.tops, self.totals = torch.empty(2, *shape, device=q.device, dtype=torch.float32)

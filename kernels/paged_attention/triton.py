@@ -18,6 +18,7 @@ from kvengine.kernels.dispatch import interpreted
 from kvengine.kernels.gpu import fields as stored
 from kvengine.kernels.gpu.fields import read
 from kvengine.kernels.gpu.stream import Partials, absorb, keep, pick, row_ends
+from kvengine.kernels.paged_attention import words
 from kvengine.kernels.state import State
 
 MOST_HEADS = 64
@@ -122,6 +123,10 @@ def paged_attention(
     want_probs: bool,
 ) -> State:
     """See `kvengine.kernels.paged_attention`."""
+    if words.fits(q, fields, page, unit, codec, dim_v, want_probs):
+        return words.attention(
+            q, fields, table, position, page, scale, units, unit, dim_v, query_position, window, softcap, sinks
+        )
     k, v = (stored.paged(codec, fields, side, dim, page) for side, dim in (("k", q.shape[-1]), ("v", dim_v)))
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
     units = None if units is None else units.contiguous()

@@ -1,0 +1,116 @@
+"""Pages of codes read by the word: what `attend_kernel` would say, from a few instructions per code."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import pytest
+import support_kernels as oracle
+import torch
+from torch import Tensor
+
+from kvengine.kernels import codecs
+from kvengine.kernels.paged_attention import paged_attention
+from kvengine.kernels.slots import resolve, visible_to
+
+BACKENDS = oracle.backends()
+ROWS, TABLE = 3, 3
+CASES: dict[str, dict[str, Any]] = {
+    "4 bits": {},
+    "2 bits": {"bits": 2, "dim": 128, "dim_v": 128},
+    "8 bits": {"bits": 8},
+    "keys 4, values 2": {"bits": (4, 2), "dim_v": 128},
+    "values wider": {"dim_v": 128},
+    "pages of one group": {"page": 32},
+    "groups of two blocks": {"group": 64, "page": 128},
+    "one head": {"heads": 1},
+    "nine heads": {"heads": 9},
+    "forty rows": {"heads": 5, "query": 8, "seen": True},
+    "causal": {"query": 3, "seen": True},
+    "window": {"query": 2, "seen": True, "window": 50},
+    "units": {"unit": 32},
+    "units, causal": {"unit": 32, "query": 2, "seen": True},
+    "softcap and sinks": {"softcap": 2.0, "sinks": True},
+    "large queries": {"large": True},
+}
+
+
+def case(
+    *, bits: Any = 4, dim: int = 64, dim_v: int = 64, page: int = 64, group: int = 32, heads: int = 4, query: int = 1,
+    seen: bool = False, window: int | None = None, unit: int | None = None, softcap: float | None = None,
+    sinks: bool = False, large: bool = False,
+) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, dict[str, Any]]:  # fmt: skip
+    """Queries, fields, table, position and options; one full row, one with missing pages, one without any."""
+    rng = torch.Generator().manual_seed(dim + page)
+    k, v = (torch.randn(ROWS * TABLE + 2, page, d, generator=rng) for d in (dim, dim_v))
+    fields = codecs.encode_kivi(k, v, bits, group)
+    q = torch.randn(ROWS, heads, query, dim, generator=rng).bfloat16() * (1e6 if large else 1)
+    table = torch.randperm(len(k), generator=rng)[: ROWS * TABLE].reshape(ROWS, TABLE).int()
+    table[1, 2:], table[2] = -1, -1
+    position = torch.arange(TABLE * page, dtype=torch.int32).repeat(ROWS, 1)
+    position[torch.rand(position.shape, generator=rng) < 0.3] = -1
+    options: dict[str, Any] = {"scale": 0.2 / (1e6 if large else 1), "softcap": softcap, "window": window, "page": page}
+    if unit is not None:
+        units = torch.stack([torch.randperm(TABLE * page // unit, generator=rng)[:4] for _ in range(ROWS)])
+        units[0, 2] = -1
+        options |= {"units": units, "unit": unit}
+    if seen:
+        options["query_position"] = torch.tensor([[120], [30], [5]]) + torch.arange(query)
+    if sinks:
+        options["sinks"] = torch.randn(ROWS, heads, generator=rng)
+    return q, fields, table, position, options | {"codec": "kivi", "dim_v": dim_v}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_words_match_the_oracle(backend: str, name: str) -> None:
+    q, fields, table, position, options = case(**CASES[name])
+    taken(q, fields, options)
+    got = oracle.on(backend, paged_attention)(q, fields, table, position, backend=backend, **options)
+    page, units = options["page"], options.get("units")
+    where, at = resolve(table, position, units, options.get("unit", page), page)
+    visible = visible_to(at, options.get("query_position"), options["window"], q.shape[2])
+    k, v = (x.double().flatten(0, 1)[where] for x in codecs.decode("kivi", fields, q.shape[-1], options["dim_v"]))
+    want = oracle.attend(q, k, v, visible, options["scale"], options["softcap"], options.get("sinks"))
+    oracle.close(got, want, 2e-3)  # products of float16
+    if "sinks" not in options:
+        assert not got.out[2].any()  # the row without pages
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_words_of_what_is_dead_may_hold_anything(backend: str) -> None:
+    q, fields, table, position, options = case(page=64, unit=32)
+    position[0, :32] = -1  # a whole key group
+    run = oracle.on(backend, paged_attention)
+    before = run(q, fields, table, position, backend=backend, **options).out
+    where, at = resolve(table, position, options["units"], 32, 64)
+    live = torch.zeros(len(fields["k_code"]) * 64, dtype=torch.bool)
+    live[where[at >= 0]] = True
+    for name, field in fields.items():
+        if field.is_floating_point():
+            dead = ~live if name[0] == "v" else ~live.unflatten(0, (-1, 32)).any(1)
+            field.flatten(0, 1)[dead] = math.nan
+    assert torch.equal(run(q, fields, table, position, backend=backend, **options).out, before)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_other_pages_are_read_code_by_code() -> None:
+    from kvengine.kernels.paged_attention.words import fits
+
+    for other in ({"group": 16}, {"unit": 16}, {"dim": 32}, {"bits": 2}, {"dim_v": 96, "group": 32}):
+        q, fields, *_, options = case(**other)
+        assert not fits(q, fields, options["page"], options.get("unit", 64), "kivi", options["dim_v"], False)
+    q, fields, *_ = case()
+    assert not fits(q.float(), fields, 64, 64, "kivi", 64, False)
+    assert not fits(q, fields, 64, 64, "kivi", 64, True)
+    assert not fits(q, {n: x.float() if "scale" in n else x for n, x in fields.items()}, 64, 64, "kivi", 64, False)
+
+
+def taken(q: Tensor, fields: dict[str, Tensor], options: dict[str, Any]) -> None:
+    """A case that another kernel runs would show nothing of this one."""
+    if importlib.util.find_spec("triton") is not None:
+        from kvengine.kernels.paged_attention.words import fits
+
+        assert fits(q, fields, options["page"], options.get("unit", options["page"]), "kivi", options["dim_v"], False)
