@@ -171,7 +171,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "merge of 4": lambda: merge_states([state] * 4),
         "bounds": lambda: page_scores(q[:, :, 0], bounds, bounds, torch.ones(ROWS, 64, dtype=torch.bool), "max"),
         "top 128 of 8192": lambda: top_units(torch.zeros(ROWS, 8192), 128),
-        "top 128 of 16384": lambda: top_units(torch.zeros(ROWS, 16384), 128),
+        "top 128 of 32768": lambda: top_units(torch.zeros(ROWS, 32768), 128),
         "quantise keys": lambda: quantise(x, 4, 32, "tokens", None, torch.float16),
         "quantise values": lambda: quantise(x, 2, 32, "channels", None, torch.float16),
         "pack": lambda: pack(torch.zeros(64, 128, dtype=torch.uint8), 4),

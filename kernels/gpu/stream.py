@@ -65,28 +65,30 @@ def keep(parts, tops, totals, slot, n, heads, acc, top, total, DIM: tl.constexpr
 def join_kernel(
     parts, tops, totals, sinks, out, lse, lengths, rows, columns, heads, programs,
     SINKS: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """One program per query row of a row: combine its shares."""
+    """One program per query row of a row: combine its shares, SHARES at a time as each waits for memory."""
     row, n = tl.program_id(0), tl.program_id(1)
     ends, _ = row_ends(lengths, rows, columns, LENGTHS, ROWS, BLOCK)
     per = (tl.max(ends, 0) + programs - 1) // programs
     start, end = pick(ends, row - 1, ROWS), pick(ends, row, ROWS)
-    d = tl.arange(0, BLOCK_D)
+    d, p = tl.arange(0, BLOCK_D), tl.arange(0, SHARES)
     high = tl.load(sinks + row * heads + n).to(tl.float32) if SINKS else -float("inf")
     total = tl.where(high == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_D], tl.float32)
     first, last = 0, -1
     if end > start:
         first, last = start // per, (end - 1) // per
-    for p in range(first, last + 1):
-        at = (p + row).to(tl.int64) * heads + n
-        top = tl.load(tops + at)
-        now = tl.maximum(high, top)
+    for share in range(first, last + 1, SHARES):
+        some = share + p <= last
+        at = (share + p + row).to(tl.int64) * heads + n
+        top = tl.load(tops + at, mask=some, other=-float("inf"))
+        now = tl.maximum(high, tl.max(top, 0))
         shift = tl.where(now == float("-inf"), 0.0, now)
         old, new = tl.exp2((high - shift) * LOG2E), tl.exp2((top - shift) * LOG2E)
-        acc = acc * old + new * tl.load(parts + at * DIM + d, mask=d < DIM, other=0.0)
-        total = total * old + new * tl.load(totals + at)
+        found = tl.load(parts + at[:, None] * DIM + d[None, :], mask=some[:, None] & (d < DIM)[None, :], other=0.0)
+        acc = acc * old + tl.sum(new[:, None] * found, 0)
+        total = total * old + tl.sum(new * tl.load(totals + at, mask=some, other=0.0), 0)
         high = now
     at = row.to(tl.int64) * heads + n
     tl.store(out + at * DIM + d, tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0), mask=d < DIM)
@@ -126,7 +128,7 @@ class Partials:
             join_kernel[(self.rows, self.heads)](
                 self.parts, self.tops, self.totals, logits, out, lse, self.lengths if self.lengths is not None else lse,
                 self.rows, self.columns, self.heads, self.programs, SINKS=sinks is not None, DIM=self.dim_v,
-                BLOCK_D=triton.next_power_of_2(self.dim_v), **self.shape,
+                BLOCK_D=triton.next_power_of_2(self.dim_v), SHARES=32, **self.shape,
             )  # fmt: skip
         out, lse = out.unflatten(1, shape), lse.unflatten(1, shape)
         if scores is None:

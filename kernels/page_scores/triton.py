@@ -8,48 +8,62 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvengine.kernels.dispatch import interpreted
 from kvengine.kernels.page_scores import reference
 
-MOST_UNITS = 32768
-"""Units of a row that one program can hold; beyond, torch sorts."""
+MOST_UNITS = 8192
+"""Units of a row that one program can hold without spilling."""
 
 
 @triton.jit
 def score_kernel(
     q, low, high, alive, out, low_row, low_unit, high_row, high_unit, alive_row, units, group,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, MEAN: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, MEAN: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ):  # fmt: skip
+    """As no channel's low is above its high, max(q low, q high) is max(q, 0) high + min(q, 0) low: two products."""
     row = tl.program_id(0).to(tl.int64)
     u = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, BLOCK_D)
-    live = tl.load(alive + row * alive_row + u, mask=u < units, other=0) != 0
-    mask = live[:, None] & (d < DIM)[None, :]
+    d, n = tl.arange(0, BLOCK_D), tl.arange(0, HEADS)
+    inside = (u < units)[:, None] & (d < DIM)[None, :]  # a dead unit's bounds tell of nothing but itself
     at = u.to(tl.int64)[:, None]
-    lower = tl.load(low + row * low_row + at * low_unit + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    upper = tl.load(high + row * high_row + at * high_unit + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    best = tl.full([BLOCK], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for g in range(0, group):
-        x = tl.load(q + (row * group + g) * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
-        bound = tl.sum(tl.maximum(x * lower, x * upper), 1)
-        best = tl.maximum(best, bound)
-        total += bound
-    result = total / group if MEAN else best
+    lower = tl.load(low + row * low_row + at * low_unit + d[None, :], mask=inside, other=0.0).to(COMPUTE)
+    upper = tl.load(high + row * high_row + at * high_unit + d[None, :], mask=inside, other=0.0).to(COMPUTE)
+    live = tl.load(alive + row * alive_row + u, mask=u < units, other=0) != 0
+    asked = (n < group)[None, :] & (d < DIM)[:, None]
+    x = tl.load(q + (row * group + n)[None, :] * DIM + d[:, None], mask=asked, other=0.0)
+    bound = tl.dot(upper, tl.maximum(x, 0.0).to(COMPUTE), input_precision="ieee")
+    bound = tl.dot(lower, tl.minimum(x, 0.0).to(COMPUTE), bound, input_precision="ieee")
+    if MEAN:
+        result = tl.sum(bound, 1) / group
+    else:
+        result = tl.max(tl.where((n < group)[None, :], bound, -float("inf")), 1)
     tl.store(out + row * units + u, tl.where(live, result, -float("inf")), mask=u < units)
 
 
 @triton.jit
-def top_kernel(scores, ids, units, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The COUNT-th largest score of a row, bit by bit; then every unit above it, and the first of those equal to it."""
-    row = tl.program_id(0).to(tl.int64)
-    u = tl.arange(0, BLOCK)
-    score = tl.load(scores + row * units + u, mask=u < units, other=-float("inf")) + 0.0  # -0 becomes 0
+def top_kernel(
+    scores, among, ids, units, candidates, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    AMONG: tl.constexpr,
+):  # fmt: skip
+    """Of a row's candidates from here to BLOCK further (units, or what `among` names of them) the best COUNT.
+
+    Bit by bit the COUNT-th largest score, or any number that COUNT of them reach; then every unit above it, and the
+    first of those equal to it.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    here = at < candidates
+    unit = at.to(tl.int64)
+    if AMONG:
+        unit = tl.load(among + row * candidates + at, mask=here, other=-1)
+    score = tl.load(scores + row * units + unit, mask=here & (unit >= 0), other=-float("inf")) + 0.0  # -0 becomes 0
     bits = score.to(tl.int32, bitcast=True)
-    key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64) + 2147483648  # ordered as the scores are
-    key = tl.where(u < units, key, -1)
-    least = tl.zeros([], tl.int64)
-    step = tl.full([], 2147483648, tl.int64)
-    for _ in range(0, 32):
+    key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)  # ordered as the scores are
+    more = tl.sum((key >= 0).to(tl.int32), 0)
+    least = tl.where(more >= COUNT, 0, -2147483648).to(tl.int32)
+    step = tl.full([], 1073741824, tl.int32)
+    while (step > 0) & (more != COUNT):
         more = tl.sum((key >= least + step).to(tl.int32), 0)
         least = tl.where(more >= COUNT, least + step, least)
         step = step // 2
@@ -57,9 +71,10 @@ def top_kernel(scores, ids, units, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexp
     room = COUNT - tl.sum(above.to(tl.int32), 0)
     chosen = (above | ((equal != 0) & (tl.cumsum(equal, 0) <= room))) & (score > -float("inf"))
     place = tl.cumsum(chosen.to(tl.int32), 0)
-    tl.store(ids + row * COUNT + place - 1, u.to(tl.int64), mask=chosen)
+    out = ids + (row * tl.num_programs(1) + part) * COUNT
+    tl.store(out + place - 1, unit, mask=chosen)
     rest = tl.arange(0, BLOCK_COUNT)
-    tl.store(ids + row * COUNT + rest, -1, mask=(rest >= tl.sum(chosen.to(tl.int32), 0)) & (rest < COUNT))
+    tl.store(out + rest, -1, mask=(rest >= tl.sum(chosen.to(tl.int32), 0)) & (rest < COUNT))
 
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
@@ -67,25 +82,40 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
     low, high, alive = (x if x.stride(-1) == 1 else x.contiguous() for x in (low, high, alive))
     (rows, group, dim), units = q.shape, alive.shape[1]
     out = torch.empty(rows, units, device=q.device, dtype=torch.float32)
-    block_d = triton.next_power_of_2(dim)
-    block = max(16, 4096 // block_d)
+    block_d = max(16, triton.next_power_of_2(dim))
+    exact = q.dtype == low.dtype == high.dtype and not (interpreted() and q.dtype == torch.bfloat16)
+    compute = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(q.dtype if exact else None, tl.float32)
+    block = max(16, 8192 // block_d // (2 if compute == tl.float32 else 1))
     if out.numel():
         score_kernel[(rows, triton.cdiv(units, block))](
             q.contiguous(), low, high, alive, out, low.stride(0), low.stride(1), high.stride(0), high.stride(1),
             alive.stride(0), units, group, DIM=dim, BLOCK_D=block_d, BLOCK=block, MEAN=reduce == "mean",
+            HEADS=max(8, triton.next_power_of_2(group)), COMPUTE=compute,
         )  # fmt: skip
     return out
 
 
 def top_units(scores: Tensor, count: int) -> Tensor:
-    """See `kvengine.kernels.page_scores.top_units`."""
-    rows, units = scores.shape
-    if units > MOST_UNITS or not rows * count:
+    """See `kvengine.kernels.page_scores.top_units`. More units than a program holds are chosen from what several chose."""
+    if not scores.shape[0] * count:
         return reference.top_units(scores, count)
-    ids = torch.empty(rows, count, device=scores.device, dtype=torch.int64)
-    block = triton.next_power_of_2(units)
-    top_kernel[(rows,)](
-        scores.to(torch.float32).contiguous(), ids, units, COUNT=count, BLOCK_COUNT=triton.next_power_of_2(count),
-        BLOCK=block, num_warps=8 if block >= 2048 else 4,
+    scores, ids = scores.to(torch.float32).contiguous(), None
+    left = scores.shape[1]
+    while left > MOST_UNITS:
+        parts = triton.cdiv(left, MOST_UNITS)
+        if 2 * parts * count > left:  # hardly fewer
+            return reference.top_units(scores, count)
+        ids, left = _top(scores, ids, left, count, parts), parts * count
+    return _top(scores, ids, left, count, 1)
+
+
+def _top(scores: Tensor, among: Tensor | None, candidates: int, count: int, parts: int) -> Tensor:
+    rows, units = scores.shape
+    ids = torch.empty(rows, parts * count, device=scores.device, dtype=torch.int64)
+    block = MOST_UNITS if parts > 1 else triton.next_power_of_2(candidates)
+    top_kernel[(rows, parts)](
+        scores, scores if among is None else among, ids, units, candidates, COUNT=count,
+        BLOCK_COUNT=triton.next_power_of_2(count), BLOCK=block, AMONG=among is not None,
+        num_warps=min(16, max(4, block // 512)),
     )  # fmt: skip
     return ids

@@ -74,6 +74,21 @@ def test_top_units_are_the_best_with_ties_to_the_lower_id(backend: str, row: lis
         assert ids == want + [-1] * (min(count, len(scores)) - len(want))
 
 
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton does not run here")
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_triton_chooses_among_more_units_than_a_program_holds(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    from kvengine.kernels.page_scores import triton
+
+    monkeypatch.setattr(triton, "MOST_UNITS", 16)
+    rng = torch.Generator().manual_seed(count)
+    for units in (17, 200, 600):
+        scores = torch.randint(-3, 12, (3, units), generator=rng).float()  # many are equal
+        scores[torch.rand(3, units, generator=rng) < 0.2] = -math.inf
+        scores[1, :100], scores[2, 5:] = -math.inf, -math.inf
+        got = oracle.on("triton", top_units)(scores, count, backend="triton").cpu()
+        assert torch.equal(got, top_units(scores, count, backend="reference"))
+
+
 def test_refusals_say_why() -> None:
     low, high, alive = bounds(8, 4, torch.float32)
     q = torch.randn(3, 2, 8)
