@@ -33,9 +33,9 @@ def attend_kernel(
     table, position, units, query_position, visible, lengths,
     k_row, k_token, v_row, v_token, table_row, position_row, visible_row, visible_query, visible_column,
     rows, columns, heads, queries, chosen, window, scale, softcap,
-    PAGED: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, SEEN: tl.constexpr,
-    SOFTCAP: tl.constexpr, SCORES: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, COMPUTE: tl.constexpr,
+    PAGED: tl.constexpr, WHOLE: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
+    SEEN: tl.constexpr, SOFTCAP: tl.constexpr, SCORES: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr, COMPUTE: tl.constexpr,
     K_LAYOUT: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK_D: tl.constexpr, K_BITS: tl.constexpr,
     K_LOW_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_SALIENT: tl.constexpr,
     V_LAYOUT: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK_D: tl.constexpr, V_BITS: tl.constexpr,
@@ -64,7 +64,18 @@ def attend_kernel(
             ok = column < length_here
             token = column.to(tl.int64)
             place = token
-            if PAGED:
+            if PAGED and WHOLE:
+                slot = block * BLOCK
+                there = slot >= 0
+                if UNITS:
+                    unit = tl.load(units + r * chosen + slot // UNIT)
+                    there = unit >= 0
+                    slot = (tl.maximum(unit, 0) * UNIT + slot % UNIT).to(tl.int32)
+                page = tl.load(table + r * table_row + slot // PAGE)
+                place = tl.load(position + r * position_row + slot + tl.arange(0, BLOCK)).to(tl.int64)
+                ok = (place >= 0) & there & (page >= 0)
+                token = tl.maximum(page, 0).to(tl.int64) * PAGE + slot % PAGE + tl.arange(0, BLOCK)
+            elif PAGED:
                 slot = column
                 if UNITS:
                     unit = tl.load(units + r * chosen + column // UNIT, mask=ok, other=-1)
@@ -73,9 +84,8 @@ def attend_kernel(
                 page = tl.load(table + r * table_row + slot // PAGE, mask=ok, other=-1)
                 place = tl.load(position + r * position_row + slot, mask=ok, other=-1).to(tl.int64)
                 ok = ok & (page >= 0) & (place >= 0)
-                token = (
-                    tl.maximum(page, 0).to(tl.int64) * PAGE + slot % PAGE
-                )  # a select here breaks Triton 3.6's layouts
+                # A select here breaks Triton 3.6's layouts.
+                token = tl.maximum(page, 0).to(tl.int64) * PAGE + slot % PAGE
             key = read(
                 k0, k1, k2, k3, k4, k5, token, ok, r * k_row, k_token, K_LAYOUT, K_DIM, K_BLOCK_D, K_BITS, K_LOW_BITS,
                 K_GROUP, PAGE, K_SALIENT,
@@ -155,15 +165,22 @@ def launch(
     scores = q.new_full((rows, heads, columns), -torch.inf, dtype=torch.float32) if want_probs else None
     none = parts.tops  # stands for pointers that are not read
     seen = GIVEN if visible is not None else BY_POSITION if query_position is not None else ANYONE
+    whole = page % block == 0 and (
+        units is None or unit % block == 0
+    )  # a block lies in one page, which is looked up once
+    # Two blocks on their way while one is worked on. The compiler counts stages by how many loads wait for one another:
+    # a token's place for nothing, its page, a unit's page.
+    waits = 0 if table is None else 1 if units is None else 2
+    stages = 3 + 2 * waits if plain and q.element_size() == 2 else 2
     attend_kernel[(parts.programs, triton.cdiv(heads, tile))](
         q, *k.pointers, *v.pointers, parts.parts, parts.tops, parts.totals, _or(scores, none),
         *(_or(x, none) for x in (table, position, units, query_position, visible, lengths)),
         *k.strides, *v.strides, *(_stride(x) for x in (table, position)),
         *((0, 0, 0) if visible is None else visible.stride()),
         rows, columns, heads, queries, 0 if units is None else units.shape[1], window or 0, scale, softcap or 1.0,
-        PAGED=table is not None, UNITS=units is not None, UNIT=unit, PAGE=page, SEEN=seen.value,
+        PAGED=table is not None, WHOLE=whole, UNITS=units is not None, UNIT=unit, PAGE=page, SEEN=seen.value,
         SOFTCAP=softcap is not None, SCORES=want_probs, HEADS=tile, COMPUTE=compute_dtype(q, k), **parts.shape,
-        **k.layout, **v.layout, num_warps=8 if large else 4, num_stages=2,
+        **k.layout, **v.layout, num_warps=8 if large else 4, num_stages=stages,
     )  # fmt: skip
     return parts.join(sinks, scores)
 

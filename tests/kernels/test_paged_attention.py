@@ -140,6 +140,26 @@ def test_what_is_not_named_may_hold_anything(backend: str, layout: str) -> None:
     assert torch.equal(attend(), before)
 
 
+@pytest.mark.parametrize("unit", [None, 64, 32])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages_of_whole_blocks(backend: str, unit: int | None) -> None:
+    rng = torch.Generator().manual_seed(8)
+    k, v = (torch.randn(8, 128, 64, generator=rng).bfloat16() for _ in "kv")
+    table = torch.tensor([[5, 0, 3], [7, 2, -1], [-1, -1, -1]], dtype=torch.int32)
+    position = torch.arange(3 * 128, dtype=torch.int32).repeat(3, 1)
+    position[torch.rand(position.shape, generator=rng) < 0.3] = -1
+    units = None if unit is None else torch.tensor([[3, 0, 5], [1, -1, 2], [0, 1, 2]])
+    v.flatten(0, 1)[resolve(table, position, None, 128, 128)[0][0][position[0] < 0]] = math.nan
+    q, at = torch.randn(3, 4, 2, 64, generator=rng).bfloat16(), torch.tensor([[290, 300], [10, 200], [3, 4]])
+    got = oracle.on(backend, paged_attention)(
+        q, {"k": k, "v": v}, table, position, page=128, scale=0.2, units=units, unit=unit, query_position=at, window=200,
+        backend=backend,
+    )  # fmt: skip
+    where, seen = resolve(table, position, units, unit or 128, 128)
+    want = oracle.attend(q, *(x.flatten(0, 1)[where] for x in (k, v)), visible_to(seen, at, 200, 2), 0.2)
+    oracle.close(got, want, oracle.TRITON["bfloat16"])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_softcap_and_sinks(backend: str) -> None:
     codec, fields, k, v = pool("float32", 32, 32)
