@@ -55,6 +55,8 @@ class Compiled(NamedTuple):
     shared: int
     """Bytes per block."""
     warps: int
+    loop: int
+    """Instructions of the longest loop that holds no other; each warp issues them once a turn."""
 
 
 def compile_all(capability: int, only: Sequence[str] | None = None) -> list[Compiled]:
@@ -184,21 +186,36 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def _report(case: str, kernel: Any, capability: int) -> Compiled:
-    usage = _usage(kernel.asm["cubin"])
+    usage = _dump(kernel.asm["cubin"], "cuobjdump", "--dump-resource-usage")
+    used = {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", usage)}
     return Compiled(
-        case, kernel.name, f"sm_{capability}", usage["REG"], usage["STACK"], kernel.metadata.shared,
-        kernel.metadata.num_warps,
+        case, kernel.name, f"sm_{capability}", used["REG"], used["STACK"], kernel.metadata.shared,
+        kernel.metadata.num_warps, _loop(_dump(kernel.asm["cubin"], "nvdisasm", "--print-code")),
     )  # fmt: skip
 
 
-def _usage(cubin: bytes) -> dict[str, int]:
-    """What the assembler recorded, by the tool that comes with Triton."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+def _dump(cubin: bytes, tool: str, option: str) -> str:
+    """What one of the tools that come with Triton says."""
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        dump = subprocess.run([tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True)
-    return {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", dump.stdout)}
+        return subprocess.run([path, option, file.name], check=True, capture_output=True, text=True).stdout
+
+
+def _loop(assembly: str) -> int:
+    """A loop is what lies between a label and a branch back to it."""
+    count, labels, loops = 0, dict[str, int](), list[tuple[int, int]]()
+    for line in assembly.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = count
+        elif re.match(r"\s+/\*[0-9a-f]{4,}\*/", line):
+            count += 1
+            back = re.search(r"BRA\b.*?(\.L_x_\d+)", line)
+            if back and back[1] in labels:
+                loops.append((labels[back[1]], count))
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return max((end - start for start, end in inner if end - start > 1), default=0)
 
 
 def main() -> None:
@@ -212,7 +229,7 @@ def main() -> None:
         json.dumps({"triton": triton.__version__, "torch": torch.__version__, "kernels": rows}, indent=1)
     )
     for row in rows:
-        used = f"{row['registers']:4} registers {row['stack']:4} B spilled {row['shared']:7} B shared"
+        used = f"{row['registers']:4} registers {row['stack']:4} B spilled {row['shared']:7} B shared {row['loop']:5} in the loop"
         print(f"{row['target']} {row['kernel']:16} {row['case']:30} {used}")
 
 

@@ -95,7 +95,7 @@ def words_kernel(
     V_TILES: tl.constexpr = 16 // V_BITS
     V_GROUPS: tl.constexpr = V_DIM // V_GROUP
     program, programs = tl.program_id(0), tl.num_programs(0)
-    ends, _ = row_ends(units, rows, columns, LENGTHS, ROWS, BLOCK)
+    ends, _length = row_ends(units, rows, columns, LENGTHS, ROWS, BLOCK)
     blocks = tl.max(ends, 0)
     per = (blocks + programs - 1) // programs
     at, stop = program * per, tl.minimum((program + 1) * per, blocks)
