@@ -31,7 +31,9 @@ BLOCK = 32
 MOST_HEADS = 16
 """Query rows that one warp has registers for."""
 EACH = 8
-"""Programs, of one warp, for each multiprocessor."""
+"""Programs, of one warp, for each multiprocessor: as many as its registers hold."""
+EACH_OF_FOUR_BITS = 12
+"""With up to 8 query rows and 128 channels they need fewer."""
 
 
 @triton.jit
@@ -210,9 +212,11 @@ def attention(
     heads = group * queries
     tile = min(64, max(8, triton.next_power_of_2(heads)))
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
-    parts = Partials(q, dim_v, columns, BLOCK, None, EACH if tile <= MOST_HEADS else 2)
     k, v = ([fields[f"{side}_{name}"] for name in ("code", "scale", "zero")] for side in ("k", "v"))
     k_bits, v_bits = width(k[0], dim), width(v[0], dim_v)
+    small = k_bits == v_bits == 4 and tile == 8 and max(dim, dim_v) <= 128
+    each = EACH_OF_FOUR_BITS if small else EACH if tile <= MOST_HEADS else 2
+    parts = Partials(q, dim_v, columns, BLOCK, None, each)
     words_kernel[(parts.programs, triton.cdiv(heads, tile))](
         q, k[0].view(torch.int32), *k[1:], v[0].view(torch.int32), *v[1:], parts.parts, parts.tops, parts.totals,
         table, position, table if units is None else units.contiguous(),

@@ -64,11 +64,13 @@ def compiles(capability: int, only: list[str] | None) -> None:
 def test_codes_cost_fewer_instructions_than_their_bytes_leave_time_for() -> None:
     """What a multiprocessor of an H200 issues (4 a cycle) while its 132nd of 4.2 TB/s delivers 64 tokens of 128 channels."""
     from kvengine.kernels.gpu.ahead import compile_all
+    from kvengine.kernels.paged_attention.words import EACH_OF_FOUR_BITS
 
-    per_token = 2 * 64 + 2 * 4 * 4 + 2 * 2 * 128 / 32 + 4  # codes, ranges of values and of keys in float16, a position
+    per_token = 2 * 64 + 2 * 4 * 128 / 32 + 4  # codes, ranges in float16 for 32 numbers each, a position
     room = 4 * 1.755e9 * 64 * per_token / (4.2e12 / 132)
     (read,) = [row for row in compile_all(90, ["kivi, 4 bits"]) if row.kernel == "words_kernel"]
     assert 0 < 2 * read.loop * read.warps < room  # 32 tokens a turn
+    assert read.registers * 32 * EACH_OF_FOUR_BITS <= 65536  # all programs run at once
 
 
 def test_a_long_prompt_fits_into_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
