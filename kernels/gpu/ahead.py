@@ -55,6 +55,7 @@ class Compiled(NamedTuple):
     shared: int
     """Bytes per block."""
     warps: int
+    instructions: int
     loop: int
     """Instructions of the longest loop that holds no other; each warp issues them once a turn."""
 
@@ -190,7 +191,7 @@ def _report(case: str, kernel: Any, capability: int) -> Compiled:
     used = {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", usage)}
     return Compiled(
         case, kernel.name, f"sm_{capability}", used["REG"], used["STACK"], kernel.metadata.shared,
-        kernel.metadata.num_warps, _loop(_dump(kernel.asm["cubin"], "nvdisasm", "--print-code")),
+        kernel.metadata.num_warps, *_counted(_dump(kernel.asm["cubin"], "nvdisasm", "--print-code")),
     )  # fmt: skip
 
 
@@ -203,8 +204,8 @@ def _dump(cubin: bytes, tool: str, option: str) -> str:
         return subprocess.run([path, option, file.name], check=True, capture_output=True, text=True).stdout
 
 
-def _loop(assembly: str) -> int:
-    """A loop is what lies between a label and a branch back to it."""
+def _counted(assembly: str) -> tuple[int, int]:
+    """All instructions, and those of the longest inner loop: what lies between a label and a branch back to it."""
     count, labels, loops = 0, dict[str, int](), list[tuple[int, int]]()
     for line in assembly.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
@@ -215,7 +216,7 @@ def _loop(assembly: str) -> int:
             if back and back[1] in labels:
                 loops.append((labels[back[1]], count))
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    return max((end - start for start, end in inner if end - start > 1), default=0)
+    return count, max((end - start for start, end in inner if end - start > 1), default=0)
 
 
 def main() -> None:
