@@ -46,7 +46,7 @@ COUNTS = (
     Count("chosen units of 16", "units of 16", "attend_kernel", 1, 64 * (512 + POSITION)),
     Count("bounds of 64 units", "bounds", "score_kernel", 0, 64 * 512),
     *(Count(f"KIVI, {bits} bits", f"kivi, {bits} bits", "words_kernel", 2, 64 * kivi(bits)) for bits in (8, 4, 2)),
-    Count("ZipCache, 60 % 4 bits, 40 % 2", "zipcache", "attend_kernel", 2, 64 * (2 * 128 * 3.2 / 8 + 5 + POSITION)),
+    Count("ZipCache, 60 % 4 bits, 40 % 2", "zipcache", "words_kernel", 2, 64 * (2 * 128 * 3.2 / 8 + 5 + POSITION)),
 )
 
 

@@ -84,7 +84,7 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
     out = torch.empty(rows, units, device=q.device, dtype=torch.float32)
     block_d = max(16, triton.next_power_of_2(dim))
     exact = q.dtype == low.dtype == high.dtype and not (interpreted() and q.dtype == torch.bfloat16)
-    compute = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(q.dtype if exact else None, tl.float32)
+    compute = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(q.dtype, tl.float32) if exact else tl.float32
     block = max(16, 8192 // block_d // (2 if compute == tl.float32 else 1))
     if out.numel():
         score_kernel[(rows, triton.cdiv(units, block))](

@@ -135,7 +135,7 @@ def paged_attention(
     """See `kvengine.kernels.paged_attention`."""
     if words.fits(q, fields, page, unit, codec, dim_v, want_probs):
         return words.attention(
-            q, fields, table, position, page, scale, units, unit, dim_v, query_position, window, softcap, sinks
+            q, fields, table, position, page, scale, units, unit, codec, dim_v, query_position, window, softcap, sinks
         )
     k, v = (stored.paged(codec, fields, side, dim, page) for side, dim in (("k", q.shape[-1]), ("v", dim_v)))
     columns = table.shape[1] * page if units is None else units.shape[1] * unit

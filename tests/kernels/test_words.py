@@ -34,18 +34,27 @@ CASES: dict[str, dict[str, Any]] = {
     "units, causal": {"unit": 32, "query": 2, "seen": True},
     "softcap and sinks": {"softcap": 2.0, "sinks": True},
     "large queries": {"large": True},
+    "mixed": {"salient": 0.6},
+    "mixed, long pages": {"salient": 0.3, "page": 128, "dim_v": 128, "heads": 9},
+    "mixed, units, window": {"salient": 0.9, "unit": 32, "query": 2, "seen": True, "window": 50},
+    "mixed, all salient": {"salient": 1.0},
+    "mixed, none salient": {"salient": 0.0, "softcap": 2.0},
 }
 
 
 def case(
     *, bits: Any = 4, dim: int = 64, dim_v: int = 64, page: int = 64, group: int = 32, heads: int = 4, query: int = 1,
     seen: bool = False, window: int | None = None, unit: int | None = None, softcap: float | None = None,
-    sinks: bool = False, large: bool = False,
+    sinks: bool = False, large: bool = False, salient: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, dict[str, Any]]:  # fmt: skip
     """Queries, fields, table, position and options; one full row, one with missing pages, one without any."""
     rng = torch.Generator().manual_seed(dim + page)
     k, v = (torch.randn(ROWS * TABLE + 2, page, d, generator=rng) for d in (dim, dim_v))
-    fields = codecs.encode_kivi(k, v, bits, group)
+    if salient is None:
+        fields = codecs.encode_kivi(k, v, bits, group)
+    else:
+        chosen = torch.rand(len(k), page, generator=rng).argsort(1) < round(salient * page)
+        fields = codecs.encode_zipcache(k, v, (4, 2), chosen)
     q = torch.randn(ROWS, heads, query, dim, generator=rng).bfloat16() * (1e6 if large else 1)
     table = torch.randperm(len(k), generator=rng)[: ROWS * TABLE].reshape(ROWS, TABLE).int()
     table[1, 2:], table[2] = -1, -1
@@ -60,7 +69,8 @@ def case(
         options["query_position"] = torch.tensor([[120], [30], [5]]) + torch.arange(query)
     if sinks:
         options["sinks"] = torch.randn(ROWS, heads, generator=rng)
-    return q, fields, table, position, options | {"codec": "kivi", "dim_v": dim_v}
+    codec = "kivi" if salient is None else "zipcache"
+    return q, fields, table, position, options | {"codec": codec, "dim_v": dim_v}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -68,30 +78,35 @@ def case(
 def test_words_match_the_oracle(backend: str, name: str) -> None:
     q, fields, table, position, options = case(**CASES[name])
     taken(q, fields, options)
+    codec = options["codec"]
     got = oracle.on(backend, paged_attention)(q, fields, table, position, backend=backend, **options)
     page, units = options["page"], options.get("units")
     where, at = resolve(table, position, units, options.get("unit", page), page)
     visible = visible_to(at, options.get("query_position"), options["window"], q.shape[2])
-    k, v = (x.double().flatten(0, 1)[where] for x in codecs.decode("kivi", fields, q.shape[-1], options["dim_v"]))
+    k, v = (x.double().flatten(0, 1)[where] for x in codecs.decode(codec, fields, q.shape[-1], options["dim_v"]))
     want = oracle.attend(q, k, v, visible, options["scale"], options["softcap"], options.get("sinks"))
     oracle.close(got, want, 2e-3)  # products of float16
     if "sinks" not in options:
         assert not got.out[2].any()  # the row without pages
 
 
+@pytest.mark.parametrize("salient", [None, 0.6])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_words_of_what_is_dead_may_hold_anything(backend: str) -> None:
-    q, fields, table, position, options = case(page=64, unit=32)
+def test_words_of_what_is_dead_may_hold_anything(backend: str, salient: float | None) -> None:
+    q, fields, table, position, options = case(page=64, unit=32, salient=salient)
     position[0, :32] = -1  # a whole key group
+    position[1, 64:128] = -1  # a whole page
     run = oracle.on(backend, paged_attention)
     before = run(q, fields, table, position, backend=backend, **options).out
     where, at = resolve(table, position, options["units"], 32, 64)
-    live = torch.zeros(len(fields["k_code"]) * 64, dtype=torch.bool)
-    live[where[at >= 0]] = True
+    live = torch.zeros(ROWS * TABLE + 2, 64, dtype=torch.bool)
+    live.flatten()[where[at >= 0]] = True
+    spans = {"v_scale": 1, "v_zero": 1, "v_channel": 64}  # slots that a range is for
     for name, field in fields.items():
         if field.is_floating_point():
-            dead = ~live if name[0] == "v" else ~live.unflatten(0, (-1, 32)).any(1)
-            field.flatten(0, 1)[dead] = math.nan
+            span = spans.get(name, 64 if salient else 32)
+            dead = ~live.unflatten(1, (-1, span)).any(2)
+            field[dead[:, 0] if span == 64 else dead] = math.nan
     assert torch.equal(run(q, fields, table, position, backend=backend, **options).out, before)
 
 
@@ -113,4 +128,5 @@ def taken(q: Tensor, fields: dict[str, Tensor], options: dict[str, Any]) -> None
     if importlib.util.find_spec("triton") is not None:
         from kvengine.kernels.paged_attention.words import fits
 
-        assert fits(q, fields, options["page"], options.get("unit", options["page"]), "kivi", options["dim_v"], False)
+        unit, codec = options.get("unit", options["page"]), options["codec"]
+        assert fits(q, fields, options["page"], unit, codec, options["dim_v"], False)
