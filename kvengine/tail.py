@@ -170,12 +170,12 @@ class Tail:
         """Put one token into a free slot of each row; every row must have one."""
         self.place()
         self.own()
-        at = self.start + (self.position[:, self.span] < 0).to(torch.int8).argmax(1, keepdim=True)
-        self.k.scatter_(1, at[..., None].expand(-1, -1, k.shape[-1]), k)
-        self.v.scatter_(1, at[..., None].expand(-1, -1, v.shape[-1]), v)
-        self.position.scatter_(1, at, position.to(self.position.dtype))
+        free = self.start + (self.position[:, self.span] < 0).to(torch.int8).argmax(1)
+        at = torch.arange(len(k), device=k.device), free  # a scatter would copy the whole cache where slots are spare
+        self.k[at], self.v[at] = k[:, 0], v[:, 0]
+        self.position[at] = position[:, 0].to(self.position.dtype)
         if self.scored:
-            self.score.scatter_(1, at, 0.0)
+            self.score[at] = 0.0
         self.next += 1
 
     def put(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from kvengine.errors import PolicyError
@@ -70,17 +70,3 @@ def tokens_by_row(budget: Budget, prompt: Int[Tensor, "row"]) -> Int[Tensor, "ro
     if isinstance(budget, int):
         return torch.full_like(prompt, budget)
     return (prompt.double() * budget).long().clamp(min=1)
-
-
-def top(score: Float[Tensor, "row token"], count: Int[Tensor, "row"]) -> Bool[Tensor, "row token"]:
-    """The `count[r]` best tokens of each row; ties go to the later token, -inf is never chosen.
-
-    >>> top(torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 5.0]]), torch.tensor([2, 1]))
-    tensor([[False,  True,  True],
-            [False, False,  True]])
-    """
-    order = score.flip(1).argsort(dim=1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(
-        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-    )
-    return (rank.flip(1) < count[:, None]) & (score > float("-inf"))

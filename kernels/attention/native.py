@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ def attention(
             for s in some
         ]
         return State(*(None if x[0] is None else torch.cat(x, 2) for x in zip(*parts, strict=True)))  # type: ignore[arg-type]
-    seen = {} if visible is None else dict(
+    seen: dict[str, Any] = {} if visible is None else dict(
         visible=visible.data_ptr(), visible_row=visible.stride(0), visible_query=visible.stride(1),
         visible_column=visible.stride(2),
     )  # fmt: skip

@@ -109,9 +109,10 @@ def floats(q: Tensor, dim: int, scale: float = 1.0, split: bool = False) -> Tens
 
 def run(
     q: Tensor, k: Field, v: Field, columns: int, scale: float, softcap: float | None, sinks: Tensor | None,
-    want_probs: bool, **more: Any,
+    want_probs: bool, *, logs: bool = False, **more: Any,
 ) -> State:  # fmt: skip
-    """Attend. `more`: the members of `Attention` that say which columns are seen; tensors must outlive the call."""
+    """Attend. `more`: the members of `Attention` that say which columns are seen; tensors must outlive the call. `logs`:
+    probabilities as logarithms."""
     rows, group, queries, _ = q.shape
     heads, dim, dim_v = group * queries, up(k.dim, LANES), up(v.dim, LANES)
     scaled = floats(q.flatten(1, 2), dim, scale)
@@ -128,7 +129,9 @@ def run(
     )  # fmt: skip
     if library.needed().kv_attention(ctypes.byref(call)):
         raise KernelError("the native attention kernel could not allocate its buffers")
-    probs = None if scores is None else _softmax(scores.view(rows, group, queries, columns), lse)
+    probs = None if scores is None else _shares(scores.view(rows, group, queries, columns), lse)
+    if probs is not None and not logs:
+        probs.exp_()
     return State(out.view(rows, group, queries, dim_v)[..., : v.dim], lse, probs)
 
 
@@ -142,8 +145,8 @@ def address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _softmax(scores: Tensor, lse: Tensor) -> Tensor:
-    return scores.sub_(torch.where(lse == -torch.inf, 0, lse)[..., None]).exp_()
+def _shares(scores: Tensor, lse: Tensor) -> Tensor:
+    return scores.sub_(torch.where(lse == -torch.inf, 0, lse)[..., None])
 
 
 def _splits(rows: int, columns: int, threads: int) -> int:

@@ -51,3 +51,26 @@ int kv_top(const float *scores, int64_t rows, int64_t units, int64_t count, int6
   }
   return failed;
 }
+
+/* keep [row, token]: the count[row] best tokens; of equal ones the later. Returns 0, or 1 without memory. */
+int kv_best(const float *scores, const int64_t *count, int64_t rows, int64_t tokens, int64_t threads, uint8_t *keep) {
+  int failed = 0;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) reduction(| : failed)
+  for (int64_t row = 0; row < rows; row++) {
+    const float *s = scores + row * tokens;
+    uint8_t *mine = keep + row * tokens;
+    int64_t n = count[row] < tokens ? count[row] : tokens;
+    uint64_t least = n > 0 ? 0 : UINT64_MAX, *x = NULL;
+    if (0 < n && n < tokens) {
+      if (!(x = malloc(sizeof(uint64_t) * tokens))) {
+        failed = 1;
+        continue;
+      }
+      for (int64_t t = 0; t < tokens; t++) x[t] = rank_of(s[t], tokens - 1 - t, tokens);
+      least = kth_rank(x, tokens, n);
+      free(x);
+    }
+    for (int64_t t = 0; t < tokens; t++) mine[t] = s[t] > -INFINITY && rank_of(s[t], tokens - 1 - t, tokens) >= least;
+  }
+  return failed;
+}

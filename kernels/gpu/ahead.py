@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from kvengine.kernels import codecs
 from kvengine.kernels.attention.triton import attention
+from kvengine.kernels.best_tokens.triton import best_tokens
 from kvengine.kernels.compact.triton import compact
 from kvengine.kernels.fetch_pages.triton import fetch
 from kvengine.kernels.lowrank_attention.triton import lowrank_attention
@@ -175,6 +176,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "bounds": lambda: page_scores(q[:, :, 0], bounds, bounds, torch.ones(ROWS, 64, dtype=torch.bool), "max"),
         "top 128 of 8192": lambda: top_units(torch.zeros(ROWS, 8192), 128),
         "top 128 of 32768": lambda: top_units(torch.zeros(ROWS, 32768), 128),
+        "best 1024 of 1025": lambda: best_tokens(torch.zeros(ROWS, 1025), torch.full((ROWS,), 1024)),
         "quantise keys": lambda: quantise(x, 4, 32, "tokens", None, torch.float16),
         "quantise values": lambda: quantise(x, 2, 32, "channels", None, torch.float16),
         "pack": lambda: pack(torch.zeros(64, 128, dtype=torch.uint8), 4),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -49,6 +50,17 @@ def bounds(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> 
         low=call.dense(low), alive=alive.data_ptr(), alive_row=alive.stride(0),
     )  # fmt: skip
     return described, (parts, alive)
+
+
+def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float) -> Tensor:
+    """See `kvengine.kernels.page_scores.log_shares`: the logits of attention, whose values are a few channels of its keys."""
+    values = call.dense(mean[..., : call.LANES])
+    seen = alive if alive.stride(-1) == 1 else alive.contiguous()
+    state = call.run(
+        q[:, :, None], call.dense(mean), values, mean.shape[1], scale, None, None, True, logs=True,
+        visible=seen.data_ptr(), visible_row=seen.stride(0), visible_query=0, visible_column=1,
+    )  # fmt: skip
+    return cast(Tensor, state.probs)[:, :, 0]
 
 
 def top_units(scores: Tensor, count: int) -> Tensor:

@@ -16,6 +16,14 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
     return reduced.masked_fill(~alive, -torch.inf)
 
 
+def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float) -> Tensor:
+    """See `kvengine.kernels.page_scores.log_shares`."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dead = ~alive[:, None]
+    logits = (q.to(wide) @ mean.to(wide).mT * scale).masked_fill(dead, -torch.inf)
+    return logits.log_softmax(-1).masked_fill(dead, -torch.inf)  # of nothing alive, the softmax is NaN
+
+
 def top_units(scores: Tensor, count: int) -> Tensor:
     """See `kvengine.kernels.page_scores.top_units`. One integer orders (score, lower id first), so keys are unique."""
     units = scores.shape[1]

@@ -9,10 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
+from kvengine.kernels.gpu.select import MOST, ordered, threshold, warps
 from kvengine.kernels.page_scores import reference
-
-MOST_UNITS = 8192
-"""Units of a row that one program can hold without spilling."""
 
 
 @triton.jit
@@ -46,27 +44,16 @@ def top_kernel(
     scores, among, ids, units, candidates, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr, BLOCK: tl.constexpr,
     AMONG: tl.constexpr,
 ):  # fmt: skip
-    """Of a row's candidates from here to BLOCK further (units, or what `among` names of them) the best COUNT.
-
-    Bit by bit the COUNT-th largest score, or any number that COUNT of them reach; then every unit above it, and the
-    first of those equal to it.
-    """
+    """Of a row's candidates from here to BLOCK further (units, or what `among` names of them) the best COUNT."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
     here = at < candidates
     unit = at.to(tl.int64)
     if AMONG:
         unit = tl.load(among + row * candidates + at, mask=here, other=-1)
-    score = tl.load(scores + row * units + unit, mask=here & (unit >= 0), other=-float("inf")) + 0.0  # -0 becomes 0
-    bits = score.to(tl.int32, bitcast=True)
-    key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)  # ordered as the scores are
-    more = tl.sum((key >= 0).to(tl.int32), 0)
-    least = tl.where(more >= COUNT, 0, -2147483648).to(tl.int32)
-    step = tl.full([], 1073741824, tl.int32)
-    while (step > 0) & (more != COUNT):
-        more = tl.sum((key >= least + step).to(tl.int32), 0)
-        least = tl.where(more >= COUNT, least + step, least)
-        step = step // 2
+    score = tl.load(scores + row * units + unit, mask=here & (unit >= 0), other=-float("inf"))
+    key = ordered(score)
+    least = threshold(key, COUNT)
     above, equal = key > least, (key == least).to(tl.int32)
     room = COUNT - tl.sum(above.to(tl.int32), 0)
     chosen = (above | ((equal != 0) & (tl.cumsum(equal, 0) <= room))) & (score > -float("inf"))
@@ -95,14 +82,17 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
     return out
 
 
+log_shares = reference.log_shares
+
+
 def top_units(scores: Tensor, count: int) -> Tensor:
     """See `kvengine.kernels.page_scores.top_units`. More units than a program holds are chosen from what several chose."""
     if not scores.shape[0] * count:
         return reference.top_units(scores, count)
     scores, ids = scores.to(torch.float32).contiguous(), None
     left = scores.shape[1]
-    while left > MOST_UNITS:
-        parts = triton.cdiv(left, MOST_UNITS)
+    while left > MOST:
+        parts = triton.cdiv(left, MOST)
         if 2 * parts * count > left:  # hardly fewer
             return reference.top_units(scores, count)
         ids, left = _top(scores, ids, left, count, parts), parts * count
@@ -112,10 +102,10 @@ def top_units(scores: Tensor, count: int) -> Tensor:
 def _top(scores: Tensor, among: Tensor | None, candidates: int, count: int, parts: int) -> Tensor:
     rows, units = scores.shape
     ids = torch.empty(rows, parts * count, device=scores.device, dtype=torch.int64)
-    block = MOST_UNITS if parts > 1 else triton.next_power_of_2(candidates)
+    block = MOST if parts > 1 else triton.next_power_of_2(candidates)
     top_kernel[(rows, parts)](
         scores, scores if among is None else among, ids, units, candidates, COUNT=count,
         BLOCK_COUNT=triton.next_power_of_2(count), BLOCK=block, AMONG=among is not None,
-        num_warps=min(16, max(4, block // 512)),
+        num_warps=warps(block),
     )  # fmt: skip
     return ids

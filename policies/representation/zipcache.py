@@ -32,7 +32,8 @@ from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.kernels import codecs
-from kvengine.policies._budget import check_choice, check_count, top
+from kvengine.kernels.best_tokens import best_tokens
+from kvengine.policies._budget import check_choice, check_count
 from kvengine.policies.representation import Fields, Representation
 
 
@@ -94,7 +95,7 @@ class ZipCache(Representation):
                     f"ZipCache: {x.shape[2]} channels of {min(self.high, self.low)} bits do not fill whole bytes "
                     f"({side}); use more bits"
                 )
-        return codecs.encode_zipcache(k, v, (self.high, self.low), top(score.float(), count))
+        return codecs.encode_zipcache(k, v, (self.high, self.low), best_tokens(score.float(), count))
 
     def decode(self, fields: Fields) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
         dim, dim_v = fields["k_scale"].shape[2], fields["v_channel"].shape[1]

@@ -23,7 +23,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import PolicyError
-from kvengine.policies._budget import Budget, check_budget, check_choice, top
+from kvengine.kernels.best_tokens import best_tokens
+from kvengine.policies._budget import Budget, check_budget, check_choice
 from kvengine.policies.retention import REDUCE, Notes, Reduce, Retention, Seen
 from kvengine.policies.retention.expected_attention import ExpectedAttention
 from kvengine.policies.retention.keydiff import KeyDiff
@@ -98,7 +99,7 @@ class AdaKV(Retention):
         budget = seen.count(self.budget)
         fixed = torch.minimum(always.sum(1), budget)
         cap = shares(want.masked_fill(always, float("-inf")), budget - fixed, self.floor, seen.heads)
-        return top(want.masked_fill(always, float("inf")), fixed + cap)
+        return best_tokens(want.masked_fill(always, float("inf")), fixed + cap)
 
 
 def shares(score: Float[Tensor, "row token"], even: Int[Tensor, "row"], floor: float, heads: int) -> Int[Tensor, "row"]:
@@ -109,10 +110,10 @@ def shares(score: Float[Tensor, "row token"], even: Int[Tensor, "row"], floor: f
     ([3, 1], [2, 2])
     """
     together = even.unflatten(0, (-1, heads)).sum(1)
-    best = top(score.unflatten(0, (-1, heads)).flatten(1), together)
+    best = best_tokens(score.unflatten(0, (-1, heads)).flatten(1), together)
     won = best.unflatten(1, (heads, -1)).sum(2)
     part = (1 - floor) * won.double() + floor * even.unflatten(0, (-1, heads)).double()
     whole = (part + 1e-9).floor()
     missing = together - whole.long().sum(1)
-    found: Tensor = whole.long() + top(part - whole, missing)
+    found: Tensor = whole.long() + best_tokens(part - whole, missing)
     return found.flatten(0, 1)

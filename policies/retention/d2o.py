@@ -40,7 +40,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, check_share, top
+from kvengine.kernels.best_tokens import best_tokens
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, check_share
 from kvengine.policies.retention import REDUCE, Reduce, Retention, Seen, over_group
 
 NEVER = (0, 1, -1)  # layers that the official code leaves alone
@@ -124,7 +125,7 @@ class D2O(Retention):
         newest = seen.position > seen.newest - (size * self.recent).long().clamp(min=1)[:, None]
         rank = newest.float() + 2 * seen.sinks(self.sinks)  # if not all of them fit, sinks go last
         want = torch.where(rank > 0, 1e30 * rank, seen.score.float()).masked_fill(~seen.valid, float("-inf"))
-        return top(want, size)
+        return best_tokens(want, size)
 
     def fold(
         self, seen: Seen, keep: Bool[Tensor, "row token"]

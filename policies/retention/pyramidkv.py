@@ -19,7 +19,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvengine.errors import PolicyError
-from kvengine.policies._budget import top
+from kvengine.kernels.best_tokens import best_tokens
 from kvengine.policies.retention import Retention, Seen
 from kvengine.policies.retention.snapkv import SnapKV
 
@@ -62,7 +62,7 @@ class _Floor(PyramidKV):
         chosen = share(average, others, self.beta, self.layer, self.layers)
         count = chosen + torch.minimum(seen.count(self.budget), window.sum(1))
         want = seen.score.float().masked_fill(window, float("inf")).masked_fill(~seen.valid, float("-inf"))
-        return top(want, count)
+        return best_tokens(want, count)
 
 
 def share(

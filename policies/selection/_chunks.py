@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvengine.kernels.page_scores import log_shares
+
 Reduce = Literal["max", "mean"]
 
 
@@ -38,6 +40,5 @@ def attention_to(
     reduce: Reduce,
 ) -> Float[Tensor, "row unit"]:
     """Each query head's softmax over the chunks' mean keys, then one value per KV head."""
-    logits = torch.matmul(q.float(), mean.float().transpose(1, 2)) * scale
-    share = logits.masked_fill(~alive[:, None], float("-inf")).log_softmax(-1)
+    share = log_shares(q, mean, alive, scale)
     return share.amax(1) if reduce == "max" else share.exp().mean(1)

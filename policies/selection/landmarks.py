@@ -27,7 +27,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import PolicyError
-from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, tokens_by_row, top
+from kvengine.kernels.best_tokens import best_tokens
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, tokens_by_row
 from kvengine.policies.selection import Fields, Selection, Where, best
 from kvengine.policies.selection._chunks import Reduce, attention_to, coherence, mean_key
 from kvengine.tokens import pack, take
@@ -91,7 +92,7 @@ class Landmarks(Selection):
         every = units.new_ones(units.shape[:2], dtype=torch.bool)
         low = -coherence(units, every, mean_key(units, every)).unflatten(0, (-1, most))
         low = low.masked_fill(torch.arange(most, device=k.device) >= chunks[:, None], float("-inf"))
-        chosen = top(low, count).repeat_interleave(self.chunk, 1)
+        chosen = best_tokens(low, count).repeat_interleave(self.chunk, 1)
         kept = torch.zeros(len(k), position.shape[1] + 1, dtype=torch.bool, device=k.device)
         return kept.scatter_(1, slots.masked_fill(~chosen, position.shape[1]), True)[:, :-1]
 
@@ -101,5 +102,5 @@ class Landmarks(Selection):
         want = attention_to(q, summary["mean"], alive, at.scale, self.reduce)
         if self.outliers and not at.joint:
             low = (-summary["coherence"].float()).masked_fill(~alive, float("-inf"))
-            want = want.masked_fill(top(low, (at.count * self.outliers).long()), float("inf"))
+            want = want.masked_fill(best_tokens(low, (at.count * self.outliers).long()), float("inf"))
         return best(want, alive, at)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvengine.errors import KernelError
-from kvengine.kernels.page_scores import page_bounds, page_scores, top_units
+from kvengine.kernels.page_scores import log_shares, page_bounds, page_scores, top_units
 
 BACKENDS = oracle.backends()
 
@@ -44,6 +44,21 @@ def test_scores_match_a_loop(backend: str, shape: tuple[int, int, int], dtype: t
             each = torch.maximum(q[r].double() * low[r, u].double(), q[r].double() * high[r, u].double()).sum(-1)
             want = each.max() if reduce == "max" else each.mean()
             assert abs(got[r, u] - want) <= 1e-5 * dim
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim, units", [(8, 5), (72, 70), (128, 1100)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_log_shares_are_a_softmax_of_each_head(backend: str, dim: int, units: int, dtype: torch.dtype) -> None:
+    mean, _, alive = bounds(dim, units, dtype)
+    mean = mean.clone()
+    mean[~alive] = math.nan
+    q = torch.randn(3, 5, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    got = oracle.on(backend, log_shares)(q, mean, alive, 0.3, backend=backend).cpu()
+    for r in (0, 2):  # row 1 is dead
+        logits = q[r].double() @ mean[r, alive[r]].double().T * 0.3
+        assert torch.allclose(got[r][:, alive[r]].double(), logits - logits.logsumexp(-1, keepdim=True), atol=1e-4)
+    assert (got.masked_select(~alive[:, None].expand_as(got)) == -math.inf).all()
 
 
 def test_bounds_bound_every_living_key() -> None:
@@ -79,7 +94,7 @@ def test_top_units_are_the_best_with_ties_to_the_lower_id(backend: str, row: lis
 def test_triton_chooses_among_more_units_than_a_program_holds(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     from kvengine.kernels.page_scores import triton
 
-    monkeypatch.setattr(triton, "MOST_UNITS", 16)
+    monkeypatch.setattr(triton, "MOST", 16)
     rng = torch.Generator().manual_seed(count)
     for units in (17, 200, 600):
         scores = torch.randint(-3, 12, (3, units), generator=rng).float()  # many are equal

@@ -1,0 +1,35 @@
+"""Finding the best of a row without sorting it."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MOST = 8192
+"""Numbers that one program holds in registers."""
+
+
+@triton.jit
+def ordered(score):
+    """Integers in the order of the scores; 0 and -0 are the same."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@triton.jit
+def threshold(key, count):
+    """Bit by bit the `count`-th largest, or any number that exactly `count` of them reach."""
+    more = tl.sum((key >= 0).to(tl.int32), 0)
+    least = tl.where(more >= count, 0, -2147483648).to(tl.int32)
+    step = tl.full([], 1073741824, tl.int32)
+    while (step > 0) & (more != count):
+        more = tl.sum((key >= least + step).to(tl.int32), 0)
+        least = tl.where(more >= count, least + step, least)
+        step = step // 2
+    return least
+
+
+def warps(block: int) -> int:
+    """For so many numbers."""
+    return min(16, max(4, block // 512))

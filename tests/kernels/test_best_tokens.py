@@ -1,0 +1,45 @@
+"""The best of each row: against a loop, whatever ties."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import support_kernels as oracle
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvengine.errors import KernelError
+from kvengine.kernels.best_tokens import best_tokens
+
+BACKENDS = oracle.backends()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(
+    st.lists(st.sampled_from([-math.inf, -2.0, -0.0, 0.0, 1.5, math.inf]), min_size=1, max_size=40),
+    st.integers(-1, 45), st.integers(-1, 45),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_best_are_the_best_with_ties_to_the_later(backend: str, row: list[float], one: int, other: int) -> None:
+    rows, counts = (row, row[::-1]), (one, other)
+    got = oracle.on(backend, best_tokens)(torch.tensor(rows), torch.tensor(counts), backend=backend).cpu()
+    for scores, count, kept in zip(rows, counts, got.tolist(), strict=True):
+        order = sorted(range(len(scores)), key=lambda t: (-scores[t], -t))[: max(count, 0)]
+        assert kept == [t in order and scores[t] > -math.inf for t in range(len(scores))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", [1, 1025, 9000])
+def test_rows_of_any_length(backend: str, tokens: int) -> None:
+    score = torch.randn(3, 2 * tokens, generator=torch.Generator().manual_seed(tokens))[:, ::2].round(decimals=2)
+    count = torch.tensor([tokens - 1, tokens // 2, 1], dtype=torch.int32)
+    got = oracle.on(backend, best_tokens)(score, count, backend=backend).cpu()
+    assert torch.equal(got, best_tokens(score.double(), count))  # in double precision always the reference
+    assert got.sum(1).tolist() == count.tolist()
+
+
+def test_refusals_say_why() -> None:
+    with pytest.raises(KernelError, match="score is"):
+        best_tokens(torch.zeros(2, 3), torch.ones(3))
