@@ -1,12 +1,12 @@
 """Everything that needs a GPU, in one run: the tests on the device, the kernels against their peers, a whole model.
 
     python -P benchmarks/gpu.py --out benchmarks/results
-    python -P benchmarks/gpu.py --only kernels --out ...    one part; parts: tests, kernels, model
+    python -P benchmarks/gpu.py --only kernels --out ...    one part; parts: tests, kernels, model, tune
     python -P benchmarks/gpu.py --dry --out DRY              the same on a CPU, small: to see that every part runs
 
-Writes `gpu_tests.txt`, `gpu_kernel_tests.txt`, `kernels_cuda.json`, `end_to_end.json`, and what both should reach:
-`gpu_targets.json`. Each file grows as its part runs, so a run that is cut off keeps what it found. `kernels` and `model`
-take shapes that do not fit into the device's memory out, and name them.
+Writes `gpu_tests.txt`, `gpu_kernel_tests.txt`, `kernels_cuda.json`, `end_to_end.json`, what both should reach:
+`gpu_targets.json`, and which launches would be faster: `gpu_tune.json`. Each file grows as its part runs, so a run that is
+cut off keeps what it found. `kernels` and `model` take shapes that do not fit into the device's memory out, and name them.
 
 What must be there: torch with CUDA, triton, transformers, numpy, safetensors, jaxtyping (and its wadler-lindig), pytest
 and hypothesis; matplotlib for a picture, and pytest-xdist to compile the tests' kernels on several cores. No other
@@ -34,7 +34,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = 131072
-PARTS = ("tests", "kernels", "model")
+PARTS = ("tests", "kernels", "model", "tune")
 KERNELS, MODEL = "kernels_cuda.json", "end_to_end.json"
 MARK = "pytest.mark." + "gpu"
 DRY = {
@@ -79,6 +79,7 @@ def measure(out: Path, args: argparse.Namespace) -> None:
     commands = {
         "kernels": ["benchmarks/kernels.py", "--out", str(out / KERNELS), *(DRY["kernels"] if args.dry else shapes)],
         "model": ["benchmarks/end_to_end.py", "--out", str(out / MODEL), *(DRY["model"] if args.dry else model)],
+        "tune": ["benchmarks/gpu_tune.py", "--out", str(out / "gpu_tune.json"), *(["--dry"] if args.dry else [])],
     }
     failed = [command[0] for name, command in commands.items() if name in args.only and run(command)]
     targets(out, "python -P benchmarks/gpu.py")

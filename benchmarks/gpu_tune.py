@@ -1,0 +1,136 @@
+"""How many programs, warps and stages the decode kernels should have: tried on the GPU that is there.
+
+    python -P benchmarks/gpu_tune.py --out benchmarks/results/gpu_tune.json
+    python -P benchmarks/gpu_tune.py --dry --out FILE       no GPU: some of it is compiled, for sm_90, and nothing timed
+
+What is in use was chosen by counting (`gpu_budget.py`), not by measuring: the first of each case is what runs now. Each
+setting is timed as a CUDA graph over a cache far larger than the last-level cache, medians of 15. Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from kvengine.kernels import codecs
+from kvengine.kernels.gpu import stream
+from kvengine.kernels.gpu.ahead import only_compiling
+from kvengine.kernels.paged_attention import triton as dense
+from kvengine.kernels.paged_attention import words
+
+HEADS, GROUP, DIM, PAGE = 8, 4, 128, 64
+TRIED = {  # programs for each multiprocessor, stages, warps
+    "full": (dense, "attend_kernel", ((2, 5, 4), *itertools.product((2, 3, 4), (3, 5, 7), (4, 8)))),
+    "KIVI, 4 bits": (words, "words_kernel", ((12, 3, 1), *itertools.product((6, 8, 12), (2, 3, 5), (1, 2)))),
+}
+
+
+class Launcher:
+    """A kernel with other options."""
+
+    def __init__(self, kernel: Any, **options: int) -> None:
+        self.kernel, self.options = kernel, options
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        launch = self.kernel[grid]
+        return lambda *args, **kwargs: launch(*args, **(kwargs | self.options))
+
+
+@contextmanager
+def setting(module: Any, name: str, each: int, stages: int, warps: int) -> Iterator[None]:
+    """The kernel with these, for a while."""
+    kernel, programs = getattr(module, name), stream.programs
+    setattr(module, name, Launcher(kernel, num_stages=stages, num_warps=warps))
+    stream.programs = lambda device, _: programs(device, each)
+    try:
+        yield
+    finally:
+        setattr(module, name, kernel)
+        stream.programs = programs
+
+
+def call(what: str, batch: int, length: int, device: str) -> Callable[[], object]:
+    """One decode step's attention over all pages."""
+    rows, pages = batch * HEADS, batch * HEADS * length // PAGE
+    q = torch.randn(rows, GROUP, 1, DIM, device=device).bfloat16()
+    table = torch.arange(pages, dtype=torch.int32, device=device).view(rows, -1)
+    position = torch.arange(length, dtype=torch.int32, device=device).repeat(rows, 1)
+    x = torch.randn(pages, PAGE, DIM, device=device).bfloat16()
+    fields, codec = ({"k": x, "v": x.clone()}, "dense") if what == "full" else (codecs.encode_kivi(x, x, 4, 32), "kivi")
+    rest = (None, PAGE, codec, DIM, None, None, None, None, False)  # all pages, no window, softcap, sinks or scores
+    return lambda: dense.paged_attention(q, fields, table, position, PAGE, 0.1, *rest)
+
+
+def timed(step: Callable[[], object], device: str) -> float:
+    """Milliseconds."""
+    if device == "cpu":
+        with only_compiling(90):
+            step()
+        return 0.0
+    step()
+    sys.path.append(str(Path(__file__).parent))
+    from peers import captured
+
+    replay, taken = captured(step), []
+    for _ in range(17):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(start.elapsed_time(end))
+    return statistics.median(taken[2:])
+
+
+def main() -> None:
+    """Try all, write a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--dry", action="store_true", help="without a GPU: compile some, time nothing")
+    parsed = parser.parse_args()
+    device = "cpu" if parsed.dry else "cuda"
+    rows: list[dict[str, Any]] = []
+    for what, (module, name, settings) in TRIED.items():
+        for batch, length in [(1, 128)] if parsed.dry else [(1, 131072), (16, 32768)]:
+            step, first = call(what, batch, length, device), 0.0
+            for each, stages, warps in settings[:2] if parsed.dry else settings:
+                row = {"what": what, "batch": batch, "tokens": length, "each": each, "stages": stages, "warps": warps}
+                try:
+                    with setting(module, name, each, stages, warps):
+                        row["ms"] = timed(step, device)
+                except (RuntimeError, triton.runtime.errors.OutOfResources) as error:  # more than the chip has
+                    print(f"left out {row}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                    continue
+                first = first or row["ms"]
+                rows.append(row | {"gain": first / row["ms"] if row["ms"] else None})
+                print(rows[-1], flush=True)
+            save(rows, parsed.out, device)
+
+
+def save(rows: list[dict[str, Any]], out: Path, device: str) -> None:
+    """The best of each kernel and batch, and all."""
+    best: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in rows:
+        key = row["what"], row["batch"]
+        best[key] = min(best.get(key, row), row, key=lambda row: row["ms"])
+    columns = {"kernel": "what", "batch": "batch", "tokens": "tokens", "programs": "each", "stages": "stages",
+               "warps": "warps", "ms": "ms:.3f", "over what is used": "gain:.2f"}  # fmt: skip
+    chip = torch.cuda.get_device_name() if device == "cuda" else "no GPU"
+    machine = f"{chip}, torch {torch.__version__}, Triton {triton.__version__}"
+    result = {"command": "python -P benchmarks/gpu_tune.py", "machine": machine, "columns": columns,
+              "rows": list(best.values()), "all": rows}  # fmt: skip
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
