@@ -25,11 +25,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_attention import NAME, LazyMask, Seam, engine_attention
 from kvengine.hf_cache import EngineCache, engine_layers
+from kvengine.hf_generate import METHODS
+from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_rope import rope_for
 from kvengine.rope import Rope
 from kvengine.stack import Stack
-
-STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
 
 
 class Patch:
@@ -177,64 +177,5 @@ def enter(
     kwargs["kvengine"] = Seam(None if cache is None else cache.layer_for(module), previous)
     return args, kwargs
 
-
-# ---- what `generate` asks of a patched model
-
-
-def prepare_cache(
-    self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-) -> None:
-    """Stands in for `_prepare_cache_for_generation`."""
-    refuse(generation_config)
-    stock: Any = type(self)._prepare_cache_for_generation  # type: ignore[attr-defined]
-    given = model_kwargs.get("past_key_values")
-    if generation_config.use_cache is False or (given is not None and not isinstance(given, EngineCache)):
-        stock(self, generation_config, model_kwargs, *args, **kwargs)
-        return
-    if given is None:
-        given = model_kwargs["past_key_values"] = EngineCache(self, getattr(self, STATE).stack)
-    else:
-        stock(self, generation_config, model_kwargs, *args, **kwargs)
-    if generation_config.is_assistant:
-        given.activate_past_recording()
-    given.announce(prompt_length(generation_config, model_kwargs))
-
-
-def refuse(generation_config: Any) -> None:
-    if generation_config.cache_implementation is not None:
-        raise ModelError(
-            f"cache_implementation={generation_config.cache_implementation!r} on a patched model: the engine brings its "
-            "own cache. Drop it, or call kvengine.unpatch(model)"
-        )
-    if getattr(generation_config, "output_attentions", False):
-        raise ModelError(
-            "output_attentions=True on a patched model: the engine never forms the attention matrix. "
-            "Call kvengine.unpatch(model)"
-        )
-
-
-def prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
-    """Length of the whole sequence given to `generate`, what is cached already included."""
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None:
-        return int(mask.shape[-1])
-    known = getattr(generation_config, "_mask_length", None)
-    return None if known is None else int(known)
-
-
-def refuse_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    """Stands in for continuous batching."""
-    raise ModelError(
-        "continuous batching (generate_batch) keeps its own paged cache and has no place for another. Call "
-        "model.generate() with a padded batch, or kvengine.unpatch(model) first"
-    )
-
-
-METHODS = {
-    "_prepare_cache_for_generation": prepare_cache,
-    "generate_batch": refuse_batching,
-    "init_continuous_batching": refuse_batching,
-    "continuous_batching_context_manager": refuse_batching,
-}
 
 __all__ = ["patch", "patched", "unpatch"]

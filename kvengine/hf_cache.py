@@ -167,6 +167,8 @@ class EngineCache(Cache):
         PolicyError: the policy is wrong, or this model cannot do it.
     """
 
+    nameless = False  # made by `generate` because it was given none
+
     def __init__(self, model: PreTrainedModel, stack: str | Stack | None = None, *, positions: bool = False) -> None:
         from kvengine.hf import STATE, check_stack  # the two files are one edge; this breaks the circle
 

@@ -25,6 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer, refusal
 from kvengine.hf_cache import EngineCache, EngineLayer
+from kvengine.hf_generate import Decoder, check_mode
 from kvengine.rope import Rope
 
 How = Literal["graph", "trace", "eager"]
@@ -151,7 +152,7 @@ class Steps:
         self.cache.session.rope = self.rope
 
 
-class CompiledDecode:
+class CompiledDecode(Decoder):
     """What `compile_decode` returns: give it to `generate` as `custom_generate`, or call its own `generate`."""
 
     def __init__(self, model: PreTrainedModel, how: How) -> None:
@@ -170,15 +171,16 @@ class CompiledDecode:
         generation_config: Any,
         synced_gpus: bool = False,
         streamer: Any = None,
+        tokenizer: Any = None,
+        assistant_model: Any = None,
         **model_kwargs: Any,
     ) -> Any:
         """What `generate` calls in place of its own loop: the same loop, over a model whose decode steps are replayed."""
         if model is not self.model:
             raise ModelError("this decoder was compiled for another model; call kvengine.compile_decode on this one")
-        if (generation_config.num_beams or 1) > 1 or generation_config.is_assistant:
-            raise ModelError(
-                "a compiled decoder does greedy decoding and sampling; leave custom_generate out for beams"
-            )
+        check_mode("a compiled decoder", generation_config, assistant_model)
+        if generation_config.is_assistant:
+            raise ModelError("an assistant's tokens are taken back, which a recorded step's cannot be")
         if generation_config.output_hidden_states or generation_config.output_attentions:
             raise ModelError("a recorded step yields logits only; leave out output_hidden_states and output_attentions")
         stand_in = StandIn(model, self, int(generation_config.max_length))
