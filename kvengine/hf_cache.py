@@ -20,6 +20,8 @@ from kvengine.session import BROKEN, Call, Session
 from kvengine.stack import Stack
 from kvengine.stats import Stats, measure
 
+NAME = "kvengine"  # of the engine's attention, as models' configurations know it
+
 Listener = Callable[[Tensor, Tensor, Tensor, Call], None]
 """Told the queries, keys and values of every pass."""
 Heard = tuple[Tensor, Tensor, Tensor, Call]
@@ -199,6 +201,16 @@ class EngineCache(Cache):
         """New keys and values of a layer; without what transformers offers for layers that are its own to move."""
         layer: Any = self.layers[layer_idx]
         return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Asked for once in a pass, before any layer has run: by then it must be the engine's attention that will."""
+        if self.config._attn_implementation != NAME:
+            raise ModelError(
+                f"an engine cache was given to a model whose attention is {self.config._attn_implementation!r}, which would "
+                "see the newest tokens only: the model is not patched, or set_attn_implementation() has undone it. Call "
+                "kvengine.patch(model)"
+            )
+        return super().get_mask_sizes(*args, **kwargs)  # type: ignore[no-any-return]
 
     def layer_for(self, module: nn.Module) -> EngineLayer | None:
         """The layer that an attention module is to use; None if it is one of transformers' own."""

@@ -27,6 +27,11 @@ def prepare_cache(
     refuse(generation_config)
     stock: Any = type(self)._prepare_cache_for_generation  # type: ignore[attr-defined]
     given = model_kwargs.get("past_key_values")
+    if getattr(given, "is_compileable", False):
+        raise ModelError(
+            f"{type(given).__name__} on a patched model: generate() would make its masks ahead, which the engine's attention "
+            "does not take. Leave past_key_values out, or call kvengine.unpatch(model)"
+        )
     if generation_config.use_cache is False or (given is not None and not isinstance(given, EngineCache)):
         stock(self, generation_config, model_kwargs, *args, **kwargs)
         return
