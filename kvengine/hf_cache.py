@@ -210,7 +210,20 @@ class EngineCache(Cache):
                 "see the newest tokens only: the model is not patched, or set_attn_implementation() has undone it. Call "
                 "kvengine.patch(model)"
             )
+        self.thaw()
         return super().get_mask_sizes(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def thaw(self) -> None:
+        """Tensors made in torch's inference mode must not be changed outside of it: once there, go on with copies."""
+        session = self.session
+        if torch.is_inference_mode_enabled():
+            session.inferred = True
+        elif session.inferred:
+            session.inferred = False
+            memo = {id(session): session, id(session.ahead): session.ahead}
+            for layer in self.layers:
+                if isinstance(layer, EngineLayer):
+                    layer.cache = copy.deepcopy(layer.cache, memo)
 
     def layer_for(self, module: nn.Module) -> EngineLayer | None:
         """The layer that an attention module is to use; None if it is one of transformers' own."""
@@ -288,6 +301,7 @@ class EngineCache(Cache):
         Raises:
             CacheError: they were not recorded, and some layer has acted on them.
         """
+        self.thaw()
         for other in self.others:
             check_back(other, n)
         for layer in self.engines:
@@ -297,6 +311,7 @@ class EngineCache(Cache):
 
     def commit(self) -> None:
         """What was recorded is history."""
+        self.thaw()
         for layer in self.engines:
             layer.commit()
         for other in self.others:

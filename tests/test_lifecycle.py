@@ -103,6 +103,27 @@ def test_what_a_dropped_cache_held_is_free(text: str, recording: bool) -> None:
     assert threading.active_count() <= before
 
 
+@pytest.mark.parametrize("text", [*STACKS, "duo(sinks=2, recent=10) + quest(budget=24, page=4)", SMALL["host"]])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_cache_goes_on_outside_of_inference_mode(text: str, first: bool) -> None:
+    """What was written there must not be changed elsewhere; whoever calls `generate` need not know of each other's mode."""
+    model, ids, more = patched(text), one()["input_ids"], one(40, seed=5)["input_ids"]
+    cache, want = kvengine.EngineCache(model), kvengine.EngineCache(model)
+    pieces = [ids, *more[:, :9].split(1, 1), more[:, 9:16], *more[:, 16:].split(1, 1)]
+    for i, piece in enumerate(pieces):
+        with torch.inference_mode((i < 10) is first or i % 7 == 0):
+            found = step(model, cache, piece)
+        torch.testing.assert_close(found, step(model, want, piece), rtol=0, atol=0)
+        if i == 20:
+            for each in (cache, want):
+                each.activate_past_recording()
+        if i == 23:
+            cache.rollback(2)
+            want.rollback(2)
+    cache.commit()
+    assert cache.seen == want.seen and torch.equal(cache.stats().held, want.stats().held)
+
+
 class Stop(Exception):
     pass
 
