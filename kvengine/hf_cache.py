@@ -144,6 +144,7 @@ class EngineLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Int[Tensor, "chosen"]) -> None:
         if self.cache.parts:
+            self.session.inferred |= torch.is_inference_mode_enabled()
             device = self.cache.parts[0].lane.first.device
             chosen = indices.to(device)
             self.cache.rows(chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen)
@@ -193,6 +194,7 @@ class EngineCache(Cache):
         memo.setdefault(id(self.config), self.config)  # a cache knows its model by this very object
         twin = memo[id(self)] = object.__new__(type(self))
         vars(twin).update(copy.deepcopy(vars(self), memo))
+        twin.session.inferred = torch.is_inference_mode_enabled()
         return twin
 
     def update(

@@ -49,10 +49,12 @@ class Steps:
 
     Raises:
         UnsupportedPolicy: the stack's step cannot be recorded, or the model's.
-        CacheError: the cache is in the middle of something.
+        CacheError: the cache is in the middle of something, or torch in inference mode.
     """
 
     def __init__(self, model: PreTrainedModel, cache: EngineCache, more: int, how: How) -> None:
+        if torch.is_inference_mode_enabled():
+            raise CacheError("a step cannot be recorded in torch.inference_mode(); leave it, torch.no_grad() will do")
         self.model, self.cache, self.left, self.how = model, cache, more, how
         device = model.device
         self.now = torch.tensor([cache.seen], device=device)
@@ -184,13 +186,14 @@ class CompiledDecode(Decoder):
         if generation_config.output_hidden_states or generation_config.output_attentions:
             raise ModelError("a recorded step yields logits only; leave out output_hidden_states and output_attentions")
         stand_in = StandIn(model, self, int(generation_config.max_length))
-        try:
-            return cast(Any, type(model))._sample(
-                stand_in, input_ids, logits_processor, stopping_criteria, generation_config,
-                synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
-            )  # fmt: skip
-        finally:
-            stand_in.close()
+        with torch.inference_mode(False), torch.no_grad():  # a recording made in inference mode says other things
+            try:
+                return cast(Any, type(model))._sample(
+                    stand_in, input_ids, logits_processor, stopping_criteria, generation_config,
+                    synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
+                )  # fmt: skip
+            finally:
+                stand_in.close()
 
     def open(self, cache: EngineCache, max_new_tokens: int) -> Steps:
         """Hold a cache still for so many tokens; for a loop of one's own. Close it at the end.

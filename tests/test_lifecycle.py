@@ -124,6 +124,31 @@ def test_a_cache_goes_on_outside_of_inference_mode(text: str, first: bool) -> No
     assert cache.seen == want.seen and torch.equal(cache.stats().held, want.stats().held)
 
 
+@pytest.mark.parametrize("way", ["loaded", "copied", "reordered"])
+def test_what_else_makes_tensors_in_inference_mode(way: str, tmp_path: Path) -> None:
+    model, more = patched("quest(budget=24, page=4)"), one(20, seed=5)["input_ids"]
+    cache, want = started(model, one()["input_ids"]), started(model, one()["input_ids"])
+    with torch.inference_mode():
+        if way == "loaded":
+            saved.save(cache, tmp_path / "s.kv", model)
+            cache = saved.load(model, tmp_path / "s.kv")
+        elif way == "copied":
+            cache = copy.deepcopy(cache)
+        else:
+            cache.reorder_cache(torch.tensor([0]))
+    for token in more.split(1, 1):
+        torch.testing.assert_close(step(model, cache, token), step(model, want, token), rtol=0, atol=0)
+
+
+def test_tokens_indexed_outside_of_no_grad() -> None:
+    model, ids = patched("ann(budget=24)"), one()["input_ids"]
+    cache, want = kvengine.EngineCache(model), started(model, ids)
+    model(ids, past_key_values=cache)
+    for token in ids[:, :9].split(1, 1):
+        found = model(token, past_key_values=cache).logits
+        torch.testing.assert_close(found.detach(), step(model, want, token), rtol=1e-4, atol=1e-4)
+
+
 class Stop(Exception):
     pass
 
