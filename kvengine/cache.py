@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine.errors import CacheError
+from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.lane import Lane
 from kvengine.session import Call, Session, judge_together
 from kvengine.stack import Stack
@@ -110,6 +110,12 @@ class LayerCache:
             return self.enter(q, k, v, call, valid, stock) if prompt else self.take(q, k, v, call, valid, stock)
         parts = []
         for part, run in ((slice(0, prompt), self.enter), (slice(prompt, n), self.take)):
+            if self.session.waiting:
+                raise UnsupportedPolicy(
+                    f"'{self.stack}' judges a prompt when every layer has read it, so what follows must come in a pass of "
+                    "its own, and an assistant's or a look-up's first draft does not. Generate without these, or let the "
+                    "policy divide its budget evenly (d2o(shares='even'))"
+                )
             tokens = q[:, :, part], k[:, :, part], v[:, :, part]
             parts.append(run(*tokens, call, None if valid is None else valid[:, part], None))
         return torch.cat(parts, 1)

@@ -13,34 +13,43 @@ no state of a session, and any number of caches, of any stacks, may take turns o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvengine.errors import ModelError, UnsupportedPolicy
-from kvengine.hf_attention import NAME, LazyMask, Seam, engine_attention
-from kvengine.hf_cache import EngineCache, engine_layers
+from kvengine.hf_attention import LazyMask, Seam, engine_attention
+from kvengine.hf_cache import NAME, EngineCache, engine_layers
+from kvengine.hf_generate import METHODS
+from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_rope import rope_for
 from kvengine.rope import Rope
 from kvengine.stack import Stack
-
-STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
 
 
 class Patch:
     """What was done to a model."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, known: dict[str, Rope | None] | None = None) -> None:
         self.stack = stack
         self.hooks: list[Any] = []
         self.implementations: list[tuple[Any, Any]] = []
         self.methods: list[str] = []
-        self.known: dict[str, Rope | None] = {}
+        self.known: dict[str, Rope | None] = {} if known is None else known
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        register()  # the process in which a model is unpickled may not have patched one before
+
+
+def register() -> None:
+    """Make the engine's attention and mask known to transformers."""
+    AttentionInterface.register(NAME, engine_attention)
+    AttentionMaskInterface.register(NAME, lazy_mask)
 
 
 def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedModel:
@@ -54,46 +63,58 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
         The same model.
 
     Raises:
-        ModelError: the model is not one that the engine can work with.
+        ModelError: the model is not one that the engine can work with, or shares its configuration with a patched one.
         PolicyError: the policy is wrong, or this model cannot do it.
     """
     stack = Stack.of(policy)
     check_model(model)
     text = model.config.get_text_config(decoder=True)
     check_stack(stack, text)
+    if STATE not in vars(model) and text._attn_implementation == NAME:
+        raise ModelError(
+            f"this {type(model).__name__} has the configuration of a model that is patched, or a copy of it. Patch only one "
+            "model of those that share a configuration; for a copy, call model.set_attn_implementation('sdpa') first"
+        )
     state = getattr(model, STATE, None) or Patch(stack)
     rope_for(stack, model, state.known)
-    if hasattr(model, STATE):
-        getattr(model, STATE).stack = stack
+    if STATE in vars(model) and text._attn_implementation == NAME:
+        state.stack = stack
         return model
+    unpatch(model)
     modules = attention_modules(model, text)
     if not modules:
         raise ModelError(
             f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
         )
     previous = text._attn_implementation
+    state = Patch(stack, state.known)
     state.implementations = [(c, c._attn_implementation_internal) for c in configs(model)]
-    AttentionInterface.register(NAME, engine_attention)
-    AttentionMaskInterface.register(NAME, lazy_mask)
+    register()
     model.set_attn_implementation(NAME if text is model.config else text_only(model, text))
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
     for name, method in METHODS.items():
         if hasattr(model, name):
-            setattr(model, name, MethodType(method, model))
+            setattr(model, name, partial(method, model))  # which, other than a method, can be pickled
             state.methods.append(name)
     setattr(model, STATE, state)
     return model
 
 
 def unpatch(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `patch`, exactly. A model that is not patched stays as it is."""
-    state = model.__dict__.pop(STATE, None)
+    """Undo `patch`, exactly. A model that is not patched stays as it is.
+
+    What `set_attn_implementation` has chosen since is kept.
+    """
+    state = vars(model).pop(STATE, None)
     if state is None:
+        if hasattr(model, STATE):
+            raise ModelError(f"{type(model).__name__} wraps a patched model; unpatch the model inside it")
         return model
     for hook in state.hooks:
         hook.remove()
-    for config, implementation in state.implementations:
-        config._attn_implementation_internal = implementation
+    if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
+        for config, implementation in state.implementations:
+            config._attn_implementation_internal = implementation
     for name in state.methods:
         delattr(model, name)
     return model
@@ -114,7 +135,9 @@ def patched(model: PreTrainedModel, policy: str | Stack = "full") -> Iterator[Pr
 
 def check_model(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"expected a transformers PreTrainedModel, got {type(model).__name__}")
+        inside = next((type(m).__name__ for m in modules(model) if isinstance(m, PreTrainedModel)), None)
+        hint = "" if inside is None else f"; give the {inside} inside it"
+        raise ModelError(f"expected a transformers PreTrainedModel, got {type(model).__name__}{hint}")
     if model.config.is_encoder_decoder:
         raise ModelError(f"{type(model).__name__} is an encoder-decoder model; the engine works on decoder-only models")
     if not model._can_set_attn_implementation():
@@ -122,6 +145,10 @@ def check_model(model: Any) -> None:
             f"{type(model).__name__} cannot switch its attention implementation in this version of transformers, "
             "so the engine cannot enter it"
         )
+
+
+def modules(model: Any) -> Iterable[nn.Module]:
+    return model.modules() if isinstance(model, nn.Module) else ()
 
 
 def check_stack(stack: Stack, text: Any) -> None:
@@ -177,64 +204,5 @@ def enter(
     kwargs["kvengine"] = Seam(None if cache is None else cache.layer_for(module), previous)
     return args, kwargs
 
-
-# ---- what `generate` asks of a patched model
-
-
-def prepare_cache(
-    self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-) -> None:
-    """Stands in for `_prepare_cache_for_generation`."""
-    refuse(generation_config)
-    stock: Any = type(self)._prepare_cache_for_generation  # type: ignore[attr-defined]
-    given = model_kwargs.get("past_key_values")
-    if generation_config.use_cache is False or (given is not None and not isinstance(given, EngineCache)):
-        stock(self, generation_config, model_kwargs, *args, **kwargs)
-        return
-    if given is None:
-        given = model_kwargs["past_key_values"] = EngineCache(self, getattr(self, STATE).stack)
-    else:
-        stock(self, generation_config, model_kwargs, *args, **kwargs)
-    if generation_config.is_assistant:
-        given.activate_past_recording()
-    given.announce(prompt_length(generation_config, model_kwargs))
-
-
-def refuse(generation_config: Any) -> None:
-    if generation_config.cache_implementation is not None:
-        raise ModelError(
-            f"cache_implementation={generation_config.cache_implementation!r} on a patched model: the engine brings its "
-            "own cache. Drop it, or call kvengine.unpatch(model)"
-        )
-    if getattr(generation_config, "output_attentions", False):
-        raise ModelError(
-            "output_attentions=True on a patched model: the engine never forms the attention matrix. "
-            "Call kvengine.unpatch(model)"
-        )
-
-
-def prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
-    """Length of the whole sequence given to `generate`, what is cached already included."""
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None:
-        return int(mask.shape[-1])
-    known = getattr(generation_config, "_mask_length", None)
-    return None if known is None else int(known)
-
-
-def refuse_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    """Stands in for continuous batching."""
-    raise ModelError(
-        "continuous batching (generate_batch) keeps its own paged cache and has no place for another. Call "
-        "model.generate() with a padded batch, or kvengine.unpatch(model) first"
-    )
-
-
-METHODS = {
-    "_prepare_cache_for_generation": prepare_cache,
-    "generate_batch": refuse_batching,
-    "init_continuous_batching": refuse_batching,
-    "continuous_batching_context_manager": refuse_batching,
-}
 
 __all__ = ["patch", "patched", "unpatch"]

@@ -16,7 +16,6 @@ from kvengine.hf_cache import EngineLayer
 from kvengine.kernels.causal_attention import causal_attention, quicker
 from kvengine.session import Call
 
-NAME = "kvengine"
 FOREIGN = ("position_bias", "indices", "block_indices", "sinks", "cu_seq_lens_q", "cu_seq_lens_k")
 PARTICULAR = frozenset(("softcap", "s_aux", "output_attentions", *FOREIGN))
 
@@ -32,7 +31,8 @@ class LazyMask:
     """A mask not yet made: the arguments that would make it."""
 
     def __init__(self, kwargs: dict[str, Any]) -> None:
-        self.kwargs = kwargs
+        # A static cache counts its tokens in a tensor, and adds to it before the mask is made.
+        self.kwargs = {name: x.clone() if isinstance(x, Tensor) and not x.ndim else x for name, x in kwargs.items()}
         self.made: dict[str, Any] = {}
         self.full: dict[int, bool] = {}
 
@@ -106,7 +106,11 @@ def attend(
     is in use); the result is [seq, token, q_head, dim_v].
     """
     if kvengine is None:
-        raise ModelError(f"{type(module).__name__} does not pass its arguments on to the attention function")
+        raise ModelError(
+            f"{type(module).__name__} came to the engine without its hook. Either the model is not patched, but has the "
+            "configuration of one that is, or a copy: give it its own, or call model.set_attn_implementation('sdpa') on "
+            "it. Or it does not pass its arguments on to the attention function, and cannot be patched"
+        )
     layer = kvengine.layer or getattr(key, "_kv_layer", gone)()
     stock = Stock(module, query, attention_mask, kvengine.previous, {"scaling": scaling, "dropout": dropout, **kwargs})
     if layer is None:

@@ -20,6 +20,8 @@ from kvengine.session import BROKEN, Call, Session
 from kvengine.stack import Stack
 from kvengine.stats import Stats, measure
 
+NAME = "kvengine"  # of the engine's attention, as models' configurations know it
+
 Listener = Callable[[Tensor, Tensor, Tensor, Call], None]
 """Told the queries, keys and values of every pass."""
 Heard = tuple[Tensor, Tensor, Tensor, Call]
@@ -142,6 +144,7 @@ class EngineLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Int[Tensor, "chosen"]) -> None:
         if self.cache.parts:
+            self.session.inferred |= torch.is_inference_mode_enabled()
             device = self.cache.parts[0].lane.first.device
             chosen = indices.to(device)
             self.cache.rows(chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen)
@@ -167,6 +170,8 @@ class EngineCache(Cache):
         PolicyError: the policy is wrong, or this model cannot do it.
     """
 
+    nameless = False  # made by `generate` because it was given none
+
     def __init__(self, model: PreTrainedModel, stack: str | Stack | None = None, *, positions: bool = False) -> None:
         from kvengine.hf import STATE, check_stack  # the two files are one edge; this breaks the circle
 
@@ -189,6 +194,7 @@ class EngineCache(Cache):
         memo.setdefault(id(self.config), self.config)  # a cache knows its model by this very object
         twin = memo[id(self)] = object.__new__(type(self))
         vars(twin).update(copy.deepcopy(vars(self), memo))
+        twin.session.inferred = torch.is_inference_mode_enabled()
         return twin
 
     def update(
@@ -197,6 +203,29 @@ class EngineCache(Cache):
         """New keys and values of a layer; without what transformers offers for layers that are its own to move."""
         layer: Any = self.layers[layer_idx]
         return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Asked for once in a pass, before any layer has run: by then it must be the engine's attention that will."""
+        if self.config._attn_implementation != NAME:
+            raise ModelError(
+                f"an engine cache was given to a model whose attention is {self.config._attn_implementation!r}, which would "
+                "see the newest tokens only: the model is not patched, or set_attn_implementation() has undone it. Call "
+                "kvengine.patch(model)"
+            )
+        self.thaw()
+        return super().get_mask_sizes(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def thaw(self) -> None:
+        """Tensors made in torch's inference mode must not be changed outside of it: once there, go on with copies."""
+        session = self.session
+        if torch.is_inference_mode_enabled():
+            session.inferred = True
+        elif session.inferred:
+            session.inferred = False
+            memo = {id(session): session, id(session.ahead): session.ahead}
+            for layer in self.layers:
+                if isinstance(layer, EngineLayer):
+                    layer.cache = copy.deepcopy(layer.cache, memo)
 
     def layer_for(self, module: nn.Module) -> EngineLayer | None:
         """The layer that an attention module is to use; None if it is one of transformers' own."""
@@ -274,6 +303,7 @@ class EngineCache(Cache):
         Raises:
             CacheError: they were not recorded, and some layer has acted on them.
         """
+        self.thaw()
         for other in self.others:
             check_back(other, n)
         for layer in self.engines:
@@ -283,6 +313,7 @@ class EngineCache(Cache):
 
     def commit(self) -> None:
         """What was recorded is history."""
+        self.thaw()
         for layer in self.engines:
             layer.commit()
         for other in self.others:

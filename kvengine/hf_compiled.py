@@ -25,6 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer, refusal
 from kvengine.hf_cache import EngineCache, EngineLayer
+from kvengine.hf_generate import Decoder, check_mode
 from kvengine.rope import Rope
 
 How = Literal["graph", "trace", "eager"]
@@ -48,10 +49,12 @@ class Steps:
 
     Raises:
         UnsupportedPolicy: the stack's step cannot be recorded, or the model's.
-        CacheError: the cache is in the middle of something.
+        CacheError: the cache is in the middle of something, or torch in inference mode.
     """
 
     def __init__(self, model: PreTrainedModel, cache: EngineCache, more: int, how: How) -> None:
+        if torch.is_inference_mode_enabled():
+            raise CacheError("a step cannot be recorded in torch.inference_mode(); leave it, torch.no_grad() will do")
         self.model, self.cache, self.left, self.how = model, cache, more, how
         device = model.device
         self.now = torch.tensor([cache.seen], device=device)
@@ -151,7 +154,7 @@ class Steps:
         self.cache.session.rope = self.rope
 
 
-class CompiledDecode:
+class CompiledDecode(Decoder):
     """What `compile_decode` returns: give it to `generate` as `custom_generate`, or call its own `generate`."""
 
     def __init__(self, model: PreTrainedModel, how: How) -> None:
@@ -170,25 +173,27 @@ class CompiledDecode:
         generation_config: Any,
         synced_gpus: bool = False,
         streamer: Any = None,
+        tokenizer: Any = None,
+        assistant_model: Any = None,
         **model_kwargs: Any,
     ) -> Any:
         """What `generate` calls in place of its own loop: the same loop, over a model whose decode steps are replayed."""
         if model is not self.model:
             raise ModelError("this decoder was compiled for another model; call kvengine.compile_decode on this one")
-        if (generation_config.num_beams or 1) > 1 or generation_config.is_assistant:
-            raise ModelError(
-                "a compiled decoder does greedy decoding and sampling; leave custom_generate out for beams"
-            )
+        check_mode("a compiled decoder", generation_config, assistant_model)
+        if generation_config.is_assistant:
+            raise ModelError("an assistant's tokens are taken back, which a recorded step's cannot be")
         if generation_config.output_hidden_states or generation_config.output_attentions:
             raise ModelError("a recorded step yields logits only; leave out output_hidden_states and output_attentions")
         stand_in = StandIn(model, self, int(generation_config.max_length))
-        try:
-            return cast(Any, type(model))._sample(
-                stand_in, input_ids, logits_processor, stopping_criteria, generation_config,
-                synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
-            )  # fmt: skip
-        finally:
-            stand_in.close()
+        with torch.inference_mode(False), torch.no_grad():  # a recording made in inference mode says other things
+            try:
+                return cast(Any, type(model))._sample(
+                    stand_in, input_ids, logits_processor, stopping_criteria, generation_config,
+                    synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
+                )  # fmt: skip
+            finally:
+                stand_in.close()
 
     def open(self, cache: EngineCache, max_new_tokens: int) -> Steps:
         """Hold a cache still for so many tokens; for a loop of one's own. Close it at the end.

@@ -111,5 +111,7 @@ def join(
     flat = rope.turn(k.float(), -position.clamp(min=0)).masked_fill(~alive, 0)
     at = torch.where(position >= 0, position, seen).long()[..., None].expand_as(flat)
     placed = flat.new_zeros(len(k), seen + 1, k.shape[2]).scatter_(1, at, flat)[:, :seen]
-    fields = {name: x.to(k.dtype) for name, x in representation.join(placed.unflatten(0, (-1, heads))).items()}
+    with torch.autocast(k.device.type, enabled=False):  # as with pages
+        joined = representation.join(placed.unflatten(0, (-1, heads)))
+    fields = {name: x.to(k.dtype) for name, x in joined.items()}
     return Joint(representation, rope, heads, k.dtype, fields)

@@ -174,7 +174,9 @@ class Pages(User):
         if not full:
             k, v = k.masked_fill(dead[..., None], 0), v.masked_fill(dead[..., None], 0)
         shape = (lambda x: x) if m is None else (lambda x: x.unflatten(0, (-1, m)))
-        ids = self.pool.put(self.representation.encode(k, v, score))
+        with torch.autocast(k.device.type, enabled=False):  # what is kept is not to be rounded on its way into a code
+            fields = self.representation.encode(k, v, score)
+        ids = self.pool.put(fields)
         self._table[at] = shape(ids.to(torch.int32))
         by_page = lambda x, n: x.unflatten(1, (-1, n))  # noqa: E731
         by_page(self._position, self.page)[at] = shape(position.to(torch.int32))

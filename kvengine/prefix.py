@@ -113,6 +113,7 @@ class Prefix:
     def enter(self, cache: EngineCache, chunks: Sequence[KV], total: int) -> None:
         """Puts chunks into an empty cache as the beginning of a prompt of `total` tokens."""
         cache.announce(total)
+        cache.thaw()
         device, dtype = next(self.model.parameters()).device, next(self.model.parameters()).dtype
         for layer, pieces in zip(cache.engines, zip(*(kv.layers for kv in chunks), strict=True), strict=True):
             k, v = (torch.cat([piece[part] for piece in pieces], 1)[None].to(device, dtype) for part in (0, 1))

@@ -90,9 +90,13 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         extra: anything else, as plain JSON (the tokens so far, for instance).
 
     Raises:
-        CacheError: the cache is in the middle of something.
+        CacheError: the cache is in the middle of something, or of another model.
         OSError: of the file system; nothing is left half-written.
     """
+    if not isinstance(cache, EngineCache):
+        raise CacheError(f"a session is saved from an EngineCache, not from a {type(cache).__name__}")
+    if cache.config is not model.config.get_text_config(decoder=True):  # type: ignore[operator, union-attr]
+        raise CacheError("this cache was made for another model; a file that names this one would be taken for its own")
     if any(part.lane.marks for layer in cache.engines for part in layer.parts) or cache.session.waiting:
         raise CacheError("the cache remembers states to roll back to; call cache.commit() before saving it")
     out = Writer()
@@ -142,6 +146,7 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
     try:
         check_identity(Identity(**header["identity"]), identity(model))
         cache = EngineCache(model, header["stack"])  # type: ignore[arg-type]
+        cache.thaw()
         source = Reader(held, header["tensors"], next(model.parameters()).device)
         for name in SESSION:
             setattr(cache.session, name, header["session"][name])

@@ -50,6 +50,7 @@ class Session:
     )  # prompts judged once all layers have read them
     tree: Bool[Tensor, "node node"] | None = None  # the last tokens of a pass only look, each at these of the others
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass
+    inferred: bool = False  # a pass ran in torch's inference mode; what it has written cannot be changed outside of it
     torn: bool = False  # a layer has begun to change, and not ended
     reached: int = 1 << 30  # the last layer that began; so high that any layer begins the first pass
     before: int = 0  # tokens seen when the pass began

@@ -209,6 +209,19 @@ def positions(cache: LayerCache) -> list[list[int]]:
     return rows
 
 
+def test_a_recording_is_not_made_in_inference_mode(model: Any) -> None:
+    """One that is repeats the first step's numbers."""
+    with kvengine.patched(model, "full"):
+        decoder = kvengine.compile_decode(model, "trace")
+        want = decode(model, None, one(), 8)
+        with torch.inference_mode():
+            assert torch.equal(decode(model, decoder, one(), 8), want)
+            cache = kvengine.EngineCache(model)
+            model(**one(), past_key_values=cache)
+            with pytest.raises(CacheError, match="cannot be recorded in torch.inference_mode"):
+                decoder.open(cache, 4)
+
+
 def test_a_conversation_goes_on_after_it(model: Any) -> None:
     with kvengine.patched(model, MIXED[0]):
         texts = []

@@ -103,6 +103,52 @@ def test_what_a_dropped_cache_held_is_free(text: str, recording: bool) -> None:
     assert threading.active_count() <= before
 
 
+@pytest.mark.parametrize("text", [*STACKS, "duo(sinks=2, recent=10) + quest(budget=24, page=4)", SMALL["host"]])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_cache_goes_on_outside_of_inference_mode(text: str, first: bool) -> None:
+    """What was written there must not be changed elsewhere; whoever calls `generate` need not know of each other's mode."""
+    model, ids, more = patched(text), one()["input_ids"], one(40, seed=5)["input_ids"]
+    cache, want = kvengine.EngineCache(model), kvengine.EngineCache(model)
+    pieces = [ids, *more[:, :9].split(1, 1), more[:, 9:16], *more[:, 16:].split(1, 1)]
+    for i, piece in enumerate(pieces):
+        with torch.inference_mode((i < 10) is first or i % 7 == 0):
+            found = step(model, cache, piece)
+        torch.testing.assert_close(found, step(model, want, piece), rtol=0, atol=0)
+        if i == 20:
+            for each in (cache, want):
+                each.activate_past_recording()
+        if i == 23:
+            cache.rollback(2)
+            want.rollback(2)
+    cache.commit()
+    assert cache.seen == want.seen and torch.equal(cache.stats().held, want.stats().held)
+
+
+@pytest.mark.parametrize("way", ["loaded", "copied", "reordered"])
+def test_what_else_makes_tensors_in_inference_mode(way: str, tmp_path: Path) -> None:
+    model, more = patched("quest(budget=24, page=4)"), one(20, seed=5)["input_ids"]
+    cache, want = started(model, one()["input_ids"]), started(model, one()["input_ids"])
+    with torch.inference_mode():
+        if way == "loaded":
+            saved.save(cache, tmp_path / "s.kv", model)
+            cache = saved.load(model, tmp_path / "s.kv")
+        elif way == "copied":
+            cache = copy.deepcopy(cache)
+        else:
+            cache.reorder_cache(torch.tensor([0]))
+    for token in more.split(1, 1):
+        torch.testing.assert_close(step(model, cache, token), step(model, want, token), rtol=0, atol=0)
+
+
+def test_tokens_indexed_outside_of_no_grad() -> None:
+    model, ids = patched("ann(budget=24)"), one()["input_ids"]
+    cache, want = kvengine.EngineCache(model), started(model, ids)
+    model(ids, past_key_values=cache)
+    for token in ids[:, :9].split(1, 1):
+        found = model(token, past_key_values=cache).logits
+        torch.testing.assert_close(found.detach(), step(model, want, token), rtol=1e-4, atol=1e-4)
+
+
 class Stop(Exception):
     pass
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import SMALL, greedy, llama, prompts
+from support import SMALL, greedy, llama, patched, prompts
+from transformers import DynamicCache
 
 import kvengine
 from kvengine import saved
@@ -157,3 +158,13 @@ def test_layers_that_are_transformers_own_are_restored(tmp_path: Path) -> None:
         back = saved.load(model, tmp_path / "s.kv")
         a, b = (go_on(model, c, torch.tensor([[7]]), 20) for c in (cache, back))
         assert a[0] == b[0] and torch.equal(a[1], b[1])
+
+
+def test_only_a_models_own_engine_cache_is_saved(tmp_path: Path) -> None:
+    """The file would name a model whose keys and values it does not hold."""
+    model, other = patched("full"), patched("full", seed=1)
+    with pytest.raises(CacheError, match="made for another model"):
+        saved.save(kvengine.EngineCache(other), tmp_path / "s.kv", model)
+    with pytest.raises(CacheError, match="not from a DynamicCache"):
+        saved.save(DynamicCache(), tmp_path / "s.kv", model)
+    assert not list(tmp_path.iterdir())

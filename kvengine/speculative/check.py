@@ -11,12 +11,15 @@ from torch import Tensor
 
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy, unknown
 from kvengine.hf import check_model
-from kvengine.hf_cache import engine_layers
+from kvengine.hf_cache import EngineCache, engine_layers
+from kvengine.hf_generate import check_mode
 from kvengine.speculative.law import REMEMBERING
 from kvengine.speculative.places import why_not
 from kvengine.stack import Stack
 
 DRAFTS = ("lookup", "recycling")
+LOOKED_AT = ("attention_mask", "position_ids", "past_key_values", "use_cache", "assistant_model", "tokenizer")
+HARMLESS = ("logits_to_keep", "output_hidden_states")  # no argument of these changes what `generate` returns here
 MOST = 17  # tokens that "auto" drafts at the most, and one
 
 Gamma = tuple[int, int] | Literal["auto"]
@@ -33,6 +36,43 @@ def check_prompt(ids: Any, options: Mapping[str, Any]) -> Tensor:
             f"not {what}"
         )
     return ids
+
+
+def check_arguments(config: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse every argument of `generate` that would make no difference here, though it does elsewhere."""
+    what, given = "speculative decoding", {name: value for name, value in kwargs.items() if value is not None}
+    check_mode(what, config, given.get("assistant_model"))
+    if config.return_dict_in_generate:
+        raise ModelError(f"{what} returns tokens and nothing else: no return_dict_in_generate")
+    if config.use_cache is False:
+        raise ModelError(f"{what} is done on caches; leave use_cache=False out")
+    if config.prefill_chunk_size is not None:
+        raise ModelError(f"{what} reads a prompt in one pass; leave prefill_chunk_size out")
+    if given.pop("synced_gpus", False):
+        raise ModelError(f"{what} takes as many passes as its drafts need, and synced_gpus must not differ among ranks")
+    cache = given.get("past_key_values")
+    if cache is not None and not (isinstance(cache, EngineCache) and cache.nameless):
+        raise ModelError(f"{what} makes caches of its own from the whole prompt; leave past_key_values out")
+    if more := sorted(given.keys() - {*LOOKED_AT, *HARMLESS}):
+        raise ModelError(f"{what} reads tokens and nothing else, and {more[0]!r} would be passed over; leave it out")
+
+
+def check_places_given(position: Tensor | None, ids: Tensor, mask: Tensor | None) -> None:
+    """Refuse a mask of another shape than the prompts, and positions that are not counted from a row's first token."""
+    if mask is not None and mask.shape != ids.shape:
+        raise ModelError(
+            f"attention_mask is {list(mask.shape)} and input_ids are {list(ids.shape)}; they belong together"
+        )
+    if position is None:
+        return
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+    usual = real.long().cumsum(-1) - 1
+    fits = position.shape[-1] == ids.shape[-1] and (position.ndim < 2 or position.shape[-2] in (1, len(ids)))
+    if not fits or bool(((position != usual) & real).any()):
+        raise ModelError(
+            "the tokens of a draft are placed by counting, so position_ids must be 0, 1, 2, ... from each row's first token; "
+            f"leave them out, and any attention_mask that is not of the prompts' shape {list(ids.shape)}"
+        )
 
 
 def check_stop(strings: Any, tokenizer: Any) -> None:

@@ -9,26 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import PreTrainedModel
 
 from kvengine.errors import ModelError
 from kvengine.hf import STATE, patch
 from kvengine.hf_cache import EngineCache
+from kvengine.hf_generate import Decoder
 from kvengine.speculative.accept import Rule, rule
 from kvengine.speculative.adaptive import Adaptive
 from kvengine.speculative.ahead import Ahead, Fixed
 from kvengine.speculative.branch import Branching
 from kvengine.speculative.check import (
     Gamma,
+    check_arguments,
     check_gamma,
     check_models,
     check_places,
+    check_places_given,
     check_processors,
     check_prompt,
     check_room,
@@ -55,7 +57,7 @@ def coarse_of(middle: Stack, stack: Stack) -> bool:
     return same and middle.representation.coarse_of(stack.representation)
 
 
-class TriForce:
+class TriForce(Decoder):
     """Decodes `target` losslessly with drafts.
 
         decoder = TriForce(model, draft="lookup", middle="retrieval(budget=4096)", gamma=(1, 6))
@@ -125,27 +127,20 @@ class TriForce:
     ) -> Int64[Tensor, "row token"]:
         """The prompts and what follows them, rows padded on the right once they have ended.
 
-        Takes what `model.generate` takes (a `streamer` too), and: seed (default: from torch's generator), coupled
+        Takes what `model.generate` takes, or refuses it, and: seed (default: from torch's generator), coupled
         (position-keyed noise: the text of a seed is then the same whatever drafts it). A `temperature`, `top_k`,
         `top_p` or `min_p` asks for sampling; temperature 0 for the likeliest token.
 
-        `model.generate(ids, custom_generate=decoder, ...)` is the same, but transformers then keeps the streamer and the
-        tokenizer of stop strings to itself.
+        `model.generate(ids, custom_generate=decoder, ...)` is the same, but for the last sentence.
         """
         ids = check_prompt(input_ids, options)
-        own = {name: options.pop(name) for name in ("seed", "coupled", "streamer") if name in options}
         if options.get("temperature") == 0:
             options |= {"do_sample": False, "temperature": None}
         elif any(options.get(name) is not None for name in ("temperature", "top_k", "top_p", "min_p")):
             options.setdefault("do_sample", True)
-        stop, tokenizer = options.pop("stop_strings", None), options.pop("tokenizer", None)
-        if stop is not None:  # transformers would lose the tokenizer on the way
-            check_stop(stop, tokenizer)
-            criteria = options.get("stopping_criteria") or ()
-            options["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, stop)])
-        if own.get("streamer") is not None:
-            own["streamer"].put(ids.cpu())
-        out: Tensor = self.target.generate(ids, custom_generate=partial(self, **own), **options)
+        if options.get("stop_strings") is not None:
+            check_stop(options["stop_strings"], options.get("tokenizer"))
+        out: Tensor = self.target.generate(ids, custom_generate=self, **options)
         return out
 
     @torch.no_grad()
@@ -164,8 +159,9 @@ class TriForce:
         """What `model.generate(..., custom_generate=decoder)` calls, its preparations made.
 
         Raises:
-            ModelError: another model than the target, a streamer for several rows, beams, a cache already in use, embeddings
-                for a prompt, or processors that remember earlier calls (guidance, SynthID).
+            ModelError: another model than the target, a streamer for several rows, processors that remember earlier calls
+                (guidance, SynthID), or any argument that would make no difference here: beams, another way of drafting, a
+                cache, positions, embeddings or images for a prompt.
         """
         self._check_call(model, input_ids, generation_config, streamer, kwargs)
         seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
@@ -229,15 +225,10 @@ class TriForce:
         return self.ahead[level] if self.gamma == "auto" else Fixed(self.gamma[level])
 
     def _check_call(self, model: Any, ids: Tensor, config: Any, streamer: Any, kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("past_key_values")
         check_prompt(ids, kwargs)
         if model is not self.target:
             raise ModelError("this decoder was made for another model; make one with TriForce(model, ...)")
         if streamer is not None and len(ids) > 1:
             raise ModelError(f"a streamer prints one row, and there are {len(ids)}; generate them one by one")
-        if config.num_beams not in (None, 1) or config.return_dict_in_generate:
-            raise ModelError(
-                "speculative decoding returns one sequence of tokens: no beams, no return_dict_in_generate"
-            )
-        if cache is not None and cache.get_seq_length() > 0:
-            raise ModelError("past_key_values holds tokens already; speculative decoding starts from the whole prompt")
+        check_arguments(config, kwargs)
+        check_places_given(kwargs.get("position_ids"), ids, kwargs.get("attention_mask"))

@@ -3,7 +3,8 @@
     lookup submit_put submit_get poll wait pin touch... delete usage events drain close
 
 Buffers belong to the caller: those given to `submit_put` must not change, and those given to `submit_get` must not be
-used, until `poll` or `wait` has named the job. Nothing here raises because a store is down, slow, full or damaged: such
+used, until `poll` or `wait` has named the job. Whoever does not care need not ask: of the finished jobs that nobody has
+asked for the newest are remembered, some ten thousands. Nothing here raises because a store is down, slow, full or damaged: such
 a key is a miss, the event is logged and counted, and the caller computes instead. After three failures in a row the
 store is left alone for `pause` seconds, so a dead one costs nothing per request.
 """
@@ -17,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 from kvengine.errors import CorruptBitstream, IncompatibleCache
@@ -54,16 +56,26 @@ class Store:
     threads:  requests served at once
     pending:  most bytes of puts that wait; further puts are dropped (a cache must not hold up the model)
     pause:    seconds to leave a failing backend alone
+    finished: most finished jobs that are remembered until somebody asks; older ones are forgotten (`counts["forgotten"]`)
     """
 
-    def __init__(self, backend: Backend, *, threads: int = 4, pending: int = 1 << 30, pause: float = 5.0) -> None:
-        self.backend, self.pending, self.pause = backend, pending, pause
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        threads: int = 4,
+        pending: int = 1 << 30,
+        pause: float = 5.0,
+        finished: int = 1 << 15,
+    ) -> None:
+        self.backend, self.pending, self.pause, self.finished = backend, pending, pause, finished
         self.counts: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore")
         self._change = threading.Condition()
         self._jobs, self._queued, self._failures, self._closed_until = 0, 0, 0, 0.0
         self._open: set[int] = set()
-        self._finished: dict[int, Done] = {}
+        self._finished: dict[int, Done] = {}  # the oldest first
+        self._awaited: Counter[int] = Counter()  # by `wait`, which is to get them whatever becomes of others
         self._events: deque[Event] = deque(maxlen=1000)
 
     def lookup(self, keys: Sequence[str]) -> int:
@@ -127,7 +139,16 @@ class Store:
             self._queued -= size
             self._open.discard(done.job)
             self._finished[done.job] = done
+            self._forget()
             self._change.notify_all()
+
+    def _forget(self) -> None:
+        """Give up the oldest finished jobs beyond those that are remembered."""
+        over = max(0, len(self._finished) - self.finished)
+        oldest = islice((job for job in self._finished if job not in self._awaited), over)
+        for job in list(oldest):
+            del self._finished[job]
+            self.counts["forgotten"] += 1
 
     def _guarded(self, key: str, work: Callable[[X], int | None], argument: X) -> int | None:
         """The result, or None and a note of what went wrong."""
@@ -164,18 +185,24 @@ class Store:
         log.log(logging.DEBUG if kind in ("miss", "skipped") else logging.WARNING, "%s %s: %s", kind, key[:12], detail)
 
     def poll(self) -> list[Done]:
-        """Jobs finished since the last call, whoever submitted them; never waits. One that is handed out here can no
-        longer be waited for."""
+        """Jobs finished since the last call, whoever submitted them, the newest `finished`; never waits. One that is handed
+        out here can no longer be waited for; one that somebody is waiting for is not handed out."""
         with self._change:
-            done, self._finished = list(self._finished.values()), {}
+            done = [done for job, done in self._finished.items() if job not in self._awaited]
+            self._finished = {job: done for job, done in self._finished.items() if job in self._awaited}
         return done
 
     def wait(self, job: int, timeout: float | None = None) -> Done | None:
         """The finished job, or None if it takes longer than `timeout` seconds (its buffers are then still in use)."""
         with self._change:
-            if job not in self._open and job not in self._finished:
-                raise ValueError(f"job {job} was never submitted or has been handed out")
-            self._change.wait_for(lambda: job in self._finished, timeout)
+            self._awaited[job] += 1
+            try:
+                over = self._change.wait_for(lambda: job not in self._open, timeout)
+            finally:
+                self._awaited[job] -= 1
+                self._awaited += Counter()  # without those that nobody waits for
+            if over and job not in self._finished:
+                raise ValueError(f"job {job} was never submitted, or has been handed out or forgotten")
             return self._finished.pop(job, None)
 
     def drain(self) -> None:

@@ -153,7 +153,7 @@ class Rows:
         if not len(wanted):
             return
         first, last = int(wanted.min()), int(wanted.max()) + 1
-        new = keys(slice(first, last)).float().cpu().numpy()
+        new = keys(slice(first, last)).detach().float().cpu().numpy()
         pages = new.reshape(len(stamps), last - first, -1, new.shape[-1])
         for i, (row, at) in enumerate(zip(self.rows, missing, strict=True)):
             row.add(stamps[i, at], np.ascontiguousarray(pages[i, at - first]))

@@ -75,7 +75,7 @@ class Ann(Selection):
 
         rows = at.beside.setdefault("ann", Rows(self.index, self.probe))
         rows.update(at.stamps(), at.keys)
-        queries, there = q.float().cpu().numpy() * at.scale, alive.cpu().numpy()
+        queries, there = q.detach().float().cpu().numpy() * at.scale, alive.cpu().numpy()
         chosen = np.full((len(q), at.most), -1)
         for row, most in enumerate(at.count.tolist()):
             count = min(most, at.most)

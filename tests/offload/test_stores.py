@@ -312,6 +312,41 @@ def test_a_slow_store_does_not_block() -> None:
     store.close()
 
 
+def test_finished_jobs_that_nobody_asks_for_are_forgotten() -> None:
+    """Storing chunks of prompts for days must not fill the memory with what became of each."""
+    store = stores.Store(Faulty(), finished=3)
+    jobs = [store.submit_put([key], [b"x"]) for key in KEYS[:8]]
+    store.drain()
+    assert len(store._finished) == 3 and store.counts["forgotten"] == 5 and not store._awaited
+    kept = sorted(store._finished)
+    for job in set(jobs) - set(kept):
+        with pytest.raises(ValueError, match="forgotten"):
+            store.wait(job)
+    last = store.wait(kept[0])
+    assert last is not None and last.ok == (True,)
+    assert sorted(done.job for done in store.poll()) == kept[1:] and store.poll() == []
+    store.close()
+
+
+def test_a_job_that_is_waited_for_is_neither_forgotten_nor_handed_to_others() -> None:
+    backend = Faulty()
+    store = stores.Store(backend, threads=2, finished=0)
+    backend.gate.clear()
+    found: list[stores.Done | None] = []
+    job = store.submit_put([KEYS[0]], [b"x"])
+    waiting = threading.Thread(target=lambda: found.append(store.wait(job, 20)))
+    waiting.start()
+    while not store._awaited:
+        time.sleep(0.001)
+    with store._change:  # the waiting thread cannot run before all of this is over
+        store._finish(stores.Done(job, (True,), 1, 0.0), 0)
+        assert store.poll() == []
+    waiting.join(10)
+    assert [done and done.job for done in found] == [job] and not store._awaited
+    backend.gate.set()
+    store.close()
+
+
 def test_the_buffer_is_the_callers(tmp_path: Path) -> None:
     """A chunk goes from bytes to a tensor's own memory without a copy in between."""
     store = stores.Store(stores.Files(tmp_path))

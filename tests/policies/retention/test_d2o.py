@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from support import greedy, llama, one, patched
 from support_retention import Case, best, held, output, positions, probabilities
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
@@ -232,3 +233,12 @@ def test_scores_are_those_of_h2o() -> None:
         for p, x in enumerate(probabilities(case, 0, i, list(range(i + 1)))[0].tolist()):
             score[p] += x
     assert positions(case.prompt("d2o(budget=12, recent=0.0, sinks=0)"), 0) == best(score, 12, lambda p: p == 36)
+
+
+def test_a_prompt_and_a_draft_in_one_pass() -> None:
+    """What follows the prompt needs the verdict, and with measured shares there is none before the last layer."""
+    assistant = llama(seed=0)
+    with pytest.raises(UnsupportedPolicy, match="must come in a pass of its own.*shares='even'"):
+        greedy(patched("d2o(budget=24)"), one(), assistant_model=assistant)
+    model = patched("d2o(budget=24, shares='even')")
+    assert torch.equal(greedy(model, one(), assistant_model=assistant), greedy(model, one()))

@@ -1,0 +1,107 @@
+"""What `generate` asks of a patched model, and what a decoder of ours is told of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+
+from kvengine.errors import ModelError
+from kvengine.hf_cache import EngineCache
+
+STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
+PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+class Decoder:
+    """What `custom_generate` of a patched model takes, and hears of every argument: transformers would keep some."""
+
+
+def prepare_cache(
+    self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> None:
+    """Stands in for `_prepare_cache_for_generation`."""
+    refuse(generation_config)
+    stock: Any = type(self)._prepare_cache_for_generation  # type: ignore[attr-defined]
+    given = model_kwargs.get("past_key_values")
+    if getattr(given, "is_compileable", False):
+        raise ModelError(
+            f"{type(given).__name__} on a patched model: generate() would make its masks ahead, which the engine's attention "
+            "does not take. Leave past_key_values out, or call kvengine.unpatch(model)"
+        )
+    if generation_config.use_cache is False or (given is not None and not isinstance(given, EngineCache)):
+        stock(self, generation_config, model_kwargs, *args, **kwargs)
+        return
+    if given is None:
+        given = model_kwargs["past_key_values"] = EngineCache(self, getattr(self, STATE).stack)
+        given.nameless = True
+    else:
+        stock(self, generation_config, model_kwargs, *args, **kwargs)
+    if generation_config.is_assistant:
+        given.activate_past_recording()
+    given.announce(prompt_length(generation_config, model_kwargs))
+
+
+def refuse(generation_config: Any) -> None:
+    if generation_config.cache_implementation is not None:
+        raise ModelError(
+            f"cache_implementation={generation_config.cache_implementation!r} on a patched model: the engine brings its "
+            "own cache. Drop it, or call kvengine.unpatch(model)"
+        )
+    if getattr(generation_config, "output_attentions", False):
+        raise ModelError(
+            "output_attentions=True on a patched model: the engine never forms the attention matrix. "
+            "Call kvengine.unpatch(model)"
+        )
+
+
+def prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
+    """Length of the whole sequence given to `generate`, what is cached already included."""
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None:
+        return int(mask.shape[-1])
+    known = getattr(generation_config, "_mask_length", None)
+    return None if known is None else int(known)
+
+
+def refuse_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    """Stands in for continuous batching."""
+    raise ModelError(
+        "continuous batching (generate_batch) keeps its own paged cache and has no place for another. Call "
+        "model.generate() with a padded batch, or kvengine.unpatch(model) first"
+    )
+
+
+def mode_options(
+    self: PreTrainedModel, custom_generate: Any, kwargs: dict[str, Any], synced: Any, assistant: Any, streamer: Any
+) -> dict[str, Any]:
+    """Stands in for `_extract_generation_mode_kwargs`, which drops what a callable might have to know."""
+    tokenizer = kwargs.get("tokenizer")
+    stock: Any = type(self)._extract_generation_mode_kwargs  # type: ignore[attr-defined]
+    found: dict[str, Any] = stock(self, custom_generate, kwargs, synced, assistant, streamer)
+    if isinstance(custom_generate.func if isinstance(custom_generate, partial) else custom_generate, Decoder):
+        more = {"tokenizer": tokenizer, "synced_gpus": synced, "assistant_model": assistant, "streamer": streamer}
+        found |= {name: value for name, value in more.items() if value is not None}
+    return found
+
+
+def check_mode(what: str, config: Any, assistant: Any) -> None:
+    """Refuse ways of decoding that a decoder of ours would pass over in silence."""
+    mode = config.get_generation_mode(assistant)
+    if mode not in PLAIN:
+        raise ModelError(
+            f"{what} does greedy decoding and sampling, no beams and no drafts of transformers'; these arguments ask for "
+            f"{mode.value.replace('_', ' ')}. Leave them out, or custom_generate"
+        )
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "_extract_generation_mode_kwargs": mode_options,
+    "_prepare_cache_for_generation": prepare_cache,
+    "generate_batch": refuse_batching,
+    "init_continuous_batching": refuse_batching,
+    "continuous_batching_context_manager": refuse_batching,
+}

@@ -1,0 +1,148 @@
+"""Every argument of `generate` makes the difference that it makes elsewhere, or is refused: none is passed over."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support import llama, one
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import kvengine
+from kvengine.errors import ModelError
+from kvengine.speculative.triforce import TriForce
+
+IDS = one(60)["input_ids"]
+PADDED = (torch.arange(60) >= 9).long()[None]
+PLACES = torch.arange(60)[None]
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return kvengine.patch(llama())
+
+
+@pytest.fixture(scope="module")
+def decoder(target: Any) -> TriForce:
+    return TriForce(target, "lookup", "quest(budget=24, page=4)", gamma=(2, 4))
+
+
+class Collector(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class Length(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 67)
+
+
+HONOURED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "mask of truths": {"attention_mask": PADDED.bool()},
+    "mask of fractions": {"attention_mask": PADDED.float()},
+    "usual positions": {"position_ids": PLACES},
+    "usual positions behind padding": {
+        "attention_mask": PADDED,
+        "position_ids": (PADDED.cumsum(1) - 1).clamp(min=0),
+    },
+    "stopping_criteria": {"stopping_criteria": [Length()]},
+    "max_length": {"max_length": 66, "max_new_tokens": None},
+    "min_new_tokens": {"min_new_tokens": 12, "eos_token_id": list(range(40, 60))},
+    "logits_to_keep": {"logits_to_keep": 1},
+    "use_cache": {"use_cache": True},
+    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, ids: [3 + int(ids[-1]) % 9, 40]},
+}
+
+
+@pytest.mark.parametrize("name", HONOURED)
+@pytest.mark.parametrize("own", [True, False])
+def test_honoured(target: Any, decoder: TriForce, name: str, own: bool) -> None:
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **HONOURED[name]}
+    want = target.generate(IDS, **options)
+    found = decoder.generate(IDS, **options) if own else target.generate(IDS, custom_generate=decoder, **options)
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_streamer_hears_all_whichever_way_it_comes(target: Any, decoder: TriForce, bound: bool) -> None:
+    """transformers puts the prompt, and would keep the streamer from a callable: whoever reads it waits for ever."""
+    how: Any = partial(decoder, seed=3) if bound else decoder
+    for decode in (how, kvengine.compile_decode(target, "eager")):
+        streamer = Collector()
+        out = target.generate(IDS, custom_generate=decode, streamer=streamer, max_new_tokens=12, do_sample=False)
+        assert streamer.tokens == out[0].tolist() and streamer.ended == 1
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_texts_of_a_prompt_are_as_many_rows(decoder: TriForce, count: int) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "coupled": True}
+    found = decoder.generate(IDS, num_return_sequences=count, **options)
+    assert torch.equal(found, decoder.generate(IDS.repeat(count, 1), **options))
+    assert len({tuple(row) for row in found.tolist()}) == count
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "position_ids": ({"position_ids": 2 * PLACES}, "leave them out"),
+    "position_ids of another length": ({"position_ids": PLACES[:, :50]}, "leave them out"),
+    "position_ids of other rows": ({"position_ids": PLACES.repeat(5, 1)}, "leave them out"),
+    "position_ids of three parts": ({"position_ids": torch.stack([PLACES, PLACES, 2 * PLACES])}, "leave them out"),
+    "position_ids that count padding": ({"attention_mask": PADDED, "position_ids": PLACES}, "leave them out"),
+    "a longer mask": ({"attention_mask": torch.nn.functional.pad(PADDED, (9, 0))}, r"\[1, 69\].*belong together"),
+    "a mask with holes": ({"attention_mask": 1 - PADDED}, "padded on the left"),
+    "inputs_embeds": ({"inputs_embeds": torch.zeros(1, 60, 64)}, "give the prompt as input_ids"),
+    "num_beams": ({"num_beams": 2}, "ask for beam search"),
+    "contrastive": ({"penalty_alpha": 0.6, "top_k": 4, "do_sample": False}, "ask for contrastive search"),
+    "dola": ({"dola_layers": "low"}, "ask for dola generation"),
+    "constraints": ({"force_words_ids": [[3]], "num_beams": 2}, "ask for constrained beam search"),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "ask for assisted generation"),
+    "early exit": ({"assistant_early_exit": 1}, "ask for assisted generation"),
+    "assistant_model": ({"assistant_model": llama(1)}, "ask for assisted generation"),
+    "synced_gpus": ({"synced_gpus": True}, "synced_gpus"),
+    "return_dict": ({"return_dict_in_generate": True, "output_scores": True}, "no return_dict_in_generate"),
+    "use_cache": ({"use_cache": False}, "leave use_cache=False out"),
+    "prefill_chunk_size": ({"prefill_chunk_size": 16}, "leave prefill_chunk_size out"),
+    "cache_implementation": ({"cache_implementation": "static"}, "brings its own cache"),
+    "past_key_values": ({"past_key_values": DynamicCache()}, "leave past_key_values out"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("own", [True, False])
+def test_refused(target: Any, decoder: TriForce, name: str, own: bool) -> None:
+    given, why = REFUSED[name]
+    options = {"max_new_tokens": 4, "do_sample": False, **given}
+    with pytest.raises(ModelError, match=why):
+        decoder.generate(IDS, **options) if own else target.generate(IDS, custom_generate=decoder, **options)
+
+
+def test_an_empty_cache_of_the_callers_is_refused_too(target: Any, decoder: TriForce) -> None:
+    """It would stay empty, and its policy would not be followed."""
+    with pytest.raises(ModelError, match="leave past_key_values out"):
+        decoder.generate(IDS, past_key_values=kvengine.EngineCache(target, "streaming"), max_new_tokens=4)
+
+
+def test_whatever_else_a_model_reads_with_its_tokens_is_refused() -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=128, n_embd=32, n_layer=2, n_head=2)).eval()
+    decoder, types = TriForce(model, "lookup", None), torch.ones_like(IDS)
+    with pytest.raises(ModelError, match="'token_type_ids' would be passed over"):
+        decoder.generate(IDS, token_type_ids=types, max_new_tokens=4, pad_token_id=0)
+
+
+@pytest.mark.parametrize("name", ["num_beams", "contrastive", "dola", "prompt lookup", "assistant_model"])
+def test_a_compiled_decoder_refuses_other_ways_of_decoding_as_well(target: Any, name: str) -> None:
+    with pytest.raises(ModelError, match=REFUSED[name][1]):
+        kvengine.compile_decode(target, "eager").generate(
+            IDS, **{"max_new_tokens": 4, "do_sample": False, **REFUSED[name][0]}
+        )

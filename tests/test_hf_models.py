@@ -1,0 +1,140 @@
+"""What is done to a patched model: copied, pickled, saved, wrapped, given another attention, sharing what it has."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import greedy, llama, one, patched, prompts
+from torch import nn
+from transformers import AutoModelForCausalLM, StaticCache
+
+import kvengine
+from kvengine.errors import ModelError
+from kvengine.hf import STATE
+
+POLICY = "streaming(sinks=2, recent=14)"
+
+
+def test_a_pickled_model_is_patched_where_it_is_read() -> None:
+    model = patched(POLICY)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(greedy(twin, prompts()), greedy(model, prompts()))
+    kvengine.unpatch(twin)
+    assert torch.equal(greedy(twin, prompts()), greedy(llama(), prompts()))
+    assert hasattr(model, STATE)
+
+
+def test_a_pickled_model_is_patched_in_a_process_that_has_patched_none(tmp_path: Path) -> None:
+    model, path = patched(POLICY), tmp_path / "model.pt"
+    want = greedy(model, one(), 6)
+    torch.save({"model": model, "ids": one()["input_ids"], "want": want}, path)
+    script = (
+        "import sys, torch\n"
+        "found = torch.load(sys.argv[1], weights_only=False)\n"
+        "text = found['model'].generate(found['ids'], max_new_tokens=6, do_sample=False)\n"
+        "print(torch.equal(text[:, 61:], found['want']))\n"
+    )
+    run = subprocess.run([sys.executable, "-P", "-c", script, path], capture_output=True, text=True, check=False)
+    assert run.stdout.strip() == "True", run.stderr
+
+
+def test_a_saved_model_knows_nothing_of_the_engine(tmp_path: Path) -> None:
+    patched(POLICY).save_pretrained(tmp_path)
+    assert "kvengine" not in (tmp_path / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(greedy(loaded, one()), greedy(llama(), one()))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("text", ["full", POLICY])
+def test_a_model_given_another_attention_is_not_run_on_an_engine_cache(text: str, attention: str) -> None:
+    """The other would be handed the newest keys and values, and take them for all there are."""
+    model = patched(text)
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(**one(), past_key_values=cache)
+        model.set_attn_implementation(attention)
+        with pytest.raises(ModelError, match="see the newest tokens only.*kvengine.patch"):
+            model(one(1)["input_ids"], past_key_values=cache)
+    with pytest.raises(ModelError, match="see the newest tokens only"):
+        greedy(model, one())
+    assert torch.equal(greedy(model, one(), use_cache=False), greedy(llama(), one()))
+    assert torch.equal(greedy(kvengine.patch(model, text), one()), greedy(patched(text), one()))
+    assert len(model.model.layers[0].self_attn._forward_pre_hooks) == 1
+    kvengine.unpatch(model)
+    assert model.config._attn_implementation == attention
+
+
+def test_what_was_chosen_since_outlives_the_patch() -> None:
+    model = patched(POLICY)
+    model.set_attn_implementation("eager")
+    kvengine.unpatch(model)
+    assert model.config._attn_implementation == "eager" and not hasattr(model, STATE)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_another_model_with_a_patched_ones_configuration_says_so(copied: bool) -> None:
+    model = patched(POLICY)
+    other = type(model)(copy.deepcopy(model.config) if copied else model.config).eval()
+    other.load_state_dict(model.state_dict())
+    with pytest.raises(ModelError, match="came to the engine without its hook.*give it its own"):
+        greedy(other, one())
+    for policy in ("full", "lowrank(rank=8)"):
+        with pytest.raises(ModelError, match="configuration of a model that is patched"):
+            kvengine.patch(other, policy)
+    if copied:
+        other.set_attn_implementation("sdpa")
+        assert torch.equal(greedy(kvengine.patch(other, POLICY), one()), greedy(model, one()))
+
+
+def test_a_model_and_a_part_of_it_are_not_both_patched() -> None:
+    model = llama()
+    kvengine.patch(model.model, POLICY)
+    with pytest.raises(ModelError, match="configuration of a model that is patched"):
+        kvengine.patch(model, POLICY)
+    kvengine.unpatch(model.model)
+    assert torch.equal(greedy(kvengine.patch(model, POLICY), one()), greedy(patched(POLICY), one()))
+
+
+class Wrapper(nn.Module):
+    """Passes on what it does not know, as wrappers for fine-tuning and compiled modules do."""
+
+    def __init__(self, inside: Any) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inside"), name)
+
+
+def test_a_wrapped_model_works_and_is_patched_inside() -> None:
+    wrapper = Wrapper(patched(POLICY))
+    assert torch.equal(greedy(wrapper, one()), greedy(wrapper.inside, one()))
+    assert torch.equal(greedy(wrapper, one(), past_key_values=kvengine.EngineCache(wrapper)), greedy(wrapper, one()))
+    with pytest.raises(ModelError, match="got Wrapper; give the LlamaForCausalLM inside it"):
+        kvengine.patch(wrapper, POLICY)
+    with pytest.raises(ModelError, match="Wrapper wraps a patched model; unpatch the model inside it"):
+        kvengine.unpatch(wrapper)
+    assert hasattr(wrapper.inside, STATE)
+
+
+def test_a_static_cache_on_a_patched_model_is_read_as_before_or_refused() -> None:
+    """It counts in a tensor that has moved on when the mask is made: slots beyond the text were read."""
+    model, found = patched(POLICY), []
+    for each in (model, llama()):
+        cache = StaticCache(config=each.config, max_cache_len=128)
+        with torch.no_grad():
+            for ids in (one()["input_ids"], one(1)["input_ids"], one(5)["input_ids"]):
+                found.append(each(ids, past_key_values=cache).logits)
+    for here, there in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(here, there, rtol=0, atol=0)
+    with pytest.raises(ModelError, match="StaticCache on a patched model.*Leave past_key_values out"):
+        greedy(model, one(), past_key_values=StaticCache(config=model.config, max_cache_len=128))
