@@ -244,9 +244,10 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   const int tiled = tiles_fit(&a->k, a->dim, a->padded) && tiles_fit(&a->v, a->dim_v, a->padded);
   const int k_coded = !tiled && codes_lie(&a->k, a->dim, a->padded);
   const int v_coded = !tiled && codes_lie(&a->v, a->dim_v, a->padded);
+  const int k_mixed = mixed_lie(&a->k, a->dim, a->padded), v_mixed = mixed_lie(&a->v, a->dim_v, a->padded);
   Vectors x;
   Memo keys, values;
-  KeyGroup group;
+  KeyGroup group[2]; /* of mixed codes, each width has its own */
   Tiles tiles;
   Batch both[2], *b = both, *next = both + 1;
   memset(&keys, 0, sizeof keys);
@@ -259,8 +260,8 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     sort(q, a->padded * a->dim, sorted);
     q = sorted;
   }
-  group.from = group.to = 0;
-  if (k_coded) sort_channels(&a->k, q, a->padded, sorted);
+  group[0].from = group[0].to = group[1].from = group[1].to = 0;
+  if (k_coded || k_mixed) sort_channels(&a->k, q, a->padded, sorted);
   if (tiled) tiles_open(&a->k, q, a->padded, &tiles);
   look_ahead(a, row, from, to);
   look_ahead(a, row, from + TILE, to);
@@ -272,7 +273,8 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     if (!v_lies && !tiled) fetch_tokens(&a->v, row, b->token, b->count);
     if (tiled)
       tiles_dots(&a->k, q, a->padded, b->token, b->count, next->token, next->count, &tiles, weights);
-    else if (k_coded) dots_codes(&a->k, &group, q, sorted, a->padded, key, b->count, weights);
+    else if (k_coded) dots_codes(&a->k, group, q, sorted, a->padded, key, b->count, weights);
+    else if (k_mixed) dots_mixed(&a->k, group, q, sorted, a->padded, key, b->count, weights);
     else {
       if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
       locate(&a->k, &keys, row, k_lies, key, b->count, next, a->dim, tile, &x);
@@ -283,6 +285,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     if (tiled)
       tiles_weigh(&a->v, weights, a->padded, b->token, b->count, next->token, next->count, &tiles, out);
     else if (v_coded) weigh_codes(&a->v, weights, a->padded, b->token, b->count, out);
+    else if (v_mixed) weigh_mixed(&a->v, weights, a->padded, b->token, b->count, out);
     else {
       if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
       locate(&a->v, &values, row, v_lies, b->token, b->count, next, a->dim_v, tile, &x);
@@ -297,7 +300,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     tiles_unsort(&a->v, out, a->padded);
   }
   if (v_lies && a->v.dtype == BF16) unsort(out, a->padded * a->dim_v);
-  if (v_coded) unsort_channels(&a->v, out, a->padded);
+  if (v_coded || v_mixed) unsort_channels(&a->v, out, a->padded);
 }
 
 static void join(const Attention *a, int64_t row, const float *out, const float *top, const float *total) {

@@ -200,10 +200,10 @@ INLINE const uint8_t *fine_at(const Field *f, int64_t token) {
   return f->low ? (const uint8_t *)f->low + token * (f->dim / 2) : NULL;
 }
 
-/* Scale the queries by the key group that holds this token. */
-static void open_group(const Field *f, KeyGroup *g, const float *q, const float *sorted, int64_t rows, int64_t token) {
-  const int64_t group = token / f->group, dim = f->dim;
-  const float steps = steps_of(f), under = under_of(f);
+/* Scale the queries by the ranges of this group. */
+static void open_group(const Field *f, KeyGroup *g, const float *q, const float *sorted, int64_t rows, int64_t group,
+                       float steps, float under) {
+  const int64_t dim = f->dim;
   float scale[256] __attribute__((aligned(64))), zero[256] __attribute__((aligned(64)));
   float order[256] __attribute__((aligned(64)));
   widen_run(f->scale, group * dim, dim, f->dtype, scale);
@@ -217,8 +217,6 @@ static void open_group(const Field *f, KeyGroup *g, const float *q, const float 
     }
     g->add[n] = sum(add);
   }
-  g->from = group * f->group;
-  g->to = g->from + f->group;
 }
 
 /* scores[n][t] = q[n] . key[t]; `sorted`: q with its channels in the order of the codes */
@@ -226,7 +224,11 @@ void dots_codes(const Field *f, KeyGroup *g, const float *q, const float *sorted
                 int count, float *scores) {
   const uint8_t *at[4], *low[4];
   for (int t = 0, n; t < count; t += n) {
-    if (token[t] < g->from || token[t] >= g->to) open_group(f, g, q, sorted, rows, token[t]);
+    if (token[t] < g->from || token[t] >= g->to) {
+      open_group(f, g, q, sorted, rows, token[t] / f->group, steps_of(f), under_of(f));
+      g->from = token[t] / f->group * f->group;
+      g->to = g->from + f->group;
+    }
     for (n = 1; n < 4 && t + n < count && token[t + n] >= g->from && token[t + n] < g->to;) n++;
     for (int j = 0; j < 4; j++) {
       at[j] = code_at(f, token[t + (j < n ? j : 0)]);
@@ -253,4 +255,119 @@ void weigh_codes(const Field *f, const float *p, int64_t rows, const int64_t *to
     store(x.scale + i, scale * steps);
   }
   weigh(f, &x, p, rows, f->dim, f->group, count, out);
+}
+
+/* Pages of two widths, 4 bits and 2: room is put between the codes of 2, and all are codes of 4. */
+
+int mixed_lie(const Field *f, int64_t dim, int64_t rows) {
+  Field four = *f;
+  four.layout = PER_CHANNEL;
+  return f->layout == MIXED && f->bits == 4 && f->low_bits == 2 && codes_lie(&four, dim, rows);
+}
+
+/* 8 codes of 2 bits in each half word become the upper halves of a word's 8 nibbles: 1 + code / 4 all the same. */
+INLINE vu nibbles(vh half) {
+  vu x = __builtin_convertvector(half, vu);
+  x = (x | x << 8) & 0x00ff00ffu;
+  x = (x | x << 4) & 0x0f0f0f0fu;
+  return ((x | x << 2) & 0x33333333u) << 2;
+}
+
+INLINE void widen_codes(const uint8_t *from, int64_t dim, uint8_t *to) {
+  for (; dim >= 128; dim -= 128, from += 32, to += 64) *(vu *)to = nibbles(*(const vh *)from);
+  if (!dim) return; /* 64 channels */
+  vh half = {0};
+  memcpy(&half, from, 16);
+  vu x = nibbles(half);
+  memcpy(to, &x, 32);
+}
+
+/* The tokens from the first on that are of its page, `page`. */
+INLINE int of_page(const Field *f, const int64_t *token, int count, int64_t *page) {
+  int run = 1;
+  *page = token[0] / f->page;
+  while (run < count && token[run] >= *page * f->page && token[run] < (*page + 1) * f->page) run++;
+  return run;
+}
+
+/* The codes of tokens of one page: as they lie, or widened into `room`. `low`: which have 2 bits. */
+static void codes_of(const Field *f, int64_t page, const int64_t *token, int count, uint8_t (*room)[128], const uint8_t **at,
+                     uint8_t *low) {
+  const uint8_t *mask = f->mask + page * (f->page / 8), *four = (const uint8_t *)f->data + page * f->salient * (f->dim / 2);
+  const uint8_t *two = (const uint8_t *)f->low + page * (f->page - f->salient) * (f->dim / 4);
+  const int64_t last = f->page - f->salient - 1;
+  int64_t before = 0, next = -1;
+  for (int t = 0; t < count; t++) { /* without a branch on the width, which nobody could foretell */
+    const int64_t slot = token[t] - page * f->page;
+    if (slot != next) before = salient_before(mask, slot);
+    low[t] = !(mask[slot / 8] >> slot % 8 & 1);
+    if (last >= 0) widen_codes(two + (slot - before < last ? slot - before : last) * (f->dim / 4), f->dim, room[t]);
+    at[t] = low[t] ? room[t] : four + before * (f->dim / 2);
+    before += !low[t];
+    next = slot + 1;
+  }
+}
+
+/* As `dots_codes`; `g`: the queries scaled for the page's salient tokens, and for its others */
+void dots_mixed(const Field *f, KeyGroup g[2], const float *q, const float *sorted, int64_t rows, const int64_t *token,
+                int count, float *scores) {
+  uint8_t room[TILE][128] __attribute__((aligned(64))), low[TILE];
+  const uint8_t *at[TILE];
+  float found[CODED_QUERIES * TILE];
+  Field four = *f;
+  four.low = NULL;
+  for (int t = 0, run; t < count; t += run) {
+    int64_t page;
+    int of[2][TILE], n[2] = {0};
+    run = of_page(f, token + t, count - t, &page);
+    codes_of(f, page, token + t, run, room, at, low);
+    for (int j = 0; j < run; j++) of[low[j]][n[low[j]]++] = j;
+    for (int i = 0; i < 2; i++) {
+      if (n[i] && (g[i].from != page * f->page || !g[i].to)) {
+        open_group(&four, g + i, q, sorted, rows, 2 * page + i, i ? 4 : 16, i ? 4 : 16);
+        g[i].from = page * f->page;
+        g[i].to = g[i].from + f->page;
+      }
+      for (int j = 0; j < n[i]; j += 4) {
+        const int some = n[i] - j < 4 ? n[i] - j : 4, *which = of[i] + j;
+        const uint8_t *four_at[4];
+        for (int k = 0; k < 4; k++) four_at[k] = at[which[k < some ? k : 0]];
+        dots(&four, g + i, rows, f->dim, four_at, four_at, 4, found);
+        for (int64_t r = 0; r < rows; r++)
+          for (int k = 0; k < some; k++) scores[r * TILE + t + which[k]] = found[r * TILE + k];
+      }
+    }
+  }
+}
+
+/* As `weigh_codes`; a page's factors for its channels are applied to the sum over its tokens. */
+void weigh_mixed(const Field *f, const float *p, int64_t rows, const int64_t *token, int count, float *out) {
+  const int64_t dim = f->dim;
+  uint8_t room[TILE][128] __attribute__((aligned(64))), low[TILE];
+  float factor[256] __attribute__((aligned(64))), order[256] __attribute__((aligned(64)));
+  float sums[rows * dim] __attribute__((aligned(64)));
+  Values x;
+  Field four = *f;
+  four.low = NULL;
+  for (int t = 0, run; t < count; t += run) {
+    int64_t page;
+    run = of_page(f, token + t, count - t, &page);
+    codes_of(f, page, token + t, run, room, x.at, low);
+    for (int j = 0, n; j < run; j += n) {
+      for (n = 1; j + n < run && token[t + j + n] == token[t + j] + n;) n++;
+      widen_run(f->scale, token[t + j], n, f->dtype, x.scale + j);
+      widen_run(f->zero, token[t + j], n, f->dtype, x.zero + j);
+    }
+    for (int j = 0; j < run; j++) {
+      x.scale[j] *= low[j] ? 4 : 16;
+      x.zero[j] -= x.scale[j];
+    }
+    memset(sums, 0, sizeof sums);
+    weigh(&four, &x, p + t, rows, dim, dim, run, sums);
+    widen_run(f->channel, page * dim, dim, f->dtype, factor);
+    sort_channels(&four, factor, 1, order);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t d = 0; d < dim; d += LANES)
+        store(out + r * dim + d, load(out + r * dim + d) + load(sums + r * dim + d) * load(order + d));
+  }
 }

@@ -14,10 +14,14 @@ typedef struct {
 } KeyGroup;
 
 int codes_lie(const Field *f, int64_t dim, int64_t rows);
+int mixed_lie(const Field *f, int64_t dim, int64_t rows);
 void sort_channels(const Field *f, const float *x, int64_t rows, float *out);
 void unsort_channels(const Field *f, float *x, int64_t rows);
 void dots_codes(const Field *f, KeyGroup *g, const float *q, const float *sorted, int64_t rows, const int64_t *token,
                 int count, float *scores);
+void dots_mixed(const Field *f, KeyGroup g[2], const float *q, const float *sorted, int64_t rows, const int64_t *token,
+                int count, float *scores);
+void weigh_mixed(const Field *f, const float *p, int64_t rows, const int64_t *token, int count, float *out);
 void weigh_codes(const Field *f, const float *p, int64_t rows, const int64_t *token, int count, float *out);
 
 #endif

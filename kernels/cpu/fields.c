@@ -143,18 +143,6 @@ static void read_per_token(const Field *f, Memo *memo, const int64_t *token, int
   }
 }
 
-/* How many of a page's slots before this one are salient. */
-INLINE int64_t salient_before(const uint8_t *mask, int64_t slot) {
-  int64_t count = 0, byte = 0;
-  for (; byte + 8 <= slot / 8; byte += 8) {
-    uint64_t word;
-    memcpy(&word, mask + byte, 8);
-    count += __builtin_popcountll(word);
-  }
-  for (; byte < slot / 8; byte++) count += __builtin_popcount(mask[byte]);
-  return slot % 8 ? count + __builtin_popcount(mask[byte] & ((1 << slot % 8) - 1)) : count;
-}
-
 static void read_mixed(const Field *f, Memo *memo, int64_t token, float *out) {
   int64_t page = token / f->page, slot = token % f->page, first = page * f->page;
   const uint8_t *mask = f->mask + page * (f->page / 8);

@@ -33,4 +33,16 @@ void kv_queries(const char *q, int64_t dtype, int64_t rows, int64_t heads, int64
 void fetch_start(const Field *f, int64_t row, int64_t token);
 void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count);
 
+/* How many of a page's slots before this one are salient. */
+INLINE int64_t salient_before(const uint8_t *mask, int64_t slot) {
+  int64_t count = 0, byte = 0;
+  for (; byte + 8 <= slot / 8; byte += 8) {
+    uint64_t word;
+    memcpy(&word, mask + byte, 8);
+    count += __builtin_popcountll(word);
+  }
+  for (; byte < slot / 8; byte++) count += __builtin_popcount(mask[byte]);
+  return slot % 8 ? count + __builtin_popcount(mask[byte] & ((1 << slot % 8) - 1)) : count;
+}
+
 #endif

@@ -42,6 +42,13 @@ SHAPES = {
     "many queries": (128, 4, 32, 24),
     "three groups": (96, 4, 32, 4),
     "short groups": (128, 4, 16, 4),
+    "mixed": (128, "mixed", 39, 4),
+    "mixed, narrow": (64, "mixed", 20, 9),
+    "mixed, wide": (256, "mixed", 39, 16),
+    "mixed, 192": (192, "mixed", 1, 3),
+    "mixed, none salient": (128, "mixed", 0, 4),
+    "mixed, all salient": (128, "mixed", 64, 4),
+    "mixed, many queries": (128, "mixed", 39, 20),
 }
 
 
@@ -79,8 +86,12 @@ def test_codes_are_what_they_stand_for(shape: str, chosen: int | None) -> None:
     rng = torch.Generator().manual_seed(heads)
     k, v = torch.randn(2, ROWS * TABLE, PAGE, dim, generator=rng) + 2
     k[..., :2] *= 20  # outlying channels, as models have them
-    fields = codecs.encode_kivi(k, v, bits, group)  # type: ignore[arg-type]
-    k, v = codecs.decode("kivi", fields, dim, dim)
+    codec = "zipcache" if bits == "mixed" else "kivi"
+    if bits == "mixed":
+        fields = codecs.encode_zipcache(k, v, (4, 2), torch.rand(len(k), PAGE, generator=rng).argsort(1) < group)
+    else:
+        fields = codecs.encode_kivi(k, v, bits, group)  # type: ignore[arg-type]
+    k, v = codecs.decode(codec, fields, dim, dim)
     table = torch.randperm(ROWS * TABLE, generator=rng).view(ROWS, TABLE).int()
     position = torch.arange(TABLE * PAGE).repeat(ROWS, 1)
     position[torch.rand(position.shape, generator=rng) < 0.2] = -1
@@ -92,7 +103,7 @@ def test_codes_are_what_they_stand_for(shape: str, chosen: int | None) -> None:
         units[0, 3] = -1
     q = torch.randn(ROWS, heads, 1, dim, generator=rng) * 3
     got = paged_attention(
-        q, fields, table, position, page=PAGE, scale=dim**-0.5, codec="kivi", dim_v=dim, units=units, unit=chosen,
+        q, fields, table, position, page=PAGE, scale=dim**-0.5, codec=codec, dim_v=dim, units=units, unit=chosen,
         want_probs=True, backend="native",
     )  # fmt: skip
     where, at = resolve(table, position, units, chosen or PAGE, PAGE)
