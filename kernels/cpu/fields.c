@@ -246,7 +246,10 @@ INLINE const char *bytes_of(const Field *f, int64_t row, int64_t token, int64_t 
     return (const char *)f->data + (row * f->row_stride + token * f->token_stride) * size;
   }
   *count = f->dim * f->bits / 8;
-  if (f->layout == MIXED) token = token / f->page * f->salient; /* close enough */
+  if (f->layout == MIXED) {
+    const int64_t page = token / f->page;
+    token = page * f->salient + salient_before(f->mask + page * (f->page / 8), token - page * f->page);
+  }
   return (const char *)f->data + token * *count;
 }
 
@@ -254,6 +257,15 @@ INLINE const char *bytes_of(const Field *f, int64_t row, int64_t token, int64_t 
 void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count) {
   int64_t bytes;
   if (f->layout == LOWRANK) return;
+  for (int i = 0, run; f->layout == MIXED && i < count; i += run) { /* a page's tokens lie in two runs */
+    const int64_t page = token[i] / f->page, end = (page + 1) * f->page;
+    for (run = 1; i + run < count && token[i + run] > token[i] && token[i + run] < end;) run++;
+    const char *from = bytes_of(f, row, token[i], &bytes), *to = bytes_of(f, row, token[i + run - 1], &bytes) + bytes;
+    const int64_t each = f->dim * f->low_bits / 8, first = token[i] - (from - (const char *)f->data) / bytes;
+    for (; from < to; from += 64) __builtin_prefetch(from, 0, 2);
+    for (int64_t line = 0; line < run * each; line += 64) __builtin_prefetch((const char *)f->low + first * each + line, 0, 2);
+  }
+  if (f->layout == MIXED) return;
   for (int i = 0; i < count; i++) {
     const char *at = bytes_of(f, row, token[i], &bytes);
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 2);
