@@ -202,7 +202,11 @@ class EngineCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """New keys and values of a layer; without what transformers offers for layers that are its own to move."""
         layer: Any = self.layers[layer_idx]
-        return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        if getattr(layer, "record_past", False):  # transformers 5.17 hands over more than it makes a mask for
+            seen = layer.sliding_window - 1 + key_states.shape[2]
+            return keys[:, :, -seen:], values[:, :, -seen:]
+        return keys, values
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Asked for once in a pass, before any layer has run: by then it must be the engine's attention that will."""
