@@ -171,7 +171,7 @@ class Tail:
         self.place()
         self.own()
         free = self.start + (self.position[:, self.span] < 0).to(torch.int8).argmax(1)
-        at = torch.arange(len(k), device=k.device), free  # a scatter would copy the whole cache where slots are spare
+        at = torch.arange(len(k), device=k.device), free  # scatter_ makes floats of all halves, on a CPU
         self.k[at], self.v[at] = k[:, 0], v[:, 0]
         self.position[at] = position[:, 0].to(self.position.dtype)
         if self.scored:
