@@ -253,19 +253,28 @@ INLINE const char *bytes_of(const Field *f, int64_t row, int64_t token, int64_t 
   return (const char *)f->data + token * *count;
 }
 
+/* A page's tokens lie in two runs. */
+static void fetch_mixed(const Field *f, int64_t row, const int64_t *token, int count) {
+  const int64_t each = f->dim * f->low_bits / 8;
+  int64_t bytes;
+  for (int i = 0, run; i < count; i += run) {
+    const int64_t end = (token[i] / f->page + 1) * f->page;
+    for (run = 1; i + run < count && token[i + run] > token[i] && token[i + run] < end;) run++;
+    const char *from = bytes_of(f, row, token[i], &bytes), *to = bytes_of(f, row, token[i + run - 1], &bytes) + bytes;
+    const int64_t first = token[i] - (from - (const char *)f->data) / bytes;
+    for (; from < to; from += 64) __builtin_prefetch(from, 0, 2);
+    for (int64_t line = 0; line < run * each; line += 64) __builtin_prefetch((const char *)f->low + first * each + line, 0, 2);
+  }
+}
+
 /* Ask for the tokens' bytes, to be read soon: memory works while other tokens are computed with. */
 void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count) {
   int64_t bytes;
   if (f->layout == LOWRANK) return;
-  for (int i = 0, run; f->layout == MIXED && i < count; i += run) { /* a page's tokens lie in two runs */
-    const int64_t page = token[i] / f->page, end = (page + 1) * f->page;
-    for (run = 1; i + run < count && token[i + run] > token[i] && token[i + run] < end;) run++;
-    const char *from = bytes_of(f, row, token[i], &bytes), *to = bytes_of(f, row, token[i + run - 1], &bytes) + bytes;
-    const int64_t each = f->dim * f->low_bits / 8, first = token[i] - (from - (const char *)f->data) / bytes;
-    for (; from < to; from += 64) __builtin_prefetch(from, 0, 2);
-    for (int64_t line = 0; line < run * each; line += 64) __builtin_prefetch((const char *)f->low + first * each + line, 0, 2);
+  if (f->layout == MIXED) {
+    fetch_mixed(f, row, token, count);
+    return;
   }
-  if (f->layout == MIXED) return;
   for (int i = 0; i < count; i++) {
     const char *at = bytes_of(f, row, token[i], &bytes);
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 2);

@@ -40,6 +40,22 @@ def pick(values, index, ROWS: tl.constexpr):
 
 
 @triton.jit
+def block_at(
+    block, r, units, table, chosen, table_row, UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a block that lies in one page: its row's slot, the page (0 for none), and whether there is one."""
+    slot = block * BLOCK
+    there = slot >= 0
+    if UNITS:
+        unit = tl.load(units + r * chosen + slot // UNIT)
+        there = unit >= 0
+        slot = (tl.maximum(unit, 0) * UNIT + slot % UNIT).to(tl.int32)
+    page = tl.load(table + r * table_row + slot // PAGE)
+    return slot, tl.maximum(page, 0).to(tl.int64), there & (page >= 0)
+
+
+@triton.jit
 def absorb(scores, value, acc, top, total):
     """Online softmax: take in scores [M, T] (-inf: unseen) and values [T, D]."""
     high = tl.maximum(top, tl.max(scores, 1))

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvengine.kernels.dispatch import interpreted
 from kvengine.kernels.gpu import fields as stored
 from kvengine.kernels.gpu.fields import read
-from kvengine.kernels.gpu.stream import Partials, absorb, keep, pick, row_ends
+from kvengine.kernels.gpu.stream import Partials, absorb, block_at, keep, pick, row_ends
 from kvengine.kernels.paged_attention import words
 from kvengine.kernels.state import State
 
@@ -65,16 +65,10 @@ def attend_kernel(
             token = column.to(tl.int64)
             place = token
             if PAGED and WHOLE:
-                slot = block * BLOCK
-                there = slot >= 0
-                if UNITS:
-                    unit = tl.load(units + r * chosen + slot // UNIT)
-                    there = unit >= 0
-                    slot = (tl.maximum(unit, 0) * UNIT + slot % UNIT).to(tl.int32)
-                page = tl.load(table + r * table_row + slot // PAGE)
+                slot, page, there = block_at(block, r, units, table, chosen, table_row, UNITS, UNIT, PAGE, BLOCK)
                 place = tl.load(position + r * position_row + slot + tl.arange(0, BLOCK)).to(tl.int64)
-                ok = (place >= 0) & there & (page >= 0)
-                token = tl.maximum(page, 0).to(tl.int64) * PAGE + slot % PAGE + tl.arange(0, BLOCK)
+                ok = (place >= 0) & there
+                token = page * PAGE + slot % PAGE + tl.arange(0, BLOCK)
             elif PAGED:
                 slot = column
                 if UNITS:

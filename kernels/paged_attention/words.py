@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvengine.kernels.codecs import width
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu.stream import LOG2E, Partials, pick, row_ends
+from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, pick, row_ends
 from kvengine.kernels.state import State
 
 BLOCK = 32
@@ -122,15 +122,7 @@ def words_kernel(
         top = tl.full([HEADS], -float("inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         for block in range(at - start, upto - start):
-            slot = block * BLOCK
-            there = slot >= 0
-            if UNITS:
-                unit = tl.load(units + r * chosen + slot // UNIT)
-                there = unit >= 0
-                slot = (tl.maximum(unit, 0) * UNIT + slot % UNIT).to(tl.int32)
-            page = tl.load(table + r * table_row + slot // PAGE)
-            there = there & (page >= 0)
-            number = tl.maximum(page, 0).to(tl.int64)
+            slot, number, there = block_at(block, r, units, table, chosen, table_row, UNITS, UNIT, PAGE, BLOCK)
             first = number * PAGE + slot % PAGE
             place = tl.load(position + r * position_row + slot + t, mask=there, other=-1)
             ok = place >= 0

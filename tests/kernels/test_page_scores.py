@@ -107,6 +107,8 @@ def test_triton_chooses_among_more_units_than_a_program_holds(monkeypatch: pytes
 def test_refusals_say_why() -> None:
     low, high, alive = bounds(8, 4, torch.float32)
     q = torch.randn(3, 2, 8)
+    with pytest.raises(KernelError, match="mean must be"):
+        log_shares(q, low[:, :3], alive, 1.0)
     with pytest.raises(KernelError, match="low and high must be"):
         page_scores(q, low[:, :3], high[:, :3], alive)
     with pytest.raises(KernelError, match="'max' or 'mean'"):
