@@ -115,7 +115,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, A
     server = uvicorn.Server(uvicorn.Config(module.application(library), port=port, log_level="error", ws="none"))
     thread = threading.Thread(target=server.run)
     thread.start()
+    limit = time.monotonic() + 60
     while not server.started:
+        assert thread.is_alive() and time.monotonic() < limit, "the service did not start"
         time.sleep(0.02)
     yield Client(port), library, module
     server.should_exit = True
