@@ -12,9 +12,9 @@
 #define MAX_QUERY 64
 
 typedef struct {
-  int64_t token[TILE], column[TILE], place[TILE];
+  Tokens is;
+  int64_t column[TILE], place[TILE];
   uint8_t seen[MAX_QUERY][TILE];
-  int count;
 } Batch;
 
 /* Register `j` of a stored vector from channel `d` on, as floats. Of 32 bf16, which fill a register in pairs, the even
@@ -126,14 +126,14 @@ INLINE int sees(const Attention *a, int64_t row, int64_t n, int64_t column, int6
 INLINE int64_t collect_run(const Attention *a, int64_t row, int64_t column, int64_t end, int64_t token,
                            const int32_t *position, Batch *b) {
   const int everyone = !a->visible && !a->query_position;
-  for (; column < end && b->count < TILE; column++, token++) {
+  for (; column < end && b->is.count < TILE; column++, token++) {
     int64_t at = position ? *position++ : 0;
     int any = everyone;
-    for (int64_t n = 0; n < a->queries && !everyone; n++) any |= b->seen[n][b->count] = sees(a, row, n, column, at);
-    b->token[b->count] = token;
-    b->column[b->count] = column;
-    b->place[b->count] = at;
-    b->count += any && at >= 0;
+    for (int64_t n = 0; n < a->queries && !everyone; n++) any |= b->seen[n][b->is.count] = sees(a, row, n, column, at);
+    b->is.token[b->is.count] = token;
+    b->column[b->is.count] = column;
+    b->place[b->is.count] = at;
+    b->is.count += any && at >= 0;
   }
   return column;
 }
@@ -162,11 +162,11 @@ static void look_ahead(const Attention *a, int64_t row, int64_t column, int64_t 
 }
 
 /* Fill a batch from the columns [column, to); returns where to go on. */
-static int64_t collect(const Attention *a, int64_t row, int64_t column, int64_t to, Batch *b) {
-  b->count = 0;
+static int64_t collect_any(const Attention *a, int64_t row, int64_t column, int64_t to, Batch *b) {
+  b->is.count = 0;
   if (!a->table) return collect_run(a, row, column, to, column, NULL, b);
   const int64_t span = a->units ? a->unit : a->page; /* columns whose slots follow each other in one page */
-  while (column < to && b->count < TILE) {
+  while (column < to && b->is.count < TILE) {
     int64_t index = column / span, inside = column % span, end = column - inside + span;
     if (end > to) end = to;
     if (a->units) index = a->units[row * a->chosen + index];
@@ -179,6 +179,12 @@ static int64_t collect(const Attention *a, int64_t row, int64_t column, int64_t 
   return column;
 }
 
+static int64_t collect(const Attention *a, int64_t row, int64_t column, int64_t to, Batch *b) {
+  column = collect_any(a, row, column, to, b);
+  if (a->k.layout == MIXED) rank_tokens(&a->k, &b->is); /* keys and values of a page lie alike */
+  return column;
+}
+
 /* Scores of one batch become weights in place; `top` and `total` follow the online softmax, `out` is rescaled. */
 static void soften(const Attention *a, int64_t row, const Batch *b, float *s, float *top, float *total, float *out) {
   for (int64_t n = 0; n < a->heads; n++) {
@@ -188,12 +194,12 @@ static void soften(const Attention *a, int64_t row, const Batch *b, float *s, fl
         vf e = exponential(load(p + t) * (2 / a->softcap));
         store(p + t, a->softcap - (2 * a->softcap) / (e + 1));
       }
-    for (int t = b->count; t < TILE; t++) p[t] = -INFINITY;
+    for (int t = b->is.count; t < TILE; t++) p[t] = -INFINITY;
     if (a->queries > 1 && (a->visible || a->query_position))
-      for (int t = 0; t < b->count; t++)
+      for (int t = 0; t < b->is.count; t++)
         if (!b->seen[n % a->queries][t]) p[t] = -INFINITY;
     if (a->scores)
-      for (int t = 0; t < b->count; t++) a->scores[(row * a->heads + n) * a->columns + b->column[t]] = p[t];
+      for (int t = 0; t < b->is.count; t++) a->scores[(row * a->heads + n) * a->columns + b->column[t]] = p[t];
     float high = peak(larger(load(p), load(p + LANES)));
     if (high > top[n]) {
       float shrink = expf(top[n] - high);
@@ -229,7 +235,7 @@ static void locate(const Field *f, Memo *memo, int64_t row, int lies, const int6
   if (!lies) read_tokens(f, memo, row, token, count, tile, dim);
   for (int i = 0; i < count; i++) {
     x->at[i] = lies ? from + token[i] * f->token_stride * size : (const char *)(tile + i * dim);
-    x->soon[i] = lies && i < next->count ? from + next->token[i] * f->token_stride * size : x->at[i];
+    x->soon[i] = lies && i < next->is.count ? from + next->is.token[i] * f->token_stride * size : x->at[i];
   }
   for (int i = count; i % 4; i++) x->at[i] = x->soon[i] = x->at[count - 1]; /* computed with, never seen */
 }
@@ -244,7 +250,8 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   const int tiled = tiles_fit(&a->k, a->dim, a->padded) && tiles_fit(&a->v, a->dim_v, a->padded);
   const int k_coded = !tiled && codes_lie(&a->k, a->dim, a->padded);
   const int v_coded = !tiled && codes_lie(&a->v, a->dim_v, a->padded);
-  const int k_mixed = mixed_lie(&a->k, a->dim, a->padded), v_mixed = mixed_lie(&a->v, a->dim_v, a->padded);
+  const int k_mixed = !tiled && mixed_lie(&a->k, a->dim, a->padded);
+  const int v_mixed = !tiled && mixed_lie(&a->v, a->dim_v, a->padded);
   Vectors x;
   Memo keys, values;
   KeyGroup group[2]; /* of mixed codes, each width has its own */
@@ -266,30 +273,28 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   look_ahead(a, row, from, to);
   look_ahead(a, row, from + TILE, to);
   from = collect(a, row, from, to, b);
-  while (b->count) {
+  while (b->is.count) {
     look_ahead(a, row, from + TILE, to);
     from = collect(a, row, from, to, next);
-    const int64_t *key = a->k.layout == LOWRANK ? b->place : b->token;
-    if (!v_lies && !tiled) fetch_tokens(&a->v, row, b->token, b->count);
-    if (tiled)
-      tiles_dots(&a->k, q, a->padded, b->token, b->count, next->token, next->count, &tiles, weights);
-    else if (k_coded) dots_codes(&a->k, group, q, sorted, a->padded, key, b->count, weights);
-    else if (k_mixed) dots_mixed(&a->k, group, q, sorted, a->padded, key, b->count, weights);
+    const int64_t *key = a->k.layout == LOWRANK ? b->place : b->is.token;
+    if (!v_lies && !tiled) fetch_batch(&a->v, row, &b->is);
+    if (tiled) tiles_dots(&a->k, q, a->padded, &b->is, &next->is, &tiles, weights);
+    else if (k_coded) dots_codes(&a->k, group, q, sorted, a->padded, &b->is, weights);
+    else if (k_mixed) dots_mixed(&a->k, group, q, sorted, a->padded, &b->is, weights);
     else {
       if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
-      locate(&a->k, &keys, row, k_lies, key, b->count, next, a->dim, tile, &x);
-      dots(q, a->padded, x.at, k_lies ? x.soon : NULL, b->count, a->dim, weights, x.dtype);
+      locate(&a->k, &keys, row, k_lies, key, b->is.count, next, a->dim, tile, &x);
+      dots(q, a->padded, x.at, k_lies ? x.soon : NULL, b->is.count, a->dim, weights, x.dtype);
     }
-    if (!k_lies && !tiled) fetch_tokens(&a->k, row, next->token, next->count);
+    if (!k_lies && !tiled) fetch_batch(&a->k, row, &next->is);
     soften(a, row, b, weights, top, total, out);
-    if (tiled)
-      tiles_weigh(&a->v, weights, a->padded, b->token, b->count, next->token, next->count, &tiles, out);
-    else if (v_coded) weigh_codes(&a->v, weights, a->padded, b->token, b->count, out);
-    else if (v_mixed) weigh_mixed(&a->v, weights, a->padded, b->token, b->count, out);
+    if (tiled) tiles_weigh(&a->v, weights, a->padded, &b->is, &next->is, &tiles, out);
+    else if (v_coded) weigh_codes(&a->v, weights, a->padded, &b->is, out);
+    else if (v_mixed) weigh_mixed(&a->v, weights, a->padded, &b->is, out);
     else {
       if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
-      locate(&a->v, &values, row, v_lies, b->token, b->count, next, a->dim_v, tile, &x);
-      weigh(weights, a->padded, x.at, v_lies ? x.soon : NULL, b->count, a->dim_v, out, x.dtype);
+      locate(&a->v, &values, row, v_lies, b->is.token, b->is.count, next, a->dim_v, tile, &x);
+      weigh(weights, a->padded, x.at, v_lies ? x.soon : NULL, b->is.count, a->dim_v, out, x.dtype);
     }
     Batch *done = b;
     b = next;

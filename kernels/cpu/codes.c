@@ -220,8 +220,10 @@ static void open_group(const Field *f, KeyGroup *g, const float *q, const float 
 }
 
 /* scores[n][t] = q[n] . key[t]; `sorted`: q with its channels in the order of the codes */
-void dots_codes(const Field *f, KeyGroup *g, const float *q, const float *sorted, int64_t rows, const int64_t *token,
-                int count, float *scores) {
+void dots_codes(const Field *f, KeyGroup *g, const float *q, const float *sorted, int64_t rows, const Tokens *x,
+                float *scores) {
+  const int64_t *token = x->token;
+  const int count = x->count;
   const uint8_t *at[4], *low[4];
   for (int t = 0, n; t < count; t += n) {
     if (token[t] < g->from || token[t] >= g->to) {
@@ -239,8 +241,9 @@ void dots_codes(const Field *f, KeyGroup *g, const float *q, const float *sorted
 }
 
 /* out[n] += sum_t p[n][t] value[t], the channels of `out` in the order of the codes */
-void weigh_codes(const Field *f, const float *p, int64_t rows, const int64_t *token, int count, float *out) {
-  const int64_t groups = f->dim / f->group;
+void weigh_codes(const Field *f, const float *p, int64_t rows, const Tokens *tokens, float *out) {
+  const int64_t groups = f->dim / f->group, *token = tokens->token;
+  const int count = tokens->count;
   const float steps = steps_of(f), under = under_of(f);
   Values x;
   for (int t = 0, run; t < count; t += run) {
@@ -276,46 +279,35 @@ INLINE void widen_codes(const uint8_t *from, int64_t dim, uint8_t *to) {
   }
 }
 
-/* The tokens from the first on that are of its page, `page`. */
-INLINE int of_page(const Field *f, const int64_t *token, int count, int64_t *page) {
+/* How many tokens from number `t` on are of its page, `page`. */
+int of_page(const Field *f, const Tokens *x, int t, int64_t *page) {
   int run = 1;
-  *page = token[0] / f->page;
-  while (run < count && token[run] >= *page * f->page && token[run] < (*page + 1) * f->page) run++;
+  *page = x->token[t] / f->page;
+  const int64_t from = *page * f->page, to = from + f->page;
+  while (t + run < x->count && x->token[t + run] >= from && x->token[t + run] < to) run++;
   return run;
 }
 
-/* The codes of tokens of one page: as they lie, or widened into `room`. `low`: which have 2 bits. */
-static void codes_of(const Field *f, int64_t page, const int64_t *token, int count, uint8_t (*room)[128], const uint8_t **at,
-                     uint8_t *low) {
-  const uint8_t *mask = f->mask + page * (f->page / 8), *four = (const uint8_t *)f->data + page * f->salient * (f->dim / 2);
-  const uint8_t *two = (const uint8_t *)f->low + page * (f->page - f->salient) * (f->dim / 4);
-  const int64_t last = f->page - f->salient - 1;
-  int64_t before = 0, next = -1;
-  for (int t = 0; t < count; t++) { /* without a branch on the width, which nobody could foretell */
-    const int64_t slot = token[t] - page * f->page;
-    if (slot != next) before = salient_before(mask, slot);
-    low[t] = !(mask[slot / 8] >> slot % 8 & 1);
-    if (last >= 0) widen_codes(two + (slot - before < last ? slot - before : last) * (f->dim / 4), f->dim, room[t]);
-    at[t] = low[t] ? room[t] : four + before * (f->dim / 2);
-    before += !low[t];
-    next = slot + 1;
-  }
+/* A token's codes: as they lie, or widened into `room`; without a branch on the width, which nobody could foretell. */
+INLINE const uint8_t *codes_of(const Field *f, const Tokens *x, int t, uint8_t *room) {
+  const int narrow = x->narrow[t];
+  if (f->salient < f->page)
+    widen_codes((const uint8_t *)f->low + (narrow ? x->index[t] : 0) * (f->dim / 4), f->dim, room);
+  return narrow ? room : (const uint8_t *)f->data + x->index[t] * (f->dim / 2);
 }
 
 /* As `dots_codes`; `g`: the queries scaled for the page's salient tokens, and for its others */
-void dots_mixed(const Field *f, KeyGroup g[2], const float *q, const float *sorted, int64_t rows, const int64_t *token,
-                int count, float *scores) {
-  uint8_t room[TILE][128] __attribute__((aligned(64))), low[TILE];
-  const uint8_t *at[TILE];
+void dots_mixed(const Field *f, KeyGroup g[2], const float *q, const float *sorted, int64_t rows, const Tokens *x,
+                float *scores) {
+  uint8_t room[4][128] __attribute__((aligned(64)));
   float found[CODED_QUERIES * TILE];
   Field four = *f;
   four.low = NULL;
-  for (int t = 0, run; t < count; t += run) {
+  for (int t = 0, run; t < x->count; t += run) {
     int64_t page;
     int of[2][TILE], n[2] = {0};
-    run = of_page(f, token + t, count - t, &page);
-    codes_of(f, page, token + t, run, room, at, low);
-    for (int j = 0; j < run; j++) of[low[j]][n[low[j]]++] = j;
+    run = of_page(f, x, t, &page);
+    for (int j = t; j < t + run; j++) of[x->narrow[j]][n[x->narrow[j]]++] = j;
     for (int i = 0; i < 2; i++) {
       if (n[i] && (g[i].from != page * f->page || !g[i].to)) {
         open_group(&four, g + i, q, sorted, rows, 2 * page + i, i ? 4 : 16, i ? 4 : 16);
@@ -324,36 +316,36 @@ void dots_mixed(const Field *f, KeyGroup g[2], const float *q, const float *sort
       }
       for (int j = 0; j < n[i]; j += 4) {
         const int some = n[i] - j < 4 ? n[i] - j : 4, *which = of[i] + j;
-        const uint8_t *four_at[4];
-        for (int k = 0; k < 4; k++) four_at[k] = at[which[k < some ? k : 0]];
-        dots(&four, g + i, rows, f->dim, four_at, four_at, 4, found);
+        const uint8_t *at[4];
+        for (int k = 0; k < 4; k++) at[k] = codes_of(f, x, which[k < some ? k : 0], room[k]);
+        dots(&four, g + i, rows, f->dim, at, at, 4, found);
         for (int64_t r = 0; r < rows; r++)
-          for (int k = 0; k < some; k++) scores[r * TILE + t + which[k]] = found[r * TILE + k];
+          for (int k = 0; k < some; k++) scores[r * TILE + which[k]] = found[r * TILE + k];
       }
     }
   }
 }
 
 /* As `weigh_codes`; a page's factors for its channels are applied to the sum over its tokens. */
-void weigh_mixed(const Field *f, const float *p, int64_t rows, const int64_t *token, int count, float *out) {
-  const int64_t dim = f->dim;
-  uint8_t room[TILE][128] __attribute__((aligned(64))), low[TILE];
+void weigh_mixed(const Field *f, const float *p, int64_t rows, const Tokens *tokens, float *out) {
+  const int64_t dim = f->dim, *token = tokens->token;
+  uint8_t room[TILE][128] __attribute__((aligned(64)));
   float factor[256] __attribute__((aligned(64))), order[256] __attribute__((aligned(64)));
   float sums[rows * dim] __attribute__((aligned(64)));
   Values x;
   Field four = *f;
   four.low = NULL;
-  for (int t = 0, run; t < count; t += run) {
+  for (int t = 0, run; t < tokens->count; t += run) {
     int64_t page;
-    run = of_page(f, token + t, count - t, &page);
-    codes_of(f, page, token + t, run, room, x.at, low);
+    run = of_page(f, tokens, t, &page);
     for (int j = 0, n; j < run; j += n) {
       for (n = 1; j + n < run && token[t + j + n] == token[t + j] + n;) n++;
       widen_run(f->scale, token[t + j], n, f->dtype, x.scale + j);
       widen_run(f->zero, token[t + j], n, f->dtype, x.zero + j);
     }
     for (int j = 0; j < run; j++) {
-      x.scale[j] *= low[j] ? 4 : 16;
+      x.at[j] = codes_of(f, tokens, t + j, room[j]);
+      x.scale[j] *= tokens->narrow[t + j] ? 4 : 16;
       x.zero[j] -= x.scale[j];
     }
     memset(sums, 0, sizeof sums);

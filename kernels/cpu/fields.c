@@ -238,6 +238,29 @@ void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, 
     for (int i = 0; i < count; i++) read_mixed(f, memo, token[i], tile + i * stride);
 }
 
+void rank_tokens(const Field *f, Tokens *x) {
+  const int64_t size = f->page, salient = f->salient;
+  const uint8_t *mask = NULL;
+  int64_t slot = 0, high = 0, low = 0, next = -1; /* `high`, `low`: numbers of the next token of either width */
+  for (int t = 0, count = x->count; t < count; t++, slot++, next++) { /* mostly in order: no division for each */
+    const int64_t token = x->token[t];
+    if (token != next || slot == size) {
+      const int64_t page = token / size;
+      slot = token - page * size;
+      mask = f->mask + page * (size / 8);
+      high = salient_before(mask, slot);
+      low = page * (size - salient) + slot - high;
+      high += page * salient;
+      next = token;
+    }
+    const int64_t narrow = ~(mask[(uint64_t)slot / 8] >> (slot & 7)) & 1;
+    x->narrow[t] = (uint8_t)narrow;
+    x->index[t] = high ^ ((high ^ low) & -narrow); /* without a branch, which nobody could foretell */
+    low += narrow;
+    high += 1 - narrow;
+  }
+}
+
 /* Where a token's bytes are, and how many. */
 INLINE const char *bytes_of(const Field *f, int64_t row, int64_t token, int64_t *count) {
   const int64_t size = f->dtype == F32 ? 4 : 2;
@@ -246,39 +269,28 @@ INLINE const char *bytes_of(const Field *f, int64_t row, int64_t token, int64_t 
     return (const char *)f->data + (row * f->row_stride + token * f->token_stride) * size;
   }
   *count = f->dim * f->bits / 8;
-  if (f->layout == MIXED) {
-    const int64_t page = token / f->page;
-    token = page * f->salient + salient_before(f->mask + page * (f->page / 8), token - page * f->page);
-  }
+  if (f->layout == MIXED) token = token / f->page * f->salient; /* its page's */
   return (const char *)f->data + token * *count;
-}
-
-/* A page's tokens lie in two runs. */
-static void fetch_mixed(const Field *f, int64_t row, const int64_t *token, int count) {
-  const int64_t each = f->dim * f->low_bits / 8;
-  int64_t bytes;
-  for (int i = 0, run; i < count; i += run) {
-    const int64_t end = (token[i] / f->page + 1) * f->page;
-    for (run = 1; i + run < count && token[i + run] > token[i] && token[i + run] < end;) run++;
-    const char *from = bytes_of(f, row, token[i], &bytes), *to = bytes_of(f, row, token[i + run - 1], &bytes) + bytes;
-    const int64_t first = token[i] - (from - (const char *)f->data) / bytes;
-    for (; from < to; from += 64) __builtin_prefetch(from, 0, 2);
-    for (int64_t line = 0; line < run * each; line += 64) __builtin_prefetch((const char *)f->low + first * each + line, 0, 2);
-  }
 }
 
 /* Ask for the tokens' bytes, to be read soon: memory works while other tokens are computed with. */
 void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count) {
   int64_t bytes;
   if (f->layout == LOWRANK) return;
-  if (f->layout == MIXED) {
-    fetch_mixed(f, row, token, count);
-    return;
-  }
   for (int i = 0; i < count; i++) {
     const char *at = bytes_of(f, row, token[i], &bytes);
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 2);
   }
+}
+
+void fetch_batch(const Field *f, int64_t row, const Tokens *x) {
+  if (f->layout != MIXED) fetch_tokens(f, row, x->token, x->count);
+  else
+    for (int i = 0; i < x->count; i++) {
+      const int64_t bytes = f->dim * (x->narrow[i] ? f->low_bits : f->bits) / 8;
+      const char *at = (const char *)(x->narrow[i] ? f->low : f->data) + x->index[i] * bytes;
+      for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 2);
+    }
 }
 
 /* Ask for a token's first line and for the scales it is read with. */

@@ -26,12 +26,23 @@ typedef struct {
   float scale[256 + LANES], zero[256 + LANES], low_scale[256 + LANES], low_zero[256 + LANES];
 } Memo;
 
+#define TILE 32 /* tokens of a batch */
+
+/* A batch of tokens; of mixed pages, also each one's width, and its number among all tokens of that width. */
+typedef struct {
+  int64_t token[TILE], index[TILE];
+  uint8_t narrow[TILE];
+  int count;
+} Tokens;
+
+void rank_tokens(const Field *f, Tokens *x); /* MIXED: fills `index` and `narrow` */
 void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile, int64_t stride);
 void widen_run(const void *p, int64_t start, int64_t n, int64_t dtype, float *out); /* `n` numbers as floats */
 void kv_queries(const char *q, int64_t dtype, int64_t rows, int64_t heads, int64_t row_stride, int64_t head_stride,
                 int64_t wide, int64_t padded, int64_t dim, int64_t split, float scale, float *out);
 void fetch_start(const Field *f, int64_t row, int64_t token);
 void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count);
+void fetch_batch(const Field *f, int64_t row, const Tokens *x);
 
 /* How many of a page's slots before this one are salient. */
 INLINE int64_t salient_before(const uint8_t *mask, int64_t slot) {

@@ -7,17 +7,11 @@
      scores  [token, (plane, row)]    += keys [token, 32 channels]     * queries [32 channels, (plane, row)]
      results [(plane, row), channel]  += weights [(plane, row), token] * values [32 tokens, 16 channels]
    the second operand by pairs along the inner axis. */
-#include "tiles.h"
+#include "tiles_inner.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512VBMI2__) && defined(__linux__)
-#include <immintrin.h>
+#ifdef MATRIX_UNIT
 #include <sys/syscall.h>
 #include <unistd.h>
-
-typedef __m512i Line; /* 32 bfloat16 */
-
-/* What tiles are loaded from is invisible to the compiler: it must have been written before. */
-#define WRITTEN() __asm__ volatile("" ::: "memory")
 
 /* Whether the system lets this process use the unit: asked once, as it has to be. */
 static int allowed(void) {
@@ -33,21 +27,12 @@ static int allowed(void) {
 /* A pair of lines is 32 channels, and must have one scale; groups are told apart by halving. */
 int tiles_fit(const Field *f, int64_t dim, int64_t rows) {
   const int64_t groups = f->group ? dim / f->group : 0;
+  if (f->layout == MIXED)
+    return f->bits == 4 && f->low_bits == 2 && f->dim == dim && dim % 32 == 0 && rows <= CODED_QUERIES && allowed();
   if ((f->layout != PER_CHANNEL && f->layout != PER_TOKEN) || (f->bits != 2 && f->bits != 4) || f->low) return 0;
   if (f->dim != dim || dim % 32 || rows > CODED_QUERIES) return 0;
   if (f->layout == PER_TOKEN && (f->group % 32 || groups & (groups - 1))) return 0;
   return allowed();
-}
-
-/* Number i of a line holds this channel: the first field of all its words, then the next field. */
-INLINE int channel_of(int64_t bits, int i) { return (int)(i % (2 * bits) * (16 / bits) + i / (2 * bits)); }
-
-/* How far to the left each word is turned. */
-INLINE Line turns(int64_t bits) {
-  const int64_t each = 0x0001000100010001;
-  if (bits == 2)
-    return _mm512_setr_epi64(5 * each, 3 * each, each, 15 * each, 13 * each, 11 * each, 9 * each, 7 * each);
-  return _mm512_setr_epi64(3 * each, 3 * each, 15 * each, 15 * each, 11 * each, 11 * each, 7 * each, 7 * each);
 }
 
 /* Fractions of 32 channels. Their words are repeated, and each copy gives another field. */
@@ -76,6 +61,7 @@ void tiles_open(const Field *k, const float *q, int64_t rows, Tiles *x) {
       for (int i = 0; i < 32; i++) /* (odd, pair, row) */
         *at++ = q[(n + i % 4) * k->dim + (d & -32) + channel_of(k->bits, (int)(d & 31) + i / 4 % 4 * 2 + i / 16)];
   x->from = x->to = 0;
+  x->page = -1;
 }
 
 void tiles_close(void) { _tile_release(); }
@@ -91,16 +77,16 @@ INLINE Line joined(__m512 even, __m512 odd) {
                                    _mm512_set1_epi32(-65536), 0xf8); /* even >> 16 | odd & mask */
 }
 
-/* The queries times the scales of the key group that holds this token; scales in the order of the lines. */
-static void take_group(const Field *k, const float *q, int64_t rows, int64_t token, Tiles *x) {
-  const int64_t group = token / k->group, dim = k->dim;
+/* The queries times the scales of a key group; scales in the order of the lines. `steps`: codes of the group's width */
+void take_group(const Field *k, const float *q, int64_t rows, int64_t group, float steps, int which, Tiles *x) {
+  const int64_t dim = k->dim;
   float scale[256], zero[256], order[256 + LANES];
   int32_t place[32];
   widen_run(k->scale, group * dim, dim, k->dtype, scale);
   widen_run(k->zero, group * dim, dim, k->dtype, zero);
   for (int i = 0; i < 32; i++) place[i] = k->bits == 2 ? channel_of(2, i) : channel_of(4, i);
   for (int64_t d = 0; d < dim; d += LANES) {
-    store(scale + d, load(scale + d) * (float)(1 << k->bits));
+    store(scale + d, load(scale + d) * steps);
     store(zero + d, load(zero + d) - load(scale + d));
   }
   for (int64_t d = 0; d < dim; d += LANES) {
@@ -110,7 +96,7 @@ static void take_group(const Field *k, const float *q, int64_t rows, int64_t tok
   for (int64_t n = 0; n < rows; n++) {
     vf add = {0};
     for (int64_t d = 0; d < dim; d += LANES) add += load(q + n * dim + d) * load(zero + d);
-    x->add[n] = sum(add);
+    x->add[which][n] = sum(add);
   }
   const __m512i evens = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
   const __m512i odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1));
@@ -125,15 +111,13 @@ static void take_group(const Field *k, const float *q, int64_t rows, int64_t tok
       even = rest_of(even), odd = rest_of(odd);
       const Line p1 = joined(even, odd), p2 = joined(rest_of(even), rest_of(odd));
       const Line a = _mm512_permutex2var_epi64(p0, low, p1), b = _mm512_permutex2var_epi64(p0, high, p1);
-      uint16_t *row = x->part[n][d / 32] + d % 32 / 2 * 32; /* a pair each: its planes, and what is not looked at */
+      uint16_t *row = x->part[which][n][d / 32] + d % 32 / 2 * 32; /* a pair each: its planes, and what is not looked at */
       for (int i = 0; i < 4; i++) {
         const int64_t at = i % 2 * 4, plane = 8 + 2 * i;
         const __m512i take = _mm512_setr_epi64(at, at + 1, at + 2, at + 3, plane, plane + 1, plane, plane + 1);
         _mm512_store_si512(row + 32 * i, _mm512_permutex2var_epi64(i < 2 ? a : b, take, p2));
       }
     }
-  x->from = group * k->group;
-  x->to = x->from + k->group;
 }
 
 /* [token, group] to [group, token]: all even numbers, then all odd ones, as often as groups can be halved. */
@@ -215,50 +199,62 @@ INLINE void values_as(const Field *v, const int64_t *token, int count, const int
     else name(f, token, count, soon, more, to, f->dim, 2);                                   \
   } while (0)
 
-/* scores[n][t] = q[n] . key[t] of a batch, in runs of one key group. `soon`: the tokens of the next batch. */
-void tiles_dots(const Field *k, const float *q, int64_t rows, const int64_t *token, int count, const int64_t *soon,
-                int more, Tiles *x, float *scores) {
-  READ(keys_as, k, token, count, x->made);
+/* scores[n][i] = q[n] . key[i] for `n` keys that were made, by the scaled queries of one group */
+void products(const Tiles *x, int which, const uint16_t *made, int n, int64_t rows, int64_t dim, float *scores) {
   float found[TILE][LANES] __attribute__((aligned(64))), turned[4][TILE];
-  for (int t = 0, n; t < count; t += n) {
-    if (token[t] < x->from || token[t] >= x->to) take_group(k, q, rows, token[t], x);
-    for (n = 1; t + n < count && token[t + n] >= x->from && token[t + n] < x->to;) n++;
-    for (int64_t b = 0; b < rows / 4; b++) {
-      const uint16_t *at = x->made + t * k->dim;
-      WRITTEN();
-      _tile_zero(0);
-      _tile_zero(1);
-      for (int64_t line = 0; line < k->dim / 32; line++, at += 32) {
-        _tile_loadd(4, x->part[b][line], 64);
-        _tile_loadd(2, at, 2 * k->dim);
-        _tile_dpbf16ps(0, 2, 4);
-        if (n <= 16) continue;
-        _tile_loadd(3, at + 16 * k->dim, 2 * k->dim);
-        _tile_dpbf16ps(1, 3, 4);
-      }
-      _tile_stored(0, found, 64);
-      if (n > 16) _tile_stored(1, found[16], 64);
-      const vf4 add = *(const vf4 *)(x->add + 4 * b);
-      for (int i = 0; i < n; i += 4) {
-        vf4 y[4];
-        for (int j = 0; j < 4; j++) {
-          const vf4 *plane = (const vf4 *)found[i + j];
-          y[j] = plane[0] + (plane[1] + plane[2]) + add;
-        }
-        _MM_TRANSPOSE4_PS(y[0], y[1], y[2], y[3]);
-        for (int j = 0; j < 4; j++) *(vf4 *)(turned[j] + i) = y[j];
-      }
-      for (int i = 0; i < 4; i++) memcpy(scores + (4 * b + i) * TILE + t, turned[i], sizeof(float) * n);
+  for (int64_t b = 0; b < rows / 4; b++) {
+    const uint16_t *at = made;
+    WRITTEN();
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t line = 0; line < dim / 32; line++, at += 32) {
+      _tile_loadd(4, x->part[which][b][line], 64);
+      _tile_loadd(2, at, 2 * dim);
+      _tile_dpbf16ps(0, 2, 4);
+      if (n <= 16) continue;
+      _tile_loadd(3, at + 16 * dim, 2 * dim);
+      _tile_dpbf16ps(1, 3, 4);
     }
+    _tile_stored(0, found, 64);
+    if (n > 16) _tile_stored(1, found[16], 64);
+    const vf4 add = *(const vf4 *)(x->add[which] + 4 * b);
+    for (int i = 0; i < n; i += 4) {
+      vf4 y[4];
+      for (int j = 0; j < 4; j++) {
+        const vf4 *plane = (const vf4 *)found[i + j];
+        y[j] = plane[0] + (plane[1] + plane[2]) + add;
+      }
+      _MM_TRANSPOSE4_PS(y[0], y[1], y[2], y[3]);
+      for (int j = 0; j < 4; j++) *(vf4 *)(turned[j] + i) = y[j];
+    }
+    for (int i = 0; i < 4; i++) memcpy(scores + (4 * b + i) * TILE, turned[i], sizeof(float) * n);
   }
 }
 
-/* out[n] += sum_t p[n][t] value[t] of a batch, channels in the order of the tiles */
-void tiles_weigh(const Field *v, const float *p, int64_t rows, const int64_t *token, int count, const int64_t *soon,
-                 int more, Tiles *x, float *out) {
-  READ(values_as, v, token, count, x->made);
-  value_scales(v, token, count, x);
-  const int64_t parts = v->dim / 16, each = v->group / 16;
+/* scores[n][t] = q[n] . key[t] of a batch, in runs of one key group. `soon`: the next batch. */
+void tiles_dots(const Field *k, const float *q, int64_t rows, const Tokens *tokens, const Tokens *next, Tiles *x,
+                float *scores) {
+  if (k->layout == MIXED) {
+    tiles_dots_mixed(k, q, rows, tokens, next, x, scores);
+    return;
+  }
+  const int64_t *token = tokens->token, *soon = next->token;
+  const int count = tokens->count, more = next->count;
+  READ(keys_as, k, token, count, x->made);
+  for (int t = 0, n; t < count; t += n) {
+    if (token[t] < x->from || token[t] >= x->to) {
+      take_group(k, q, rows, token[t] / k->group, (float)(1 << k->bits), 0, x);
+      x->from = token[t] / k->group * k->group;
+      x->to = x->from + k->group;
+    }
+    for (n = 1; t + n < count && token[t + n] >= x->from && token[t + n] < x->to;) n++;
+    products(x, 0, x->made + t * k->dim, n, rows, k->dim, scores + t);
+  }
+}
+
+/* out[n] += sum_t p[n][t] value[t] for values that were made, channels in the order of the tiles */
+void sums_of(const Tiles *x, const float *p, int64_t rows, int64_t dim, int64_t group, float *out) {
+  const int64_t parts = dim / 16, each = group / 16;
   uint16_t high[32]; /* the places of the floats' highest 16 bits */
   for (int i = 0; i < 32; i++) high[i] = (uint16_t)(2 * i + 1);
   const Line odd = _mm512_loadu_si512(high);
@@ -285,31 +281,44 @@ void tiles_weigh(const Field *v, const float *p, int64_t rows, const int64_t *to
     }
     for (int64_t j = 0; j < parts; j++)
       for (int i = 0; i < 4; i++) {
-        float *to = out + (n + i) * v->dim + j * 16;
+        float *to = out + (n + i) * dim + j * 16;
         const vf planes = load(found[j][i]) + (load(found[j][4 + i]) + load(found[j][8 + i]));
         store(to, load(to) + (planes + add[i][j / each]));
       }
   }
 }
 
+void tiles_weigh(const Field *v, const float *p, int64_t rows, const Tokens *tokens, const Tokens *next, Tiles *x,
+                 float *out) {
+  if (v->layout == MIXED) {
+    tiles_weigh_mixed(v, p, rows, tokens, next, x, out);
+    return;
+  }
+  const int64_t *token = tokens->token, *soon = next->token;
+  const int count = tokens->count, more = next->count;
+  READ(values_as, v, token, count, x->made);
+  value_scales(v, token, count, x);
+  sums_of(x, p, rows, v->dim, v->group, out);
+}
+
 void tiles_unsort(const Field *v, float *out, int64_t rows) {
   for (float *x = out; x < out + rows * v->dim; x += 32) {
     float line[32];
     memcpy(line, x, sizeof line);
-    for (int i = 0; i < 32; i++) x[channel_of(v->bits, i)] = line[i % 8 / 4 * 16 + i / 8 * 4 + i % 4];
+    for (int i = 0; i < 32; i++) x[channel_of(v->bits, i)] = line[place_of(i)];
   }
 }
 #else
 int tiles_fit(const Field *f, int64_t dim, int64_t rows) { return (void)f, (void)dim, (void)rows, 0; }
 void tiles_open(const Field *k, const float *q, int64_t rows, Tiles *x) { (void)k, (void)q, (void)rows, (void)x; }
 void tiles_close(void) {}
-void tiles_dots(const Field *k, const float *q, int64_t rows, const int64_t *token, int count, const int64_t *soon,
-                int more, Tiles *x, float *scores) {
-  (void)k, (void)q, (void)rows, (void)token, (void)count, (void)soon, (void)more, (void)x, (void)scores;
+void tiles_dots(const Field *k, const float *q, int64_t rows, const Tokens *tokens, const Tokens *soon, Tiles *x,
+                float *scores) {
+  (void)k, (void)q, (void)rows, (void)tokens, (void)soon, (void)x, (void)scores;
 }
-void tiles_weigh(const Field *v, const float *p, int64_t rows, const int64_t *token, int count, const int64_t *soon,
-                 int more, Tiles *x, float *out) {
-  (void)v, (void)p, (void)rows, (void)token, (void)count, (void)soon, (void)more, (void)x, (void)out;
+void tiles_weigh(const Field *v, const float *p, int64_t rows, const Tokens *tokens, const Tokens *soon, Tiles *x,
+                 float *out) {
+  (void)v, (void)p, (void)rows, (void)tokens, (void)soon, (void)x, (void)out;
 }
 void tiles_unsort(const Field *v, float *out, int64_t rows) { (void)v, (void)out, (void)rows; }
 #endif
