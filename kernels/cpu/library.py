@@ -1,7 +1,7 @@
 """Compile the C kernels with the system's compiler at first use, and load them.
 
 The library is kept in the user's cache directory under a hash of the sources, the compiler, its flags and this
-processor, so it is built once per machine (about a second). Without a compiler the torch references run instead.
+processor, so it is built once per machine (some seconds). Without a compiler the torch references run instead.
 Plain C and ctypes: no torch headers, hence no build against a torch version.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvengine.errors import KernelError
+
+log = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-std=gnu11", "-fPIC", "-shared")
 OPENMP = ("-fopenmp",)
@@ -35,14 +38,24 @@ class Loaded:
 
 @functools.cache
 def load() -> Loaded:
-    """Build if needed, and load. Never raises: the reason for failure is part of the answer."""
+    """Build if needed, and load. Never raises: the reason for failure is part of the answer, and logged once."""
+    found = _load()
+    if found.reason:
+        log.warning("what runs on this CPU runs as plain torch, many times slower: %s", found.reason)
+    return found
+
+
+def _load() -> Loaded:
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
     if platform.system() == "Windows" or compiler is None:
         return Loaded(None, "no C compiler (cc, gcc or clang) on the PATH")
     reason = ""
-    for flags in ((*FLAGS, *OPENMP), FLAGS):  # without OpenMP, one thread
+    for flags in ((*FLAGS, *OPENMP), FLAGS):
         try:
-            return Loaded(ctypes.CDLL(str(_built(compiler, flags))), None)
+            found = Loaded(ctypes.CDLL(str(_built(compiler, flags))), None)
+            if reason:
+                log.warning("the C kernels use one thread, as %s does not know OpenMP: %s", compiler, reason)
+            return found
         except subprocess.CalledProcessError as error:
             reason = f"{compiler} failed: {error.stderr.strip()[-500:]}"
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -53,10 +54,21 @@ def test_processes_that_build_at_once_all_get_a_whole_library(cache: Path) -> No
     assert len(list(cache.iterdir())) == 1
 
 
-def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     assert "no C compiler" in (build().reason or "")
+    assert "plain torch" in caplog.text and "no C compiler" in caplog.text
+
+
+@needs_compiler
+def test_no_openmp(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = f'case "$*" in *-fopenmp*) echo "no OpenMP here" >&2; exit 1;; esac; exec {shutil.which("cc")} "$@"'
+    monkeypatch.setenv("CC", str(fake_compiler(tmp_path, script)))
+    assert build().reason is None
+    assert "one thread" in caplog.text and "no OpenMP here" in caplog.text
 
 
 def test_a_compiler_that_fails_is_quoted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
