@@ -38,8 +38,6 @@ def refusal(stack: Stack) -> str | None:
     """Why a decode step of this stack cannot be recorded; None if it can."""
     if not stack.placement.steady:
         return f"{name_of(stack.placement)!r} keeps track on the host of what lies where, or waits for it"
-    if stack.retention.remerges:
-        return f"{name_of(stack.retention)!r} merges as many tokens as it finds, so that shapes depend on the data"
     if not stack.selection.steady:
         return f"{name_of(stack.selection)!r} searches an index on the host"
     return None

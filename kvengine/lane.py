@@ -242,7 +242,7 @@ class Lane(Recall):
             seen = replace(seen, score=self.retention.score(seen))
             keep = self.retention.keep(seen)
             if keep is not None and self.retention.remerges:
-                self.tail.rewrite(*self.retention.fold(seen, keep))
+                self.tail.rewrite(*self.retention.refold(seen, keep))
             self.judge(seen, keep)
         if self.weighs:
             self.weigh(q, valid, call)

@@ -246,10 +246,11 @@ class Tail:
             if x is not self.score or self.scored:
                 x[:, self.span] = new
 
-    def rewrite(self, k: Float[Tensor, "row token dim"], v: Float[Tensor, "row token dim_v"]) -> None:
-        """New keys and values for the used slots."""
+    def rewrite(self, slot: Int[Tensor, "row"], k: Float[Tensor, "row dim"], v: Float[Tensor, "row dim_v"]) -> None:
+        """A new key and value for one of each row's used slots."""
         self.own()
-        self.k[:, self.span], self.v[:, self.span] = k, v
+        at = torch.arange(len(k), device=k.device), self.start + slot
+        self.k[at], self.v[at] = k, v
 
     def replace(
         self,

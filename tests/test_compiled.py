@@ -40,6 +40,7 @@ MIXED = [
     "quest(budget=24, page=4, reduce='each')",
     f"quest(budget=4096) + {KIVI}",
     "host + quest(budget=24, page=4)",
+    "d2o(budget=24, form='official')",
     "landmarks(budget=40, chunk=4) + lowrank(rank=8) + host(fields=('v',))",
 ]
 # Several null choices are one stack. `ann` is refused, and needs a package that a machine with a GPU may not have.
@@ -47,7 +48,7 @@ STACKS = {Stack.parse(text): text for name, text in SMALL.items() if name != "an
 EVERY = [text for stack, text in STACKS.items() if refusal(stack) is None] + MIXED
 EVEN = ("full", SMALL["snapkv"], SMALL["keydiff"], "streaming(sinks=2, recent=14, decode=False)")
 """Run without padding: their rows are alike, so that counts and the order of slots say what positions would."""
-REFUSED = ["d2o(budget=24)", "ann(budget=24)", "host(resident=16)", "disk(device=4096, host=8192)"]
+REFUSED = ["ann(budget=24)", "host(resident=16)", "disk(device=4096, host=8192)"]
 SEQUENCES, HEADS, GROUP, DIM, PROMPT, STEPS = 2, 2, 2, 16, 61, 21
 
 

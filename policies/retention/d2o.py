@@ -133,11 +133,34 @@ class D2O(Retention):
         keys, values = seen.read()
         gone = seen.valid & ~keep
         if not bool(gone.any()):
+            seen.notes["threshold"] = torch.full((len(keys),), float("nan"), device=keys.device)
             return keys, values
-        target = keep & seen.valid if self.form == "official" else keep & seen.valid & ~seen.sinks(self.sinks)
-        like, mate, index, real = nearest(keys, gone, target)
+        like, mate, index, real = nearest(keys, gone, self.targets(seen, keep))
         passed = real & (like >= self.threshold(seen, like, real)[:, None])
         return self.merged(keys, like, mate, index, passed), self.merged(values, like, mate, index, passed)
+
+    def refold(
+        self, seen: Seen, keep: Bool[Tensor, "row token"]
+    ) -> tuple[Int[Tensor, "row"], Float[Tensor, "row dim"], Float[Tensor, "row dim_v"]]:
+        """The same for one token, of which nothing but its survivor is written; and no shape follows from the data."""
+        keys, values = seen.read()
+        gone, target = seen.valid & ~keep, self.targets(seen, keep)
+        row, lost = torch.arange(len(keys), device=keys.device), gone.to(torch.int8).argmax(1)
+        vectors = keys.float()
+        length = vectors.norm(dim=-1).clamp(min=1e-12)
+        cosine = (vectors @ vectors[row, lost][..., None])[..., 0] / (length * length[row, lost][:, None])
+        like, mate = cosine.masked_fill(~target, -2).max(1, keepdim=True)
+        real = (gone.any(1) & target.any(1))[:, None]
+        passed = real & (like >= self.threshold(seen, like, real)[:, None])
+        two = torch.stack([mate[:, 0], lost], 1)  # a row of two slots, the second of which goes into the first
+        first, second = torch.zeros_like(mate), torch.ones_like(mate)
+        pairs = (x.gather(1, wide(two, x)) for x in (keys, values))
+        k, v = (self.merged(x, like, first, second, passed)[:, 0] for x in pairs)
+        return two[:, 0], k, v
+
+    def targets(self, seen: Seen, keep: Bool[Tensor, "row token"]) -> Bool[Tensor, "row token"]:
+        """The survivors that may take others in."""
+        return keep & seen.valid if self.form == "official" else keep & seen.valid & ~seen.sinks(self.sinks)
 
     def threshold(
         self, seen: Seen, like: Float[Tensor, "row gone"], real: Bool[Tensor, "row gone"]
