@@ -10,6 +10,9 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,29 +21,48 @@ from torch import Tensor
 from kvengine.errors import KernelError, unknown
 from kvengine.kernels.cpu import library
 
+_torch_only: ContextVar[bool] = ContextVar("torch_only", default=False)
+
 BACKENDS = ("reference", "native", "triton")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 NATIVE_DIM = 256
-"""Widest head that the C kernels' buffers hold."""
+"""Widest head that the C kernels' buffers and a GPU's shared memory hold."""
 
 
-def pick(operation: str, inputs: tuple[Tensor, ...], backend: str | None, native: bool = True) -> Any:
+def pick(operation: str, inputs: tuple[Tensor, ...], backend: str | None, native: bool = True, wide: int = 0) -> Any:
     """The module `kvengine.kernels.<operation>.<backend>`.
 
-    `inputs`: tensors that decide (device, dtype, gradients). `native`: whether the C version knows these shapes.
-    Raises KernelError if `backend` is unknown or cannot run here.
+    `inputs`: tensors that decide (device, dtype, gradients). `native`: whether the C version knows these shapes. `wide`:
+    channels of a head, if the operation keeps heads whole. Raises KernelError if `backend` is unknown or cannot run here.
     """
-    return _module(operation, chosen(inputs, backend, native))
+    return _module(operation, chosen(inputs, backend, native, wide))
 
 
-def chosen(inputs: tuple[Tensor, ...], backend: str | None, native: bool = True) -> str:
+def chosen(inputs: tuple[Tensor, ...], backend: str | None, native: bool = True, wide: int = 0) -> str:
     """The backend that `pick` takes."""
+    if wide > NATIVE_DIM and backend in (None, "triton"):
+        if backend == "triton":
+            raise KernelError(
+                f"backend='triton' cannot run here: heads of {wide} channels are wider than {NATIVE_DIM}. Leave backend=None "
+                "to take what can."
+            )
+        return "reference"
     return _best(inputs, native) if backend is None else _checked(backend, inputs, native)
 
 
 @functools.cache
 def _module(operation: str, backend: str) -> Any:
     return importlib.import_module(f"kvengine.kernels.{operation}.{backend}")
+
+
+@contextmanager
+def torch_only() -> Iterator[None]:
+    """Inside, what runs on a CPU runs as torch operations, for who records these: a recorder sees nothing of C."""
+    token = _torch_only.set(True)
+    try:
+        yield
+    finally:
+        _torch_only.reset(token)
 
 
 def info() -> dict[str, str]:
@@ -75,6 +97,8 @@ def _checked(backend: str, inputs: tuple[Tensor, ...], native: bool) -> str:
 
 def native_refusal(inputs: tuple[Tensor, ...], native: bool) -> str | None:
     """Why the C version cannot run on these; None if it can. `native`: whether it knows the shapes."""
+    if _torch_only.get():
+        return "torch operations are recorded, and it is none"
     if not all([x.is_cpu for x in inputs]):  # a list: half the time of a generator, and this runs at every token
         return "it reads CPU memory, and an input is on another device"
     if not native or not all([x.dtype in NATIVE_DTYPES for x in inputs]):

@@ -4,9 +4,9 @@
     model.generate(**inputs, custom_generate=decoder)       # or decoder.generate(**inputs)
 
 The prompt is read as ever. Then the cache is held still (`kvengine.fixed`) for as many tokens as may come, one step of
-the whole model is recorded, and every further token replays it: into a CUDA graph on a GPU, as a list of operations
-elsewhere, which is slower than not to record and there to be tested. When generation ends, the cache is as decoding
-without a recording would have left it.
+the whole model is recorded into a CUDA graph, and every further token replays it. When generation ends, the cache is as
+decoding without a recording would have left it. On a CPU a recording saves nothing, and each step runs as it is, over a
+cache held still all the same; `how="trace"` records its torch operations, for tests.
 
 Recording takes some steps' time, and is done anew for every call of `generate`, as the cache of each lies elsewhere.
 """
@@ -26,6 +26,7 @@ from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer, refusal
 from kvengine.hf_cache import EngineCache, EngineLayer
 from kvengine.hf_generate import Decoder, check_mode
+from kvengine.kernels import dispatch
 from kvengine.rope import Rope
 
 How = Literal["graph", "trace", "eager"]
@@ -112,7 +113,7 @@ class Steps:
         return self.run, self.run()
 
     def trace(self) -> tuple[Step, Tensor]:
-        """Record the step's torch operations while it runs."""
+        """Record the step's torch operations while it runs; kernels in C would leave no trace."""
         from torch.fx.experimental.proxy_tensor import make_fx
 
         state, first = self.state(), []
@@ -121,7 +122,8 @@ class Steps:
             first.append(self.run())
             return first[0]
 
-        recorded = make_fx(step)(*state)
+        with dispatch.torch_only():
+            recorded = make_fx(step)(*state)
         return lambda: recorded(*state), first[0]
 
     def graph(self) -> tuple[Step, Tensor]:
@@ -263,7 +265,7 @@ def compile_decode(model: PreTrainedModel, how: How | None = None) -> CompiledDe
     Args:
         model: a patched model. Its policy may change afterwards; what counts is the cache that is decoded with.
         how: "graph" captures a CUDA graph (needs CUDA); "trace" records torch operations; "eager" runs each step, over a
-            cache held still all the same. By default "graph" on a GPU, "trace" elsewhere.
+            cache held still all the same. By default "graph" on a GPU, "eager" elsewhere.
 
     Returns:
         A `CompiledDecode`, for `model.generate(..., custom_generate=decoder)`.
@@ -280,7 +282,7 @@ def compile_decode(model: PreTrainedModel, how: How | None = None) -> CompiledDe
     if (why := refusal(stack)) is not None:
         raise UnsupportedPolicy(f"a decode step of '{stack}' cannot be recorded: {why}. Decode without it")
     cuda = model.device.type == "cuda"
-    how = how or ("graph" if cuda else "trace")
+    how = how or ("graph" if cuda else "eager")
     if how not in ("graph", "trace", "eager"):
         raise ModelError(f"how={how!r} must be 'graph', 'trace' or 'eager'")
     if how == "graph" and not cuda:

@@ -130,8 +130,25 @@ def decode(model: Any, decoder: Any, batch: dict[str, Tensor], count: int = 24, 
 def test_a_recorded_model_speaks_the_same_text(text: str) -> None:
     model = llama(num_hidden_layers=1)
     with kvengine.patched(model, text):
+        decoder = kvengine.compile_decode(model, "trace")
+        assert torch.equal(decode(model, decoder, one(), 30), decode(model, None, one(), 30))
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_with_the_kernels_that_users_have(text: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with kvengine.patched(model, text):
         decoder = kvengine.compile_decode(model)
-        assert decoder.how == "trace"
+        assert decoder.how == "eager"
+        assert torch.equal(decode(model, decoder, prompts(2)), decode(model, None, prompts(2)))
+
+
+@pytest.mark.parametrize("text", ["full", MIXED[0], "h2o(budget=24)", "zipcache(block=16)"])
+def test_kernels_in_c_are_not_taken_for_recorded(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    model = llama(num_hidden_layers=1)
+    with kvengine.patched(model, text):
+        decoder = kvengine.compile_decode(model, "trace")
         assert torch.equal(decode(model, decoder, one(), 30), decode(model, None, one(), 30))
 
 

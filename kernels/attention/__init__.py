@@ -35,8 +35,9 @@ def attention(
     """
     _check(q, k, v, visible, lengths)
     contiguous = k.stride(-1) == 1 and v.stride(-1) == 1
-    native = contiguous and max(k.shape[-1], v.shape[-1]) <= NATIVE_DIM
-    which = chosen((q, k, v), backend, native)
+    wide = max(k.shape[-1], v.shape[-1])
+    native = contiguous and wide <= NATIVE_DIM
+    which = chosen((q, k, v), backend, native, wide)
     if which == "triton":
         return pick("attention", (q, k, v), which).attention(  # type: ignore[no-any-return]
             q, k, v, visible, scale, softcap, sinks, want_probs, lengths

@@ -61,7 +61,7 @@ def span_attention(
     if spans.dim() != 4 or spans.shape[0] not in (1, rows) or spans.shape[1] != blocks or spans.shape[3] != 2:
         raise KernelError(f"spans must be [1 or {rows}, {blocks}, span, 2]; got {list(spans.shape)}")
     native = softcap is None and sinks is None and block % EIGHT == 0 and fits(q, k, v)
-    run = pick("span_attention", (q, k, v), backend, native)
+    run = pick("span_attention", (q, k, v), backend, native, max(q.shape[-1], v.shape[-1]))
     return run.span_attention(q, k, v, position, spans, scale, band, softcap, sinks, block)  # type: ignore[no-any-return]
 
 
