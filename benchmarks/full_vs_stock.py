@@ -2,8 +2,9 @@
 
     python -P benchmarks/full_vs_stock.py [--rounds 5] [--threads 2] [--out benchmarks/results/full_vs_stock.json]
 
-Both run in one process, turn by turn, on the bundled model at 4096 tokens and on a random Llama of 100 M parameters at
-8192. Prefill and decode are timed apart; the ratio is that of the medians.
+Both run in one process, turn by turn, on the bundled model at 4096 tokens, on a random Llama of 100 M parameters at 8192,
+and on two layers whose 32 heads share latents as DeepSeek-V3's do, at 4096. Prefill and decode are timed apart; the ratio is
+that of the medians.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import kvengine
 from kvengine.evals import bundled_model
@@ -32,6 +40,14 @@ def random_llama() -> Any:
     shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 16384}
     heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 16384}
     return LlamaForCausalLM(LlamaConfig(**shape, **heads)).eval()
+
+
+def random_latents() -> Any:
+    """DeepSeek-V3's attention with a quarter of its heads, and next to nothing beside it."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "q_lora_rank": 512, "max_position_embeddings": 16384}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **heads, first_k_dense_replace=2)).eval()
 
 
 def run(model: Any, ids: torch.Tensor, cache: Any) -> tuple[float, float, list[int]]:
@@ -93,6 +109,7 @@ def main() -> None:
     rows = [
         compare("bundled", bundled, 4096, given.rounds),
         compare("random Llama, 100 M", random_llama(), 8192, given.rounds),
+        compare("random, latents (MLA)", random_latents(), 4096, given.rounds),
     ]
     result = {
         "command": f"python -P benchmarks/full_vs_stock.py --rounds {given.rounds} --threads {given.threads}",

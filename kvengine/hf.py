@@ -27,6 +27,7 @@ from kvengine.hf_cache import NAME, EngineCache, engine_layers
 from kvengine.hf_generate import METHODS
 from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_rope import rope_for
+from kvengine.policies import name_of
 from kvengine.rope import Rope
 from kvengine.stack import Stack
 
@@ -161,9 +162,9 @@ def check_stack(stack: Stack, text: Any) -> None:
             f"{name} has no layer with a plain, growing key-value cache (sliding windows and layers with a recurrent "
             f"state keep transformers' own), so there is nothing for '{stack}' to do. Use 'full'"
         )
-    if getattr(text, "kv_lora_rank", None):
+    if getattr(text, "kv_lora_rank", None) and stack.routing != Stack().routing:
         raise UnsupportedPolicy(
-            f"{name} caches latents that its heads share (MLA); '{stack}' judges keys of heads. Only 'full' works on it"
+            f"{name} caches latents that all its heads share (MLA), so '{name_of(stack.routing)}' has no heads to tell apart"
         )
     if getattr(text, "num_kv_shared_layers", 0):
         raise UnsupportedPolicy(

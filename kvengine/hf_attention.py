@@ -6,11 +6,12 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
+from kvengine import latent
 from kvengine.errors import CacheError, ModelError
 from kvengine.hf_cache import EngineLayer
 from kvengine.kernels.causal_attention import causal_attention, quicker
@@ -81,8 +82,12 @@ def engine_attention(
         return apart(module, query, key, value, attention_mask, scaling, dropout, kvengine, **kwargs)  # type: ignore[no-any-return]
     if query.shape[2] == 1 and kvengine is not None and PARTICULAR.isdisjoint(kwargs):
         layer = kvengine.layer or getattr(key, "_kv_layer", gone)()
-        latent = hasattr(type(module), "expand_kv")
-        if layer is not None and not latent and type(attention_mask) is LazyMask and attention_mask.valid(1) is None:
+        if (
+            layer is not None
+            and not latent.is_latent(module)
+            and type(attention_mask) is LazyMask
+            and attention_mask.valid(1) is None
+        ):
             out = layer.quick(query, query.shape[-1] ** -0.5 if scaling is None else scaling)
             if out is not None:
                 return out, None
@@ -170,11 +175,21 @@ class Stock:
             and all(some.get(name) is None for name in (*FOREIGN, "softcap", "s_aux", "is_causal", "sliding_window"))
         )
 
+    def over_latents(self, latents: Float[Tensor, "seq 1 token latent"]) -> Tensor:
+        """Attention over latents: each read once where that pays, else as the model has it."""
+        scale, tokens = self.kwargs["scaling"], self.query.shape[2]
+        plain = isinstance(self.mask, LazyMask) and not self.kwargs["dropout"]
+        plain = plain and all(self.kwargs.get(name) is None for name in (*FOREIGN, "softcap", "s_aux"))
+        if not plain or not latent.pays(self.module, tokens):
+            return self.run(*latent.expanded(self.module, latents))[0]
+        seen = self.mask.make("sdpa")
+        scale = self.query.shape[-1] ** -0.5 if scale is None else scale
+        return latent.attend(self.module, self.query, latents, seen, scale)
+
     def __call__(self, key: Tensor, value: Tensor) -> Tensor:
-        if hasattr(self.module, "expand_kv"):  # multi-head latent attention: the cache holds latents
-            expand: Any = self.module.expand_kv
-            key, value = expand(key, value)
-        elif self.causal and quicker(self.query, key, value):
+        if latent.is_latent(self.module):
+            return self.over_latents(key)
+        if self.causal and quicker(self.query, key, value):
             scale = self.kwargs["scaling"]
             return causal_attention(self.query, key, value, scale=key.shape[-1] ** -0.5 if scale is None else scale)
         return self.run(key, value)[0]

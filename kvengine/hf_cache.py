@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from kvengine import latent
 from kvengine.cache import LayerCache, Stock
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.hf_rope import rope_for
@@ -88,9 +89,17 @@ class EngineLayer(CacheLayerMixin):
         stock: Stock,
     ) -> Float[Tensor, "seq token q_head dim_v"]:
         """Put the incoming tokens in their place, and answer their queries."""
-        if self.incoming is None or hasattr(stock.module, "expand_kv"):  # type: ignore[attr-defined]
+        module = stock.module  # type: ignore[attr-defined]
+        latents = latent.is_latent(module)
+        if self.incoming is None:
+            return self.attend_all(stock, valid)
+        if latents and (self.heard is not None or self.listener is not None):
+            self.tell(*latent.as_one_head(module, query, *self.incoming), call)
+        if latents and self.stack == Stack():
             return self.attend_all(stock, valid)
         (k, v), self.incoming = self.incoming, None
+        if latents:
+            return latent.forward(self.cache, module, query, k, v, call, valid, stock)
         self.tell(query, k, v, call)
         return self.cache.forward(query, k, v, call, valid, stock)
 
@@ -103,6 +112,8 @@ class EngineLayer(CacheLayerMixin):
             )
         if self.incoming is not None:
             (k, v), self.incoming = self.incoming, None
+            if latent.is_latent(stock.module):  # type: ignore[attr-defined]
+                k, v = torch.cat([k, v], -1), v[..., :0]
             self.cache.store(k, v, valid)
         return stock(*self.cache.contents())
 

@@ -147,8 +147,15 @@ def check_room(name: str, stack: Stack, gamma: Gamma) -> None:
         )
 
 
-def check_places(middle: Stack, stack: Stack, in_place: bool) -> None:
-    reason = why_not(middle, stack) if in_place else None
+def has_latents(model: Any) -> bool:
+    """Whether its heads share latents (MLA): what a cache of everything holds then has no values beside its keys."""
+    return bool(getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None))
+
+
+def check_places(middle: Stack, stack: Stack, model: Any, in_place: bool) -> None:
+    reason = None
+    if in_place:
+        reason = "its rows are latents (MLA), without values" if has_latents(model) else why_not(middle, stack)
     if reason is not None:
         raise UnsupportedPolicy(f"'{middle}' cannot read the target's tokens in place: {reason}. Leave in_place out")
 

@@ -36,6 +36,7 @@ from kvengine.speculative.check import (
     check_room,
     check_seed,
     check_stop,
+    has_latents,
 )
 from kvengine.speculative.clock import Watch
 from kvengine.speculative.echo import Echo, Refresh
@@ -113,7 +114,7 @@ class TriForce(Decoder):
         check_models(target, draft, tokenizers)
         if self.middle is not None:
             check_room("middle", self.middle, gamma)
-            check_places(self.middle, self.stack, in_place)
+            check_places(self.middle, self.stack, target, in_place)
         if isinstance(draft, torch.nn.Module):
             check_room("draft_stack", self.draft_stack, gamma)
         for model in (target, draft):
@@ -202,7 +203,7 @@ class TriForce(Decoder):
             return Guest(self.target, top.cache, whole=top)
         if self.in_place:
             cache: EngineCache = ViewCache(self.target, top.cache, middle, LayerPlaces)
-        elif can_view(middle) and complete(self.stack):
+        elif can_view(middle) and complete(self.stack) and not has_latents(self.target):
             cache = ViewCache(self.target, top.cache, middle)
         else:
             cache = EngineCache(self.target, middle)

@@ -1,0 +1,169 @@
+"""Models whose heads share latents (MLA): absorbed attention is the model's own, and every policy works on latents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import configs
+from support import SMALL
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+import kvengine
+from kvengine import latent, saved
+from kvengine.errors import KernelError, UnsupportedPolicy
+from kvengine.kernels import dispatch
+from kvengine.kernels.attention import attention
+from kvengine.speculative.triforce import TriForce
+
+NAMES = [name for name, family in configs.FAMILIES.items() if "latent" in family.caches and configs.exists(name)]
+WHOLE = [
+    "streaming(recent=500)", "h2o(budget=500)", "tova(budget=500)", "snapkv(budget=500)", "pyramidkv(budget=500)",
+    "adakv(budget=500)", "keydiff(budget=500)", "d2o(budget=500)", "elastic(budget=500)", "quest(budget=500)",
+    "landmarks(budget=500)", "retrieval(budget=500)", "oracle_topk(budget=500)", "host", "host + quest(budget=500)",
+    "snapkv(budget=500) + quest(budget=500)",
+]  # fmt: skip
+
+
+def attentions(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if latent.is_latent(module)]
+
+
+def greedy(model: Any, count: int = 12, **options: Any) -> Tensor:
+    out: Tensor = model.generate(**configs.padded_batch(), max_new_tokens=count, do_sample=False, **options)
+    return out
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_absorbed_attention_is_attention_over_what_is_made_of_latents(name: str, queries: int) -> None:
+    module, rng = attentions(configs.build(name))[0].double(), torch.Generator().manual_seed(0)
+    heads, rank, wide = module.num_heads, module.kv_lora_rank, module.qk_nope_head_dim + module.qk_rope_head_dim
+    query = torch.randn(2, heads, queries, wide, generator=rng, dtype=torch.float64)
+    latents = torch.randn(2, 1, 11, rank + module.qk_rope_head_dim, generator=rng, dtype=torch.float64)
+    causal = torch.ones(queries, 11, dtype=torch.bool).tril(11 - queries)[None, None]
+    seen = causal & (torch.rand(2, 1, 1, 11, generator=rng) < 0.7) | (torch.arange(11) == 2)
+    k, v = latent.expanded(module, latents)
+    for mask in (None, seen):
+        weights = (query @ k.mT * 0.3).masked_fill(~(causal if mask is None else mask), -torch.inf).softmax(-1)
+        want = (weights @ v).transpose(1, 2)
+        assert torch.allclose(latent.attend(module, query, latents, mask, 0.3), want, atol=1e-12)
+
+
+@pytest.mark.parametrize("text", ["full", "snapkv(budget=12, window=4)"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_decoded_token_makes_keys_of_itself_only(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = configs.build(name), []
+    kind = type(attentions(model)[0])
+    monkeypatch.setattr(
+        kind, "expand_kv", lambda self, c, r, own=kind.expand_kv: made.append(c.shape[2]) or own(self, c, r)
+    )
+    kvengine.patch(model, text)
+    out = model(torch.randint(2, 99, (1, 600)), past_key_values=kvengine.EngineCache(model))
+    assert 600 in made
+    made.clear()
+    model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values)
+    assert set(made) == {1}
+
+
+@pytest.mark.parametrize("text", WHOLE)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_budget_beyond_the_text_gives_the_stock_tokens(name: str, text: str) -> None:
+    model = configs.build(name)
+    want = greedy(model)
+    assert torch.equal(greedy(kvengine.patch(model, text)), want)
+
+
+@pytest.mark.parametrize("text", [text for kind, text in SMALL.items() if kind not in ("disk", "remote")])
+def test_a_row_alone_is_the_row_in_a_batch(text: str) -> None:
+    model, batch = configs.build("deepseek_v3"), configs.padded_batch()
+    try:
+        kvengine.patch(model, text)
+    except UnsupportedPolicy as error:
+        assert text.startswith(("duo", "expected_attention", "lowrank")), error
+        return
+    together = greedy(model)[:, 20:]
+    for row in range(3):
+        ids = batch["input_ids"][row][batch["attention_mask"][row].bool()][None]
+        alone = model.generate(ids, max_new_tokens=12, do_sample=False)[:, ids.shape[1] :]
+        assert torch.equal(alone[0], together[row])
+
+
+def test_what_is_held(tmp_path: Path) -> None:
+    """`full` holds the latents and no more; a policy holds their first part again, as values; both are saved."""
+    model = configs.build("deepseek_v3")
+    ids = torch.randint(2, 99, (1, 40))
+    stock = DynamicCache(config=model.config)
+    model(ids, past_key_values=stock)
+    size = sum(x.nbytes for layer in stock.layers for x in (layer.keys, layer.values))
+    for text, tokens, more in (("full", 40, 1.0), ("snapkv(budget=10, window=4)", 10, 1 + 16 / 24)):
+        kvengine.patch(model, text)
+        cache = kvengine.EngineCache(model)
+        out = model(ids, past_key_values=cache)
+        held = {name: n for name, n in cache.stats().bytes["device"].items() if name in ("tail.k", "tail.v")}
+        assert sum(held.values()) == pytest.approx(size * tokens / 40 * more)
+        saved.save(cache, tmp_path / "s.kv", model)
+        back, token = saved.load(model, tmp_path / "s.kv"), out.logits[:, -1:].argmax(-1)
+        assert torch.equal(model(token, past_key_values=back).logits, model(token, past_key_values=cache).logits)
+
+
+class Adapter(nn.Module):
+    """A layer as an adapter wraps it."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.more = inner, nn.Linear(inner.in_features, inner.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x) + self.more(x)
+        return found
+
+
+def test_weights_behind_an_adapter_are_not_guessed() -> None:
+    model = configs.build("deepseek_v3")
+    for module in attentions(model):
+        module.kv_b_proj = Adapter(module.kv_b_proj)
+    want = greedy(model)
+    assert torch.equal(greedy(kvengine.patch(model)), want)
+    kvengine.patch(model, "snapkv(budget=12, window=4)")
+    with pytest.raises(UnsupportedPolicy, match="adapter"):
+        greedy(model)
+
+
+def test_drafts_are_taken_back() -> None:
+    model = kvengine.patch(configs.build("deepseek_v3"), "snapkv(budget=12, window=4)")
+    ids = torch.tensor([[5, 6, 7, 8] * 6])
+    want = model.generate(ids, max_new_tokens=20, do_sample=False)
+    assert torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=3), want)
+
+
+@pytest.mark.parametrize(
+    "middle", ["quest(budget=24, page=4)", "snapkv(budget=24, window=4)", "kivi(group=8, residual=8)"]
+)
+@pytest.mark.parametrize("stack", ["full", "snapkv(budget=30, window=4)"])
+def test_drafts_on_latents_are_lossless(stack: str, middle: str) -> None:
+    model = kvengine.patch(configs.build("deepseek_v3"), stack)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 30] * 12])
+    decoder = TriForce(model, "lookup", middle, gamma=(2, 4), stack=stack)
+    got = model.generate(ids, max_new_tokens=24, do_sample=False, custom_generate=decoder)
+    assert torch.equal(got, model.generate(ids, max_new_tokens=24, do_sample=False))
+    with pytest.raises(UnsupportedPolicy, match="latents"):
+        TriForce(model, "lookup", middle, gamma=(2, 4), in_place=True)
+
+
+def test_a_recorded_step_on_latents() -> None:
+    model = kvengine.patch(configs.build("deepseek_v3"), "snapkv(budget=12, window=4)")
+    ids = torch.randint(2, 99, (2, 24))
+    want = model.generate(ids, max_new_tokens=10, do_sample=False)
+    decoder = kvengine.compile_decode(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=10, do_sample=False, custom_generate=decoder), want)
+
+
+def test_heads_wider_than_kernels_go_to_torch() -> None:
+    q, k = torch.randn(1, 2, 1, 576), torch.randn(1, 9, 576)
+    assert dispatch.chosen((q, k), None, True, 576) == "reference"
+    with pytest.raises(KernelError, match="576 channels are wider than 256"):
+        attention(q, k, k[..., :512], None, 0.05, backend="triton")
