@@ -37,8 +37,9 @@ def expanded(module: Any, latents: Float[Tensor, "seq 1 token latent"]) -> tuple
 
 
 def known(module: Any) -> bool:
-    """Whether the weights are as they seem: quantised, or with an adapter, only the layer itself knows what it does."""
-    return type(getattr(module, "kv_b_proj", None)) is nn.Linear and module.kv_b_proj.bias is None
+    """Whether the weights are as they seem, and here: what is quantised, off-loaded or has an adapter only its layer knows."""
+    layer: Any = getattr(module, "kv_b_proj", None)
+    return type(layer) is nn.Linear and layer.bias is None and not layer.weight.is_meta
 
 
 def pays(module: Any, queries: int) -> bool:
@@ -73,7 +74,7 @@ def as_one_head(
     """
     if not known(module):
         raise UnsupportedPolicy(
-            "only 'full' works here: the weights that make keys of latents are quantised or have an adapter. Merge it first"
+            "only 'full' works here: the weights that make keys of latents are quantised, off-loaded or have an adapter"
         )
     return absorb(module, query), torch.cat([c, r], -1), c
 
