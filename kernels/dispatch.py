@@ -35,7 +35,9 @@ def pick(operation: str, inputs: tuple[Tensor, ...], backend: str | None, native
     `inputs`: tensors that decide (device, dtype, gradients). `native`: whether the C version knows these shapes. `wide`:
     channels of a head, if the operation keeps heads whole. Raises KernelError if `backend` is unknown or cannot run here.
     """
-    return _module(operation, chosen(inputs, backend, native, wide))
+    which = chosen(inputs, backend, native, wide)
+    found = _module(operation, which)
+    return On(found, inputs[0].device) if which == "triton" and elsewhere(inputs[0].device) else found
 
 
 def chosen(inputs: tuple[Tensor, ...], backend: str | None, native: bool = True, wide: int = 0) -> str:
@@ -48,6 +50,27 @@ def chosen(inputs: tuple[Tensor, ...], backend: str | None, native: bool = True,
             )
         return "reference"
     return _best(inputs, native) if backend is None else _checked(backend, inputs, native)
+
+
+def elsewhere(device: torch.device) -> bool:
+    """Whether it is a GPU, and not the current one: on that one Triton launches, whatever it is given."""
+    return device.type == "cuda" and device.index != torch.cuda.current_device()
+
+
+class On:
+    """An implementation whose functions run with another GPU as the current one."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self.module, self.device = module, device
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self.module, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch.cuda.device(self.device):
+                return function(*args, **kwargs)
+
+        return run
 
 
 @functools.cache

@@ -139,7 +139,9 @@ class Steps:
                     x.copy_(old)
         torch.cuda.current_stream(self.now.device).wait_stream(side)
         captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
+        with torch.cuda.graph(
+            captured, stream=side
+        ):  # not the one by default: that is of the GPU that was current first
             logits = self.run()
 
         def replay() -> Tensor:

@@ -325,8 +325,9 @@ def test_warming_up_leaves_no_trace(model: Any, monkeypatch: pytest.MonkeyPatch)
     run = Steps.run
 
     @contextmanager
-    def capture(graph: FakeGraph) -> Iterator[None]:
+    def capture(graph: FakeGraph, stream: Any) -> Iterator[None]:
         """On a GPU the launches inside are noted, not run."""
+        assert stream is side  # of the model's GPU, where the steps before have found memory for the library
         graph.captured = runs[-1]
         everything = runs[-1].state()
         before = [x.clone() for x in everything]
@@ -340,9 +341,9 @@ def test_warming_up_leaves_no_trace(model: Any, monkeypatch: pytest.MonkeyPatch)
         out = run(self)
         return self.logits.resize_(out.shape).copy_(out)
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    stream, side = (SimpleNamespace(wait_stream=lambda other: None) for _ in range(2))
     monkeypatch.setattr(Steps, "run", noted)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *a: stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *a: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *a: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda *a: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)

@@ -5,7 +5,8 @@ Every stack reads a padded batch and decodes, and says what it says on the CPU. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,9 +17,14 @@ from test_compiled import DIM, EVERY, PROMPT, STEPS, at, tokens
 from torch import Tensor
 
 import kvengine
+from kvengine import _ops as ops
 from kvengine.cache import LayerCache
 from kvengine.fixed import FixedLayer
 from kvengine.hf_compiled import CompiledDecode, Steps
+from kvengine.kernels.causal_attention.native import fits
+from kvengine.kernels.cpu import library
+from kvengine.kernels.merge_states import merge_states
+from kvengine.kernels.state import State
 from kvengine.rope import Rope
 from kvengine.session import Call
 from kvengine.stack import Stack
@@ -138,6 +144,38 @@ def test_what_a_graph_would_record_moves_nothing(text: str, device: Device, monk
             model, {name: there(x) for name, x in prompts(2).items()}, 6, custom_generate=CompiledDecode(model, "eager")
         )
     assert len(found) == 5 and not any(found)
+
+
+def test_launches_go_to_the_gpu_that_has_the_tensors(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current one, whatever it is given: a model on several GPUs has tensors on others too."""
+    current = [CUDA.index]
+
+    @contextmanager
+    def switched(to: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], to.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr("kvengine.kernels.merge_states.triton.merge_states", lambda states: current[0])
+    with device:
+        x = torch.zeros(1, 1, 1, 4, device=CUDA)
+        for now in (0, 1):
+            current[0] = now
+            assert merge_states([State(x, x[..., 0])] * 2, backend="triton") == CUDA.index  # type: ignore[comparison-overlap]
+            assert current[0] == now
+
+
+def test_a_gpu_does_not_wait_for_the_c_compiler(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        raise AssertionError("the C kernels were asked for")
+
+    monkeypatch.setattr(library, "load", load)
+    with device:
+        x = torch.zeros(1, 1, 16, 16, device=CUDA)
+        assert not fits(x, x, x)
+        ops.causal(x, x[0], x[0], 1.0)
 
 
 def test_it_refuses_what_a_gpu_would(device: Device) -> None:

@@ -38,7 +38,8 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the C version knows these tensors, and this machine's vectors are wide enough for it."""
     dim, dim_v = q.shape[-1], v.shape[-1]
     return (
-        q.dtype == k.dtype == v.dtype == torch.float32
+        q.is_cpu  # asked first: elsewhere nothing is compiled to find out
+        and q.dtype == k.dtype == v.dtype == torch.float32
         and dim % LANES == dim_v % LANES == 0
         and 0 < max(dim, dim_v) <= NATIVE_DIM
         and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
