@@ -12,7 +12,7 @@ from torch import Tensor
 from kvengine.kernels.compact.reference import plan
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def move_kernel(field, source, target, slots, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr):
     """Copy slots `source` of a pool to `target` (-1: leave)."""
     s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

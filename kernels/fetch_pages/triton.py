@@ -16,7 +16,7 @@ PROGRAMS = 32
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages", "total"])
 def fetch_kernel(host, at, out, pages, words, total, BLOCK: tl.constexpr):
     """Blocks of `BLOCK` words of the fetched pages, dealt to the programs in turn."""
     per = (words + BLOCK - 1) // BLOCK

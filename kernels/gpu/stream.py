@@ -77,7 +77,7 @@ def keep(parts, tops, totals, slot, n, heads, acc, top, total, DIM: tl.constexpr
     tl.store(totals + at, total, mask=n < heads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "programs"])
 def join_kernel(
     parts, tops, totals, sinks, out, lse, lengths, rows, columns, heads, programs,
     SINKS: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
@@ -127,7 +127,8 @@ class Partials:
         self.programs = max(1, min(programs(q.device, each), self.rows * -(-columns // block)))
         shape = (self.programs + self.rows, self.heads)
         self.parts = torch.empty(*shape, dim_v, device=q.device, dtype=torch.float32)
-        self.tops, self.totals = torch.empty(2, *shape, device=q.device, dtype=torch.float32)
+        # One allocation each: where a half of one begins would depend on the programs, and with it what is compiled.
+        self.tops, self.totals = (torch.empty(shape, device=q.device, dtype=torch.float32) for _ in range(2))
         self.shape: dict[str, Any] = {
             "LENGTHS": lengths is not None,
             "ROWS": triton.next_power_of_2(self.rows),

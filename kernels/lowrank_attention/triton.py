@@ -40,7 +40,7 @@ def part(
     return x.to(COMPUTE), keys
 
 
-@triton.jit(do_not_specialize=["columns", "chosen"])
+@triton.jit(do_not_specialize=["columns", "chosen", "table_row", "places"])
 def lowrank_kernel(
     q, u, v, basis, inv_freq, table, position, units, parts, tops, totals, scores_out, lengths,
     table_row, position_row, places, sharing, rows, columns, heads, chosen, scale, scaling,

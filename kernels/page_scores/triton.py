@@ -13,7 +13,7 @@ from kvengine.kernels.gpu.select import MOST, ordered, threshold, warps
 from kvengine.kernels.page_scores import reference
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units", "alive_row"])
 def score_kernel(
     q, low, high, alive, out, low_row, low_unit, high_row, high_unit, alive_row, units, group,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, MEAN: tl.constexpr,

@@ -27,7 +27,7 @@ ANYONE, GIVEN, BY_POSITION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Who sees a token: every query, as `visible` says, or by position and window."""
 
 
-@triton.jit(do_not_specialize=["columns", "chosen", "window"])
+@triton.jit(do_not_specialize=["columns", "chosen", "window", "table_row", "visible_row", "visible_query"])
 def attend_kernel(
     q, k0, k1, k2, k3, k4, k5, v0, v1, v2, v3, v4, v5, parts, tops, totals, scores_out,
     table, position, units, query_position, visible, lengths,

@@ -81,7 +81,7 @@ def channels(DIM: tl.constexpr, BITS: tl.constexpr):
     return PER * (c // 2) + PER // 2 * (c % 2)
 
 
-@triton.jit(do_not_specialize=["columns", "chosen", "window"])
+@triton.jit(do_not_specialize=["columns", "chosen", "window", "table_row"])
 def words_kernel(
     q, k_code, k_low, k_scale, k_zero, v_code, v_low, v_scale, v_zero, salience, channel, parts, tops, totals,
     table, position, units, query_position, table_row, position_row,

@@ -32,7 +32,7 @@ def pack_kernel(codes, out, size, BITS: tl.constexpr, BLOCK: tl.constexpr):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def quantise_kernel(
     x, alive, code_out, scale_out, zero_out, tokens, token_step, channel_step,
     DIM: tl.constexpr, BITS: tl.constexpr, BY_CHANNEL: tl.constexpr, ALIVE: tl.constexpr, TOKENS: tl.constexpr,

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,41 @@ def test_a_long_prompt_fits_into_the_grid(monkeypatch: pytest.MonkeyPatch) -> No
     position = torch.arange(262144).expand(2, -1)
     span_attention(q, k, k, position, causal_spans(262144, 262144, k.device), 0.1, None, None, None, 128)
     assert grids[0][0] > 65535 and all(n <= 65535 for n in grids[0][1:])
+
+
+def test_lengths_do_not_decide_what_is_compiled() -> None:
+    """Triton compiles apart for numbers that are 1 or a multiple of 16. As a text grows its lengths become all of these,
+    and a decode step in the middle of it would wait for the compiler."""
+    from kvengine.kernels.attention.triton import attention
+    from kvengine.kernels.fetch_pages.triton import fetch
+    from kvengine.kernels.gpu.ahead import only_compiling
+    from kvengine.kernels.lowrank_attention.triton import lowrank_attention
+    from kvengine.kernels.page_scores.triton import page_scores
+    from kvengine.kernels.paged_attention.triton import paged_attention
+    from kvengine.kernels.span_attention import causal_spans
+    from kvengine.kernels.span_attention.triton import span_attention
+
+    q, k = torch.zeros(2, 3, 17, 32), torch.zeros(2, 64, 32)
+    one, page = q[:, :, :1], torch.zeros(40, 16, 32)
+    with only_compiling(90) as compiled:
+        for n in (1, 5, 16):
+            seen, position = torch.ones(2, 1, n, dtype=torch.bool), torch.zeros(2, 16 * n, dtype=torch.int32)
+            table, units = torch.zeros(2, n, dtype=torch.int32), torch.zeros(2, n, dtype=torch.int64)
+            attention(one, k[:, :n], k[:, :n], seen, 0.1, None, None, False)
+            paged = one, {"k": page, "v": page}, table, position, 16, 0.1, units, 16, "dense", 32
+            paged_attention(*paged, None, None, None, None, False)
+            u, basis = torch.zeros(1, n, 24), torch.zeros(2, 24, 32)
+            lowrank_attention(one, u, page, basis, torch.ones(16), table, position, 16, 0.1, units, 16, 1.0, False)
+            page_scores(one[:, :, 0], k, k, seen[:, 0], "max")
+            fetch(page[: n + 20], table[0], page.device)
+            few = (
+                torch.zeros(2, 3, n, 32),
+                *[torch.zeros(2, n + 16, 32)] * 2,
+                torch.zeros(2, n + 16, dtype=torch.int32),
+            )
+            span_attention(*few, causal_spans(n, n + 16, k.device), 0.1, None, None, None, 128)
+    kinds = Counter(kernel.name for kernel in {id(kernel): kernel for kernel in compiled}.values())
+    # The tail's and the pages' attention differ, and so does what joins their parts.
+    assert kinds.pop("attend_kernel") == 2 and kinds.pop("join_kernel") <= 3
+    assert set(kinds) == {"lowrank_kernel", "score_kernel", "fetch_kernel", "span_kernel"}
+    assert set(kinds.values()) == {1}, kinds
