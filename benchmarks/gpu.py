@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LONG = 131072
 PARTS = ("tests", "kernels", "model", "tune")
 KERNELS, MODEL = "kernels_cuda.json", "end_to_end.json"
+MOST_FAILURES = "40"
 MARK = "pytest.mark." + "gpu"
 DRY = {
     "kernels": ["--device", "cpu", "--lengths", "2048", "--dtypes", "bfloat16", "--rounds", "2", "--cold", "1"],
@@ -57,8 +58,12 @@ def run(command: list[str], log: Path | None = None) -> int:
 def tests(out: Path, dry: bool) -> None:
     """Refuse to measure on red tests. In a dry run they are only collected."""
     how = ["-q", "-p", "no:randomly", "-p", "no:benchmark", "-W", "default", *(["--collect-only"] if dry else [])]
-    if not dry and importlib.util.find_spec("xdist"):
-        how += ["-n", str(min(8, os.cpu_count() or 1))]  # most of the time goes into compiling
+    if not dry:
+        how += ["--tb", "short", "--maxfail", MOST_FAILURES]  # what failed is printed at the end, which must be reached
+        if importlib.util.find_spec("pytest_timeout"):  # a kernel that never ends cannot be interrupted: its process is
+            how += ["--timeout", "240", "--timeout-method", "thread"]
+        if importlib.util.find_spec("xdist"):
+            how += ["-n", str(min(12, os.cpu_count() or 1))]  # most of the time goes into compiling
     marked = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in p.read_text()]
     device = run(["-m", "pytest", *how, *marked, "-m", "gpu"], out / "gpu_tests.txt")
     without = "--ignore=tests/kernels/test_triton.py"  # the interpreter and other targets: nothing of this device

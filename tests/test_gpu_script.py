@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -82,6 +84,62 @@ def test_red_tests_stop_it(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp
         gpu.measure(tmp_path, options(gpu, gpu.PARTS))
     with pytest.raises(SystemExit, match=r"^benchmarks/end_to_end\.py failed"):
         gpu.measure(tmp_path, options(gpu, ("model",)))
+
+
+def test_failures_are_told_of_before_time_is_up(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What failed is printed when all is done: a kernel that never ends, or hundreds that fail, must not put that off."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(gpu, "run", lambda command, log=None: bool(commands.append(command)))
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: name)
+    gpu.tests(tmp_path, False)
+    assert len(commands) == 2
+    for command in commands:
+        assert {"--maxfail", "--timeout", "-n"} <= set(command)
+        assert command[command.index("--timeout-method") + 1] == "thread"  # a signal waits for the call to end
+
+
+class Cuda:
+    """Notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self.asked.append(name) or self
+
+    def elapsed_time(self, end: object) -> float:
+        return 1.0
+
+
+def test_a_launch_is_queued_before_its_time_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers, cuda = script("peers"), Cuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    assert peers.between_events(lambda: cuda.asked.append("call")) == 1.0
+    assert cuda.asked == ["Event", "Event", "_sleep", "record", "call", "record", "synchronize"]
+
+
+def test_a_call_that_cannot_be_captured_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers = script("peers")
+    called: list[None] = []
+
+    @contextmanager
+    def capture(graph: object) -> Iterator[None]:
+        yield
+        raise error
+
+    monkeypatch.setattr(torch, "cuda", Cuda())
+    torch.cuda.graph = capture  # type: ignore[assignment,misc]
+    error: Exception = RuntimeError("operation not permitted")
+    assert peers.captured(lambda: called.append(None)) is not None
+    assert "not captured" in capsys.readouterr().out
+    error = torch.OutOfMemoryError("none left")
+    with pytest.raises(torch.OutOfMemoryError):
+        peers.captured(lambda: called.append(None))
+    assert len(called) == 4
 
 
 def test_a_run_that_is_cut_off_keeps_its_log(gpu: ModuleType, tmp_path: Path) -> None:
