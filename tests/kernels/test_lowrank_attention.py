@@ -58,6 +58,25 @@ def test_matches_a_loop(backend: str, chosen: bool, partial: bool) -> None:
     oracle.close(got, oracle.attend(q, keys, v.flatten(0, 1)[where], seen, 0.3), 1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_sixteen_bits(backend: str, dtype: torch.dtype, bound: float) -> None:
+    """On a GPU the rebuilt keys are rounded to these before and after they are turned."""
+    rng = torch.Generator().manual_seed(3)
+    u, v, basis, q = (
+        torch.randn(*shape, generator=rng).to(dtype)
+        for shape in ((2, 160, 48), (10, PAGE, 64), (ROWS, 48, 64), (ROWS, 4, 1, 64))
+    )
+    basis, table = basis / 8, torch.arange(ROWS * 2).reshape(ROWS, 2)
+    position, inv_freq = torch.arange(2 * PAGE).repeat(ROWS, 1) + 100, 0.5 ** torch.arange(32.0)
+    position[2, 5:20] = -1
+    given = (table, position)
+    got = oracle.on(backend, lowrank_attention)(q, u, v, basis, inv_freq, *given, page=PAGE, scale=0.2, backend=backend)
+    exact = (x.double() for x in (q, u, v, basis, inv_freq))
+    want = lowrank_attention(*exact, *given, page=PAGE, scale=0.2, backend="reference")
+    oracle.close(got, want, bound)
+
+
 def test_refusals_say_why() -> None:
     table, position = torch.zeros(1, 1, dtype=torch.long), torch.arange(16)[None]
     q, u, v, inv_freq = torch.randn(1, 1, 8), torch.randn(1, 16, 4), torch.randn(1, 16, 8), torch.ones(4)

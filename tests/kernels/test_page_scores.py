@@ -30,11 +30,15 @@ def bounds(dim: int, units: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 @pytest.mark.parametrize("reduce", ["max", "mean"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 8, 1), (3, 72, 67), (4, 128, 301), (9, 64, 33)], ids=str)
+@pytest.mark.parametrize("alike", [False, True], ids=["query in float32", "query in the dtype"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_scores_match_a_loop(backend: str, shape: tuple[int, int, int], dtype: torch.dtype, reduce: str) -> None:
+def test_scores_match_a_loop(
+    backend: str, alike: bool, shape: tuple[int, int, int], dtype: torch.dtype, reduce: str
+) -> None:
     group, dim, units = shape
     low, high, alive = bounds(dim, units, dtype)
     q = torch.randn(3, group, dim, generator=torch.Generator().manual_seed(0))
+    q = q.to(dtype) if alike else q
     got = oracle.on(backend, page_scores)(q, low, high, alive, reduce=reduce, backend=backend).cpu()
     for r in range(3):
         for u in range(units):
