@@ -66,7 +66,10 @@ def call(what: str, batch: int, length: int, device: str) -> Callable[[], object
     table = torch.arange(pages, dtype=torch.int32, device=device).view(rows, -1)
     position = torch.arange(length, dtype=torch.int32, device=device).repeat(rows, 1)
     x = torch.randn(pages, PAGE, DIM, device=device).bfloat16()
-    fields, codec = ({"k": x, "v": x.clone()}, "dense") if what == "full" else (codecs.encode_kivi(x, x, 4, 32), "kivi")
+    if what == "full":
+        fields, codec = {"k": x, "v": x.clone()}, "dense"
+    else:  # ranges as the policy has them
+        fields, codec = codecs.encode_kivi(x, x, 4, 32, scale_dtype=x.dtype), "kivi"
     rest = (None, PAGE, codec, DIM, None, None, None, None, False)  # all pages, no window, softcap, sinks or scores
     return lambda: dense.paged_attention(q, fields, table, position, PAGE, 0.1, *rest)
 

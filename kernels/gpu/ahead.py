@@ -110,7 +110,7 @@ def cases() -> dict[str, Callable[[], object]]:
         if codec == "dense":
             return {"k": x, "v": x}
         if codec == "kivi":
-            return codecs.encode_kivi(x, x, bits, 32)
+            return codecs.encode_kivi(x, x, bits, 32, scale_dtype=dtype)  # ranges as the policy has them
         return codecs.encode_zipcache(x, x, (4, 2), (torch.arange(PAGE) < 38).expand(len(x), -1))
 
     def pages(

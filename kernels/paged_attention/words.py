@@ -74,6 +74,18 @@ def tiles(pointer, mask, other, TILES: tl.constexpr):
 
 
 @triton.jit
+def half(x, ASM: tl.constexpr):
+    """In float16; two at a time where the compiler would take them one by one."""
+    if x.dtype == tl.float16 or ASM is None:
+        return x.to(tl.float16)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a, b; .reg .f32 c, d; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000;"
+        " mov.b32 c, a; mov.b32 d, b; cvt.rn.f16x2.f32 $0, d, c; }",
+        "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
 def channels(DIM: tl.constexpr, BITS: tl.constexpr):
     """Of tile 0."""
     PER: tl.constexpr = 32 // BITS
@@ -142,7 +154,7 @@ def words_kernel(
                 their_zeros = tiles(k_zero + group + K_DIM, there, 0.0, K_TILES)
             scores = tl.zeros([BLOCK, HEADS], tl.float32)
             for i in tl.static_range(K_TILES):
-                size, zero = k_scales[i][None, :], k_zeros[i][None, :]
+                size, zero = half(k_scales[i], K_ASM)[None, :], half(k_zeros[i], K_ASM)[None, :]
                 if SALIENT is not None:
                     size = tl.where(plain[:, None], others[i][None, :], size)
                     zero = tl.where(plain[:, None], their_zeros[i][None, :], zero)
@@ -166,8 +178,9 @@ def words_kernel(
             if SALIENT is None:
                 words = rows_at(v_code + first * V_WORDS, t, there, V_WORDS)
                 group = (first + t)[:, None] * V_GROUPS + tl.arange(0, V_GROUPS)[None, :]
-                v_scales = spread(tl.load(v_scale + group, mask=ok[:, None], other=0.0), 2 * V_WORDS)
-                v_zeros = spread(tl.load(v_zero + group, mask=ok[:, None], other=0.0), 2 * V_WORDS)
+                v_scales = tl.load(v_scale + group, mask=ok[:, None], other=0.0).to(tl.float16)
+                v_zeros = tl.load(v_zero + group, mask=ok[:, None], other=0.0).to(tl.float16)
+                v_scales, v_zeros = spread(v_scales, 2 * V_WORDS), spread(v_zeros, 2 * V_WORDS)
             else:
                 words = mixed(v_code, v_low, high_at, low_at, plain, there, V_WORDS)
                 v_scales = tl.load(v_scale + first + t, mask=ok, other=0.0)[:, None]
@@ -225,14 +238,16 @@ def fits(
     q: Tensor, fields: Mapping[str, Tensor], page: int, unit: int, codec: str, dim_v: int, want_probs: bool
 ) -> bool:
     """Whether these pages can be read by the word: KIVI's codes, whole blocks of one key group; or ZipCache's of 4 and 2
-    bits. Ranges are float16."""
+    bits. Ranges are float16, or for KIVI bfloat16, as of a model in it; those are turned into float16, whose numbers end
+    at 65504: far beyond any key."""
     if codec not in ("kivi", "zipcache") or want_probs or page % BLOCK or unit % BLOCK:
         return False
     if q.dtype not in (torch.float16, torch.bfloat16):
         return False
     if any(x.storage_offset() % 4 or not x.is_contiguous() for x in fields.values()):
         return False
-    if any(fields[f"{side}_{name}"].dtype != torch.float16 for side in "kv" for name in ("scale", "zero")):
+    ranges = (torch.float16, torch.bfloat16) if codec == "kivi" else (torch.float16,)
+    if any(fields[f"{side}_{name}"].dtype not in ranges for side in "kv" for name in ("scale", "zero")):
         return False
     for side, dim in (("k", q.shape[-1]), ("v", dim_v)):
         if dim & (dim - 1) or dim > 256:

@@ -14,11 +14,14 @@ from torch import Tensor
 from kvengine.kernels import codecs
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.slots import resolve, visible_to
+from kvengine.stack import Stack
 
 BACKENDS = oracle.backends()
 ROWS, TABLE = 3, 3
 CASES: dict[str, dict[str, Any]] = {
     "4 bits": {},
+    "ranges in bfloat16": {"ranges": torch.bfloat16},
+    "2 bits, ranges in bfloat16": {"ranges": torch.bfloat16, "bits": 2, "dim": 128, "dim_v": 128, "large": True},
     "2 bits": {"bits": 2, "dim": 128, "dim_v": 128},
     "8 bits": {"bits": 8},
     "keys 4, values 2": {"bits": (4, 2), "dim_v": 128},
@@ -46,12 +49,13 @@ def case(
     *, bits: Any = 4, dim: int = 64, dim_v: int = 64, page: int = 64, group: int = 32, heads: int = 4, query: int = 1,
     seen: bool = False, window: int | None = None, unit: int | None = None, softcap: float | None = None,
     sinks: bool = False, large: bool = False, salient: float | None = None,
+    ranges: torch.dtype = torch.float16,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, dict[str, Any]]:  # fmt: skip
     """Queries, fields, table, position and options; one full row, one with missing pages, one without any."""
     rng = torch.Generator().manual_seed(dim + page)
     k, v = (torch.randn(ROWS * TABLE + 2, page, d, generator=rng) for d in (dim, dim_v))
     if salient is None:
-        fields = codecs.encode_kivi(k, v, bits, group)
+        fields = codecs.encode_kivi(k, v, bits, group, scale_dtype=ranges)
     else:
         chosen = torch.rand(len(k), page, generator=rng).argsort(1) < round(salient * page)
         fields = codecs.encode_zipcache(k, v, (4, 2), chosen)
@@ -121,6 +125,19 @@ def test_other_pages_are_read_code_by_code() -> None:
     assert not fits(q.float(), fields, 64, 64, "kivi", 64, False)
     assert not fits(q, fields, 64, 64, "kivi", 64, True)
     assert not fits(q, {n: x.float() if "scale" in n else x for n, x in fields.items()}, 64, 64, "kivi", 64, False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("bits", "dim"), [(4, 64), (4, 128), (2, 128), (8, 256)])
+def test_the_policys_pages_are_read_by_the_word(bits: int, dim: int, dtype: torch.dtype) -> None:
+    """As a model in this dtype stores them, with what nobody asks otherwise."""
+    from kvengine.kernels.paged_attention.words import fits
+
+    stack = Stack.parse(f"kivi(bits={bits})")
+    k = torch.randn(3, stack.page, dim).to(dtype)
+    fields = stack.representation.encode(k, k, torch.zeros(3, stack.page))
+    assert fits(k[:, None, :1], fields, stack.page, stack.page, "kivi", dim, False)
 
 
 def taken(q: Tensor, fields: dict[str, Tensor], options: dict[str, Any]) -> None:
