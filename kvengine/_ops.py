@@ -13,7 +13,8 @@ from kvengine.kernels.dispatch import native_refusal
 from kvengine.kernels.state import State, rescaled
 from kvengine.session import Call
 
-BLOCK = 1 << 20  # logits computed at once, per group of rows
+BLOCK = 1 << 20  # logits computed at once, of a row
+ON_GPU = 1 << 27  # of all rows together: half a gigabyte, where few at a time would be two queries of a long prompt
 
 
 def whole(
@@ -81,5 +82,6 @@ def columns(
 
 def blocks(q: Tensor, tokens: int) -> list[slice]:
     """Spans of queries whose logits over `tokens` tokens fit in memory comfortably."""
-    step = max(1, BLOCK // max(1, tokens * q.shape[1]))
+    room = max(BLOCK, ON_GPU // max(1, len(q))) if q.is_cuda else BLOCK
+    step = max(1, room // max(1, tokens * q.shape[1]))
     return [slice(i, min(i + step, q.shape[2])) for i in range(0, q.shape[2], step)]

@@ -139,9 +139,8 @@ class Steps:
                     x.copy_(old)
         torch.cuda.current_stream(self.now.device).wait_stream(side)
         captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            captured, stream=side
-        ):  # not the one by default: that is of the GPU that was current first
+        # On this stream, as the one by default is of the GPU that was current first; and whatever other threads do.
+        with torch.cuda.graph(captured, stream=side, capture_error_mode="thread_local"):
             logits = self.run()
 
         def replay() -> Tensor:
