@@ -93,6 +93,13 @@ class FixedLane(Lane):
         """Every tensor that a step reads and changes."""
         return [self.cursor, self.counts, *(x for _, _, x in self.pins)]
 
+    def lasting(self) -> list[Tensor]:
+        """Those of them that the same step would not leave alike if it were taken again.
+
+        Keys and values it would, a token being written to the same place, unless it also merges others.
+        """
+        return [x for x in self.state() if self.retention.remerges or x.dim() < 3]
+
     def pin(self) -> None:
         """Where the step has put a new tensor in a place, copy it into the one that was there."""
         for owner, name, held in self.pins:
@@ -241,6 +248,10 @@ class FixedLayer:
 
     def state(self) -> list[Tensor]:
         return [x for lane in self.lanes for x in lane.state()]
+
+    def lasting(self) -> list[Tensor]:
+        """Those of them that a step taken twice would change twice."""
+        return [x for lane in self.lanes for x in lane.lasting()]
 
     def release(self) -> None:
         """Let the layer go on as it would have without."""

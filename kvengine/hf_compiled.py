@@ -128,14 +128,14 @@ class Steps:
 
     def graph(self) -> tuple[Step, Tensor]:
         """Capture a CUDA graph. The steps that warm up are undone."""
-        small = [x for x in self.state() if x.dim() < 3]  # keys and values they wrote are written again
-        before = [x.clone() for x in small]
+        changed = [self.now, *(x for layer in self.layers for x in layer.lasting())]
+        before = [x.clone() for x in changed]
         side = torch.cuda.Stream(self.now.device)
         side.wait_stream(torch.cuda.current_stream(self.now.device))
         with torch.cuda.stream(side):
             for _ in range(WARM):
                 self.run()
-                for x, old in zip(small, before, strict=True):
+                for x, old in zip(changed, before, strict=True):
                     x.copy_(old)
         torch.cuda.current_stream(self.now.device).wait_stream(side)
         captured = torch.cuda.CUDAGraph()
