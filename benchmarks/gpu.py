@@ -7,12 +7,15 @@
 Writes `gpu_tests.txt`, `gpu_kernel_tests.txt`, `kernels_cuda.json`, `end_to_end.json`, what both should reach:
 `gpu_targets.json`, and which launches would be faster: `gpu_tune.json`. Each file grows as its part runs, so a run that is
 cut off keeps what it found. `kernels` and `model` take shapes that do not fit into the device's memory out, and name them.
+Where a command may last only minutes, give each part its own: by estimate `tests` take four, most of them for compiling,
+`kernels` six, `model` seven and `tune` two, on 16 cores. `--batches` and `--contexts` divide the longer two further; each such
+run wants an `--out` of its own, as it writes its files anew.
 
 What must be there: torch with CUDA, triton, transformers, numpy, safetensors, jaxtyping (and its wadler-lindig), pytest
-and hypothesis; matplotlib for a picture, and pytest-xdist to compile the tests' kernels on several cores. No other
-dependency of the package is imported by any part (a test sees to that), so on a machine with these nothing needs to be
-carried, and the package is installed by `pip install --no-deps --no-build-isolation -e .` (setuptools >= 77). flash-attn
-and flashinfer are compared with where they are installed.
+and hypothesis; matplotlib for a picture, pytest-xdist to compile the tests' kernels on several cores, and pytest-timeout to
+end a test whose kernel does not. No other dependency of the package is imported by any part (a test sees to that), so on a
+machine with these nothing needs to be carried, and the package is installed by `pip install --no-deps --no-build-isolation
+-e .` (setuptools >= 77). flash-attn and flashinfer are compared with where they are installed.
 
 Not run on a GPU yet: none was at hand when it was written, and every figure for a GPU in this project is "not yet
 measured" until its results are committed.

@@ -349,7 +349,7 @@ def test_warming_up_leaves_no_trace(model: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "stream", lambda *a: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    for text in ("full", "streaming(sinks=2, recent=14)", MIXED[0], "d2o(budget=24)"):
+    for text in EVERY:
         with kvengine.patched(model, text):
             decoder = CompiledDecode(model, "graph")
             assert torch.equal(decode(model, decoder, prompts(2), 20), decode(model, None, prompts(2), 20)), text
