@@ -99,8 +99,10 @@ def kernel_targets(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, float
     """What the kernels should reach, and did, wherever it was measured."""
     for batch, length in dict.fromkeys((row["batch"], row["length"]) for row in rows):
         at = {row["case"]: row for row in rows if (row["batch"], row["length"]) == (batch, length)}
-        where, full = f"batch {batch}, {length} tokens", at["full, pages"]
-        there = at.keys().__contains__  # a case that failed is not
+        where, there = f"batch {batch}, {length} tokens", at.keys().__contains__  # a case that failed is not
+        if not there("full, pages"):
+            continue
+        full = at["full, pages"]
         if batch >= 16 or (batch == 1 and length >= LONG):
             yield (
                 f"dense pages, share of a copy's bandwidth ({where})",

@@ -238,12 +238,13 @@ def measure(
 
 
 def compare(rows: dict[str, Row]) -> None:
-    """Fill in what follows from the times."""
-    copy, sdpa, full = rows["copy"], rows["sdpa, grouped (stock)"], rows["full, pages"]
+    """Fill in what follows from the times; against a case that failed, nothing does."""
+    copy, sdpa, full = (rows.get(name) for name in ("copy", "sdpa, grouped (stock)", "full, pages"))
     for row in rows.values():
         row.gb_per_s = row.bytes / row.ms / 1e6
-        row.of_copy = row.gb_per_s / (copy.bytes / copy.ms / 1e6)
-        row.over_sdpa, row.over_full, row.byte_ratio = sdpa.ms / row.ms, full.ms / row.ms, copy.bytes / row.bytes
+        if copy is not None:
+            row.of_copy, row.byte_ratio = row.gb_per_s / (copy.bytes / copy.ms / 1e6), copy.bytes / row.bytes
+        row.over_sdpa, row.over_full = (0.0 if x is None else x.ms / row.ms for x in (sdpa, full))
 
 
 def machine(device: str, cpu_time: bool) -> dict[str, str]:
@@ -327,7 +328,7 @@ def main() -> None:
             skipped.append(f"{dtype}, batch {batch}, {length} tokens: {type(error).__name__}: {str(error)[:200]}")
             failed |= not isinstance(error, (TooLarge, torch.OutOfMemoryError))
             print("skipped:", skipped[-1], flush=True)
-            continue
+            new = []
         rows += new
         for r in new:
             figures = "".join(f"{getattr(r, name):11.2f}" for name in COLUMNS)

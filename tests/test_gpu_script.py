@@ -72,6 +72,33 @@ def test_missing_files_and_cases_are_left_out(gpu: ModuleType, tmp_path: Path) -
     assert [row["wanted"] for row in found["rows"]] == [">= 9"] and found["machine"] == "a chip"
 
 
+def test_a_case_that_failed_takes_no_other_with_it(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What others are compared with included: their times are there all the same, and so is why a shape is not."""
+    measured, shapes = script("kernels"), iter((["full, pages", "kivi 4 bits"], ["kivi 4 bits"], None))
+
+    def measure(batch: int, length: int, *rest: object) -> list[Any]:
+        if (names := next(shapes)) is None:
+            raise RuntimeError("an illegal memory access was encountered")
+        rows = {name: measured.Row(name, "bfloat16", batch, length, 2.0, 1.0, 3.0, 100) for name in names}
+        measured.compare(rows)
+        return list(rows.values())
+
+    out = tmp_path / gpu.KERNELS
+    monkeypatch.setattr(measured, "measure", measure)
+    monkeypatch.setattr(measured, "draw", lambda rows, file: None)
+    given = ["--lengths", str(gpu.LONG), "7", "8", "--dtypes", "bfloat16", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["kernels.py", *given])
+    with pytest.raises(SystemExit, match="not all was measured"):
+        measured.main()
+    found = json.loads(out.read_text())
+    assert [row["over_full"] for row in found["rows"]] == [1.0, 1.0, 0.0]
+    assert [row["of_copy"] for row in found["rows"]] == [0.0] * 3
+    assert "illegal memory access" in found["skipped"][0]
+    gpu.targets(tmp_path, "gpu.py")
+
+
 def options(gpu: ModuleType, only: tuple[str, ...], dry: bool = False) -> Namespace:
     return Namespace(only=only, dry=dry, batches=["1"], lengths=["4096"], contexts="8192")
 
