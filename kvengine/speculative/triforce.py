@@ -74,7 +74,9 @@ class TriForce(Decoder):
             remembers from call to call. As it goes by the clock, only greedy or coupled text repeats for a seed then.
         stack: the target's own cache. "full" keeps the model's law; under another stack that one's law is kept instead:
             `stack="quantspec", middle="quantspec(bits=4)"` judges with eight bits and drafts with four of them.
-        draft_stack: the small model's cache.
+        draft_stack: the small model's cache. The prompt is read at its true positions, so the model must be made for texts as
+            long. (The official code's reads 64 tokens at a time, which see 16 sinks and the newest 240 or so, with positions
+            counted in the cache; `streaming(sinks=16, recent=240, positions="in-cache")` is that from the prompt's end on.)
         widths: let the small model draft a tree with so many children per node at each depth, instead of a chain.
         refresh: when a view chooses anew.
         tokenizers: the target's and the draft's, to be compared; without them only sizes and special tokens are.

@@ -1,8 +1,9 @@
 """Quantised sections: keys or values of one layer and one chunk to bytes and back.
 
 Per head one step width; per channel its mean (in steps) and a byte that names its prediction mode and its table; then
-the entropy-coded codes. Prediction is between quantised integers, so a group's anchor is the reconstructed one and the
-error stays within half a step whatever the mode; each channel takes the mode that measures cheapest.
+the entropy-coded codes. Prediction is between quantised integers, so a group's anchor is the reconstructed one and no
+error adds to another; each channel takes the mode that measures cheapest. Integers are off by half a step at most. What is
+coded without prediction is read at its bin's centre of mass: off by less than a step, and by less on average.
 
 Differs from the released CacheGen code, which scales each token by its largest channel, never uses deltas, and counts
 a table per channel and call (2.2 bits per number at 256 tokens; here 0.08).

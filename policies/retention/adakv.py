@@ -2,7 +2,8 @@
 
     b       =  budget - what the base always keeps            (per head)
     n_h     =  tokens of head h among the layer's heads * b best, all heads compared by the base's score
-    cap_h   =  (1 - floor) n_h  +  floor b                    (rounded so that they add up to heads * b)
+    cap_h   =  (1 - floor) n_h  +  floor b                    (rounded so that they add up to heads * b; what a head
+               that an earlier prompt left with few tokens cannot use goes to the best others of all heads)
     keep    =  what the base always keeps, and head h's `cap_h` best others
 
 Any base that scores each token may be wrapped. Rows end up with different numbers of tokens, which live in pages, so
@@ -115,5 +116,18 @@ def shares(score: Float[Tensor, "row token"], even: Int[Tensor, "row"], floor: f
     part = (1 - floor) * won.double() + floor * even.unflatten(0, (-1, heads)).double()
     whole = (part + 1e-9).floor()
     missing = together - whole.long().sum(1)
-    found: Tensor = whole.long() + best_tokens(part - whole, missing)
-    return found.flatten(0, 1)
+    found = (whole.long() + best_tokens(part - whole, missing)).flatten(0, 1)
+    there = (score > float("-inf")).sum(1)
+    return found if bool((found <= there).all()) else handed_on(score, torch.minimum(found, there), together, heads)
+
+
+def handed_on(
+    score: Float[Tensor, "row token"], count: Int[Tensor, "row"], together: Int[Tensor, "sequence"], heads: int
+) -> Int[Tensor, "row"]:
+    """`count`, and what is still missing from `together` for the best of all heads' other tokens.
+
+    After an earlier prompt a head may hold fewer tokens than its share of the next.
+    """
+    others = score.masked_fill(best_tokens(score, count), float("-inf")).unflatten(0, (-1, heads)).flatten(1)
+    more = best_tokens(others, together - count.unflatten(0, (-1, heads)).sum(1))
+    return count + more.unflatten(1, (heads, -1)).sum(2).flatten()

@@ -70,7 +70,9 @@ class Elastic(Retention):
 
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
         if seen.prompt:
-            return keep_top(seen, seen.score, self.budget, self.protected(seen))
+            kept = keep_top(seen, seen.score, self.budget, self.protected(seen))
+            seen.notes["left"] = kept.sum(1)
+            return kept
         place = self.place(seen)[:, None]
         at = seen.position.masked_fill(~seen.valid, FAR).sort(1).values.gather(1, place)
         over = seen.valid.sum(1) > seen.count(self.budget)
@@ -78,8 +80,7 @@ class Elastic(Retention):
 
     def place(self, seen: Seen) -> Int[Tensor, "row"]:
         """Which place goes, between the sinks and the newest."""
-        budget = seen.count(self.budget)
-        left = torch.minimum(budget, seen.prompt_length)
+        budget, left = seen.count(self.budget), seen.notes["left"]
         place = left + self.offset if self.offset <= 0 else torch.full_like(left, self.offset)
         last = torch.maximum(budget - self.recent, torch.zeros_like(budget))
         return torch.minimum(place.clamp(min=self.sinks), last).clamp(max=seen.position.shape[1] - 1)

@@ -28,7 +28,7 @@ class H2O(Retention):
 
     Args:
         budget: tokens held per KV head, or a fraction of the prompt.
-        recent: how much of the budget goes to the newest tokens. A fraction of the budget.
+        recent: how much of the budget goes to the newest tokens, one token at the least. A fraction of the budget.
         decode: whether to go on judging while decoding; if not, what comes after the prompt stays.
         average: whether to rank by the mean over the queries that could see a token, not by their sum.
         reduce: how the heads of a query group agree: over the prompt's sum, then over each decoded token's attention.

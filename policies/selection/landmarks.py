@@ -3,7 +3,7 @@
     landmark_j   =  mean of the chunk's keys
     coherence_j  =  min over its keys of cos(key, landmark_j)
     outliers     =  the least coherent chunks, always read: their mean says little about them
-    score        =  softmax over landmarks of q . landmark / sqrt(d), per query head; the largest of the query group
+    score        =  softmax over the other landmarks of q . landmark / sqrt(d), per query head; the group's largest
     read         =  outliers, the newest `local` tokens and the open tail, and the best chunks, up to `budget` in all
 
 Defaults: chunks of 8, 2048 tokens and 32 local ones as in the paper's runs; outliers are 0.1875 of the budget, which
@@ -99,8 +99,9 @@ class Landmarks(Selection):
     def select(
         self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"], at: Where
     ) -> Int[Tensor, "row chosen"]:
-        want = attention_to(q, summary["mean"], alive, at.scale, self.reduce)
-        if self.outliers and not at.joint:
-            low = (-summary["coherence"].float()).masked_fill(~alive, float("-inf"))
-            want = want.masked_fill(best_tokens(low, (at.count * self.outliers).long()), float("inf"))
-        return best(want, alive, at)
+        if not self.outliers or at.joint:
+            return best(attention_to(q, summary["mean"], alive, at.scale, self.reduce), alive, at)
+        low = (-summary["coherence"].float()).masked_fill(~alive, float("-inf"))
+        outlier = best_tokens(low, (at.count * self.outliers).long())
+        want = attention_to(q, summary["mean"], alive & ~outlier, at.scale, self.reduce)
+        return best(want.masked_fill(outlier, float("inf")), alive, at)

@@ -1,6 +1,6 @@
 """Oracle top-k: read the tokens with the largest true attention. The ceiling that every selection is measured against.
 
-    want_j  =  max over the query group of softmax(q k^T)_j          (over all stored tokens)
+    want_j  =  max over the query group of softmax(q k^T)_j          (over the sealed tokens; the open tail is read anyway)
     read    =  the best tokens, up to `budget` with the open tail
 
 It looks at every key to choose, so it saves no time; it says what a perfect choice of so many tokens would give.

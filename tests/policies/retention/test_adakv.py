@@ -54,6 +54,25 @@ def test_shares_add_up(heads: int, tokens: int, part: float, floor: float, seed:
     assert found[1].tolist() == loop_shares(score[heads:].tolist(), int(part * tokens), floor)
 
 
+@given(seed=st.integers(0, 999), floor=st.sampled_from([0.0, 0.2, 0.5, 1.0]), even=st.integers(0, 14))
+def test_what_a_head_cannot_use_goes_to_the_others(seed: int, floor: float, even: int) -> None:
+    """After a first prompt heads hold different numbers of tokens."""
+    random = torch.Generator().manual_seed(seed)
+    there = torch.randint(0, 13, (3,), generator=random)
+    score = torch.rand(3, 12, generator=random).masked_fill(torch.arange(12) >= there[:, None], float("-inf"))
+    found = shares(score, torch.full((3,), even), floor, heads=3)
+    assert (found <= there).all() and found.sum() == min(3 * even, there.sum())
+
+
+def test_later_prompts_meet_the_budget_too() -> None:
+    case = sharp(Case(heads=4, group=2, length=150))
+    case.k[:, 1:] *= 0.05
+    layer = case.prompt("adakv(budget=100, window=8)")
+    for start, stop in ((150, 154), (154, 163), (163, 170)):
+        case.feed(layer, start, stop)
+        assert sum(len(positions(layer, row)) for row in range(4)) == 400
+
+
 def sharp(case: Case) -> Case:
     """The first head of each sequence attends to few tokens sharply, the last to many alike."""
     case.q[:, : case.group] *= 3

@@ -91,6 +91,20 @@ def test_while_it_fits_nothing_goes_and_nothing_is_merged() -> None:
         assert len(positions(layer, 2)) == min(16, t + 1 - 3)
 
 
+def test_a_later_prompt_leaves_what_was_generated_before_it_too() -> None:
+    """The place that goes counts from the end of all that was left, of which tokens generated between prompts are part."""
+    case = Case(length=20, steps=40, pads=(0, 6))
+    layer = case.prompt("elastic(budget=40, offset=-4)")
+    for t in range(20, 32):
+        case.feed(layer, t, t + 1)
+    case.feed(layer, 32, 49)
+    before = [positions(layer, row) for row in range(case.rows)]
+    case.feed(layer, 49, 50)
+    for row, left in enumerate(before):
+        assert len(left) == 40
+        assert positions(layer, row) == [*left[:36], *left[37:], 49]
+
+
 def test_room_for_no_anchor_merges_nothing() -> None:
     case = Case(heads=1, group=1)
     found = held(case.prompt("elastic(budget=2)"), 0)

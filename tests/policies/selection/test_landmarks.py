@@ -29,12 +29,13 @@ def expected(tokens: Tokens, policy: Landmarks, head: int, sealed: int, query: i
     open_ = query + 1 - sealed
     count = max(1, (int(policy.budget) - open_) // CHUNK)
     outliers = worst(tokens.k[0, head], sealed, int(count * policy.outliers))
+    landmarks = {j: c.mean(0) for j, c in enumerate(chunks(tokens.k[0, head], sealed)) if j not in outliers}
     share = []
     for g in range(2):
         q = tokens.q[0, head * 2 + g, query]
-        share.append(torch.stack([c.mean(0) @ q * tokens.scale for c in chunks(tokens.k[0, head], sealed)]).softmax(0))
+        share.append(torch.stack([mean @ q * tokens.scale for mean in landmarks.values()]).softmax(0))
     best = torch.stack(share).amax(0).argsort(descending=True).tolist()
-    chosen = [*outliers, *(j for j in best if j not in outliers)][:count]
+    chosen = [*outliers, *(list(landmarks)[i] for i in best)][:count]
     return {j * CHUNK + i for j in chosen for i in range(CHUNK)} | set(range(sealed, query + 1))
 
 
@@ -42,7 +43,18 @@ def expected(tokens: Tokens, policy: Landmarks, head: int, sealed: int, query: i
     "policy", [Landmarks(budget=88), Landmarks(budget=72, outliers=0.0), Landmarks(64, local=8)], ids=str
 )
 def test_reads_are_those_of_the_loop(policy: Landmarks) -> None:
-    tokens = draw(PROMPT + 1)
+    same_reads(policy, draw(PROMPT + 1))
+
+
+def test_outliers_take_no_share_from_the_others() -> None:
+    """A head that is all for an outlier would otherwise have little say in what else is read."""
+    for seed in range(10):
+        tokens = draw(PROMPT + 1, seed=seed)
+        tokens.q[:] *= 2
+        same_reads(Landmarks(budget=104), tokens)
+
+
+def same_reads(policy: Landmarks, tokens: Tokens) -> None:
     found = run(Stack(selection=policy), tokens, PROMPT)
     sealed = len(found.lane.pages)  # type: ignore[arg-type]
     seen = torch.zeros(1, 2, PROMPT + 1, dtype=torch.bool)

@@ -47,6 +47,16 @@ def test_empty_slots_do_not_widen_the_range() -> None:
     assert not any(x.any() for x in Quest(page=4).summarise(k, ~valid & valid).values())
 
 
+def test_bounds_hold_for_what_is_left_of_a_page() -> None:
+    """Tokens that go after their page was sealed may leave its bounds wide, never too narrow."""
+    pages = run("streaming(sinks=2, recent=30) + quest(budget=16, page=4)", draw(120), 60).lane.pages
+    assert pages is not None
+    k, there = pages.decoded()[0].unflatten(1, (-1, 4)), (pages.position >= 0).unflatten(1, (-1, 4))[..., None]
+    assert (there.any(2) & ~there.all(2)).any()
+    low, high = pages.summary["low"], pages.summary["high"]
+    assert ((k >= low[:, :, None]) & (k <= high[:, :, None]) | ~there).all()
+
+
 @pytest.mark.parametrize("heads, group", [(2, 2), (3, 1), (1, 4)])
 @pytest.mark.parametrize("reduce", ["max", "mean", "each"])
 def test_reads_are_those_of_the_loop(heads: int, group: int, reduce: str) -> None:
