@@ -60,10 +60,10 @@ class EngineLayer(CacheLayerMixin):
         return key_states, value_states
 
     def quick(
-        self, query: Float[Tensor, "seq q_head 1 dim"], scale: float
+        self, query: Float[Tensor, "seq q_head 1 dim"], key: Tensor, value: Tensor, scale: float
     ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
         """`attend` for a decoded token of a policy that has nothing to do, as most are; None if this is another."""
-        if self.incoming is None:
+        if self.incoming is None or self.incoming[0] is not key or self.incoming[1] is not value:
             return None
         k, v = self.incoming
         out = self.cache.quick(query, k, v, scale)
@@ -105,6 +105,11 @@ class EngineLayer(CacheLayerMixin):
             (k, v), self.incoming = self.incoming, None
             self.cache.store(k, v, valid)
         return stock(*self.cache.contents())
+
+    def asks_stock(self, n: int) -> bool:
+        """Whether the model's own attention will answer the next `n` queries: a prompt's, with everything still there."""
+        cache, exact = self.cache, self.stack.reads_prompts_exactly
+        return exact and cache.prompt_tokens(n) == n and (not cache.seen or cache.whole) and self.session.tree is None
 
     def kv_heads(self, key: Tensor) -> int:
         return int(self.incoming[0].shape[1] if self.incoming is not None else key.shape[1])

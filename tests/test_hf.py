@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support import greedy, llama, one, patched, prompts
+from support import SMALL, greedy, llama, one, patched, prompts
 
 import kvengine
 from kvengine.errors import CacheError, ModelError, PolicyError, UnknownPolicy, UnsupportedPolicy
@@ -184,6 +184,14 @@ def test_a_mask_given_as_a_tensor_works_where_everything_is_kept() -> None:
         want = llama()(ids).logits
         found = model(ids, attention_mask=mask, past_key_values=kvengine.EngineCache(model)).logits
     torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("name", [name for name, text in SMALL.items() if str(kvengine.Stack.parse(text)) != "full"])
+def test_a_mask_given_as_a_tensor_is_refused_where_a_policy_would_be_passed_over(name: str) -> None:
+    ids, model = one(40)["input_ids"], patched(SMALL[name])
+    mask = torch.zeros(1, 1, 40, 40).masked_fill(torch.ones(40, 40).triu(1).bool(), torch.finfo(torch.float32).min)
+    with torch.no_grad(), pytest.raises(UnsupportedPolicy, match="a mask given as a tensor is read by the model's own"):
+        model(ids, attention_mask=mask, past_key_values=kvengine.EngineCache(model))
 
 
 def test_a_cache_may_be_cropped_while_it_is_whole() -> None:
