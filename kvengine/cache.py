@@ -177,6 +177,15 @@ class LayerCache:
                 judge_together(self.session)
         return out
 
+    def hide(self, hidden: Bool[Tensor, "seq earlier"]) -> None:
+        """Tokens among those seen are none, by a later mask: rows of a batch that had ended while others were generated.
+
+        Raises:
+            CacheError: it is not known any more which of those that are held these are.
+        """
+        for part in self.parts:
+            part.lane.hide(self.by_row(hidden, part))
+
     def store(self, k: Tensor, v: Tensor, valid: Bool[Tensor, "seq token"] | None) -> None:
         """Tokens of a cache that keeps everything, whose queries are answered elsewhere."""
         if not self.parts:

@@ -102,6 +102,17 @@ class LazyMask:
             self.full[n] = bool(part.all())
         return None if self.full[n] else part
 
+    def hidden(self, n: int) -> Bool[Tensor, "seq earlier"] | None:
+        """Which of the tokens before the newest `n` are none by this mask; None if all are tokens, and for one that goes on."""
+        padding = self.kwargs.get("attention_mask")
+        before = int(self.kwargs["q_offset"]) + int(self.kwargs["q_length"]) - n
+        if padding is None or n == 1 or before == 0:
+            return None
+        part: Tensor = ~padding[:, :before].bool()
+        if -1 not in self.full:
+            self.full[-1] = not bool(part.any())
+        return None if self.full[-1] else part
+
 
 def engine_attention(
     module: nn.Module,
@@ -167,6 +178,9 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux")
     call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1))
+    hidden = attention_mask.hidden(query.shape[2])
+    if hidden is not None:
+        layer.cache.hide(hidden)
     valid = attention_mask.valid(query.shape[2])
     return layer.attend(query, call, valid, stock).contiguous(), None
 
