@@ -1,6 +1,7 @@
 """The Hugging Face edge: everything that `generate` does, on a patched model."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +164,24 @@ def test_after_a_reset_a_shorter_prompt_is_judged_at_its_own_end() -> None:
     with torch.no_grad():
         model(**one(50), past_key_values=cache)
     assert (cache.stats().held == 12).all()
+
+
+def test_vectors_before_a_prompt_are_part_of_it() -> None:
+    """Prompt tuning puts them there within the model, where `generate` does not count them."""
+    model = patched("snapkv(budget=24, window=6)")
+    prepare, soft = model.prepare_inputs_for_generation, torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(1))
+
+    def tuned(ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+        inputs = prepare(ids, **kwargs)
+        if kwargs["past_key_values"].seen:
+            return inputs | {"attention_mask": None, "position_ids": None}
+        vectors = torch.cat([soft, model.get_input_embeddings()(inputs["input_ids"])], 1)
+        return {"inputs_embeds": vectors, "past_key_values": kwargs["past_key_values"], "use_cache": True}
+
+    model.prepare_inputs_for_generation = tuned
+    cache = kvengine.EngineCache(model)
+    greedy(model, one(), 4, past_key_values=cache)
+    assert cache.seen == 61 + 5 + 3 and (cache.stats().held == 24 + 3).all()
 
 
 def test_a_mask_of_ones_costs_no_masked_attention() -> None:
