@@ -147,7 +147,9 @@ class LayerCache:
     def prompt_tokens(self, n: int) -> int:
         """How many of the next `n` tokens belong to a prompt."""
         if self.session.prompt_end is not None and self.seen < self.session.prompt_end:
-            drafts = self.session.recording  # if not, what comes with a prompt is part of it, as a soft prompt's vectors are
+            drafts = (
+                self.session.recording
+            )  # if not, what comes with a prompt is part of it, as a soft prompt's vectors are
             return min(n, self.session.prompt_end - self.seen) if drafts else n
         if self.seen == 0:
             return n

@@ -220,7 +220,8 @@ def text_only(model: PreTrainedModel, text: Any) -> dict[str, str]:
 
 
 def lazy_mask(**kwargs: Any) -> LazyMask:
-    return LazyMask(kwargs)
+    made = kwargs.get("attention_mask")
+    return made if isinstance(made, LazyMask) else LazyMask(kwargs)  # a model may have its text model ask again
 
 
 def enter(

@@ -39,7 +39,9 @@ class MaskUsed(ModelError, AttributeError):
 
 
 class LazyMask:
-    """A mask not yet made: the arguments that would make it."""
+    """A mask not yet made: the arguments that would make it. To who asks, it is of four dimensions, as if made."""
+
+    ndim = 4
 
     def __init__(self, kwargs: dict[str, Any]) -> None:
         # A static cache counts its tokens in a tensor, and adds to it before the mask is made.
@@ -55,6 +57,10 @@ class LazyMask:
         queries: slice = index[2]
         q = range(self.kwargs["q_length"])[queries]
         return LazyMask({**self.kwargs, "q_offset": self.kwargs["q_offset"] + q.start, "q_length": len(q)})
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return self.kwargs["batch_size"], 1, self.kwargs["q_length"], self.kwargs["kv_length"]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -169,7 +169,10 @@ def test_after_a_reset_a_shorter_prompt_is_judged_at_its_own_end() -> None:
 def test_vectors_before_a_prompt_are_part_of_it() -> None:
     """Prompt tuning puts them there within the model, where `generate` does not count them."""
     model = patched("snapkv(budget=24, window=6)")
-    prepare, soft = model.prepare_inputs_for_generation, torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(1))
+    prepare, soft = (
+        model.prepare_inputs_for_generation,
+        torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(1)),
+    )
 
     def tuned(ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         inputs = prepare(ids, **kwargs)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families.configs import BASE, LATENTS, NOT_GROUPED, VOCABULARY, padded_batch
+from families.configs import BASE, LATENTS, NOT_GROUPED, padded_batch
 
 import kvengine
 from kvengine.errors import ModelError
@@ -85,28 +85,4 @@ def test_a_mask_that_is_looked_at_says_so(use: Callable[[Any], Any]) -> None:
     mask = LazyMask({"q_length": 4, "q_offset": 0})
     with pytest.raises(ModelError, match="reads or changes its mask itself"):
         use(mask)
-    assert not hasattr(mask, "shape") and len(range(4)[mask[:, :, -1:, :].kwargs["q_offset"] :]) == 1
-
-
-@pytest.mark.parametrize("text", ["ashape(sinks=2, local=8)", "duo(prompt='streaming', sinks=2, recent=8)"])
-def test_a_prompt_with_images_is_not_read_as_if_it_were_text(text: str) -> None:
-    """An image's tokens see each other; a prefill pattern would let each see the earlier ones only."""
-    found = transformers.Gemma3ForConditionalGeneration
-    layers = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    options = BASE | layers | {"query_pre_attn_scalar": 16}
-    model = found(found.config_class(text_config=options, vision_config=vision, image_token_id=VOCABULARY - 1)).eval()
-    ids = padded_batch()["input_ids"][:1]
-    types = torch.zeros_like(ids)
-    types[:, 4:12] = 1
-    with torch.no_grad():
-        want = model(ids, token_type_ids=types).logits
-        assert not torch.allclose(model(ids, token_type_ids=types * 0).logits, want)
-        for policy in ("full", "snapkv(budget=12, window=4)"):
-            cache = kvengine.EngineCache(kvengine.patch(model, policy))
-            torch.testing.assert_close(model(ids, token_type_ids=types, past_key_values=cache).logits, want)
-        kvengine.patch(model, text)
-        with pytest.raises(kvengine.errors.UnsupportedPolicy, match="tokens see later ones"):
-            model(ids, token_type_ids=types, past_key_values=kvengine.EngineCache(model))
-        model(ids, token_type_ids=types * 0, past_key_values=kvengine.EngineCache(model))
+    assert not hasattr(mask, "to") and len(range(4)[mask[:, :, -1:, :].kwargs["q_offset"] :]) == 1
