@@ -147,7 +147,10 @@ class LayerCache:
     def prompt_tokens(self, n: int) -> int:
         """How many of the next `n` tokens belong to a prompt."""
         if self.session.prompt_end is not None and self.seen < self.session.prompt_end:
-            return min(n, self.session.prompt_end - self.seen)
+            drafts = (
+                self.session.recording
+            )  # if not, what comes with a prompt is part of it, as a soft prompt's vectors are
+            return min(n, self.session.prompt_end - self.seen) if drafts else n
         if self.seen == 0:
             return n
         return 0 if n == 1 or self.session.following or self.session.recording else n
@@ -176,6 +179,15 @@ class LayerCache:
             if self.session.waiting and self.session.last in (None, self.layer):
                 judge_together(self.session)
         return out
+
+    def hide(self, hidden: Bool[Tensor, "seq earlier"]) -> None:
+        """Tokens among those seen are none, by a later mask: rows of a batch that had ended while others were generated.
+
+        Raises:
+            CacheError: it is not known any more which of those that are held these are.
+        """
+        for part in self.parts:
+            part.lane.hide(self.by_row(hidden, part))
 
     def store(self, k: Tensor, v: Tensor, valid: Bool[Tensor, "seq token"] | None) -> None:
         """Tokens of a cache that keeps everything, whose queries are answered elsewhere."""

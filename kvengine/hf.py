@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_attention import LazyMask, Seam, engine_attention
@@ -30,6 +30,16 @@ from kvengine.hf_rope import rope_for
 from kvengine.policies import name_of
 from kvengine.rope import Rope
 from kvengine.stack import Stack
+
+KINDS = {
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "DummyLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+}
+"""Caches of layers that the engine replaces, or that may stay transformers' own beside it."""
 
 
 class Patch:
@@ -87,6 +97,7 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
         raise ModelError(
             f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
         )
+    check_layers(model, text)
     previous = text._attn_implementation
     state = Patch(stack, state.known)
     state.implementations = [(c, c._attn_implementation_internal) for c in configs(model)]
@@ -148,6 +159,22 @@ def check_model(model: Any) -> None:
         )
 
 
+def check_layers(model: PreTrainedModel, text: Any) -> None:
+    """Refuse models whose attention reads more than the keys and values of the tokens before, which it is handed."""
+    strange = {type(layer).__name__ for layer in DynamicCache(config=text).layers} - KINDS
+    if strange:
+        what = (
+            f"keeps caches of kinds of its own ({', '.join(sorted(strange))}), by which it chooses or compresses tokens"
+        )
+    elif getattr(text, "cross_attention_layers", None):
+        what = "has layers that attend to something else than its text, and keep that in the same cache"
+    elif not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+        what = "takes no caches but its own"
+    else:
+        return
+    raise ModelError(f"{type(model).__name__} {what}; the engine cannot enter it")
+
+
 def modules(model: Any) -> Iterable[nn.Module]:
     return model.modules() if isinstance(model, nn.Module) else ()
 
@@ -177,7 +204,9 @@ def attention_modules(model: nn.Module, text: Any) -> list[nn.Module]:
     return [
         m
         for m in model.modules()
-        if "Attention" in type(m).__name__ and isinstance(getattr(m, "layer_idx", None), int) and m.config is text
+        if "Attention" in type(m).__name__
+        and isinstance(getattr(m, "layer_idx", None), int)
+        and getattr(m, "config", None) is text
     ]
 
 
@@ -192,7 +221,8 @@ def text_only(model: PreTrainedModel, text: Any) -> dict[str, str]:
 
 
 def lazy_mask(**kwargs: Any) -> LazyMask:
-    return LazyMask(kwargs)
+    made = kwargs.get("attention_mask")
+    return made if isinstance(made, LazyMask) else LazyMask(kwargs)  # a model may have its text model ask again
 
 
 def enter(

@@ -12,10 +12,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from kvengine import latent
-from kvengine.errors import CacheError, ModelError
+from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_cache import EngineLayer
 from kvengine.kernels.causal_attention import causal_attention, quicker
 from kvengine.session import Call
+from kvengine.stack import Stack
 
 FOREIGN = ("position_bias", "indices", "block_indices", "sinks", "cu_seq_lens_q", "cu_seq_lens_k")
 PARTICULAR = frozenset(("softcap", "s_aux", "output_attentions", *FOREIGN))
@@ -28,8 +29,20 @@ class Seam(NamedTuple):
     previous: str
 
 
+class MaskUsed(ModelError, AttributeError):
+    """The model's own code wanted to look at a mask; also what Python says of things that have no such attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this model's attention reads or changes its mask itself (to choose tokens by it, say); on a patched model there is "
+            "none, only the rule that would make it. The engine cannot enter it: call kvengine.unpatch(model)"
+        )
+
+
 class LazyMask:
-    """A mask not yet made: the arguments that would make it."""
+    """A mask not yet made: the arguments that would make it. To who asks, it is of four dimensions, as if made."""
+
+    ndim = 4
 
     def __init__(self, kwargs: dict[str, Any]) -> None:
         # A static cache counts its tokens in a tensor, and adds to it before the mask is made.
@@ -39,8 +52,39 @@ class LazyMask:
 
     def __getitem__(self, index: Any) -> LazyMask:
         """The last queries only, as Gemma's shared layers ask: `mask[:, :, -n:, :]`."""
-        q = range(self.kwargs["q_length"])[index[2]]
+        every = slice(None)
+        if not isinstance(index, tuple) or len(index) != 4 or index[:2] + index[3:] != (every, every, every):
+            raise MaskUsed
+        queries: slice = index[2]
+        q = range(self.kwargs["q_length"])[queries]
         return LazyMask({**self.kwargs, "q_offset": self.kwargs["q_offset"] + q.start, "q_length": len(q)})
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return self.kwargs["batch_size"], 1, self.kwargs["q_length"], self.kwargs["kv_length"]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise MaskUsed
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise MaskUsed
+
+    @property
+    def plain(self) -> bool:
+        """Whether its rule is that each query sees the tokens up to its own."""
+        return self.kwargs.get("mask_function") is causal_mask_function
+
+    @property
+    def causal(self) -> bool:
+        """Whether that is what its rule comes to: no images here whose tokens see each other, no windows."""
+        if not self.plain and "causal" not in self.made:
+            rule = {**self.kwargs, "attention_mask": None, "allow_is_causal_skip": False}
+            make: Any = AttentionMaskInterface()["sdpa"]
+            self.made["causal"] = torch.equal(make(**rule), make(**rule | {"mask_function": causal_mask_function}))
+        return self.plain or bool(self.made["causal"])
 
     def make(self, implementation: str) -> Any:
         """The mask as that implementation wants it; made once for all layers of a pass."""
@@ -65,6 +109,17 @@ class LazyMask:
             self.full[n] = bool(part.all())
         return None if self.full[n] else part
 
+    def hidden(self, n: int) -> Bool[Tensor, "seq earlier"] | None:
+        """Which of the tokens before the newest `n` are none by this mask; None if all are tokens, and for one that goes on."""
+        padding = self.kwargs.get("attention_mask")
+        before = int(self.kwargs["q_offset"]) + int(self.kwargs["q_length"]) - n
+        if padding is None or n == 1 or before == 0:
+            return None
+        part: Tensor = ~padding[:, :before].bool()
+        if -1 not in self.full:
+            self.full[-1] = not bool(part.any())
+        return None if self.full[-1] else part
+
 
 def engine_attention(
     module: nn.Module,
@@ -88,7 +143,7 @@ def engine_attention(
             and type(attention_mask) is LazyMask
             and attention_mask.valid(1) is None
         ):
-            out = layer.quick(query, query.shape[-1] ** -0.5 if scaling is None else scaling)
+            out = layer.quick(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
             if out is not None:
                 return out, None
     return attend(module, query, key, value, attention_mask, scaling, dropout, kvengine, **kwargs)
@@ -122,12 +177,21 @@ def attend(
         return stock.run(key, value)
     if kwargs.get("output_attentions"):
         raise ModelError("output_attentions=True on a patched model: the engine never forms the attention matrix")
+    if not latent.is_latent(module):
+        check_brought(module, layer, key, value)
     foreign = [name for name in FOREIGN if kwargs.get(name) is not None]
     if foreign or not isinstance(attention_mask, LazyMask):
-        return special(layer, stock, key, foreign), None
+        return special(layer, stock, f"the argument {foreign[0]!r}" if foreign else "a mask given as a tensor"), None
+    if query.shape[2] > 1 and not (attention_mask.plain or layer.asks_stock(query.shape[2]) or attention_mask.causal):
+        return special(
+            layer, stock, "a mask under which tokens see later ones (images, prefixes) or not all earlier ones"
+        ), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux")
     call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1))
+    hidden = attention_mask.hidden(query.shape[2])
+    if hidden is not None:
+        layer.cache.hide(hidden)
     valid = attention_mask.valid(query.shape[2])
     return layer.attend(query, call, valid, stock).contiguous(), None
 
@@ -136,12 +200,25 @@ def gone() -> None:
     """In place of a reference to the layer, for keys that no engine layer has taken."""
 
 
-def special(layer: EngineLayer, stock: Stock, key: Tensor, foreign: list[str]) -> Tensor:
-    """A ready-made mask, or arguments that only the model's own attention understands: on a whole cache, let it run."""
-    if layer.whole:
+def check_brought(module: nn.Module, layer: EngineLayer, key: Tensor, value: Tensor) -> None:
+    """Refuse attention to other keys and values than those that were cached: the engine would read what it holds."""
+    for given, came in zip((key, value), layer.incoming or (), strict=False):
+        if given is not came and (given.shape != came.shape or not torch.equal(given, came)):
+            raise ModelError(
+                f"{type(module).__name__} changes its keys or values after they were cached (differential attention, heads "
+                "repeated by the model), and the engine would read what was cached. It cannot enter this model: call "
+                "kvengine.unpatch(model)"
+            )
+
+
+def special(layer: EngineLayer, stock: Stock, what: str) -> Tensor:
+    """What only the model's own attention understands: let it run over everything, if that is all that is asked for."""
+    if layer.stack == Stack() and layer.whole:
         return layer.attend_all(stock)
-    what = f"the argument {foreign[0]!r}" if foreign else "a mask given as a tensor"
-    raise CacheError(f"{what} needs every token at its place, but '{layer.stack}' does not keep them all; use 'full'")
+    raise UnsupportedPolicy(
+        f"{what} is read by the model's own attention, over all tokens, which '{layer.stack}' does not leave as it is; use "
+        "'full', or do without"
+    )
 
 
 class Stock:
@@ -167,7 +244,7 @@ class Stock:
         return (
             self.previous == "sdpa"
             and isinstance(mask, LazyMask)
-            and mask.kwargs.get("mask_function") is causal_mask_function
+            and mask.plain
             and bool(mask.kwargs.get("allow_is_causal_skip"))
             and mask.valid(int(mask.kwargs["q_offset"]) + int(mask.kwargs["q_length"])) is None
             and getattr(self.module, "is_causal", True)

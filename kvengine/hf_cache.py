@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from kvengine import latent
 from kvengine.cache import LayerCache, Stock
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
+from kvengine.hf_back import back, check_back
 from kvengine.hf_rope import rope_for
 from kvengine.session import BROKEN, Call, Session
 from kvengine.stack import Stack
@@ -61,10 +62,10 @@ class EngineLayer(CacheLayerMixin):
         return key_states, value_states
 
     def quick(
-        self, query: Float[Tensor, "seq q_head 1 dim"], scale: float
+        self, query: Float[Tensor, "seq q_head 1 dim"], key: Tensor, value: Tensor, scale: float
     ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
         """`attend` for a decoded token of a policy that has nothing to do, as most are; None if this is another."""
-        if self.incoming is None:
+        if self.incoming is None or self.incoming[0] is not key or self.incoming[1] is not value:
             return None
         k, v = self.incoming
         out = self.cache.quick(query, k, v, scale)
@@ -116,6 +117,11 @@ class EngineLayer(CacheLayerMixin):
                 k, v = torch.cat([k, v], -1), v[..., :0]
             self.cache.store(k, v, valid)
         return stock(*self.cache.contents())
+
+    def asks_stock(self, n: int) -> bool:
+        """Whether the model's own attention will answer the next `n` queries: a prompt's, with everything still there."""
+        cache, exact = self.cache, self.stack.reads_prompts_exactly
+        return exact and cache.prompt_tokens(n) == n and (not cache.seen or cache.whole) and self.session.tree is None
 
     def kv_heads(self, key: Tensor) -> int:
         return int(self.incoming[0].shape[1] if self.incoming is not None else key.shape[1])
@@ -366,30 +372,6 @@ class EngineCache(Cache):
     def stats(self) -> Stats:
         """What the cache holds and reads, counted on its tensors."""
         return measure(self.engines)
-
-
-def check_back(layer: Any, n: int) -> None:
-    """Refuse to take back what one of transformers' own layers no longer has."""
-    window = getattr(layer, "sliding_window", None)
-    if not n or window is None or not layer.is_initialized:
-        return
-    seen = layer.get_seq_length()
-    if seen >= window and layer.keys.shape[-2] < min(seen, window - 1 + n):
-        raise CacheError(
-            f"cannot go back by {n} tokens: a layer with a window of {window} has given up what would come back into it. "
-            "Call cache.activate_past_recording() before the tokens that may have to be taken back"
-        )
-
-
-def back(layer: Any, n: int) -> None:
-    """Take back `n` tokens of one of transformers' own layers, which may be asked again."""
-    if not n or not layer.is_initialized:
-        return
-    if getattr(layer, "sliding_window", None) is None:
-        layer.crop(-n)
-        return
-    layer.keys, layer.values = layer.keys[:, :, :-n], layer.values[:, :, :-n]  # `crop` would cut the other end too
-    layer.cumulative_length -= n
 
 
 def engine_layers(config: Any) -> list[bool]:

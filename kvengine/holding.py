@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvengine.errors import CacheError
 from kvengine.joint import join
 from kvengine.offload.placement import Site
 from kvengine.pages import Pages
@@ -58,6 +59,7 @@ class Holding:
         self.reading = False  # a prompt, whose end is still to come
         self.looked = True  # at which of the tokens that come are padding: a GPU's host does not at every decoded token
         self.padded = False  # rows may have seen different numbers of tokens
+        self.moved = False  # positions are no longer the tokens' numbers in the text with its padding
         self.prompt_most = 0  # the longest row's prompt
         self.window: Tensor | None = None  # the prompt's last queries
         self.mass: Tensor | None = None  # attention received so far in this prompt
@@ -92,10 +94,34 @@ class Holding:
             self.tail.move(by)
             if self.pages is not None:
                 self.pages.move(by)
-            self.whole = False
+            self.whole, self.moved = False, True
         self.first = torch.where(late, self.first, self.first + leading)
         if self.reading:
             self.begin = torch.where(self.begin == self.seen, self.begin + leading, self.begin)
+
+    def hide(self, hidden: Bool[Tensor, "row earlier"]) -> None:
+        """Drop those of the tokens seen that are `hidden`, if they are still held. Padding is hidden anyway."""
+        tail, pages = self.tail, self.pages
+        position = tail.position[:, tail.span]
+        position = position if pages is None else torch.cat([pages.position, position], 1)
+        gone = (position >= 0) & hidden.gather(1, position.clamp(min=0).long())
+        judged = self.judged if isinstance(self.judged, int) else int(self.judged.max())
+        if self.moved:
+            unknown = bool((hidden.shape[1] - hidden.sum(1) < self.seen - self.first).any())
+        else:
+            unknown = not tail.exact and bool(hidden[:, :judged].any())
+        if unknown:
+            raise CacheError(
+                f"attention_mask hides tokens that this cache has seen, and '{self.stack}' no longer knows which of those that "
+                "it holds they are. Keep ones in the mask for what was seen, or call cache.reset() and give the text anew"
+            )
+        if self.moved or not bool(gone.any()):
+            return
+        n = 0 if pages is None else len(pages)
+        if pages is not None and n:
+            pages.judge(pages.score, ~gone[:, :n])
+        tail.judge(tail.scores(tail.span), ~gone[:, n:])
+        self.padded = True
 
     def everything(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys, values, positions and scores of all slots, sealed ones first."""

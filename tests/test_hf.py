@@ -1,10 +1,11 @@
 """The Hugging Face edge: everything that `generate` does, on a patched model."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from support import greedy, llama, one, patched, prompts
+from support import SMALL, greedy, llama, one, patched, prompts
 
 import kvengine
 from kvengine.errors import CacheError, ModelError, PolicyError, UnknownPolicy, UnsupportedPolicy
@@ -165,6 +166,27 @@ def test_after_a_reset_a_shorter_prompt_is_judged_at_its_own_end() -> None:
     assert (cache.stats().held == 12).all()
 
 
+def test_vectors_before_a_prompt_are_part_of_it() -> None:
+    """Prompt tuning puts them there within the model, where `generate` does not count them."""
+    model = patched("snapkv(budget=24, window=6)")
+    prepare, soft = (
+        model.prepare_inputs_for_generation,
+        torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(1)),
+    )
+
+    def tuned(ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+        inputs = prepare(ids, **kwargs)
+        if kwargs["past_key_values"].seen:
+            return inputs | {"attention_mask": None, "position_ids": None}
+        vectors = torch.cat([soft, model.get_input_embeddings()(inputs["input_ids"])], 1)
+        return {"inputs_embeds": vectors, "past_key_values": kwargs["past_key_values"], "use_cache": True}
+
+    model.prepare_inputs_for_generation = tuned
+    cache = kvengine.EngineCache(model)
+    greedy(model, one(), 4, past_key_values=cache)
+    assert cache.seen == 61 + 5 + 3 and (cache.stats().held == 24 + 3).all()
+
+
 def test_a_mask_of_ones_costs_no_masked_attention() -> None:
     """transformers 5.17 keeps such a mask; slots must still count as full."""
     model = patched("full")
@@ -184,6 +206,14 @@ def test_a_mask_given_as_a_tensor_works_where_everything_is_kept() -> None:
         want = llama()(ids).logits
         found = model(ids, attention_mask=mask, past_key_values=kvengine.EngineCache(model)).logits
     torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("name", [name for name, text in SMALL.items() if str(kvengine.Stack.parse(text)) != "full"])
+def test_a_mask_given_as_a_tensor_is_refused_where_a_policy_would_be_passed_over(name: str) -> None:
+    ids, model = one(40)["input_ids"], patched(SMALL[name])
+    mask = torch.zeros(1, 1, 40, 40).masked_fill(torch.ones(40, 40).triu(1).bool(), torch.finfo(torch.float32).min)
+    with torch.no_grad(), pytest.raises(UnsupportedPolicy, match="a mask given as a tensor is read by the model's own"):
+        model(ids, attention_mask=mask, past_key_values=kvengine.EngineCache(model))
 
 
 def test_a_cache_may_be_cropped_while_it_is_whole() -> None:

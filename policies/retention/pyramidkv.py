@@ -58,7 +58,7 @@ class _Floor(PyramidKV):
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
         window = seen.recent(self.window)
         average = (seen.count(self.budget) - self.window).clamp(min=0)
-        others = (seen.prompt_length - self.window).clamp(min=0)
+        others = (seen.valid & ~window).sum(1)
         chosen = share(average, others, self.beta, self.layer, self.layers)
         count = chosen + torch.minimum(seen.count(self.budget), window.sum(1))
         want = seen.score.float().masked_fill(window, float("inf")).masked_fill(~seen.valid, float("-inf"))

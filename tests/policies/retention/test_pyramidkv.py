@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from support import one, patched
 from support_retention import Case, positions, same_source
 
+import kvengine
 from kvengine.policies.retention.pyramidkv import share
 from kvengine.stats import measure
 
@@ -76,3 +78,15 @@ def test_decoded_tokens_stay() -> None:
     for _ in case.decode(layer):
         pass
     assert positions(layer, 0) == before + list(range(50, 70))
+
+
+def test_a_later_turn_within_the_budget_is_kept_whole() -> None:
+    """What was generated in between is held beside what came as prompts."""
+    model = patched("pyramidkv(budget=500)")
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(**one(20), past_key_values=cache)
+        for token in one(90, seed=2)["input_ids"].split(1, 1):
+            model(token, past_key_values=cache)
+        model(**one(20, seed=3), past_key_values=cache)
+    assert (cache.stats().held == 130).all()

@@ -1,0 +1,88 @@
+"""Families that do with their caches what the engine cannot follow: they say so, and run as ever without it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families.configs import BASE, LATENTS, NOT_GROUPED, padded_batch
+
+import kvengine
+from kvengine.errors import ModelError
+from kvengine.hf import STATE
+
+DSA = {**LATENTS, "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
+JET = {"kv_channels": 16, "num_local_experts": 2, "num_experts_per_tok": 2}
+GIT = {"vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}}
+CROSS = {"cross_attention_layers": [1], "pad_token_id": 0}
+
+# The class, what differs from BASE, what of it is unknown there, and what is said.
+REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
+    "indexed": ("DeepseekV32ForCausalLM", DSA, ("head_dim",), "caches of kinds of its own .DynamicIndexedLayer."),
+    "cache of its own": ("MiniMaxForCausalLM", {"num_local_experts": 2}, (), "takes no caches but its own"),
+    "cross attention": ("MllamaForCausalLM", CROSS, ("head_dim",), "attend to something else"),
+    "no layer index": ("GitForCausalLM", GIT, NOT_GROUPED, "no attention module with a layer index"),
+    "two softmaxes": ("DiffLlamaForCausalLM", {}, (), "DiffLlamaAttention changes its keys or values"),
+    "heads repeated": ("JetMoeForCausalLM", JET, ("num_attention_heads", "head_dim"), "JetMoeAttention changes"),
+    "mask of its own": ("DogeForCausalLM", {}, (), "reads or changes its mask itself.*unpatch"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_reason(name: str) -> None:
+    model_class, options, without, match = REFUSED[name]
+    if not hasattr(transformers, model_class):
+        pytest.skip(f"this transformers has no {model_class}")
+    found = getattr(transformers, model_class)
+    torch.manual_seed(0)
+    model = found(found.config_class(**{k: v for k, v in BASE.items() if k not in without} | options)).float().eval()
+
+    def generate() -> torch.Tensor:
+        text: torch.Tensor = model.generate(**padded_batch(), max_new_tokens=12, do_sample=False)
+        return text
+
+    want = generate()
+    with pytest.raises(ModelError, match=match):
+        kvengine.patch(model, "full")
+        generate()
+    kvengine.unpatch(model)
+    assert not hasattr(model, STATE) and torch.equal(generate(), want)
+
+
+def test_layers_without_a_configuration_are_left_alone() -> None:
+    """Linear attention beside attention whose caches are plain."""
+    if not hasattr(transformers, "KimiLinearForCausalLM"):
+        pytest.skip("this transformers has no KimiLinearForCausalLM")
+    found = transformers.KimiLinearForCausalLM
+    types = ["linear_attention", "full_attention"] * 2
+    heads = {"linear_head_dim": 16, "linear_num_heads": 4, "linear_conv_kernel_dim": 4}
+    options = {**BASE, **LATENTS, "num_key_value_heads": 4, "num_hidden_layers": 4, "layer_types": types, **heads}
+    options.pop("head_dim")
+    torch.manual_seed(0)
+    model = found(found.config_class(**options)).float().eval()
+    want = model.generate(**padded_batch(), max_new_tokens=12, do_sample=False)
+    cache = kvengine.EngineCache(kvengine.patch(model))
+    assert torch.equal(
+        model.generate(**padded_batch(), max_new_tokens=12, do_sample=False, past_key_values=cache), want
+    )
+    assert len(cache.engines) == 2
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mask: mask.dtype,
+        lambda mask: torch.zeros(1) + mask,
+        lambda mask: torch.where(mask, 0.0, 1.0),
+        lambda mask: mask[:, 0],
+        lambda mask: mask[:, :, :, :3],
+    ],
+)
+def test_a_mask_that_is_looked_at_says_so(use: Callable[[Any], Any]) -> None:
+    from kvengine.hf_attention import LazyMask
+
+    mask = LazyMask({"q_length": 4, "q_offset": 0})
+    with pytest.raises(ModelError, match="reads or changes its mask itself"):
+        use(mask)
+    assert not hasattr(mask, "to") and len(range(4)[mask[:, :, -1:, :].kwargs["q_offset"] :]) == 1

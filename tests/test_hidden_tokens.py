@@ -1,0 +1,96 @@
+"""Tokens that a later mask says are none: rows of a batch that had ended while others were generated, as chats do."""
+
+from typing import Any
+
+import pytest
+import torch
+from support import SMALL, WIDE, greedy, llama, one, patched, prompts
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvengine
+from kvengine.errors import CacheError
+
+ENDED = slice(64, 73)  # of row 0: what was generated for it after its end
+
+
+def turns() -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+    """A prompt, what was generated, and the next turn with a mask that hides what one row got after its end."""
+    first, answer = prompts(), torch.randint(1, 128, (3, 12), generator=torch.Generator().manual_seed(4))
+    more = torch.randint(1, 128, (3, 7), generator=torch.Generator().manual_seed(5))
+    mask = torch.cat([first["attention_mask"], torch.ones(3, 19, dtype=torch.long)], 1)
+    mask[0, ENDED] = 0
+    ids = torch.cat([first["input_ids"], answer, more], 1)
+    return first, answer, {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def talked(model: Any, cache: Any) -> Any:
+    """The cache after the prompt and the answer, token by token."""
+    first, answer, _ = turns()
+    mask = first["attention_mask"]
+    at = (mask.cumsum(1) - 1).clamp(min=0)
+    model(**first, position_ids=at, past_key_values=cache)
+    for i in range(12):
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        at = mask.cumsum(1)[:, -1:] - 1
+        model(answer[:, i : i + 1], attention_mask=mask, position_ids=at, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_hidden_tokens_are_not_read(name: str) -> None:
+    second, stock = turns()[2], llama()
+    want = greedy(stock, second, past_key_values=talked(stock, DynamicCache()))
+    seen = second | {"attention_mask": second["attention_mask"].index_fill(1, torch.arange(61, 80), 1)}
+    assert not torch.equal(greedy(stock, seen, past_key_values=talked(stock, DynamicCache())), want)
+    model = patched(WIDE[name])
+    assert torch.equal(greedy(model, second, past_key_values=talked(model, kvengine.EngineCache(model))), want)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_hidden_tokens_are_not_held(name: str) -> None:
+    model = patched(SMALL[name])
+    cache = talked(model, kvengine.EngineCache(model))
+    greedy(model, turns()[2], 5, past_key_values=cache)
+    for layer in cache.engines:
+        for part in layer.parts:
+            lane, heads = part.lane, layer.heads if part.index is None else len(part.index)
+            position = lane.everything()[2][:heads]
+            assert not ((position >= ENDED.start) & (position < ENDED.stop)).any()
+
+
+@pytest.mark.parametrize("text", ["full", "kivi(group=8, residual=8)", "quest(budget=24, page=4)", "h2o(budget=24)"])
+def test_rows_that_hide_nothing_are_as_before(text: str) -> None:
+    second, model = turns()[2], patched(text)
+    whole = second | {"attention_mask": torch.cat([second["attention_mask"][:, :61], torch.ones(3, 19).long()], 1)}
+    found = [
+        greedy(model, batch, past_key_values=talked(model, kvengine.EngineCache(model))) for batch in (second, whole)
+    ]
+    assert torch.equal(found[0][1:], found[1][1:]) and not torch.equal(found[0][0], found[1][0])
+
+
+def test_what_is_not_known_any_more_is_refused() -> None:
+    """A verdict kept the order of a prompt's tokens, not their places."""
+    model = patched("snapkv(budget=24, window=6)")
+    cache, more = kvengine.EngineCache(model), torch.cat([one()["input_ids"], one(5, seed=2)["input_ids"]], 1)
+    with torch.no_grad():
+        model(**one(), past_key_values=cache)
+        mask = torch.ones_like(more)
+        mask[:, 10:20] = 0
+        with pytest.raises(CacheError, match="hides tokens that this cache has seen.*cache.reset"):
+            model(more[:, 61:], attention_mask=mask, past_key_values=cache)
+
+
+def test_tokens_that_have_moved_over_padding_are_not_taken_for_others() -> None:
+    model, cache = patched("h2o(budget=24)"), None
+    ids = torch.randint(1, 128, (2, 50), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones(2, 50, dtype=torch.long)
+    mask[0, 30:35] = 0  # the second turn's rows are of different lengths
+    with torch.no_grad():
+        cache = kvengine.EngineCache(model)
+        for a, b in ((0, 30), (30, 40), (40, 44)):
+            model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache)
+        mask[0, 42] = 0
+        with pytest.raises(CacheError, match="hides tokens that this cache has seen"):
+            model(ids[:, 44:], attention_mask=mask, past_key_values=cache)
