@@ -232,7 +232,7 @@ def merge(planes: U8, rotate: int, out: Tensor) -> None:
     size = out.element_size()
     words = np.ascontiguousarray(planes.transpose(1, 2, 0)).view(f"<u{size}")[..., 0]
     words = words >> rotate | words << (8 * size - rotate) if rotate else words
-    raw = torch.from_numpy(np.ascontiguousarray(words).view(f"<i{size}")).view(out.dtype)
+    raw = torch.from_numpy(words.copy().view(f"<i{size}")).view(out.dtype)  # of one number, strides may be odd
     out.copy_(raw.reshape(heads, dim, tokens).transpose(1, 2))
 
 

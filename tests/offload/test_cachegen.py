@@ -10,12 +10,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from support_offload import cache, stack
 
 from kvengine.errors import CacheError, IncompatibleCache
 from kvengine.offload import cachegen
 from kvengine.offload.cachegen import codec, lossy, native, reference, tables
+from kvengine.offload.cachegen.coder import Backend
 from kvengine.offload.cachegen.levels import LEVELS, NAMES
 from kvengine.offload.container import read_bytes
 
@@ -26,14 +27,19 @@ shapes = st.tuples(
 )
 
 
+@pytest.mark.parametrize("using", ["auto", "reference"])
 @settings(max_examples=60, deadline=None)
 @given(shapes, st.sampled_from(DTYPES), st.integers(0, 2**31), st.sampled_from([1, 7, 64, 256]))
-def test_lossless_returns_every_bit(shape: tuple[int, ...], dtype: torch.dtype, seed: int, chunk: int) -> None:
+@example((1, 1, 1, 1), torch.float16, 0, 1)
+def test_lossless_returns_every_bit(
+    using: Backend, shape: tuple[int, ...], dtype: torch.dtype, seed: int, chunk: int
+) -> None:
     layers, heads, tokens, dim = shape
     whole = torch.int16 if dtype.itemsize == 2 else torch.int32
     make = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**31), 2**31, (layers, 2, heads, tokens, dim), generator=make).to(whole)  # nan, inf, -0 too
-    back = cachegen.decode(cachegen.encode(cachegen.KV.stacked(bits.view(dtype)), "lossless", chunk=chunk))
+    coded = cachegen.encode(cachegen.KV.stacked(bits.view(dtype)), "lossless", chunk=chunk, using=using)
+    back = cachegen.decode(coded, using=using)
     assert len(back.layers) == layers
     for (k, v), (k2, v2) in zip(bits, back.layers, strict=True):
         assert torch.equal(k, k2.view(whole)) and torch.equal(v, v2.view(whole))
