@@ -43,10 +43,10 @@ MODES = ("multi-request", "multi-turn")
 WHEN = {"multi-request": "after", "multi-turn": "inside"}
 TURNS = tuple(f"quest(budget={budget},page={page},reduce='each')" for budget in BUDGETS[2:] for page in (16, 4))
 MEANS = tuple(f"h2o(budget={budget},recent=0,average=True)" for budget in BUDGETS[2:])
-EVEN = tuple(f"d2o(budget={budget},shares='even')" for budget in BUDGETS[:2])
+SHARED = tuple(f"d2o(budget={budget},shares='measured')" for budget in BUDGETS[:2])
 FURTHER = (
     *("kivi(bits=2)", "duo(sparsity=0.75)", "duo(pattern='tiny')", "lowrank(rank=16)"),
-    *("quest(budget=0.125)+kivi(bits=4)", *TURNS, *MEANS, *EVEN),
+    *("quest(budget=0.125)+kivi(bits=4)", *TURNS, *MEANS, *SHARED),
 )
 # What README shows: a sixteenth of the tokens, the question asked afterwards.
 FRONT = re.compile(r"full|kivi|zipcache|(?!duo|ashape)\w+\([^()]*=0\.0625[^()]*\)")

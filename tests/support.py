@@ -127,6 +127,7 @@ MIXED = [
     "streaming(sinks=2, recent=20) + host",
     "elastic(budget=24, offset=-8) + quest(budget=16, page=4)",
     "d2o(budget=24, form='official') + duo(sinks=2, recent=10)",
+    "d2o(budget=24, shares='measured')",
     "streaming(sinks=2, recent=14, positions='in-cache') + kivi(group=8, residual=8)",
     "adakv(budget=24, base='expected_attention') + quest(budget=16, page=4)",
     "quest(budget=24, page=4) + kivi(group=8, residual=8) + disk(device=2048, host=2048)",

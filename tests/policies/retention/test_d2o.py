@@ -152,7 +152,7 @@ def layers_of(policy: str, count: int = 4, pads: tuple[int, ...] = (0, 9)) -> tu
 
 
 def test_layers_share_the_budget_by_concentration() -> None:
-    cases, layers = layers_of("d2o(budget=16, least=0.2)")
+    cases, layers = layers_of("d2o(budget=16, least=0.2, shares='measured')")
     for b, pad in enumerate((0, 9)):
         F = torch.tensor([[concentration(case, b)] for case in cases])
         want = sizes(F, torch.tensor([16]), torch.tensor([61 - pad]), 0.2, False)[:, 0].tolist()
@@ -167,7 +167,7 @@ def test_layers_share_the_budget_by_concentration() -> None:
 def test_until_the_last_layer_has_read_the_prompt_nothing_goes() -> None:
     session = Session(prompt_end=61, last=1)
     cases = [Case(length=61, seed=i) for i in range(2)]
-    layers = [LayerCache(Stack.parse("d2o(budget=16)"), i, 2, session) for i in range(2)]
+    layers = [LayerCache(Stack.parse("d2o(budget=16, shares='measured')"), i, 2, session) for i in range(2)]
     cases[0].feed(layers[0], 0, 61)
     assert len(positions(layers[0], 0)) == 61
     cases[1].feed(layers[1], 0, 61)
@@ -195,7 +195,7 @@ def test_the_official_form_leaves_some_layers_alone() -> None:
 
 
 def test_a_budget_beyond_the_prompt_keeps_all_as_it_came() -> None:
-    cases, layers = layers_of("d2o(budget=61)")
+    cases, layers = layers_of("d2o(budget=61, shares='measured')")
     for case, layer in zip(cases, layers, strict=True):
         for row in range(4):
             _, k, _, pad = case.row(row)
@@ -239,6 +239,6 @@ def test_a_prompt_and_a_draft_in_one_pass() -> None:
     """What follows the prompt needs the verdict, and with measured shares there is none before the last layer."""
     assistant = llama(seed=0)
     with pytest.raises(UnsupportedPolicy, match="must come in a pass of its own.*shares='even'"):
-        greedy(patched("d2o(budget=24)"), one(), assistant_model=assistant)
-    model = patched("d2o(budget=24, shares='even')")
+        greedy(patched("d2o(budget=24, shares='measured')"), one(), assistant_model=assistant)
+    model = patched("d2o(budget=24)")
     assert torch.equal(greedy(model, one(), assistant_model=assistant), greedy(model, one()))
