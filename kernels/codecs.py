@@ -76,28 +76,31 @@ def encode_zipcache(
     bits: tuple[int, int],
     salient: Bool[Tensor, "pages page"],
     *,
+    count: int | None = None,
     scale_dtype: torch.dtype = torch.float16,
 ) -> dict[str, Tensor]:
-    """The "zipcache" fields of whole pages. `bits`: (salient, others). `salient`: as many in every page.
+    """The "zipcache" fields of whole pages. `bits`: (salient, others). `salient`: as many in every page, which are
+    `count`; without it they are counted, for which the host waits.
 
     Differs from the paper in that ranges are taken per page, so a page never has to be quantised again when others
     arrive. Raises KernelError if the counts differ, or a page does not fill whole bytes of the mask.
     """
-    count = salient.sum(1)
-    if k.shape[1] % 8 or not bool((count == count[:1]).all()):
+    counts = {count} if count is not None else set(salient.sum(1).tolist())
+    if k.shape[1] % 8 or len(counts) != 1:
         raise KernelError(
             f"a mixed page needs a multiple of 8 slots and as many salient tokens as every other; got {k.shape[1]} slots "
-            f"and counts {sorted(set(count.tolist()))}"
+            f"and counts {sorted(counts)}"
         )
     largest = v.to(torch.float32).abs().amax(1)
     channel = torch.where(largest > 0, largest.sqrt(), 1).to(scale_dtype)
     even = v.to(torch.float32) / channel[:, None].to(torch.float32)
     keys, values = [], []
-    for at, width in zip(slots := places(salient, int(count[0])), bits, strict=True):
+    for at, width in zip(slots := places(salient, counts.pop()), bits, strict=True):
         keys.append(_quantised(rows(k, at), width, "tokens", scale_dtype))
         values.append(_quantised(rows(even, at), width, "channels", scale_dtype))
     back = torch.cat(slots, 1).argsort(1)
-    fields = {"mask": pack(salient.to(torch.uint8), 1), "v_channel": channel}
+    mask = torch.zeros_like(salient, dtype=torch.uint8).scatter_(1, slots[0], 1)
+    fields = {"mask": pack(mask, 1), "v_channel": channel}
     for name, i in (("scale", 1), ("zero", 2)):
         fields[f"k_{name}"] = torch.cat([part[i] for part in keys], 1)
         fields[f"v_{name}"] = rows(torch.cat([part[i] for part in values], 1), back)

@@ -88,14 +88,15 @@ class ZipCache(Representation):
         v: Float[Tensor, "page token dim_v"],
         score: Float[Tensor, "page token"],
     ) -> Fields:
-        count = torch.full((len(k),), self.best(k.shape[1]), device=k.device)
+        count = self.best(k.shape[1])
         for side, x in (("keys", k), ("values", v)):
             if x.shape[2] * min(self.high, self.low) % 8:
                 raise PolicyError(
                     f"ZipCache: {x.shape[2]} channels of {min(self.high, self.low)} bits do not fill whole bytes "
                     f"({side}); use more bits"
                 )
-        return codecs.encode_zipcache(k, v, (self.high, self.low), best_tokens(score.float(), count))
+        salient = best_tokens(score.float(), torch.full((len(k),), count, device=k.device))
+        return codecs.encode_zipcache(k, v, (self.high, self.low), salient, count=count)
 
     def decode(self, fields: Fields) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
         dim, dim_v = fields["k_scale"].shape[2], fields["v_channel"].shape[1]
