@@ -162,7 +162,7 @@ static void look_ahead(const Attention *a, int64_t row, int64_t column, int64_t 
 }
 
 /* Fill a batch from the columns [column, to); returns where to go on. */
-static int64_t collect_any(const Attention *a, int64_t row, int64_t column, int64_t to, Batch *b) {
+INLINE int64_t collect_any(const Attention *a, int64_t row, int64_t column, int64_t to, Batch *b) {
   b->is.count = 0;
   if (!a->table) return collect_run(a, row, column, to, column, NULL, b);
   const int64_t span = a->units ? a->unit : a->page; /* columns whose slots follow each other in one page */

@@ -30,9 +30,9 @@ typedef struct {
 
 /* A batch of tokens; of mixed pages, also each one's width, and its number among all tokens of that width. */
 typedef struct {
+  int count;
   int64_t token[TILE], index[TILE];
   uint8_t narrow[TILE];
-  int count;
 } Tokens;
 
 void rank_tokens(const Field *f, Tokens *x); /* MIXED: fills `index` and `narrow` */
