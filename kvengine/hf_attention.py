@@ -172,7 +172,8 @@ def attend(
             "it. Or it does not pass its arguments on to the attention function, and cannot be patched"
         )
     layer = kvengine.layer or getattr(key, "_kv_layer", gone)()
-    stock = Stock(module, query, attention_mask, kvengine.previous, {"scaling": scaling, "dropout": dropout, **kwargs})
+    options = {"scaling": scaling, "dropout": dropout, **kwargs}
+    stock = Stock(module, query, attention_mask, kvengine.previous, options, (key, value))
     if layer is None:
         return stock.run(key, value)
     if kwargs.get("output_attentions"):
@@ -224,8 +225,17 @@ def special(layer: EngineLayer, stock: Stock, what: str) -> Tensor:
 class Stock:
     """The model's own attention of these queries over given keys and values, with the model's own mask."""
 
-    def __init__(self, module: nn.Module, query: Tensor, mask: Any, previous: str, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        mask: Any,
+        previous: str,
+        kwargs: dict[str, Any],
+        brought: tuple[Tensor, Tensor],
+    ) -> None:
         self.module, self.query, self.mask, self.previous, self.kwargs = module, query, mask, previous, kwargs
+        self.brought = brought  # the new tokens' keys and values
 
     def run(self, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
         eager = getattr(sys.modules[type(self.module).__module__], "eager_attention_forward", None)
@@ -258,7 +268,8 @@ class Stock:
         plain = isinstance(self.mask, LazyMask) and not self.kwargs["dropout"]
         plain = plain and all(self.kwargs.get(name) is None for name in (*FOREIGN, "softcap", "s_aux"))
         if not plain or not latent.pays(self.module, tokens):
-            return self.run(*latent.expanded(self.module, latents))[0]
+            whole = latents.shape[2] == self.brought[0].shape[2]
+            return self.run(*(self.brought if whole else latent.expanded(self.module, latents)))[0]
         seen = self.mask.make("sdpa")
         scale = self.query.shape[-1] ** -0.5 if scale is None else scale
         return latent.attend(self.module, self.query, latents, seen, scale)

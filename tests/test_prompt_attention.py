@@ -85,7 +85,7 @@ def test_only_plain_causal_attention_is_replaced(change: dict[str, Any]) -> None
         mask = dict(mask_function=mask_function, allow_is_causal_skip=True, attention_mask=None, q_offset=0, q_length=3)
         mask |= {name: options.pop(name) for name in ("allow_is_causal_skip", "attention_mask") if name in options}
         previous, some = options.pop("previous", "sdpa"), {"scaling": None, "dropout": 0.0, **options}
-        return Stock(module, torch.zeros(1, 1, 3, 16), LazyMask(mask), previous, some)
+        return Stock(module, x := torch.zeros(1, 1, 3, 16), LazyMask(mask), previous, some, (x, x))
 
     assert stock().causal and stock(attention_mask=torch.ones(1, 3)).causal
     assert not stock(**change).causal
