@@ -147,10 +147,8 @@ class LayerCache:
     def prompt_tokens(self, n: int) -> int:
         """How many of the next `n` tokens belong to a prompt."""
         if self.session.prompt_end is not None and self.seen < self.session.prompt_end:
-            drafts = (
-                self.session.recording
-            )  # if not, what comes with a prompt is part of it, as a soft prompt's vectors are
-            return min(n, self.session.prompt_end - self.seen) if drafts else n
+            # What comes with a prompt is part of it, as a soft prompt's vectors are, unless drafts are to be taken back.
+            return min(n, self.session.prompt_end - self.seen) if self.session.recording else n
         if self.seen == 0:
             return n
         return 0 if n == 1 or self.session.following or self.session.recording else n

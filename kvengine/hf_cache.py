@@ -94,14 +94,18 @@ class EngineLayer(CacheLayerMixin):
         latents = latent.is_latent(module)
         if self.incoming is None:
             return self.attend_all(stock, valid)
-        if latents and (self.heard is not None or self.listener is not None):
-            self.tell(*latent.as_one_head(module, query, *self.incoming), call)
-        if latents and self.stack == Stack():
+        full = latents and self.stack == Stack()
+        if full and self.heard is None and self.listener is None:
             return self.attend_all(stock, valid)
-        (k, v), self.incoming = self.incoming, None
+        k, v = self.incoming
+        if latents:
+            query, k, v = latent.as_one_head(module, query, k, v)
+        self.tell(query, k, v, call)
+        if full:
+            return self.attend_all(stock, valid)
+        self.incoming = None
         if latents:
             return latent.forward(self.cache, module, query, k, v, call, valid, stock)
-        self.tell(query, k, v, call)
         return self.cache.forward(query, k, v, call, valid, stock)
 
     def attend_all(self, stock: Stock, valid: Tensor | None = None) -> Float[Tensor, "seq token q_head dim_v"]:

@@ -87,21 +87,21 @@ def restore(module: Any, found: Float[Tensor, "seq token head rank"]) -> Float[T
 def forward(
     cache: LayerCache,
     module: Any,
-    query: Float[Tensor, "seq head token dim"],
-    c: Float[Tensor, "seq 1 token rank"],
-    r: Float[Tensor, "seq 1 token rope"],
+    query: Float[Tensor, "seq head token latent"],
+    k: Float[Tensor, "seq 1 token latent"],
+    v: Float[Tensor, "seq 1 token rank"],
     call: Call,
     valid: Bool[Tensor, "seq token"] | None,
     stock: Stock,
 ) -> Float[Tensor, "seq token head dim_v"]:
-    """`LayerCache.forward` for latents. Raises what `as_one_head` raises."""
+    """`LayerCache.forward` for what `as_one_head` says."""
     answered: list[Tensor] = []
 
     def prompt(k: Tensor, v: Tensor) -> Tensor:
         answered.append(stock(k, v))
         return answered[0]
 
-    out = cache.forward(*as_one_head(module, query, c, r), call, valid, prompt)
+    out = cache.forward(query, k, v, call, valid, prompt)
     return out if answered else restore(module, out)
 
 

@@ -110,6 +110,20 @@ def test_what_is_held(tmp_path: Path) -> None:
         assert torch.equal(model(token, past_key_values=back).logits, model(token, past_key_values=cache).logits)
 
 
+@pytest.mark.parametrize("text", ["full", "snapkv(budget=500)"])
+def test_a_later_mask_that_hides_tokens(text: str) -> None:
+    model, batch = configs.build("deepseek_v3"), configs.padded_batch()
+    ids = torch.cat([batch["input_ids"], torch.randint(2, 99, (3, 6), generator=torch.Generator().manual_seed(0))], 1)
+    mask = torch.cat([batch["attention_mask"], torch.ones(3, 6, dtype=torch.long)], 1)
+    mask[0, 12:17] = 0
+    found = []
+    for make in (lambda: DynamicCache(config=model.config), lambda: kvengine.EngineCache(kvengine.patch(model, text))):
+        cache = make()
+        model(**batch, past_key_values=cache)
+        found.append(model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, do_sample=False))
+    assert torch.equal(*found)
+
+
 class Adapter(nn.Module):
     """A layer as an adapter wraps it."""
 
