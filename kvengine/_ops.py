@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -48,9 +48,10 @@ def causal(
     k: Float[Tensor, "row token dim"],
     v: Float[Tensor, "row token dim_v"],
     scale: float,
+    position: Int[Tensor, "row token"] | None = None,
 ) -> Float[Tensor, "row group query dim_v"]:
-    """Attention of the last tokens over all of them, each over those up to itself."""
-    return causal_attention(q, k[:, None], v[:, None], scale=scale).transpose(1, 2)
+    """Attention of the last tokens over all of them, each over those up to itself; a negative position is no token."""
+    return causal_attention(q, k[:, None], v[:, None], scale=scale, position=position).transpose(1, 2)
 
 
 def causal_pays(q: Tensor, k: Tensor, v: Tensor) -> bool:

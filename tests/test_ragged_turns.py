@@ -78,3 +78,12 @@ def test_chunks_of_a_ragged_turn_do_not_matter(text: str) -> None:
     model = patched(text).double()
     whole, parts = (talk(model, [0, 1, 2], False, chunks) for chunks in ((), (6, 11)))
     torch.testing.assert_close(whole, parts, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("text", STACKS)
+def test_ragged_turns_in_half_precision(text: str, dtype: torch.dtype) -> None:
+    """The same as in double precision, but for rounding and the choices it turns."""
+    got, want = (talk(patched(text).to(kind), [0, 1, 2], False).double() for kind in (dtype, torch.float64))
+    alike = torch.cosine_similarity(got, want, dim=-1)
+    assert alike.median() > 0.99 and alike.min() > 0.9, alike

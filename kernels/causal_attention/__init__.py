@@ -5,7 +5,7 @@ Nothing is masked by a tensor, and what a query does not see is not computed, bu
 
 from __future__ import annotations
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvengine.errors import KernelError
@@ -23,24 +23,30 @@ def causal_attention(
     v: Float[Tensor, "seq head token dim_v"],
     *,
     scale: float,
+    position: Int[Tensor, "seq token"] | None = None,
     backend: str | None = None,
 ) -> Float[Tensor, "seq query q_head dim_v"]:
-    """Query i of n is that of token `token - n + i`, and sees the tokens up to that one.
+    """Query i of n is that of token `token - n + i`, and sees the tokens up to that one; 0 where that is none.
 
-    Any strides; the result's dtype is the queries'. The library's fused kernels do this, on a CPU in two calls where
-    there are earlier tokens; in float32 on a CPU with AVX-512, up to `FAR`, C does it in less time than they take. `backend` is
+    `position`: negative where there is no token, whatever memory holds there; None: everywhere is one. Any strides;
+    the result's dtype is the queries'. The library's fused kernels do this, on a CPU in two calls where there are
+    earlier tokens; in float32 on a CPU with AVX-512, up to `FAR`, C does it in less time than they take. `backend` is
     "reference" or "native". Raises KernelError on shapes that do not fit.
     """
-    if q.shape[2] > k.shape[2] or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3]:
+    known = position is None or position.shape == (len(k), k.shape[2])
+    if q.shape[2] > k.shape[2] or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3] or not known:
         raise KernelError(
             "causal_attention needs keys and values of the same tokens, the queries of the last of them, and as many query "
             f"heads as a multiple of KV heads; got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+            + ("" if position is None else f", with positions {list(position.shape)}")
         )
     known = native.fits(q, k, v) and (backend is not None or near(k, v))
     where = "reference" if q.is_cuda and backend is None else chosen((q, k, v), backend, known)
     if where == "triton":
         raise KernelError("backend='triton': causal_attention has no Triton version; leave backend=None")
-    return (native if where == "native" else reference).attention(q, k, v, scale)
+    if where == "native":
+        return native.attention(q, k, v, scale, position)
+    return reference.attention(q, k, v, scale, None if position is None else position >= 0)
 
 
 def quicker(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -6,6 +6,7 @@ import ctypes
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kvengine.errors import KernelError
@@ -48,7 +49,9 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, **more: Any) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, position: Tensor | None = None, **more: Any
+) -> Float[Tensor, "seq query q_head dim_v"]:
     """See `kvengine.kernels.causal_attention`. `more`: the members of `Causal` that say which tokens are seen."""
     sequences, q_heads, queries, dim = q.shape
     heads, tokens, dim_v = k.shape[1], k.shape[2], v.shape[3]
@@ -58,6 +61,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, **more: Any) -> Ten
         for name, x in (("q", q), ("k", k), ("v", v), ("out", out.transpose(1, 2)))
         for i, axis in enumerate(("sequence", "head", "token"))
     }
+    if position is not None:
+        position = position.to(torch.int32)
+        position = position if position.stride(1) == 1 else position.contiguous()
+        strides |= {"position": position.data_ptr(), "position_sequence": position.stride(0)}
     call = Causal(
         sequences=sequences, heads=heads, group=q_heads // heads, queries=queries, tokens=tokens, dim=dim, dim_v=dim_v,
         threads=torch.get_num_threads(), scale=scale, q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),

@@ -14,13 +14,11 @@ def span_attention(
     softcap: float | None, sinks: Tensor | None, block: int,
 ) -> Tensor:  # fmt: skip
     """See `kvengine.kernels.span_attention`."""
-    position, spans = position.to(torch.int32), spans.to(torch.int64).contiguous()
-    position = position if position.stride(1) == 1 else position.contiguous()
+    spans = spans.to(torch.int64).contiguous()
     first = None if band is None else band.first.to(torch.int64).contiguous()
     out = native.attention(
-        q, k[:, None], v[:, None], scale, spans=spans.data_ptr(), queries_per=block, spans_per=spans.shape[2],
-        spans_sequence=spans.stride(0) if len(spans) > 1 else 0, position=position.data_ptr(),
-        position_sequence=position.stride(0), first=None if first is None else first.data_ptr(),
+        q, k[:, None], v[:, None], scale, position, spans=spans.data_ptr(), queries_per=block, spans_per=spans.shape[2],
+        spans_sequence=spans.stride(0) if len(spans) > 1 else 0, first=None if first is None else first.data_ptr(),
         sinks=0 if band is None else band.sinks, local=0 if band is None else band.local,
     )  # fmt: skip
     return out.transpose(1, 2)

@@ -69,6 +69,25 @@ def test_each_token_sees_those_up_to_itself(backend: str, shape: tuple[int, ...]
     )
 
 
+@pytest.mark.parametrize("dtype", [*BOUND, torch.float64], ids=str)
+@pytest.mark.parametrize("queries", [1, 7, 511, 640])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_places_without_a_token_are_not_read(backend: str, queries: int, dtype: torch.dtype) -> None:
+    """Padding before a row and within it, evicted tokens, a row of nothing: memory there holds NaN."""
+    if backend == "native" and dtype != torch.float32:
+        return
+    q, k, v = case((3, 2, 3, queries, 700, 32, 32), dtype)
+    position = torch.arange(700).repeat(3, 1)
+    position[0, :99], position[0, 640:650], position[1, 1::2], position[2] = -1, -1, -1, -1
+    sees = (position >= 0)[:, None] & (torch.arange(700) <= torch.arange(700 - queries, 700)[:, None])
+    grouped, flat = q.unflatten(1, (2, -1)).flatten(0, 1), [x.flatten(0, 1) for x in (k, v)]
+    want = oracle.attend(grouped, *flat, sees.repeat_interleave(2, 0), 0.3).out.unflatten(0, (3, 2)).flatten(1, 2)
+    k, v = (x.masked_fill((position < 0)[:, None, :, None], math.nan) for x in (k, v))
+    got = causal_attention(q, k, v, scale=0.3, position=position, backend=backend)
+    assert oracle.error(got, want.transpose(1, 2)) <= BOUND.get(dtype, 1e-12)
+    assert not got[2].any()
+
+
 @NATIVE
 @settings(max_examples=60, deadline=None)
 @given(
@@ -157,6 +176,8 @@ def test_shapes_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
     )
     with pytest.raises(KernelError, match="keys and values of the same tokens"):
         causal_attention(q, k, v, scale=1.0)
+    with pytest.raises(KernelError, match=r"with positions \[1, 8\]"):
+        causal_attention(q[:, :2], k[:, :1], k[:, :1], scale=1.0, position=torch.zeros(1, 8))
     with pytest.raises(KernelError, match="no Triton version|cannot run here|the inputs are not"):
         causal_attention(
             q[:, :, :2], k[:, :1].expand(-1, 2, -1, -1), k[:, :1].expand(-1, 2, -1, -1), scale=1.0, backend="triton"
