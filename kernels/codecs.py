@@ -27,7 +27,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import KernelError, unknown
-from kvengine.kernels.quantise import Quantised, dequantise, pack, quantise, unpack
+from kvengine.kernels.dispatch import chosen, pick
+from kvengine.kernels.quantise import Quantised, dequantise, laid, pack, quantise, unpack
 
 FIELDS = {
     "dense": ("k", "v"),
@@ -135,6 +136,10 @@ def decode(codec: str, fields: Fields, dim: int, dim_v: int) -> tuple[Tensor, Te
     check(codec, fields)
     if codec == "dense":
         return fields["k"], fields["v"]
+    stored = {name: fields[name] for name in FIELDS[codec]}
+    if chosen(tuple(stored.values()), None, laid(dim, dim_v)) == "native":
+        run = pick("quantise", tuple(stored.values()), "native")
+        return run.decode(codec, stored, "k", dim), run.decode(codec, stored, "v", dim_v)
     if codec == "kivi":
         return _plain(fields, "k", dim), _plain(fields, "v", dim_v)
     if codec == "quantspec":

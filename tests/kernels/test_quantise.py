@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import support_kernels as oracle
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvengine.errors import KernelError
-from kvengine.kernels import codecs
+from kvengine.kernels import codecs, dispatch
 from kvengine.kernels.quantise import WIDTHS, dequantise, pack, quantise, unpack
 
 BACKENDS = [b for b in oracle.backends() if b != "native"]
@@ -58,6 +59,58 @@ def test_dead_tokens_do_not_widen_a_group(backend: str, over: str) -> None:
     poisoned = run(x, 4, 8, over, alive=alive, backend=backend)
     assert torch.equal(dequantise(poisoned, 4).cpu()[alive], dequantise(clean, 4).cpu()[alive])
     assert poisoned.scale.isfinite().all() and poisoned.zero.isfinite().all()
+
+
+NATIVE = pytest.mark.skipif("native" not in oracle.backends(), reason="no C compiler")
+HALVES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@NATIVE
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from(WIDTHS), st.sampled_from(["tokens", "channels"]), st.integers(1, 5), st.integers(1, 4),
+    st.sampled_from([16, 48, 80, 256]), st.sampled_from([1, 3, 32]), st.sampled_from(HALVES), st.sampled_from(HALVES),
+    st.sampled_from([1e-6, 1.0, 900.0]), st.booleans(), st.integers(0, 2**31),
+)  # fmt: skip
+def test_c_makes_the_same_bits(
+    bits: int, over: Literal["tokens", "channels"], rows: int, parts: int, dim: int, group: int, dtype: torch.dtype,
+    scale_dtype: torch.dtype, size: float, dead: bool, seed: int,
+) -> None:  # fmt: skip
+    rng = torch.Generator().manual_seed(seed)
+    x = (torch.randn(rows, parts * group, dim + 5, generator=rng) * size).to(dtype)[..., 2:-3]
+    x[0, 0] = 2.5  # a group of the channels, or all there is of one over tokens
+    alive = torch.rand(rows, parts * group, generator=rng) < 0.6 if dead else None
+    group = group if over == "tokens" else 16 if dim == 80 else dim // (dim // 16 if bits < 4 else 1)
+    if alive is not None:
+        x = x.masked_fill(~alive[..., None], math.nan)
+    want, got = (
+        quantise(x, bits, group, over, alive=alive, scale_dtype=scale_dtype, backend=b) for b in ("reference", "native")
+    )
+    for a, b in zip(want, got, strict=True):
+        assert torch.equal(a, b)
+
+
+@NATIVE
+@pytest.mark.parametrize("scale_dtype", HALVES, ids=str)
+@pytest.mark.parametrize("codec", ["kivi", "quantspec", "zipcache"])
+def test_c_reads_pages_as_torch_does(codec: str, scale_dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(3)
+    k, v = torch.randn(5, 40, 80, generator=rng), torch.randn(5, 40, 32, generator=rng)
+    for bits in ((4, 2), (8, 1), (1, 4)):
+        if codec == "zipcache":
+            salient = torch.rand(5, 40, generator=rng).argsort(1) < 11
+            fields = codecs.encode_zipcache(k, v, bits, salient, scale_dtype=scale_dtype)
+        else:
+            fields = codecs.encode_kivi(k, v, 4 if codec == "quantspec" else bits, 8, scale_dtype=scale_dtype)
+            fields |= {f"{side}_low": torch.randint(0, 256, (5, 40, x.shape[2] // 2), generator=rng).byte()
+                       for side, x in (("k", k), ("v", v))}  # fmt: skip
+        got = codecs.decode(codec, fields, 80, 32)
+        with dispatch.torch_only():
+            want = codecs.decode(codec, fields, 80, 32)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    empty = {name: x[:0] for name, x in fields.items()}
+    assert [list(x.shape) for x in codecs.decode(codec, empty, 80, 32)] == [[0, 40, 80], [0, 40, 32]]
 
 
 def test_more_bits_err_less() -> None:
