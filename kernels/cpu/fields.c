@@ -37,6 +37,9 @@ enum { EACH, BLOCKS, ONE };
 /* One token's vector. A vector register's codes are bit fields of the 64 bytes that hold them: pick each lane's 32-bit
    word, shift its field down, mask. Whole registers are written, so `out` must be padded. */
 INLINE vu wide_load(const uint8_t *p, int64_t bytes) {
+#if defined(__AVX512BW__)
+  if (bytes < 64) return (vu)_mm512_maskz_loadu_epi8((1ull << bytes) - 1, p);
+#endif
   vu words = {0};
   if (bytes >= 64) words = *(const vu *)p;
   else if (bytes == 32) memcpy(&words, p, 32);
@@ -112,13 +115,14 @@ static void read_per_channel(const Field *f, Memo *memo, const int64_t *token, i
   }
 }
 
-/* Groups that are no power of two of at least a register: spread a token's scales over its channels first. */
+/* Groups that are no power of two of at least a register: each scale is written to all its channels first. */
 static void read_uneven(const Field *f, Memo *memo, const int64_t *token, int count, float *tile, int64_t stride) {
   const int64_t groups = f->dim / f->group;
   for (int i = 0; i < count; i++) {
-    for (int64_t d = 0; d < f->dim; d++) {
-      memo->scale[d] = scalar(f->scale, token[i] * groups + d / f->group, f->dtype);
-      memo->zero[d] = scalar(f->zero, token[i] * groups + d / f->group, f->dtype);
+    for (int64_t g = 0; g < groups; g++) {
+      const float scale = scalar(f->scale, token[i] * groups + g, f->dtype);
+      const float zero = scalar(f->zero, token[i] * groups + g, f->dtype);
+      for (int64_t d = g * f->group; d < (g + 1) * f->group; d++) memo->scale[d] = scale, memo->zero[d] = zero;
     }
     unpack_each((const uint8_t *)f->data + token[i] * (f->dim * f->bits / 8), finer(f, token[i]), f->dim, f->bits, memo->scale, memo->zero,
                 NULL, 0, tile + i * stride);
