@@ -4,7 +4,9 @@
 
 One layer of a model of 8 query and 2 KV heads of 64, in float32, fed with random tokens through the engine's own layer
 cache. Prompt work is what the policy adds to the prompt's attention, as a share of that attention's time (torch's
-fused causal attention on the same tensors). Candidates take turns step by step, so that a busy machine slows all alike.
+fused causal attention on the same tensors). A later prompt of 512 tokens is timed whole, attention and policy, and set
+against torch's fused attention of its queries over everything. Candidates take turns step by step, so that a busy
+machine slows all alike.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from kvengine.session import Call
 from kvengine.stack import Stack
 from kvengine.stats import measure
 
-HEADS, GROUP, DIM, BUDGET, STEPS = 2, 4, 64, 1024, 24
+HEADS, GROUP, DIM, BUDGET, STEPS, WARM = 2, 4, 64, 1024, 24, 4
+LATER, TURNS = 512, 3
 
 TIERS = {"disk", "remote"}  # benchmarks/prefix.py measures these
 STACKS = [
@@ -89,9 +92,25 @@ def attention_time(qkv: tuple[torch.Tensor, ...], length: int) -> float:
     return time.perf_counter() - begin
 
 
+def later_prompts(caches: dict[str, LayerCache], qkv: tuple[torch.Tensor, ...], seen: int) -> dict[str, float]:
+    """The time of a further prompt of `LATER` tokens, over that of its attention to everything; the median of turns."""
+    ratios: dict[str, list[float]] = {text: [] for text in caches}
+    for end in range(seen + LATER, qkv[0].shape[2] + 1, LATER):
+        q, k, v = qkv[0][:, :, end - LATER : end], *(x[:, :, :end] for x in qkv[1:])
+        sees = torch.ones(LATER, end, dtype=torch.bool).tril(end - LATER)
+        begin = time.perf_counter()
+        F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=True)
+        base = time.perf_counter() - begin
+        for text, cache in caches.items():
+            begin = time.perf_counter()
+            cache.forward(q, *(x[:, :, end - LATER :] for x in (k, v)), Call(DIM**-0.5))
+            ratios[text].append((time.perf_counter() - begin) / base)
+    return {text: statistics.median(found) for text, found in ratios.items()}
+
+
 @torch.no_grad()
 def at(length: int) -> list[dict[str, Any]]:
-    qkv = draw(length + STEPS + 4)
+    qkv = draw(length + STEPS + WARM + LATER * TURNS)
     nothing = torch.zeros(1, length, HEADS * GROUP, DIM)
     base = attention_time(qkv, length)
     caches, prompt = {}, {}
@@ -99,17 +118,19 @@ def at(length: int) -> list[dict[str, Any]]:
         caches[text], prompt[text] = start(text, length, qkv, nothing)
         print(f"{length} {text}: prompt work {prompt[text]:.2f} s of {base:.2f}", flush=True)
     times: dict[str, list[float]] = {text: [] for text in STACKS}
-    for step in range(STEPS + 4):
+    for step in range(STEPS + WARM):
         s = slice(length + step, length + step + 1)
         for text, cache in caches.items():
             begin = time.perf_counter()
             cache.forward(*(x[:, :, s] for x in qkv), Call(DIM**-0.5))
-            if step >= 4:
+            if step >= WARM:
                 times[text].append(time.perf_counter() - begin)
+    stats = {text: measure([cache]) for text, cache in caches.items()}
+    later = later_prompts(caches, qkv, length + STEPS + WARM)
     full = statistics.median(times["full"])
     rows = []
     for text in STACKS:
-        stats, decode = measure([caches[text]]), statistics.median(times[text])
+        decode = statistics.median(times[text])
         rows.append(
             {
                 "policy": f"`{text}`",
@@ -120,8 +141,9 @@ def at(length: int) -> list[dict[str, Any]]:
                 "decode_p20_ms": 1e3 * sorted(times[text])[len(times[text]) // 5],
                 "decode_p80_ms": 1e3 * sorted(times[text])[len(times[text]) * 4 // 5],
                 "speed": full / decode,
-                "held_MB": stats.bytes_held / 1e6,
-                "read_MB": stats.read_per_token / 1e6,
+                "later": later[text],
+                "held_MB": stats[text].bytes_held / 1e6,
+                "read_MB": stats[text].read_per_token / 1e6,
             }
         )
     whole = rows[0]["read_MB"]
@@ -149,6 +171,7 @@ def main() -> None:
             "decode (ms)": "decode_ms:.2f",
             "speed-up over full": "speed:.1f",
             "ideal by bytes read": "ideal:.1f",
+            f"prompt of {LATER} / attention": "later:.2f",
             "held (MB)": "held_MB:.2f",
             "read (MB)": "read_MB:.2f",
         },
