@@ -24,7 +24,7 @@ from kvengine.kernels.causal_attention import follows
 from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.paged_attention import paged_attention
-from kvengine.kernels.span_attention import band_spans, causal_spans, span_attention
+from kvengine.kernels.span_attention import Band, band_spans, causal_spans, span_attention
 from kvengine.kernels.state import State
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
@@ -65,9 +65,9 @@ class Lane(Recall):
 
     def read(self, q: Float[Tensor, "row group query dim"], call: Call) -> Float[Tensor, "row group query dim_v"]:
         """A prompt chunk's queries over all that is held, causally and as the prefill method allows."""
-        known = type(self.stack.prefill).visible is Prefill.visible or self.stack.prefill.band(self.first) is not None
-        if self.whole and known:
-            return self.read_spans(q, call)
+        band = self.stack.prefill.band(self.first)
+        if (self.whole and band is not None) or type(self.stack.prefill).visible is Prefill.visible:
+            return self.read_spans(q, call, band)
         k, v, position, _ = self.everything()
         k = self.turned(k, self.shift())
         at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
@@ -78,13 +78,20 @@ class Lane(Recall):
             out.append(self.with_sinks([state], call).out)
         return torch.cat(out, 2).to(q.dtype)
 
-    def read_spans(self, q: Tensor, call: Call) -> Float[Tensor, "row group query dim_v"]:
-        """The same while every token is in its place: what the prefill method leaves out is not touched."""
-        k, v, position, _ = self.tail.held()
-        band, queries, tokens = self.stack.prefill.band(self.first), q.shape[2], k.shape[1]
+    def read_spans(self, q: Tensor, call: Call, band: Band | None) -> Float[Tensor, "row group query dim_v"]:
+        """The same where slots tell who sees whom: what the prefill method leaves out is not touched.
+
+        The chunk lies in the last slots. A band counts positions: it needs every token in its place.
+        """
+        k, v, position, _ = self.everything()
+        k = self.turned(k, self.shift())
+        queries, tokens = q.shape[2], k.shape[1]
         plain = band is None and call.softcap is None and call.sinks is None
-        if plain and self.tail.clean and (queries == tokens or follows(q, k, v)):
+        clean = self.tail.clean and (self.pages is None or self.pages.clean)
+        if plain and clean and (queries == tokens or follows(q, k, v)):
             return ops.causal(q, k, v, call.scale)
+        if not self.whole:
+            position = torch.arange(tokens, device=q.device, dtype=torch.int32).where(position >= 0, -1)
         spans = causal_spans(queries, tokens, k.device) if band is None else band_spans(queries, tokens, band)
         return span_attention(
             q, k, v, position, spans, scale=call.scale, band=band, softcap=call.softcap, sinks=call.sinks
