@@ -11,10 +11,6 @@ from kvengine.kernels.attention import attention
 from kvengine.kernels.causal_attention import causal_attention, quicker
 from kvengine.kernels.dispatch import native_refusal
 from kvengine.kernels.state import State, rescaled
-from kvengine.session import Call
-
-BLOCK = 1 << 20  # logits computed at once, of a row
-ON_GPU = 1 << 27  # of all rows together: half a gigabyte, where few at a time would be two queries of a long prompt
 
 
 def whole(
@@ -62,27 +58,3 @@ def causal_pays(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def received(parts: list[State], total: State) -> Float[Tensor, "row group token"]:
     """The attention that each token receives from these queries, part after part."""
     return torch.cat([rescaled(part, total) for part in parts], 3).sum(2)
-
-
-def columns(
-    q: Float[Tensor, "row group query dim"],
-    keys: Float[Tensor, "row dim token"],
-    visible: Bool[Tensor, "row query token"],
-    call: Call,
-) -> Float[Tensor, "row group token"]:
-    """The attention that each token receives, summed over queries; the values take no part, so they are not read."""
-    logits = torch.matmul(q.float().flatten(1, 2) * call.scale, keys).unflatten(1, q.shape[1:3])
-    if call.softcap is not None:
-        logits = torch.tanh(logits / call.softcap) * call.softcap
-    logits = logits.masked_fill_(~visible[:, None], float("-inf"))
-    if call.sinks is None:
-        return logits.softmax(-1).nan_to_num_(0.0).sum(2)  # a query that sees nothing would give nan
-    sinks = call.sinks.float()[..., None, None].expand(*logits.shape[:3], 1)
-    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1].sum(2)
-
-
-def blocks(q: Tensor, tokens: int) -> list[slice]:
-    """Spans of queries whose logits over `tokens` tokens fit in memory comfortably."""
-    room = max(BLOCK, ON_GPU // max(1, len(q))) if q.is_cuda else BLOCK
-    step = max(1, room // max(1, tokens * q.shape[1]))
-    return [slice(i, min(i + step, q.shape[2])) for i in range(0, q.shape[2], step)]

@@ -21,6 +21,7 @@ from kvengine import _ops as ops
 from kvengine.errors import CacheError
 from kvengine.kernels.attention import attention
 from kvengine.kernels.causal_attention import follows
+from kvengine.kernels.column_mass import blocks, column_mass, columns, masked
 from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.paged_attention import paged_attention
@@ -65,18 +66,23 @@ class Lane(Recall):
 
     def read(self, q: Float[Tensor, "row group query dim"], call: Call) -> Float[Tensor, "row group query dim_v"]:
         """A prompt chunk's queries over all that is held, causally and as the prefill method allows."""
-        band = self.stack.prefill.band(self.first)
-        if (self.whole and band is not None) or type(self.stack.prefill).visible is Prefill.visible:
+        by_slot, band = self.banded()
+        if by_slot:
             return self.read_spans(q, call, band)
         k, v, position, _ = self.everything()
         k = self.turned(k, self.shift())
         at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
         out = []
-        for span in ops.blocks(q, k.shape[1]):
+        for span in blocks(q, k.shape[1]):
             visible = self.visible(at[span], position, prompt=True)
             state = attention(q[:, :, span], k, v, visible, call.scale, softcap=call.softcap)
             out.append(self.with_sinks([state], call).out)
         return torch.cat(out, 2).to(q.dtype)
+
+    def banded(self) -> tuple[bool, Band | None]:
+        """Whether slots tell which tokens a prompt's queries see, and the band that does; None: all up to their own."""
+        band = self.stack.prefill.band(self.first)
+        return (self.whole and band is not None) or type(self.stack.prefill).visible is Prefill.visible, band
 
     def read_spans(self, q: Tensor, call: Call, band: Band | None) -> Float[Tensor, "row group query dim_v"]:
         """The same where slots tell who sees whom: what the prefill method leaves out is not touched.
@@ -141,14 +147,14 @@ class Lane(Recall):
     ) -> Float[Tensor, "row group token"]:
         """Attention that each token receives from those of the queries that are `real` (padding's say nothing)."""
         k, _, position, _ = self.everything()
-        mass = torch.zeros(*q.shape[:2], k.shape[1], device=q.device)
+        by_slot, band = self.banded()
+        if by_slot:
+            slots = at - (self.seen - k.shape[1])
+            mass = column_mass(q, k, position, slots, real, band=band, **call._asdict())
+        else:
+            mass = masked(q, k, lambda n: self.visible(at[n], position, prompt=True) & real[:, n, None], *call)
         if before is not None:
-            mass[:, :, : before.shape[2]] = before
-        keys = k.float().transpose(1, 2)
-        for span in ops.blocks(q, k.shape[1]):
-            n = int(at[span][-1]) + 1 if self.whole else k.shape[1]  # later slots hold later tokens
-            visible = self.visible(at[span], position[:, :n], prompt=True) & real[:, span, None]
-            mass[:, :, :n] += ops.columns(q[:, :, span], keys[:, :, :n], visible, call)
+            mass[:, :, : before.shape[2]] += before
         return mass
 
     def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
@@ -187,7 +193,7 @@ class Lane(Recall):
             mass = ops.received([state], state).sum(1)
         else:  # padding says nothing
             visible = visible & valid[..., None]
-            mass = ops.columns(q, k.float().transpose(1, 2), visible, call._replace(sinks=None)).sum(1)
+            mass = columns(q, k.float().transpose(1, 2), visible, call.scale, call.softcap).sum(1)
         self.tail.judge(running(score, mass, position, at, self.judged, valid), None)
 
     def conclude(self, seen: Seen) -> None:

@@ -22,6 +22,7 @@ from kvengine.cache import LayerCache
 from kvengine.fixed import FixedLayer
 from kvengine.hf_compiled import CompiledDecode, Steps
 from kvengine.kernels.causal_attention.native import fits
+from kvengine.kernels.column_mass import blocks, reference
 from kvengine.kernels.cpu import library
 from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.state import State
@@ -170,13 +171,13 @@ def test_launches_go_to_the_gpu_that_has_the_tensors(device: Device, monkeypatch
 def test_a_gpu_takes_many_queries_of_a_long_prompt_at_once(device: Device) -> None:
     """A launch takes as long as thousands of queries do there; what they need is bounded whatever the batch."""
     q = torch.zeros(8, 4, 4096, 1)
-    assert len(ops.blocks(q, 131072)) == 2048
+    assert len(blocks(q, 131072)) == 2048
     with device:
-        assert len(ops.blocks(there(q), 131072)) == 128
+        assert len(blocks(there(q), 131072)) == 128
         for rows in (1, 8, 256):
             some = torch.zeros(rows, 4, 4096, 1, device=CUDA)
-            longest = max(span.stop - span.start for span in ops.blocks(some, 131072))
-            assert rows * 4 * longest * 131072 <= max(ops.ON_GPU, rows * ops.BLOCK)
+            longest = max(span.stop - span.start for span in blocks(some, 131072))
+            assert rows * 4 * longest * 131072 <= max(reference.ON_GPU, rows * reference.BLOCK)
 
 
 def test_a_gpu_does_not_wait_for_the_c_compiler(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,8 @@
    are turned on their side, the scores of EIGHT query rows are made and softened, and their values weighed, while all
    of that is in the nearer caches. Tiles of tokens that no query of a block sees are not touched. */
 #include <stdlib.h>
-#include "simd.h"
+#include "prompt.h"
 
-#define TILE 64
-#define EIGHT 8
-#define PIECE (2 * LANES)
 #define ROWS 128 /* query rows of a task, about */
 #define MANY 512 /* the same where a head's keys and values are too many for the nearer caches: each task reads them */
 #define NEAR (1 << 20) /* bytes of them that are not */
@@ -25,63 +22,6 @@ typedef struct {
   const int64_t *first;    /* [sequence]: the first token; NULL: nothing is hidden but what comes later */
   int64_t queries_per, spans_per, spans_sequence, position_sequence, sinks, local; /* seen: `sinks` first, `local` last ones */
 } Causal;
-
-/* From memory to every lane; the compiler makes a slower thing of splat(*p). */
-INLINE vf every(const float *p) { return (vf){*p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p}; }
-
-/* c[i][j] = sum over d of a[i * a_row + d * a_step] b[d][j], for EIGHT rows and `wide` registers of columns, two at most;
-   added to c if `more`. */
-INLINE void product(const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_step, int64_t n, float *c,
-                    int64_t c_row, int wide, int more) {
-  vf s[EIGHT][2];
-#pragma GCC unroll 8
-  for (int i = 0; i < EIGHT; i++)
-    for (int j = 0; j < wide; j++) s[i][j] = more ? load(c + i * c_row + j * LANES) : (vf){0};
-  for (int64_t d = 0; d < n; d++, a += a_step, b += b_step) {
-    vf x = load(b), y = wide > 1 ? load(b + LANES) : x;
-#pragma GCC unroll 8
-    for (int i = 0; i < EIGHT; i++) {
-      vf z = every(a + i * a_row);
-      s[i][0] += z * x;
-      if (wide > 1) s[i][1] += z * y;
-    }
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < EIGHT; i++)
-    for (int j = 0; j < wide; j++) store(c + i * c_row + j * LANES, s[i][j]);
-}
-
-/* to[j][i] = from[i][j], LANES by LANES. */
-INLINE void transpose(const float *from, int64_t from_row, float *to, int64_t to_row) {
-  vf a[LANES], b[LANES];
-#pragma GCC unroll 16
-  for (int i = 0; i < LANES; i++) a[i] = load(from + i * from_row);
-#pragma GCC unroll 16
-  for (int i = 0; i < LANES; i += 2) {
-    b[i] = PICK(a[i], a[i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-    b[i + 1] = PICK(a[i], a[i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < LANES; i++)
-    if (!(i & 2)) {
-      a[i] = PICK(b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-      a[i + 2] = PICK(b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-#pragma GCC unroll 16
-  for (int i = 0; i < LANES; i++)
-    if (!(i & 4)) {
-      b[i] = PICK(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-      b[i + 4] = PICK(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    }
-#pragma GCC unroll 8
-  for (int i = 0; i < LANES / 2; i++) {
-    store(to + i * to_row, PICK(b[i], b[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23));
-    store(to + (i + 8) * to_row, PICK(b[i], b[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
-  }
-}
-
-/* e^x for x <= 0; 0 where that is no normal number. */
-INLINE vf fading(vf x) { return choose(x > -87.0f, exponential_within(x), splat(0)); }
 
 /* One row's scores become weights in place; `top` and `total` (by lane) follow the online softmax, `out` is rescaled. */
 INLINE void soften(float *s, int64_t columns, float *top, float *total, float *out, int64_t dim) {
@@ -102,27 +42,6 @@ INLINE void soften(float *s, int64_t columns, float *top, float *total, float *o
     store(s + j, p);
   }
   store(total, all);
-}
-
-/* The keys of `n` tokens on their side, key[channel][token], zero where there is no token. */
-static void lay(const float *from, int64_t stride, int64_t n, int64_t dim, float *key) {
-  const int64_t full = n / LANES * LANES;
-  for (int64_t d = 0; d < dim; d += LANES)
-    for (int64_t t = 0; t < full; t += LANES) transpose(from + t * stride + d, stride, key + d * TILE + t, TILE);
-  for (int64_t d = 0; d < dim; d++)
-    for (int64_t t = full; t < TILE; t++) key[d * TILE + t] = t < n ? from[t * stride + d] : 0;
-}
-
-/* Which of `n` tokens are none; how many of those there are. */
-static int64_t gaps(const int32_t *position, int64_t n, int32_t *gap) {
-  int64_t count = 0;
-  for (int64_t j = 0; j < n; j++) count -= gap[j] = -(position[j] < 0);
-  for (int64_t j = n; j < TILE; j++) gap[j] = 0;
-  return count;
-}
-
-INLINE void hide(float *s, int64_t from, int64_t to) {
-  for (int64_t j = from < 0 ? 0 : from; j < to; j++) s[j] = -INFINITY;
 }
 
 /* Queries [first, first + block) of a head's group; `space` as `need` says. */
@@ -155,7 +74,7 @@ static void attend(const Causal *a, int64_t sequence, int64_t head, int64_t firs
       if (none == n) continue;
       const float *v = values + t * a->v_token;
       int64_t v_token = a->v_token;
-      lay(keys + t * a->k_token, a->k_token, n, dim, key);
+      lay(keys, t * a->k_token, a->k_token, 0, n, dim, key);
       if (n < columns || none) { /* weights of 0 must not meet what is no token */
         for (int64_t j = 0; j < columns; j++)
           for (int64_t d = 0; d < dim_v; d++)

@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from kvengine.kernels import codecs
 from kvengine.kernels.attention.triton import attention
 from kvengine.kernels.best_tokens.triton import best_tokens
+from kvengine.kernels.column_mass.triton import column_mass
 from kvengine.kernels.compact.triton import compact
 from kvengine.kernels.fetch_pages.triton import fetch
 from kvengine.kernels.lowrank_attention.triton import lowrank_attention
@@ -141,6 +142,14 @@ def cases() -> dict[str, Callable[[], object]]:
         spans = causal_spans(256, 256, k.device) if band is None else band_spans(256, 256, band)
         return lambda: span_attention(q, k, k, position, spans, 0.1, band, None, None, 128)
 
+    def mass(dtype: torch.dtype = bf16, dim: int = 128, band: Band | None = None) -> Callable[[], object]:
+        q, k = torch.zeros(ROWS, 4, 256, dim, dtype=dtype), torch.zeros(ROWS, 256, dim, dtype=dtype)
+        real, sinks = torch.ones(ROWS, 256, dtype=torch.bool), torch.zeros(ROWS, 4)
+        cap = None if band is None else 30.0
+        return lambda: column_mass(
+            q, k, position, torch.arange(256), real, 0.1, band, cap, None if band is None else sinks
+        )
+
     bounds, x = torch.zeros(ROWS, 64, 128, dtype=bf16), torch.zeros(ROWS * TABLE, PAGE, 128, dtype=bf16)
     q, dense = torch.zeros(ROWS, 4, 1, 128, dtype=bf16), pool("dense", 128, bf16, 0)
     basis, frequency = torch.zeros(ROWS, 160, 128, dtype=bf16), torch.ones(64)
@@ -171,6 +180,11 @@ def cases() -> dict[str, Callable[[], object]]:
         "prompt, band, fp32": prompt(torch.float32, local=64),
         "prompt, dim 256": prompt(dim=256),
         "prompt, dim 256, fp32": prompt(torch.float32, dim=256),
+        "mass": mass(),
+        "mass, fp32": mass(torch.float32),
+        "mass, band, softcap, sinks": mass(band=Band(torch.zeros(ROWS, dtype=torch.int64), 16, 64)),
+        "mass, dim 256": mass(dim=256),
+        "mass, dim 256, fp32": mass(torch.float32, dim=256),
         "merge of 2": lambda: merge_states([state] * 2),
         "merge of 4": lambda: merge_states([state] * 4),
         "bounds": lambda: page_scores(q[:, :, 0], bounds, bounds, torch.ones(ROWS, 64, dtype=torch.bool), "max"),

@@ -91,12 +91,12 @@ def span_attention(
         QUERIES=each, HEADS=heads, DIM=dim, BLOCK_D=wide, DIM_V=dim_v, BLOCK_V=max(triton.next_power_of_2(dim_v), 16),
         BLOCK=64 if wide <= 128 and not exact else 32, BAND=band is not None,
         SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        COMPUTE=_compute(k.dtype), num_warps=8 if wide > 128 else 4, num_stages=2,
+        COMPUTE=compute_type(k.dtype), num_warps=8 if wide > 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
 
 
-def _compute(dtype: torch.dtype) -> tl.dtype:
+def compute_type(dtype: torch.dtype) -> tl.dtype:
     if dtype == torch.bfloat16 and interpreted():  # the interpreter multiplies the bits of bfloat16 as integers
         dtype = torch.float32
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]

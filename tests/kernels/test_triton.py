@@ -43,7 +43,7 @@ def test_interpreted_on_all_cases() -> None:
 
 @pytest.mark.parametrize("capability", LIMITS)
 def test_some_kernels_compile_ahead_of_time(capability: int) -> None:
-    compiles(capability, ["units of 16", "kivi, 4 bits", "bounds", "top 128 of 8192"])
+    compiles(capability, ["units of 16", "kivi, 4 bits", "bounds", "top 128 of 8192", "mass"])
 
 
 @pytest.mark.slow
@@ -78,6 +78,7 @@ def test_a_long_prompt_fits_into_the_grid(monkeypatch: pytest.MonkeyPatch) -> No
     """Only the first axis of a CUDA grid holds more than 65535 programs."""
     from triton.runtime.jit import JITFunction
 
+    from kvengine.kernels.column_mass.triton import column_mass
     from kvengine.kernels.span_attention import causal_spans
     from kvengine.kernels.span_attention.triton import span_attention
 
@@ -87,12 +88,17 @@ def test_a_long_prompt_fits_into_the_grid(monkeypatch: pytest.MonkeyPatch) -> No
     position = torch.arange(262144).expand(2, -1)
     span_attention(q, k, k, position, causal_spans(262144, 262144, k.device), 0.1, None, None, None, 128)
     assert grids[0][0] > 65535 and all(n <= 65535 for n in grids[0][1:])
+    q, k, position = (x.repeat_interleave(16, 2 if x.dim() == 4 else 1) for x in (q[:, :2], k, position))
+    real = torch.ones(2, len(at := torch.arange(16 * 262144)), dtype=torch.bool)
+    column_mass(q, k, position, at, real, 0.1, None, None, None)
+    assert len(grids) == 3 and all(grid[0] > 65535 and grid[1] == 4 for grid in grids[1:])
 
 
 def test_lengths_do_not_decide_what_is_compiled() -> None:
     """Triton compiles apart for numbers that are 1 or a multiple of 16. As a text grows its lengths become all of these,
     and a decode step in the middle of it would wait for the compiler."""
     from kvengine.kernels.attention.triton import attention
+    from kvengine.kernels.column_mass.triton import column_mass
     from kvengine.kernels.fetch_pages.triton import fetch
     from kvengine.kernels.gpu.ahead import only_compiling
     from kvengine.kernels.lowrank_attention.triton import lowrank_attention
@@ -120,8 +126,10 @@ def test_lengths_do_not_decide_what_is_compiled() -> None:
                 torch.zeros(2, n + 16, dtype=torch.int32),
             )
             span_attention(*few, causal_spans(n, n + 16, k.device), 0.1, None, None, None, 128)
+            at, real = torch.arange(n), torch.ones(2, n, dtype=torch.bool)
+            column_mass(few[0], few[1], few[3], at, real, 0.1, None, None, None)
     kinds = Counter(kernel.name for kernel in {id(kernel): kernel for kernel in compiled}.values())
     # The tail's and the pages' attention differ, and so does what joins their parts.
     assert kinds.pop("attend_kernel") == 2 and kinds.pop("join_kernel") <= 3
-    assert set(kinds) == {"lowrank_kernel", "score_kernel", "fetch_kernel", "span_kernel"}
+    assert set(kinds) == {"lowrank_kernel", "score_kernel", "fetch_kernel", "span_kernel", "lse_kernel", "mass_kernel"}
     assert set(kinds.values()) == {1}, kinds

@@ -1,0 +1,198 @@
+/* The attention that each token receives from a prompt's queries, in float32.
+
+   A task is some blocks of queries of one KV head, all its query heads together. A block takes TILE tokens at a time: their
+   keys are turned on their side, and the scores of EIGHT query rows are made and softened as in causal.c. The weights are
+   kept until the rows' totals are known, with the `top` that each row had by then, and then summed: the scores of a block
+   are computed once, and no more of them is kept than a block's. A task has its own sums, so none are raced for. */
+#include <stdlib.h>
+#include "prompt.h"
+
+#define ROWS 128       /* query rows of a block, about */
+#define MOST (4 << 20) /* weights of a block, about: 16 MB */
+
+typedef struct {
+  int64_t rows, group, queries, tokens, dim, parts, threads, q_dtype, k_dtype;
+  float scale, softcap; /* 0: none */
+  const void *q, *k;
+  int64_t q_row, q_head, q_query, k_row, k_token;
+  const int32_t *position; /* [row, token]: negative where there is no token */
+  const int64_t *at;       /* [query]: its slot */
+  const uint8_t *real;     /* [row, query]: whether it counts */
+  const int64_t *first;    /* [row]: the first token; NULL: nothing is hidden but what comes later */
+  const float *logits;     /* [row, head]: join the softmax; NULL: there are none */
+  int64_t position_row, real_row, sinks, local; /* seen: `sinks` first, `local` last ones */
+  float *out;              /* [part, row, head, token] */
+} Mass;
+
+/* What is kept of a block. */
+typedef struct {
+  float *q, *key;              /* EIGHT rows side by side; a tile of keys on its side */
+  float *total, *last, *share; /* [row, lane], [row]: sums of weights below the `last` top; what such a weight's share is */
+  float *top, *weight;         /* [tile, row], [tile, row, token]: e^(score - top); no weights where that is -inf */
+  int64_t *seen, *tile;        /* [row]: the last slot that it sees, -1 for none; [tile]: its first token */
+} Block;
+
+/* One row's scores become weights below `top`; `total`, by lane, is that of all tiles so far. */
+INLINE void soften(float *s, float *top, float *total) {
+  vf high = load(s);
+  for (int64_t j = LANES; j < TILE; j += LANES) high = larger(high, load(s + j));
+  const float now = peak(high);
+  if (now > *top) {
+    store(total, load(total) * expf(*top - now));
+    *top = now;
+  }
+  const vf shift = splat(*top == -INFINITY ? 0 : *top);
+  vf all = load(total);
+  for (int64_t j = 0; j < TILE; j += LANES) {
+    vf p = fading(load(s + j) - shift);
+    all += p;
+    store(s + j, p);
+  }
+  store(total, all);
+}
+
+static void cap(float *s, float most) {
+  for (int64_t j = 0; j < TILE; j += LANES) {
+    vf e = exponential(load(s + j) * (2 / most));
+    store(s + j, most - (2 * most) / (e + 1));
+  }
+}
+
+static void lay_keys(const Mass *a, int64_t row, int64_t t, int64_t n, float *key) {
+  const int64_t start = row * a->k_row + t * a->k_token;
+  if (a->k_dtype == 0) lay(a->k, start, a->k_token, 0, n, a->dim, key);
+  else if (a->k_dtype == 1) lay(a->k, start, a->k_token, 1, n, a->dim, key);
+  else lay(a->k, start, a->k_token, 2, n, a->dim, key);
+}
+
+/* Queries [first, first + size) of a KV head; how far the last of them sees. */
+static int64_t open_block(const Mass *a, int64_t row, int64_t first, int64_t size, Block *b) {
+  int64_t end = 0;
+  for (int64_t m = 0; m < a->group * size; m++) {
+    const int64_t i = first + m % size, head = m / size, real = i < a->queries && a->real[row * a->real_row + i];
+    const int64_t from = row * a->q_row + head * a->q_head + i * a->q_query;
+    float *to = b->q + m / EIGHT * EIGHT * a->dim + m % EIGHT;
+    for (int64_t d = 0; d < a->dim; d++) to[d * EIGHT] = real ? value_at(a->q, from + d, a->q_dtype) * a->scale : 0;
+    b->seen[m] = real ? a->at[i] : -1;
+    if (b->seen[m] >= end) end = b->seen[m] + 1;
+    b->last[m] = a->logits ? a->logits[row * a->group + head] : -INFINITY;
+    store(b->total + m * LANES, splat(0));
+    if (b->last[m] > -INFINITY) b->total[m * LANES] = 1;
+  }
+  return end;
+}
+
+/* Whether any of EIGHT rows sees one of `n` tokens from `t` on, if there are such. */
+static int any(const Mass *a, int64_t row, const int64_t *seen, int64_t t, int64_t n) {
+  int64_t far = -1, near = INT64_MAX;
+  for (int i = 0; i < EIGHT; i++) {
+    if (seen[i] > far) far = seen[i];
+    if (seen[i] >= 0 && seen[i] < near) near = seen[i];
+  }
+  return far >= t && !(a->first && t >= a->first[row] + a->sinks && t + n <= near - a->local + 1);
+}
+
+/* The weights of EIGHT rows from `m` on for the tile of `n` tokens at `t`. */
+static void weigh(const Mass *a, int64_t row, int64_t m, int64_t t, int64_t n, const int32_t *gap, Block *b, float *s) {
+  const float *q = b->q + m * a->dim;
+  for (int64_t j = 0; j < TILE; j += PIECE) product(q, 1, EIGHT, b->key + j, TILE, a->dim, s + j, TILE, 2, 0);
+  for (int i = 0; i < EIGHT; i++, s += TILE) {
+    const int64_t seen = b->seen[m + i], far = seen + 1 - t, near = far - a->local;
+    if (a->softcap > 0) cap(s, a->softcap);
+    hide(s, far < n ? far : n, TILE);
+    if (a->first) hide(s, a->first[row] + a->sinks - t, near < n ? near : n);
+    for (int64_t j = 0; gap && j < TILE; j += LANES)
+      store(s + j, choose(*(const vi *)(gap + j), splat(-INFINITY), load(s + j)));
+    soften(s, b->last + m + i, b->total + (m + i) * LANES);
+  }
+}
+
+/* What tile number `k` got, to `sums` [head, token]. */
+static void add_up(const Mass *a, int64_t k, int64_t size, const Block *b, float *sums) {
+  const int64_t rows = a->group * size, t = b->tile[k], n = t + TILE < a->tokens ? TILE : a->tokens - t;
+  const float *top = b->top + k * (rows + LANES), *weight = b->weight + k * rows * TILE;
+  for (int64_t head = 0; head < a->group; head++) {
+    vf all[TILE / LANES] = {0};
+    float sum[TILE], factor[LANES], *to = sums + head * a->tokens + t;
+    for (int64_t m = head * size; m < (head + 1) * size; m += EIGHT) {
+      store(factor, fading(load(top + m) - load(b->last + m)) * load(b->share + m));
+      for (int i = 0; i < EIGHT; i++) {
+        if (top[m + i] == -INFINITY) continue;
+        for (int j = 0; j < TILE / LANES; j++) all[j] += splat(factor[i]) * load(weight + (m + i) * TILE + j * LANES);
+      }
+    }
+    for (int j = 0; j < TILE / LANES; j++) store(sum + j * LANES, all[j]);
+    for (int64_t j = 0; j < n; j++) to[j] += sum[j];
+  }
+}
+
+static void take(const Mass *a, int64_t row, int64_t first, int64_t size, Block *b, float *sums) {
+  const int64_t rows = a->group * size, end = open_block(a, row, first, size, b);
+  int64_t tiles = 0;
+  int32_t gap[TILE];
+  for (int64_t t = 0; t < end; t += TILE) {
+    const int64_t n = t + TILE < a->tokens ? TILE : a->tokens - t;
+    const int64_t none = gaps(a->position + row * a->position_row + t, n, gap);
+    float *top = b->top + tiles * (rows + LANES), *weight = b->weight + tiles * rows * TILE;
+    int laid = 0;
+    for (int64_t m = 0; m < rows && none < n; m += EIGHT) {
+      const int some = any(a, row, b->seen + m, t, n);
+      if (some && !laid++) lay_keys(a, row, t, n, b->key);
+      if (some) weigh(a, row, m, t, n, none ? gap : NULL, b, weight + m * TILE);
+      for (int i = 0; i < EIGHT; i++) top[m + i] = some ? b->last[m + i] : -INFINITY;
+    }
+    if (laid) b->tile[tiles++] = t;
+  }
+  for (int64_t m = 0; m < rows; m++) {
+    const float all = sum(load(b->total + m * LANES));
+    b->share[m] = all > 0 ? 1 / all : 0;
+  }
+  for (int64_t k = 0; k < tiles; k++) add_up(a, k, size, b, sums);
+}
+
+/* The next `n` numbers of a buffer, from a cache line's start. */
+static float *part(float **from, int64_t n) {
+  float *at = *from;
+  *from += (n + LANES - 1) / LANES * LANES;
+  return at;
+}
+
+static float *place(Block *b, const Mass *a, int64_t rows) {
+  const int64_t tiles = (a->tokens + TILE - 1) / TILE, wide = rows + LANES;
+  const int64_t need = (rows + TILE) * a->dim + rows * LANES + 4 * wide + tiles * (wide + rows * TILE + 2) + 9 * LANES;
+  float *all = aligned_alloc(64, sizeof(float) * ((need + 2 * rows) / LANES + 1) * LANES), *at = all;
+  if (!all) return NULL;
+  b->q = part(&at, rows * a->dim);
+  b->key = part(&at, TILE * a->dim);
+  b->total = part(&at, rows * LANES);
+  b->last = part(&at, wide);
+  b->share = part(&at, wide);
+  b->seen = (int64_t *)part(&at, 2 * rows);
+  b->tile = (int64_t *)part(&at, 2 * tiles);
+  b->top = part(&at, tiles * wide);
+  b->weight = part(&at, tiles * rows * TILE);
+  return all;
+}
+
+/* q [row, head, query, dim] and k [row, token, dim] by strides, the last of which is 1; `dim` is a multiple of LANES. Part
+   i of n takes every n-th block, from the i-th on. Returns 0, or 1 if memory for the buffers cannot be had. */
+int kv_mass(const Mass *a) {
+  int64_t size = EIGHT;
+  while (2 * size * a->group <= ROWS && size < a->queries && 2 * size * a->group * a->tokens <= MOST) size *= 2;
+  int failed = 0;
+#pragma omp parallel num_threads(a->threads)
+  {
+    Block b = {0};
+    float *space = place(&b, a, a->group * size);
+    if (!space) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < a->parts * a->rows; i++) {
+      float *sums = a->out + i * a->group * a->tokens;
+      memset(sums, 0, sizeof(float) * a->group * a->tokens);
+      for (int64_t first = i / a->rows * size; space && first < a->queries; first += a->parts * size)
+        take(a, i % a->rows, first, size, &b, sums);
+    }
+    free(space);
+  }
+  return failed;
+}

@@ -1,0 +1,101 @@
+/* What those who take a prompt's queries by the block share: EIGHT query rows against TILE tokens at a time. */
+#ifndef KVENGINE_PROMPT_H
+#define KVENGINE_PROMPT_H
+
+#include "simd.h"
+
+#define TILE 64
+#define EIGHT 8
+#define PIECE (2 * LANES)
+
+/* LANES numbers from the i-th on, as floats; `dtype` as in call.py. */
+INLINE vf widened(const void *p, int64_t i, int dtype) {
+  const uint16_t *half = (const uint16_t *)p + i;
+  return dtype == 0 ? load((const float *)p + i) : dtype == 1 ? from_bf16(half) : from_f16(half);
+}
+
+INLINE float value_at(const void *p, int64_t i, int dtype) {
+  const uint16_t *half = (const uint16_t *)p + i;
+  return dtype == 0 ? ((const float *)p)[i] : dtype == 1 ? bf16_value(*half) : f16_value(*half);
+}
+
+/* From memory to every lane; the compiler makes a slower thing of splat(*p). */
+INLINE vf every(const float *p) { return (vf){*p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p}; }
+
+/* c[i][j] = sum over d of a[i * a_row + d * a_step] b[d][j], for EIGHT rows and `wide` registers of columns, two at most;
+   added to c if `more`. */
+INLINE void product(const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_step, int64_t n, float *c,
+                    int64_t c_row, int wide, int more) {
+  vf s[EIGHT][2];
+#pragma GCC unroll 8
+  for (int i = 0; i < EIGHT; i++)
+    for (int j = 0; j < wide; j++) s[i][j] = more ? load(c + i * c_row + j * LANES) : (vf){0};
+  for (int64_t d = 0; d < n; d++, a += a_step, b += b_step) {
+    vf x = load(b), y = wide > 1 ? load(b + LANES) : x;
+#pragma GCC unroll 8
+    for (int i = 0; i < EIGHT; i++) {
+      vf z = every(a + i * a_row);
+      s[i][0] += z * x;
+      if (wide > 1) s[i][1] += z * y;
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < EIGHT; i++)
+    for (int j = 0; j < wide; j++) store(c + i * c_row + j * LANES, s[i][j]);
+}
+
+/* to[j][i] = from[start + i * from_row + j], LANES by LANES. */
+INLINE void transpose(const void *from, int64_t start, int64_t from_row, int dtype, float *to, int64_t to_row) {
+  vf a[LANES], b[LANES];
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++) a[i] = widened(from, start + i * from_row, dtype);
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i += 2) {
+    b[i] = PICK(a[i], a[i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+    b[i + 1] = PICK(a[i], a[i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++)
+    if (!(i & 2)) {
+      a[i] = PICK(b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+      a[i + 2] = PICK(b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++)
+    if (!(i & 4)) {
+      b[i] = PICK(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+      b[i + 4] = PICK(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    }
+#pragma GCC unroll 8
+  for (int i = 0; i < LANES / 2; i++) {
+    store(to + i * to_row, PICK(b[i], b[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23));
+    store(to + (i + 8) * to_row, PICK(b[i], b[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+  }
+}
+
+/* e^x for x <= 0; 0 where that is no normal number. */
+INLINE vf fading(vf x) { return choose(x > -87.0f, exponential_within(x), splat(0)); }
+
+/* The keys of `n` tokens on their side, key[channel][token], zero where there is no token. */
+INLINE void lay(const void *from, int64_t start, int64_t stride, int dtype, int64_t n, int64_t dim, float *key) {
+  const int64_t full = n / LANES * LANES;
+  for (int64_t d = 0; d < dim; d += LANES)
+    for (int64_t t = 0; t < full; t += LANES)
+      transpose(from, start + t * stride + d, stride, dtype, key + d * TILE + t, TILE);
+  for (int64_t d = 0; d < dim; d++)
+    for (int64_t t = full; t < TILE; t++) key[d * TILE + t] = t < n ? value_at(from, start + t * stride + d, dtype) : 0;
+}
+
+/* Which of `n` tokens are none; how many of those there are. */
+static int64_t gaps(const int32_t *position, int64_t n, int32_t *gap) {
+  int64_t count = 0;
+  for (int64_t j = 0; j < n; j++) count -= gap[j] = -(position[j] < 0);
+  for (int64_t j = n; j < TILE; j++) gap[j] = 0;
+  return count;
+}
+
+INLINE void hide(float *s, int64_t from, int64_t to) {
+  for (int64_t j = from < 0 ? 0 : from; j < to; j++) s[j] = -INFINITY;
+}
+
+#endif
