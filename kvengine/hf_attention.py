@@ -264,6 +264,13 @@ class Stock:
             and all(some.get(name) is None for name in (*FOREIGN, "softcap", "s_aux", "is_causal", "sliding_window"))
         )
 
+    @property
+    def slow(self) -> bool:
+        """Whether it would make all scores of a prompt, as where these are capped or join a sink, and the engine need not."""
+        asked = any(self.kwargs.get(name) is not None for name in ("softcap", "s_aux"))
+        plain = isinstance(self.mask, LazyMask) and self.mask.plain and not self.kwargs["dropout"]
+        return asked and plain and self.previous in ("sdpa", "eager") and self.query.shape[2] > 1
+
     def over_latents(self, latents: Float[Tensor, "seq 1 token latent"]) -> Tensor:
         """Attention over latents: each read once where that pays, else as the model has it."""
         scale, tokens = self.kwargs["scaling"], self.query.shape[2]

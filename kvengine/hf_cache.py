@@ -106,7 +106,7 @@ class EngineLayer(CacheLayerMixin):
         self.incoming = None
         if latents:
             return latent.forward(self.cache, module, query, k, v, call, valid, stock)
-        return self.cache.forward(query, k, v, call, valid, stock)
+        return self.cache.forward(query, k, v, call, valid, None if stock.slow else stock)  # type: ignore[attr-defined]
 
     def attend_all(self, stock: Stock, valid: Tensor | None = None) -> Float[Tensor, "seq token q_head dim_v"]:
         """Let the model's own attention run over everything seen."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from families.configs import build, padded_batch
 from support import llama, one, prompts
 from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
@@ -89,3 +90,28 @@ def test_only_plain_causal_attention_is_replaced(change: dict[str, Any]) -> None
 
     assert stock().causal and stock(attention_mask=torch.ones(1, 3)).causal
     assert not stock(**change).causal
+
+
+@pytest.mark.parametrize("chunk", [13, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_capped_scores_and_sinks_are_read_without_all_scores(
+    family: str, dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's own attention would make them all: of a prompt of 32 768 tokens, 4 GiB for each head."""
+    batch, asked = padded_batch(), []
+    monkeypatch.setattr(Stock, "__call__", lambda *args: asked.append(args))
+    model = build(family).to(dtype)
+    with torch.no_grad():
+        want = model(**batch).logits
+        kvengine.patch(model, "full")
+        cache = kvengine.EngineCache(model)
+        cache.announce(20)
+        got = [
+            model(ids, attention_mask=batch["attention_mask"][:, :end], past_key_values=cache).logits
+            for ids, end in zip(batch["input_ids"].split(chunk, 1), (chunk, 20), strict=False)
+        ]
+    real = batch["attention_mask"].bool()
+    bound = 1e-4 if dtype == torch.float32 else 0.15  # the model rounds its scores
+    torch.testing.assert_close(torch.cat(got, 1)[real], want[real], rtol=bound, atol=bound)
+    assert asked == []

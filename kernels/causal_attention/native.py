@@ -32,6 +32,8 @@ class Causal(ctypes.Structure):
         *((name, ctypes.c_int64) for name in (
             "queries_per", "spans_per", "spans_sequence", "position_sequence", "sinks", "local",
         )),
+        ("logits", ctypes.c_void_p),
+        ("softcap", ctypes.c_float),
     ]  # fmt: skip
 
 

@@ -21,7 +21,15 @@ typedef struct {
   const int32_t *position; /* [sequence, token]: negative where there is no token; NULL: there are no such */
   const int64_t *first;    /* [sequence]: the first token; NULL: nothing is hidden but what comes later */
   int64_t queries_per, spans_per, spans_sequence, position_sequence, sinks, local; /* seen: `sinks` first, `local` last ones */
+  const float *logits; /* [sequence, head, query head]: of an attention sink, which has no value; NULL: there is none */
+  float softcap;       /* 0: none */
 } Causal;
+
+/* Scores become softcap * tanh(score / softcap). */
+static void cap(float *s, int64_t columns, float softcap) {
+  for (int64_t j = 0; j < columns; j += LANES)
+    store(s + j, softcap - (2 * softcap) / (exponential(load(s + j) * (2 / softcap)) + 1));
+}
 
 /* One row's scores become weights in place; `top` and `total` (by lane) follow the online softmax, `out` is rescaled. */
 INLINE void soften(float *s, int64_t columns, float *top, float *total, float *out, int64_t dim) {
@@ -65,6 +73,10 @@ static void attend(const Causal *a, int64_t sequence, int64_t head, int64_t firs
     top[n] = -INFINITY;
   }
   memset(out, 0, sizeof(float) * rows * (dim_v + LANES)); /* and total */
+  for (int64_t n = 0; a->logits && n < rows; n++) {
+    top[n] = a->logits[(sequence * a->heads + head) * a->group + n / block];
+    total[n * LANES] = top[n] > -INFINITY;
+  }
   for (int64_t part = 0; part < (a->spans ? a->spans_per : 1); part++, span += 2) {
     const int64_t end = span[1] < last ? span[1] : last;
     for (int64_t t = span[0]; t < end; t += TILE) {
@@ -89,6 +101,7 @@ static void attend(const Causal *a, int64_t sequence, int64_t head, int64_t firs
           product(q + m * dim, 1, EIGHT, key + j, TILE, dim, s + j, TILE, 2, 0);
         for (int i = 0; i < EIGHT; i++) {
           float *mine = s + i * TILE;
+          if (a->softcap > 0) cap(mine, columns, a->softcap);
           hide(mine, at + i + 1 < n ? at + i + 1 : n, columns);
           if (a->first) hide(mine, sinks - t, at + i - local + 1 < n ? at + i - local + 1 : n);
           for (int64_t j = 0; none && j < columns; j += LANES)

@@ -60,9 +60,29 @@ def span_attention(
         )
     if spans.dim() != 4 or spans.shape[0] not in (1, rows) or spans.shape[1] != blocks or spans.shape[3] != 2:
         raise KernelError(f"spans must be [1 or {rows}, {blocks}, span, 2]; got {list(spans.shape)}")
-    native = softcap is None and sinks is None and block % EIGHT == 0 and fits(q, k, v)
+    native = block % EIGHT == 0 and fits(q, k, v)
+    if backend is None and not native and block % EIGHT == 0 and pays(q, k, v, softcap, sinks):
+        out = span_attention(
+            q.float(),
+            k.float(),
+            v.float(),
+            position,
+            spans,
+            scale=scale,
+            band=band,
+            softcap=softcap,
+            sinks=sinks,
+            block=block,
+        )
+        return out.to(q.dtype)
     run = pick("span_attention", (q, k, v), backend, native, max(q.shape[-1], v.shape[-1]))
     return run.span_attention(q, k, v, position, spans, scale, band, softcap, sinks, block)  # type: ignore[no-any-return]
+
+
+def pays(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
+    """Whether a CPU's 16-bit numbers are widened for the C version: the library caps no scores and knows no sinks."""
+    half = all(x.dtype in (torch.bfloat16, torch.float16) for x in (q, k, v))
+    return half and (softcap is not None or sinks is not None) and fits(*(x[:0].float() for x in (q, k, v)))
 
 
 def causal_spans(queries: int, tokens: int, device: torch.device, block: int = BLOCK) -> Int[Tensor, "1 block 1 2"]:

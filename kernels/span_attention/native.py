@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvengine.kernels.causal_attention import native
+from kvengine.kernels.cpu import call
 from kvengine.kernels.span_attention import Band
 
 
@@ -16,9 +17,11 @@ def span_attention(
     """See `kvengine.kernels.span_attention`."""
     spans = spans.to(torch.int64).contiguous()
     first = None if band is None else band.first.to(torch.int64).contiguous()
+    logits = None if sinks is None else sinks.float().contiguous()
     out = native.attention(
         q, k[:, None], v[:, None], scale, position, spans=spans.data_ptr(), queries_per=block, spans_per=spans.shape[2],
         spans_sequence=spans.stride(0) if len(spans) > 1 else 0, first=None if first is None else first.data_ptr(),
         sinks=0 if band is None else band.sinks, local=0 if band is None else band.local,
+        logits=call.address(logits), softcap=softcap or 0.0,
     )  # fmt: skip
     return out.transpose(1, 2)

@@ -16,7 +16,7 @@ from kvengine.kernels.span_attention import Band, band_spans, causal_spans, span
 ROWS, GROUP, DIM = 3, 2, 16
 HERE = torch.zeros(1, 1, 1, DIM)
 BACKENDS = [name for name in oracle.backends() if name != "native" or fits(HERE, HERE, HERE)]
-WIDE = [name for name in BACKENDS if name != "native"]  # the C version is for float32, without softcap or sinks
+WIDE = [name for name in BACKENDS if name != "native"]  # the C version is for float32
 
 
 def drawn(queries: int, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -99,14 +99,31 @@ def test_in_sixteen_bits(backend: str, dtype: torch.dtype) -> None:
     assert oracle.error(got, want.out) <= 1e-2
 
 
-@pytest.mark.parametrize("backend", WIDE)
-def test_softcap_and_sinks(backend: str) -> None:
-    q, k, v, position, first = drawn(9, 20)
-    spans, sinks = causal_spans(9, 20, q.device, 4), torch.randn(ROWS, GROUP)
-    more = {"scale": 0.3, "softcap": 2.0, "block": 4, "backend": backend}
-    got = oracle.on(backend, span_attention)(q, k, v, position, spans, sinks=sinks, **more)
-    want = oracle.attend(q, k, v, allowed(position, 9, spans, 4, None), 0.3, 2.0, sinks)
+@pytest.mark.parametrize("softcap", [None, 0.05, 2.0])
+@pytest.mark.parametrize("sinks", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_softcap_and_sinks(backend: str, sinks: bool, softcap: float | None) -> None:
+    q, k, v, position, first = drawn(90, 133)
+    spans, logits = causal_spans(90, 133, q.device, 8), torch.randn(ROWS, GROUP) * 4 if sinks else None
+    if logits is not None:
+        logits[0, 1] = -math.inf
+    more = {"scale": 3.0, "softcap": softcap, "block": 8, "backend": backend}
+    got = oracle.on(backend, span_attention)(q, k, v, position, spans, sinks=logits, **more)
+    sees = allowed(position, 90, spans, 8, None)
+    want = oracle.attend(q, k, v, sees, 3.0, softcap, logits)
     assert oracle.error(got, want.out) <= 1e-5
+    if softcap is not None:
+        assert oracle.error(got, oracle.attend(q, k, v, sees, 3.0, None, logits).out) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_is_capped_in_sixteen_bits(dtype: torch.dtype) -> None:
+    q, k, v, position, first = drawn(24, 40, dtype)
+    spans, logits = causal_spans(24, 40, q.device, 8), torch.randn(ROWS, GROUP)
+    got = span_attention(q, k, v, position, spans, scale=0.3, softcap=1.5, sinks=logits, block=8)
+    assert got.dtype == dtype
+    want = oracle.attend(q, k, v, allowed(position, 24, spans, 8, None), 0.3, 1.5, logits)
+    assert oracle.error(got, want.out) <= 1e-2
 
 
 def test_refusals_say_why() -> None:
