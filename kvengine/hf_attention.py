@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from kvengine import latent
+from kvengine import hf_window, latent
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_cache import EngineLayer
 from kvengine.kernels.causal_attention import causal_attention, quicker
@@ -175,7 +175,8 @@ def attend(
     options = {"scaling": scaling, "dropout": dropout, **kwargs}
     stock = Stock(module, query, attention_mask, kvengine.previous, options, (key, value))
     if layer is None:
-        return stock.run(key, value)
+        out = hf_window.read(stock, attention_mask, key, value) if stock.simple else None
+        return stock.run(key, value) if out is None else (out, None)
     if kwargs.get("output_attentions"):
         raise ModelError("output_attentions=True on a patched model: the engine never forms the attention matrix")
     if not latent.is_latent(module):
@@ -265,11 +266,17 @@ class Stock:
         )
 
     @property
+    def simple(self) -> bool:
+        """Whether a rule says what is masked, and nothing is asked for but attention."""
+        asked = ("output_attentions", *FOREIGN)
+        plain = isinstance(self.mask, LazyMask) and not self.kwargs["dropout"] and self.previous in ("sdpa", "eager")
+        return plain and not any(self.kwargs.get(name) is not None for name in asked)
+
+    @property
     def slow(self) -> bool:
         """Whether it would make all scores of a prompt, as where these are capped or join a sink, and the engine need not."""
         asked = any(self.kwargs.get(name) is not None for name in ("softcap", "s_aux"))
-        plain = isinstance(self.mask, LazyMask) and self.mask.plain and not self.kwargs["dropout"]
-        return asked and plain and self.previous in ("sdpa", "eager") and self.query.shape[2] > 1
+        return asked and self.simple and self.mask.plain and self.query.shape[2] > 1
 
     def over_latents(self, latents: Float[Tensor, "seq 1 token latent"]) -> Tensor:
         """Attention over latents: each read once where that pays, else as the model has it."""

@@ -1,0 +1,84 @@
+"""Layers with a sliding window: their prompts are read by the window, or by the model where that is not all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families.configs import build, padded_batch
+from torch import Tensor
+from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_causal_mask_function
+
+import kvengine
+from kvengine.hf_attention import Stock
+from kvengine.hf_window import window_of
+
+WINDOW = 8
+FAMILIES = ["mistral_window", "gemma2", "gemma3", "gpt_oss"]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of queries that a model's own attention got."""
+    found: list[int] = []
+    run = Stock.run
+
+    def listening(self: Stock, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
+        found.append(self.query.shape[2])
+        return run(self, key, value)
+
+    monkeypatch.setattr(Stock, "run", listening)
+    return found
+
+
+def logits(model: Any, batch: dict[str, Tensor], cuts: tuple[int, ...] = ()) -> Tensor:
+    """Of a prompt that comes in pieces, with transformers' cache of layers or with ours."""
+    ours = isinstance(model.config._attn_implementation, str) and "kvengine" in model.config._attn_implementation
+    cache = kvengine.EngineCache(model) if ours else None
+    n = batch["input_ids"].shape[1]
+    if cache is not None:
+        cache.announce(n)
+    out = []
+    for a, b in zip((0, *cuts), (*cuts, n), strict=True):
+        with torch.no_grad():
+            found = model(batch["input_ids"][:, a:b], attention_mask=batch["attention_mask"][:, :b], past_key_values=cache,
+                          use_cache=True)  # fmt: skip
+        cache = found.past_key_values
+        out.append(found.logits)
+    return torch.cat(out, 1)
+
+
+@pytest.mark.parametrize("cuts", [(), (7,), (18, 21), (30,)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_is_read_by_the_window(family: str, cuts: tuple[int, ...], asked: list[int]) -> None:
+    batch, plain = padded_batch(41), build(family)
+    want, real = logits(plain, batch, cuts), batch["attention_mask"].bool()
+    model = kvengine.patch(build(family), "full")
+    got = logits(model, batch, cuts)
+    torch.testing.assert_close(got[real], want[real], rtol=1e-4, atol=1e-4)
+    short = {b - a for a, b in zip((0, *cuts), (*cuts, 41), strict=True) if min(a, WINDOW - 1) + b - a <= 2 * WINDOW}
+    if family == "mistral_window":
+        assert set(asked) == short
+    if family in ("gemma2", "gpt_oss"):
+        assert asked == []  # all scores would have been made of short ones too
+
+
+def test_what_is_not_only_a_window_is_the_models_own(asked: list[int]) -> None:
+    model, batch = kvengine.patch(build("mistral_window"), "full"), padded_batch(41)
+    model(**batch)  # gradients
+    assert set(asked) == {41}
+    short = {name: x[:, -2 * WINDOW :] for name, x in batch.items()}
+    asked.clear()
+    logits(model, short)
+    assert set(asked) == {2 * WINDOW}
+
+
+def test_the_rule_is_known_by_what_it_is() -> None:
+    window = sliding_window_causal_mask_function(5)
+    assert window_of(window) == 5
+    others = (
+        None, causal_mask_function, and_masks(window, causal_mask_function), or_masks(window, causal_mask_function),
+        and_masks(causal_mask_function, causal_mask_function), and_masks(causal_mask_function), lambda b, h, q, k: k > q - 5,
+    )  # fmt: skip
+    assert [window_of(rule) for rule in others] == [None] * len(others)
