@@ -10,6 +10,7 @@ import support_kernels as oracle
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 from torch import Tensor
 
 from kvengine.errors import KernelError
@@ -229,8 +230,8 @@ def test_what_torch_does_in_less_time_is_left_to_it(monkeypatch: pytest.MonkeyPa
 def test_shapes_that_do_not_fit_are_refused(change: dict[str, int]) -> None:
     q, k, position, at, real, _ = drawn(2, 9, 20)
     given = dict(q=q, k=k, position=position, at=at, real=real, sinks=torch.zeros(ROWS, 2))
-    given |= {name: given[name][by:] for name, by in change.items()}
-    with pytest.raises(
-        KernelError, match=f"column_mass takes.*{list(given[next(iter(change))].shape)}".replace("[", r"\[")
-    ):
+    name, by = next(iter(change.items()))
+    given[name] = given[name][by:]
+    with pytest.raises((KernelError, TypeCheckError)) as refusal:  # the latter where signatures are checked
         column_mass(**given, scale=1.0)
+    assert refusal.type is TypeCheckError or str(list(given[name].shape)) in str(refusal.value)
