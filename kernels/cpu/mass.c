@@ -1,13 +1,15 @@
-/* The attention that each token receives from a prompt's queries, in float32.
+/* The attention that each token receives from a prompt's queries, in float32; the matrix unit multiplies bfloat16.
 
-   A task is some blocks of queries of one KV head, all its query heads together. A block takes TILE tokens at a time: their
-   keys are turned on their side, and the scores of EIGHT query rows are made and softened as in causal.c. The weights are
-   kept until the rows' totals are known, with the `top` that each row had by then, and then summed: the scores of a block
-   are computed once, and no more of them is kept than a block's. A task has its own sums, so none are raced for. */
+   A task is some blocks of queries of one KV head, all its query heads together. A block takes TILE tokens at a time:
+   their keys are turned on their side, and the scores of some query rows are made and softened as in causal.c. The
+   weights are kept until the rows' totals are known, with the `top` that each row had by then, and then summed: scores
+   are computed once, and those of one block are kept. A task has its own sums, so that none are raced for. */
 #include <stdlib.h>
+#include "matrix.h"
 #include "prompt.h"
 
-#define ROWS 128       /* query rows of a block, about */
+#define ROWS 256       /* query rows of a block, about */
+#define SIXTEEN 16     /* rows that the matrix unit takes together */
 #define MOST (4 << 20) /* weights of a block, about: 16 MB */
 
 typedef struct {
@@ -30,7 +32,61 @@ typedef struct {
   float *total, *last, *share; /* [row, lane], [row]: sums of weights below the `last` top; what such a weight's share is */
   float *top, *weight;         /* [tile, row], [tile, row, token]: e^(score - top); no weights where that is -inf */
   int64_t *seen, *tile;        /* [row]: the last slot that it sees, -1 for none; [tile]: its first token */
+  int64_t together;            /* rows that are computed with together: EIGHT, or SIXTEEN by the matrix unit */
 } Block;
+
+#ifdef MATRIX_UNIT
+/* Its products of bfloat16 are exact, its sums float32. Queries stay as they are, and keys on their side are pairs of
+   channels, which lie together: words as wide as a float. */
+static int fits_matrix(const Mass *a) {
+  return a->q_dtype == 1 && a->k_dtype == 1 && !(a->dim % 32 || a->k_row % 2 || a->k_token % 2) && matrix_allowed();
+}
+
+static void open_matrix(void) {
+  struct {
+    uint8_t palette, start, rest[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+  } shape = {.palette = 1};
+  for (int i = 0; i < 7; i++) shape.bytes[i] = 64, shape.rows[i] = 16;
+  WRITTEN();
+  _tile_loadconfig(&shape);
+}
+
+static void close_matrix(void) { _tile_release(); }
+
+/* s [row, token] = q [row, dim] key [pair of channels, token, 2], for SIXTEEN rows and TILE tokens. */
+static void multiply(const uint16_t *q, const float *key, int64_t dim, float *s) {
+  WRITTEN();
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t d = 0; d < dim; d += 32, q += 32, key += 16 * TILE) {
+    _tile_loadd(4, q, 2 * dim);
+    _tile_loadd(5, key, 4 * TILE);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(6, key + 16, 4 * TILE);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(5, key + 32, 4 * TILE);
+    _tile_dpbf16ps(2, 4, 5);
+    _tile_loadd(6, key + 48, 4 * TILE);
+    _tile_dpbf16ps(3, 4, 6);
+  }
+  _tile_stored(0, s, 4 * TILE);
+  _tile_stored(1, s + 16, 4 * TILE);
+  _tile_stored(2, s + 32, 4 * TILE);
+  _tile_stored(3, s + 48, 4 * TILE);
+  WRITTEN();
+}
+#else
+static int fits_matrix(const Mass *a) { return (void)a, 0; }
+static void open_matrix(void) {}
+static void close_matrix(void) {}
+static void multiply(const uint16_t *q, const float *key, int64_t dim, float *s) {
+  (void)q, (void)key, (void)dim, (void)s;
+}
+#endif
 
 /* One row's scores become weights below `top`; `total`, by lane, is that of all tiles so far. */
 INLINE void soften(float *s, float *top, float *total) {
@@ -58,9 +114,10 @@ static void cap(float *s, float most) {
   }
 }
 
-static void lay_keys(const Mass *a, int64_t row, int64_t t, int64_t n, float *key) {
+static void lay_keys(const Mass *a, int64_t row, int64_t t, int64_t n, int paired, float *key) {
   const int64_t start = row * a->k_row + t * a->k_token;
-  if (a->k_dtype == 0) lay(a->k, start, a->k_token, 0, n, a->dim, key);
+  if (paired) lay(a->k, start / 2, a->k_token / 2, 0, n, a->dim / 2, key);
+  else if (a->k_dtype == 0) lay(a->k, start, a->k_token, 0, n, a->dim, key);
   else if (a->k_dtype == 1) lay(a->k, start, a->k_token, 1, n, a->dim, key);
   else lay(a->k, start, a->k_token, 2, n, a->dim, key);
 }
@@ -72,7 +129,11 @@ static int64_t open_block(const Mass *a, int64_t row, int64_t first, int64_t siz
     const int64_t i = first + m % size, head = m / size, real = i < a->queries && a->real[row * a->real_row + i];
     const int64_t from = row * a->q_row + head * a->q_head + i * a->q_query;
     float *to = b->q + m / EIGHT * EIGHT * a->dim + m % EIGHT;
-    for (int64_t d = 0; d < a->dim; d++) to[d * EIGHT] = real ? value_at(a->q, from + d, a->q_dtype) * a->scale : 0;
+    uint16_t *half = (uint16_t *)b->q + m * a->dim;
+    if (b->together == EIGHT)
+      for (int64_t d = 0; d < a->dim; d++) to[d * EIGHT] = real ? value_at(a->q, from + d, a->q_dtype) * a->scale : 0;
+    else if (real) memcpy(half, (const uint16_t *)a->q + from, sizeof *half * a->dim);
+    else memset(half, 0, sizeof *half * a->dim);
     b->seen[m] = real ? a->at[i] : -1;
     if (b->seen[m] >= end) end = b->seen[m] + 1;
     b->last[m] = a->logits ? a->logits[row * a->group + head] : -INFINITY;
@@ -82,22 +143,25 @@ static int64_t open_block(const Mass *a, int64_t row, int64_t first, int64_t siz
   return end;
 }
 
-/* Whether any of EIGHT rows sees one of `n` tokens from `t` on, if there are such. */
-static int any(const Mass *a, int64_t row, const int64_t *seen, int64_t t, int64_t n) {
+/* Whether any of some rows sees one of `n` tokens from `t` on, if there are such. */
+static int any(const Mass *a, int64_t row, const int64_t *seen, int64_t rows, int64_t t, int64_t n) {
   int64_t far = -1, near = INT64_MAX;
-  for (int i = 0; i < EIGHT; i++) {
+  for (int64_t i = 0; i < rows; i++) {
     if (seen[i] > far) far = seen[i];
     if (seen[i] >= 0 && seen[i] < near) near = seen[i];
   }
   return far >= t && !(a->first && t >= a->first[row] + a->sinks && t + n <= near - a->local + 1);
 }
 
-/* The weights of EIGHT rows from `m` on for the tile of `n` tokens at `t`. */
+/* The weights of some rows from `m` on for the tile of `n` tokens at `t`. */
 static void weigh(const Mass *a, int64_t row, int64_t m, int64_t t, int64_t n, const int32_t *gap, Block *b, float *s) {
-  const float *q = b->q + m * a->dim;
-  for (int64_t j = 0; j < TILE; j += PIECE) product(q, 1, EIGHT, b->key + j, TILE, a->dim, s + j, TILE, 2, 0);
-  for (int i = 0; i < EIGHT; i++, s += TILE) {
+  const int matrix = b->together == SIXTEEN;
+  if (matrix) multiply((uint16_t *)b->q + m * a->dim, b->key, a->dim, s);
+  for (int64_t j = 0; !matrix && j < TILE; j += PIECE)
+    product(b->q + m * a->dim, 1, EIGHT, b->key + j, TILE, a->dim, s + j, TILE, 2, 0);
+  for (int64_t i = 0; i < b->together; i++, s += TILE) {
     const int64_t seen = b->seen[m + i], far = seen + 1 - t, near = far - a->local;
+    for (int64_t j = 0; matrix && j < TILE; j += LANES) store(s + j, load(s + j) * a->scale);
     if (a->softcap > 0) cap(s, a->softcap);
     hide(s, far < n ? far : n, TILE);
     if (a->first) hide(s, a->first[row] + a->sinks - t, near < n ? near : n);
@@ -135,11 +199,11 @@ static void take(const Mass *a, int64_t row, int64_t first, int64_t size, Block 
     const int64_t none = gaps(a->position + row * a->position_row + t, n, gap);
     float *top = b->top + tiles * (rows + LANES), *weight = b->weight + tiles * rows * TILE;
     int laid = 0;
-    for (int64_t m = 0; m < rows && none < n; m += EIGHT) {
-      const int some = any(a, row, b->seen + m, t, n);
-      if (some && !laid++) lay_keys(a, row, t, n, b->key);
+    for (int64_t m = 0; m < rows && none < n; m += b->together) {
+      const int some = any(a, row, b->seen + m, b->together, t, n);
+      if (some && !laid++) lay_keys(a, row, t, n, b->together == SIXTEEN, b->key);
       if (some) weigh(a, row, m, t, n, none ? gap : NULL, b, weight + m * TILE);
-      for (int i = 0; i < EIGHT; i++) top[m + i] = some ? b->last[m + i] : -INFINITY;
+      for (int64_t i = 0; i < b->together; i++) top[m + i] = some ? b->last[m + i] : -INFINITY;
     }
     if (laid) b->tile[tiles++] = t;
   }
@@ -177,14 +241,16 @@ static float *place(Block *b, const Mass *a, int64_t rows) {
 /* q [row, head, query, dim] and k [row, token, dim] by strides, the last of which is 1; `dim` is a multiple of LANES. Part
    i of n takes every n-th block, from the i-th on. Returns 0, or 1 if memory for the buffers cannot be had. */
 int kv_mass(const Mass *a) {
-  int64_t size = EIGHT;
+  const int matrix = fits_matrix(a);
+  int64_t size = matrix ? SIXTEEN : EIGHT;
   while (2 * size * a->group <= ROWS && size < a->queries && 2 * size * a->group * a->tokens <= MOST) size *= 2;
   int failed = 0;
 #pragma omp parallel num_threads(a->threads)
   {
-    Block b = {0};
+    Block b = {.together = matrix ? SIXTEEN : EIGHT};
     float *space = place(&b, a, a->group * size);
     if (!space) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+    if (matrix) open_matrix();
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < a->parts * a->rows; i++) {
       float *sums = a->out + i * a->group * a->tokens;
@@ -192,6 +258,7 @@ int kv_mass(const Mass *a) {
       for (int64_t first = i / a->rows * size; space && first < a->queries; first += a->parts * size)
         take(a, i % a->rows, first, size, &b, sums);
     }
+    if (matrix) close_matrix();
     free(space);
   }
   return failed;

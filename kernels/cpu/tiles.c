@@ -13,8 +13,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Whether the system lets this process use the unit: asked once, as it has to be. */
-static int allowed(void) {
+int matrix_allowed(void) {
   static int known; /* 0: not asked yet */
   int found = __atomic_load_n(&known, __ATOMIC_RELAXED);
   if (!found) {
@@ -28,11 +27,11 @@ static int allowed(void) {
 int tiles_fit(const Field *f, int64_t dim, int64_t rows) {
   const int64_t groups = f->group ? dim / f->group : 0;
   if (f->layout == MIXED)
-    return f->bits == 4 && f->low_bits == 2 && f->dim == dim && dim % 32 == 0 && rows <= CODED_QUERIES && allowed();
+    return f->bits == 4 && f->low_bits == 2 && f->dim == dim && dim % 32 == 0 && rows <= CODED_QUERIES && matrix_allowed();
   if ((f->layout != PER_CHANNEL && f->layout != PER_TOKEN) || (f->bits != 2 && f->bits != 4) || f->low) return 0;
   if (f->dim != dim || dim % 32 || rows > CODED_QUERIES) return 0;
   if (f->layout == PER_TOKEN && (f->group % 32 || groups & (groups - 1))) return 0;
-  return allowed();
+  return matrix_allowed();
 }
 
 /* Fractions of 32 channels. Their words are repeated, and each copy gives another field. */

@@ -2,16 +2,11 @@
 #ifndef KVENGINE_TILES_INNER_H
 #define KVENGINE_TILES_INNER_H
 
+#include "matrix.h"
 #include "tiles.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512VBMI2__) && defined(__linux__)
-#define MATRIX_UNIT
-#include <immintrin.h>
-
+#ifdef MATRIX_UNIT
 typedef __m512i Line; /* 32 bfloat16 */
-
-/* What tiles are loaded from is invisible to the compiler: it must have been written before. */
-#define WRITTEN() __asm__ volatile("" ::: "memory")
 
 /* Number i of a line holds this channel: the first field of all its words, then the next field. */
 INLINE int channel_of(int64_t bits, int i) { return (int)(i % (2 * bits) * (16 / bits) + i / (2 * bits)); }

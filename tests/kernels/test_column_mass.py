@@ -10,6 +10,7 @@ import support_kernels as oracle
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 from torch import Tensor
 
 from kvengine.errors import KernelError
@@ -31,11 +32,11 @@ CASES = {  # query heads of a group, queries, tokens, each how many-th of the la
 
 
 def drawn(
-    group: int, queries: int, tokens: int, each: int = 1, dtype: torch.dtype = torch.float32
+    group: int, queries: int, tokens: int, each: int = 1, dtype: torch.dtype = torch.float32, dim: int = DIM
 ) -> tuple[Tensor, ...]:
     """Rows with 0, 3 and 6 tokens of padding in front, and one lost later, which hold NaN; so do queries that are none."""
     rng = torch.Generator().manual_seed(queries + tokens)
-    q, k = (torch.randn(*s, DIM, generator=rng).to(dtype) for s in ((ROWS, group, queries), (ROWS, tokens)))
+    q, k = (torch.randn(*s, dim, generator=rng).to(dtype) for s in ((ROWS, group, queries), (ROWS, tokens)))
     first = torch.tensor([0, 3, 6]).clamp(max=tokens - 1)
     position = torch.arange(tokens, dtype=torch.int32).repeat(ROWS, 1)
     position = position.masked_fill(position < first[:, None], -1)
@@ -83,13 +84,15 @@ def test_matches_a_loop(backend: str, banded: bool, shape: tuple[int, ...]) -> N
         assert oracle.error(got, expected(q, k, other, 0.3)) > 1e-3
 
 
+@pytest.mark.parametrize("dim", [16, 32, 96])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_in_sixteen_bits(backend: str, dtype: torch.dtype) -> None:
-    """What is multiplied has few bits; what comes out is not rounded to so few."""
-    q, k, position, at, real, _ = drawn(2, 24, 70, dtype=dtype)
-    got = oracle.on(backend, column_mass)(q, k, position, at, real, scale=0.3, backend=backend)
-    assert oracle.error(got, expected(q, k, allowed(position, at, real), 0.3)) <= 1e-5
+def test_in_sixteen_bits(backend: str, dtype: torch.dtype, dim: int) -> None:
+    """What is multiplied has few bits; what comes out is not rounded to so few. From 32 channels on C has a matrix unit."""
+    q, k, position, at, real, _ = drawn(2, 24, 150, 2, dtype, dim)
+    for keys in (k, torch.cat([k, k[..., :1]], 2)[..., :dim]):  # an odd stride
+        got = oracle.on(backend, column_mass)(q, keys, position, at, real, scale=0.2, backend=backend)
+        assert oracle.error(got, expected(q, k, allowed(position, at, real), 0.2)) <= 1e-5
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -129,24 +132,17 @@ def test_nothing_seen_gives_nothing(backend: str, sinks: bool) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 3), st.integers(1, 9), st.integers(1, 150), st.integers(0, 150), st.sampled_from([16, 48, 128, 256]),
-    st.floats(1e-3, 10), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 9),
+    st.sampled_from([torch.float32, torch.bfloat16]), st.floats(1e-3, 10), st.booleans(), st.booleans(), st.booleans(),
+    st.integers(0, 9),
 )  # fmt: skip
 def test_any_shape_in_c(
-    rows: int,
-    group: int,
-    queries: int,
-    before: int,
-    dim: int,
-    scale: float,
-    band: bool,
-    cap: bool,
-    sink: bool,
-    seed: int,
-) -> None:
+    rows: int, group: int, queries: int, before: int, dim: int, dtype: torch.dtype, scale: float, band: bool, cap: bool,
+    sink: bool, seed: int,
+) -> None:  # fmt: skip
     rng = torch.Generator().manual_seed(seed)
     tokens = queries + before
-    q = torch.randn(rows, queries, group, dim, generator=rng).transpose(1, 2)
-    k = torch.randn(rows, tokens + 3, dim, generator=rng)[:, 1 : tokens + 1]
+    q = torch.randn(rows, queries, group, dim, generator=rng).to(dtype).transpose(1, 2)
+    k = torch.randn(rows, tokens + 3, dim, generator=rng).to(dtype)[:, 1 : tokens + 1]
     position = torch.arange(tokens).masked_fill(torch.rand(rows, tokens, generator=rng) < 0.1, -1)
     at = torch.randperm(tokens, generator=rng)[:queries].sort().values
     real = torch.rand(rows, queries, generator=rng) < 0.9
@@ -161,10 +157,11 @@ def test_any_shape_in_c(
 
 
 @NATIVE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("queries", [5, 300])
-def test_neither_threads_nor_other_rows_change_a_bit(queries: int) -> None:
+def test_threads_do_not_change_a_bit(queries: int, dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 3, queries, 64, generator=rng), torch.randn(2, 300, 64, generator=rng)
+    q, k = (torch.randn(*s, 64, generator=rng).to(dtype) for s in ((2, 3, queries), (2, 300)))
     given = (
         q,
         k,
@@ -233,8 +230,8 @@ def test_what_torch_does_in_less_time_is_left_to_it(monkeypatch: pytest.MonkeyPa
 def test_shapes_that_do_not_fit_are_refused(change: dict[str, int]) -> None:
     q, k, position, at, real, _ = drawn(2, 9, 20)
     given = dict(q=q, k=k, position=position, at=at, real=real, sinks=torch.zeros(ROWS, 2))
-    given |= {name: given[name][by:] for name, by in change.items()}
-    with pytest.raises(
-        KernelError, match=f"column_mass takes.*{list(given[next(iter(change))].shape)}".replace("[", r"\[")
-    ):
+    name, by = next(iter(change.items()))
+    given[name] = given[name][by:]
+    with pytest.raises((KernelError, TypeCheckError)) as refusal:  # the latter where signatures are checked
         column_mass(**given, scale=1.0)
+    assert refusal.type is TypeCheckError or str(list(given[name].shape)) in str(refusal.value)
