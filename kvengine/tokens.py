@@ -42,6 +42,24 @@ def taken(index: Int[Tensor, "row chosen"], *these: tuple[Tensor, int | float]) 
     ]
 
 
+def breaks(valid: Bool[Tensor, "row token"]) -> list[int]:
+    """Where padding follows a token, in any row.
+
+    >>> breaks(torch.tensor([[False, True, True, False], [True, True, True, True]]))
+    [3]
+    """
+    return ((valid[:, :-1] & ~valid[:, 1:]).any(0).nonzero()[:, 0] + 1).tolist()
+
+
+def padding_first(valid: Bool[Tensor, "row token"]) -> Int[Tensor, "row token"] | None:
+    """The order in which each row's padding comes before its tokens; None if it does anyway.
+
+    >>> padding_first(torch.tensor([[False, True, True, False], [True, True, True, True]])).tolist()
+    [[0, 3, 1, 2], [0, 1, 2, 3]]
+    """
+    return valid.to(torch.int8).argsort(dim=1, stable=True) if breaks(valid) else None
+
+
 def grouped(count: Int[Tensor, "row"]) -> list[tuple[int, Tensor | None]]:
     """Each count, and the rows that have it."""
     found = sorted(set(count.tolist()))
