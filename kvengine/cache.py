@@ -14,6 +14,7 @@ from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.lane import Lane
 from kvengine.session import Call, Session, judge_together
 from kvengine.stack import Stack
+from kvengine.tokens import ordered
 
 if TYPE_CHECKING:
     from kvengine.fixed import FixedLayer
@@ -304,11 +305,3 @@ class LayerCache:
             index = (sequences[:, None] * heads + torch.arange(heads, device=sequences.device)).flatten()
             part.lane.rows(index)
         self.sequences = len(sequences)
-
-
-def ordered(x: Float[Tensor, "row *group token dim"], order: Int[Tensor, "row token"] | None) -> Tensor:
-    """The tokens in that order; None: as they are."""
-    if order is None:
-        return x
-    index = order.view(len(x), *[1] * (x.ndim - 3), -1, 1)
-    return x.gather(-2, index.expand(x.shape))

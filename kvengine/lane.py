@@ -34,7 +34,7 @@ from kvengine.policies.selection import Where
 from kvengine.recall import Recall
 from kvengine.saliency import Saliency, running
 from kvengine.session import Call
-from kvengine.tokens import breaks
+from kvengine.tokens import behind, breaks
 
 
 class Lane(Recall):
@@ -112,12 +112,15 @@ class Lane(Recall):
         real = torch.ones_like(at, dtype=torch.bool).expand(len(q), -1) if valid is None else valid
         self.retention.watch(self.notes, q, torch.where(real, at - self.first[:, None], -1), self.session.rope)
         if wanted := self.retention.observes:
-            part = q[:, :, -wanted:]
-            self.window = part if self.window is None else torch.cat([self.window, part], 2)[:, :, -wanted:]
+            self.window = (q if self.window is None else behind(self.window, q, valid))[:, :, -wanted:]
         if self.retention.wants_mass:
-            n = 1 if self.retention.last_mass else q.shape[2]
-            before = None if self.retention.last_mass else self.mass
-            self.mass = self.column_mass(q[:, :, -n:], at[-n:], real[:, -n:], call, before)
+            n, before = (1, None) if self.retention.last_mass else (q.shape[2], self.mass)
+            mass = self.column_mass(q[:, :, -n:], at[-n:], real[:, -n:], call, before)
+            if (
+                self.retention.last_mass and valid is not None and self.mass is not None
+            ):  # this chunk may be all padding
+                mass[:, :, : self.mass.shape[2]] += self.mass.masked_fill(real[:, -1, None, None], 0)
+            self.mass = mass
         if self.weighs:
             self.probe(q, at, call)
 

@@ -100,10 +100,9 @@ class Padded:
         return padding_first(valid) if valid is not None and self.placing else None
 
     def check_padding(self, valid: Bool[Tensor, "row token"]) -> None:
-        """Refuse padding behind a row's tokens that came with an earlier chunk, if those of a prompt's end have a say."""
-        says = self.retention.observes or self.retention.last_mass or self.weighs
-        if says and bool(((self.begin < self.seen) & ~valid[:, 0]).any()):
+        """Refuse padding behind a row's tokens that came with an earlier chunk, if some of its queries were probes."""
+        if self.weighs and bool(((self.begin < self.seen) & ~valid[:, 0]).any()):
             raise CacheError(
-                f"padding follows tokens of a prompt that came in an earlier chunk, but '{self.stack}' asks the prompt's last "
-                "queries, which it takes to be still to come. Pad on the left, or give the prompt in one pass"
+                f"padding follows tokens of a prompt that came in an earlier chunk, but '{self.stack}' has chosen some of their "
+                "queries by how many are to come. Give such a prompt in one pass (without prefill_chunk_size)"
             )

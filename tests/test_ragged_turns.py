@@ -116,7 +116,14 @@ def test_padding_anywhere_in_a_prompt_is_no_distance(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["streaming(sinks=2, recent=14)", "h2o(budget=16)", "expected_attention(budget=16)", "lowrank(rank=8)"]
+    "text",
+    [
+        "snapkv(budget=20, window=8)",
+        "tova(budget=16)",
+        "h2o(budget=16)",
+        "expected_attention(budget=16)",
+        "lowrank(rank=8)",
+    ],
 )
 def test_padding_within_a_prompt_may_come_with_a_later_chunk(text: str) -> None:
     model, (ids, mask) = patched(text).double(), scattered()
@@ -124,10 +131,9 @@ def test_padding_within_a_prompt_may_come_with_a_later_chunk(text: str) -> None:
         torch.testing.assert_close(whole, parts, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("text", ["snapkv(budget=20, window=8)", "tova(budget=16)", "zipcache(block=8, probes=0.5)"])
-def test_queries_that_were_not_the_last_are_not_taken_for_them(text: str) -> None:
-    with pytest.raises(CacheError, match="padding follows tokens.*earlier chunk.*Pad on the left"):
-        read(patched(text), *scattered(), (15, 35))
+def test_probes_that_were_chosen_for_a_longer_text_are_refused() -> None:
+    with pytest.raises(CacheError, match="padding follows tokens.*earlier chunk.*in one pass"):
+        read(patched("zipcache(block=8, probes=0.5)"), *scattered(), (15, 35))
 
 
 @pytest.mark.parametrize(
@@ -150,3 +156,23 @@ def test_a_row_that_pauses_within_a_pass_of_several_tokens(text: str) -> None:
         out.append(found[pause[1].bool()] if len(rows) > 1 else found)
         assert all(int(part.lane.first[-1]) == 7 + 4 * len(rows) - 4 for part in cache.engines[0].parts)
     torch.testing.assert_close(*out, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [None, 4])
+@pytest.mark.parametrize(
+    "text", ["snapkv(budget=20, window=8)", "tova(budget=16)", "h2o(budget=16)", "ashape(sinks=2, local=9)"]
+)
+def test_generate_takes_a_ragged_turn_behind_the_last_token(text: str, size: int | None) -> None:
+    """The token that was generated last is read with the next question, so a row's padding comes behind it."""
+    model, out = patched(text).double(), []
+    for rows in ([0, 1], [1]):
+        cache, ids, mask = EngineCache(model), torch.zeros(len(rows), 0, dtype=torch.long), None
+        for length, pads, seed in ((40, (0, 9), 1), (15, (0, 6), 2)):
+            new, real = (x[rows] for x in ragged(2, length, pads, seed))
+            new, real = (new, real) if len(rows) > 1 else (new[:, pads[1] :], real[:, pads[1] :])
+            ids = torch.cat([ids, new], 1)
+            mask = real if mask is None else torch.cat([mask, torch.ones(len(rows), 6, dtype=torch.long), real], 1)
+            options = {"attention_mask": mask, "past_key_values": cache, "prefill_chunk_size": size}
+            ids = model.generate(ids, max_new_tokens=6, do_sample=False, **options)
+        out.append(ids[-1, -6:])
+    assert torch.equal(*out)
