@@ -14,6 +14,7 @@ from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.lane import Lane
 from kvengine.session import Call, Session, judge_together
 from kvengine.stack import Stack
+from kvengine.tokens import ordered
 
 if TYPE_CHECKING:
     from kvengine.fixed import FixedLayer
@@ -160,19 +161,27 @@ class LayerCache:
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Tensor | None, stock: Stock | None
     ) -> Float[Tensor, "seq token q_head dim_v"]:
         """Tokens of a prompt."""
-        out = None
-        if self.seen == 0 and stock is not None and self.exact and not self.whole:
-            out = stock(k, v)
+        out, asked = None, self.each(q, call)
+        masks = [None if valid is None else self.by_row(valid, part) for part in self.parts]
+        orders = [part.lane.order_for(mask) for part, mask in zip(self.parts, masks, strict=True)]
+        moved = any(order is not None for order in orders)
+        if stock is not None and self.exact and (moved if self.whole else not self.seen):
+            out = stock(*self.with_new(k, v))
         self.seen += k.shape[2]
-        for part, grouped, rows in self.each(q, call):
-            part.lane.enter(part.pick(k), part.pick(v), None if valid is None else self.by_row(valid, part))
-            part.lane.observe(grouped, rows)
+        for i, ((part, grouped, rows), mask, order) in enumerate(zip(asked, masks, orders, strict=True)):
+            asked[i] = part, ordered(grouped, order), rows
+            mask = mask if mask is None or order is None else mask.gather(1, order)
+            part.lane.enter(ordered(part.pick(k), order), ordered(part.pick(v), order), mask, order is not None)
+            part.lane.observe(asked[i][1], rows, mask)
         if out is None and stock is not None and self.whole and self.exact:
             out = stock(*self.contents())
         if out is None:
-            out = self.gather(q, [part.lane.read(grouped, rows) for part, grouped, rows in self.each(q, call)])
+            read = [part.lane.read(grouped, rows) for part, grouped, rows in asked]
+            out = self.gather(
+                q, [ordered(x, o if o is None else o.argsort(1)) for x, o in zip(read, orders, strict=True)]
+            )
         if self.ends_prompt():
-            for part, grouped, rows in self.each(q, call):
+            for part, grouped, rows in asked:
                 part.lane.finish(grouped, rows)
             if self.session.waiting and self.session.last in (None, self.layer):
                 judge_together(self.session)
@@ -267,6 +276,13 @@ class LayerCache:
         """Keys and values of everything seen, in order; only while `whole`."""
         k, v, _, _ = self.parts[0].lane.tail.held()
         return k.unflatten(0, (self.sequences, -1)), v.unflatten(0, (self.sequences, -1))
+
+    def with_new(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """`contents`, and behind them these."""
+        if not self.seen:
+            return k, v
+        before = self.contents()
+        return torch.cat([before[0], k], 2), torch.cat([before[1], v], 2)
 
     def commit(self) -> None:
         for part in self.parts:

@@ -279,10 +279,11 @@ class EngineCache(Cache):
         engines = self.engines
         return engines[0].seen if engines else int(self.get_seq_length())
 
-    def announce(self, total: int | None) -> None:
+    def announce(self, total: int | None, drafting: bool = False) -> None:
         """The next tokens, up to `total` in all, are one prompt, in however many chunks they come.
 
-        Unless they follow up on a context, or a single token resumes where decoding stopped.
+        Unless they follow up on a context, or a single token resumes where decoding stopped. `drafting`: for another
+        model, so they are what that has accepted, and only the first are a prompt.
 
         Raises:
             CacheError: no token is new, or an earlier pass broke off.
@@ -290,7 +291,7 @@ class EngineCache(Cache):
         growing = [layer for layer in self.layers if isinstance(layer, EngineLayer | DynamicLayer)]
         if any(layer.get_seq_length() != self.seen for layer in growing):
             raise CacheError(BROKEN)
-        if total is not None and 0 < total <= self.seen and not self.session.recording:
+        if total is not None and 0 < total <= self.seen and not drafting:
             raise CacheError(
                 f"generate() was given {total} tokens, but this cache has seen {self.seen}; give the whole text so far and "
                 "what is new (what is cached is not computed again), or call cache.reset() for another text"
@@ -298,9 +299,9 @@ class EngineCache(Cache):
         if self.session.recording and self.seen:
             self.commit()
         new = 0 if total is None else total - self.seen
-        prompt = self.seen == 0 or (new > 1 and not self.session.recording)
+        prompt = self.seen == 0 or (new > 1 and not drafting)
         self.session.prompt_end = total if prompt and not self.session.following else None
-        if self.session.prompt_end is not None and self.session.recording:
+        if self.session.prompt_end is not None and drafting:
             self.session.prompt_end -= 1  # an assistant is asked to forget the prompt's last token
 
     def follow_up(self, following: bool = True) -> None:

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvengine.errors import CacheError
 from kvengine.joint import join
 from kvengine.offload.placement import Site
+from kvengine.padding import Padded
 from kvengine.pages import Pages
 from kvengine.policies.retention import Notes, Retention, Seen
 from kvengine.pool import Pool
@@ -23,7 +23,7 @@ from kvengine.tail import GROWTH, Tail
 from kvengine.tokens import grouped, pack, take, taken
 
 
-class Holding:
+class Holding(Padded):
     def __init__(
         self,
         stack: Stack,
@@ -67,61 +67,6 @@ class Holding:
         self.judged: int | Tensor = 0  # tokens at the end of the last prompt; [row, 1] where rows differ
         self.units: Tensor | None = None  # what the last query read; None: everything
         self.saw: Tensor | None = None  # the positions of that, where some of it has been sealed since
-
-    def positions(self, n: int, valid: Bool[Tensor, "row token"] | None) -> Int[Tensor, "row token"]:
-        at = torch.arange(self.seen, self.seen + n, dtype=torch.int32, device=self.first.device)
-        rows = at.expand(len(self.first), n)
-        return rows if valid is None else rows.masked_fill(~valid, -1)
-
-    @property
-    def placing(self) -> bool:
-        """Whether it matters at which positions tokens are, beside their order."""
-        judges, form = type(self.retention).keep is not Retention.keep, self.stack.representation
-        return judges or not self.stack.prefill.exact or form.probes > 0 or form.joint
-
-    def pad(self, valid: Bool[Tensor, "row token"]) -> None:
-        """Padding is about to come: where it follows tokens of its row, it counts as if it had come before them.
-
-        So a row's tokens stay one after the other by position, and distances are those that the row has alone.
-        """
-        self.padded = True
-        leading, late = (~valid).long().cumprod(1).sum(1), self.first < self.seen
-        if self.placing and bool((leading * late).any()):
-            by = leading * late
-            self.first = self.first + by
-            if torch.is_tensor(self.judged) or self.judged:
-                self.judged = self.judged + by[:, None]
-            self.tail.move(by)
-            if self.pages is not None:
-                self.pages.move(by)
-            self.whole, self.moved = False, True
-        self.first = torch.where(late, self.first, self.first + leading)
-        if self.reading:
-            self.begin = torch.where(self.begin == self.seen, self.begin + leading, self.begin)
-
-    def hide(self, hidden: Bool[Tensor, "row earlier"]) -> None:
-        """Drop those of the tokens seen that are `hidden`, if they are still held. Padding is hidden anyway."""
-        tail, pages = self.tail, self.pages
-        position = tail.position[:, tail.span]
-        position = position if pages is None else torch.cat([pages.position, position], 1)
-        gone = (position >= 0) & hidden.gather(1, position.clamp(min=0).long())
-        judged = self.judged if isinstance(self.judged, int) else int(self.judged.max())
-        if self.moved:
-            unknown = bool((hidden.shape[1] - hidden.sum(1) < self.seen - self.first).any())
-        else:
-            unknown = not tail.exact and bool(hidden[:, :judged].any())
-        if unknown:
-            raise CacheError(
-                f"attention_mask hides tokens that this cache has seen, and '{self.stack}' no longer knows which of those that "
-                "it holds they are. Keep ones in the mask for what was seen, or call cache.reset() and give the text anew"
-            )
-        if self.moved or not bool(gone.any()):
-            return
-        n = 0 if pages is None else len(pages)
-        if pages is not None and n:
-            pages.judge(pages.score, ~gone[:, :n])
-        tail.judge(tail.scores(tail.span), ~gone[:, n:])
-        self.padded = True
 
     def everything(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys, values, positions and scores of all slots, sealed ones first."""
@@ -376,9 +321,9 @@ class Holding:
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows (beam search, batch selection)."""
         self.tail.rows(index)
-        self.lengths = [
-            (n, rows if rows is None else torch.isin(index, rows).nonzero()[:, 0]) for n, rows in self.lengths
-        ]
+        count = self.open()
+        if isinstance(count, Tensor):
+            self.lengths = grouped(count[index])
         if self.pages is not None:
             self.pages.rows(index)
         self.first, self.prompt_length, self.begin = (x[index] for x in (self.first, self.prompt_length, self.begin))

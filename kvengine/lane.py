@@ -35,6 +35,7 @@ from kvengine.policies.selection import Where
 from kvengine.recall import Recall
 from kvengine.saliency import Saliency, running
 from kvengine.session import Call
+from kvengine.tokens import behind, breaks
 
 
 class Lane(Recall):
@@ -46,19 +47,16 @@ class Lane(Recall):
     def judges(self) -> bool:
         return type(self.retention).keep is not Retention.keep
 
-    @property
-    def weighs(self) -> bool:
-        """Whether the representation asks for saliency, and the retention has no evidence of that kind itself."""
-        r = self.retention
-        return self.stack.representation.probes > 0 and not r.counts
-
-    def enter(self, k: Tensor, v: Tensor, valid: Bool[Tensor, "row token"] | None) -> None:
-        """Add a chunk of the prompt."""
+    def enter(self, k: Tensor, v: Tensor, valid: Bool[Tensor, "row token"] | None, moved: bool = False) -> None:
+        """Add a chunk of the prompt. `moved`: its tokens are not in the order in which they came."""
         n = k.shape[1]
         if not self.reading:
             self.reading, self.begin = True, torch.full_like(self.first, self.seen)
         if valid is not None:
+            self.check_padding(valid)
             self.pad(valid)
+        if moved:
+            self.whole, self.moved = False, True
         self.tail.append(k, v, self.positions(n, valid), valid is None)
         self.prompt_length = self.prompt_length + (n if valid is None else valid.sum(1))
         self.seen += n
@@ -112,18 +110,23 @@ class Lane(Recall):
         allowed = self.stack.prefill.visible(at, position, self.first) if prompt else None
         return seen if allowed is None else seen & allowed
 
-    def observe(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
+    def observe(
+        self, q: Float[Tensor, "row group query dim"], call: Call, valid: Bool[Tensor, "row query"] | None = None
+    ) -> None:
         """Keep of a prompt chunk what the retention will want at the prompt's end."""
         at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
-        real = at >= self.begin[:, None]
+        real = torch.ones_like(at, dtype=torch.bool).expand(len(q), -1) if valid is None else valid
         self.retention.watch(self.notes, q, torch.where(real, at - self.first[:, None], -1), self.session.rope)
         if wanted := self.retention.observes:
-            part = q[:, :, -wanted:]
-            self.window = part if self.window is None else torch.cat([self.window, part], 2)[:, :, -wanted:]
+            self.window = (q if self.window is None else behind(self.window, q, valid))[:, :, -wanted:]
         if self.retention.wants_mass:
-            n = 1 if self.retention.last_mass else q.shape[2]
-            before = None if self.retention.last_mass else self.mass
-            self.mass = self.column_mass(q[:, :, -n:], at[-n:], real[:, -n:], call, before)
+            n, before = (1, None) if self.retention.last_mass else (q.shape[2], self.mass)
+            mass = self.column_mass(q[:, :, -n:], at[-n:], real[:, -n:], call, before)
+            if (
+                self.retention.last_mass and valid is not None and self.mass is not None
+            ):  # this chunk may be all padding
+                mass[:, :, : self.mass.shape[2]] += self.mass.masked_fill(real[:, -1, None, None], 0)
+            self.mass = mass
         if self.weighs:
             self.probe(q, at, call)
 
@@ -208,8 +211,9 @@ class Lane(Recall):
         out, i = [], 0
         self.since = self.seen
         self.looked = valid is None or q.shape[2] > 1 or not valid.is_cuda
+        ends = [] if valid is None or q.shape[2] == 1 or not self.placing else breaks(valid)
         while i < q.shape[2]:
-            m = min(q.shape[2] - i, self.stride())
+            m = min([q.shape[2] - i, self.stride(), *(end - i for end in ends if end > i)])
             part = None if valid is None else valid[:, i : i + m]
             out.append(self.step(q[:, :, i : i + m], k[:, i : i + m], v[:, i : i + m], part, call))
             i += m

@@ -360,6 +360,8 @@ class Pages(User):
         self._table, self._position, self._score = self._table[index], self._position[index], self._score[index]
         self._alive, self.filled = self._alive[index], self.filled[index]
         self._summary = {name: x[index] for name, x in self._summary.items()}
+        if not self.even:
+            self.gather_columns()  # the rows with most pages may be gone
         self.bounds.clear()
         self.joint = None if self.joint is None else self.joint.rows(index)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -40,6 +40,42 @@ def taken(index: Int[Tensor, "row chosen"], *these: tuple[Tensor, int | float]) 
         x.masked_fill_(none.view(*at.shape, *[1] * (x.dim() - 2)), empty)
         for x, (_, empty) in zip(found, these, strict=True)
     ]
+
+
+def breaks(valid: Bool[Tensor, "row token"]) -> list[int]:
+    """Where padding follows a token, in any row.
+
+    >>> breaks(torch.tensor([[False, True, True, False], [True, True, True, True]]))
+    [3]
+    """
+    return ((valid[:, :-1] & ~valid[:, 1:]).any(0).nonzero()[:, 0] + 1).tolist()
+
+
+def padding_first(valid: Bool[Tensor, "row token"]) -> Int[Tensor, "row token"] | None:
+    """The order in which each row's padding comes before its tokens; None if it does anyway.
+
+    >>> padding_first(torch.tensor([[False, True, True, False], [True, True, True, True]])).tolist()
+    [[0, 3, 1, 2], [0, 1, 2, 3]]
+    """
+    return valid.to(torch.int8).argsort(dim=1, stable=True) if breaks(valid) else None
+
+
+def ordered(x: Float[Tensor, "row *group token dim"], order: Int[Tensor, "row token"] | None) -> Tensor:
+    """The tokens in that order; None: as they are."""
+    if order is None:
+        return x
+    index = order.view(len(x), *[1] * (x.ndim - 3), -1, 1)
+    return x.gather(-2, index.expand(x.shape))
+
+
+def behind(
+    earlier: Float[Tensor, "row *group before dim"], new: Tensor, valid: Bool[Tensor, "row token"] | None
+) -> Float[Tensor, "row *group token dim"]:
+    """New tokens behind earlier ones, but padding among them (not `valid`) before all."""
+    found = torch.cat([earlier, new], -2)
+    if valid is None:
+        return found
+    return ordered(found, padding_first(torch.cat([valid.new_ones(len(valid), earlier.shape[-2]), valid], 1)))
 
 
 def grouped(count: Int[Tensor, "row"]) -> list[tuple[int, Tensor | None]]:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from families.configs import build
-from support import SMALL, Bare, greedy, one, patched, prompts
+from support import SMALL, Bare, greedy, llama, one, patched, prompts
 from torch import Tensor
 
 import kvengine
 from kvengine import saved
-from kvengine.errors import CacheError
+from kvengine.errors import CacheError, ModelError
 
 STACKS = [SMALL[name] for name in ("full", "h2o", "snapkv", "kivi", "quest", "tidal", "ann", "lowrank", "disk")]
 SELECTIONS = [SMALL[name] for name in ("quest", "tidal", "ann", "landmarks", "retrieval", "oracle_topk")]
@@ -281,3 +281,32 @@ def test_what_is_only_added_is_taken_back_without_having_been_remembered(text: s
     want.back(10)
     torch.testing.assert_close(cache.feed(5), want.feed(5), rtol=0, atol=0)
     assert lane.lengths == want.cache.parts[0].lane.lengths
+
+
+@pytest.mark.parametrize("text", ["snapkv(budget=24, window=6)", "h2o(budget=24)", "quest(budget=24, page=4)"])
+@pytest.mark.parametrize("way", ["recording", "looking up"])
+def test_a_turn_of_a_cache_that_records_is_read_as_a_prompt_all_the_same(text: str, way: str) -> None:
+    """Recording is for what is drafted; a look-up in an earlier turn leaves it on."""
+    model, out = patched(text).double(), []
+    for recording in (False, True):
+        cache, ids = kvengine.EngineCache(model), one()["input_ids"]
+        if recording and way == "recording":
+            cache.activate_past_recording()
+        options = {"prompt_lookup_num_tokens": 3} if recording and way == "looking up" else {}
+        for seed in (3, 4):
+            new = greedy(model, {"input_ids": ids}, 10, past_key_values=cache, **options)
+            ids, options = torch.cat([ids, new, one(20, seed)["input_ids"]], 1), {}
+        out.append((ids, greedy(model, {"input_ids": ids}, 10, past_key_values=cache)))
+    assert torch.equal(out[0][0], out[1][0]) and torch.equal(out[0][1], out[1][1])
+
+
+@pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": llama(seed=1)}])
+def test_a_text_that_would_be_read_twice_is_refused(options: dict[str, Any]) -> None:
+    """As stock: assisted decoding begins with the whole text, whatever the cache holds of it."""
+    model = patched("full")
+    cache = started(model, one()["input_ids"])
+    more = torch.cat([one()["input_ids"], one(9, seed=2)["input_ids"]], 1)
+    with pytest.raises(ModelError, match="seen 61 tokens of it and would hold them twice"):
+        greedy(model, {"input_ids": more}, 2, past_key_values=cache, **options)
+    greedy(model, {"input_ids": more}, 2, past_key_values=cache)
+    assert cache.seen == 71

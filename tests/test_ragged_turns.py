@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from support import patched
+from support import SMALL, patched
 from torch import Tensor
 
 from kvengine import EngineCache
+from kvengine.errors import CacheError
 
 PADS, LATER = (0, 21, 39), (9, 0, 5)  # padding before the rows of the first turn, and before those of the second
 STACKS = [
@@ -87,3 +88,100 @@ def test_ragged_turns_in_half_precision(text: str, dtype: torch.dtype) -> None:
     got, want = (talk(patched(text).to(kind), [0, 1, 2], False).double() for kind in (dtype, torch.float64))
     alike = torch.cosine_similarity(got, want, dim=-1)
     assert alike.median() > 0.99 and alike.min() > 0.9, alike
+
+
+def scattered() -> tuple[Tensor, Tensor]:
+    """A prompt with padding between the tokens of one row, and before and behind those of another."""
+    ids, mask = ragged(3, 40, (0, 0, 5), 3)
+    mask[1, 12:20], mask[1, 38:], mask[2, 33:] = 0, 0, 0
+    return ids, mask
+
+
+@torch.no_grad()
+def read(model: torch.nn.Module, ids: Tensor, mask: Tensor, cuts: tuple[int, ...] = (), row: int = 0) -> list[Tensor]:
+    """Logits of a prompt's tokens and of what is decoded behind it, of each row."""
+    cache, out, edges = EngineCache(model), [], [0, *cuts, ids.shape[1]]
+    cache.announce(ids.shape[1])
+    more = ragged(3, 12, (0,) * 3, 4)[0][row : row + len(ids)]
+    passes = [*(ids[:, a:b] for a, b in zip(edges, edges[1:], strict=False)), *more.split(1, 1)]
+    mask = torch.cat([mask, torch.ones(len(ids), 12, dtype=torch.long)], 1)
+    for piece in passes:
+        seen = mask[:, : cache.seen + piece.shape[1]]
+        at = (seen.cumsum(1) - 1).clamp(min=0)[:, -piece.shape[1] :]
+        found = model(piece, attention_mask=seen, position_ids=at, past_key_values=cache)
+        out.append(found.logits)
+    return [row[real] for row, real in zip(torch.cat(out, 1), mask.bool(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    "text", [SMALL[name] for name in ("h2o", "snapkv", "tova", "d2o", "elastic", "duo", "ashape")] + STACKS[-6:-1]
+)
+def test_padding_anywhere_in_a_prompt_is_no_distance(text: str) -> None:
+    model, (ids, mask) = patched(text).double(), scattered()
+    for row, found in enumerate(read(model, ids, mask)):
+        real = mask[row].bool()
+        want = read(model, ids[row : row + 1, real], mask[row : row + 1, real], row=row)[0]
+        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "snapkv(budget=20, window=8)",
+        "tova(budget=16)",
+        "h2o(budget=16)",
+        "expected_attention(budget=16)",
+        "lowrank(rank=8)",
+    ],
+)
+def test_padding_within_a_prompt_may_come_with_a_later_chunk(text: str) -> None:
+    model, (ids, mask) = patched(text).double(), scattered()
+    for whole, parts in zip(read(model, ids, mask), read(model, ids, mask, (15, 35)), strict=True):
+        torch.testing.assert_close(whole, parts, rtol=1e-3, atol=1e-3)
+
+
+def test_probes_that_were_chosen_for_a_longer_text_are_refused() -> None:
+    with pytest.raises(CacheError, match="padding follows tokens.*earlier chunk.*in one pass"):
+        read(patched("zipcache(block=8, probes=0.5)"), *scattered(), (15, 35))
+
+
+@pytest.mark.parametrize(
+    "text", ["snapkv(budget=20, window=8)", "adakv(budget=20, window=8) + kivi(group=8, residual=8)"]
+)
+def test_a_row_that_pauses_within_a_pass_of_several_tokens(text: str) -> None:
+    """As in a draft after which a row has nothing to say: its next tokens are no further away for that."""
+    model, (ids, mask), (more, pause) = patched(text).double(), ragged(2, 40, (0, 7), 1), ragged(2, 9, (0, 0), 2)
+    pause[1, 3:7] = 0
+    out = []
+    for rows in ([0, 1], [1]):
+        cache, real = EngineCache(model), slice(None) if len(rows) > 1 else pause[1].bool()
+        with torch.no_grad():
+            model(ids[rows], attention_mask=mask[rows], past_key_values=cache)
+            cache.follow_up()
+            seen = torch.cat([mask, pause[:, real]], 1)[rows]
+            tokens = more[rows][:, real]
+            at = (seen.cumsum(1) - 1)[:, 40:].clamp(min=0)
+            found = model(tokens, attention_mask=seen, position_ids=at, past_key_values=cache).logits[-1]
+        out.append(found[pause[1].bool()] if len(rows) > 1 else found)
+        assert all(int(part.lane.first[-1]) == 7 + 4 * len(rows) - 4 for part in cache.engines[0].parts)
+    torch.testing.assert_close(*out, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [None, 4])
+@pytest.mark.parametrize(
+    "text", ["snapkv(budget=20, window=8)", "tova(budget=16)", "h2o(budget=16)", "ashape(sinks=2, local=9)"]
+)
+def test_generate_takes_a_ragged_turn_behind_the_last_token(text: str, size: int | None) -> None:
+    """The token that was generated last is read with the next question, so a row's padding comes behind it."""
+    model, out = patched(text).double(), []
+    for rows in ([0, 1], [1]):
+        cache, ids, mask = EngineCache(model), torch.zeros(len(rows), 0, dtype=torch.long), None
+        for length, pads, seed in ((40, (0, 9), 1), (15, (0, 6), 2)):
+            new, real = (x[rows] for x in ragged(2, length, pads, seed))
+            new, real = (new, real) if len(rows) > 1 else (new[:, pads[1] :], real[:, pads[1] :])
+            ids = torch.cat([ids, new], 1)
+            mask = real if mask is None else torch.cat([mask, torch.ones(len(rows), 6, dtype=torch.long), real], 1)
+            options = {"attention_mask": mask, "past_key_values": cache, "prefill_chunk_size": size}
+            ids = model.generate(ids, max_new_tokens=6, do_sample=False, **options)
+        out.append(ids[-1, -6:])
+    assert torch.equal(*out)

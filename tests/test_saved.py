@@ -74,6 +74,23 @@ def test_a_padded_batch_and_beams_are_restored(tmp_path: Path) -> None:
         assert torch.equal(*outs)
 
 
+def test_the_row_without_pages_of_a_batch_is_restored(tmp_path: Path) -> None:
+    """Once the rows with pages have been left out, no page is in use, and none may be asked for."""
+    model, batch = llama(), prompts(3, 40)
+    with kvengine.patched(model, "kivi(group=8, residual=8)"):
+        cache = kvengine.EngineCache(model)
+        with torch.inference_mode():
+            model(**batch, past_key_values=cache)
+        lane = cache.engines[0].parts[0].lane
+        assert lane.pages is not None and lane.pages.filled.tolist()[-2:] == [0, 0] and lane.pages.columns
+        cache.batch_select_indices(torch.tensor([2]))
+        assert not lane.pages.columns and len(lane.lengths) == 1
+        saved.save(cache, tmp_path / "s.kv", model)
+        back = saved.load(model, tmp_path / "s.kv")
+        a, b = (go_on(model, each, torch.tensor([[5]]), 30) for each in (cache, back))
+        assert a[0] == b[0] and torch.equal(a[1], b[1])
+
+
 def test_generate_goes_on_from_a_file(tmp_path: Path) -> None:
     model = llama()
     with kvengine.patched(model, "snapkv(budget=24, window=6)"):

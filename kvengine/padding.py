@@ -1,0 +1,108 @@
+"""Tokens that are none: what a lane does about the padding of its rows.
+
+A row's tokens are to be where they are when it is alone. Padding before its first token is told by `first`; padding that
+comes later counts as if it had come before them too, so that they stay one after the other, by position and in the slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kvengine.errors import CacheError
+from kvengine.pages import Pages
+from kvengine.policies.retention import Retention
+from kvengine.stack import Stack
+from kvengine.tail import Tail
+from kvengine.tokens import padding_first
+
+
+class Padded:
+    """The part of a lane that knows of padding; the attributes are `Holding`'s."""
+
+    stack: Stack
+    retention: Retention
+    tail: Tail
+    pages: Pages | None
+    seen: int
+    first: Int[Tensor, "row"]
+    begin: Int[Tensor, "row"]
+    judged: int | Tensor
+    whole: bool
+    reading: bool
+    padded: bool
+    moved: bool
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the representation asks for saliency, and the retention has no evidence of that kind itself."""
+        r = self.retention
+        return self.stack.representation.probes > 0 and not r.counts
+
+    def positions(self, n: int, valid: Bool[Tensor, "row token"] | None) -> Int[Tensor, "row token"]:
+        at = torch.arange(self.seen, self.seen + n, dtype=torch.int32, device=self.first.device)
+        rows = at.expand(len(self.first), n)
+        return rows if valid is None else rows.masked_fill(~valid, -1)
+
+    @property
+    def placing(self) -> bool:
+        """Whether it matters at which positions tokens are, beside their order."""
+        judges, form = type(self.retention).keep is not Retention.keep, self.stack.representation
+        return judges or not self.stack.prefill.exact or form.probes > 0 or form.joint
+
+    def pad(self, valid: Bool[Tensor, "row token"]) -> None:
+        """Padding is about to come, before tokens: where others of its row are there, it counts as if it had come before them.
+
+        So a row's tokens stay one after the other by position, and distances are those that the row has alone.
+        """
+        self.padded = True
+        leading, late = (~valid).long().cumprod(1).sum(1), self.first < self.seen
+        if self.placing and bool((leading * late).any()):
+            by = leading * late
+            self.first = self.first + by
+            if torch.is_tensor(self.judged) or self.judged:
+                self.judged = self.judged + by[:, None]
+            self.tail.move(by)
+            if self.pages is not None:
+                self.pages.move(by)
+            self.whole, self.moved = False, True
+        self.first = torch.where(late, self.first, self.first + leading)
+        if self.reading:
+            self.begin = torch.where((self.begin == self.seen) | self.placing, self.begin + leading, self.begin)
+
+    def hide(self, hidden: Bool[Tensor, "row earlier"]) -> None:
+        """Drop those of the tokens seen that are `hidden`, if they are still held. Padding is hidden anyway."""
+        tail, pages = self.tail, self.pages
+        position = tail.position[:, tail.span]
+        position = position if pages is None else torch.cat([pages.position, position], 1)
+        gone = (position >= 0) & hidden.gather(1, position.clamp(min=0).long())
+        judged = self.judged if isinstance(self.judged, int) else int(self.judged.max())
+        if self.moved:
+            unknown = bool((hidden.shape[1] - hidden.sum(1) < self.seen - self.first).any())
+        else:
+            unknown = not tail.exact and bool(hidden[:, :judged].any())
+        if unknown:
+            raise CacheError(
+                f"attention_mask hides tokens that this cache has seen, and '{self.stack}' no longer knows which of those that "
+                "it holds they are. Keep ones in the mask for what was seen, or call cache.reset() and give the text anew"
+            )
+        if self.moved or not bool(gone.any()):
+            return
+        n = 0 if pages is None else len(pages)
+        if pages is not None and n:
+            pages.judge(pages.score, ~gone[:, :n])
+        tail.judge(tail.scores(tail.span), ~gone[:, n:])
+        self.padded = True
+
+    def order_for(self, valid: Bool[Tensor, "row token"] | None) -> Int[Tensor, "row token"] | None:
+        """The order in which to `enter` such a chunk, so that a row's tokens stay one after the other."""
+        return padding_first(valid) if valid is not None and self.placing else None
+
+    def check_padding(self, valid: Bool[Tensor, "row token"]) -> None:
+        """Refuse padding behind a row's tokens that came with an earlier chunk, if some of its queries were probes."""
+        if self.weighs and bool(((self.begin < self.seen) & ~valid[:, 0]).any()):
+            raise CacheError(
+                f"padding follows tokens of a prompt that came in an earlier chunk, but '{self.stack}' has chosen some of their "
+                "queries by how many are to come. Give such a prompt in one pass (without prefill_chunk_size)"
+            )
