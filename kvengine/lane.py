@@ -19,9 +19,10 @@ from torch import Tensor
 
 from kvengine import _ops as ops
 from kvengine.errors import CacheError
+from kvengine.evidence import Evidence
 from kvengine.kernels.attention import attention
 from kvengine.kernels.causal_attention import follows
-from kvengine.kernels.column_mass import blocks, column_mass, columns, masked
+from kvengine.kernels.column_mass import blocks
 from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.paged_attention import paged_attention
@@ -29,16 +30,13 @@ from kvengine.kernels.span_attention import Band, band_spans, causal_spans, span
 from kvengine.kernels.state import State
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
-from kvengine.policies.prefill import Prefill
 from kvengine.policies.retention import Retention, Seen
 from kvengine.policies.selection import Where
-from kvengine.recall import Recall
-from kvengine.saliency import Saliency, running
 from kvengine.session import Call
-from kvengine.tokens import behind, breaks
+from kvengine.tokens import breaks
 
 
-class Lane(Recall):
+class Lane(Evidence):
     """What the heads of a lane hold, and how queries read it."""
 
     whole_tail: ClassVar[bool] = True  # a tail that is all there is may be read without a state to join
@@ -77,11 +75,6 @@ class Lane(Recall):
             out.append(self.with_sinks([state], call).out)
         return torch.cat(out, 2).to(q.dtype)
 
-    def banded(self) -> tuple[bool, Band | None]:
-        """Whether slots tell which tokens a prompt's queries see, and the band that does; None: all up to their own."""
-        band = self.stack.prefill.band(self.first)
-        return (self.whole and band is not None) or type(self.stack.prefill).visible is Prefill.visible, band
-
     def read_spans(self, q: Tensor, call: Call, band: Band | None) -> Float[Tensor, "row group query dim_v"]:
         """The same where slots tell who sees whom: what the prefill method leaves out is not touched.
 
@@ -101,65 +94,6 @@ class Lane(Recall):
             q, k, v, position, spans, scale=call.scale, band=band, softcap=call.softcap, sinks=call.sinks
         )
 
-    def visible(
-        self, at: Int[Tensor, "query"], position: Int[Tensor, "row token"], prompt: bool
-    ) -> Bool[Tensor, "row query token"]:
-        if len(at) == 1 and not prompt:
-            return (position >= 0)[:, None]  # the newest token comes after all others
-        seen = (position >= 0)[:, None] & (position[:, None] <= at[:, None])
-        allowed = self.stack.prefill.visible(at, position, self.first) if prompt else None
-        return seen if allowed is None else seen & allowed
-
-    def observe(
-        self, q: Float[Tensor, "row group query dim"], call: Call, valid: Bool[Tensor, "row query"] | None = None
-    ) -> None:
-        """Keep of a prompt chunk what the retention will want at the prompt's end."""
-        at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
-        real = torch.ones_like(at, dtype=torch.bool).expand(len(q), -1) if valid is None else valid
-        self.retention.watch(self.notes, q, torch.where(real, at - self.first[:, None], -1), self.session.rope)
-        if wanted := self.retention.observes:
-            self.window = (q if self.window is None else behind(self.window, q, valid))[:, :, -wanted:]
-        if self.retention.wants_mass:
-            n, before = (1, None) if self.retention.last_mass else (q.shape[2], self.mass)
-            mass = self.column_mass(q[:, :, -n:], at[-n:], real[:, -n:], call, before)
-            if (
-                self.retention.last_mass and valid is not None and self.mass is not None
-            ):  # this chunk may be all padding
-                mass[:, :, : self.mass.shape[2]] += self.mass.masked_fill(real[:, -1, None, None], 0)
-            self.mass = mass
-        if self.weighs:
-            self.probe(q, at, call)
-
-    def probe(self, q: Float[Tensor, "row group query dim"], at: Int[Tensor, "query"], call: Call) -> None:
-        """Add what this chunk's probes attend to."""
-        found = self.saliency
-        if found is None:
-            end = self.seen if self.session.prompt_end is None else max(self.seen, self.session.prompt_end)
-            found = self.saliency = Saliency(self.stack.representation.probes, int(at[0]), end)
-        probes = found.probes(at, self.begin)
-        some = probes.any(0)
-        found.mass = self.column_mass(q[:, :, some], at[some], probes[:, some], call, found.mass)
-
-    def column_mass(
-        self,
-        q: Float[Tensor, "row group query dim"],
-        at: Int[Tensor, "query"],
-        real: Bool[Tensor, "row query"],
-        call: Call,
-        before: Float[Tensor, "row group earlier"] | None,
-    ) -> Float[Tensor, "row group token"]:
-        """Attention that each token receives from those of the queries that are `real` (padding's say nothing)."""
-        k, _, position, _ = self.everything()
-        by_slot, band = self.banded()
-        if by_slot:
-            slots = at - (self.seen - k.shape[1])
-            mass = column_mass(q, k, position, slots, real, band=band, **call._asdict())
-        else:
-            mass = masked(q, k, lambda n: self.visible(at[n], position, prompt=True) & real[:, n, None], *call)
-        if before is not None:
-            mass[:, :, : before.shape[2]] += before
-        return mass
-
     def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
         """The prompt has ended: judge it, and seal what overflows the tail."""
         self.prompt_most = int(self.prompt_length.max())
@@ -176,28 +110,6 @@ class Lane(Recall):
             self.settle(self.weighed(self.show(q, None, call, prompt=True)), None)
         self.window = self.mass = self.units = self.saw = None
         self.judged, self.reading = self.seen, False
-
-    def weighed(self, seen: Seen) -> Seen:
-        """With the saliency of the tokens not yet sealed as their score, if the representation asks for it."""
-        if self.saliency is None:
-            return seen
-        n = 0 if self.pages is None else len(self.pages)
-        fresh = self.saliency.mean(seen.position, self.begin)[:, n:]
-        self.saliency = None
-        return replace(seen, score=torch.cat([seen.score[:, :n], fresh], 1))
-
-    def weigh(self, q: Tensor, valid: Tensor | None, call: Call) -> None:
-        """Go on with the saliency of the open tail, while decoding."""
-        k, v, position, score = self.tail.held()
-        at = self.newest(q.shape[2])
-        visible = self.visible(at, position, False)
-        if valid is None:
-            state = attention(q, k, v[..., :1], visible, call.scale, softcap=call.softcap, want_probs=True)
-            mass = ops.received([state], state).sum(1)
-        else:  # padding says nothing
-            visible = visible & valid[..., None]
-            mass = columns(q, k.float().transpose(1, 2), visible, call.scale, call.softcap).sum(1)
-        self.tail.judge(running(score, mass, position, at, self.judged, valid), None)
 
     def conclude(self, seen: Seen) -> None:
         keep = self.retention.keep(seen)
@@ -329,9 +241,6 @@ class Lane(Recall):
         if self.pages is not None and len(self.pages):
             parts.append(self.attend_pages(self.pages, q, call, False)())
         return merge_states(parts)
-
-    def newest(self, n: int) -> Int[Tensor, "query"]:
-        return torch.arange(self.seen - n, self.seen, device=self.first.device)
 
     def with_sinks(self, parts: list[State], call: Call) -> State:
         if call.sinks is None:

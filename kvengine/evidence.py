@@ -1,0 +1,112 @@
+"""What a prompt's queries say of the tokens they see: the evidence that retentions and representations judge by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvengine import _ops as ops
+from kvengine.kernels.attention import attention
+from kvengine.kernels.column_mass import column_mass, columns, masked
+from kvengine.kernels.span_attention import Band
+from kvengine.policies.prefill import Prefill
+from kvengine.policies.retention import Seen
+from kvengine.recall import Recall
+from kvengine.saliency import Saliency, running
+from kvengine.session import Call
+from kvengine.tokens import behind
+
+
+class Evidence(Recall):
+    """The part of a lane that listens to queries."""
+
+    def banded(self) -> tuple[bool, Band | None]:
+        """Whether slots tell which tokens a prompt's queries see, and the band that does; None: all up to their own."""
+        band = self.stack.prefill.band(self.first)
+        return (self.whole and band is not None) or type(self.stack.prefill).visible is Prefill.visible, band
+
+    def visible(
+        self, at: Int[Tensor, "query"], position: Int[Tensor, "row token"], prompt: bool
+    ) -> Bool[Tensor, "row query token"]:
+        if len(at) == 1 and not prompt:
+            return (position >= 0)[:, None]  # the newest token comes after all others
+        seen = (position >= 0)[:, None] & (position[:, None] <= at[:, None])
+        allowed = self.stack.prefill.visible(at, position, self.first) if prompt else None
+        return seen if allowed is None else seen & allowed
+
+    def observe(
+        self, q: Float[Tensor, "row group query dim"], call: Call, valid: Bool[Tensor, "row query"] | None = None
+    ) -> None:
+        """Keep of a prompt chunk what the retention will want at the prompt's end."""
+        at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
+        real = torch.ones_like(at, dtype=torch.bool).expand(len(q), -1) if valid is None else valid
+        self.retention.watch(self.notes, q, torch.where(real, at - self.first[:, None], -1), self.session.rope)
+        if wanted := self.retention.observes:
+            self.window = (q if self.window is None else behind(self.window, q, valid))[:, :, -wanted:]
+        if self.retention.wants_mass:
+            n, before = (1, None) if self.retention.last_mass else (q.shape[2], self.mass)
+            mass = self.column_mass(q[:, :, -n:], at[-n:], real[:, -n:], call, before)
+            alone = self.retention.last_mass and valid is not None
+            if alone and self.mass is not None:  # this chunk may be all padding
+                mass[:, :, : self.mass.shape[2]] += self.mass.masked_fill(real[:, -1, None, None], 0)
+            self.mass = mass
+        if self.weighs:
+            self.probe(q, at, call)
+
+    def probe(self, q: Float[Tensor, "row group query dim"], at: Int[Tensor, "query"], call: Call) -> None:
+        """Add what this chunk's probes attend to."""
+        found = self.saliency
+        if found is None:
+            end = self.seen if self.session.prompt_end is None else max(self.seen, self.session.prompt_end)
+            found = self.saliency = Saliency(self.stack.representation.probes, int(at[0]), end)
+        probes = found.probes(at, self.begin)
+        some = probes.any(0)
+        found.mass = self.column_mass(q[:, :, some], at[some], probes[:, some], call, found.mass)
+
+    def column_mass(
+        self,
+        q: Float[Tensor, "row group query dim"],
+        at: Int[Tensor, "query"],
+        real: Bool[Tensor, "row query"],
+        call: Call,
+        before: Float[Tensor, "row group earlier"] | None,
+    ) -> Float[Tensor, "row group token"]:
+        """Attention that each token receives from those of the queries that are `real` (padding's say nothing)."""
+        k, _, position, _ = self.everything()
+        by_slot, band = self.banded()
+        if by_slot:
+            slots = at - (self.seen - k.shape[1])
+            mass = column_mass(q, k, position, slots, real, band=band, **call._asdict())
+        else:
+            mass = masked(q, k, lambda n: self.visible(at[n], position, prompt=True) & real[:, n, None], *call)
+        if before is not None:
+            mass[:, :, : before.shape[2]] += before
+        return mass
+
+    def weighed(self, seen: Seen) -> Seen:
+        """With the saliency of the tokens not yet sealed as their score, if the representation asks for it."""
+        if self.saliency is None:
+            return seen
+        n = 0 if self.pages is None else len(self.pages)
+        fresh = self.saliency.mean(seen.position, self.begin)[:, n:]
+        self.saliency = None
+        return replace(seen, score=torch.cat([seen.score[:, :n], fresh], 1))
+
+    def weigh(self, q: Tensor, valid: Tensor | None, call: Call) -> None:
+        """Go on with the saliency of the open tail, while decoding."""
+        k, v, position, score = self.tail.held()
+        at = self.newest(q.shape[2])
+        visible = self.visible(at, position, False)
+        if valid is None:
+            state = attention(q, k, v[..., :1], visible, call.scale, softcap=call.softcap, want_probs=True)
+            mass = ops.received([state], state).sum(1)
+        else:  # padding says nothing
+            visible = visible & valid[..., None]
+            mass = columns(q, k.float().transpose(1, 2), visible, call.scale, call.softcap).sum(1)
+        self.tail.judge(running(score, mass, position, at, self.judged, valid), None)
+
+    def newest(self, n: int) -> Int[Tensor, "query"]:
+        return torch.arange(self.seen - n, self.seen, device=self.first.device)
