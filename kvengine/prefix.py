@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from kvengine.errors import CacheError, StoreError
 from kvengine.hf_cache import EngineCache
+from kvengine.latent import is_latent
 from kvengine.offload.cachegen import KV, Identity, decode, encode
 from kvengine.offload.stores import Store, chain, root
 from kvengine.saved import identity
@@ -62,22 +63,26 @@ class Prefix:
     ttl: float | None = None
     whose: Identity = field(init=False)
     start: bytes = field(init=False)
+    rank: int = field(init=False)  # channels of a latent that are values; 0: the model has keys and values
 
     def __post_init__(self) -> None:
         self.whose = identity(self.model, self.tokenizer)
+        self.rank = next((m.kv_lora_rank for m in self.model.modules() if is_latent(m)), 0)  # type: ignore[assignment]
         self.start = root(self.whose, f"exact/{self.level}", chunk=self.chunk, salt=self.salt)
 
     def fetch(self, ids: Int[Tensor, "1 token"], stack: str | Stack | None = None) -> EngineCache:
         """A new cache with the longest stored chain of the prompt's chunks in it.
 
-        At least one token of the prompt is left to compute, since its logits begin the answer. The cache is empty where
-        nothing is stored, and where the stack judges a prompt by all its queries, which a reused chunk does not have.
+        At least one token of the prompt is left to compute, since its logits begin the answer, and as many as the stack
+        judges by. The cache is empty where nothing is stored, and where it judges by all queries, which a reused chunk does
+        not have.
         """
         cache = EngineCache(self.model, stack)  # type: ignore[arg-type]
         tokens = ids[0].tolist()
         if len(ids) != 1 or not self.fits(cache):
             return cache
-        chunks = self.read(chain(tokens[:-1], self.start, self.chunk))
+        last = max(1, cache.stack.retention.observes)
+        chunks = self.read(chain(tokens[:-last], self.start, self.chunk))
         if chunks:
             self.enter(cache, chunks, len(tokens))
         return cache
@@ -86,7 +91,8 @@ class Prefix:
     def fits(cache: EngineCache) -> bool:
         """Whether a prefix may be entered without its queries."""
         stack = cache.stack
-        needs = stack.retention.wants_mass or stack.representation.probes > 0 or not stack.reads_prompts_exactly
+        learns = stack.retention.wants_mass or stack.retention.watches
+        needs = learns or stack.representation.probes > 0 or not stack.reads_prompts_exactly
         return not needs and len(cache.engines) == len(cache.layers)
 
     def read(self, keys: Sequence[str]) -> list[KV]:
@@ -117,7 +123,7 @@ class Prefix:
         device, dtype = next(self.model.parameters()).device, next(self.model.parameters()).dtype
         for layer, pieces in zip(cache.engines, zip(*(kv.layers for kv in chunks), strict=True), strict=True):
             k, v = (torch.cat([piece[part] for piece in pieces], 1)[None].to(device, dtype) for part in (0, 1))
-            layer.store(k, v, None)
+            layer.store(k, k[..., : self.rank] if self.rank and cache.stack != Stack() else v, None)
         for entered in cache.layers:
             entered.is_initialized = True  # type: ignore[union-attr]
 
@@ -136,6 +142,8 @@ class Prefix:
             )
         have = self.store.lookup(keys)
         layers = [layer.contents() for layer in engines]
+        if self.rank:  # values that a policy has are the keys' first channels
+            layers = [(k, v[..., :0]) for k, v in layers]
         for i in range(have, len(keys)):
             span = slice(i * self.chunk, (i + 1) * self.chunk)
             kv = KV([(k[0, :, span], v[0, :, span]) for k, v in layers],

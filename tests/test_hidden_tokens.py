@@ -48,6 +48,16 @@ def test_hidden_tokens_are_not_read(name: str) -> None:
     assert torch.equal(greedy(model, second, past_key_values=talked(model, kvengine.EngineCache(model))), want)
 
 
+@pytest.mark.parametrize("name", ["full", "quest", "kivi"])
+def test_hidden_tokens_are_not_read_by_chunks_of_one_token(name: str) -> None:
+    second, model = turns()[2], patched(WIDE[name])
+    found = [
+        greedy(model, second, past_key_values=talked(model, kvengine.EngineCache(model)), prefill_chunk_size=size)
+        for size in (None, 1)
+    ]
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_hidden_tokens_are_not_held(name: str) -> None:
     model = patched(SMALL[name])

@@ -34,7 +34,7 @@ MORE = {
     "retention": [
         "streaming(sinks=2, recent=0.4)", "streaming(sinks=2, recent=14, positions='in-cache')",
         "streaming(sinks=2, recent=14, decode=False)", "h2o(budget=0.5)", "h2o(budget=24, decode=False)",
-        "h2o(budget=20, average=True)", "snapkv(budget=0.4, window=6)", "snapkv(budget=20, window=30)", "tova(budget=0.3)",
+        "h2o(budget=20, average=True)", "snapkv(budget=0.4, window=6)", "snapkv(budget=40, window=30)", "tova(budget=0.3)",
         "pyramidkv(budget=0.4, window=6)", "adakv(budget=0.4, window=6)", "adakv(budget=24, base='expected_attention')",
         "keydiff(budget=20, recent=6)", "expected_attention(budget=0.4)", "d2o(budget=0.4)", "d2o(budget=24, form='official')",
         "d2o(budget=24, shares='measured')", "elastic(budget=0.4)", "elastic(budget=24, offset=3)",
@@ -165,7 +165,7 @@ def lives(draw: Any) -> tuple[str, str, bool, Script, int]:
     return name, text, lossless, draw(scripts(name not in WINDOWS)), draw(st.integers(0, 1 << 20))
 
 
-FEW = settings(max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
 MANY = settings(max_examples=400, suppress_health_check=list(HealthCheck))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from families.configs import build
 from support import llama
 
 import kvengine
@@ -133,3 +134,39 @@ def test_a_lossy_prefix_is_close(model: Any, tmp_path: Path) -> None:
             outs.append(model(input_ids=ids[:, cache.seen :], past_key_values=cache, use_cache=True).logits[0, -1])
     assert 0 < (outs[0] - outs[1]).abs().max() < 0.3 * outs[1].abs().max()
     reuse.store.close()
+
+
+@pytest.mark.parametrize(
+    "stack",
+    ["snapkv(budget=40, window=30)", "expected_attention(budget=24)", "adakv(budget=24, base='expected_attention')"],
+)
+def test_queries_that_a_policy_judges_by_are_computed(model: Any, tmp_path: Path, stack: str) -> None:
+    ids = prompt(100)
+    reuse, _ = stored(model, tmp_path, ids)
+    warm = reuse.fetch(ids, stack)
+    assert warm.seen == (64 if "window" in stack else 0)
+    outs = []
+    for cache in (warm, kvengine.EngineCache(model, stack)):
+        cache.announce(100)
+        with torch.inference_mode():
+            model(input_ids=ids[:, cache.seen :], past_key_values=cache)
+            outs.append(model(input_ids=ids[:, :1], past_key_values=cache).logits)
+    torch.testing.assert_close(*outs)
+    reuse.store.close()
+
+
+@pytest.mark.parametrize("stack", ["full", "host", "snapkv(budget=24, window=6)"])
+def test_chunks_of_latents_serve_every_stack(tmp_path: Path, stack: str) -> None:
+    """Under a policy their first channels are held a second time, as values."""
+    ids = torch.randint(2, 128, (1, 100), generator=torch.Generator().manual_seed(1))
+    with kvengine.patched(build("deepseek_v3"), "full") as model:
+        for source, target in (("full", stack), ("snapkv(budget=500)", "full")):
+            reuse = Prefix(model, stores.Store(stores.Files(tmp_path / source, sync="none")), chunk=16)
+            cache = kvengine.EngineCache(model, source)
+            text(model, ids, cache)
+            reuse.keep(ids, cache)
+            reuse.store.drain()
+            warm = reuse.fetch(ids, target)
+            assert warm.seen == (80 if "window" in target else 96)
+            assert text(model, ids, warm) == text(model, ids, kvengine.EngineCache(model, target))
+            reuse.store.close()

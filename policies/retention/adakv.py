@@ -79,6 +79,10 @@ class AdaKV(Retention):
         return self.scorer.observes
 
     @property
+    def watches(self) -> bool:
+        return self.scorer.watches
+
+    @property
     def needs_rope(self) -> bool:
         return self.scorer.needs_rope
 
