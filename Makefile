@@ -48,7 +48,7 @@ test-gpu: environment
 	$(PYTEST) -m gpu
 
 test-shapes: environment
-	$(PYTEST) -n 2 --jaxtyping-packages=kvengine,beartype.beartype
+	$(PYTEST) -n 2 --jaxtyping-packages=kvengine,support_types.checked
 
 test-matrix: environment $(OLD)/.ready
 	OMP_NUM_THREADS=1 $(OLD)/bin/python -m pytest -n 2 -m "not gpu" $(EDGE)
