@@ -24,10 +24,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from kvengine.errors import CacheError, StoreError
+from kvengine.errors import CacheError, ModelError, StoreError
 from kvengine.hf_cache import EngineCache
 from kvengine.latent import is_latent
 from kvengine.offload.cachegen import KV, Identity, decode, encode
+from kvengine.offload.cachegen.codec import DTYPES
 from kvengine.offload.stores import Store, chain, root
 from kvengine.saved import identity
 from kvengine.stack import Stack
@@ -50,7 +51,7 @@ class Prefix:
         timeout: seconds to wait for the store before computing instead.
         ttl: seconds that chunks live in the store; None for ever.
 
-    Raises ValueError for a salt that is too long.
+    Raises ValueError for a salt that is too long, ModelError for a model whose keys the codec does not take.
     """
 
     model: nn.Module
@@ -66,6 +67,11 @@ class Prefix:
     rank: int = field(init=False)  # channels of a latent that are values; 0: the model has keys and values
 
     def __post_init__(self) -> None:
+        dtype = next(self.model.parameters()).dtype
+        if dtype not in DTYPES.values():
+            raise ModelError(
+                f"chunks hold keys and values of {', '.join(DTYPES)}, but the model has {dtype}; call model.to()"
+            )
         self.whose = identity(self.model, self.tokenizer)
         self.rank = next((m.kv_lora_rank for m in self.model.modules() if is_latent(m)), 0)  # type: ignore[assignment]
         self.start = root(self.whose, f"exact/{self.level}", chunk=self.chunk, salt=self.salt)

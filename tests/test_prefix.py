@@ -11,7 +11,7 @@ from families.configs import build
 from support import llama
 
 import kvengine
-from kvengine.errors import CacheError
+from kvengine.errors import CacheError, ModelError
 from kvengine.offload import stores
 from kvengine.prefix import Prefix
 
@@ -170,3 +170,8 @@ def test_chunks_of_latents_serve_every_stack(tmp_path: Path, stack: str) -> None
             assert warm.seen == (80 if "window" in target else 96)
             assert text(model, ids, warm) == text(model, ids, kvengine.EngineCache(model, target))
             reuse.store.close()
+
+
+def test_a_model_whose_keys_cannot_be_stored_is_refused(tmp_path: Path) -> None:
+    with kvengine.patched(llama().double(), "full") as wide, pytest.raises(ModelError, match="has torch.float64"):
+        Prefix(wide, stores.Store(stores.Files(tmp_path, sync="none")))
