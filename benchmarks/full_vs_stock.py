@@ -3,8 +3,9 @@
     python -P benchmarks/full_vs_stock.py [--rounds 5] [--threads 2] [--out benchmarks/results/full_vs_stock.json]
 
 Both run in one process, turn by turn, on the bundled model at 4096 tokens, on a random Llama of 100 M parameters at 8192,
-and on two layers whose 32 heads share latents as DeepSeek-V3's do, at 4096. Prefill and decode are timed apart; the ratio is
-that of the medians.
+and on two random layers each of other kinds at 4096: 32 heads that share latents as DeepSeek-V3's do, capped scores (Gemma 2),
+windows of 512 (Gemma 3), and sinks with windows of 128 (gpt-oss). Prefill and decode are timed apart; the ratio is that of
+the medians.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     DynamicCache,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -33,6 +37,13 @@ import kvengine
 from kvengine.evals import bundled_model
 
 STEPS = 32
+OTHERS: list[tuple[str, tuple[Any, str, tuple[str, str]], dict[str, int]]] = [
+    ("capped scores", (Gemma2Config, "eager", ("full", "full")), {}),
+    ("one of two layers with a window", (Gemma3TextConfig, "sdpa", ("sliding", "full")), {"sliding_window": 512}),
+    ("sinks, and a window", (GptOssConfig, "eager", ("sliding", "full")),
+     {"sliding_window": 128, "num_local_experts": 2, "num_experts_per_tok": 1}),
+]  # fmt: skip
+"""Name; configuration, the attention that its models run by default, kinds of layers; what else it takes."""
 
 
 def random_llama() -> Any:
@@ -48,6 +59,15 @@ def random_latents() -> Any:
     shape = {"hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "q_lora_rank": 512, "max_position_embeddings": 16384}
     return DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **heads, first_k_dense_replace=2)).eval()
+
+
+def random_other(kind: Callable[..., Any], attention: str, types: tuple[str, str], **more: Any) -> Any:
+    """Two layers of another architecture, 16 query and 4 KV heads of 128, and next to nothing beside them."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024, "head_dim": 128}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 16384}
+    config = kind(**shape, **heads, layer_types=[f"{name}_attention" for name in types], **more)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
 def run(model: Any, ids: torch.Tensor, cache: Any) -> tuple[float, float, list[int]]:
@@ -110,6 +130,7 @@ def main() -> None:
         compare("bundled", bundled, 4096, given.rounds),
         compare("random Llama, 100 M", random_llama(), 8192, given.rounds),
         compare("random, latents (MLA)", random_latents(), 4096, given.rounds),
+        *(compare(f"random, {name}", random_other(*kind, **more), 4096, given.rounds) for name, kind, more in OTHERS),
     ]
     result = {
         "command": f"python -P benchmarks/full_vs_stock.py --rounds {given.rounds} --threads {given.threads}",

@@ -23,6 +23,7 @@ import torch
 from torch.nn import functional as F
 
 from kvengine.cache import LayerCache
+from kvengine.kernels import dispatch
 from kvengine.policies import catalogue
 from kvengine.rope import Rope
 from kvengine.session import Call
@@ -159,6 +160,7 @@ def main() -> None:
     if gone := missing():
         raise SystemExit(f"no stack measures {sorted(gone)}; add one to STACKS")
     torch.set_num_threads(given.threads)
+    dispatch.info()  # compiles the C kernels
     rows = [row for length in given.lengths.split(",") for row in at(int(length))]
     result = {
         "command": f"python -P benchmarks/policies.py --lengths {given.lengths} --threads {given.threads}",

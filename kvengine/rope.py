@@ -34,7 +34,7 @@ class Rope:
         angle = by[..., None].float() * self.frequency.to(x.device)
         return self._apply(x, angle.cos(), angle.sin())
 
-    def average(self, x: Float[Tensor, "*b dim"], by: Int[Tensor, "*b place"]) -> Float[Tensor, "*b dim"]:
+    def average(self, x: Float[Tensor, "*b dim"], by: Int[Tensor, "*#b place"]) -> Float[Tensor, "*b dim"]:
         """The mean of `x` turned by each of some numbers of positions. Computed in fp32."""
         angle = by[..., None].float() * self.frequency.to(x.device)
         return self._apply(x, angle.cos().mean(-2), angle.sin().mean(-2))

@@ -70,7 +70,7 @@ def ordered(x: Float[Tensor, "row *group token dim"], order: Int[Tensor, "row to
 
 def behind(
     earlier: Float[Tensor, "row *group before dim"], new: Tensor, valid: Bool[Tensor, "row token"] | None
-) -> Float[Tensor, "row *group token dim"]:
+) -> Float[Tensor, "row *group all dim"]:
     """New tokens behind earlier ones, but padding among them (not `valid`) before all."""
     found = torch.cat([earlier, new], -2)
     if valid is None:

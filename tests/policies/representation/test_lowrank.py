@@ -67,13 +67,12 @@ def test_reads_are_the_restored_keys_at_their_positions() -> None:
     tokens, prompt, rank = draw(80), 64, 6
     found = run(f"lowrank(rank={rank})", tokens, prompt)
     turn = rope(16)
-    flat = [torch.stack([turn.turn(tokens.k[0, h, t], torch.tensor(-t)) for t in range(prompt)]) for h in range(2)]
+    flat = [turn.turn(tokens.k[0, h, :prompt], -torch.arange(prompt)) for h in range(2)]
     u, s, vt = torch.linalg.svd(torch.cat(flat, 1), full_matrices=False)
     cut = (u[:, :rank] * s[:rank]) @ vt[:rank]
     k = tokens.k.clone()
-    for t in range(prompt):
-        for h in range(2):
-            k[0, h, t] = turn.turn(cut[t, h * 16 : h * 16 + 16], torch.tensor(t))
+    for h in range(2):
+        k[0, h, :prompt] = turn.turn(cut[:, h * 16 : h * 16 + 16], torch.arange(prompt))
     for i in (64, 79):
         want = plain(Tokens(tokens.q, k, tokens.v), i)
         torch.testing.assert_close(found.out[:, i : i + 1], want, atol=1e-3, rtol=1e-3)
