@@ -70,6 +70,10 @@ class LayerView:
         self.seen = 0
         self.whole = False
 
+    def prompt_tokens(self, n: int) -> int:
+        """None of the next tokens are a prompt's: the source has read it."""
+        return 0
+
     def choose(self, q: Float[Tensor, "seq q_head dim"], call: Call) -> None:
         """Choose anew among the source's tokens, for this query."""
         lane = self.source.parts[0].lane
