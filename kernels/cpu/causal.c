@@ -25,12 +25,6 @@ typedef struct {
   float softcap;       /* 0: none */
 } Causal;
 
-/* Scores become softcap * tanh(score / softcap). */
-static void cap(float *s, int64_t columns, float softcap) {
-  for (int64_t j = 0; j < columns; j += LANES)
-    store(s + j, softcap - (2 * softcap) / (exponential(load(s + j) * (2 / softcap)) + 1));
-}
-
 /* One row's scores become weights in place; `top` and `total` (by lane) follow the online softmax, `out` is rescaled. */
 INLINE void soften(float *s, int64_t columns, float *top, float *total, float *out, int64_t dim) {
   vf high = load(s);

@@ -107,13 +107,6 @@ INLINE void soften(float *s, float *top, float *total) {
   store(total, all);
 }
 
-static void cap(float *s, float most) {
-  for (int64_t j = 0; j < TILE; j += LANES) {
-    vf e = exponential(load(s + j) * (2 / most));
-    store(s + j, most - (2 * most) / (e + 1));
-  }
-}
-
 static void lay_keys(const Mass *a, int64_t row, int64_t t, int64_t n, int paired, float *key) {
   const int64_t start = row * a->k_row + t * a->k_token;
   if (paired) lay(a->k, start / 2, a->k_token / 2, 0, n, a->dim / 2, key);
@@ -162,7 +155,7 @@ static void weigh(const Mass *a, int64_t row, int64_t m, int64_t t, int64_t n, c
   for (int64_t i = 0; i < b->together; i++, s += TILE) {
     const int64_t seen = b->seen[m + i], far = seen + 1 - t, near = far - a->local;
     for (int64_t j = 0; matrix && j < TILE; j += LANES) store(s + j, load(s + j) * a->scale);
-    if (a->softcap > 0) cap(s, a->softcap);
+    if (a->softcap > 0) cap(s, TILE, a->softcap);
     hide(s, far < n ? far : n, TILE);
     if (a->first) hide(s, a->first[row] + a->sinks - t, near < n ? near : n);
     for (int64_t j = 0; gap && j < TILE; j += LANES)
