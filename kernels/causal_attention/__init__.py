@@ -33,8 +33,8 @@ def causal_attention(
     earlier tokens; in float32 on a CPU with AVX-512, up to `FAR`, C does it in less time than they take. `backend` is
     "reference" or "native". Raises KernelError on shapes that do not fit.
     """
-    known = position is None or position.shape == (len(k), k.shape[2])
-    if q.shape[2] > k.shape[2] or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3] or not known:
+    placed = position is None or position.shape == (len(k), k.shape[2])
+    if q.shape[2] > k.shape[2] or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3] or not placed:
         raise KernelError(
             "causal_attention needs keys and values of the same tokens, the queries of the last of them, and as many query "
             f"heads as a multiple of KV heads; got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"

@@ -62,18 +62,8 @@ def span_attention(
         raise KernelError(f"spans must be [1 or {rows}, {blocks}, span, 2]; got {list(spans.shape)}")
     native = block % EIGHT == 0 and fits(q, k, v)
     if backend is None and not native and block % EIGHT == 0 and pays(q, k, v, softcap, sinks):
-        out = span_attention(
-            q.float(),
-            k.float(),
-            v.float(),
-            position,
-            spans,
-            scale=scale,
-            band=band,
-            softcap=softcap,
-            sinks=sinks,
-            block=block,
-        )
+        more = {"scale": scale, "band": band, "softcap": softcap, "sinks": sinks, "block": block}
+        out = span_attention(q.float(), k.float(), v.float(), position, spans, **more)  # type: ignore[arg-type]
         return out.to(q.dtype)
     run = pick("span_attention", (q, k, v), backend, native, max(q.shape[-1], v.shape[-1]))
     return run.span_attention(q, k, v, position, spans, scale, band, softcap, sinks, block)  # type: ignore[no-any-return]
