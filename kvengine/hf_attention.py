@@ -178,7 +178,7 @@ def attend(
     options = {"scaling": scaling, "dropout": dropout, **kwargs}
     stock = Stock(module, query, attention_mask, kvengine.previous, options, (key, value))
     if layer is None:
-        out = hf_window.read(stock, attention_mask, key, value) if stock.simple else None
+        out = hf_window.read(stock, attention_mask, key, value) if query.shape[2] > 1 and stock.simple else None
         return stock.run(key, value) if out is None else (out, None)
     if kwargs.get("output_attentions"):
         raise ModelError("output_attentions=True on a patched model: the engine never forms the attention matrix")

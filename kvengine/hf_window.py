@@ -34,12 +34,12 @@ def window_of(rule: Any) -> int | None:
 
 
 def read(stock: Stock, mask: LazyMask, key: Tensor, value: Tensor) -> Float[Tensor, "seq token q_head dim_v"] | None:
-    """The attention of a prompt's queries, where that saves work; None where the model's own is to be asked."""
+    """The attention of several queries, a prompt's, where that saves work; None where the model's own is to be asked."""
     q, options, made = stock.query, stock.kwargs, mask.kwargs
     window, softcap, logits = window_of(made.get("mask_function")), options.get("softcap"), options.get("s_aux")
     (b, _, n, _), (heads, tokens) = q.shape, key.shape[1:3]
     offsets = made["q_offset"], made["kv_offset"]
-    if window is None or n == 1 or any(isinstance(x, Tensor) and x.is_cuda for x in offsets):
+    if window is None or any(isinstance(x, Tensor) and x.is_cuda for x in offsets):
         return None
     ends = int(offsets[0]) + n, int(offsets[1]) + tokens
     if ends[0] != ends[1] or made["q_length"] != n or not getattr(stock.module, "is_causal", True):

@@ -25,27 +25,6 @@ typedef struct {
   float softcap;       /* 0: none */
 } Causal;
 
-/* One row's scores become weights in place; `top` and `total` (by lane) follow the online softmax, `out` is rescaled. */
-INLINE void soften(float *s, int64_t columns, float *top, float *total, float *out, int64_t dim) {
-  vf high = load(s);
-  for (int64_t j = LANES; j < columns; j += LANES) high = larger(high, load(s + j));
-  const float now = peak(high);
-  if (now > *top) {
-    const float shrink = expf(*top - now);
-    store(total, load(total) * shrink);
-    for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(out + d) * shrink);
-    *top = now;
-  }
-  const vf shift = splat(*top == -INFINITY ? 0 : *top);
-  vf all = load(total);
-  for (int64_t j = 0; j < columns; j += LANES) {
-    vf p = fading(load(s + j) - shift);
-    all += p;
-    store(s + j, p);
-  }
-  store(total, all);
-}
-
 /* Queries [first, first + block) of a head's group; `space` as `need` says. */
 static void attend(const Causal *a, int64_t sequence, int64_t head, int64_t first, int64_t block, float *space) {
   const int64_t dim = a->dim, dim_v = a->dim_v, rows = a->group * block, start = a->tokens - a->queries + first;

@@ -88,25 +88,6 @@ static void multiply(const uint16_t *q, const float *key, int64_t dim, float *s)
 }
 #endif
 
-/* One row's scores become weights below `top`; `total`, by lane, is that of all tiles so far. */
-INLINE void soften(float *s, float *top, float *total) {
-  vf high = load(s);
-  for (int64_t j = LANES; j < TILE; j += LANES) high = larger(high, load(s + j));
-  const float now = peak(high);
-  if (now > *top) {
-    store(total, load(total) * expf(*top - now));
-    *top = now;
-  }
-  const vf shift = splat(*top == -INFINITY ? 0 : *top);
-  vf all = load(total);
-  for (int64_t j = 0; j < TILE; j += LANES) {
-    vf p = fading(load(s + j) - shift);
-    all += p;
-    store(s + j, p);
-  }
-  store(total, all);
-}
-
 static void lay_keys(const Mass *a, int64_t row, int64_t t, int64_t n, int paired, float *key) {
   const int64_t start = row * a->k_row + t * a->k_token;
   if (paired) lay(a->k, start / 2, a->k_token / 2, 0, n, a->dim / 2, key);
@@ -160,7 +141,7 @@ static void weigh(const Mass *a, int64_t row, int64_t m, int64_t t, int64_t n, c
     if (a->first) hide(s, a->first[row] + a->sinks - t, near < n ? near : n);
     for (int64_t j = 0; gap && j < TILE; j += LANES)
       store(s + j, choose(*(const vi *)(gap + j), splat(-INFINITY), load(s + j)));
-    soften(s, b->last + m + i, b->total + (m + i) * LANES);
+    soften(s, TILE, b->last + m + i, b->total + (m + i) * LANES, NULL, 0);
   }
 }
 

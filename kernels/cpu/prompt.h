@@ -104,4 +104,25 @@ INLINE void cap(float *s, int64_t columns, float softcap) {
     store(s + j, softcap - (2 * softcap) / (exponential(load(s + j) * (2 / softcap)) + 1));
 }
 
+/* One row's scores become weights in place; `top` and `total` (by lane) follow the online softmax, `out` is rescaled. */
+INLINE void soften(float *s, int64_t columns, float *top, float *total, float *out, int64_t dim) {
+  vf high = load(s);
+  for (int64_t j = LANES; j < columns; j += LANES) high = larger(high, load(s + j));
+  const float now = peak(high);
+  if (now > *top) {
+    const float shrink = expf(*top - now);
+    store(total, load(total) * shrink);
+    for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(out + d) * shrink);
+    *top = now;
+  }
+  const vf shift = splat(*top == -INFINITY ? 0 : *top);
+  vf all = load(total);
+  for (int64_t j = 0; j < columns; j += LANES) {
+    vf p = fading(load(s + j) - shift);
+    all += p;
+    store(s + j, p);
+  }
+  store(total, all);
+}
+
 #endif

@@ -53,7 +53,7 @@ def quantise(
 
 def decode(codec: str, fields: Mapping[str, Tensor], side: str, dim: int) -> Tensor:
     """Keys ("k") or values ("v") of whole pages, [P, page, dim] in float32."""
-    fields = {name: x.contiguous() for name, x in fields.items()}
+    fields = {name: x.contiguous() for name, x in fields.items() if name.startswith(side) or name == "mask"}
     pages, page = len(fields[f"{side}_scale"]), _slots(codec, fields, side)
     out = torch.empty(pages, page, dim)
     if out.numel():
