@@ -27,6 +27,8 @@ BACKENDS = ("reference", "native", "triton")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 NATIVE_DIM = 256
 """Widest head that the C kernels' buffers and a GPU's shared memory hold."""
+DENSE_DIM = 1024
+"""Widest vectors of dense numbers, such as latents, that C attends to."""
 
 
 def pick(operation: str, inputs: tuple[Tensor, ...], backend: str | None, native: bool = True, wide: int = 0) -> Any:
@@ -48,7 +50,7 @@ def chosen(inputs: tuple[Tensor, ...], backend: str | None, native: bool = True,
                 f"backend='triton' cannot run here: heads of {wide} channels are wider than {NATIVE_DIM}. Leave backend=None "
                 "to take what can."
             )
-        return "reference"
+        return "reference" if inputs[0].is_cuda or native_refusal(inputs, native) else "native"
     return _best(inputs, native) if backend is None else _checked(backend, inputs, native)
 
 

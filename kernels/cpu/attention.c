@@ -7,112 +7,18 @@
 #include <stdlib.h>
 #include "attention.h"
 #include "codes.h"
+#include "dense.h"
 #include "tiles.h"
+#include "vectors.h"
 
 #define MAX_QUERY 64
 
 typedef struct {
   Tokens is;
   int64_t column[TILE], place[TILE];
+  int told; /* whether `seen` says which query sees which token; if not, all see all */
   uint8_t seen[MAX_QUERY][TILE];
 } Batch;
-
-/* Register `j` of a stored vector from channel `d` on, as floats. Of 32 bf16, which fill a register in pairs, the even
-   ones come first and then the odd ones: a shift and a mask instead of spreading. `sort`, `unsort`: the other side. */
-INLINE vf channels(const char *p, int64_t d, int j, int64_t dtype) {
-  if (dtype == F32) return load((const float *)p + d + j * LANES);
-  if (dtype == F16) return from_f16((const uint16_t *)p + d + j * LANES);
-  vu pairs = *(const vu *)(p + 2 * d + j / 2 * 64);
-  return j & 1 ? (vf)(pairs & 0xffff0000u) : (vf)(pairs << 16);
-}
-#define TOGETHER(dtype) ((dtype) == BF16 ? 2 : 1) /* registers of channels that are read at once */
-
-static void sort(const float *x, int64_t n, float *out) {
-  for (int64_t i = 0; i < n; i++) out[(i & -32) + (i & 1) * 16 + (i & 31) / 2] = x[i];
-}
-
-static void unsort(float *x, int64_t n) {
-  for (int64_t d = 0; d < n; d += 32) {
-    float pairs[32];
-    for (int i = 0; i < 32; i++) pairs[i] = x[d + (i & 1) * 16 + i / 2];
-    memcpy(x + d, pairs, sizeof pairs);
-  }
-}
-
-/* Ask for the line that this register begins, to be read soon. */
-INLINE void ask(const char *p, int64_t d, int j, int64_t dtype) {
-  if (dtype == F32) __builtin_prefetch(p + 4 * d + 64 * j, 0, 2);
-  else if ((d / LANES + j) % 2 == 0) __builtin_prefetch(p + 2 * d + 32 * j, 0, 2);
-}
-
-/* scores[n][t] = q[n] . at[t]; four query rows by four tokens at a time, so each load serves four products. For each
-   line that is read, one of the next batch (`soon`) is asked for: requests in one burst would have to wait for each
-   other, and computing for them. */
-INLINE void dots_as(const float *q, int64_t rows, const char *const *at, const char *const *soon, int count, int64_t dim,
-                    float *scores, int64_t dtype) {
-  for (int t = 0; t < count; t += 4)
-    for (int64_t n = 0; n < rows; n += 4) {
-      const float *a = q + n * dim;
-      vf s[16] = {{0}};
-      for (int64_t d = 0; d < dim; d += TOGETHER(dtype) * LANES)
-        for (int part = 0; part < TOGETHER(dtype); part++) {
-          vf k[4];
-#pragma GCC unroll 4
-          for (int j = 0; j < 4; j++) {
-            if (n == 0 && soon) ask(soon[t + j], d, part, dtype);
-            k[j] = channels(at[t + j], d, part, dtype);
-            KEEP(k[j]);
-          }
-#pragma GCC unroll 4
-          for (int i = 0; i < 4; i++) {
-            vf x = load(a + i * dim + d + part * LANES);
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) s[4 * i + j] += x * k[j];
-          }
-        }
-      union { vf v; vf4 row[4]; } total = {sums(s)};
-      for (int i = 0; i < 4; i++) *(vf4 *)(scores + (n + i) * TILE + t) = total.row[i];
-    }
-}
-
-/* out[n] += sum_t p[n][t] at[t], for `wide` registers of channels at once: 4 * wide independent sums hide latency */
-INLINE void weigh_part(const float *p, const char *const *at, const char *const *soon, int64_t from, int count,
-                       int64_t dim, float *out, int wide, int64_t dtype) {
-  vf s[4][4];
-  for (int i = 0; i < 4; i++)
-    for (int j = 0; j < wide; j++) s[i][j] = load(out + i * dim + j * LANES);
-  for (int t = 0; t < count; t++)
-    for (int j = 0; j < wide; j++) {
-      if (soon) ask(soon[t], from, j, dtype);
-      vf x = channels(at[t], from, j, dtype);
-      KEEP(x);
-      for (int i = 0; i < 4; i++) s[i][j] += x * p[i * TILE + t];
-    }
-  for (int i = 0; i < 4; i++)
-    for (int j = 0; j < wide; j++) store(out + i * dim + j * LANES, s[i][j]);
-}
-
-INLINE void weigh_as(const float *p, int64_t rows, const char *const *at, const char *const *soon, int count,
-                     int64_t dim, float *out, int64_t dtype) {
-  for (int64_t n = 0; n < rows; n += 4, soon = NULL) {
-    const float *w = p + n * TILE;
-    float *to = out + n * dim;
-    int64_t d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) weigh_part(w, at, soon, d, count, dim, to + d, 4, dtype);
-    for (; d + 2 * LANES <= dim; d += 2 * LANES) weigh_part(w, at, soon, d, count, dim, to + d, 2, dtype);
-    if (d < dim) weigh_part(w, at, soon, d, count, dim, to + d, 1, dtype);
-  }
-}
-
-#define SPECIALISE(name)                                                                                            \
-  static void name(const float *x, int64_t rows, const char *const *at, const char *const *soon, int count,         \
-                   int64_t dim, float *out, int64_t dtype) {                                                        \
-    if (dtype == F32) name##_as(x, rows, at, soon, count, dim, out, F32);                                           \
-    else if (dtype == BF16) name##_as(x, rows, at, soon, count, dim, out, BF16);                                    \
-    else name##_as(x, rows, at, soon, count, dim, out, F16);                                                        \
-  }
-SPECIALISE(dots)
-SPECIALISE(weigh)
 
 /* Does query `n` see the token of this column, at this position? */
 INLINE int sees(const Attention *a, int64_t row, int64_t n, int64_t column, int64_t position) {
@@ -126,10 +32,20 @@ INLINE int sees(const Attention *a, int64_t row, int64_t n, int64_t column, int6
 INLINE int64_t collect_run(const Attention *a, int64_t row, int64_t column, int64_t end, int64_t token,
                            const int32_t *position, Batch *b) {
   const int everyone = !a->visible && !a->query_position;
+  int64_t first = INT64_MAX, last = 0; /* of the queries, where their positions alone decide */
+  for (int64_t n = 0; n < a->queries && !a->visible && !everyone; n++) {
+    const int64_t at = a->query_position[row * a->queries + n];
+    first = at < first ? at : first;
+    last = at > last ? at : last;
+  }
   for (; column < end && b->is.count < TILE; column++, token++) {
     int64_t at = position ? *position++ : 0;
-    int any = everyone;
-    for (int64_t n = 0; n < a->queries && !everyone; n++) any |= b->seen[n][b->is.count] = sees(a, row, n, column, at);
+    int any = everyone || (!a->visible && at <= first && (!a->window || last - at < a->window));
+    if (!any && !b->told) {
+      for (int64_t n = 0; n < a->queries; n++) memset(b->seen[n], 1, b->is.count);
+      b->told = 1;
+    }
+    for (int64_t n = 0; n < a->queries && b->told; n++) any |= b->seen[n][b->is.count] = sees(a, row, n, column, at);
     b->is.token[b->is.count] = token;
     b->column[b->is.count] = column;
     b->place[b->is.count] = at;
@@ -163,7 +79,7 @@ static void look_ahead(const Attention *a, int64_t row, int64_t column, int64_t 
 
 /* Fill a batch from the columns [column, to); returns where to go on. */
 INLINE int64_t collect_any(const Attention *a, int64_t row, int64_t column, int64_t to, Batch *b) {
-  b->is.count = 0;
+  b->is.count = b->told = 0;
   if (!a->table) return collect_run(a, row, column, to, column, NULL, b);
   const int64_t span = a->units ? a->unit : a->page; /* columns whose slots follow each other in one page */
   while (column < to && b->is.count < TILE) {
@@ -195,7 +111,7 @@ static void soften(const Attention *a, int64_t row, const Batch *b, float *s, fl
         store(p + t, a->softcap - (2 * a->softcap) / (e + 1));
       }
     for (int t = b->is.count; t < TILE; t++) p[t] = -INFINITY;
-    if (a->queries > 1 && (a->visible || a->query_position))
+    if (a->queries > 1 && b->told)
       for (int t = 0; t < b->is.count; t++)
         if (!b->seen[n % a->queries][t]) p[t] = -INFINITY;
     if (a->scores)
@@ -215,36 +131,52 @@ static void soften(const Attention *a, int64_t row, const Batch *b, float *s, fl
   }
 }
 
-/* Whether vectors are used as they lie. A half is widened once for all query rows if these are many. */
-INLINE int plain(const Field *f, int64_t dim, int64_t padded) {
-  return f->layout == DENSE && f->dim == dim && (f->dtype == F32 || (padded == 4 && dim % 32 == 0));
-}
-
-/* Where a batch's vectors are. If they are used as they lie, those of the next batch are asked for meanwhile; else
-   they are widened into `tile`. */
-typedef struct {
-  const char *at[TILE], *soon[TILE];
-  int64_t dtype; /* of what is there */
-} Vectors;
-
-static void locate(const Field *f, Memo *memo, int64_t row, int lies, const int64_t *token, int count, const Batch *next,
-                   int64_t dim, float *tile, Vectors *x) {
-  const int64_t size = f->dtype == F32 ? 4 : 2;
-  const char *from = (const char *)f->data + row * f->row_stride * size;
-  x->dtype = lies ? f->dtype : F32;
-  if (!lies) read_tokens(f, memo, row, token, count, tile, dim);
-  for (int i = 0; i < count; i++) {
-    x->at[i] = lies ? from + token[i] * f->token_stride * size : (const char *)(tile + i * dim);
-    x->soon[i] = lies && i < next->is.count ? from + next->is.token[i] * f->token_stride * size : x->at[i];
+/* `task` for dense bfloat16 and the matrix unit; 0 if there is no memory for it. */
+static int dense_task(const Attention *a, int64_t row, int64_t from, int64_t to, float *out, float *top, float *total) {
+  float *const both = aligned_alloc(64, sizeof(float) * PAIR * a->padded * TILE);
+  float *const weights[PAIR] = {both, both + a->padded * TILE};
+  Batch batch[2][PAIR];
+  float before[a->padded]; /* the maxima by which the first batch's weights are */
+  Dense x;
+  if (!both || !dense_open(a->q + row * a->padded * a->dim, a->padded, a->dim, a->dim_v, &x)) {
+    free(both);
+    return 0;
   }
-  for (int i = count; i % 4; i++) x->at[i] = x->soon[i] = x->at[count - 1]; /* computed with, never seen */
+  const int pair = x.blocks > 1 ? PAIR : 1; /* one block stays in the first-level cache by itself */
+  memset(both, 0, sizeof(float) * PAIR * a->padded * TILE);
+  for (int i = 0; i < 2 * PAIR; i++) batch[i / PAIR][i % PAIR].is.count = 0;
+  for (int i = 0; i < pair; i++) look_ahead(a, row, from + i * TILE, to);
+  for (int i = 0; i < pair; i++) from = collect(a, row, from, to, &batch[0][i]);
+  for (int now = 0; batch[now][0].is.count; now = !now) {
+    const Tokens *is[PAIR], *soon[PAIR];
+    for (int i = 0; i < pair; i++) look_ahead(a, row, from + i * TILE, to);
+    for (int i = 0; i < PAIR; i++) {
+      if (i < pair) from = collect(a, row, from, to, &batch[!now][i]);
+      is[i] = &batch[now][i].is;
+      soon[i] = &batch[!now][i].is;
+    }
+    dense_dots(&a->k, row, is, soon, &x, weights);
+    soften(a, row, &batch[now][0], weights[0], top, total, x.out);
+    if (is[1]->count) {
+      memcpy(before, top, sizeof before);
+      soften(a, row, &batch[now][1], weights[1], top, total, x.out);
+      for (int64_t n = 0; n < a->heads; n++)
+        if (top[n] > before[n])
+          for (int t = 0; t < TILE; t += LANES)
+            store(weights[0] + n * TILE + t, load(weights[0] + n * TILE + t) * expf(before[n] - top[n]));
+    }
+    dense_weigh(&a->v, row, weights, is, soon, &x);
+  }
+  dense_close(&x, out);
+  free(both);
+  return 1;
 }
 
 static void task(const Attention *a, int64_t row, int64_t from, int64_t to, float *out, float *top, float *total) {
   const int64_t wide = a->dim > a->dim_v ? a->dim : a->dim_v;
   float tile[TILE * wide] __attribute__((aligned(64)));
   float weights[a->padded * TILE] __attribute__((aligned(64)));
-  float sorted[a->padded * a->dim];
+  float sorted[(a->padded < CODED_QUERIES ? a->padded : CODED_QUERIES) * a->dim]; /* more rows need no order */
   const float *q = a->q + row * a->padded * a->dim;
   const int k_lies = plain(&a->k, a->dim, a->padded), v_lies = plain(&a->v, a->dim_v, a->padded);
   const int tiled = tiles_fit(&a->k, a->dim, a->padded) && tiles_fit(&a->v, a->dim_v, a->padded);
@@ -257,12 +189,13 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   KeyGroup group[2]; /* of mixed codes, each width has its own */
   Tiles tiles;
   Batch both[2], *b = both, *next = both + 1;
+  for (int64_t n = 0; n < a->padded; n++) top[n] = -INFINITY, total[n] = 0;
+  if (dense_fit(&a->k, &a->v, a->dim, a->dim_v, a->padded) && dense_task(a, row, from, to, out, top, total)) return;
   memset(&keys, 0, sizeof keys);
   memset(&values, 0, sizeof values);
   memset(tile, 0, sizeof tile);
   memset(weights, 0, sizeof weights);
   memset(out, 0, sizeof(float) * a->padded * a->dim_v);
-  for (int64_t n = 0; n < a->padded; n++) top[n] = -INFINITY, total[n] = 0;
   if (k_lies && a->k.dtype == BF16) {
     sort(q, a->padded * a->dim, sorted);
     q = sorted;
@@ -283,7 +216,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     else if (k_mixed) dots_mixed(&a->k, group, q, sorted, a->padded, &b->is, weights);
     else {
       if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
-      locate(&a->k, &keys, row, k_lies, key, b->is.count, next, a->dim, tile, &x);
+      locate(&a->k, &keys, row, k_lies, key, b->is.count, &next->is, a->dim, tile, &x);
       dots(q, a->padded, x.at, k_lies ? x.soon : NULL, b->is.count, a->dim, weights, x.dtype);
     }
     if (!k_lies && !tiled) fetch_batch(&a->k, row, &next->is);
@@ -293,7 +226,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     else if (v_mixed) weigh_mixed(&a->v, weights, a->padded, &b->is, out);
     else {
       if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
-      locate(&a->v, &values, row, v_lies, b->is.token, b->is.count, next, a->dim_v, tile, &x);
+      locate(&a->v, &values, row, v_lies, b->is.token, b->is.count, &next->is, a->dim_v, tile, &x);
       weigh(weights, a->padded, x.at, v_lies ? x.soon : NULL, b->is.count, a->dim_v, out, x.dtype);
     }
     Batch *done = b;

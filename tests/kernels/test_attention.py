@@ -162,3 +162,18 @@ def test_vectors_read_as_they_lie_or_widened(group: int, dim: int, dim_v: int, d
         q, k, v, _ = case(2, group, 1, token, dim, dim_v, dtype)
         got = attention(q, k, v, None, 0.2, backend="native")
         oracle.close(got, oracle.attend(q, k, v, torch.ones(2, 1, token, dtype=torch.bool), 0.2), 1e-5)
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("dim, dim_v", [(32, 64), (128, 128), (576, 512), (72, 600)])
+@pytest.mark.parametrize("group, query", [(8, 1), (3, 7), (16, 5)])
+def test_many_rows_of_queries(group: int, query: int, dim: int, dim_v: int, dtype: torch.dtype) -> None:
+    """As many as a verified draft, or heads over latents, have; scores grow, so that every batch has a new maximum."""
+    for token in (1, 15, 33, 64, 150):
+        q, k, v, visible = case(2, group, query, token, dim, dim_v, dtype)
+        k = (k.float() * torch.linspace(0.1, 2, token)[:, None]).to(dtype)
+        for seen in (visible, None):
+            got = attention(q, k, v, seen, dim**-0.5, want_probs=True, backend="native")
+            every = torch.ones_like(visible) if seen is None else seen
+            oracle.close(got, oracle.attend(q, k, v, every, dim**-0.5), 2e-5)

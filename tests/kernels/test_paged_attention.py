@@ -160,6 +160,31 @@ def test_pages_of_whole_blocks(backend: str, unit: int | None) -> None:
     oracle.close(got, want, oracle.TRITON["bfloat16"])
 
 
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+@pytest.mark.parametrize("unit", [None, 8, 1])
+@pytest.mark.parametrize("dim", [64, 576])
+def test_many_rows_over_pages_with_gaps(dim: int, unit: int | None) -> None:
+    """Runs of tokens that follow each other are read in place, the others are gathered: no dead one is touched."""
+    rng = torch.Generator().manual_seed(dim)
+    k, v = (torch.randn(6, 64, dim, generator=rng).bfloat16() for _ in "kv")
+    table = torch.tensor([[5, 0, 3], [4, 2, -1]], dtype=torch.int32)
+    position = torch.arange(3 * 64, dtype=torch.int32).repeat(2, 1)
+    position[0, torch.rand(192, generator=rng) < 0.3] = -1
+    units = None if unit is None else torch.rand(2, 192 // unit, generator=rng).argsort(1)[:, : 128 // unit]
+    for row in range(2):
+        dead = resolve(table, position, None, 64, 64)[0][row][position[row] < 0]
+        k.flatten(0, 1)[dead] = v.flatten(0, 1)[dead] = math.nan
+    for window in (None, 50):
+        q, at = torch.randn(2, 4, 9, dim, generator=rng).bfloat16(), torch.arange(120, 129).repeat(2, 1)
+        got = paged_attention(
+            q, {"k": k, "v": v}, table, position, page=64, scale=dim**-0.5, units=units, unit=unit, query_position=at,
+            window=window, backend="native",
+        )  # fmt: skip
+        where, seen = resolve(table, position, units, unit or 64, 64)
+        want = oracle.attend(q, *(x.flatten(0, 1)[where] for x in (k, v)), visible_to(seen, at, window, 9), dim**-0.5)
+        oracle.close(got, want, 2e-5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_softcap_and_sinks(backend: str) -> None:
     codec, fields, k, v = pool("float32", 32, 32)

@@ -1,0 +1,129 @@
+/* Scores and weighted sums of a batch by vectors of floats, from where the tokens' vectors lie or from a tile. */
+#ifndef KVENGINE_VECTORS_H
+#define KVENGINE_VECTORS_H
+
+#include "fields.h"
+
+/* Register `j` of a stored vector from channel `d` on, as floats. Of 32 bf16, which fill a register in pairs, the even
+   ones come first and then the odd ones: a shift and a mask instead of spreading. `sort`, `unsort`: the other side. */
+INLINE vf channels(const char *p, int64_t d, int j, int64_t dtype) {
+  if (dtype == F32) return load((const float *)p + d + j * LANES);
+  if (dtype == F16) return from_f16((const uint16_t *)p + d + j * LANES);
+  vu pairs = *(const vu *)(p + 2 * d + j / 2 * 64);
+  return j & 1 ? (vf)(pairs & 0xffff0000u) : (vf)(pairs << 16);
+}
+#define TOGETHER(dtype) ((dtype) == BF16 ? 2 : 1) /* registers of channels that are read at once */
+
+static void sort(const float *x, int64_t n, float *out) {
+  for (int64_t i = 0; i < n; i++) out[(i & -32) + (i & 1) * 16 + (i & 31) / 2] = x[i];
+}
+
+static void unsort(float *x, int64_t n) {
+  for (int64_t d = 0; d < n; d += 32) {
+    float pairs[32];
+    for (int i = 0; i < 32; i++) pairs[i] = x[d + (i & 1) * 16 + i / 2];
+    memcpy(x + d, pairs, sizeof pairs);
+  }
+}
+
+/* Ask for the line that this register begins, to be read soon. */
+INLINE void ask(const char *p, int64_t d, int j, int64_t dtype) {
+  if (dtype == F32) __builtin_prefetch(p + 4 * d + 64 * j, 0, 2);
+  else if ((d / LANES + j) % 2 == 0) __builtin_prefetch(p + 2 * d + 32 * j, 0, 2);
+}
+
+/* scores[n][t] = q[n] . at[t]; four query rows by four tokens at a time, so each load serves four products. For each
+   line that is read, one of the next batch (`soon`) is asked for: requests in one burst would have to wait for each
+   other, and computing for them. */
+INLINE void dots_as(const float *q, int64_t rows, const char *const *at, const char *const *soon, int count, int64_t dim,
+                    float *scores, int64_t dtype) {
+  for (int t = 0; t < count; t += 4)
+    for (int64_t n = 0; n < rows; n += 4) {
+      const float *a = q + n * dim;
+      vf s[16] = {{0}};
+      for (int64_t d = 0; d < dim; d += TOGETHER(dtype) * LANES)
+        for (int part = 0; part < TOGETHER(dtype); part++) {
+          vf k[4];
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; j++) {
+            if (n == 0 && soon) ask(soon[t + j], d, part, dtype);
+            k[j] = channels(at[t + j], d, part, dtype);
+            KEEP(k[j]);
+          }
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; i++) {
+            vf x = load(a + i * dim + d + part * LANES);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) s[4 * i + j] += x * k[j];
+          }
+        }
+      union { vf v; vf4 row[4]; } total = {sums(s)};
+      for (int i = 0; i < 4; i++) *(vf4 *)(scores + (n + i) * TILE + t) = total.row[i];
+    }
+}
+
+/* out[n] += sum_t p[n][t] at[t], for `wide` registers of channels at once: 4 * wide independent sums hide latency */
+INLINE void weigh_part(const float *p, const char *const *at, const char *const *soon, int64_t from, int count,
+                       int64_t dim, float *out, int wide, int64_t dtype) {
+  vf s[4][4];
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < wide; j++) s[i][j] = load(out + i * dim + j * LANES);
+  for (int t = 0; t < count; t++)
+    for (int j = 0; j < wide; j++) {
+      if (soon) ask(soon[t], from, j, dtype);
+      vf x = channels(at[t], from, j, dtype);
+      KEEP(x);
+      for (int i = 0; i < 4; i++) s[i][j] += x * p[i * TILE + t];
+    }
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < wide; j++) store(out + i * dim + j * LANES, s[i][j]);
+}
+
+INLINE void weigh_as(const float *p, int64_t rows, const char *const *at, const char *const *soon, int count,
+                     int64_t dim, float *out, int64_t dtype) {
+  for (int64_t n = 0; n < rows; n += 4, soon = NULL) {
+    const float *w = p + n * TILE;
+    float *to = out + n * dim;
+    int64_t d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) weigh_part(w, at, soon, d, count, dim, to + d, 4, dtype);
+    for (; d + 2 * LANES <= dim; d += 2 * LANES) weigh_part(w, at, soon, d, count, dim, to + d, 2, dtype);
+    if (d < dim) weigh_part(w, at, soon, d, count, dim, to + d, 1, dtype);
+  }
+}
+
+#define SPECIALISE(name)                                                                                            \
+  static void name(const float *x, int64_t rows, const char *const *at, const char *const *soon, int count,         \
+                   int64_t dim, float *out, int64_t dtype) {                                                        \
+    if (dtype == F32) name##_as(x, rows, at, soon, count, dim, out, F32);                                           \
+    else if (dtype == BF16) name##_as(x, rows, at, soon, count, dim, out, BF16);                                    \
+    else name##_as(x, rows, at, soon, count, dim, out, F16);                                                        \
+  }
+SPECIALISE(dots)
+SPECIALISE(weigh)
+
+/* Whether vectors are used as they lie. A half is widened once for all query rows if these are many. */
+INLINE int plain(const Field *f, int64_t dim, int64_t padded) {
+  return f->layout == DENSE && f->dim == dim && (f->dtype == F32 || (padded == 4 && dim % 32 == 0));
+}
+
+/* Where a batch's vectors are. If they are used as they lie, those of the next batch are asked for meanwhile; else
+   they are widened into `tile`. */
+typedef struct {
+  const char *at[TILE], *soon[TILE];
+  int64_t dtype; /* of what is there */
+} Vectors;
+
+static void locate(const Field *f, Memo *memo, int64_t row, int lies, const int64_t *token, int count, const Tokens *next,
+                   int64_t dim, float *tile, Vectors *x) {
+  const int64_t size = f->dtype == F32 ? 4 : 2;
+  const char *from = (const char *)f->data + row * f->row_stride * size;
+  x->dtype = lies ? f->dtype : F32;
+  if (!lies) read_tokens(f, memo, row, token, count, tile, dim);
+  for (int i = 0; i < count; i++) {
+    x->at[i] = lies ? from + token[i] * f->token_stride * size : (const char *)(tile + i * dim);
+    x->soon[i] = lies && i < next->count ? from + next->token[i] * f->token_stride * size : x->at[i];
+  }
+  for (int i = count; i % 4; i++) x->at[i] = x->soon[i] = x->at[count - 1]; /* computed with, never seen */
+}
+
+#endif
