@@ -94,7 +94,7 @@ def test_without_the_library_torch_computes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_heads_too_wide_for_the_buffers_go_to_torch() -> None:
-    q, k = torch.randn(1, 2, 1, 320), torch.randn(1, 9, 320)
+    q, k = torch.randn(1, 2, 1, 1040), torch.randn(1, 9, 1040)
     assert attention(q, k, k, None, 0.05).out.isfinite().all()
     with pytest.raises(KernelError, match="shapes or dtypes"):
         attention(q, k, k, None, 0.05, backend="native")
