@@ -39,6 +39,9 @@ class LayerCache:
     Row r of a lane is KV head `r % heads` of sequence `r // heads`, counted within the lane.
     """
 
+    inner: int | None = None
+    """Values are so many first channels of the keys (set before the first token; an attribute of the layers it is for)."""
+
     def __init__(self, stack: Stack, layer: int, layers: int, session: Session | None = None) -> None:
         self.stack, self.layer, self.layers = stack, layer, layers
         self.session = session or Session()
@@ -57,7 +60,9 @@ class LayerCache:
             stack, prefill = self.stack.within(choice), self.stack.routing.prefill(retention)
             stack = stack if prefill is None else replace(stack, prefill=prefill)
             rows, part = (mine[0].flatten(0, 1), mine[1].flatten(0, 1)), len(members) / self.heads
-            lane = Lane(stack, choice, self.layer, self.layers, number, self.session, *rows, len(members), part)
+            lane = Lane(
+                stack, choice, self.layer, self.layers, number, self.session, *rows, len(members), part, self.inner
+            )
             self.parts.append(Heads(lane, index))
 
     def forward(

@@ -79,6 +79,8 @@ class FixedLane(Lane):
     def pinned(self) -> Any:
         """(owner, name, tensor) of all that lasts from step to step."""
         for name in ("k", "v", "_position", "score"):
+            if name not in vars(self.tail):  # a part of the keys
+                continue
             yield vars(self.tail), name, vars(self.tail)[name]
         for name, x in self.notes.items():
             yield self.notes, name, x

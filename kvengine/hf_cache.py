@@ -105,6 +105,8 @@ class EngineLayer(CacheLayerMixin):
             return self.attend_all(stock, valid)
         self.incoming = None
         if latents:
+            if not self.cache.parts:
+                self.cache.inner = v.shape[-1]
             return latent.forward(self.cache, module, query, k, v, call, valid, stock)
         return self.cache.forward(query, k, v, call, valid, None if stock.slow else stock)  # type: ignore[attr-defined]
 

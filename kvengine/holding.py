@@ -6,6 +6,8 @@ overflows.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -19,7 +21,7 @@ from kvengine.pool import Pool
 from kvengine.saliency import Saliency
 from kvengine.session import Call, Session
 from kvengine.stack import Stack
-from kvengine.tail import GROWTH, Tail
+from kvengine.tail import GROWTH, Nested, Tail
 from kvengine.tokens import grouped, pack, take, taken
 
 
@@ -36,13 +38,18 @@ class Holding(Padded):
         v: Tensor,
         heads: int = 1,
         part: float = 1.0,
+        inner: int | None = None,
     ):
-        """`k` [row, token, dim] and `v` [row, token, dim_v] say the shapes, dtypes and device to come."""
+        """`k` [row, token, dim] and `v` [row, token, dim_v] say the shapes, dtypes and device to come. `inner`: the values
+        are so many first channels of the keys (latents), and are held once where they stay as they are."""
         self.heads = heads  # rows of a sequence
         self.part = part  # of the layer's heads
         self.stack, self.retention = stack, retention.at(layer, layers)
         self.layer, self.layers, self.number, self.session = layer, layers, number, session
-        self.tail = Tail(k, v, self.retention.remembers or stack.representation.probes > 0, placed=False)
+        self.inner = inner
+        scored = self.retention.remembers or stack.representation.probes > 0
+        tail = Tail if inner is None else partial(Nested, inner)
+        self.tail: Tail = tail(k, v, scored, placed=False)
         self.pages: Pages | None = None
         self.pool: Pool | None = None
         self.seen = self.since = 0  # tokens seen, and those before the current pass
@@ -206,7 +213,9 @@ class Holding(Padded):
                 joined = join(s.representation, rope, self.heads, k, position, self.seen)
             rows, device = len(self.first), self.first.device
             scored = self.retention.remembers
-            self.pages = Pages(self.pool, rows, s.page, s.representation, s.selection, device, joined, scored)
+            self.pages = Pages(
+                self.pool, rows, s.page, s.representation, s.selection, device, joined, scored, self.inner
+            )
         elif self.pages.joint is not None and k is not None and position is not None and new is not None:
             mine = k[new], position[new]
             more = join(self.stack.representation, self.session.rope, self.heads, *mine, self.seen)

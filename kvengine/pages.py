@@ -42,10 +42,13 @@ class Pages(User):
         device: torch.device,
         joint: Joint | None = None,
         scored: bool = True,
+        inner: int | None = None,
     ):
-        """`scored`: whether somebody will read the scores of what is held; if not, they are not stored, and read as 0."""
+        """`scored`: whether somebody will read the scores of what is held; if not, they are not stored, and read as 0.
+        `inner`: dense pages hold no values, which are so many first channels of the keys."""
         self.pool, self.page, self.joint, self.scored = pool, page, joint, scored
         self.representation, self.selection = representation, selection
+        self.inner = inner if representation.codec == "dense" else None
         self.columns = 0  # of the longest row
         self.filled = torch.zeros(rows, dtype=torch.long, device=device)
         self.even = True  # every row has filled all columns
@@ -176,6 +179,8 @@ class Pages(User):
         shape = (lambda x: x) if m is None else (lambda x: x.unflatten(0, (-1, m)))
         with torch.autocast(k.device.type, enabled=False):  # what is kept is not to be rounded on its way into a code
             fields = self.representation.encode(k, v, score)
+        if self.inner is not None:
+            del fields["v"]
         ids = self.pool.put(fields)
         self._table[at] = shape(ids.to(torch.int32))
         by_page = lambda x, n: x.unflatten(1, (-1, n))  # noqa: E731
@@ -284,7 +289,12 @@ class Pages(User):
         """The pool's fields, if a kernel can read them where they are."""
         if not self.codec or self.joint is not None or (self.codec in HOST_ONLY and self.filled.is_cuda):
             return None
-        return self.pool.resident()
+        found = self.pool.resident()
+        return None if found is None else self.whole(found)
+
+    def whole(self, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        """These fields, and what is a part of them."""
+        return fields if self.inner is None else fields | {"v": fields["k"][..., : self.inner]}
 
     @property
     def codec(self) -> str:
@@ -308,7 +318,7 @@ class Pages(User):
         arriving = self.pool.start(self.pool.pieces(table.clamp(min=0).flatten().long()), self.without)
 
         def finish() -> tuple[Tensor, Tensor]:
-            k, v = self.representation.decode(self.pool.joined(arriving()))
+            k, v = self.representation.decode(self.whole(self.pool.joined(arriving())))
             shape = (len(table), -1)
             keys = k.flatten(0, 1).unflatten(0, shape) if self.joint is None else self.joint.keys(self.span(columns))
             return keys, v.flatten(0, 1).unflatten(0, shape)
@@ -344,7 +354,7 @@ class Pages(User):
     ) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"], Int[Tensor, "row token"]]:
         """What `choosing` began, from the fields of whole pages or of the units alone."""
         unit, per = self.selection.unit, self.page // self.selection.unit
-        k, v = self.representation.decode(self.pool.joined(fields) if whole else fields)
+        k, v = self.representation.decode(self.whole(self.pool.joined(fields) if whole else fields))
         if whole:
             every = torch.arange(len(part), device=part.device)
             k, v = (x.unflatten(1, (per, unit))[every, part] for x in (k, v))

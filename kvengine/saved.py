@@ -32,7 +32,7 @@ from kvengine.offload.container import Container, pack, read_file
 from kvengine.pages import Pages
 from kvengine.pool import Pool
 from kvengine.saliency import Saliency
-from kvengine.tail import Tail
+from kvengine.tail import Nested, Tail
 
 FORMAT = 1
 SAMPLES = 64  # numbers of each weight that go into a model's fingerprint
@@ -50,6 +50,7 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
         "number",
         "heads",
         "part",
+        "inner",
         "tail",
         "pages",
         "pool",
@@ -58,7 +59,8 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
     },
     LayerCache: {"stack", "layer", "layers", "session", "parts"},
     Tail: {"shared", "scored", "ready"},
-    Pages: {"pool", "page", "joint", "representation", "selection", "shared", "scored", "beside", "bounds"},
+    Nested: {"shared", "scored", "ready"},
+    Pages: {"pool", "page", "inner", "joint", "representation", "selection", "shared", "scored", "beside", "bounds"},
 }
 SESSION = ("prompt_end", "following", "dense", "positions")
 
@@ -258,6 +260,8 @@ class Reader:
         own = self.value(state["own"])
         if state["lanes"]:
             empty = self.empty(own, state["lanes"])
+            if "inner" in own:
+                cache.inner = own["inner"]
             cache.open(*empty)
         if len(cache.parts) != len(state["lanes"]):
             raise IncompatibleCache(f"the policy makes {len(cache.parts)} lanes here, {len(state['lanes'])} were saved")
@@ -269,7 +273,8 @@ class Reader:
         """Keys and values [seq head 0 dim] as the layer brings them, to open its lanes with."""
         tail = self.value(lanes[0]["tail"])
         shape = own["sequences"], own["heads"], 0
-        return tail["k"].new_empty(*shape, tail["k"].shape[-1]), tail["v"].new_empty(*shape, tail["v"].shape[-1])
+        wide = tail["v"].shape[-1] if "v" in tail else own["inner"]
+        return tail["k"].new_empty(*shape, tail["k"].shape[-1]), tail["k"].new_empty(*shape, wide)
 
     def lane(self, lane: Lane, state: dict[str, Any]) -> None:
         if state["heads"] != lane.heads:
@@ -284,7 +289,7 @@ class Reader:
         lane.pool = lane.new_pool()
         at = lane.pool.put(saved) if saved and len(next(iter(saved.values()))) else None
         lane.pages = Pages(lane.pool, len(lane.first), stack.page, stack.representation, stack.selection, self.device,
-                           self.joint(lane, state["joint"]), lane.retention.remembers)  # fmt: skip
+                           self.joint(lane, state["joint"]), lane.retention.remembers, lane.inner)  # fmt: skip
         set_attributes(lane.pages, self.value(state["own"]))
         if at is not None:
             table = lane.pages._table

@@ -290,6 +290,25 @@ class Tail:
         return {"k": self.k, "v": self.v, "position": self._position, "score": self.score}
 
 
+class Nested(Tail):
+    """A tail whose values are the first `inner` channels of its keys, and held once."""
+
+    def __init__(self, inner: int, k: Tensor, v: Tensor, scored: bool = True, placed: bool = True) -> None:
+        self.inner = inner
+        super().__init__(k, v, scored, placed)
+
+    @property  # type: ignore[override]
+    def v(self) -> Float[Tensor, "row slot dim_v"]:
+        return self.k[..., : self.inner]
+
+    @v.setter
+    def v(self, new: Tensor) -> None:
+        """Nothing to keep: it is a part of the keys that come with it."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: x for name, x in super().tensors().items() if name != "v"}
+
+
 def alone(x: Tensor) -> bool:
     """Whether a tensor may be kept instead of a copy: it holds no more memory than it shows, and nobody writes there.
 

@@ -61,7 +61,7 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
     """The field of one side of a pool."""
     if codec == "dense":
         x = fields[side]
-        return Field(layout=DENSE, dim=dim, dtype=DTYPES[x.dtype], token_stride=dim, data=x.data_ptr())
+        return Field(layout=DENSE, dim=dim, dtype=DTYPES[x.dtype], token_stride=x.stride(1), data=x.data_ptr())
     scale, zero = fields[f"{side}_scale"], fields[f"{side}_zero"]
     field = Field(dim=dim, dtype=DTYPES[scale.dtype], page=page, scale=scale.data_ptr(), zero=zero.data_ptr())
     if codec in ("kivi", "quantspec"):

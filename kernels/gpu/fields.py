@@ -89,7 +89,8 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
     """One side of a pool."""
     if codec == "dense":
         x = fields[side]
-        return _side(side, (x,) * 6, (0, dim), dim, DENSE)
+        x = x if x.stride(2) == 1 and x.stride(0) == page * x.stride(1) else x.contiguous()
+        return _side(side, (x,) * 6, (0, x.stride(1)), dim, DENSE)
     scale, zero = fields[f"{side}_scale"], fields[f"{side}_zero"]
     if codec == "kivi":
         code = fields[f"{side}_code"]

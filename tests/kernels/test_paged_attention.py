@@ -185,6 +185,26 @@ def test_many_rows_over_pages_with_gaps(dim: int, unit: int | None) -> None:
         oracle.close(got, want, 2e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("unit", [None, 8])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_that_are_a_part_of_the_keys(backend: str, unit: int | None, dtype: torch.dtype) -> None:
+    """As a pool of latents holds them: views of the keys' first channels."""
+    rng, given = torch.Generator().manual_seed(3), rows(1)
+    given = {"table": given["table"], "position": given["position"]}
+    k = torch.randn(ROWS * TABLE + 3, PAGE, 96, generator=rng).to(dtype)
+    q = torch.randn(ROWS, 6, 1, 96, generator=rng).to(dtype)
+    units = None if unit is None else torch.rand(ROWS, TABLE * PAGE // unit, generator=rng).argsort(1)[:, :9]
+    for v in (k[..., :64], k.mT.contiguous().mT[..., :64]):
+        which = None if backend == "native" and v.stride(2) > 1 else backend  # C wants channels side by side
+        got = oracle.on(backend, paged_attention)(
+            q, {"k": k, "v": v}, **given, page=PAGE, scale=0.1, units=units, unit=unit, backend=which
+        )
+        where, seen = resolve(given["table"], given["position"], units, unit or PAGE, PAGE)
+        want = oracle.attend(q, *(x.flatten(0, 1)[where] for x in (k, v)), seen[:, None] >= 0, 0.1)
+        oracle.close(got, want, {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_softcap_and_sinks(backend: str) -> None:
     codec, fields, k, v = pool("float32", 32, 32)
