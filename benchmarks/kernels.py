@@ -146,7 +146,7 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
         if name == "kivi 4 bits":
             part = held * chosen // (rows * length) + chosen * slot + bounds
             found["quest 2048, kivi 4 bits"] = part, partial(quest, fields, codec)
-    return found | shadow(x, pages, rows, length)
+    return found | shadow(x, pages, rows, length) | latents(x, batch, length)
 
 
 def encoded(pages: dict[str, Tensor], encode: Callable[..., dict[str, Tensor]], *options: Any) -> dict[str, Tensor]:
@@ -169,6 +169,29 @@ def shadow(x: dict[str, Tensor], pages: dict[str, Tensor], rows: int, length: in
     call = partial(lowrank_attention, q, u, pages["v"], basis, frequency, x["table"], x["position"], page=PAGE,
                    scale=SCALE, units=units, unit=8)  # fmt: skip
     return {"low-rank keys 2048": (units.numel() * 8 * (RANK + DIM) * q.element_size(), call)}
+
+
+def latents(x: dict[str, Tensor], batch: int, length: int) -> dict[str, Case]:
+    """Heads that share latents (MLA): 512 channels that are values too, and 64 more."""
+    q, found = x["q"], {}
+    held = torch.randn(batch, length, 576, device=q.device, dtype=q.dtype)
+    pages = held.view(-1, PAGE, 576)
+    table = torch.arange(len(pages), dtype=torch.int32, device=q.device).view(batch, -1)
+    position, size = x["position"][:batch], held.numel() * held.element_size()
+    for heads in (16, 128):
+        asked = torch.randn(batch, heads, 1, 576, device=q.device, dtype=q.dtype)
+        folded = asked.transpose(1, 2), held[:, None], held[:, None]
+        found[f"sdpa over latents, {heads} heads"] = (
+            size,
+            partial(F.scaled_dot_product_attention, *folded, scale=0.04),
+        )
+        found[f"latents, {heads} heads"] = (
+            size + batch * length * position.element_size(),
+            partial(
+                paged_attention, asked, {"k": pages, "v": pages[..., :512]}, table, position, page=PAGE, scale=0.04
+            ),
+        )
+    return found
 
 
 def once(call: Callable[[], object], device: str, cpu_time: bool) -> float:

@@ -54,6 +54,14 @@ def chosen(inputs: tuple[Tensor, ...], backend: str | None, native: bool = True,
     return _best(inputs, native) if backend is None else _checked(backend, inputs, native)
 
 
+def beyond(k: Tensor, v: Tensor) -> int:
+    """Channels of dense keys behind those that are the values (latents), if each token's vector can be read once; else 0."""
+    rest, dim_v = k.shape[-1] - v.shape[-1], v.shape[-1]
+    same = k.dtype == v.dtype and k.is_floating_point() and k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
+    fits = 16 <= rest <= 128 and 16 <= dim_v <= 512 and not rest & (rest - 1) and not dim_v & (dim_v - 1)
+    return rest if same and fits else 0
+
+
 def elsewhere(device: torch.device) -> bool:
     """Whether it is a GPU, and not the current one: on that one Triton launches, whatever it is given."""
     return device.type == "cuda" and device.index != torch.cuda.current_device()

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 
 from kvengine.cache import LayerCache, Stock
 from kvengine.errors import UnsupportedPolicy
+from kvengine.kernels.attention import attention
+from kvengine.kernels.dispatch import DENSE_DIM, beyond, chosen
 from kvengine.session import Call
 
 
@@ -117,9 +119,15 @@ def attend(
     if mask is None and tokens > 1:
         earlier = latents.shape[2] - tokens
         mask = torch.ones(tokens, latents.shape[2], dtype=torch.bool, device=query.device).tril(earlier)[None, None]
+    asked, k = absorb(module, query), latents[:, 0]
+    v = k[..., : module.kv_lora_rank]
+    wide = k.shape[-1]
+    if chosen((asked, k), None, wide <= DENSE_DIM, 0 if beyond(k, v) else wide) != "reference":
+        visible = None if mask is None else mask[:, 0].expand(len(k), -1, -1)
+        return restore(module, attention(asked, k, v, visible, scale).out.to(query.dtype).transpose(1, 2))
     if mask is not None and tokens > 1:
         mask = mask.expand(-1, heads, -1, -1).flatten(1, 2)[:, None]  # query rows of one key head: (head, token)
-    asked = absorb(module, query).flatten(1, 2)[:, None]
+    asked = asked.flatten(1, 2)[:, None]
     # Values as wide as the keys, of which the first channels count: kernels want one width, and nothing is copied.
     found = F.scaled_dot_product_attention(asked, latents, latents, mask, scale=scale)[..., : module.kv_lora_rank]
     return restore(module, found[:, 0].unflatten(1, (heads, tokens)).transpose(1, 2))

@@ -70,9 +70,13 @@ def backends() -> list[str]:
     return [name for name in dispatch.BACKENDS if status[name] in ("available", "interpreted")]
 
 
+def device_of(backend: str) -> str:
+    return "cuda" if backend == "triton" and dispatch.info()["triton"] == "available" else "cpu"
+
+
 def on(backend: str, operation: Callable[..., Any]) -> Callable[..., Any]:
     """The operation with its tensors on the device the backend needs."""
-    device = "cuda" if backend == "triton" and dispatch.info()["triton"] == "available" else "cpu"
+    device = device_of(backend)
     return lambda *args, **kwargs: operation(*_moved(args, device), **_moved(kwargs, device))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import configs
 from support import MIXED, SMALL, greedy, llama, prompts
 from support_device import CUDA, Device, Elsewhere, Pretended, there
 from test_compiled import DIM, EVERY, PROMPT, STEPS, at, tokens
@@ -63,6 +64,17 @@ def test_the_text_is_that_of_the_cpu(text: str, device: Device) -> None:
     with device:
         with kvengine.patched(there(model), text):
             got = greedy(model, {name: there(x) for name, x in batch.items()}, 8)
+        assert got.is_cuda and got.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("text", ["full", "snapkv(budget=12, window=4)", "quest(budget=24, page=4)", "host"])
+def test_heads_that_share_latents(text: str, device: Device) -> None:
+    model, batch = configs.build("minicpm3"), configs.padded_batch()
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    with kvengine.patched(model, text):
+        want = model.generate(**batch, **options)
+    with device, kvengine.patched(there(model), text):
+        got = model.generate(**{name: there(x) for name, x in batch.items()}, **options)
         assert got.is_cuda and got.tolist() == want.tolist()
 
 

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import KernelError
-from kvengine.kernels.dispatch import DENSE_DIM, chosen, pick
+from kvengine.kernels.dispatch import DENSE_DIM, beyond, chosen, pick
 from kvengine.kernels.state import State
 
 
@@ -37,7 +37,7 @@ def attention(
     contiguous = k.stride(-1) == 1 and v.stride(-1) == 1
     wide = max(k.shape[-1], v.shape[-1])
     native = contiguous and wide <= DENSE_DIM
-    which = chosen((q, k, v), backend, native, wide)
+    which = chosen((q, k, v), backend, native, 0 if beyond(k, v) else wide)
     if which == "triton":
         return pick("attention", (q, k, v), which).attention(  # type: ignore[no-any-return]
             q, k, v, visible, scale, softcap, sinks, want_probs, lengths

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvengine.kernels.dispatch import interpreted
+from kvengine.kernels.dispatch import beyond, interpreted
 from kvengine.kernels.gpu import fields as stored
 from kvengine.kernels.gpu.fields import read
 from kvengine.kernels.gpu.stream import Partials, absorb, block_at, keep, pick, row_ends
@@ -39,7 +39,7 @@ def attend_kernel(
     K_LAYOUT: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK_D: tl.constexpr, K_BITS: tl.constexpr,
     K_LOW_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_SALIENT: tl.constexpr,
     V_LAYOUT: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK_D: tl.constexpr, V_BITS: tl.constexpr,
-    V_LOW_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_SALIENT: tl.constexpr,
+    V_LOW_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_SALIENT: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     ends, length = row_ends(lengths, rows, columns, LENGTHS, ROWS, BLOCK)
@@ -54,8 +54,12 @@ def attend_kernel(
         length_here = pick(length, row, ROWS)
         upto = tl.minimum(stop, end)
         r = row.to(tl.int64)
-        at_q = (r * heads + n)[:, None] * K_DIM + d[None, :]
-        queries_here = tl.load(q + at_q, mask=(n < heads)[:, None] & (d < K_DIM)[None, :], other=0.0).to(COMPUTE)
+        at_q = (r * heads + n)[:, None] * (K_DIM + REST)
+        mask_q = (n < heads)[:, None] & (d < K_DIM)[None, :]
+        queries_here = tl.load(q + at_q + d[None, :], mask=mask_q, other=0.0).to(COMPUTE)
+        if REST:
+            e = K_DIM + tl.arange(0, REST)
+            others_here = tl.load(q + at_q + e[None, :], mask=(n < heads)[:, None], other=0.0).to(COMPUTE)
         acc = tl.zeros([HEADS, V_BLOCK_D], tl.float32)
         top = tl.full([HEADS], -float("inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
@@ -84,7 +88,11 @@ def attend_kernel(
                 k0, k1, k2, k3, k4, k5, token, ok, r * k_row, k_token, K_LAYOUT, K_DIM, K_BLOCK_D, K_BITS, K_LOW_BITS,
                 K_GROUP, PAGE, K_SALIENT,
             )  # fmt: skip
-            scores = tl.dot(queries_here, tl.trans(key.to(COMPUTE)), input_precision="ieee") * scale
+            scores = tl.dot(queries_here, tl.trans(key.to(COMPUTE)), input_precision="ieee")
+            if REST:  # channels of the keys behind those that are the values
+                rest = tl.load(k0 + r * k_row + token[:, None] * k_token + e[None, :], mask=ok[:, None], other=0.0)
+                scores += tl.dot(others_here, tl.trans(rest.to(COMPUTE)), input_precision="ieee")
+            scores *= scale
             if SOFTCAP:
                 scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
             seen = (n < heads)[:, None] & ok[None, :]
@@ -100,10 +108,13 @@ def attend_kernel(
                 tl.store(scores_out + (r * heads + n)[:, None] * columns + column[None, :], scores, mask=seen)
             if SEEN != ANYONE:  # a value nobody in this tile sees may hold anything
                 ok = ok & (tl.max(seen.to(tl.int32), 0) > 0)
-            value = read(
-                v0, v1, v2, v3, v4, v5, token, ok, r * v_row, v_token, V_LAYOUT, V_DIM, V_BLOCK_D, V_BITS, V_LOW_BITS,
-                V_GROUP, PAGE, V_SALIENT,
-            )  # fmt: skip
+            if REST:
+                value = tl.where(ok[:, None], key, 0.0)
+            else:
+                value = read(
+                    v0, v1, v2, v3, v4, v5, token, ok, r * v_row, v_token, V_LAYOUT, V_DIM, V_BLOCK_D, V_BITS, V_LOW_BITS,
+                    V_GROUP, PAGE, V_SALIENT,
+                )  # fmt: skip
             acc, top, total = absorb(scores, value.to(COMPUTE), acc, top, total)
         keep(parts, tops, totals, program + row, n, heads, acc, top, total, V_DIM, V_BLOCK_D)
         at = upto
@@ -149,12 +160,17 @@ def launch(
 ) -> State:  # fmt: skip
     """Attend over columns of pages (`table` given) or of contiguous tokens."""
     q = q.contiguous()
-    rows, group, queries, _ = q.shape
+    rows, group, queries, dim = q.shape
     heads = group * queries
+    rest = beyond(k.pointers[0], v.pointers[0])
+    if rest:
+        k = k._replace(layout=k.layout | {"K_DIM": dim - rest, "K_BLOCK_D": dim - rest})
     tile = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
+    if rest and (q.element_size() == 4 or not roomy(q.device)):
+        tile = 16  # the queries of more would not fit beside the tokens
     large = tile * k.layout["K_BLOCK_D"] > 4096  # more registers than four warps have
     plain = k.layout["K_LAYOUT"] == stored.DENSE.value and k.layout["K_BLOCK_D"] <= 128
-    block = 64 if plain and not large else 32
+    block = 64 if plain and not large else 16 if rest and q.element_size() == 4 else 32
     parts = Partials(q, v.layout["V_DIM"], columns, block, lengths)
     scores = q.new_full((rows, heads, columns), -torch.inf, dtype=torch.float32) if want_probs else None
     none = parts.tops  # stands for pointers that are not read
@@ -165,7 +181,7 @@ def launch(
     # Two blocks on their way while one is worked on. The compiler counts stages by how many loads wait for one another:
     # a token's place for nothing, its page, a unit's page.
     waits = 0 if table is None else 1 if units is None else 2
-    stages = 3 + 2 * waits if plain and q.element_size() == 2 else 2
+    stages = 3 + 2 * waits if plain and q.element_size() == 2 else 1 if block == 16 else 2
     attend_kernel[(parts.programs, triton.cdiv(heads, tile))](
         q, *k.pointers, *v.pointers, parts.parts, parts.tops, parts.totals, _or(scores, none),
         *(_or(x, none) for x in (table, position, units, query_position, visible, lengths)),
@@ -174,9 +190,17 @@ def launch(
         rows, columns, heads, queries, 0 if units is None else units.shape[1], window or 0, scale, softcap or 1.0,
         PAGED=table is not None, WHOLE=whole, UNITS=units is not None, UNIT=unit, PAGE=page, SEEN=seen.value,
         SOFTCAP=softcap is not None, SCORES=want_probs, HEADS=tile, COMPUTE=compute_dtype(q, k), **parts.shape,
-        **k.layout, **v.layout, num_warps=8 if large else 4, num_stages=stages,
+        **k.layout, **v.layout, REST=rest, num_warps=8 if large else 4, num_stages=stages,
     )  # fmt: skip
     return parts.join(sinks, scores)
+
+
+def roomy(device: torch.device) -> bool:
+    """Whether a block may have the 148 KiB of shared memory that 64 query rows over latents take."""
+    if device.type != "cuda":
+        return True
+    most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return most >= 160 << 10
 
 
 def compute_dtype(q: Tensor, k: stored.Side) -> tl.dtype:

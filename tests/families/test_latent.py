@@ -226,4 +226,4 @@ def test_heads_wider_than_triton_takes_go_to_c_or_torch() -> None:
     assert dispatch.chosen((q, k), None, True, 576) == here
     assert dispatch.chosen((q, k), None, False, 576) == "reference"
     with pytest.raises(KernelError, match="576 channels are wider than 256"):
-        attention(q, k, k[..., :512], None, 0.05, backend="triton")
+        attention(q, k, k[..., :512].clone(), None, 0.05, backend="triton")

@@ -164,6 +164,24 @@ def test_vectors_read_as_they_lie_or_widened(group: int, dim: int, dim_v: int, d
         oracle.close(got, oracle.attend(q, k, v, torch.ones(2, 1, token, dtype=torch.bool), 0.2), 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "group, query, dim, dim_v", [(16, 1, 576, 512), (5, 3, 288, 256), (4, 1, 80, 64), (4, 1, 72, 64)]
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_that_are_the_keys_first_channels(
+    backend: str, group: int, query: int, dim: int, dim_v: int, dtype: torch.dtype
+) -> None:
+    """Each token's vector is read once where widths allow."""
+    q, k, _, visible = case(2, group, query, 45, dim, dim_v, dtype)
+    k[~visible.any(1)] = torch.nan  # seen by nobody
+    if backend == "triton":
+        q, k, visible = (x.to(oracle.device_of(backend)) for x in (q, k, visible))
+    got = attention(q, k, k[..., :dim_v], visible, dim**-0.5, want_probs=True, backend=backend)
+    want = oracle.attend(q.cpu(), k.cpu(), k[..., :dim_v].cpu(), visible.cpu(), dim**-0.5)
+    oracle.close(got, want, BOUND[dtype])
+
+
 @pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("dim, dim_v", [(32, 64), (128, 128), (576, 512), (72, 600)])
