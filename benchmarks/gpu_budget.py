@@ -44,6 +44,8 @@ def kivi(bits: int) -> float:
 COUNTS = (
     Count("full, bfloat16", "pages", "attend_kernel", 1, 64 * (512 + POSITION)),
     Count("chosen units of 16", "units of 16", "attend_kernel", 1, 64 * (512 + POSITION)),
+    Count("latents, 16 heads", "latents, 16 heads", "attend_kernel", 2, 64 * (2 * 576 + POSITION)),
+    Count("latents, 128 heads, in two passes", "latents, 128 heads", "attend_kernel", 4, 64 * (2 * 576 + POSITION)),
     Count("bounds of 64 units", "bounds", "score_kernel", 0, 64 * 512),
     *(Count(f"KIVI, {bits} bits", f"kivi, {bits} bits", "words_kernel", 2, 64 * kivi(bits)) for bits in (8, 4, 2)),
     Count("ZipCache, 60 % 4 bits, 40 % 2", "zipcache", "words_kernel", 2, 64 * (2 * 128 * 3.2 / 8 + 5 + POSITION)),
