@@ -96,7 +96,9 @@ class Device(TorchFunctionMode):
             "current_stream": lambda *a: stream,
             "stream": lambda *a: nullcontext(),
             "synchronize": lambda *a: None,
-            "get_device_properties": lambda *a: SimpleNamespace(multi_processor_count=3, shared_memory_per_block_optin=99 << 10),
+            "get_device_properties": lambda *a: SimpleNamespace(
+                multi_processor_count=3, shared_memory_per_block_optin=99 << 10
+            ),
             "current_device": lambda: 0,
             "device_count": lambda: 1,
         }.items():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvengine.errors import KernelError
 from kvengine.kernels.dispatch import pick
+from kvengine.kernels.merge_states.native import fits
 from kvengine.kernels.state import State
 
 
@@ -22,5 +23,6 @@ def merge_states(states: Sequence[State], *, backend: str | None = None) -> Stat
     shapes = {tuple(s.out.shape) for s in states}
     if len(shapes) > 1:
         raise KernelError(f"states to merge must share a shape [row, group, query, dim_v]; got {sorted(shapes)}")
-    run = pick("merge_states", (states[0].out,), backend, native=False)
+    inputs = tuple([x for s in states for x in s[:2]])
+    run = pick("merge_states", inputs, backend, fits(states))
     return run.merge_states(states)  # type: ignore[no-any-return]
