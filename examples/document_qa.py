@@ -95,11 +95,13 @@ class Library:
         if not name.isalnum() or not file.is_file():
             raise HTTPException(404, f"there is no document {name!r}; POST it to /documents first")
         begin = time.perf_counter()
-        document = self.tokenizer(file.read_text(encoding="utf-8"), return_tensors="pt").input_ids
+        text = file.read_bytes().decode()  # to the byte what was computed; reading as text would turn \r\n into \n
+        document = self.tokenizer(text, return_tensors="pt").input_ids
         asked = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
         ids = torch.cat([document, asked], 1)
-        if ids.shape[1] + most > self.max_tokens + 1024:
-            raise HTTPException(413, f"the question has {asked.shape[1]} tokens; at most {1024 - most} fit")
+        room = self.max_tokens + 1024 - most - document.shape[1]
+        if asked.shape[1] > room:
+            raise HTTPException(413, f"the question has {asked.shape[1]} tokens; at most {room} fit")
         with self.lock:
             cache = self.prefix.fetch(ids, self.policy)
             reused = cache.seen
@@ -134,9 +136,11 @@ async def ask(request: Request) -> Response:
     library: Library = request.app.state.library
     try:
         given = json.loads(await limited(request, 65536))
-        question, most = str(given["question"]), int(given.get("max_new_tokens", 64))
+        question, most = given["question"], given.get("max_new_tokens", 64)
+        if not isinstance(question, str) or type(most) is not int:
+            raise TypeError(f"a question of {type(question).__name__}, {type(most).__name__} tokens")
         question.encode()  # half of a surrogate pair is no text
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise HTTPException(400, 'expected JSON like {"question": "…", "max_new_tokens": 64}') from error
     if not question.strip() or not 1 <= most <= 512:
         raise HTTPException(400, "the question must not be empty, and max_new_tokens lies between 1 and 512")

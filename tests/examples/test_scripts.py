@@ -159,6 +159,9 @@ def test_a_document_is_computed_once_and_answers_are_those_of_the_plain_model(
     ("/documents/0000/questions", b'{"question": " "}', 400, "must not be empty"),
     ("/documents/0000/questions", b'{"question": "who?", "max_new_tokens": 1e999}', 400, "expected JSON like"),
     ("/documents/0000/questions", b'{"question": null', 400, "expected JSON like"),
+    ("/documents/0000/questions", b'{"question": null}', 400, "expected JSON like"),
+    ("/documents/0000/questions", b'{"question": ["who?"]}', 400, "expected JSON like"),
+    ("/documents/0000/questions", b'{"question": "who?", "max_new_tokens": true}', 400, "expected JSON like"),
     ("/documents/0000/questions", b'{"question": "\\ud800?"}', 400, "expected JSON like"),
     ("/documents/0000/questions", b"[" * 60000, 400, "expected JSON like"),
     ("/documents/0000/questions", b'"' + b"x" * 70000 + b'"', 413, "more than 65536 bytes"),
@@ -169,6 +172,23 @@ def test_what_goes_wrong_is_said(
 ) -> None:
     got, answer = served[0](path, body)
     assert got == status and says in answer["error"], answer
+
+
+def test_line_ends_stay_as_they_came(served: tuple[Client, Any, ModuleType]) -> None:
+    client, library, _ = served
+    status, made = client("/documents", DOCUMENT.replace(b". ", b".\r\n"))
+    assert status == 201
+    status, answer = client.ask(made["id"], "quiet-river")
+    assert status == 200 and answer["reused_tokens"] == made["tokens"] // library.prefix.chunk * library.prefix.chunk > 0
+
+
+def test_a_question_that_is_too_long_hears_how_much_fits(served: tuple[Client, Any, ModuleType]) -> None:
+    client, library, _ = served
+    made = client("/documents", b"The sky is blue.")[1]
+    room = library.max_tokens + 1024 - 8 - made["tokens"]
+    body = json.dumps({"question": "9 8 7 6 " * 3000, "max_new_tokens": 8}).encode()
+    status, answer = client(f"/documents/{made['id']}/questions", body)
+    assert status == 413 and f"at most {room} fit" in answer["error"]
 
 
 def test_clients_at_once_get_what_each_gets_alone(served: tuple[Client, Any, ModuleType]) -> None:
