@@ -10,6 +10,7 @@ some table still names are kept, wherever they were placed. Nothing is unpickled
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import fields
@@ -36,6 +37,7 @@ from kvengine.tail import Nested, Tail
 
 FORMAT = 1
 SAMPLES = 64  # numbers of each weight that go into a model's fingerprint
+LOADED = {"_name_or_path", "transformers_version"}  # of a configuration: where a model came from and by what, not which it is
 RAW = {str(d).removeprefix("torch."): d for d in (
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float64, torch.float8_e4m3fn,
     torch.float8_e5m2, *DTYPES.values(),
@@ -66,8 +68,12 @@ SESSION = ("prompt_end", "following", "dense", "positions")
 
 
 def identity(model: nn.Module, tokenizer: Any = None) -> Identity:
-    """Fingerprints of a model (configuration, and evenly spaced numbers of every weight) and of its tokenizer."""
-    mark = sha256(model.config.to_json_string(use_diff=False).encode())  # type: ignore[operator, union-attr]
+    """Fingerprints of a model (configuration, and evenly spaced numbers of every weight) and of its tokenizer.
+
+    They are the same wherever the model lies, so that another machine knows it again.
+    """
+    config = json.loads(model.config.to_json_string(use_diff=False), object_hook=_lasting)  # type: ignore[operator, union-attr]
+    mark = sha256(json.dumps(config, sort_keys=True).encode())
     for name, weight in model.named_parameters():
         flat = weight.detach().flatten()
         some = flat[:: max(1, len(flat) // SAMPLES)].float().cpu().contiguous().numpy().tobytes()
@@ -76,9 +82,16 @@ def identity(model: nn.Module, tokenizer: Any = None) -> Identity:
     return Identity(model=mark.hexdigest(), tokenizer=sha256(text.encode()).hexdigest() if text else "")
 
 
+def _lasting(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in LOADED}
+
+
 def _tokenizer_text(tokenizer: Any) -> str:
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    words = fast.to_str() if fast is not None else repr(sorted(tokenizer.get_vocab().items()))
+    if fast is None:
+        words = repr(sorted(tokenizer.get_vocab().items()))
+    else:  # the last call's padding and truncation stay with it
+        words = json.dumps({**json.loads(fast.to_str()), "padding": None, "truncation": None}, sort_keys=True)
     return f"{words}{getattr(tokenizer, 'chat_template', None)}"
 
 

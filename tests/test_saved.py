@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,30 @@ def test_the_fingerprint_sees_a_changed_weight() -> None:
     with torch.no_grad():
         model.lm_head.weight += 0.01
     assert saved.identity(model) != before
+
+
+def test_the_fingerprint_is_that_of_a_copy_elsewhere(tmp_path: Path) -> None:
+    """Another machine has the model in another folder; a session saved here goes on there."""
+    from transformers import AutoModelForCausalLM
+
+    llama().save_pretrained(tmp_path / "here")
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    here, there = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("here", "there"))
+    there.config.transformers_version = "5.99.0"
+    assert saved.identity(here) == saved.identity(there)
+    there.config.rms_norm_eps *= 2
+    assert saved.identity(here) != saved.identity(there)
+
+
+def test_the_fingerprint_of_a_tokenizer_is_not_changed_by_its_use() -> None:
+    from transformers import AutoTokenizer
+
+    from kvengine.evals import bundled_model
+
+    model, tokenizer = llama(), AutoTokenizer.from_pretrained(bundled_model())
+    before = saved.identity(model, tokenizer)
+    tokenizer(["The sky", "The grass is green"], padding=True, truncation=True, max_length=3)
+    assert saved.identity(model, tokenizer) == before != saved.identity(model)
 
 
 def test_layers_that_are_transformers_own_are_restored(tmp_path: Path) -> None:
