@@ -29,6 +29,7 @@ from kvengine.hf_cache import EngineCache
 from kvengine.latent import is_latent
 from kvengine.offload.cachegen import KV, Identity, decode, encode
 from kvengine.offload.cachegen.codec import DTYPES
+from kvengine.offload.cachegen.levels import resolve
 from kvengine.offload.stores import Store, chain, root
 from kvengine.saved import identity
 from kvengine.stack import Stack
@@ -51,7 +52,8 @@ class Prefix:
         timeout: seconds to wait for the store before computing instead.
         ttl: seconds that chunks live in the store; None for ever.
 
-    Raises ValueError for a salt that is too long, ModelError for a model whose keys the codec does not take.
+    Raises ValueError for a salt that is too long, ModelError for a model whose keys the codec does not take,
+    IncompatibleCache for a level that does not exist.
     """
 
     model: nn.Module
@@ -72,6 +74,7 @@ class Prefix:
             raise ModelError(
                 f"chunks hold keys and values of {', '.join(DTYPES)}, but the model has {dtype}; call model.to()"
             )
+        resolve(self.level)
         self.whose = identity(self.model, self.tokenizer)
         self.rank = next((m.kv_lora_rank for m in self.model.modules() if is_latent(m)), 0)  # type: ignore[assignment]
         self.start = root(self.whose, f"exact/{self.level}", chunk=self.chunk, salt=self.salt)
@@ -136,15 +139,22 @@ class Prefix:
     def keep(self, ids: Int[Tensor, "1 token"], cache: EngineCache) -> int:
         """Stores the prompt's whole chunks that are not stored yet; the chunks submitted. Does not wait.
 
-        Raises CacheError if the cache no longer holds every token of the prompt exactly, or holds several sequences.
+        Raises CacheError if the cache no longer holds every token of the prompt exactly, holds several sequences, or was
+        given padding, which no chunk's name tells.
         """
         tokens = ids[0].tolist()
         keys = chain(tokens, self.start, self.chunk)
         engines = cache.engines
-        if len(ids) != 1 or not engines or not all(layer.whole for layer in engines) or cache.seen < len(tokens):
+        held = engines and all(layer.whole for layer in engines) and cache.stack.reads_prompts_exactly
+        if len(ids) != 1 or not held or cache.seen < len(tokens):
             raise CacheError(
-                f"only a prompt that the cache holds whole can be stored; '{cache.stack}' has dropped, sealed or not "
+                f"only a prompt that the cache holds whole can be stored; '{cache.stack}' has dropped, sealed, skipped or not "
                 "yet seen some of it. Store it from a cache of the stack 'full'"
+            )
+        if any(part.lane.padded for layer in engines for part in layer.parts):
+            raise CacheError(
+                "some of this cache's tokens were hidden by an attention_mask, so that another prompt of the same tokens "
+                "would not have these keys. Give the prompt without padding"
             )
         have = self.store.lookup(keys)
         layers = [layer.contents() for layer in engines]

@@ -11,7 +11,7 @@ from families.configs import build
 from support import llama
 
 import kvengine
-from kvengine.errors import CacheError, ModelError
+from kvengine.errors import CacheError, IncompatibleCache, ModelError
 from kvengine.offload import stores
 from kvengine.prefix import Prefix
 
@@ -123,6 +123,28 @@ def test_what_cannot_be_reused_or_stored(model: Any, tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="holds whole"):
         reuse.keep(ids, cache)
     reuse.store.close()
+
+
+def test_keys_that_a_plain_reading_would_not_make_are_not_stored(model: Any, tmp_path: Path) -> None:
+    """They would be found by the next prompt of the same tokens, whatever its stack and mask."""
+    ids = prompt(100)
+    reuse = Prefix(model, stores.Store(stores.Files(tmp_path, sync="none")), chunk=16)
+    skipped = kvengine.EngineCache(model, "ashape(sinks=2, local=8)")
+    text(model, ids, skipped)
+    with pytest.raises(CacheError, match="skipped"):
+        reuse.keep(ids, skipped)
+    for hidden in (slice(0, 5), slice(40, 45)):
+        mask, padded = torch.ones_like(ids), kvengine.EngineCache(model, "full")
+        mask[:, hidden] = 0
+        model(input_ids=ids, attention_mask=mask, past_key_values=padded)
+        with pytest.raises(CacheError, match="without padding"):
+            reuse.keep(ids, padded)
+    reuse.store.close()
+
+
+def test_a_level_that_does_not_exist_is_said_at_once(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(IncompatibleCache, match="Did you mean 'high'"):
+        Prefix(model, stores.Store(stores.Files(tmp_path, sync="none")), level="hihg")
 
 
 def test_a_lossy_prefix_is_close(model: Any, tmp_path: Path) -> None:
