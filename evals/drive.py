@@ -17,7 +17,7 @@ from kvengine.evals.aggregate import CellResult
 from kvengine.evals.config import RunConfig
 from kvengine.evals.progress import Bar
 from kvengine.evals.records import Journal
-from kvengine.evals.runner import Run
+from kvengine.evals.runner import GIVEN_UP, Cell, Run, verdict
 from kvengine.evals.tasks import choose
 
 
@@ -71,15 +71,23 @@ def preview(config: RunConfig, console: Console) -> int:
     task = prepare(config)
     rows = []
     for cell in task.cells():
-        samples, key = task.samples(cell), task.key(cell)
-        tokens = [task.prompter.measure(sample) for sample in samples]
-        done = sum(task.journal.holds(key, sample) for sample in samples)
-        state = f"refused: {cell.arm.refused}" if cell.arm.refused else f"{done}/{len(samples)} done"
-        rows.append(
-            [cell.task.name, str(cell.length), cell.mode, cell.arm.policy, f"{min(tokens)}–{max(tokens)}", state]
-        )
+        tokens, state = foreseen(task, cell)
+        rows.append([cell.task.name, str(cell.length), cell.mode, cell.arm.policy, tokens, state])
     console.print(Markdown(tables.table(["task", "length", "mode", "policy", "prompt tokens", "state"], rows)))
     return 0
+
+
+def foreseen(task: Run, cell: Cell) -> tuple[str, str]:
+    """Prompt tokens of a cell, and how far it is, or why it will be given up."""
+    key = task.key(cell)
+    try:
+        samples = task.samples(cell)
+    except tuple(GIVEN_UP) as error:
+        return "–", f"{verdict(error)}: {error}"
+    tokens = [task.prompter.measure(sample) for sample in samples]
+    done = sum(task.journal.holds(key, sample) for sample in samples)
+    state = f"refused: {cell.arm.refused}" if cell.arm.refused else f"{done}/{len(samples)} done"
+    return f"{min(tokens)}–{max(tokens)}", state
 
 
 def summarise(found: list[CellResult], console: Console) -> None:

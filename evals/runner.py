@@ -42,6 +42,11 @@ GIVEN_UP: dict[type[BaseException], str] = {
 """What ends a cell but not the run, and what the cell is then called."""
 
 
+def verdict(error: BaseException) -> str:
+    """What a cell is called that such an error ends."""
+    return next(name for kind, name in GIVEN_UP.items() if isinstance(error, kind))
+
+
 @dataclass(frozen=True)
 class Cell:
     """One square of the matrix."""
@@ -216,9 +221,8 @@ class Run:
         }
 
     def _refusal(self, cell: Cell, key: str, error: BaseException) -> Row:
-        status = next(name for kind, name in GIVEN_UP.items() if isinstance(error, kind))
         where = {"sample": None, "turn": 0, "turns": 1}
-        return {**self.place(cell, key), **where, "status": status, "message": str(error)[:500]}
+        return {**self.place(cell, key), **where, "status": verdict(error), "message": str(error)[:500]}
 
 
 def parts(cell: Cell, sample: Sample) -> list[Sample]:

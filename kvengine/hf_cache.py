@@ -220,6 +220,12 @@ class EngineCache(Cache):
         twin.session.inferred = torch.is_inference_mode_enabled()
         return twin
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CacheError(
+            "a cache belongs to a model in this process, so it is not pickled; kvengine.saved.save writes it to a file, and "
+            "copy.deepcopy makes a second one"
+        )
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,10 @@ from kvengine.tail import Nested, Tail
 
 FORMAT = 1
 SAMPLES = 64  # numbers of each weight that go into a model's fingerprint
-LOADED = {"_name_or_path", "transformers_version"}  # of a configuration: where a model came from and by what, not which it is
+LOADED = {
+    "_name_or_path",
+    "transformers_version",
+}  # of a configuration: where a model came from and by what, not which it is
 RAW = {str(d).removeprefix("torch."): d for d in (
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float64, torch.float8_e4m3fn,
     torch.float8_e5m2, *DTYPES.values(),

@@ -1,6 +1,7 @@
 """What is done to a patched model: copied, pickled, saved, wrapped, given another attention, sharing what it has."""
 
 import copy
+import io
 import pickle
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, StaticCache
 
 import kvengine
-from kvengine.errors import ModelError
+from kvengine.errors import CacheError, ModelError
 from kvengine.hf import STATE
 
 POLICY = "streaming(sinks=2, recent=14)"
@@ -41,6 +42,17 @@ def test_a_pickled_model_is_patched_in_a_process_that_has_patched_none(tmp_path:
     )
     run = subprocess.run([sys.executable, "-P", "-c", script, path], capture_output=True, text=True, check=False)
     assert run.stdout.strip() == "True", run.stderr
+
+
+@pytest.mark.parametrize("text", ["full", "lowrank(rank=4)"])
+def test_a_cache_that_is_pickled_says_how_to_save_it(text: str) -> None:
+    """It would come back as another model's."""
+    model = patched(text)
+    cache = kvengine.EngineCache(model)
+    model(**one(), past_key_values=cache)
+    for way in (pickle.dumps, copy.copy, lambda x: torch.save(x, io.BytesIO())):
+        with pytest.raises(CacheError, match=r"kvengine\.saved\.save"):
+            way(cache)
 
 
 def test_a_saved_model_knows_nothing_of_the_engine(tmp_path: Path) -> None:

@@ -471,6 +471,13 @@ def test_dry_run_prints_the_matrix_and_writes_no_rows(tmp_path: Path, model_fold
     assert not (tmp_path / "rows.jsonl").exists()
 
 
+def test_dry_run_shows_a_cell_that_will_be_given_up(tmp_path: Path, model_folder: Path) -> None:
+    """The run itself records it and goes on with the others."""
+    words = ["--model", str(model_folder), "--out", str(tmp_path), "--tasks", "fwe", "--lengths", "64,1024"]
+    code, text = invoke("ruler", *words, "--policies", "full", "--samples", "2", "--dry-run")
+    assert code == 0 and "too short" in text and "0/2 done" in text
+
+
 def test_fail_under_decides_the_exit_code(tmp_path: Path, model_folder: Path) -> None:
     words = ["--model", str(model_folder), "--out", str(tmp_path), "--tasks", "fwe", "--lengths", "1024"]
     words += ["--policies", "full", "--samples", "1", "--no-oracle", "--no-report"]

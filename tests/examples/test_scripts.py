@@ -179,7 +179,9 @@ def test_line_ends_stay_as_they_came(served: tuple[Client, Any, ModuleType]) -> 
     status, made = client("/documents", DOCUMENT.replace(b". ", b".\r\n"))
     assert status == 201
     status, answer = client.ask(made["id"], "quiet-river")
-    assert status == 200 and answer["reused_tokens"] == made["tokens"] // library.prefix.chunk * library.prefix.chunk > 0
+    assert (
+        status == 200 and answer["reused_tokens"] == made["tokens"] // library.prefix.chunk * library.prefix.chunk > 0
+    )
 
 
 def test_a_question_that_is_too_long_hears_how_much_fits(served: tuple[Client, Any, ModuleType]) -> None:
