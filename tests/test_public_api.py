@@ -12,3 +12,10 @@ def test_the_public_names_are_these() -> None:
 def test_the_public_names_are_sorted_and_exist() -> None:
     assert sorted(PUBLIC) == PUBLIC
     assert all(hasattr(kvengine, name) for name in PUBLIC)
+
+
+def test_the_decoder_is_found_by_its_package() -> None:
+    from kvengine import speculative
+    from kvengine.speculative.triforce import TriForce
+
+    assert speculative.TriForce is TriForce
