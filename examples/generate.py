@@ -1,6 +1,6 @@
 """The one-liner: `generate` under a policy of your choice, and what that saved.
 
-python examples/generate.py [POLICY [MODEL]]          by default "quest(budget=128) + kivi(bits=4, residual=32)"
+python examples/generate.py [POLICY [MODEL]]          by default "quest(budget=128, page=4, reduce='each') + kivi(bits=4, residual=32)"
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvengine
 from kvengine.evals import bundled_model
 
-policy = sys.argv[1] if len(sys.argv) > 1 else "quest(budget=128) + kivi(bits=4, residual=32)"
+policy = sys.argv[1] if len(sys.argv) > 1 else "quest(budget=128, page=4, reduce='each') + kivi(bits=4, residual=32)"
 name = sys.argv[2] if len(sys.argv) > 2 else bundled_model()
 model, tokenizer = (auto.from_pretrained(name) for auto in (AutoModelForCausalLM, AutoTokenizer))
 

@@ -21,7 +21,7 @@ from layout import ROOT
 
 EXAMPLES = ROOT / "examples"
 SAYS = {
-    "generate": r"tokens of prompt; hidden: 4817263; answer:.*\n.*tokens seen; .*\nthe unpatched model:",
+    "generate": r"tokens of prompt; hidden: 4817263; answer: 4817263\.\n.*tokens seen; .*\nthe unpatched model:",
     "conversation": r"turn 3: read +\d\d new tokens; holds .*\n.*\d of 3 right",
     "saved_session": r"answer: .*, the same as that of the session that was never saved",
     "compare_policies": r"(?s)quest.*kivi.*reads least: \d+ % of its bytes",
