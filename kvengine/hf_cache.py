@@ -335,8 +335,10 @@ class EngineCache(Cache):
         """Forget the last `n` tokens and all that they changed; earlier ones may still be taken back.
 
         Raises:
-            CacheError: they were not recorded, and some layer has acted on them.
+            CacheError: they were not recorded, and some layer has acted on them; or there are not as many.
         """
+        if not 0 <= n <= self.seen:
+            raise CacheError(f"cannot take back {n} tokens of {self.seen} seen")
         self.thaw()
         for other in self.others:
             check_back(other, n)

@@ -310,3 +310,15 @@ def test_a_text_that_would_be_read_twice_is_refused(options: dict[str, Any]) -> 
         greedy(model, {"input_ids": more}, 2, past_key_values=cache, **options)
     greedy(model, {"input_ids": more}, 2, past_key_values=cache)
     assert cache.seen == 71
+
+
+@pytest.mark.parametrize("text", ["full", "snapkv(budget=40, window=8)", "quest(budget=32, page=8)"])
+@pytest.mark.parametrize("count", [-1, 1000])
+def test_only_tokens_that_were_seen_are_taken_back(text: str, count: int) -> None:
+    model, ids = patched(text), one()["input_ids"]
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(CacheError, match=f"cannot take back {count} tokens"):
+            cache.rollback(count)
+    assert cache.seen == ids.shape[1]
