@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from transformers import LogitsProcessor, StoppingCriteria
 
 from kvengine.errors import StoreError
 from kvengine.hf_cache import EngineCache
@@ -40,6 +41,41 @@ class Said:
             self.steps.append(tokens.reshape(-1, 1))
 
     def end(self) -> None: ...
+
+
+class Padding(LogitsProcessor):
+    """Lets rows that had ended before a loss say nothing but padding."""
+
+    def __init__(self, rows: Bool[Tensor, "sequence"], token: int) -> None:
+        self.rows, self.token = rows, token
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        said = scores.clone()
+        said[self.rows] = -torch.inf
+        said[self.rows, self.token] = 0.0
+        return said
+
+
+class Ended(StoppingCriteria):
+    """And keeps nobody waiting for them."""
+
+    def __init__(self, rows: Bool[Tensor, "sequence"]) -> None:
+        self.rows = rows
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return self.rows
+
+
+def ended(model: Any, new: Int[Tensor, "sequence token"], options: Mapping[str, Any]) -> tuple[Tensor, int]:
+    """Rows that need no more tokens, and the token that `generate` fills them with."""
+    config = options.get("generation_config") or model.generation_config
+    end, padding = (options.get(name, getattr(config, name)) for name in ("eos_token_id", "pad_token_id"))
+    ends = torch.as_tensor([] if end is None else end, device=new.device).flatten()
+    rows = torch.isin(new, ends).any(1)
+    padding = int(padding) if padding is not None else int(ends[0]) if len(ends) else 0
+    if new.shape[1] and (options.get("stop_strings") or options.get("stopping_criteria")):
+        rows |= new[:, -1] == padding  # ended by what cannot be asked again
+    return rows, padding
 
 
 def generate(
@@ -64,7 +100,8 @@ def generate(
     Raises StoreError when the last attempt fails too.
     """
     ids = inputs["input_ids"]
-    mask, most = inputs.get("attention_mask", torch.ones_like(ids)), ids.shape[1] + max_new_tokens
+    mask, prompt = inputs.get("attention_mask", torch.ones_like(ids)), ids.shape[1]
+    most, given = prompt + max_new_tokens, options
     while True:
         attempts, said, cache = attempts - 1, Said(), EngineCache(model, stack)  # type: ignore[arg-type]
         try:
@@ -77,7 +114,17 @@ def generate(
             if attempts <= 0:
                 raise
             log.warning("%d tokens are computed again: %s", cache.seen, error)
-        new = torch.cat(said.steps, 1).to(ids.device) if said.steps else ids[:, :0]
+        if not said.steps:
+            continue
+        new = torch.cat(said.steps, 1).to(ids.device)
+        several = len(new) // len(ids)  # num_return_sequences: each goes on with what it has said
+        ids, mask = (x.repeat_interleave(several, 0) for x in (ids, mask))
         ids, mask = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
-        if ids.shape[1] >= most:
+        rows, padding = ended(model, ids[:, prompt:], given)
+        if ids.shape[1] >= most or bool(rows.all()):
             return ids
+        options = {**given, "num_return_sequences": 1}
+        for name, kept in (("logits_processor", Padding(rows, padding)), ("stopping_criteria", Ended(rows))):
+            options[name] = [*(given.get(name) or []), kept]
+        if given.get("min_new_tokens"):
+            options["min_new_tokens"] = max(0, given["min_new_tokens"] - ids.shape[1] + prompt)

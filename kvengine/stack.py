@@ -205,6 +205,8 @@ def term(node: ast.expr) -> tuple[str, dict[str, Any]]:
     keywords = call.keywords if call else []
     if not isinstance(head, ast.Name) or (call and call.args) or any(k.arg is None for k in keywords):
         raise PolicyError(f"{ast.unparse(node)!r} is not of the form name or name(option=value, ...)")
+    if len({k.arg for k in keywords}) < len(keywords):
+        raise PolicyError(f"{ast.unparse(node)!r} gives an option twice")
     try:
         return head.id, {str(k.arg): ast.literal_eval(k.value) for k in keywords}
     except ValueError:

@@ -302,6 +302,7 @@ def test_a_cache_needs_a_patched_model() -> None:
         ("", PolicyError, "is not a policy string"),
         ("quest(", PolicyError, "is not a policy string"),
         ("quest(64)", PolicyError, "not of the form"),
+        ("kivi(bits=4, bits=2)", PolicyError, "gives an option twice"),
         ("quest(budget=x)", PolicyError, "plain numbers"),
         ("kivi(bits=3)", PolicyError, "bits=3 must be one of 1, 2, 4, 8"),
         ("kivi(bits=True)", PolicyError, "bits=True must be one of 1, 2, 4, 8"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import SMALL, greedy, llama, one
+from transformers import LogitsProcessor
 
 import kvengine
 from kvengine import recover, saved
@@ -126,3 +127,41 @@ def test_generation_outlives_a_store_that_dies(
     assert 100 < at <= found.shape[1] == 140 and len(calls) == 2
     assert torch.equal(found[:, :at], want[:, :at])  # up to the loss, under `full` to the end
     assert "computed again: pages could not be read from the remote tier: nobody answers" in caplog.text
+
+
+class Lost(LogitsProcessor):
+    """Fails once, at the given step."""
+
+    def __init__(self, step: int) -> None:
+        self.left = step
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise StoreError("nobody answers")
+        return scores
+
+
+def test_rows_that_had_ended_stay_at_their_end_after_a_loss() -> None:
+    ids = torch.randint(3, 128, (3, 20), generator=torch.Generator().manual_seed(3))
+    with kvengine.patched(llama(), "full") as model:
+        said = model.generate(ids, max_new_tokens=30, do_sample=False)[:, 20:].tolist()
+        end = next(x for x in said[1][:8] if x not in said[0] + said[2])
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": end, "pad_token_id": 0}
+        want = model.generate(ids, max_new_tokens=30, **options)
+        assert want[1, -1] == 0 and want.shape[1] == 50
+        for least in (None, 9):
+            options |= {"min_new_tokens": least}
+            want = model.generate(ids, max_new_tokens=30, **options)
+            found = recover.generate(
+                model, {"input_ids": ids}, max_new_tokens=30, logits_processor=[Lost(15)], **options
+            )
+            assert torch.equal(found, want)
+
+
+def test_several_texts_of_a_prompt_go_on_after_a_loss() -> None:
+    with kvengine.patched(llama(), "full") as model:
+        ids = one()["input_ids"]
+        texts = {"do_sample": True, "top_k": 1, "num_return_sequences": 2, "max_new_tokens": 12}
+        found = recover.generate(model, {"input_ids": ids}, logits_processor=[Lost(5)], **texts)
+        assert torch.equal(found, model.generate(ids, **texts))
