@@ -1,6 +1,8 @@
 """The one-liner: `generate` under a policy of your choice, and what that saved.
 
-python examples/generate.py [POLICY [MODEL]]          by default "quest(budget=128, page=4, reduce='each') + kivi(bits=4, residual=32)"
+python examples/generate.py [POLICY [MODEL]]
+
+The policy is by default "quest(budget=128, page=4, reduce='each') + kivi(bits=4, residual=32)".
 """
 
 from __future__ import annotations
