@@ -16,10 +16,12 @@ from kvengine.evals.tasks import catalogue
 def read(folder: Path) -> tuple[list[Row], dict[str, Any]]:
     """Rows and manifest of a run folder. Raises `EvaluationError` if it is not one."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        text = (folder / "manifest.json").read_bytes()
         rows, _ = read_rows(folder / "rows.jsonl")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise EvaluationError(f"{folder} is no run folder: {error.filename} is missing") from error
+    try:
+        manifest = json.loads(text.decode())
     except ValueError as error:
         raise EvaluationError(f"{folder / 'manifest.json'} is damaged: {error}") from error
     return rows, manifest

@@ -131,7 +131,10 @@ class Run:
                 measure=self.prompter.measure,
                 data=self.config.data,
             )
-            self._drawn[at] = list(cell.task.samples(plan))
+            drawn = list(cell.task.samples(plan))
+            if not drawn:
+                raise NoData(f"{cell.task.name} finds no sample in its data; give a file that is not empty")
+            self._drawn[at] = drawn
         return self._drawn[at][: self.config.limit]
 
     def data_hashes(self) -> dict[str, str]:

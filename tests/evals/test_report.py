@@ -308,8 +308,11 @@ def test_comparison_is_paired_and_refuses_other_data(tmp_path: Path) -> None:
         with pytest.raises(EvaluationError, match="is no run folder"):
             compare.text(a, tmp_path / wrong)
     (tmp_path / "d" / "manifest.json").write_text("{")
-    with pytest.raises(EvaluationError, match="is damaged"):
+    with pytest.raises(EvaluationError, match=r"manifest\.json is damaged"):
         compare.text(a, tmp_path / "d")
+    (tmp_path / "c" / "rows.jsonl").write_text("garbage\n{}\n")
+    with pytest.raises(EvaluationError, match=r"^[^ ]*rows\.jsonl is damaged at byte 0"):
+        compare.text(a, tmp_path / "c")
 
 
 def test_ruler_files_have_the_official_shape(tmp_path: Path) -> None:

@@ -478,6 +478,20 @@ def test_dry_run_shows_a_cell_that_will_be_given_up(tmp_path: Path, model_folder
     assert code == 0 and "too short" in text and "0/2 done" in text
 
 
+def test_a_data_file_without_a_row_ends_its_cell_only(tmp_path: Path, model_folder: Path) -> None:
+    row = {"input": "who?", "context": "The sky is blue.", "answers": ["blue"]}
+    (tmp_path / "qasper.jsonl").write_text("")
+    (tmp_path / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n")
+    words = ["--model", str(model_folder), "--data", f"longbench={tmp_path}", "--policies", "full", "--lengths", "1024"]
+    words += ["--tasks", "qasper,hotpotqa", "--samples", "1", "--out", str(tmp_path / "run")]
+    code, text = invoke("longbench", *words, "--dry-run")
+    assert code == 0 and "no data: qasper finds no sample" in " ".join(text.split()) and "0/1 done" in text
+    code, text = invoke("longbench", *words)
+    assert (
+        code == 0 and "qasper 1024 multi-turn full: no data" in " ".join(text.split()) and "user data: hotpotqa" in text
+    )
+
+
 def test_fail_under_decides_the_exit_code(tmp_path: Path, model_folder: Path) -> None:
     words = ["--model", str(model_folder), "--out", str(tmp_path), "--tasks", "fwe", "--lengths", "1024"]
     words += ["--policies", "full", "--samples", "1", "--no-oracle", "--no-report"]
