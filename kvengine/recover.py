@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import LogitsProcessor, StoppingCriteria
 
 from kvengine.errors import StoreError
 from kvengine.hf_cache import EngineCache
+from kvengine.hf_ended import Ended, Padding, ended
 from kvengine.stack import Stack
 
 log = logging.getLogger(__name__)
@@ -41,41 +41,6 @@ class Said:
             self.steps.append(tokens.reshape(-1, 1))
 
     def end(self) -> None: ...
-
-
-class Padding(LogitsProcessor):
-    """Lets rows that had ended before a loss say nothing but padding."""
-
-    def __init__(self, rows: Bool[Tensor, "sequence"], token: int) -> None:
-        self.rows, self.token = rows, token
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        said = scores.clone()
-        said[self.rows] = -torch.inf
-        said[self.rows, self.token] = 0.0
-        return said
-
-
-class Ended(StoppingCriteria):
-    """And keeps nobody waiting for them."""
-
-    def __init__(self, rows: Bool[Tensor, "sequence"]) -> None:
-        self.rows = rows
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return self.rows
-
-
-def ended(model: Any, new: Int[Tensor, "sequence token"], options: Mapping[str, Any]) -> tuple[Tensor, int]:
-    """Rows that need no more tokens, and the token that `generate` fills them with."""
-    config = options.get("generation_config") or model.generation_config
-    end, padding = (options.get(name, getattr(config, name)) for name in ("eos_token_id", "pad_token_id"))
-    ends = torch.as_tensor([] if end is None else end, device=new.device).flatten()
-    rows = torch.isin(new, ends).any(1)
-    padding = int(padding) if padding is not None else int(ends[0]) if len(ends) else 0
-    if new.shape[1] and (options.get("stop_strings") or options.get("stopping_criteria")):
-        rows |= new[:, -1] == padding  # ended by what cannot be asked again
-    return rows, padding
 
 
 def generate(
