@@ -1,8 +1,8 @@
-/* Keys and values of 2 and 4 bits by the matrix unit (AMX), which multiplies bfloat16 and adds in float32.
+/* Keys and values of 2, 4 and 8 bits by the matrix unit (AMX), which multiplies bfloat16 and adds in float32.
 
-   A code goes under the exponent of 1 as the highest bits of a mantissa: f = 1 + code / 2^bits, exact in bfloat16, by
-   one rotation and one logical operation. As code * scale + zero = f * (2^bits scale) + (zero - 2^bits scale), the
-   scales of keys go into the queries, those of values into the weights, and the rest is a term of its own. Queries and
+   A code of 2 or 4 bits goes under the exponent of 1 as the highest bits of a mantissa: f = 1 + code / 2^bits, exact in
+   bfloat16, by one rotation and one logical operation. As code * scale + zero = f * (2^bits scale) + (zero - 2^bits
+   scale), and as f = code is exact for 8 bits, the scales of keys go into the queries, those of values into the weights, and the rest is a term of its own. Queries and
    weights keep all their bits: a float is the sum of three bfloat16, its planes. Tiles:
      scores  [token, (plane, row)]    += keys [token, 32 channels]     * queries [32 channels, (plane, row)]
      results [(plane, row), channel]  += weights [(plane, row), token] * values [32 tokens, 16 channels]
@@ -28,14 +28,28 @@ int tiles_fit(const Field *f, int64_t dim, int64_t rows) {
   const int64_t groups = f->group ? dim / f->group : 0;
   if (f->layout == MIXED)
     return f->bits == 4 && f->low_bits == 2 && f->dim == dim && dim % 32 == 0 && rows <= CODED_QUERIES && matrix_allowed();
-  if ((f->layout != PER_CHANNEL && f->layout != PER_TOKEN) || (f->bits != 2 && f->bits != 4) || f->low) return 0;
+  if ((f->layout != PER_CHANNEL && f->layout != PER_TOKEN) || (f->bits != 2 && f->bits != 4 && f->bits != 8)) return 0;
+  if (f->low) return 0;
   if (f->dim != dim || dim % 32 || rows > CODED_QUERIES) return 0;
   if (f->layout == PER_TOKEN && (f->group % 32 || groups & (groups - 1))) return 0;
   return matrix_allowed();
 }
 
+/* What a number f counts: a fraction's steps and the 1 before it, or the code itself. */
+INLINE float steps_of(const Field *f) { return f->bits == 8 ? 1 : (float)(1 << f->bits); }
+INLINE float one_of(const Field *f) { return f->bits == 8 ? 0 : 1; }
+
+/* Codes of 32 channels, the even ones first. */
+INLINE Line bytes(const uint8_t *p) {
+  const __m256i words = _mm256_loadu_si256((const __m256i *)p);
+  const __m512i even = _mm512_cvtepu16_epi32(_mm256_and_si256(words, _mm256_set1_epi16(0xff)));
+  const __m512i odd = _mm512_cvtepu16_epi32(_mm256_srli_epi16(words, 8));
+  return (Line)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(odd), _mm512_cvtepi32_ps(even));
+}
+
 /* Fractions of 32 channels. Their words are repeated, and each copy gives another field. */
 INLINE Line fractions(const uint8_t *p, int64_t bits, Line turn) {
+  if (bits == 8) return bytes(p);
   int64_t word;
   memcpy(&word, p, 8);
   Line words = bits == 2 ? _mm512_set1_epi64(word) : _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
@@ -76,17 +90,17 @@ INLINE Line joined(__m512 even, __m512 odd) {
                                    _mm512_set1_epi32(-65536), 0xf8); /* even >> 16 | odd & mask */
 }
 
-/* The queries times the scales of a key group; scales in the order of the lines. `steps`: codes of the group's width */
-void take_group(const Field *k, const float *q, int64_t rows, int64_t group, float steps, int which, Tiles *x) {
+/* The queries times the scales of a key group; scales in the order of the lines. `steps`, `one`: what its numbers count */
+void take_group(const Field *k, const float *q, int64_t rows, int64_t group, float steps, float one, int which, Tiles *x) {
   const int64_t dim = k->dim;
   float scale[256], zero[256], order[256 + LANES];
   int32_t place[32];
   widen_run(k->scale, group * dim, dim, k->dtype, scale);
   widen_run(k->zero, group * dim, dim, k->dtype, zero);
-  for (int i = 0; i < 32; i++) place[i] = k->bits == 2 ? channel_of(2, i) : channel_of(4, i);
+  for (int i = 0; i < 32; i++) place[i] = k->bits == 2 ? channel_of(2, i) : k->bits == 4 ? channel_of(4, i) : channel_of(8, i);
   for (int64_t d = 0; d < dim; d += LANES) {
     store(scale + d, load(scale + d) * steps);
-    store(zero + d, load(zero + d) - load(scale + d));
+    store(zero + d, load(zero + d) - load(scale + d) * one);
   }
   for (int64_t d = 0; d < dim; d += LANES) {
     const __m512 a = _mm512_loadu_ps(scale + (d & -32)), b = _mm512_loadu_ps(scale + (d & -32) + 16);
@@ -150,8 +164,8 @@ static void value_scales(const Field *v, const int64_t *token, int count, Tiles 
   by_group(scale, groups, x->scale);
   by_group(zero, groups, x->zero);
   for (int64_t i = 0; i < TILE * groups; i += LANES) {
-    store(x->scale + i, load(x->scale + i) * (float)(1 << v->bits));
-    store(x->zero + i, load(x->zero + i) - load(x->scale + i));
+    store(x->scale + i, load(x->scale + i) * steps_of(v));
+    store(x->zero + i, load(x->zero + i) - load(x->scale + i) * one_of(v));
   }
 }
 
@@ -195,6 +209,7 @@ INLINE void values_as(const Field *v, const int64_t *token, int count, const int
   do {                                                                                       \
     if (f->bits == 4 && f->dim == 128) name(f, token, count, soon, more, to, 128, 4);        \
     else if (f->bits == 4) name(f, token, count, soon, more, to, f->dim, 4);                 \
+    else if (f->bits == 8) name(f, token, count, soon, more, to, f->dim, 8);                 \
     else name(f, token, count, soon, more, to, f->dim, 2);                                   \
   } while (0)
 
@@ -242,7 +257,7 @@ void tiles_dots(const Field *k, const float *q, int64_t rows, const Tokens *toke
   READ(keys_as, k, token, count, x->made);
   for (int t = 0, n; t < count; t += n) {
     if (token[t] < x->from || token[t] >= x->to) {
-      take_group(k, q, rows, token[t] / k->group, (float)(1 << k->bits), 0, x);
+      take_group(k, q, rows, token[t] / k->group, steps_of(k), one_of(k), 0, x);
       x->from = token[t] / k->group * k->group;
       x->to = x->from + k->group;
     }

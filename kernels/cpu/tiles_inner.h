@@ -22,7 +22,7 @@ INLINE Line turns(int64_t bits) {
 /* Place in a result of the number that holds the channel `channel_of(bits, i)`. */
 INLINE int place_of(int i) { return i % 8 / 4 * 16 + i / 8 * 4 + i % 4; }
 
-void take_group(const Field *k, const float *q, int64_t rows, int64_t group, float steps, int which, Tiles *x);
+void take_group(const Field *k, const float *q, int64_t rows, int64_t group, float steps, float one, int which, Tiles *x);
 void products(const Tiles *x, int which, const uint16_t *made, int n, int64_t rows, int64_t dim, float *scores);
 void sums_of(const Tiles *x, const float *p, int64_t rows, int64_t dim, int64_t group, float *out);
 void tiles_dots_mixed(const Field *k, const float *q, int64_t rows, const Tokens *tokens, const Tokens *soon, Tiles *x,

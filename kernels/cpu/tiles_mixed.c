@@ -99,8 +99,8 @@ void tiles_dots_mixed(const Field *k, const float *q, int64_t rows, const Tokens
     int64_t page;
     n = of_page(k, tokens, t, &page);
     if (x->from != page * k->page || !x->to) {
-      take_group(k, q, rows, 2 * page, 16, 0, x);
-      take_group(k, q, rows, 2 * page + 1, 4, 1, x);
+      take_group(k, q, rows, 2 * page, 16, 1, 0, x);
+      take_group(k, q, rows, 2 * page + 1, 4, 1, 1, x);
       x->from = page * k->page;
       x->to = x->from + k->page;
     }
