@@ -91,7 +91,8 @@ class Evidence(Recall):
         if self.saliency is None:
             return seen
         n = 0 if self.pages is None else len(self.pages)
-        fresh = self.saliency.mean(seen.position, self.begin)[:, n:]
+        fresh, idle = self.saliency.mean(seen.position, self.begin)[:, n:], self.idle
+        fresh = fresh if idle is None else torch.where(idle[:, None], seen.score[:, n:], fresh)
         self.saliency = None
         return replace(seen, score=torch.cat([seen.score[:, :n], fresh], 1))
 

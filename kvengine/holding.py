@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvengine.joint import join
 from kvengine.offload.placement import Site
-from kvengine.padding import Padded
+from kvengine.padding import Padded, over
 from kvengine.pages import Pages
 from kvengine.policies.retention import Notes, Retention, Seen
 from kvengine.pool import Pool
@@ -64,6 +64,8 @@ class Holding(Padded):
         self.prompt_length = torch.zeros(len(k), dtype=torch.long, device=k.device)
         self.begin = self.first  # position of each row's first token of the last prompt
         self.reading = False  # a prompt, whose end is still to come
+        self.turn = 0  # tokens seen before the last prompt
+        self.past: Notes = {}  # the retention's notes before it
         self.looked = True  # at which of the tokens that come are padding: a GPU's host does not at every decoded token
         self.padded = False  # rows may have seen different numbers of tokens
         self.moved = False  # positions are no longer the tokens' numbers in the text with its padding
@@ -98,25 +100,39 @@ class Holding(Padded):
 
     def settle(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
         """After a prompt: drop what is not kept, merge, compact, seal."""
-        anew = self.stack.representation.lossless or self.retention.merges
+        anew, idle = self.stack.representation.lossless or self.retention.merges, self.idle
         if self.pages is None or (keep is not None and anew):
             k, v, position, _ = self.everything()
             if keep is not None and self.retention.merges:
-                k, v = self.retention.fold(seen, keep)
-            self.rebuild(k, v, position, seen.score, keep)
+                folded = self.retention.fold(seen, keep)
+                k, v = folded if idle is None else (
+                    torch.where(over(idle, x), x, y) for x, y in zip((k, v), folded, strict=True)
+                )  # fmt: skip
+            self.rebuild(k, v, position, seen.score, keep, idle)
         else:
             self.judge(seen, keep)
             if keep is not None:
                 self.pages.release()
-            self.pack_pages(*self.tail.held(), None, self.tail.clean)
+            self.pack_pages(*self.tail.held(), None, self.tail.clean, idle)
 
-    def rebuild(self, k: Tensor, v: Tensor, position: Tensor, score: Tensor, keep: Tensor | None) -> None:
-        """Hold exactly these tokens, compactly."""
+    def rebuild(
+        self,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor,
+        score: Tensor,
+        keep: Tensor | None,
+        idle: Bool[Tensor, "row"] | None = None,
+    ) -> None:
+        """Hold exactly these tokens, compactly. Pages of `idle` rows stay as they are."""
         clean = self.tail.clean and (self.pages is None or self.pages.clean)
-        self.pages = self.pool = None
+        if self.pages is None or idle is None:
+            self.pages = self.pool = None
+        else:
+            self.pages.clear(~idle)
         if self.stack.paged:
             self.whole = False
-            self.pack_pages(k, v, position, score, keep, clean)
+            self.pack_pages(k, v, position, score, keep, clean, idle)
         elif keep is not None:
             index = pack((position >= 0) & keep)
             clean = not bool((index < 0).any())
@@ -149,14 +165,23 @@ class Holding(Padded):
         return held if self.limit is None else min(self.limit + 1, held + GROWTH)
 
     def pack_pages(
-        self, k: Tensor, v: Tensor, position: Tensor, score: Tensor, keep: Tensor | None, clean: bool
+        self,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor,
+        score: Tensor,
+        keep: Tensor | None,
+        clean: bool,
+        idle: Bool[Tensor, "row"] | None,
     ) -> None:
         """Seal each row's whole pages beyond the tail's room, from its first token on; the rest becomes the tail.
 
-        A row's pages begin at its own first token, so that they are the same whatever it is batched with.
+        A row's pages begin at its own first token, so that they are the same whatever it is batched with. Rows that are
+        `idle` have the tail that they had before the prompt.
         """
         page, room = self.stack.page, self.stack.room
-        alone, free = self.exact(k, position), self.free
+        free = self.free_rows(idle)
+        alone = self.exact(k, position, free)
         if clean and keep is None and alone is None and free is None:
             n = k.shape[1]
             spill = max(0, (n - room) // page * page)
@@ -166,6 +191,7 @@ class Holding(Padded):
             self.lengths = [(n - spill, None)]
             return
         alive = position >= 0 if keep is None else (position >= 0) & keep
+        alive = alive if idle is None else torch.where(idle[:, None], self.earlier(position.shape[1]), alive)
         index = pack(alive if alone is None else alive & ~alone)
         count = (index >= 0).sum(1)
         pages = ((count - room) // page).clamp(min=0) * (1 if free is None else free)
@@ -190,14 +216,24 @@ class Holding(Padded):
         self.tail.replace(*kept, even, room + 2 * page)
         self.lengths = [(width, None)] if even else grouped(rest)
 
-    @property
-    def free(self) -> Bool[Tensor, "row"] | None:
+    def free_rows(self, idle: Bool[Tensor, "row"] | None) -> Bool[Tensor, "row"] | None:
         """The rows that may seal tokens, if not all: keys kept jointly are those of the first prompt that fills a page."""
-        return None if self.pages is None or self.pages.joint is None else self.pages.filled == 0
+        if self.pages is None or self.pages.joint is None:
+            return None if idle is None else ~idle
+        free = self.pages.filled == 0
+        return free if idle is None else free & ~idle
 
-    def exact(self, k: Tensor, position: Int[Tensor, "row token"]) -> Bool[Tensor, "row token"] | None:
+    def earlier(self, slots: int) -> Bool[Tensor, "row slot"]:
+        """Which of the last slots were a row's tail before the prompt."""
+        at = torch.arange(slots, device=self.first.device)[None]
+        end, open_slots = slots - (self.seen - self.turn), self.open()
+        start = end - (open_slots[:, None] if isinstance(open_slots, Tensor) else open_slots)
+        return ((at >= start) & (at < end)).expand(len(self.first), -1)
+
+    def exact(
+        self, k: Tensor, position: Int[Tensor, "row token"], free: Bool[Tensor, "row"] | None
+    ) -> Bool[Tensor, "row token"] | None:
         """Tokens of a prompt that the selection wants left alone, exact and always read."""
-        free = self.free
         if not self.stack.representation.joint or (free is not None and not bool(free.any())):
             return None
         found = self.stack.selection.exact(k, position, self.prompt_length)
@@ -337,7 +373,7 @@ class Holding(Padded):
             self.pages.rows(index)
         self.first, self.prompt_length, self.begin = (x[index] for x in (self.first, self.prompt_length, self.begin))
         self.judged = self.judged[index] if isinstance(self.judged, Tensor) else self.judged
-        self.notes = {name: x[index] for name, x in self.notes.items()}
+        self.notes, self.past = ({name: x[index] for name, x in some.items()} for some in (self.notes, self.past))
         self.window, self.mass, self.units = (
             None if x is None else x[index] for x in (self.window, self.mass, self.units)
         )

@@ -50,6 +50,7 @@ class Lane(Evidence):
         n = k.shape[1]
         if not self.reading:
             self.reading, self.begin = True, torch.full_like(self.first, self.seen)
+            self.turn, self.past = self.seen, dict(self.notes)
         if valid is not None:
             self.check_padding(valid)
             self.pad(valid)
@@ -96,11 +97,12 @@ class Lane(Evidence):
 
     def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
         """The prompt has ended: judge it, and seal what overflows the tail."""
-        self.prompt_most = int(self.prompt_length.max())
+        self.prompt_most, idle = int(self.prompt_length.max()), self.idle
         if self.judges:
             window = self.window if self.window is not None else q[:, :, -1:]
             seen = self.show(window, self.mass, call, prompt=True)
-            seen = replace(seen, score=self.retention.score(seen))
+            score = self.retention.score(seen)
+            seen = replace(seen, score=score if idle is None else torch.where(idle[:, None], seen.score, score))
             measure = self.retention.measure(seen)
             if measure is None:
                 self.conclude(seen)
@@ -109,12 +111,17 @@ class Lane(Evidence):
         elif self.stack.paged:
             self.settle(self.weighed(self.show(q, None, call, prompt=True)), None)
         self.window = self.mass = self.units = self.saw = None
-        self.judged, self.reading = self.seen, False
+        self.end_judged(idle)
+        self.reading = False
 
     def conclude(self, seen: Seen) -> None:
-        keep = self.retention.keep(seen)
+        keep, idle = self.retention.keep(seen), self.idle
+        if keep is not None and idle is not None:
+            keep = torch.where(idle[:, None], seen.valid, keep)
+        self.restore(idle)
         self.limit = self.retention.limit(seen)
         self.settle(self.weighed(seen), keep)
+        self.restore(idle)
 
     def take(
         self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvengine.errors import CacheError
 from kvengine.pages import Pages
-from kvengine.policies.retention import Retention
+from kvengine.policies.retention import Notes, Retention
 from kvengine.stack import Stack
 from kvengine.tail import Tail
 from kvengine.tokens import padding_first
@@ -31,6 +31,9 @@ class Padded:
     judged: int | Tensor
     whole: bool
     reading: bool
+    turn: int
+    past: Notes
+    notes: Notes
     padded: bool
     moved: bool
 
@@ -71,6 +74,25 @@ class Padded:
         if self.reading:
             self.begin = torch.where((self.begin == self.seen) | self.placing, self.begin + leading, self.begin)
 
+    @property
+    def idle(self) -> Bool[Tensor, "row"] | None:
+        """At the end of a prompt: the rows that had no token in it, which it leaves as they are; None if all had some."""
+        if not self.padded:
+            return None
+        found = self.begin == self.seen
+        return found if bool(found.any()) else None
+
+    def restore(self, idle: Bool[Tensor, "row"] | None) -> None:
+        """The retention's notes of these rows are those before the prompt."""
+        if idle is not None:
+            for name, x in self.past.items():
+                if name in self.notes:
+                    self.notes[name] = torch.where(over(idle, x), x, self.notes[name])
+
+    def end_judged(self, idle: Bool[Tensor, "row"] | None) -> None:
+        """The prompt that ends here is the last one, but of rows that had no token in it."""
+        self.judged = self.seen if idle is None else torch.where(idle[:, None], self.judged, self.seen)
+
     def hide(self, hidden: Bool[Tensor, "row earlier"]) -> None:
         """Drop those of the tokens seen that are `hidden`, if they are still held. Padding is hidden anyway."""
         tail, pages = self.tail, self.pages
@@ -106,3 +128,8 @@ class Padded:
                 f"padding follows tokens of a prompt that came in an earlier chunk, but '{self.stack}' has chosen some of their "
                 "queries by how many are to come. Give such a prompt in one pass (without prefill_chunk_size)"
             )
+
+
+def over(rows: Bool[Tensor, "row"], x: Tensor) -> Tensor:
+    """With as many axes as `x` has."""
+    return rows.view(-1, *[1] * (x.ndim - 1))

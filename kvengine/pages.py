@@ -232,6 +232,16 @@ class Pages(User):
         self.columns = int(self.filled.max())
         self.even = bool((self.filled == self.columns).all())
 
+    def clear(self, rows: Bool[Tensor, "row"]) -> None:
+        """Forget what these rows hold."""
+        self._table = self._table.masked_fill(rows[:, None], -1)
+        self._position = self._position.masked_fill(rows[:, None], -1)
+        self._alive = self._alive.masked_fill(rows[:, None], False)
+        self.filled = self.filled.masked_fill(rows, 0)
+        self.clean = False
+        self.gather_columns()
+        self.bounds.clear()
+
     def own(self) -> None:
         """Part from tensors that a remembered state refers to."""
         if self.shared:

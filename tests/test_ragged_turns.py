@@ -34,6 +34,17 @@ STACKS = [
     "lowrank(rank=8)",
     "shadowkv(budget=24, rank=8, chunk=4, local=4)",
 ]
+SILENT = [  # and these, of rows without a token in a turn
+    "snapkv(budget=0.4, window=6)",
+    "d2o(budget=16, form='official')",
+    "d2o(budget=16, shares='measured')",
+    "elastic(budget=16, offset=-3) + kivi(bits=4, group=8, residual=8)",
+    "adakv(budget=24, base='expected_attention') + quest(budget=12, page=4)",
+    "snapkv(budget=20, window=8) + quest(budget=12, page=4) + host",
+    "keydiff(budget=16, recent=4) + kivi(bits=4, group=8, residual=8)",
+    "duo(sinks=2, recent=10) + snapkv(budget=20, window=8)",
+    "h2o(budget=16, decode=False)",
+]
 
 
 def ragged(rows: int, length: int, pads: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
@@ -41,12 +52,22 @@ def ragged(rows: int, length: int, pads: tuple[int, ...], seed: int) -> tuple[Te
     return ids, (torch.arange(length) >= torch.tensor(pads)[:, None]).long()
 
 
-def talk(model: torch.nn.Module, rows: list[int], follow: bool, chunks: tuple[int, ...] = ()) -> Tensor:
+def talk(
+    model: torch.nn.Module,
+    rows: list[int],
+    follow: bool,
+    chunks: tuple[int, ...] = (),
+    later: tuple[int, ...] = LATER,
+    more: int = 8,
+) -> Tensor:
     """Logits of these rows' tokens over two turns and what is decoded after each; one row comes without padding."""
     cache, masks, out = EngineCache(model), [], []
-    turns = (ragged(3, 40, PADS, 1), ragged(3, 5, (0,) * 3, 2), ragged(3, 14, LATER, 3), ragged(3, 8, (0,) * 3, 4))
+    turns = (ragged(3, 40, PADS, 1), ragged(3, 5, (0,) * 3, 2), ragged(3, 14, later, 3), ragged(3, more, (0,) * 3, 4))
     for number, (ids, mask) in enumerate(turns):
         start = int(mask[rows].sum(1).max())
+        if not start:
+            out.append(torch.full_like(out[-1], torch.nan))
+            continue
         ids, mask = ids[rows, -start:], mask[rows, -start:]
         cuts = [c - 14 + start for c in chunks] if number == 2 else []
         edges = [*range(start), start] if number % 2 else [0, *(c for c in cuts if c > 0), start]
@@ -72,6 +93,14 @@ def test_a_row_of_a_ragged_turn_is_as_alone(text: str, follow: bool) -> None:
     assert together.isfinite().all()
     for row in range(3):
         torch.testing.assert_close(together[row], talk(model, [row], follow)[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("chunks", [(), (6, 11)], ids=str)
+@pytest.mark.parametrize("text", [*STACKS, *SILENT])
+def test_a_row_that_says_nothing_in_a_turn_stays_as_it_was(text: str, chunks: tuple[int, ...]) -> None:
+    model, later = patched(text).double(), (9, 14, 0)
+    together, alone = (talk(model, rows, False, chunks, later, 20) for rows in ([0, 1, 2], [1]))
+    torch.testing.assert_close(together[1, [0, 1, 3]], alone[0, [0, 1, 3]], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("text", ["h2o(budget=16)", "expected_attention(budget=16)", "lowrank(rank=8)"])
