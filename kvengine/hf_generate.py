@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -13,6 +16,7 @@ from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
+CHUNKS = 5, 21  # the first transformers whose chunked reading begins behind what is cached
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -73,6 +77,34 @@ def prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int |
     return None if known is None else int(known)
 
 
+def prefill(
+    self: PreTrainedModel,
+    input_ids: Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    """Stands in for `_prefill`: earlier versions read a later turn's text from its first token on, if in chunks."""
+    stock: Any = type(self)._prefill  # type: ignore[attr-defined]
+    cache, size = model_kwargs.get("past_key_values"), generation_config.prefill_chunk_size
+    total = prompt_length(generation_config, model_kwargs)
+    seen = cache.seen if isinstance(cache, EngineCache) else 0
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if size is None or not seen or total is None or version >= CHUNKS:
+        return stock(self, input_ids, generation_config, model_kwargs, *args, **kw)
+    whole = copy.copy(generation_config)
+    whole.prefill_chunk_size = None
+    for piece in input_ids[:, seen - total :].split(size, 1):
+        seen += piece.shape[1]
+        names = [
+            name for name in ("attention_mask", "position_ids", "token_type_ids") if model_kwargs.get(name) is not None
+        ]
+        so_far = model_kwargs | {name: model_kwargs[name][..., :seen] for name in names}
+        found = stock(self, piece, whole, so_far, is_first_iteration=False)
+    return found
+
+
 def refuse_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     """Stands in for continuous batching."""
     raise ModelError(
@@ -106,6 +138,7 @@ def check_mode(what: str, config: Any, assistant: Any) -> None:
 
 METHODS: dict[str, Callable[..., Any]] = {
     "_extract_generation_mode_kwargs": mode_options,
+    "_prefill": prefill,
     "_prepare_cache_for_generation": prepare_cache,
     "generate_batch": refuse_batching,
     "init_continuous_batching": refuse_batching,

@@ -46,7 +46,7 @@ def test_a_decoded_token_copies_little(text: str) -> None:
         cache.forward(*(x[:, :, :PROMPT] for x in (q, k, v)), Call(DIM**-0.5))
         copied = []
         for i in range(PROMPT, PROMPT + STEPS):
-            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as taken:
+            with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as taken:
                 cache.forward(*(x[:, :, i : i + 1] for x in (q, k, v)), Call(DIM**-0.5))
             sizes = [torch.Size(shape).numel() for event in taken.events() if event.name in TOUCHING  # type: ignore[union-attr]
                      for shape in event.input_shapes if shape]  # fmt: skip
