@@ -65,6 +65,8 @@ class Stack:
                 f"{name_of(r)!r} rewrites tokens that it keeps while decoding, but {name_of(other)!r} needs sealed "
                 "pages, which never change; use one or the other"
             )
+        if getattr(self.placement, "fields", ()):
+            self.placement.check(self.representation.names)
         for policy in (self.retention, self.representation, self.selection):
             check = getattr(policy, "check", None)
             if check is not None:

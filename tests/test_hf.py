@@ -318,7 +318,6 @@ def test_a_cache_needs_a_patched_model() -> None:
         ("snapkv(budget=16)", PolicyError, "must exceed window"),
         ("snapkv(kernel=4)", PolicyError, "must be odd"),
         ("duo(pattern='/nowhere')", PolicyError, "cannot read the pattern"),
-        ("host(fields=('w',)) + kivi(group=8, residual=8)", PolicyError, "no page field"),
     ],
 )
 def test_wrong_policies_are_refused(text: str, error: type[Exception], match: str) -> None:

@@ -110,7 +110,10 @@ def check_known(policy: object, wanted: tuple[str, ...], fields: tuple[str, ...]
     """Refuse names that the representation does not have."""
     for name in wanted:
         if name not in fields:
-            raise PolicyError(f"{type(policy).__name__}: {unknown('page field', name, fields)}")
+            raise PolicyError(
+                f"{type(policy).__name__}: {unknown('page field', name, fields)}: what a page holds depends on the "
+                "representation. Name fields that it has, or leave fields=(...) out to move all"
+            )
 
 
 def divide(like: Mapping[str, Tensor], wanted: tuple[str, ...]) -> tuple[Fields, Fields]:

@@ -30,7 +30,7 @@ class Host(Placement):
 
     Args:
         fields: names of the page fields to move; empty moves all. ShadowKV moves the values only: `fields=("v",)`.
-            A field that the representation does not have is refused when the first page is sealed.
+            Those of other representations have other names, which an error tells.
         resident: tokens per KV head and sequence that stay on the device once they were fetched (or a fraction of the
             prompt); 0 fetches all that is read, each time.
         keep: what stays when there is no room: what the previous step read, or what was used last.

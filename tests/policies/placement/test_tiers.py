@@ -453,8 +453,15 @@ def test_options_are_checked() -> None:
     ):
         with pytest.raises(PolicyError, match=words):
             make()
-    with pytest.raises(PolicyError, match="no page field is called 'w'"):
-        run("quest(budget=40) + disk(fields=('w',))", draw(80), 80)
+    for text, known in (
+        ("quest(budget=40) + disk(fields=('w',))", "k, v"),
+        ("kivi + host(fields=('v',))", "k_code, k_scale, k_zero, v_code, v_scale, v_zero"),
+        ("remote(fields=('v_low',)) + quantspec(bits=4)", "k_code"),
+        ("lowrank + host(fields=('k',))", "v"),
+        ("zipcache + host(fields=('v_code',))", "k_high"),
+    ):
+        with pytest.raises(PolicyError, match=f"no page field is called '.*Known: {known}.*leave fields=.* out"):
+            Stack.parse(text)
     with pytest.raises(StoreError, match="no store is known for 'ftp://x'"):
         run("quest(budget=40) + remote(url='ftp://x')", draw(80), 80)
     with pytest.raises(StoreError, match="pages cannot be kept in /proc/no: .*give another folder"):
