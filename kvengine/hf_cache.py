@@ -304,7 +304,9 @@ class EngineCache(Cache):
                 f"generate() was given {total} tokens, but this cache has seen {self.seen}; give the whole text so far and "
                 "what is new (what is cached is not computed again), or call cache.reset() for another text"
             )
-        if self.session.recording and self.seen:
+        if self.session.lent:
+            self.deactivate_past_recording()
+        elif self.session.recording and self.seen:
             self.commit()
         new = 0 if total is None else total - self.seen
         prompt = self.seen == 0 or (new > 1 and not drafting)
@@ -328,8 +330,17 @@ class EngineCache(Cache):
 
     def activate_past_recording(self) -> None:
         """Remember the states between the tokens to come, so that `crop` or `rollback` can return to any of them."""
+        self.session.lent &= not self.session.recording  # whoever asks again has a use of their own
         super().activate_past_recording()
         self.session.recording = True
+
+    def deactivate_past_recording(self) -> None:
+        """What was recorded is history, and what comes is not recorded. An assisted turn of `generate` ends so."""
+        self.commit()
+        self.session.recording = self.session.lent = False
+        for other in self.others:
+            if getattr(other, "record_past", False):
+                other.record_past = False
 
     def rollback(self, n: int) -> None:
         """Forget the last `n` tokens and all that they changed; earlier ones may still be taken back.

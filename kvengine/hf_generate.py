@@ -44,15 +44,17 @@ def prepare_cache(
         given.nameless = True
     else:
         stock(self, generation_config, model_kwargs, *args, **kwargs)
+    assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
     if generation_config.is_assistant:
         given.activate_past_recording()
-    elif given.seen and GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values()):
+    elif given.seen and assisted:
         raise ModelError(
             f"transformers begins assisted decoding and prompt look-up by reading the whole text, but this cache has seen "
             f"{given.seen} tokens of it and would hold them twice. Leave assistant_model and prompt_lookup_num_tokens out of "
             "turns after the first, or call cache.reset()"
         )
     given.announce(prompt_length(generation_config, model_kwargs), drafting=bool(generation_config.is_assistant))
+    given.session.lent = assisted and not given.session.recording
 
 
 def refuse(generation_config: Any) -> None:

@@ -38,6 +38,7 @@ class Session:
     prompt_end: int | None = None  # tokens after which the announced prompt ends
     following: bool = False  # tokens are taken one by one, not judged as a prompt
     recording: bool = False  # states are remembered, to roll back to
+    lent: bool = False  # transformers' assisted decoding begins to record, which it never ends: the next turn does
     dense: bool = False  # queries read everything, whatever the selection
     positions: bool = True  # positions of what a prompt's verdict left are remembered, even where a policy needs none
     coarse: bool = False  # sealed pages are read without what their representation calls fine

@@ -149,21 +149,13 @@ class Detours:
         found = batch.feed(torch.cat([ids, more], 1), torch.cat([mask, torch.ones_like(more)], 1))
         if wrong:
             self.back(batch, wrong)
-        batch.each(self.still)
+        batch.each(lambda c: c.deactivate_past_recording())
         return found[:, : ids.shape[1]]
 
     @staticmethod
     def back(batch: Batch, n: int) -> None:
         batch.each(lambda c: c.rollback(n))
         batch.mask = batch.mask[:, :-n]
-
-    @staticmethod
-    def still(cache: Any) -> None:
-        cache.commit()
-        cache.session.recording = False
-        for other in cache.others:
-            if getattr(other, "record_past", False):
-                other.record_past = False
 
     def detour(self, batch: Batch, within: bool) -> None:
         ways = {"copy": self.copy, "save": self.save, "swap": self.swap, "repeat": self.repeat, "split": self.split,
@@ -230,7 +222,7 @@ class Detours:
         batch.each(lambda c: c.activate_past_recording())
         self.some(batch, n, self.chance.random() < 0.7)
         self.back(batch, n)
-        batch.each(self.still)
+        batch.each(lambda c: c.deactivate_past_recording())
 
     def other(self, batch: Batch) -> None:
         """Another cache has its turn."""

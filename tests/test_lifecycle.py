@@ -286,7 +286,7 @@ def test_what_is_only_added_is_taken_back_without_having_been_remembered(text: s
 @pytest.mark.parametrize("text", ["snapkv(budget=24, window=6)", "h2o(budget=24)", "quest(budget=24, page=4)"])
 @pytest.mark.parametrize("way", ["recording", "looking up"])
 def test_a_turn_of_a_cache_that_records_is_read_as_a_prompt_all_the_same(text: str, way: str) -> None:
-    """Recording is for what is drafted; a look-up in an earlier turn leaves it on."""
+    """Recording is for what is drafted."""
     model, out = patched(text).double(), []
     for recording in (False, True):
         cache, ids = kvengine.EngineCache(model), one()["input_ids"]
@@ -298,6 +298,28 @@ def test_a_turn_of_a_cache_that_records_is_read_as_a_prompt_all_the_same(text: s
             ids, options = torch.cat([ids, new, one(20, seed)["input_ids"]], 1), {}
         out.append((ids, greedy(model, {"input_ids": ids}, 10, past_key_values=cache)))
     assert torch.equal(out[0][0], out[1][0]) and torch.equal(out[0][1], out[1][1])
+
+
+@pytest.mark.parametrize("way", ["looking up", "looking up, then recording", "recording"])
+def test_what_an_assisted_turn_began_to_record_the_next_turn_does_not(way: str) -> None:
+    """States would pile up with every token, and keep the cache from being saved or reordered."""
+    model, ids = patched("h2o(budget=24)"), one()["input_ids"]
+    cache, own = kvengine.EngineCache(model), "recording" in way
+    if way == "recording":
+        cache.activate_past_recording()
+    new = greedy(model, {"input_ids": ids}, 10, past_key_values=cache, prompt_lookup_num_tokens=3)
+    if way == "looking up, then recording":
+        cache.activate_past_recording()
+    ids = torch.cat([ids, new, one(20, 3)["input_ids"]], 1)
+    new = greedy(model, {"input_ids": ids}, 10, past_key_values=cache)
+    lane = cache.engines[0].parts[0].lane
+    assert cache.session.recording == own and len(lane.marks) == (9 if own else 0)
+    if own:
+        with pytest.raises(CacheError, match="draft is pending"):
+            cache.reorder_cache(torch.tensor([0, 0]))
+        cache.correct(model, new[:, :9])
+    else:
+        cache.reorder_cache(torch.tensor([0, 0]))
 
 
 @pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": llama(seed=1)}])
