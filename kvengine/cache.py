@@ -112,6 +112,9 @@ class LayerCache:
             return self.branch(q, k, v, call, valid, self.session.tree)
         n = k.shape[2]
         prompt = self.prompt_tokens(n)
+        single = self.single(valid) if prompt == n else None
+        if single is not None and valid is not None:
+            return self.resume(q, k, v, call, valid, single)
         if not 0 < prompt < n:
             return self.enter(q, k, v, call, valid, stock) if prompt else self.take(q, k, v, call, valid, stock)
         parts = []
@@ -162,10 +165,44 @@ class LayerCache:
     def ends_prompt(self) -> bool:
         return self.session.prompt_end is None or self.seen >= self.session.prompt_end
 
-    def enter(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Tensor | None, stock: Stock | None
+    def single(self, valid: Bool[Tensor, "seq token"] | None) -> Bool[Tensor, "seq"] | None:
+        """The sequences that this prompt brings one token, where that matters: alone, it would be a decoded token."""
+        lanes = [part.lane for part in self.parts]
+        if valid is None or not self.seen or not any(lane.placing or lane.stack.selects for lane in lanes):
+            return None
+        end = self.session.prompt_end
+        if lanes[0].reading or (end is not None and self.seen + valid.shape[1] < end):
+            return None  # one of several chunks does not tell
+        found = (valid.sum(1) == 1) & (lanes[0].first < lanes[0].seen)[:: lanes[0].heads]
+        return found if bool(found.any()) else None
+
+    def resume(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Bool[Tensor, "seq token"], single: Bool[Tensor, "seq"]
     ) -> Float[Tensor, "seq token q_head dim_v"]:
-        """Tokens of a prompt."""
+        """A prompt, beside which these sequences go on where decoding stopped."""
+        at, recording = valid.to(torch.int8).argmax(1), self.session.recording
+        here = at[:, None, None, None]
+        one = [x.gather(2, here.expand(-1, x.shape[1], 1, x.shape[3])) for x in (q, k, v)]
+        outs, self.session.recording = [], False  # what comes with a prompt is not to be taken back
+        for part, grouped, rows in self.each(one[0], call):
+            mine, place = (self.by_row(x[:, None], part)[:, 0] for x in (single, at))
+            outs.append(part.lane.resume(grouped, part.pick(one[1]), part.pick(one[2]), mine, place, rows))
+        self.session.recording = recording
+        out = self.enter(q, k, v, call, valid & ~single[:, None], None, single)
+        theirs = single[:, None] & valid
+        return torch.where(theirs[..., None, None], self.gather(one[0], outs), out)
+
+    def enter(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: Call,
+        valid: Tensor | None,
+        stock: Stock | None,
+        resumed: Bool[Tensor, "seq"] | None = None,
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
+        """Tokens of a prompt. Sequences that have `resumed` took one already."""
         out, asked = None, self.each(q, call)
         masks = [None if valid is None else self.by_row(valid, part) for part in self.parts]
         orders = [part.lane.order_for(mask) for part, mask in zip(self.parts, masks, strict=True)]
@@ -176,7 +213,8 @@ class LayerCache:
         for i, ((part, grouped, rows), mask, order) in enumerate(zip(asked, masks, orders, strict=True)):
             asked[i] = part, ordered(grouped, order), rows
             mask = mask if mask is None or order is None else mask.gather(1, order)
-            part.lane.enter(ordered(part.pick(k), order), ordered(part.pick(v), order), mask, order is not None)
+            took = None if resumed is None else self.by_row(resumed[:, None], part)[:, 0]
+            part.lane.enter(ordered(part.pick(k), order), ordered(part.pick(v), order), mask, order is not None, took)
             part.lane.observe(asked[i][1], rows, mask)
         if out is None and stock is not None and self.whole and self.exact:
             out = stock(*self.contents())

@@ -290,8 +290,9 @@ class EngineCache(Cache):
     def announce(self, total: int | None, drafting: bool = False) -> None:
         """The next tokens, up to `total` in all, are one prompt, in however many chunks they come.
 
-        Unless they follow up on a context, or a single token resumes where decoding stopped. `drafting`: for another
-        model, so they are what that has accepted, and only the first are a prompt.
+        Unless they follow up on a context, or a single token resumes where decoding stopped: the only one of all, or of
+        a row, in a batch whose turn comes in one pass. `drafting`: for another model, so they are what that has accepted,
+        and only the first are a prompt.
 
         Raises:
             CacheError: no token is new, or an earlier pass broke off.

@@ -45,7 +45,14 @@ class Lane(Evidence):
     def judges(self) -> bool:
         return type(self.retention).keep is not Retention.keep
 
-    def enter(self, k: Tensor, v: Tensor, valid: Bool[Tensor, "row token"] | None, moved: bool = False) -> None:
+    def enter(
+        self,
+        k: Tensor,
+        v: Tensor,
+        valid: Bool[Tensor, "row token"] | None,
+        moved: bool = False,
+        resumed: Bool[Tensor, "row"] | None = None,
+    ) -> None:
         """Add a chunk of the prompt. `moved`: its tokens are not in the order in which they came."""
         n = k.shape[1]
         if not self.reading:
@@ -53,7 +60,7 @@ class Lane(Evidence):
             self.turn, self.past = self.seen, dict(self.notes)
         if valid is not None:
             self.check_padding(valid)
-            self.pad(valid)
+            self.pad(valid, resumed)
         if moved:
             self.whole, self.moved = False, True
         self.tail.append(k, v, self.positions(n, valid), valid is None)
@@ -114,6 +121,16 @@ class Lane(Evidence):
         self.end_judged(idle)
         self.reading = False
 
+    def resume(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Bool[Tensor, "row"], at: Int[Tensor, "row"], call: Call
+    ) -> Float[Tensor, "row group 1 dim_v"]:
+        """These rows take their only token of a turn, which is the turn's token `at`."""
+        self.ahead = None if self.placing else at
+        out = self.take(q, k, v, rows[:, None], call, True)
+        self.ahead = None
+        self.unpad(rows)
+        return out
+
     def conclude(self, seen: Seen) -> None:
         keep, idle = self.retention.keep(seen), self.idle
         if keep is not None and idle is not None:
@@ -124,12 +141,12 @@ class Lane(Evidence):
         self.restore(idle)
 
     def take(
-        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call, looked: bool = False
     ) -> Float[Tensor, "row group query dim_v"]:
         """Take tokens as decoding does, in as large steps as give the same result."""
         out, i = [], 0
         self.since = self.seen
-        self.looked = valid is None or q.shape[2] > 1 or not valid.is_cuda
+        self.looked = looked or valid is None or q.shape[2] > 1 or not valid.is_cuda
         ends = [] if valid is None or q.shape[2] == 1 or not self.placing else breaks(valid)
         while i < q.shape[2]:
             m = min([q.shape[2] - i, self.stride(), *(end - i for end in ends if end > i)])

@@ -33,6 +33,7 @@ class Padded:
     reading: bool
     turn: int
     past: Notes
+    ahead: Int[Tensor, "row"] | None
     notes: Notes
     padded: bool
     moved: bool
@@ -45,7 +46,7 @@ class Padded:
 
     def positions(self, n: int, valid: Bool[Tensor, "row token"] | None) -> Int[Tensor, "row token"]:
         at = torch.arange(self.seen, self.seen + n, dtype=torch.int32, device=self.first.device)
-        rows = at.expand(len(self.first), n)
+        rows = at.expand(len(self.first), n) if self.ahead is None else at + self.ahead[:, None].to(at.dtype)
         return rows if valid is None else rows.masked_fill(~valid, -1)
 
     @property
@@ -54,22 +55,17 @@ class Padded:
         judges, form = type(self.retention).keep is not Retention.keep, self.stack.representation
         return judges or not self.stack.prefill.exact or form.probes > 0 or form.joint
 
-    def pad(self, valid: Bool[Tensor, "row token"]) -> None:
+    def pad(self, valid: Bool[Tensor, "row token"], resumed: Bool[Tensor, "row"] | None = None) -> None:
         """Padding is about to come, before tokens: where others of its row are there, it counts as if it had come before them.
 
-        So a row's tokens stay one after the other by position, and distances are those that the row has alone.
+        So a row's tokens stay one after the other by position, and distances are those that the row has alone. Of a row
+        that has `resumed`, one token is there already.
         """
         self.padded = True
         leading, late = (~valid).long().cumprod(1).sum(1), self.first < self.seen
-        if self.placing and bool((leading * late).any()):
-            by = leading * late
-            self.first = self.first + by
-            if torch.is_tensor(self.judged) or self.judged:
-                self.judged = self.judged + by[:, None]
-            self.tail.move(by)
-            if self.pages is not None:
-                self.pages.move(by)
-            self.whole, self.moved = False, True
+        by = (leading if resumed is None else leading - resumed.long()) * late
+        if self.placing and bool(by.any()):
+            self.move(by)
         self.first = torch.where(late, self.first, self.first + leading)
         if self.reading:
             self.begin = torch.where((self.begin == self.seen) | self.placing, self.begin + leading, self.begin)
@@ -92,6 +88,24 @@ class Padded:
     def end_judged(self, idle: Bool[Tensor, "row"] | None) -> None:
         """The prompt that ends here is the last one, but of rows that had no token in it."""
         self.judged = self.seen if idle is None else torch.where(idle[:, None], self.judged, self.seen)
+
+    def move(self, by: Int[Tensor, "row"]) -> None:
+        """Count each row's tokens as that many positions later."""
+        self.first = self.first + by
+        if torch.is_tensor(self.judged) or self.judged:
+            self.judged = self.judged + by[:, None]
+        self.tail.move(by)
+        if self.pages is not None:
+            self.pages.move(by)
+        self.whole, self.moved = False, True
+
+    def unpad(self, rows: Bool[Tensor, "row"]) -> None:
+        """The one token that was taken was of these rows: to the others it is as if there had been none."""
+        others, late = (~rows).long(), self.first < self.seen
+        if self.placing:
+            self.move(-others * late)
+        self.first = torch.where(late, self.first, self.first - others)
+        self.seen, self.whole = self.seen - 1, False
 
     def hide(self, hidden: Bool[Tensor, "row earlier"]) -> None:
         """Drop those of the tokens seen that are `hidden`, if they are still held. Padding is hidden anyway."""

@@ -31,6 +31,11 @@ class Part:
     ids: Tensor
     mask: Tensor
 
+    @property
+    def resumes(self) -> bool:
+        """Whether a row has one token, and so goes on decoding beside the others' prompt: if that comes in one pass."""
+        return self.kind == "prompt" and bool((self.mask.sum(1) == 1).any())
+
     def row(self, r: int) -> Part:
         """Of one row, without its padding."""
         real = self.mask[r].bool()
@@ -118,7 +123,7 @@ class Detours:
                 batch.each(lambda c, total=total: c.announce(total))
             found, i = [], 0
             while i < n:
-                m = self.piece(one.kind, n - i)
+                m = n if one.resumes else self.piece(one.kind, n - i)
                 ids, mask = one.ids[:, i : i + m], one.mask[:, i : i + m]
                 if one.kind == "decode" and m > 1:
                     found.append(self.guess(batch, ids, mask))

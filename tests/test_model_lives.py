@@ -97,15 +97,24 @@ def stacks(draw: Any, choices: dict[str, list[str]]) -> str:
     return " + ".join(draw(st.sampled_from(choices[axis])) for axis in axes)
 
 
-def padding(draw: Any, rows: int, length: int, anywhere: bool) -> Tensor:
-    """Which are tokens: at least two of each row, all of one. Mostly on the left, and then `anywhere`."""
+def padding(draw: Any, rows: int, length: int, anywhere: bool, later: bool = False) -> Tensor:
+    """Which are tokens: at least two of each row, all of one. Mostly on the left, and then `anywhere`.
+
+    In a `later` turn, a row may also have one, or none.
+    """
     mask = torch.ones(rows, length, dtype=torch.long)
     for row in range(1, rows):
-        mask[row, : draw(st.integers(0, max(0, length - 2)))] = 0
+        least = draw(st.sampled_from([2, 2, 1, 0])) if later else 2
+        if not least:
+            mask[row] = 0
+            continue
+        mask[row, : draw(st.integers(0, max(0, length - least)))] = 0
         if anywhere and draw(st.booleans()):
             a, n = draw(st.integers(0, length - 1)), draw(st.integers(1, 8))
-            if int(mask[row].sum() - mask[row, a : a + n].sum()) >= 2:
+            if int(mask[row].sum() - mask[row, a : a + n].sum()) >= least:
                 mask[row, a : a + n] = 0
+        if least == 1 and draw(st.booleans()):
+            mask[row] = torch.arange(length) == draw(st.integers(0, length - 1))
     return mask
 
 
@@ -120,7 +129,7 @@ def scripts(draw: Any, ragged: bool) -> Script:
         length = draw(st.integers(2, 16 if kind == "decode" else 30))
         one = part(kind, rows, length, seed + i + 1)
         if ragged and kind != "decode":
-            one = Part(kind, one.ids, padding(draw, rows, length, True))
+            one = Part(kind, one.ids, padding(draw, rows, length, True, True))
         elif ragged and rows > 1 and draw(st.booleans()):  # a row has nothing more to say for now
             one.mask[draw(st.integers(0, rows - 1)), draw(st.integers(1, length)) :] = 0
         script.append(one)

@@ -103,6 +103,24 @@ def test_a_row_that_says_nothing_in_a_turn_stays_as_it_was(text: str, chunks: tu
     torch.testing.assert_close(together[1, [0, 1, 3]], alone[0, [0, 1, 3]], rtol=1e-3, atol=1e-3)
 
 
+MORE = [
+    "quest(budget=12, page=4)",
+    "duo(sparsity=0.5, sinks=1, recent=8) + h2o(budget=20)",
+    "tidal(budget=24, start=1)",
+]
+
+
+@pytest.mark.parametrize("text", [*STACKS, *SILENT, *MORE])
+def test_a_row_with_one_token_in_a_turn_goes_on_decoding(text: str) -> None:
+    """As it does alone, where one token resumes what was said before."""
+    model = patched(text).double()
+    together = talk(model, [0, 1, 2], False, (), (9, 13, 0), 20)
+    for row in range(3):
+        torch.testing.assert_close(
+            together[row], talk(model, [row], False, (), (9, 13, 0), 20)[0], rtol=1e-3, atol=1e-3
+        )
+
+
 @pytest.mark.parametrize("text", ["h2o(budget=16)", "expected_attention(budget=16)", "lowrank(rank=8)"])
 def test_chunks_of_a_ragged_turn_do_not_matter(text: str) -> None:
     model = patched(text).double()
