@@ -62,10 +62,14 @@ class Batch:
         self.caches = [EngineCache(model) if cache is None else cache]
         self.mask = torch.zeros(rows, 0, dtype=torch.long)
         self.order = list(range(rows))  # which row of the script each is
+        self.inference = False  # whether passes run in torch's inference mode
 
-    @torch.no_grad()
     def feed(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Logits of a pass; rows in the order of the script, in and out."""
+        with torch.inference_mode(self.inference), torch.no_grad():
+            return self.passed(ids, mask)
+
+    def passed(self, ids: Tensor, mask: Tensor) -> Tensor:
         self.mask = torch.cat([self.mask, mask[self.order]], 1)
         at = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         ids, out = ids[self.order], []
@@ -164,9 +168,9 @@ class Detours:
 
     def detour(self, batch: Batch, within: bool) -> None:
         ways = {"copy": self.copy, "save": self.save, "swap": self.swap, "repeat": self.repeat, "split": self.split,
-                "other": self.other}  # fmt: skip
+                "other": self.other, "inference": self.inference}  # fmt: skip
         if not within:
-            ways["draft"] = self.draft
+            ways |= {"draft": self.draft, "crop": self.crop}
         while self.chance.random() < self.often:
             way = self.chance.choice(sorted(ways))
             self.log.append(way)
@@ -228,6 +232,20 @@ class Detours:
         self.some(batch, n, self.chance.random() < 0.7)
         self.back(batch, n)
         batch.each(lambda c: c.deactivate_past_recording())
+
+    def crop(self, batch: Batch) -> None:
+        """As assisted decoding does where nothing of a draft is right."""
+        n = self.chance.randint(1, 12)
+        batch.each(lambda c: c.activate_past_recording())
+        self.some(batch, n, self.chance.random() < 0.7)
+        batch.each(lambda c: c.crop(-n))
+        batch.mask = batch.mask[:, :-n]
+        batch.each(lambda c: c.deactivate_past_recording())
+
+    @staticmethod
+    def inference(batch: Batch) -> None:
+        """Passes run in torch's inference mode from now on, or no longer."""
+        batch.inference = not batch.inference
 
     def other(self, batch: Batch) -> None:
         """Another cache has its turn."""
