@@ -214,7 +214,8 @@ class Holding(Padded):
             rest, width = (back >= 0).sum(1), back.shape[1]
         even = bool((rest == width).all())
         kept = take(k, back), take(v, back), take(position, back, -1), take(score, back)
-        self.tail.replace(*kept, even, room + 2 * page)
+        clean = even and (idle is None or bool((kept[2] >= 0).all()))  # a tail that stays may have holes
+        self.tail.replace(*kept, clean, room + 2 * page)
         self.lengths = [(width, None)] if even else grouped(rest)
 
     def free_rows(self, idle: Bool[Tensor, "row"] | None) -> Bool[Tensor, "row"] | None:

@@ -103,6 +103,22 @@ def test_a_row_that_says_nothing_in_a_turn_stays_as_it_was(text: str, chunks: tu
     torch.testing.assert_close(together[1, [0, 1, 3]], alone[0, [0, 1, 3]], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("text", ["duo(sinks=2, recent=10) + quest(budget=24, page=4)", *STACKS, *SILENT])
+def test_a_turn_of_padding_alone_leaves_no_trace(text: str) -> None:
+    """Of a row that has a cache of its own, but the turns of a batch."""
+    model, out, (ids, mask), more = patched(text).double(), [], ragged(1, 40, (0,), 1), ragged(1, 26, (0,), 2)[0]
+    for turn in (0, 2):
+        cache, seen, found = EngineCache(model), mask, []
+        passes = [ids, *more[:, :14].split(1, 1), *([ids[:, :2]] if turn else []), *more[:, 14:].split(1, 1)]
+        for i, piece in enumerate(passes):
+            seen = torch.cat([seen, torch.full_like(piece, i != 15 or not turn)], 1)[:, -cache.seen - piece.shape[1] :]
+            at = (seen.cumsum(1) - 1)[:, -piece.shape[1] :]
+            with torch.no_grad():
+                found.append(model(piece, attention_mask=seen, position_ids=at, past_key_values=cache).logits[:, -1])
+        out.append(torch.stack([*found[:15], *found[-12:]]))
+    torch.testing.assert_close(*out, rtol=1e-3, atol=1e-3)
+
+
 MORE = [
     "quest(budget=12, page=4)",
     "duo(sparsity=0.5, sinks=1, recent=8) + h2o(budget=20)",
