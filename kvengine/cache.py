@@ -180,16 +180,16 @@ class LayerCache:
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Bool[Tensor, "seq token"], single: Bool[Tensor, "seq"]
     ) -> Float[Tensor, "seq token q_head dim_v"]:
         """A prompt, beside which these sequences go on where decoding stopped."""
-        at, recording = valid.to(torch.int8).argmax(1), self.session.recording
-        here = at[:, None, None, None]
+        theirs, recording = single[:, None] & valid, self.session.recording
+        here = theirs.to(torch.int8).argmax(1)[:, None, None, None]
         one = [x.gather(2, here.expand(-1, x.shape[1], 1, x.shape[3])) for x in (q, k, v)]
         outs, self.session.recording = [], False  # what comes with a prompt is not to be taken back
         for part, grouped, rows in self.each(one[0], call):
-            mine, place = (self.by_row(x[:, None], part)[:, 0] for x in (single, at))
-            outs.append(part.lane.resume(grouped, part.pick(one[1]), part.pick(one[2]), mine, place, rows))
+            mine = self.by_row(theirs, part)
+            tokens = grouped, part.pick(one[1]), part.pick(one[2])
+            outs.append(part.lane.resume(*tokens, mine.any(1), mine.to(torch.int8).argmax(1), rows))
         self.session.recording = recording
         out = self.enter(q, k, v, call, valid & ~single[:, None], None, single)
-        theirs = single[:, None] & valid
         return torch.where(theirs[..., None, None], self.gather(one[0], outs), out)
 
     def enter(
