@@ -55,7 +55,7 @@ class Reading:
 def read(model: Any, contexts: list[list[int]]) -> Reading:
     """Read contexts of one size. Raises `EvaluationError` for a model of which the engine does not serve every layer."""
     import kvengine
-    from kvengine.hf_cache import EngineLayer
+    from kvengine.hf_layer import EngineLayer
 
     with kvengine.patched(model, "full"):
         cache = kvengine.EngineCache(model)

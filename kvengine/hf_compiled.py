@@ -24,8 +24,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer, refusal
-from kvengine.hf_cache import EngineCache, EngineLayer
+from kvengine.hf_cache import EngineCache
 from kvengine.hf_generate import Decoder, check_mode
+from kvengine.hf_layer import EngineLayer
 from kvengine.kernels import dispatch
 from kvengine.rope import Rope
 

@@ -29,6 +29,7 @@ from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.policies.representation import Representation
 from kvengine.policies.selection import Selection
 from kvengine.pool import Pool, User
+from kvengine.tokens import wider
 
 
 class Pages(User):
@@ -391,12 +392,3 @@ class Pages(User):
         named |= {f"bounds.{name}": x for name, x in self.bounds.tensors.items()}
         named |= {} if self.joint is None else {f"joint.{name}": x for name, x in self.joint.fields.items()}
         return {"table": self._table, "position": self._position, "score": self._score, "alive": self._alive, **named}
-
-
-def wider(x: Tensor, size: int, empty: int | float) -> Tensor:
-    """`x` in front of `empty` up to `size` along axis 1."""
-    if x.shape[1] == size:
-        return x
-    out = torch.full((x.shape[0], size, *x.shape[2:]), empty, dtype=x.dtype, device=x.device)
-    out[:, : x.shape[1]] = x
-    return out

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache
-from kvengine.hf_cache import EngineCache, EngineLayer
+from kvengine.hf_cache import EngineCache
+from kvengine.hf_layer import EngineLayer
 from kvengine.joint import Joint
 from kvengine.lane import Lane
 from kvengine.offload.cachegen import Identity, lossless

@@ -82,3 +82,12 @@ def grouped(count: Int[Tensor, "row"]) -> list[tuple[int, Tensor | None]]:
     """Each count, and the rows that have it."""
     found = sorted(set(count.tolist()))
     return [(n, (count == n).nonzero()[:, 0]) for n in found] if len(found) > 1 else [(found[0], None)]
+
+
+def wider(x: Tensor, size: int, empty: int | float) -> Tensor:
+    """`x` in front of `empty` up to `size` along axis 1."""
+    if x.shape[1] == size:
+        return x
+    out = torch.full((x.shape[0], size, *x.shape[2:]), empty, dtype=x.dtype, device=x.device)
+    out[:, : x.shape[1]] = x
+    return out

@@ -19,7 +19,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvengine.errors import PolicyError
-from kvengine.hf_cache import EngineCache, EngineLayer, Heard
+from kvengine.hf_cache import EngineCache
+from kvengine.hf_layer import EngineLayer, Heard
 from kvengine.session import Call
 from kvengine.speculative.law import Text
 from kvengine.speculative.places import LayerPlaces, judged

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvengine.cache import Stock
-from kvengine.hf_cache import EngineCache, EngineLayer, engine_layers
+from kvengine.hf_cache import EngineCache, engine_layers
+from kvengine.hf_layer import EngineLayer
 from kvengine.session import Call
 from kvengine.session import Session as Shared
 from kvengine.speculative.clock import Watch, now, plus

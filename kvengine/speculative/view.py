@@ -24,7 +24,8 @@ from torch import Tensor
 from kvengine import _ops as ops
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, UnsupportedPolicy
-from kvengine.hf_cache import EngineCache, EngineLayer
+from kvengine.hf_cache import EngineCache
+from kvengine.hf_layer import EngineLayer
 from kvengine.kernels.attention import attention
 from kvengine.policies._budget import tokens
 from kvengine.policies.representation.dense import Dense

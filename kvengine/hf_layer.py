@@ -1,0 +1,166 @@
+"""One layer of the engine, as transformers' caches have them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvengine import latent
+from kvengine.cache import LayerCache, Stock
+from kvengine.errors import ModelError, UnsupportedPolicy
+from kvengine.session import Call, Session
+from kvengine.stack import Stack
+
+Listener = Callable[[Tensor, Tensor, Tensor, Call], None]
+"""Told the queries, keys and values of every pass."""
+Heard = tuple[Tensor, Tensor, Tensor, Call]
+
+
+class EngineLayer(CacheLayerMixin):
+    """One layer: `update` takes the new keys and values, and the attention that follows puts them in their place."""
+
+    is_croppable, is_sliding, is_compileable = True, False, False
+
+    def __init__(self, stack: Stack, layer: int, layers: int, session: Session) -> None:
+        super().__init__()
+        self.stack, self.layer, self.layers, self.session = stack, layer, layers, session
+        self.incoming: tuple[Tensor, Tensor] | None = None
+        self.listener: Listener | None = None
+        self.heard: dict[int, Heard] | None = (
+            None  # where to leave what a listener would be told, by layer, for who looks later
+        )
+        self.reset()
+
+    def reset(self) -> None:
+        self.cache = LayerCache(self.stack, self.layer, self.layers, self.session)
+        self.incoming, self.is_initialized = None, False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.incoming is not None:
+            raise ModelError(
+                "an engine cache was given to a model that is not patched; call kvengine.patch(model) first"
+            )
+        self.incoming, self.is_initialized = (key_states, value_states), True
+        # A weak reference: what is cached may be views of these keys, and a circle through a view's base is never collected.
+        key_states._kv_layer = weakref.ref(self)  # type: ignore[attr-defined]
+        return key_states, value_states
+
+    def quick(
+        self, query: Float[Tensor, "seq q_head 1 dim"], key: Tensor, value: Tensor, scale: float
+    ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
+        """`attend` for a decoded token of a policy that has nothing to do, as most are; None if this is another."""
+        if self.incoming is None or self.incoming[0] is not key or self.incoming[1] is not value:
+            return None
+        k, v = self.incoming
+        out = self.cache.quick(query, k, v, scale)
+        if out is not None:
+            self.incoming = None
+            if self.heard is not None or self.listener is not None:
+                self.tell(query, k, v, Call(scale))
+        return out
+
+    def tell(self, query: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+        """Let those who want to know what this pass computed."""
+        if self.heard is not None:
+            self.heard[self.layer] = query, k, v, call
+        elif self.listener is not None:
+            self.listener(query, k, v, call)
+
+    def attend(
+        self,
+        query: Float[Tensor, "seq q_head token dim"],
+        call: Call,
+        valid: Bool[Tensor, "seq token"] | None,
+        stock: Stock,
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
+        """Put the incoming tokens in their place, and answer their queries."""
+        module = stock.module  # type: ignore[attr-defined]
+        latents = latent.is_latent(module)
+        if self.incoming is None:
+            return self.attend_all(stock, valid)
+        full = latents and self.stack == Stack()
+        if full and self.heard is None and self.listener is None:
+            return self.attend_all(stock, valid)
+        k, v = self.incoming
+        if latents:
+            query, k, v = latent.as_one_head(module, query, k, v)
+        self.tell(query, k, v, call)
+        if full:
+            return self.attend_all(stock, valid)
+        self.incoming = None
+        if latents:
+            if not self.cache.parts:
+                self.cache.inner = v.shape[-1]
+            return latent.forward(self.cache, module, query, k, v, call, valid, stock)
+        return self.cache.forward(query, k, v, call, valid, None if stock.slow else stock)  # type: ignore[attr-defined]
+
+    def attend_all(self, stock: Stock, valid: Tensor | None = None) -> Float[Tensor, "seq token q_head dim_v"]:
+        """Let the model's own attention run over everything seen."""
+        if self.cache.fixed is not None:
+            raise UnsupportedPolicy(
+                "this model's attention asks for all keys and values at once (a mask of its own, shared layers or "
+                "latents), which a recorded step does not have; decode without it"
+            )
+        if self.incoming is not None:
+            (k, v), self.incoming = self.incoming, None
+            if latent.is_latent(stock.module):  # type: ignore[attr-defined]
+                k, v = torch.cat([k, v], -1), v[..., :0]
+            self.cache.store(k, v, valid)
+        return stock(*self.cache.contents())
+
+    def asks_stock(self, n: int) -> bool:
+        """Whether the model's own attention will answer the next `n` queries: a prompt's, with everything still there."""
+        cache, exact = self.cache, self.stack.reads_prompts_exactly
+        return exact and cache.prompt_tokens(n) == n and (not cache.seen or cache.whole) and self.session.tree is None
+
+    def kv_heads(self, key: Tensor) -> int:
+        return int(self.incoming[0].shape[1] if self.incoming is not None else key.shape[1])
+
+    @property
+    def whole(self) -> bool:
+        return not self.cache.parts or self.cache.whole
+
+    def get_seq_length(self) -> int:
+        return self.cache.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def activate_past_recording(self) -> None:
+        self.session.recording = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` tokens; the rest becomes history. (Positive: keep that many.)"""
+        drop = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.cache.seen - tokens_to_remove)
+        self.cache.rollback(int(drop))  # transformers 5.17 counts matches on the device
+        self.cache.commit()
+
+    def offload(self) -> None: ...
+
+    def prefetch(self) -> None: ...
+
+    def reorder_cache(self, beam_idx: Int[Tensor, "chosen"]) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.cache.parts:
+            self.batch_select_indices(torch.arange(self.cache.sequences).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Int[Tensor, "chosen"]) -> None:
+        if self.cache.parts:
+            self.session.inferred |= torch.is_inference_mode_enabled()
+            device = self.cache.parts[0].lane.first.device
+            chosen = indices.to(device)
+            self.cache.rows(chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen)
