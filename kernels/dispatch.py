@@ -56,10 +56,12 @@ def chosen(inputs: tuple[Tensor, ...], backend: str | None, native: bool = True,
 
 def beyond(k: Tensor, v: Tensor) -> int:
     """Channels of dense keys behind those that are the values (latents), if each token's vector can be read once; else 0."""
-    rest, dim_v = k.shape[-1] - v.shape[-1], v.shape[-1]
+    dim_v = v.shape[-1]
+    rest = k.shape[-1] - dim_v
+    if not (16 <= rest <= 128 and 16 <= dim_v <= 512) or rest & (rest - 1) or dim_v & (dim_v - 1):
+        return 0
     same = k.dtype == v.dtype and k.is_floating_point() and k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
-    fits = 16 <= rest <= 128 and 16 <= dim_v <= 512 and not rest & (rest - 1) and not dim_v & (dim_v - 1)
-    return rest if same and fits else 0
+    return rest if same else 0
 
 
 def elsewhere(device: torch.device) -> bool:

@@ -32,6 +32,18 @@ INLINE int sees(const Attention *a, int64_t row, int64_t n, int64_t column, int6
 INLINE int64_t collect_run(const Attention *a, int64_t row, int64_t column, int64_t end, int64_t token,
                            const int32_t *position, Batch *b) {
   const int everyone = !a->visible && !a->query_position;
+  if (everyone) { /* tokens that are all there, as they mostly are, in loops that become vectors */
+    const int at = b->is.count, n = (int)(end - column < TILE - at ? end - column : TILE - at);
+    int32_t dead = 0;
+    for (int i = 0; position && i < n; i++) dead |= position[i];
+    if (dead >= 0) {
+      for (int i = 0; i < n; i++) b->is.token[at + i] = token + i;
+      for (int i = 0; i < n; i++) b->column[at + i] = column + i;
+      for (int i = 0; i < n; i++) b->place[at + i] = position ? position[i] : 0;
+      b->is.count = at + n;
+      return column + n;
+    }
+  }
   int64_t first = INT64_MAX, last = 0; /* of the queries, where their positions alone decide */
   for (int64_t n = 0; n < a->queries && !a->visible && !everyone; n++) {
     const int64_t at = a->query_position[row * a->queries + n];

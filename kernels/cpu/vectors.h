@@ -119,10 +119,14 @@ static void locate(const Field *f, Memo *memo, int64_t row, int lies, const int6
   const char *from = (const char *)f->data + row * f->row_stride * size;
   x->dtype = lies ? f->dtype : F32;
   if (!lies) read_tokens(f, memo, row, token, count, tile, dim);
-  for (int i = 0; i < count; i++) {
-    x->at[i] = lies ? from + token[i] * f->token_stride * size : (const char *)(tile + i * dim);
-    x->soon[i] = lies && i < next->count ? from + next->token[i] * f->token_stride * size : x->at[i];
-  }
+  const int64_t step = f->token_stride * size;
+  const int both = next->count < count ? next->count : count;
+  if (lies) {
+    for (int i = 0; i < count; i++) x->at[i] = from + token[i] * step;
+    for (int i = 0; i < both; i++) x->soon[i] = from + next->token[i] * step;
+    for (int i = both; i < count; i++) x->soon[i] = x->at[i];
+  } else
+    for (int i = 0; i < count; i++) x->at[i] = x->soon[i] = (const char *)(tile + i * dim);
   for (int i = count; i % 4; i++) x->at[i] = x->soon[i] = x->at[count - 1]; /* computed with, never seen */
 }
 
