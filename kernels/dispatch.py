@@ -64,6 +64,11 @@ def beyond(k: Tensor, v: Tensor) -> int:
     return rest if same else 0
 
 
+def spaced(x: Tensor) -> bool:
+    """Whether tokens of all pages follow each other at one distance, as the first channels of longer vectors do."""
+    return x.stride(2) == 1 and x.stride(0) == x.shape[1] * x.stride(1)
+
+
 def elsewhere(device: torch.device) -> bool:
     """Whether it is a GPU, and not the current one: on that one Triton launches, whatever it is given."""
     return device.type == "cuda" and device.index != torch.cuda.current_device()

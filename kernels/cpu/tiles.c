@@ -2,7 +2,8 @@
 
    A code of 2 or 4 bits goes under the exponent of 1 as the highest bits of a mantissa: f = 1 + code / 2^bits, exact in
    bfloat16, by one rotation and one logical operation. As code * scale + zero = f * (2^bits scale) + (zero - 2^bits
-   scale), and as f = code is exact for 8 bits, the scales of keys go into the queries, those of values into the weights, and the rest is a term of its own. Queries and
+   scale), and as f = code is exact for 8 bits, the scales of keys go into the queries, those of values into the
+   weights, and the rest is a term of its own. Queries and
    weights keep all their bits: a float is the sum of three bfloat16, its planes. Tiles:
      scores  [token, (plane, row)]    += keys [token, 32 channels]     * queries [32 channels, (plane, row)]
      results [(plane, row), channel]  += weights [(plane, row), token] * values [32 tokens, 16 channels]

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.codecs import width
+from kvengine.kernels.dispatch import spaced
 
 DENSE = tl.constexpr(0)
 PER_CHANNEL = tl.constexpr(1)
@@ -89,7 +90,7 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
     """One side of a pool."""
     if codec == "dense":
         x = fields[side]
-        x = x if x.stride(2) == 1 and x.stride(0) == page * x.stride(1) else x.contiguous()
+        x = x if spaced(x) else x.contiguous()
         return _side(side, (x,) * 6, (0, x.stride(1)), dim, DENSE)
     scale, zero = fields[f"{side}_scale"], fields[f"{side}_zero"]
     if codec == "kivi":
