@@ -126,6 +126,7 @@ MIXED = [
     "h2o(budget=24) + kivi(group=8, residual=8)",
     "streaming(sinks=2, recent=20) + host",
     "elastic(budget=24, offset=-8) + quest(budget=16, page=4)",
+    "d2o(budget=24) + duo(sinks=2, recent=10)",
     "d2o(budget=24, form='official') + duo(sinks=2, recent=10)",
     "d2o(budget=24, shares='measured')",
     "streaming(sinks=2, recent=14, positions='in-cache') + kivi(group=8, residual=8)",

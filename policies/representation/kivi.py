@@ -31,7 +31,7 @@ class Kivi(Representation):
 
     Args:
         bits: per code.
-        group: tokens (keys) or channels (values) that share a scale.
+        group: tokens (keys) or channels (values) that share a scale; all channels of a head that it does not divide.
         residual: the newest tokens, which stay exact. Tokens.
     """
 

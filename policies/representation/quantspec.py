@@ -39,7 +39,7 @@ class QuantSpec(Representation):
 
     Args:
         bits: 8 stores both nibbles, 4 the upper ones.
-        group: tokens (keys) or channels (values) that share a scale.
+        group: tokens (keys) or channels (values) that share a scale; all channels of a head that it does not divide.
         residual: the newest tokens, which stay exact. Tokens.
     """
 

@@ -15,7 +15,7 @@ quarter of the layer's size for the newest, beta 0.7, as in the paper.
 `form="official"` follows the official code where it says something else:
 
     F_l       is spread to [0, 1] over the layer's heads before their mean: layers differ by a factor of e at most
-    size_l    the first two layers and the last keep everything all the same, beyond the budget
+    size_l    the first two layers and the last keep everything all the same, beyond the budget and while decoding
     c(i)      among all kept tokens
     tau       beta mean_i max_j u_ij + (1 - beta) tau, with beta 0.5
     recent    stays a quarter; the code's configurations say `recent=0.5`, and the least it holds is 0.01 of the prompt
@@ -45,8 +45,6 @@ from kvengine.kernels.best_tokens import best_tokens
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, check_share
 from kvengine.policies.retention import REDUCE, Reduce, Retention, Seen, over_group
 
-NEVER = (0, 1, -1)  # layers that the official code leaves alone
-
 
 @dataclass(frozen=True)
 class D2O(Retention):
@@ -54,7 +52,7 @@ class D2O(Retention):
 
     Args:
         budget: tokens held per KV head, on average over the layers, or a fraction of the prompt.
-        recent: how much of a layer's size goes to the newest tokens. A fraction.
+        recent: how much of a layer's size goes to the newest tokens, one token at the least. A fraction.
         sinks: the first tokens, always kept. Tokens.
         least: the least a layer holds. A fraction of the budget.
         beta: how fast the threshold follows. A fraction; None: 0.7, or 0.5 in the official form.
@@ -83,7 +81,11 @@ class D2O(Retention):
         check_choice(self, reduce=(self.reduce, REDUCE))
         check_share(self, recent=self.recent, least=self.least, beta=0.0 if self.beta is None else self.beta)
 
-    def limit(self, seen: Seen) -> int:
+    def at(self, layer: int, layers: int) -> Retention:
+        spared = self.form == "official" and layer in (0, 1, layers - 1)
+        return _Spared(**vars(self)) if spared else self
+
+    def limit(self, seen: Seen) -> int | None:
         return int(seen.notes["size"].max())
 
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
@@ -115,12 +117,12 @@ class D2O(Retention):
         if seen.peers is None:
             return budget
         measures, layer = seen.peers
-        size = sizes(measures, budget[:: seen.heads], prompt[:: seen.heads], self.least, self.form == "official")
+        size = sizes(measures, budget[:: seen.heads], prompt[:: seen.heads], self.least)
         return size[layer].repeat_interleave(seen.heads)
 
     # ---- which tokens, and what becomes of the others ---------------------------------------------------------------
 
-    def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
+    def keep(self, seen: Seen) -> Bool[Tensor, "row token"] | None:
         if seen.prompt:
             seen.notes["size"] = self.size(seen)
         size = seen.notes["size"]
@@ -196,6 +198,22 @@ class D2O(Retention):
         return torch.where((total > own)[..., None], summed.to(x.dtype), x)
 
 
+@dataclass(frozen=True)
+class _Spared(D2O):
+    """A layer that the official form leaves alone. It counts all the same when the others share."""
+
+    decodes: ClassVar[bool] = False
+    merges: ClassVar[bool] = False
+    remerges: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
+
+    def limit(self, seen: Seen) -> None:
+        return None
+
+    def keep(self, seen: Seen) -> None:
+        return None
+
+
 def wide(index: Int[Tensor, "row chosen"], x: Float[Tensor, "row token dim"]) -> Int[Tensor, "row chosen dim"]:
     return index[..., None].expand(-1, -1, x.shape[-1])
 
@@ -224,22 +242,19 @@ def sizes(
     budget: Int[Tensor, "sequence"],
     prompt: Int[Tensor, "sequence"],
     least: float,
-    spare: bool,
 ) -> Int[Tensor, "layer sequence"]:
     """Tokens per layer: as exp(-F), within bounds, rounded so that they add up to layers * budget.
 
-    Where the budget holds the whole prompt, every layer has the budget. `spare`: some layers keep everything besides.
+    Where the budget holds the whole prompt, every layer has the budget.
 
     >>> F = torch.tensor([[1.0], [1.0], [3.0]])
-    >>> sizes(F, torch.tensor([30]), torch.tensor([100]), 0.05, False)[:, 0].tolist()
+    >>> sizes(F, torch.tensor([30]), torch.tensor([100]), 0.05)[:, 0].tolist()
     [42, 42, 6]
     """
     n = len(measures)
     low = (budget * least).clamp(min=1).expand(n, -1).double()
     share = fill(-measures.double(), low, prompt.expand(n, -1).double(), n * budget.double())
     whole = F.pad(share.cumsum(0), (0, 0, 1, 0)).add(1e-6).floor().long().diff(dim=0)
-    if spare:
-        whole[[i for i in NEVER if -n <= i < n]] = prompt
     return torch.where(budget >= prompt, budget.expand(n, -1), whole)
 
 

@@ -6,8 +6,8 @@
     score_j     =   (softmax(logit)_j, reduced over the query group, + epsilon) |v_j|
     keep        =   the first `sinks` tokens, and the best others up to `budget`
 
-Defaults as in the reference code (kvpress): 4 sinks, which are not counted in mu and Sigma; horizon 512; epsilon 0.
-The prompt is judged at its end; tokens generated later all stay.
+Defaults as in the reference code (kvpress): 4 sinks, which count neither in mu and Sigma nor in the softmax; horizon
+512; epsilon 0. The prompt is judged at its end; tokens generated later all stay.
 
 mu and Sigma are gathered while the prompt is read, in memory that does not grow with it, and do not depend on its
 chunks. A cap on logits (Gemma 2) is not modelled.

@@ -6,12 +6,14 @@
     score        =  softmax over the other landmarks of q . landmark / sqrt(d), per query head; the group's largest
     read         =  outliers, the newest `local` tokens and the open tail, and the best chunks, up to `budget` in all
 
-Defaults: chunks of 8, 2048 tokens and 32 local ones as in the paper's runs; outliers are 0.1875 of the budget, which
-makes its 48 chunks at 2048 tokens and follows its code where that scales them (24 chunks per 1024 tokens).
+Defaults: chunks of 8, 2048 tokens and 32 local ones as in the paper's runs; outliers are 0.1875 of the chunks that are
+read, 46 or 47 at 2048 tokens.
 
-Where keys are of low rank, the outliers of the prompt are not stored so, but stay exact in the open tail: the
-paper's method, `shadowkv(budget=…, rank=…)`, which also puts the values into host memory. There the tail grows with
-every generated token, and they count: with `lowrank`, a text much longer than the budget leaves one chunk to choose.
+Where keys are of low rank, outliers are that share of the budget instead, which makes the paper's 48 chunks at 2048
+tokens and follows its code where that scales them (24 chunks per 1024 tokens). Those of the prompt are not of low
+rank, but stay exact in the open tail: the paper's method, `shadowkv(budget=…, rank=…)`, which also puts the values
+into host memory. There the tail grows with every generated token, and they count: with `lowrank`, a text much longer
+than the budget leaves one chunk to choose.
 
 Differs from the official code: outliers, local and generated tokens count against the budget (it adds them); any prompt
 length, head count and batch; generated tokens become chunks too, unless keys are of low rank.
@@ -41,7 +43,7 @@ class Landmarks(Selection):
     Args:
         budget: tokens read per decoded token and KV head, all included, or a fraction of the prompt.
         chunk: tokens chosen together.
-        outliers: share of the budget that goes to the least coherent chunks. A fraction.
+        outliers: share of the chunks read (with `lowrank`: of the budget) that are the least coherent. A fraction.
         local: the newest tokens, always read.
         reduce: how the heads of a query group agree.
     """

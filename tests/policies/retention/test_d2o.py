@@ -100,7 +100,7 @@ def same(layer: LayerCache, row: Row) -> None:
 def test_every_step_is_that_of_the_loop(
     heads: int, group: int, pads: tuple[int, ...], chunks: int, form: str, reduce: str
 ) -> None:
-    case = Case(heads, group, pads=pads, steps=24)
+    case = Case(heads, group, pads=pads, steps=24, layer=2, layers=4)  # the official form spares others
     layer = case.prompt(f"d2o(budget=12, sinks=2, form='{form}', shares='even', reduce='{reduce}')", chunks)
     official = form == "official"
     rows = [Row(case, row, 12, official, beta=0.5 if official else 0.7, reduce=reduce) for row in range(case.rows)]
@@ -119,7 +119,7 @@ def test_every_step_is_that_of_the_loop(
 
 def test_merged_vectors_stay_within_those_they_come_from() -> None:
     """Weights are convex: no coordinate leaves the range of the sources. The official form's weights are not."""
-    case = Case(length=61)
+    case = Case(length=61, layer=2, layers=4)
     case.v = case.v + 5
     for form, inside in (("paper", True), ("official", False)):
         layer = case.prompt(f"d2o(budget=12, form='{form}', shares='even')")
@@ -155,7 +155,7 @@ def test_layers_share_the_budget_by_concentration() -> None:
     cases, layers = layers_of("d2o(budget=16, least=0.2, shares='measured')")
     for b, pad in enumerate((0, 9)):
         F = torch.tensor([[concentration(case, b)] for case in cases])
-        want = sizes(F, torch.tensor([16]), torch.tensor([61 - pad]), 0.2, False)[:, 0].tolist()
+        want = sizes(F, torch.tensor([16]), torch.tensor([61 - pad]), 0.2)[:, 0].tolist()
         found = [len(positions(layer, b * 2)) for layer in layers]
         assert found == want and sum(found) == 64 and found[0] > found[-1]
     assert measure(layers).held.sum() == 2 * 2 * 64
@@ -175,23 +175,28 @@ def test_until_the_last_layer_has_read_the_prompt_nothing_goes() -> None:
 
 
 def test_equal_layers_get_the_same() -> None:
-    assert sizes(torch.full((5, 1), 3.0), torch.tensor([30]), torch.tensor([100]), 0.05, False).unique().tolist() == [
-        30
-    ]
+    assert sizes(torch.full((5, 1), 3.0), torch.tensor([30]), torch.tensor([100]), 0.05).unique().tolist() == [30]
 
 
 @pytest.mark.parametrize("budget, prompt", [(30, 100), (99, 100), (1, 50)])
 def test_sizes_add_up_within_their_bounds(budget: int, prompt: int) -> None:
     F = torch.tensor([[0.1], [700.0], [3.0], [2.5], [90.0]])
-    found = sizes(F, torch.tensor([budget]), torch.tensor([prompt]), 0.05, False)[:, 0]
+    found = sizes(F, torch.tensor([budget]), torch.tensor([prompt]), 0.05)[:, 0]
     assert found.sum() == 5 * budget and found.max() <= prompt and found.min() >= min(1, budget)
 
 
-def test_the_official_form_leaves_some_layers_alone() -> None:
-    _, layers = layers_of("d2o(budget=16, form='official')", count=5, pads=(0,))
-    found = [len(positions(layer, 0)) for layer in layers]
-    assert found[0] == found[1] == found[4] == 61
-    assert all(5 < n < 40 for n in found[2:4])
+@pytest.mark.parametrize("budget, shares", [(16, "measured"), (16, "even"), (62, "measured")])
+def test_the_official_form_leaves_some_layers_alone(budget: int, shares: str) -> None:
+    """Not only at the prompt's end: what they hold grows with every token, and stays as it came."""
+    cases, layers = layers_of(f"d2o(budget={budget}, form='official', shares='{shares}')", count=5, pads=(0,))
+    sizes = [len(positions(layer, 0)) for layer in layers]
+    assert all(5 < n < 40 for n in sizes[2:4]) if budget < 61 else sizes[2:4] == [61, 61]
+    for i in (0, 1, 4):
+        assert positions(layers[i], 0) == list(range(61))
+        for t, _ in cases[i].decode(layers[i]):
+            assert positions(layers[i], 0) == list(range(t + 1))
+        for p, (key, value) in held(layers[i], 0).items():
+            assert torch.equal(key, cases[i].k[0, 0, p]) and torch.equal(value, cases[i].v[0, 0, p])
 
 
 def test_a_budget_beyond_the_prompt_keeps_all_as_it_came() -> None:
