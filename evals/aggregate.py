@@ -79,13 +79,15 @@ def _cell(
     if not found:
         return CellResult(**where, task=task, status=one["status"], message=one.get("message", ""))
     top = fmean(row["score"] for row in ceiling) if ceiling else None
+    shares = found[0]["metric"] != "nll"
+    apart = paired(by_sample(found), by_sample(ceiling), shares=shares) if ceiling and ceiling is not found else None
     return CellResult(
         **where,
         task=task,
         status="ok",
         metric=found[0]["metric"],
-        score=interval([row["score"] for row in found], [row["sample"] for row in found]),
-        delta=paired(by_sample(found), by_sample(ceiling)) if ceiling and ceiling is not found else None,
+        score=interval([row["score"] for row in found], [row["sample"] for row in found], shares=shares),
+        delta=apart,
         ceiling=top,
         nulls=sum(row["null"] for row in found),
         turns=per_turn(found),

@@ -25,8 +25,9 @@ def text(a: Path, b: Path) -> str:
     rows = []
     for at in shared:
         _same_data(at, first[at], second[at])
-        difference = paired(by_sample(second[at]), by_sample(first[at]))
-        times = 1.0 if first[at][0]["metric"] == "nll" else 100.0
+        shares = first[at][0]["metric"] != "nll"
+        difference = paired(by_sample(second[at]), by_sample(first[at]), shares=shares)
+        times = 100.0 if shares else 1.0
         sure = difference is not None and (difference.low > 0 or difference.high < 0)
         rows.append([at[1], str(at[2]), at[3], f"`{at[4]}`", tables.span(difference, times), "yes" if sure else ""])
     return tables.table(["task", "length", "mode", "policy", "B - A", "differs"], rows)

@@ -24,14 +24,15 @@ class Interval:
     clusters: int
 
 
-def interval(values: Sequence[float], clusters: Sequence[str]) -> Interval:
+def interval(values: Sequence[float], clusters: Sequence[str], *, shares: bool = True) -> Interval:
     """Wilson's interval for values in [0, 1], at the number of independent values that they are worth; else a
     percentile bootstrap over clusters, of no finite width for a single cluster.
 
     `clusters[i]` names the context that value i belongs to: questions about one context are drawn together.
+    `shares`: values in [0, 1] are bound to it, as a score is and a log-likelihood is not.
     """
     n, groups, mean = len(values), len(set(clusters)), float(np.mean(values))
-    if min(values) >= 0 and max(values) <= 1:
+    if shares and min(values) >= 0 and max(values) <= 1:
         worth = effective(values, clusters)
         low, high = wilson(mean * worth, worth)
     elif groups == 1:
@@ -89,11 +90,13 @@ def bootstrap(values: Sequence[float], clusters: Sequence[str], *, seed: int = 0
     return means
 
 
-def paired(values: dict[tuple[str, int], float], baseline: dict[tuple[str, int], float]) -> Interval | None:
+def paired(
+    values: dict[tuple[str, int], float], baseline: dict[tuple[str, int], float], *, shares: bool = True
+) -> Interval | None:
     """Interval of the mean difference on the samples that both have, by (sample, turn); None if they share none.
 
     For scores in [0, 1] that of `shrunken`; else a bootstrap over clusters, of no finite width for a single one. Far
-    tighter than comparing two intervals: what makes a sample hard cancels.
+    tighter than comparing two intervals: what makes a sample hard cancels. `shares`: as for `interval`.
     """
     shared = sorted(values.keys() & baseline.keys())
     if not shared:
@@ -102,7 +105,7 @@ def paired(values: dict[tuple[str, int], float], baseline: dict[tuple[str, int],
     clusters = [sample for sample, _ in shared]
     mean, groups = float(differences.mean()), len(set(clusters))
     both = [[where[at] for at in shared] for where in (values, baseline)]
-    if min(map(min, both)) >= 0 and max(map(max, both)) <= 1:
+    if shares and min(map(min, both)) >= 0 and max(map(max, both)) <= 1:
         low, high = shrunken(differences, clusters)
     elif groups == 1:
         low, high = -inf, inf

@@ -97,6 +97,23 @@ def folder(path: Path, rows: list[Row]) -> Path:
     return path
 
 
+def test_log_likelihoods_are_no_shares_however_small(tmp_path: Path) -> None:
+    """What compression costs is known as well where a model is sure of its text as where it is not."""
+    found = []
+    for low in (0.2, 2.2):
+        losses = [("full", i, low + i / 100) for i in range(20)]
+        losses += [("less", i, low + i / 100 + 0.02 + 0.001 * (i % 3)) for i in range(20)]
+        made = cells([row("ppl", *one, metric="nll") for one in losses])[1]
+        assert made.score and made.delta and made.delta.low > 0.015
+        found.append([made.score.low - low, made.score.high - low, made.delta.low, made.delta.high])
+        runs = [
+            [row("ppl", "full", i, x, metric="nll") for name, i, x in losses if name == one] for one in ("full", "less")
+        ]
+        text = compare.text(*(folder(tmp_path / f"{low}{i}", rows) for i, rows in enumerate(runs)))
+        assert text.splitlines()[-1].endswith("| yes |")
+    assert found[0] == pytest.approx(found[1])
+
+
 def test_cells_carry_score_ceiling_difference_and_flag() -> None:
     found = {(cell.task, cell.policy): cell for cell in cells(some_rows())}
     less = found["easy", "less"]
