@@ -52,7 +52,8 @@ class D2O(Retention):
 
     Args:
         budget: tokens held per KV head, on average over the layers, or a fraction of the prompt.
-        recent: how much of a layer's size goes to the newest tokens, one token at the least. A fraction.
+        recent: how much of a layer's size goes to the newest tokens, as far as the sinks leave room; one token at the
+            least. A fraction.
         sinks: the first tokens, always kept. Tokens.
         least: the least a layer holds. A fraction of the budget.
         beta: how fast the threshold follows. A fraction; None: 0.7, or 0.5 in the official form.
@@ -126,8 +127,8 @@ class D2O(Retention):
         if seen.prompt:
             seen.notes["size"] = self.size(seen)
         size = seen.notes["size"]
-        newest = seen.position > seen.newest - (size * self.recent).long().clamp(min=1)[:, None]
-        rank = newest.float() + 2 * seen.sinks(self.sinks)  # if not all of them fit, sinks go last
+        room = (size - self.sinks).minimum((size * self.recent).long()).clamp(min=1)  # beside the sinks, which go last
+        rank = (seen.position > seen.newest - room[:, None]).float() + 2 * seen.sinks(self.sinks)
         want = torch.where(rank > 0, 1e30 * rank, seen.score.float()).masked_fill(~seen.valid, float("-inf"))
         return best_tokens(want, size)
 

@@ -40,7 +40,8 @@ class Elastic(Retention):
         budget: tokens held per KV head, or a fraction of the prompt.
         sinks: the first tokens, always kept and never merged into. Tokens.
         recent: the prompt's last tokens, likewise. Tokens.
-        offset: which place goes while decoding; below zero: from the end of what the prompt left.
+        offset: which place goes while decoding; zero or below: from the end of what the prompt left. Never a sink's, nor
+            that of one of the `recent` newest.
     """
 
     decodes: ClassVar[bool] = True

@@ -59,7 +59,8 @@ class TOVA(Retention):
         return over_heads(seen.mass.mean(1), seen.heads)
 
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
-        return keep_top(seen, seen.score, self.budget, seen.recent(self.recent))
+        newest = seen.count(self.budget).clamp(max=self.recent)  # no more than fit: slots are in no order by age
+        return keep_top(seen, seen.score, self.budget, seen.valid & (seen.position > seen.newest - newest[:, None]))
 
 
 @dataclass(frozen=True)

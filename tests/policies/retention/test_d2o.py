@@ -117,6 +117,19 @@ def test_every_step_is_that_of_the_loop(
     assert any(not torch.equal(k, case.k[0, 0, p]) for p, (k, _) in held(layer, 0).items())  # the control
 
 
+@pytest.mark.parametrize("recent, sinks", [(1.0, 3), (0.9, 2), (1.0, 0)])
+def test_the_newest_stay_while_there_is_room(recent: float, sinks: int) -> None:
+    """Sinks and newest tokens together are more than the size: it is an older one that goes, at every step."""
+    case = Case(pads=(0, 5), steps=30)
+    layer = case.prompt(f"d2o(budget=12, sinks={sinks}, recent={recent})")
+    for t, _ in case.decode(layer):
+        for row in range(case.rows):
+            pad = case.row(row)[3]
+            newest = min(int(12 * recent), 12 - sinks)
+            always = [*range(pad, pad + sinks), *range(t + 1 - newest, t + 1)]
+            assert set(always) <= set(positions(layer, row)) and len(positions(layer, row)) == 12
+
+
 def test_merged_vectors_stay_within_those_they_come_from() -> None:
     """Weights are convex: no coordinate leaves the range of the sources. The official form's weights are not."""
     case = Case(length=61, layer=2, layers=4)

@@ -58,6 +58,16 @@ def test_the_recent_are_part_of_the_budget() -> None:
     assert positions(layer, 0) == list(range(32, 37))
 
 
+@pytest.mark.parametrize("budget", [5, 0.2])
+def test_more_recent_than_fit_are_the_newest(budget: int | float) -> None:
+    case = Case(pads=(0, 5), steps=20)
+    layer = case.prompt(f"tova(budget={budget}, recent=30)")
+    for t, _ in case.decode(layer):
+        for row in range(case.rows):
+            count = 5 if budget == 5 else (case.length - case.row(row)[3]) // 5
+            assert positions(layer, row) == list(range(t + 1 - count, t + 1))
+
+
 def test_its_name() -> None:
     assert load("tova")[0] == "retention"
 
