@@ -4,7 +4,8 @@
     score    =  pool(vote)                                                           (same length, odd kernel)
     keep     =  the window itself, and the best others up to `budget`
 
-Defaults: window 32 and average pooling over 5, as in the paper's code for most models. Tokens generated later all stay.
+Defaults: window 32 and average pooling over 5, as its code sets them where a run does not (its LongBench runs take the
+maximum over 7). Tokens generated later all stay.
 
 Differs from the official code: one verdict per KV head (mean over its query group) instead of per query head on
 repeated keys; a prompt shorter than the budget is kept whole, one shorter than the window votes with what it has;

@@ -8,7 +8,7 @@ Positions. "true" leaves every key at the position it had in the text. "in-cache
 held, as the paper does: 0, 1, 2, … without the gap that dropping leaves. Attention depends on differences of
 positions alone, and among the recent tokens these are the same either way; so the sinks' keys are turned forward by
 the gap when they are read, and nothing is stored anew. The distance of any two held tokens then stays below sinks +
-recent, in texts of any length.
+recent, in texts of any length, and that of a decoded query, which reads what was held before it, is no more than that.
 
 Differs from the official code: it caches keys before rotation and rotates all of them at each step; the result is the
 same, up to rounding.
