@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvengine import memory
 from kvengine.kernels import codecs, dispatch
 from kvengine.kernels.attention import attention
 from kvengine.kernels.lowrank_attention import lowrank_attention
@@ -86,13 +87,18 @@ def inputs(batch: int, length: int, dtype: torch.dtype, device: str, seed: int) 
     rng = torch.Generator(device).manual_seed(seed)
     rows, pages = batch * HEADS, batch * HEADS * length // PAGE
     new = partial(torch.randn, generator=rng, device=device, dtype=dtype)
-    k, v = new(rows, length, DIM), new(rows, length, DIM)
+    k, v = kept(new(rows, length, DIM)), kept(new(rows, length, DIM))
     table = torch.arange(pages, dtype=torch.int32, device=device).view(rows, -1)
     position = torch.arange(length, dtype=torch.int32, device=device).repeat(rows, 1)
     alive = torch.ones(rows, length // UNIT, dtype=torch.bool, device=device)
     low, high = page_bounds(k, position >= 0, UNIT)
     return {"q": new(rows, GROUP, 1, DIM), "k": k, "v": v, "table": table, "position": position, "alive": alive,
-            "low": low.contiguous(), "high": high.contiguous()}  # fmt: skip
+            "low": kept(low), "high": kept(high)}  # fmt: skip
+
+
+def kept(x: Tensor) -> Tensor:
+    """A copy where a cache holds it; every case reads this one, the stock ones too."""
+    return memory.empty(x.shape, x.dtype, x.device).copy_(x)
 
 
 def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
@@ -156,14 +162,16 @@ def encoded(pages: dict[str, Tensor], encode: Callable[..., dict[str, Tensor]], 
         some = slice(at, at + AT_ONCE)
         mine = [x[some] if isinstance(x, Tensor) else x for x in options]
         for name, x in encode(pages["k"][some].float(), pages["v"][some].float(), *mine).items():
-            found.setdefault(name, x.new_empty(len(pages["k"]), *x.shape[1:]))[some] = x
+            if name not in found:
+                found[name] = memory.empty((len(pages["k"]), *x.shape[1:]), x.dtype, x.device)
+            found[name][some] = x
     return found
 
 
 def shadow(x: dict[str, Tensor], pages: dict[str, Tensor], rows: int, length: int) -> dict[str, Case]:
     """Low-rank keys: units chosen beforehand, as ShadowKV's landmarks cost what Quest's bounds do, and half."""
     q, device = x["q"], x["q"].device
-    u = torch.randn(rows // HEADS, length, RANK, device=device, dtype=q.dtype)
+    u = kept(torch.randn(rows // HEADS, length, RANK, device=device, dtype=q.dtype))
     basis, frequency = torch.randn(rows, RANK, DIM, device=device, dtype=q.dtype), torch.ones(DIM // 2, device=device)
     units = torch.rand(rows, length // 8, device=device).topk(min(BUDGET, length) // 8, 1).indices.sort(1).values
     call = partial(lowrank_attention, q, u, pages["v"], basis, frequency, x["table"], x["position"], page=PAGE,

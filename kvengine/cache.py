@@ -228,6 +228,7 @@ class LayerCache:
                 part.lane.finish(grouped, rows)
             if self.session.waiting and self.session.last in (None, self.layer):
                 judge_together(self.session)
+        self.session.passed(k, v)
         return out
 
     def hide(self, hidden: Bool[Tensor, "seq earlier"]) -> None:
@@ -246,6 +247,7 @@ class LayerCache:
         self.seen += k.shape[2]
         for part in self.parts:
             part.lane.enter(part.pick(k), part.pick(v), None if valid is None else self.by_row(valid, part))
+        self.session.passed(k, v)
 
     def take(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Tensor | None, stock: Stock | None

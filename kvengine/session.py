@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvengine import memory
 from kvengine.errors import CacheError
 from kvengine.offload.placement._ahead import Ahead
 from kvengine.policies.retention import Seen
@@ -51,6 +52,7 @@ class Session:
     )  # prompts judged once all layers have read them
     tree: Bool[Tensor, "node node"] | None = None  # the last tokens of a pass only look, each at these of the others
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass
+    loose: int = 0  # bytes of prompts' keys and values since what they left in the heap was handed back
     inferred: bool = False  # a pass ran in torch's inference mode; what it has written cannot be changed outside of it
     torn: bool = False  # a layer has begun to change, and not ended
     reached: int = 1 << 30  # the last layer that began; so high that any layer begins the first pass
@@ -68,6 +70,15 @@ class Session:
         self.reached, self.torn = layer, True
         if not sound:
             raise CacheError(BROKEN)
+
+    def passed(self, k: Tensor, v: Tensor) -> None:
+        """A layer has taken these of a prompt into memory of its own, or dropped them."""
+        if not k.is_cpu:
+            return
+        self.loose += k.nbytes + v.nbytes
+        if self.loose >= memory.LOOSE:
+            memory.trim()
+            self.loose = 0
 
 
 def judge_together(session: Session) -> None:

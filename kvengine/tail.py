@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvengine import memory
 from kvengine.kernels.step import Slots, ready
 from kvengine.tokens import take
 
@@ -123,14 +124,9 @@ class Tail:
         n = k.shape[1]
         if not full:
             self.place()
-        if not self.capacity and alone(k) and alone(v):
-            self.k, self.v = k, v
-            self._position = self._position.new_empty(len(k), n if self.placed else 0)
-            self.score = self.score.new_empty(len(k), n if self.scored else 0)
         self.reserve(n)
         s = slice(self.end, self.end + n)
-        if self.k is not k:
-            self.k[:, s], self.v[:, s] = k, v
+        self.k[:, s], self.v[:, s] = k, v
         if self.placed:
             self._position[:, s] = position
         if self.scored:
@@ -210,7 +206,7 @@ class Tail:
     def own(self) -> None:
         """Before writing into used slots: part from tensors that a remembered state refers to."""
         if self.shared:
-            self.k, self.v = self.k.clone(), self.v.clone()
+            self.k, self.v = moved(self.k, self.capacity), moved(self.v, self.capacity)
             self._position, self.score = self._position.clone(), self.score.clone()
             self.shared = False
 
@@ -309,16 +305,8 @@ class Nested(Tail):
         return {name: x for name, x in super().tensors().items() if name != "v"}
 
 
-def alone(x: Tensor) -> bool:
-    """Whether a tensor may be kept instead of a copy: it holds no more memory than it shows, and nobody writes there.
-
-    What a compiled model computes on a GPU may lie where its next pass will write.
-    """
-    return x.is_cpu and x.untyped_storage().nbytes() == x.nbytes
-
-
 def moved(x: Tensor, slots: int) -> Tensor:
     """A copy at the front of `slots` slots."""
-    out = torch.empty(x.shape[0], slots, *x.shape[2:], dtype=x.dtype, device=x.device)
+    out = memory.empty((x.shape[0], slots, *x.shape[2:]), x.dtype, x.device)
     out[:, : x.shape[1]] = x
     return out

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvengine import memory
+
 
 def pack(keep: Bool[Tensor, "row token"]) -> Int[Tensor, "row chosen"]:
     """The indices where `keep` holds, per row and in order, flush right; -1 before them in shorter rows.
@@ -88,6 +90,7 @@ def wider(x: Tensor, size: int, empty: int | float) -> Tensor:
     """`x` in front of `empty` up to `size` along axis 1."""
     if x.shape[1] == size:
         return x
-    out = torch.full((x.shape[0], size, *x.shape[2:]), empty, dtype=x.dtype, device=x.device)
+    out = memory.empty((x.shape[0], size, *x.shape[2:]), x.dtype, x.device)
     out[:, : x.shape[1]] = x
+    out[:, x.shape[1] :] = empty
     return out

@@ -16,6 +16,8 @@ import hypothesis
 import pytest
 import torch
 
+from kvengine import memory
+
 # Machines that run tests are busy; a slow example is not a failure.
 hypothesis.settings.register_profile("kvengine", deadline=None)
 hypothesis.settings.load_profile("kvengine")
@@ -30,6 +32,7 @@ UNWRITTEN = (
     (torch, "empty_strided"),
     (torch.Tensor, "new_empty"),
     (torch.Tensor, "new_empty_strided"),
+    (memory, "empty"),
 )
 
 

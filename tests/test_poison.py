@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from kvengine import memory
+
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 
@@ -12,6 +14,7 @@ def test_unwritten_floats_are_nan(dtype: torch.dtype) -> None:
     like = torch.zeros(3, dtype=dtype)
     for tensor in (torch.empty(3, dtype=dtype), torch.empty_like(like), like.new_empty(3)):
         assert tensor.dtype is dtype and tensor.float().isnan().all()
+    assert memory.empty((memory.OWN,), dtype, like.device).float().isnan().all()
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)

@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvengine import memory
 from kvengine.errors import PolicyError, unknown
 from kvengine.offload.placement._ahead import Ahead
 
@@ -135,7 +136,7 @@ class TensorStore:
         if slots <= len(self.data):
             return
         old = self.data  # slots are read only once they are written, so nothing is put into the new ones
-        self.data = torch.empty(slots, *old.shape[1:], dtype=old.dtype, device=old.device, pin_memory=self.pin)
+        self.data = memory.empty((slots, *old.shape[1:]), old.dtype, old.device, self.pin)
         self.data[: len(old)] = old
 
     def write(self, at: Int[Tensor, "slot"], x: Tensor) -> None:

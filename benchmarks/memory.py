@@ -1,0 +1,123 @@
+"""What a process holds under a policy, and what memory of a cache's own is worth on a CPU.
+
+    python -P benchmarks/memory.py [--length 4096] [--rounds 30] [--threads 2] [--results benchmarks/results]
+
+Each policy reads a prompt and decodes a few tokens in a process of its own, with a random model; what the process holds is
+what the system says (resident set). Then the decode kernel reads the same keys and values from torch's memory and from
+the cache's own, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+import kvengine
+from kvengine import memory
+from kvengine.kernels.attention import attention
+
+POLICIES = ["stock", "full", "snapkv(budget=512)", "streaming(recent=508)", "kivi(bits=4)", "kivi(bits=2)",
+            "quest(budget=512)", "duo(sparsity=0.5) + quest(budget=512) + kivi(bits=4)"]  # fmt: skip
+SHAPE = dict(vocab_size=1000, hidden_size=512, intermediate_size=1536, num_hidden_layers=28, num_attention_heads=16,
+             num_key_value_heads=8, head_dim=128, max_position_embeddings=1 << 17)  # fmt: skip
+HEADS, GROUP, DIM = 8, 4, 128
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def one(policy: str, length: int) -> dict[str, float]:
+    """What this process holds more after a prompt and eight tokens than before, and at most, in MB."""
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE)).to(torch.bfloat16).eval()
+    if policy != "stock":
+        kvengine.patch(model, policy)
+    ids = torch.randint(0, 1000, (1, length))
+
+    def generate(tokens: torch.Tensor, new: int) -> object:
+        cache = transformers.DynamicCache(config=model.config) if policy == "stock" else kvengine.EngineCache(model)
+        model.generate(
+            tokens, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, past_key_values=cache
+        )
+        return cache
+
+    generate(ids[:, :256], 4)
+    before = resident()
+    cache = generate(ids, 8)
+    after, most = resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    held = (
+        sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+        if isinstance(cache, transformers.DynamicCache)
+        else cache.stats().bytes_held  # type: ignore[attr-defined]
+    )
+    return {"held": held / 1e6, "process": (after - before) / 1e6, "most": (most - before) / 1e6}
+
+
+def pages(length: int, dtype: torch.dtype, rounds: int) -> dict[str, object]:
+    """One decoded token over keys and values in either memory."""
+    q = torch.randn(HEADS, GROUP, 1, DIM, dtype=dtype)
+    drawn = [torch.randn(HEADS, length, DIM, dtype=dtype) for _ in range(2)]
+    own = [memory.empty(x.shape, dtype, x.device).copy_(x) for x in drawn]
+    times: dict[str, list[float]] = {"heap": [], "own": []}
+    for _ in range(rounds):
+        for name, (k, v) in (("heap", drawn), ("own", own)):
+            began = time.perf_counter()
+            attention(q, k, v, None, DIM**-0.5)
+            times[name].append((time.perf_counter() - began) * 1e3)
+    ratios = [a / b for a, b in zip(times["heap"], times["own"], strict=True)]
+    found = {name: statistics.median(x) for name, x in times.items()}
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return {"length": length, "dtype": str(dtype).removeprefix("torch."), **found, "ratio": statistics.median(ratios),
+            "ratio_low": low, "ratio_high": high}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--policy", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    if given.policy:
+        print(json.dumps(one(given.policy, given.length)))
+        return
+    shared = {
+        "command": f"python -P benchmarks/memory.py --length {given.length} --rounds {given.rounds} --threads {given.threads}",
+        "machine": f"{given.threads} CPU cores, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"Python {platform.python_version()}",
+    }
+    processes = []
+    for policy in POLICIES:
+        options = ["--length", str(given.length), "--threads", str(given.threads), "--policy", policy]
+        run = subprocess.run([sys.executable, "-P", __file__, *options], capture_output=True, text=True, check=True)
+        processes.append({"policy": f"`{policy}`", **json.loads(run.stdout.splitlines()[-1])})
+        print(processes[-1], flush=True)
+    columns = {"policy": "policy", "held by the cache (MB)": "held:.0f", "held more by the process (MB)": "process:.0f",
+               "at most (MB)": "most:.0f"}  # fmt: skip
+    write(given.results / "memory.json", {**shared, "columns": columns, "rows": processes})
+    found = [pages(n, dtype, given.rounds) for n in (4096, 32768) for dtype in (torch.float32, torch.bfloat16)]
+    columns = {"tokens": "length", "dtype": "dtype", "torch's memory (ms)": "heap:.2f", "the cache's own (ms)": "own:.2f",
+               "ratio": "ratio:.2f", "lower quartile": "ratio_low:.2f", "upper quartile": "ratio_high:.2f"}  # fmt: skip
+    write(given.results / "memory_pages.json", {**shared, "columns": columns, "rows": found})
+
+
+def write(file: Path, result: dict[str, object]) -> None:
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()
