@@ -145,7 +145,7 @@ class Holding(Padded):
             k, v, places, *scores = taken(index, *wanted)
             lead = self.lead(places) if clean and not self.padded else None
             kept = k, v, None if lead is not None else places, scores[0] if scores else score
-            self.tail.replace(*kept, clean, self.slots(index.shape[1]), lead or 0, fresh=True)
+            self.tail.replace(*kept, clean, self.slots(index.shape[1]), lead or 0)
 
     def lead(self, position: Int[Tensor, "row token"]) -> int | None:
         """How many of these are first tokens that the retention tells apart, if order tells it the rest; else None."""

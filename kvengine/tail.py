@@ -257,15 +257,14 @@ class Tail:
         clean: bool,
         slots: int,
         lead: int = 0,
-        fresh: bool = False,
     ) -> None:
-        """Hold these tokens instead, with room for `slots` in all. `fresh`: nobody else has keys and values, so they may be kept.
+        """Hold these tokens instead, with room for `slots` in all.
 
         Without `position`, their order is all that is remembered: the first `lead` of them count as the row's first
         tokens, the others as its newest, one after the other, which puts none of them earlier than it was.
         """
         slots = max(slots, k.shape[1])
-        self.k, self.v = (k, v) if fresh and k.shape[1] == slots else (moved(k, slots), moved(v, slots))
+        self.k, self.v = moved(k, slots), moved(v, slots)
         self.placed, self.lead, self.exact = position is not None, lead, position is not None and self.exact
         self._position = self._position[:, :0] if position is None else moved(position.to(torch.int32), slots)
         if self.scored:
@@ -279,7 +278,10 @@ class Tail:
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows."""
-        self.k, self.v, self._position, self.score = (x[index] for x in (self.k, self.v, self._position, self.score))
+        self.k, self.v, self._position, self.score = (
+            torch.index_select(x, 0, index, out=memory.empty((len(index), *x.shape[1:]), x.dtype, x.device))
+            for x in (self.k, self.v, self._position, self.score)
+        )
         self.shared = False
 
     def tensors(self) -> dict[str, Tensor]:
