@@ -223,5 +223,10 @@ def test_it_refuses_what_a_gpu_would(device: Device) -> None:
         ]
         assert all(isinstance(value, Pretended) for value in values) and x.inner.tolist() == [0, 2, 3, 4]
         assert sum(device.moved.values()) == 2  # the last two
+        device.moved.clear()
+        assert x[[0, 1]].is_cuda and x.new_tensor([1.0]).is_cuda and x.masked_fill(x > 0, x[0]).is_cuda
+        assert y[[0, 1]].is_cpu and x[x[1].long()].is_cuda
+        assert sum(device.moved.values()) == 4
+        device.moved.clear()
         assert x.sum().item() == 9 and x.cpu().tolist() == [0, 2, 3, 4] and not x.cpu().is_cuda
-        assert sum(device.moved.values()) == 5
+        assert sum(device.moved.values()) == 3
