@@ -239,6 +239,12 @@ class Device(TorchFunctionMode):
     def on___setitem__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         x, index, value = args
         by_tensor = self.indices(x, index)
+        masks = [
+            i.dtype == torch.bool for i in (index if isinstance(index, tuple) else (index,)) if isinstance(i, Tensor)
+        ]
+        plain = not isinstance(value, Tensor) or not (isinstance(value, Pretended) or value.dim())
+        if isinstance(x, Pretended) and plain and by_tensor and not all(masks):
+            self.note("a number set by an index, host to device")  # torch makes a tensor of it, and copies that
         if isinstance(value, Tensor) and isinstance(value, Pretended) != isinstance(x, Pretended):
             if by_tensor and value.dim():
                 raise Elsewhere("index_put_ of values that are elsewhere")
