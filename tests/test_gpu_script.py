@@ -183,6 +183,24 @@ def test_a_call_that_cannot_be_captured_is_named(
     assert len(called) == 4
 
 
+def test_a_case_that_takes_too_much_memory_is_left_out_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers = script("peers")
+
+    def captured(call: Any) -> Any:
+        if call == "large":
+            raise torch.OutOfMemoryError("none left")
+        return f"{call}, recorded"
+
+    monkeypatch.setattr(peers, "captured", captured)
+    monkeypatch.setattr(torch, "cuda", Cuda())
+    sets = [{"full": (1, "full"), "sdpa": (1, "large"), "kivi": (2, "kivi")} for _ in range(2)]
+    peers.capture(sets)
+    assert sets == [{"full": (1, "full, recorded"), "kivi": (2, "kivi, recorded")}] * 2
+    assert "FAILED sdpa: OutOfMemoryError" in capsys.readouterr().out
+
+
 def test_a_run_that_is_cut_off_keeps_its_log(gpu: ModuleType, tmp_path: Path) -> None:
     """The log is there while the tests run."""
     log = tmp_path / "log.txt"
