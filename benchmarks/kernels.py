@@ -240,7 +240,7 @@ def measure(
 ) -> list[Row]:
     """All cases at one length, taking turns."""
     probe = 2 * batch * HEADS * length * DIM * dtype.itemsize
-    copies = max(1, min(16 if device == "cpu" else 4, -(-cold // probe)))
+    copies = max(1, min(16 if device == "cpu" else 8, -(-cold // probe)))
     check_memory(device, copies, probe)
     made = [inputs(batch, length, dtype, device, seed) for seed in range(copies)]
     sets = [cases(x, batch) for x in made]
@@ -343,7 +343,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument(
-        "--cold", type=int, default=2 * last_level(), help="bytes of keys and values to rotate through (GPU: 4 << 30)"
+        "--cold", type=int, default=2 * last_level(), help="bytes of keys and values to rotate through (GPU: 1 << 30)"
     )
     parser.add_argument("--cpu-time", action="store_true", help="processor time, for one thread on a busy machine")
     args = parser.parse_args()

@@ -300,7 +300,7 @@ class Holding(Padded):
             return self.lengths[0][0]
         out = torch.empty_like(self.first)
         for n, rows in self.lengths:
-            out[rows] = n
+            out.index_fill_(0, torch.arange(len(out), device=out.device) if rows is None else rows, n)
         return out
 
     def reach(self) -> Int[Tensor, "row token"]:

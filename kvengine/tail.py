@@ -171,7 +171,8 @@ class Tail:
         self.k[at], self.v[at] = k[:, 0], v[:, 0]
         self.position[at] = position[:, 0].to(self.position.dtype)
         if self.scored:
-            self.score[at] = 0.0
+            # torch would make a tensor of a number and copy it from the host, which no recording allows
+            self.score[at] = self.score.new_zeros(len(k))
         self.next += 1
 
     def put(

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support_sync import ours
@@ -238,6 +239,12 @@ class Device(TorchFunctionMode):
     def on___setitem__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         x, index, value = args
         by_tensor = self.indices(x, index)
+        masks = [
+            i.dtype == torch.bool for i in (index if isinstance(index, tuple) else (index,)) if isinstance(i, Tensor)
+        ]
+        plain = not isinstance(value, Tensor) or not (isinstance(value, Pretended) or value.dim())
+        if isinstance(x, Pretended) and plain and by_tensor and not all(masks):
+            self.note("a number set by an index, host to device")  # torch makes a tensor of it, and copies that
         if isinstance(value, Tensor) and isinstance(value, Pretended) != isinstance(x, Pretended):
             if by_tensor and value.dim():
                 raise Elsewhere("index_put_ of values that are elsewhere")
@@ -245,8 +252,13 @@ class Device(TorchFunctionMode):
         self.real(func, args, kwargs, host=True)
 
     def indices(self, x: Tensor, index: Any) -> bool:
-        tensors = [i for i in (index if isinstance(index, tuple) else (index,)) if isinstance(i, Tensor)]
+        every = index if isinstance(index, tuple) else (index,)
+        tensors = [i for i in every if isinstance(i, Tensor)]
+        if isinstance(x, Pretended) and any(isinstance(i, (list, range, np.ndarray)) for i in every):
+            self.note("an index, host to device")  # torch makes a tensor of it, and copies that
         for i in tensors:
+            if isinstance(i, Pretended) and not i.dim() and i.dtype != torch.bool:
+                self.note("an index that is a number, which waits")
             if isinstance(i, Pretended) and not isinstance(x, Pretended):
                 raise Elsewhere("a tensor of the host, indexed by one on the device")
             if isinstance(x, Pretended) and not isinstance(i, Pretended):
@@ -261,6 +273,19 @@ class Device(TorchFunctionMode):
         return Pretended(made) if there else made
 
     on_as_tensor = on_tensor
+
+    def on_new_tensor(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if isinstance(args[0], Pretended):
+            self.note("new_tensor, host to device")
+        return self.real(func, args, kwargs, host=not isinstance(args[0], Pretended))
+
+    def filled(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """With a number that the host must know."""
+        if any(isinstance(x, Pretended) and not x.dim() for x in (*args[1:], *kwargs.values())):
+            self.note(f"{func.__name__} with a number on the device, which waits")
+        return self.real(func, args, kwargs, host=not isinstance(args[0], Pretended))
+
+    on_masked_fill = on_masked_fill_ = on_index_fill = on_index_fill_ = on_new_full = filled
 
     def on_pin_memory(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(args[0], Pretended):

@@ -27,6 +27,7 @@ from kvengine.kernels.column_mass import blocks, reference
 from kvengine.kernels.cpu import library
 from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.state import State
+from kvengine.lane import Lane
 from kvengine.rope import Rope
 from kvengine.session import Call
 from kvengine.stack import Stack
@@ -133,6 +134,15 @@ def test_a_step_moves_nothing(text: str, held: bool, device: Device) -> None:
             fixed.advance()
 
 
+def test_tails_of_different_lengths_are_counted_where_they_are(device: Device) -> None:
+    with device:
+        lane = object.__new__(Lane)
+        lane.first = there(torch.zeros(3, dtype=torch.long))
+        lane.lengths = [(5, there(torch.tensor([0, 2]))), (7, there(torch.tensor([1])))]
+        found = lane.open()
+        assert not device.moved and isinstance(found, Tensor) and found.tolist() == [5, 7, 5]
+
+
 def sealed(cache: LayerCache) -> list[int]:
     return [n for part in cache.parts if (pages := part.lane.pages) is not None for n in pages.filled.inner.tolist()]
 
@@ -223,5 +233,12 @@ def test_it_refuses_what_a_gpu_would(device: Device) -> None:
         ]
         assert all(isinstance(value, Pretended) for value in values) and x.inner.tolist() == [0, 2, 3, 4]
         assert sum(device.moved.values()) == 2  # the last two
-        assert x.sum().item() == 9 and x.cpu().tolist() == [0, 2, 3, 4] and not x.cpu().is_cuda
+        device.moved.clear()
+        assert x[[0, 1]].is_cuda and x.new_tensor([1.0]).is_cuda and x.masked_fill(x > 0, x[0]).is_cuda
+        assert y[[0, 1]].is_cpu and x[x[1].long()].is_cuda
+        other = x.clone()
+        other[:2], other[x > 9], other[x[:1].long()] = 0, 1, 2.0  # the last one
         assert sum(device.moved.values()) == 5
+        device.moved.clear()
+        assert x.sum().item() == 9 and x.cpu().tolist() == [0, 2, 3, 4] and not x.cpu().is_cuda
+        assert sum(device.moved.values()) == 3

@@ -84,7 +84,7 @@ def join_kernel(
     BLOCK_D: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """One program per query row of a row: combine its shares, SHARES at a time as each waits for memory."""
-    row, n = tl.program_id(0), tl.program_id(1)
+    n, row = tl.program_id(0), tl.program_id(1)  # only the first axis holds more than 65535 programs
     ends, _ = row_ends(lengths, rows, columns, LENGTHS, ROWS, BLOCK)
     per = (tl.max(ends, 0) + programs - 1) // programs
     start, end = pick(ends, row - 1, ROWS), pick(ends, row, ROWS)
@@ -142,7 +142,7 @@ class Partials:
         shape = (self.group, self.queries)
         logits = out if sinks is None else sinks[..., None].expand(-1, -1, self.queries).contiguous()
         if self.rows and self.heads:
-            join_kernel[(self.rows, self.heads)](
+            join_kernel[(self.heads, self.rows)](
                 self.parts, self.tops, self.totals, logits, out, lse, self.lengths if self.lengths is not None else lse,
                 self.rows, self.columns, self.heads, self.programs, SINKS=sinks is not None, DIM=self.dim_v,
                 BLOCK_D=triton.next_power_of_2(self.dim_v), SHARES=32, **self.shape,

@@ -97,7 +97,8 @@ def attend_kernel(
                 scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
             seen = (n < heads)[:, None] & ok[None, :]
             if SEEN == GIVEN:
-                where = r * visible_row + (n % queries)[:, None] * visible_query + token[None, :] * visible_column
+                line = r * visible_row + (n % queries).to(tl.int64) * visible_query
+                where = line[:, None] + token[None, :] * visible_column
                 seen = seen & (tl.load(visible + where, mask=seen, other=0) != 0)
             if SEEN == BY_POSITION:
                 own = tl.load(query_position + r * queries + n % queries, mask=n < heads, other=0)

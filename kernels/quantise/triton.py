@@ -28,7 +28,7 @@ def pack_kernel(codes, out, size, BITS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(
         out + byte,
         tl.reshape(packed(code[None, :], 1, BLOCK, BITS), (BLOCK * BITS // 8,)),
-        mask=byte < size * BITS // 8,
+        mask=byte < size // (8 // BITS),  # `size * BITS` may need more than 32 bits
     )
 
 

@@ -78,6 +78,6 @@ class Quest(Selection):
     ) -> Float[Tensor, "row unit"]:
         """Minus the turn at which a page is chosen, the heads of a group choosing one after the other."""
         low, high, group = summary["low"], summary["high"], q.shape[1]
-        each = torch.stack([page_scores(q[:, [head]], low, high, alive) for head in range(group)], 1)
+        each = torch.stack([page_scores(x, low, high, alive) for x in q.split(1, 1)], 1)
         place = each.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         return -(place * group + torch.arange(group, device=q.device)[:, None]).amin(1).float()

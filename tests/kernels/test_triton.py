@@ -13,7 +13,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-SMALL = "merged or unseen or not_named or softcap_and_sinks or survivors or dead_tokens or matches_a_loop"
+SMALL = "merged or unseen or not_named or softcap_and_sinks or survivors or dead_tokens or matches_a_loop or far_apart"
 LIMITS = {80: 163 * 1024, 90: 227 * 1024}
 """Shared memory a block can have, in bytes."""
 
@@ -92,6 +92,19 @@ def test_a_long_prompt_fits_into_the_grid(monkeypatch: pytest.MonkeyPatch) -> No
     real = torch.ones(2, len(at := torch.arange(16 * 262144)), dtype=torch.bool)
     column_mass(q, k, position, at, real, 0.1, None, None, None)
     assert len(grids) == 3 and all(grid[0] > 65535 and grid[1] == 4 for grid in grids[1:])
+
+
+def test_many_heads_of_many_queries_fit_into_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As latents have them."""
+    from triton.runtime.jit import JITFunction
+
+    from kvengine.kernels.attention.triton import attention
+
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(JITFunction, "__getitem__", lambda self, grid: lambda *a, **k: grids.append(grid))
+    q, k = torch.zeros(1, 128, 600, 16), torch.zeros(1, 40, 16)
+    attention(q, k, k, None, 0.1, None, None, False)
+    assert len(grids) == 2 and all(n <= 65535 for grid in grids for n in grid[1:])
 
 
 def test_lengths_do_not_decide_what_is_compiled() -> None:
