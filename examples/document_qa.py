@@ -19,6 +19,7 @@ import hashlib
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from torch import Tensor
 
 import kvengine
 from kvengine.evals import loading
@@ -52,6 +54,31 @@ class Library:
     max_bytes: int = 4 << 20
     max_tokens: int = 8192
     lock: threading.Lock = field(default_factory=threading.Lock)
+    control: frozenset[int] = field(init=False)  # tokens that must not come from a client's text
+
+    def __post_init__(self) -> None:
+        names = self.tokenizer
+        ends = {names.bos_token_id, names.eos_token_id, names.pad_token_id}
+        special = {*names.all_special_ids, *(i for i, token in names.added_tokens_decoder.items() if token.special)}
+        self.control = frozenset(special - ({names.unk_token_id} - ends))
+        names.split_special_tokens = True  # "<|im_end|>" in a text is these ten characters
+        names("")  # here and not by several clients at once: the setting is passed on at the first use
+
+    def read(self, text: str, *, begins: bool) -> Tensor:
+        """Token ids [1, token] of a client's text, all of it text. Raises HTTPException 400 where that cannot be done.
+
+        Args:
+            text: whatever came.
+            begins: whether it is the start of the prompt, which gets the tokens that the tokenizer puts around one.
+        """
+        added = self.tokenizer("", add_special_tokens=begins).input_ids
+        ids: Tensor = self.tokenizer(text, return_tensors="pt", add_special_tokens=begins, verbose=False).input_ids
+        strange = Counter(ids[0].tolist()) - Counter(added)
+        if spelled := self.tokenizer.convert_ids_to_tokens(sorted(self.control & strange.keys())):
+            raise HTTPException(
+                400, f"the text has {', '.join(spelled)} in it, which this model cannot read as plain text; take it out"
+            )
+        return ids.long()
 
     def add(self, body: bytes) -> dict[str, Any]:
         """Read a document once, and store what was computed. Raises HTTPException 400 or 413."""
@@ -61,7 +88,7 @@ class Library:
             raise HTTPException(
                 400, f"the document is not UTF-8 text (byte {error.start}); convert it first"
             ) from error
-        ids = self.tokenizer(text, return_tensors="pt").input_ids
+        ids = self.read(text, begins=True)
         if not text.strip():
             raise HTTPException(400, "the document is empty; send its text as the body")
         if ids.shape[1] > self.max_tokens:
@@ -96,8 +123,8 @@ class Library:
             raise HTTPException(404, f"there is no document {name!r}; POST it to /documents first")
         begin = time.perf_counter()
         text = file.read_bytes().decode()  # to the byte what was computed; reading as text would turn \r\n into \n
-        document = self.tokenizer(text, return_tensors="pt").input_ids
-        asked = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
+        document = self.read(text, begins=True)
+        asked = self.read(question, begins=False)
         ids = torch.cat([document, asked], 1)
         room = self.max_tokens + 1024 - most - document.shape[1]
         if asked.shape[1] > room:
@@ -105,7 +132,9 @@ class Library:
         with self.lock:
             cache = self.prefix.fetch(ids, self.policy)
             reused = cache.seen
-            out = self.model.generate(ids, past_key_values=cache, max_new_tokens=most, do_sample=False)
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=most, do_sample=False
+            )
             stats = cache.stats()
         return {
             "answer": self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip(),
