@@ -19,7 +19,7 @@ from kvengine.offload import container as box
 from kvengine.offload.stores import keys, record
 from kvengine.offload.stores.backend import Backend
 from kvengine.offload.stores.record import Entry
-from kvengine.offload.stores.urls import backend
+from kvengine.offload.stores.urls import backend, parse, shown
 
 app = typer.Typer(help="Look into a store of encoded KV, check it, move values, clean up.", no_args_is_help=True)
 
@@ -42,22 +42,26 @@ def home() -> str:
 
 
 @contextmanager
-def opened(url: str) -> Iterator[Backend]:
-    """A store; what goes wrong with it ends the command with one line and status 1."""
+def opened(url: str, *, made: bool = False) -> Iterator[Backend]:
+    """A store; what goes wrong with it ends the command with one line and status 1. Only `made` makes a folder of one."""
+    url = url or home()
     try:
-        store = backend(url or home())
+        scheme, place = parse(url)
+        if not scheme and not made and not os.path.exists(os.path.join(place, "objects")):
+            raise StoreError(f"there is no store at {place}; `kvengine cache import` makes one")
+        store = backend(url)
         try:
             yield store
         finally:
             store.close()
     except KeyError as error:
-        raise _fail(f"{url or home()} has no value {error.args[0]}") from error
+        raise _fail(f"{shown(url)} has no value {error.args[0]}") from error
     except (KVEngineError, OSError, ValueError) as error:
         raise _fail(str(error)) from error
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in CLIENTS:
             raise
-        raise _fail(f"the store at {url} cannot be used: {error}") from error
+        raise _fail(f"the store at {shown(url)} cannot be used: {error}") from error
 
 
 def _fail(message: str) -> typer.Exit:
@@ -183,7 +187,7 @@ def import_values(
     store: Store = "",
 ) -> None:
     """Put exported values into a store, after checking them."""
-    with opened(store) as target:
+    with opened(store, made=True) as target:
         for file in files:
             data = file.read_bytes()
             entry = record.parse(data[: record.SIZE])

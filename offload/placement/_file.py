@@ -33,7 +33,7 @@ class File(Packed):
         self.open()
 
     def open(self) -> None:
-        place = Path(self.folder or tempfile.gettempdir())
+        place = Path(os.path.expanduser(self.folder) or tempfile.gettempdir())
         try:
             place.mkdir(parents=True, exist_ok=True)
             sweep(place)
