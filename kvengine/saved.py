@@ -30,7 +30,7 @@ from kvengine.lane import Lane
 from kvengine.offload.cachegen import Identity, lossless
 from kvengine.offload.cachegen.codec import DTYPES, check_identity
 from kvengine.offload.cachegen.coder import backend
-from kvengine.offload.container import Container, pack, read_file
+from kvengine.offload.container import Container, pack, plain, read_file
 from kvengine.pages import Pages
 from kvengine.pool import Pool
 from kvengine.saliency import Saliency
@@ -109,7 +109,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         extra: anything else, as plain JSON (the tokens so far, for instance).
 
     Raises:
-        CacheError: the cache is in the middle of something, or of another model.
+        CacheError: the cache is in the middle of something, or of another model, or `extra` is not plain JSON.
         OSError: of the file system; nothing is left half-written.
     """
     if not isinstance(cache, EngineCache):
@@ -118,6 +118,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         raise CacheError("this cache was made for another model; a file that names this one would be taken for its own")
     if any(part.lane.marks for layer in cache.engines for part in layer.parts) or cache.session.waiting:
         raise CacheError("the cache remembers states to roll back to; call cache.commit() before saving it")
+    beside = plain({} if extra is None else extra, "extra")
     out = Writer()
     header = {
         "kind": "session",
@@ -129,7 +130,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
             out.layer(layer.cache) if isinstance(layer, EngineLayer) else out.value(vars(layer))
             for layer in cache.layers
         ],
-        "extra": dict(extra or {}),
+        "extra": beside,
     }
     data = pack({**header, "tensors": out.kinds}, out.sections)
     _replace(Path(path), data)
@@ -182,7 +183,10 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
 
 def extra(path: str | Path) -> dict[str, Any]:
     """What was saved beside the session. Raises CorruptBitstream or IncompatibleCache."""
-    return dict(read_file(path).header.get("extra", {}))
+    found = read_file(path).header.get("extra", {})
+    if not isinstance(found, dict):
+        raise CorruptBitstream(f"{path} has a {type(found).__name__} beside the session, not an object")
+    return found
 
 
 class Writer:

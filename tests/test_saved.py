@@ -15,6 +15,7 @@ from transformers import DynamicCache
 import kvengine
 from kvengine import saved
 from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache
+from kvengine.offload import cachegen
 
 MIXED = [
     "snapkv(budget=24, window=6) + kivi(bits=4, group=16)", "duo(sinks=2, recent=10) + quest(budget=32, page=8)",
@@ -210,3 +211,35 @@ def test_only_a_models_own_engine_cache_is_saved(tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="not from a DynamicCache"):
         saved.save(DynamicCache(), tmp_path / "s.kv", model)
     assert not list(tmp_path.iterdir())
+
+
+def holds_itself() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    found["self"] = [found]
+    return found
+
+
+@pytest.mark.parametrize(("extra", "says"), [
+    ({"ids": torch.ones(2)}, r"extra\['ids'\] is a Tensor; only plain JSON"),
+    ({"a": [1, {"b": b"x"}]}, r"extra\['a'\]\[1\]\['b'\] is a bytes"),
+    ({"a": {1: 2}}, r"extra\['a'\] has the key 1, a int; keys of JSON are text"),  # it would come back as "1"
+    ({"a": float("nan")}, r"extra\['a'\] is nan"),
+    ({"a": {1, 2}}, "is a set"),
+    ({"a": 10**5000}, "cannot be kept as JSON"),
+    (holds_itself(), "holds itself"),
+    (["turns"], "extra is a list; give a dict"),
+])  # fmt: skip
+def test_what_is_not_plain_json_is_refused_before_anything_is_written(extra: Any, says: str, tmp_path: Path) -> None:
+    model, path = llama(), tmp_path / "s.kv"
+    with kvengine.patched(model, "full"):
+        cache = kvengine.EngineCache(model)
+        with torch.inference_mode():
+            model(**prompts(1), past_key_values=cache, use_cache=True)
+        saved.save(cache, path, model, extra={"turns": (1, 2.5, None, True, "é\ud800")})
+        before = path.read_bytes()
+        assert saved.extra(path) == {"turns": [1, 2.5, None, True, "é\ud800"]}
+        with pytest.raises(CacheError, match=says):
+            saved.save(cache, path, model, extra=extra)
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["s.kv"]
+    with pytest.raises(CacheError, match=says):
+        cachegen.encode(cachegen.KV([], extra=extra))
