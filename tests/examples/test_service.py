@@ -1,53 +1,17 @@
-"""The document service of `examples/document_qa.py`, over HTTP, and what its clients and its operator do wrong."""
+"""The document service of `examples/document_qa.py`, over HTTP, and what its clients do wrong."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import socket
 import sys
 import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from layout import ROOT
-
-
-def service() -> ModuleType:
-    for needed in ("starlette", "uvicorn"):
-        pytest.importorskip(needed)
-    spec = importlib.util.spec_from_file_location("document_qa", ROOT / "examples" / "document_qa.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["document_qa"] = module  # its dataclass looks itself up there
-    spec.loader.exec_module(module)
-    return module
-
-
-class Client:
-    """Talks to a server on a port."""
-
-    def __init__(self, port: int) -> None:
-        self.base = f"http://127.0.0.1:{port}"
-
-    def __call__(self, path: str, body: bytes | None = None) -> tuple[int, Any]:
-        try:
-            with urllib.request.urlopen(urllib.request.Request(self.base + path, body), timeout=60) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.load(error)
-
-    def ask(self, name: str, key: str) -> tuple[int, Any]:
-        question = f"\nWhat is the special magic number for {key} mentioned in the provided text?"
-        question += f" The special magic number for {key} mentioned in the provided text is"
-        return self(f"/documents/{name}/questions", json.dumps({"question": question, "max_new_tokens": 6}).encode())
+from support_service import GRASS, Client, service
+from support_service import served as served
 
 
 class Dead:
@@ -60,28 +24,6 @@ class Dead:
         return (lambda: None) if name == "close" else fail
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Any, ModuleType]]:
-    module, folder = service(), tmp_path_factory.mktemp("qa")
-    import uvicorn
-
-    library = module.library("bundled", str(folder / "store"), folder / "documents", "full", max_bytes=20000)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(module.application(library), port=port, log_level="error", ws="none"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    limit = time.monotonic() + 60
-    while not server.started:
-        assert thread.is_alive() and time.monotonic() < limit, "the service did not start"
-        time.sleep(0.02)
-    yield Client(port), library, module
-    server.should_exit = True
-    thread.join()
-
-
-GRASS = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DOCUMENT = f"{GRASS * 10} One of the special magic numbers for quiet-river is: 4817263.{GRASS * 8}".encode()
 
 
