@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvengine.errors import CorruptBitstream, KVEngineError, StoreError
@@ -65,7 +66,7 @@ def opened(url: str, *, made: bool = False) -> Iterator[Backend]:
 
 
 def _fail(message: str) -> typer.Exit:
-    Console(stderr=True).print(f"[red]error:[/] {message}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     return typer.Exit(1)
 
 
@@ -189,11 +190,20 @@ def import_values(
     """Put exported values into a store, after checking them."""
     with opened(store, made=True) as target:
         for file in files:
-            data = file.read_bytes()
-            entry = record.parse(data[: record.SIZE])
-            record.check_payload(entry, memoryview(data)[record.SIZE :])
-            target.put(entry.key, [memoryview(data)[record.SIZE :]], ttl)
+            entry, payload = exported(file)
+            target.put(entry.key, [payload], ttl)
             typer.echo(f"{entry.key} {entry.size:,} bytes <- {file}")
+
+
+def exported(file: Path) -> tuple[Entry, memoryview]:
+    """What a file that `export` wrote holds. Raises StoreError that names the file."""
+    try:
+        data = memoryview(file.read_bytes())
+        entry = record.parse(data[: record.SIZE])
+        record.check_payload(entry, data[record.SIZE :])
+    except (KVEngineError, OSError) as error:
+        raise StoreError(f"{file} was not imported: {error}") from error
+    return entry, data[record.SIZE :]
 
 
 @app.command()

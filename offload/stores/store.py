@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from kvengine.errors import CorruptBitstream, IncompatibleCache, StoreError
 from kvengine.offload.stores.backend import Backend
-from kvengine.offload.stores.record import Buffer, Entry
+from kvengine.offload.stores.record import Buffer, Entry, check_ttl
 
 log = logging.getLogger(__name__)
 X = TypeVar("X")
@@ -99,7 +99,8 @@ class Store:
     def submit_put(
         self, keys: Sequence[str], values: Sequence[Buffer | Sequence[Buffer]], ttl: float | None = None
     ) -> int:
-        """Stores values, each a buffer or a list of buffers to be joined. Returns the job."""
+        """Stores values, each a buffer or a list of buffers to be joined, for `ttl` seconds. Returns the job."""
+        check_ttl(ttl)
         parts = [[v] if isinstance(v, bytes | bytearray | memoryview) else list(v) for v in values]
         sizes = [sum(memoryview(part).nbytes for part in value) for value in parts]
 
