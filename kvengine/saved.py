@@ -11,7 +11,6 @@ some table still names are kept, wherever they were placed. Nothing is unpickled
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import fields
 from hashlib import sha256
@@ -31,6 +30,7 @@ from kvengine.offload.cachegen import Identity, lossless
 from kvengine.offload.cachegen.codec import DTYPES, check_identity
 from kvengine.offload.cachegen.coder import backend
 from kvengine.offload.container import Container, pack, plain, read_file
+from kvengine.offload.stores.filesystem import replace_file
 from kvengine.pages import Pages
 from kvengine.pool import Pool
 from kvengine.saliency import Saliency
@@ -134,20 +134,8 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         "extra": beside,
     }
     data = pack({**header, "tensors": out.kinds}, out.sections)
-    _replace(Path(path), data)
+    replace_file(Path(path), data)
     return len(data)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def load(model: nn.Module, path: str | Path) -> EngineCache:

@@ -19,6 +19,7 @@ from kvengine.errors import CorruptBitstream, KVEngineError, StoreError
 from kvengine.offload import container as box
 from kvengine.offload.stores import keys, record
 from kvengine.offload.stores.backend import Backend
+from kvengine.offload.stores.filesystem import replace_file
 from kvengine.offload.stores.record import Entry
 from kvengine.offload.stores.urls import backend, parse, shown
 
@@ -175,9 +176,7 @@ def export_value(
     with opened(store) as source:
         whole = complete(source, key)
         payload = _read(source, whole)
-        draft = file.with_name(file.name + ".part")
-        draft.write_bytes(record.header(whole, [payload], None) + payload)
-        os.replace(draft, file)
+        replace_file(file, record.header(whole, [payload], None) + payload)
     typer.echo(f"{whole} {len(payload):,} bytes -> {file}")
 
 

@@ -55,7 +55,10 @@ def test_verify_finds_and_removes_damage(folder: Path) -> None:
 
 def test_export_and_import(folder: Path, tmp_path: Path) -> None:
     out, other = tmp_path / "one.kv", tmp_path / "other"
+    mine = tmp_path / "one.kv.part"
+    mine.write_text("a file of the user's")
     run("export", "02", out, "-s", folder)
+    assert mine.read_text() == "a file of the user's"
     run("import", out, "-s", other)
     assert json.loads(run("info", out)) == json.loads(run("info", KEYS[2], "-s", other))
     out.write_bytes(out.read_bytes()[:-1])
