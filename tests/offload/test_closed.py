@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_a_prefix_over_a_closed_store_says_so(tmp_path: Path) -> None:
 
 def test_closing_waits_for_what_was_taken_and_takes_no_more(tmp_path: Path) -> None:
     store = stores.Store(stores.Files(tmp_path / "kv"), threads=2)
-    keys, taken = [f"{i:064x}" for i in range(400)], 0
+    keys, taken = [f"{i:064x}" for i in range(20000)], 0
 
     def fill() -> None:
         nonlocal taken
@@ -62,6 +63,7 @@ def test_closing_waits_for_what_was_taken_and_takes_no_more(tmp_path: Path) -> N
             except StoreError:
                 return
             taken += 1
+            time.sleep(0.001)  # not so many that closing takes long
 
     writer = threading.Thread(target=fill)
     writer.start()
