@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from kvengine.errors import KVEngineError
 from kvengine.evals import compare, drive
 from kvengine.evals import report as reports
 from kvengine.evals.config import RunConfig, build
+from kvengine.speculative.commands import readable_errors
 
 app = typer.Typer(help="Measure quality, memory and speed of policies on the same data.", no_args_is_help=True)
 console = Console()
@@ -112,16 +110,6 @@ def perform(suite: str, config: Path | None, dry_run: bool, given: dict[str, Any
     raise typer.Exit(code)
 
 
-@contextlib.contextmanager
-def readable_errors() -> Iterator[None]:
-    """An error of ours, or of the file system, is one line and exit code 2, not a traceback."""
-    try:
-        yield
-    except (KVEngineError, OSError) as error:
-        console.print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
-
-
 for _suite, _about in SUITES.items():
     suite_command(_suite, _about)
 
@@ -132,7 +120,7 @@ def report_command(folders: Annotated[list[Path], typer.Argument(help="run folde
     with readable_errors():
         for folder in folders:
             reports.write(folder)
-            console.print(f"{folder / 'report.html'}", highlight=False)
+            console.print(f"{folder / 'report.html'}", highlight=False, markup=False)
 
 
 @app.command("compare")
@@ -141,4 +129,4 @@ def compare_command(
 ) -> None:
     """Difference B - A, cell by cell, on identical samples."""
     with readable_errors():
-        console.print(compare.text(a, b), highlight=False, soft_wrap=True)
+        console.print(compare.text(a, b), highlight=False, markup=False, soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class RunConfig:
             raise EvaluationError(f"batch={self.batch}, few={self.few}: must be positive")
         if self.few is not None and not self.shared:
             raise EvaluationError("few wants shared: only then the full cache goes first; add --shared")
-        if self.minutes is not None and self.minutes <= 0:
+        if self.minutes is not None and not 0 < self.minutes < inf:
             raise EvaluationError(f"minutes={self.minutes}: must be positive")
         for name, path in self.data.items():
             if str(path) != "hub" and not path.exists():
@@ -91,8 +92,14 @@ def build(suite: str, file: Path | None, given: Mapping[str, Any]) -> RunConfig:
     for name in merged:
         if name not in known:
             raise EvaluationError(unknown("setting", name, known))
-    merged.setdefault("out", default_folder(suite, merged))
-    return RunConfig(**{"suite": suite, **{name: _typed(name, value) for name, value in merged.items()}})
+    typed: dict[str, Any] = {}
+    for name, value in merged.items():
+        try:
+            typed[name] = _typed(name, value)
+        except (TypeError, AttributeError, OverflowError) as error:
+            raise EvaluationError(f"{name}={value!r} is not what this setting takes: {error}") from error
+    typed.setdefault("out", default_folder(suite, merged))
+    return RunConfig(**{"suite": suite, **typed})
 
 
 PASSING = {"limit", "minutes", "report", "fail_under", "retry", "device"}
@@ -122,9 +129,16 @@ def _typed(name: str, value: Any) -> Any:
         case "out":
             return Path(value)
         case "policies" | "modes":
-            return tuple(split(value)) if isinstance(value, str) else tuple(value)
+            return tuple(split(value)) if isinstance(value, str) else tuple(_text(name, one) for one in value)
         case "tasks":
             return value if isinstance(value, str) else ",".join(value)
+        case "chat" if isinstance(value, bool):
+            return "on" if value else "off"  # YAML reads these words so
+        case "model" | "device" | "dtype" | "chat" | "suite":
+            return _text(name, value)
+        case "shared" | "ceiling" | "oracle" | "golden" | "retry" | "report":
+            if not isinstance(value, bool):
+                raise EvaluationError(f"{name} is true or false, got {value!r}")
         case "minutes":
             return _float(value)
         case "budget":
@@ -134,8 +148,8 @@ def _typed(name: str, value: Any) -> Any:
             return int(number) if number > 1 else number
         case "lengths":
             return tuple(_integers(value))
-        case "samples" | "limit" | "seed":
-            return None if value is None and name == "limit" else _integer(name, value)
+        case "samples" | "limit" | "seed" | "batch" | "few":
+            return None if value is None and name in ("limit", "few") else _integer(name, value)
         case "data":
             return {key: Path(path) for key, path in pairs(value).items()}
         case "fail_under":
@@ -156,6 +170,12 @@ def pairs(value: Any, *, last: bool = False) -> dict[str, Any]:
         if not equals:
             raise EvaluationError(f"expected NAME=VALUE, got {item!r}")
     return {name: text for name, _, text in found}
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise EvaluationError(f"{name} is text, got {value!r}")
+    return value
 
 
 def _integers(value: Any) -> list[int]:

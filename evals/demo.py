@@ -7,10 +7,12 @@ fewer policies. Running it again goes on where it stopped.
 from __future__ import annotations
 
 import time
+from math import inf
 from pathlib import Path
 
 from rich.console import Console
 
+from kvengine.errors import EvaluationError
 from kvengine.evals import drive, manifest, report
 from kvengine.evals.config import RunConfig
 from kvengine.evals.drive import rounds
@@ -35,6 +37,8 @@ def settings(out: Path, *, model: str = "bundled", length: int = 2048, samples: 
 
 def main(out: Path = Path("runs/demo"), minutes: float = 5.0, console: Console | None = None, **more: object) -> int:
     """Run for about so many minutes (a round is never cut), then report. Returns the exit code."""
+    if not 0 < minutes < inf:
+        raise EvaluationError(f"minutes={minutes}: must be positive")
     console = console or Console()
     run = drive.prepare(settings(out, **more))  # type: ignore[arg-type]  # the keywords of `settings`
     manifest.write(out / "manifest.json", run)
@@ -42,6 +46,7 @@ def main(out: Path = Path("runs/demo"), minutes: float = 5.0, console: Console |
     manifest.write(out / "manifest.json", run)
     drive.summarise(report.write(out), console)
     console.print(
-        f"{done} samples of every task under every policy in {minutes:g} minutes; report: {out / 'report.html'}"
+        f"{done} samples of every task under every policy in {minutes:g} minutes; report: {out / 'report.html'}",
+        markup=False,
     )
     return 0

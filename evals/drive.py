@@ -8,6 +8,7 @@ from math import inf
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.markup import escape
 from rich.table import Column, Table
 from transformers.utils import logging
 
@@ -38,7 +39,11 @@ def run(config: RunConfig, console: Console) -> int:
     task = prepare(config)
     manifest.write(config.out / "manifest.json", task)
     if task.left_out():
-        console.print(f"left out for want of data: {', '.join(one.name for one in task.left_out())}", highlight=False)
+        console.print(
+            f"left out for want of data: {', '.join(one.name for one in task.left_out())}",
+            highlight=False,
+            markup=False,
+        )
     end = inf if config.minutes is None else time.monotonic() + 60 * config.minutes
     if config.minutes is None or config.shared:
         with Bar(len(task.cells()), config.samples_per_cell, console) as bar:
@@ -48,10 +53,10 @@ def run(config: RunConfig, console: Console) -> int:
     manifest.write(config.out / "manifest.json", task)
     found = report.write(config.out) if config.report else report.found(config.out)
     summarise(found, console)
-    console.print(f"rows, tables and report: {config.out}", highlight=False)
+    console.print(f"rows, tables and report: {config.out}", highlight=False, markup=False)
     failures = below(found, config)
     for line in failures:
-        console.print(f"[red]below the bar[/red]: {line}", highlight=False)
+        console.print(f"[red]below the bar[/red]: {escape(line)}", highlight=False)
     return int(bool(failures))
 
 
@@ -106,7 +111,7 @@ def summarise(found: list[CellResult], console: Console) -> None:
         )
         for policy in tables.unique(cell.policy for cell in chosen if cell.score):
             texts = tables.cost_texts([cell for cell in chosen if cell.policy == policy and cell.score])
-            shown.add_row(policy, losses.get(policy) or means.get(policy, "–"), *texts[1:6])
+            shown.add_row(escape(policy), losses.get(policy) or means.get(policy, "–"), *texts[1:6])
         console.print(shown)
         console.print(
             Markdown("\n".join(f"- {line}" for line in tables.in_short(chosen)) + "\n" + tables.notes(chosen))

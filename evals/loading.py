@@ -47,6 +47,8 @@ def pick_device(name: str) -> str:
         torch.device(name)
     except RuntimeError as error:
         raise EvaluationError(f"device {name!r} is not one that torch knows; give auto, cpu or cuda") from error
+    if torch.device(name).type == "meta":
+        raise EvaluationError("device 'meta' holds no numbers to compute with; give auto, cpu or cuda")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise EvaluationError(f"device {name!r} asked for, but torch sees no GPU; use --device cpu")
     return name

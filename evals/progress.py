@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvengine.evals.records import Row
@@ -28,7 +29,7 @@ class Bar(AbstractContextManager["Bar"]):
 
     def __init__(self, cells: int, samples: int, console: Console) -> None:
         columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn()
-        self.progress = Progress(*columns, TextColumn("{task.description}"), console=console)
+        self.progress = Progress(*columns, TextColumn("{task.description}", markup=False), console=console)
         self.bar = self.progress.add_task("", total=cells * samples)
         self.samples = samples
         self.done: dict[str, int] = {}
@@ -51,12 +52,13 @@ class Bar(AbstractContextManager["Bar"]):
         self.scores.setdefault(name, []).extend(row["score"] for row in rows)
         self._advance(name, self.done[name] + 1)
         if self.done[name] == self.samples:
-            self.progress.console.print(f"{name:60} {self._mean(name)}", highlight=False)
+            self.progress.console.print(f"{name:60} {self._mean(name)}", highlight=False, markup=False)
 
     def refused(self, cell: Cell, row: Row) -> None:
         """A cell cannot be done."""
         self._advance(str(cell), self.samples)
-        self.progress.console.print(f"{cell}: [yellow]{row['status']}[/yellow]: {row['message']}", highlight=False)
+        told = f"{escape(str(cell))}: [yellow]{row['status']}[/yellow]: {escape(str(row['message']))}"
+        self.progress.console.print(told, highlight=False)
 
     def _advance(self, name: str, done: int) -> None:
         before = self.done.get(name, 0)

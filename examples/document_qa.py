@@ -4,22 +4,28 @@
 
     curl --data-binary @report.txt localhost:8000/documents            {"id": "3f…", "tokens": 8123, "stored": true}
     curl -d '{"question": "Who won?"}' localhost:8000/documents/3f…/questions
+    curl -X DELETE localhost:8000/documents/3f…                        its text, and what was computed of it
     curl localhost:8000/health
 
 Keys and values of a document go to a store, in chunks. A question fetches them, enters them into a cache under the policy
 of your choice, and only the question is computed, also after a restart or on another machine with the same store. A store
-that is down costs time, not answers. Needs `pip install starlette uvicorn`.
+that is down costs time, not answers. Whoever reaches the port may ask about every document whose id they know: put what
+knows your users in front. Needs `pip install starlette uvicorn`.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import hashlib
 import json
+import re
+import secrets
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,12 +38,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from torch import Tensor
 
 import kvengine
 from kvengine.evals import loading
-from kvengine.offload.stores import Store
+from kvengine.offload.stores import Store, chain
 from kvengine.offload.stores.urls import backend
 from kvengine.prefix import Prefix
+
+ROOM = 1024  # tokens for a question and its answer
+NAME = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass
@@ -51,32 +61,103 @@ class Library:
     policy: str = "full"
     max_bytes: int = 4 << 20
     max_tokens: int = 8192
+    max_documents: int = 1000
     lock: threading.Lock = field(default_factory=threading.Lock)
+    control: frozenset[int] = field(init=False)  # tokens that must not come from a client's text
+
+    def __post_init__(self) -> None:
+        names = self.tokenizer
+        ends = {names.bos_token_id, names.eos_token_id, names.pad_token_id}
+        special = {*names.all_special_ids, *(i for i, token in names.added_tokens_decoder.items() if token.special)}
+        self.control = frozenset(special - ({names.unk_token_id} - ends))
+        names.split_special_tokens = True  # "<|im_end|>" in a text is these ten characters
+        names("")  # here and not by several clients at once: the setting is passed on at the first use
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_tokens = min(self.max_tokens, (longest or 1 << 40) - ROOM)
+        if self.max_tokens < 1:
+            raise ValueError(
+                f"the model reads {longest} tokens, and {ROOM} are for a question and its answer; take another"
+            )
+        for draft in self.folder.glob("*.part"):
+            if time.time() - draft.stat().st_mtime > 3600:
+                draft.unlink(missing_ok=True)  # of a service that was killed
+
+    def read(self, text: str, *, begins: bool) -> Tensor:
+        """Token ids [1, token] of a client's text, all of it text. Raises HTTPException 400 where that cannot be done.
+
+        Args:
+            text: whatever came.
+            begins: whether it is the start of the prompt, which gets the tokens that the tokenizer puts around one.
+        """
+        added = self.tokenizer("", add_special_tokens=begins).input_ids
+        ids: Tensor = self.tokenizer(text, return_tensors="pt", add_special_tokens=begins, verbose=False).input_ids
+        strange = Counter(ids[0].tolist()) - Counter(added)
+        if spelled := self.tokenizer.convert_ids_to_tokens(sorted(self.control & strange.keys())):
+            raise HTTPException(
+                400, f"the text has {', '.join(spelled)} in it, which this model cannot read as plain text; take it out"
+            )
+        return ids.long()
 
     def add(self, body: bytes) -> dict[str, Any]:
-        """Read a document once, and store what was computed. Raises HTTPException 400 or 413."""
+        """Read a document once, and store what was computed. Raises HTTPException 400, 413 or 507."""
         try:
             text = body.decode()
         except UnicodeDecodeError as error:
             raise HTTPException(
                 400, f"the document is not UTF-8 text (byte {error.start}); convert it first"
             ) from error
-        ids = self.tokenizer(text, return_tensors="pt").input_ids
+        ids = self.read(text, begins=True)
         if not text.strip():
             raise HTTPException(400, "the document is empty; send its text as the body")
         if ids.shape[1] > self.max_tokens:
             raise HTTPException(413, f"the document has {ids.shape[1]} tokens, at most {self.max_tokens} fit; split it")
         name = hashlib.sha256(body).hexdigest()[:16]
-        draft = self.folder / f"{name}.{threading.get_ident()}"
-        draft.write_bytes(body)
-        draft.replace(self.folder / f"{name}.txt")  # whole or not at all, whatever stops the service
         with self.lock, torch.no_grad():
+            self.write(name, body)
             cache = self.prefix.fetch(ids, "full")
             known = cache.seen
             self.model(ids[:, known:], past_key_values=cache, logits_to_keep=1)
             self.prefix.keep(ids, cache)
             stored = self.stored()  # `poll` hands out every finished job: nobody else may have one under way
         return {"id": name, "tokens": ids.shape[1], "already_known": known, **stored}
+
+    def write(self, name: str, body: bytes) -> None:
+        """Keep a text: whole or not at all, whatever stops the service. Raises HTTPException 507."""
+        file, draft = self.folder / f"{name}.txt", self.folder / f"{name}.{secrets.token_hex(4)}.part"
+        if not file.exists() and len(list(self.folder.glob("*.txt"))) >= self.max_documents:
+            raise HTTPException(507, f"{self.max_documents} documents are kept, which is all; DELETE one of them first")
+        try:
+            draft.write_bytes(body)
+            draft.replace(file)
+        except OSError as error:
+            raise HTTPException(
+                507, f"the document cannot be kept: {error.strerror}; what was there is there"
+            ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+
+    def text(self, name: str) -> str:
+        """A document to the byte as it came; reading as text would turn \\r\\n into \\n. Raises HTTPException 404 or 500."""
+        missing = HTTPException(404, f"there is no document {name[:32]!r}; POST it to /documents first")
+        if not NAME.fullmatch(name):
+            raise missing
+        try:
+            body = (self.folder / f"{name}.txt").read_bytes()
+        except FileNotFoundError:
+            raise missing from None
+        if hashlib.sha256(body).hexdigest()[:16] != name:
+            raise HTTPException(500, f"the text of {name} is not what was sent; POST the document again")
+        return body.decode()
+
+    def delete(self, name: str) -> dict[str, Any]:
+        """Forget a document: its text, and what was computed of it. Raises HTTPException 404 or 500."""
+        with self.lock:
+            ids = self.read(self.text(name), begins=True)
+            keys = chain(ids[0].tolist(), self.prefix.start, self.prefix.chunk)
+            gone = self.prefix.store.delete(keys)
+            (self.folder / f"{name}.txt").unlink()
+        return {"id": name, "deleted": True, "chunks": sum(gone)}
 
     def stored(self) -> dict[str, Any]:
         """Whether what was submitted has reached the store."""
@@ -90,22 +171,20 @@ class Library:
         }
 
     def ask(self, name: str, question: str, most: int) -> dict[str, Any]:
-        """Answer a question on a document. Raises HTTPException 404 or 413."""
-        file = self.folder / f"{name}.txt"
-        if not name.isalnum() or not file.is_file():
-            raise HTTPException(404, f"there is no document {name!r}; POST it to /documents first")
+        """Answer a question on a document. Raises HTTPException 404, 413 or 500."""
         begin = time.perf_counter()
-        text = file.read_bytes().decode()  # to the byte what was computed; reading as text would turn \r\n into \n
-        document = self.tokenizer(text, return_tensors="pt").input_ids
-        asked = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
+        document = self.read(self.text(name), begins=True)
+        asked = self.read(question, begins=False)
         ids = torch.cat([document, asked], 1)
-        room = self.max_tokens + 1024 - most - document.shape[1]
+        room = self.max_tokens + ROOM - most - document.shape[1]
         if asked.shape[1] > room:
             raise HTTPException(413, f"the question has {asked.shape[1]} tokens; at most {room} fit")
         with self.lock:
             cache = self.prefix.fetch(ids, self.policy)
             reused = cache.seen
-            out = self.model.generate(ids, past_key_values=cache, max_new_tokens=most, do_sample=False)
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=most, do_sample=False
+            )
             stats = cache.stats()
         return {
             "answer": self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip(),
@@ -117,19 +196,40 @@ class Library:
 
 
 async def limited(request: Request, most: int) -> bytes:
-    """The body, read only as far as it may go. Raises HTTPException 413."""
+    """The body, read only as far as it may go, and as long. Raises HTTPException 408, 413 or 415."""
+    kind, packed = (request.headers.get(name, "").lower() for name in ("content-type", "content-encoding"))
+    if kind.startswith("multipart/") or packed not in ("", "identity"):
+        raise HTTPException(
+            415, "send the text itself as the body, as curl --data-binary @FILE does: no form, not packed"
+        )
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > most:
-            raise HTTPException(413, f"the body has more than {most} bytes; split the document, or raise --max-bytes")
+    try:
+        async with asyncio.timeout(request.app.state.patience):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise HTTPException(413, f"the body has more than {most} bytes; split the text")
+    except TimeoutError:
+        raise HTTPException(408, "the body did not come in time; send it again") from None
     return bytes(body)
+
+
+async def turn(request: Request, work: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+    """What `work` returns, once everybody before is served, and if the client is still there then."""
+    async with request.app.state.turn:
+        if await request.is_disconnected():
+            raise HTTPException(408, "the client left")
+        return await run_in_threadpool(work, *given)
 
 
 async def add(request: Request) -> Response:
     library: Library = request.app.state.library
     body = await limited(request, library.max_bytes)
-    return JSONResponse(await run_in_threadpool(library.add, body), 201)
+    return JSONResponse(await turn(request, library.add, body), 201)
+
+
+async def delete(request: Request) -> Response:
+    return JSONResponse(await turn(request, request.app.state.library.delete, request.path_params["name"]))
 
 
 async def ask(request: Request) -> Response:
@@ -144,7 +244,7 @@ async def ask(request: Request) -> Response:
         raise HTTPException(400, 'expected JSON like {"question": "…", "max_new_tokens": 64}') from error
     if not question.strip() or not 1 <= most <= 512:
         raise HTTPException(400, "the question must not be empty, and max_new_tokens lies between 1 and 512")
-    return JSONResponse(await run_in_threadpool(library.ask, request.path_params["name"], question, most))
+    return JSONResponse(await turn(request, library.ask, request.path_params["name"], question, most))
 
 
 async def health(request: Request) -> Response:
@@ -165,30 +265,35 @@ async def failed(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": error.detail if known else "internal error"}, error.status_code if known else 500)
 
 
-def application(library: Library) -> Starlette:
-    """The service as an ASGI application."""
+def application(library: Library, patience: float = 60.0) -> Starlette:
+    """The service as an ASGI application. `patience`: seconds that a body may take to come."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        app.state.library = library
+        app.state.library, app.state.patience, app.state.turn = library, patience, asyncio.Lock()
         yield
         library.prefix.store.close()
 
     routes = [
         Route("/documents", add, methods=["POST"]),
         Route("/documents/{name}/questions", ask, methods=["POST"]),
+        Route("/documents/{name}", delete, methods=["DELETE"]),
         Route("/health", health),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: failed, 500: failed})
 
 
-def library(model: str, store: str, folder: Path, policy: str, **limits: int) -> Library:
-    """Load a model, patch it, and open the store."""
+def library(model: str, store: str, folder: Path, policy: str, *, cap: int | None = None, **limits: int) -> Library:
+    """Load a model, patch it, and open the store. Raises ValueError for a limit below 1."""
+    if small := [name for name, most in limits.items() if most < 1]:
+        raise ValueError(f"{small[0]}={limits[small[0]]} lets nothing in; give 1 or more")
     loaded, tokenizer = loading.load(model)
     kvengine.patch(loaded, "full")
     kvengine.EngineCache(loaded, policy)  # a policy that is wrong, or not for this model, stops here
     folder.mkdir(parents=True, exist_ok=True)
-    return Library(loaded, tokenizer, Prefix(loaded, Store(backend(store)), tokenizer), folder, policy, **limits)
+    return Library(
+        loaded, tokenizer, Prefix(loaded, Store(backend(store, cap=cap)), tokenizer), folder, policy, **limits
+    )
 
 
 def main() -> None:
@@ -198,14 +303,21 @@ def main() -> None:
     given.add_argument("--folder", type=Path, default=Path("runs/qa/documents"), help="where the texts live")
     given.add_argument("--policy", default="quest(budget=1024)", help="of the caches that answer")
     given.add_argument("--max-bytes", type=int, default=4 << 20, help="of a document")
+    given.add_argument("--max-documents", type=int, default=1000, help="that are kept")
+    given.add_argument(
+        "--cap", type=int, help="bytes of KV chunks in a folder; the longest unused go. A server has its own"
+    )
     given.add_argument("--host", default="127.0.0.1")
     given.add_argument("--port", type=int, default=8000)
     args = given.parse_args()
     try:
-        made = library(args.model, args.store, args.folder, args.policy, max_bytes=args.max_bytes)
-    except (kvengine.errors.KVEngineError, OSError) as error:
+        made = library(
+            args.model, args.store, args.folder, args.policy, cap=args.cap,
+            max_bytes=args.max_bytes, max_documents=args.max_documents,
+        )  # fmt: skip
+    except (kvengine.errors.KVEngineError, OSError, ValueError) as error:
         given.error(str(error))
-    uvicorn.run(application(made), host=args.host, port=args.port)
+    uvicorn.run(application(made), host=args.host, port=args.port, limit_concurrency=100)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from kvengine.offload.cachegen import KV, Identity, decode, encode
 from kvengine.offload.cachegen.codec import DTYPES
 from kvengine.offload.cachegen.levels import resolve
 from kvengine.offload.stores import Store, chain, root
+from kvengine.offload.stores.record import check_ttl
 from kvengine.saved import identity
 from kvengine.stack import Stack
 
@@ -53,7 +54,7 @@ class Prefix:
         ttl: seconds that chunks live in the store; None for ever.
 
     Raises ValueError for a salt that is too long, ModelError for a model whose keys the codec does not take,
-    IncompatibleCache for a level that does not exist.
+    IncompatibleCache for a level that does not exist, StoreError for a ttl that is no time.
     """
 
     model: nn.Module
@@ -75,6 +76,7 @@ class Prefix:
                 f"chunks hold keys and values of {', '.join(DTYPES)}, but the model has {dtype}; call model.to()"
             )
         resolve(self.level)
+        check_ttl(self.ttl)
         self.whose = identity(self.model, self.tokenizer)
         self.rank = next((m.kv_lora_rank for m in self.model.modules() if is_latent(m)), 0)  # type: ignore[assignment]
         self.start = root(self.whose, f"exact/{self.level}", chunk=self.chunk, salt=self.salt)

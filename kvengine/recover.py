@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from kvengine.errors import StoreError
+from kvengine.errors import ModelError, StoreError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_ended import Ended, Padding, ended
 from kvengine.stack import Stack
@@ -29,18 +29,26 @@ log = logging.getLogger(__name__)
 
 
 class Said:
-    """Collects tokens as `generate` streams them; the first it is given is the prompt."""
+    """Collects tokens as `generate` streams them, and passes them on; the first that an attempt gives is its prompt."""
 
-    def __init__(self) -> None:
+    def __init__(self, streamer: Any) -> None:
+        self.streamer, self.told = streamer, False
         self.steps: list[Tensor] | None = None
 
-    def put(self, tokens: Tensor) -> None:
-        if self.steps is None:
-            self.steps = []
-        else:
-            self.steps.append(tokens.reshape(-1, 1))
+    def again(self) -> None:
+        """Another attempt: its prompt is what was passed on already."""
+        self.steps = None
 
-    def end(self) -> None: ...
+    def put(self, tokens: Tensor) -> None:
+        prompt = self.steps is None
+        self.steps = [] if self.steps is None else [*self.steps, tokens if tokens.ndim == 2 else tokens[:, None]]
+        if self.streamer is not None and not (prompt and self.told):
+            self.streamer.put(tokens)
+        self.told = True
+
+    def end(self) -> None:
+        if self.streamer is not None:
+            self.streamer.end()
 
 
 def generate(
@@ -50,6 +58,7 @@ def generate(
     *,
     max_new_tokens: int,
     attempts: int = 3,
+    streamer: Any = None,
     **options: Any,
 ) -> Int[Tensor, "sequence token"]:
     """`model.generate` with caches of its own; prompt and new tokens.
@@ -60,15 +69,19 @@ def generate(
         stack: of the caches; None takes that of the model.
         max_new_tokens: as for `generate`, over all attempts.
         attempts: how many caches may be lost, less one, before the StoreError is raised.
+        streamer: as for `generate`; it hears the prompt and each token once, whatever is lost.
         options: for `model.generate`; not beams, whose tokens so far change.
 
-    Raises StoreError when the last attempt fails too.
+    Raises StoreError when the last attempt fails too, ModelError for arguments that cannot go on after a loss.
     """
-    ids = inputs["input_ids"]
+    check(model, inputs, options)
+    ids: Tensor = inputs["input_ids"]
     mask, prompt = inputs.get("attention_mask", torch.ones_like(ids)), ids.shape[1]
-    most, given = prompt + max_new_tokens, options
+    options.pop("past_key_values", None)
+    most, given, said = prompt + max_new_tokens, options, Said(streamer)
     while True:
-        attempts, said, cache = attempts - 1, Said(), EngineCache(model, stack)  # type: ignore[arg-type]
+        attempts, cache = attempts - 1, EngineCache(model, stack)  # type: ignore[arg-type]
+        said.again()
         try:
             found: Tensor = model.generate(  # type: ignore[operator]
                 input_ids=ids, attention_mask=mask, past_key_values=cache, streamer=said,
@@ -87,9 +100,30 @@ def generate(
         ids, mask = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
         rows, padding = ended(model, ids[:, prompt:], given)
         if ids.shape[1] >= most or bool(rows.all()):
+            said.end()
             return ids
         options = {**given, "num_return_sequences": 1}
         for name, kept in (("logits_processor", Padding(rows, padding)), ("stopping_criteria", Ended(rows))):
             options[name] = [*(given.get(name) or []), kept]
         if given.get("min_new_tokens"):
             options["min_new_tokens"] = max(0, given["min_new_tokens"] - ids.shape[1] + prompt)
+
+
+def check(model: Any, inputs: Any, options: Mapping[str, Any]) -> None:
+    """Refuse what could not go on after a loss, before anything is computed."""
+    what = "recover.generate"
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        raise ModelError(f"{what} begins with tokens: input_ids are a tensor [sequence, token] in `inputs`")
+    if options.get("past_key_values") is not None:
+        raise ModelError(f"{what} makes caches of its own from the whole text; leave past_key_values out")
+    if own := sorted(options.keys() & {"input_ids", "attention_mask", "inputs", "inputs_embeds"}):
+        raise ModelError(f"{what} does not take {own[0]} as an option: input_ids and attention_mask go in `inputs`")
+    config = options.get("generation_config") or model.generation_config
+    beams, records = (options.get(name, getattr(config, name)) for name in ("num_beams", "return_dict_in_generate"))
+    if (beams or 1) > 1:
+        raise ModelError(
+            f"beam search takes back what it has said, so {what} cannot go on with it; leave num_beams out"
+        )
+    if records:
+        raise ModelError(f"{what} returns tokens and nothing else; leave return_dict_in_generate out")

@@ -11,7 +11,6 @@ some table still names are kept, wherever they were placed. Nothing is unpickled
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import fields
 from hashlib import sha256
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from kvengine.cache import LayerCache
-from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache
+from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, KVEngineError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_layer import EngineLayer
 from kvengine.joint import Joint
@@ -30,10 +29,12 @@ from kvengine.lane import Lane
 from kvengine.offload.cachegen import Identity, lossless
 from kvengine.offload.cachegen.codec import DTYPES, check_identity
 from kvengine.offload.cachegen.coder import backend
-from kvengine.offload.container import Container, pack, read_file
+from kvengine.offload.container import Container, pack, plain, read_file
+from kvengine.offload.stores.filesystem import replace_file
 from kvengine.pages import Pages
 from kvengine.pool import Pool
 from kvengine.saliency import Saliency
+from kvengine.sound import check_fields, check_kinds, check_lengths, check_pages, check_tail
 from kvengine.tail import Nested, Tail
 
 FORMAT = 1
@@ -109,7 +110,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         extra: anything else, as plain JSON (the tokens so far, for instance).
 
     Raises:
-        CacheError: the cache is in the middle of something, or of another model.
+        CacheError: the cache is in the middle of something, or of another model, or `extra` is not plain JSON.
         OSError: of the file system; nothing is left half-written.
     """
     if not isinstance(cache, EngineCache):
@@ -118,6 +119,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         raise CacheError("this cache was made for another model; a file that names this one would be taken for its own")
     if any(part.lane.marks for layer in cache.engines for part in layer.parts) or cache.session.waiting:
         raise CacheError("the cache remembers states to roll back to; call cache.commit() before saving it")
+    beside = plain({} if extra is None else extra, "extra")
     out = Writer()
     header = {
         "kind": "session",
@@ -129,23 +131,11 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
             out.layer(layer.cache) if isinstance(layer, EngineLayer) else out.value(vars(layer))
             for layer in cache.layers
         ],
-        "extra": dict(extra or {}),
+        "extra": beside,
     }
     data = pack({**header, "tensors": out.kinds}, out.sections)
-    _replace(Path(path), data)
+    replace_file(Path(path), data)
     return len(data)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def load(model: nn.Module, path: str | Path) -> EngineCache:
@@ -167,22 +157,28 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
         cache = EngineCache(model, header["stack"])  # type: ignore[arg-type]
         cache.thaw()
         source = Reader(held, header["tensors"], next(model.parameters()).device)
-        for name in SESSION:
-            setattr(cache.session, name, header["session"][name])
-        for layer, state in zip(cache.layers, header["layers"], strict=True):
+        state = {name: header["session"][name] for name in SESSION}
+        check_kinds({name: getattr(cache.session, name) for name in SESSION}, state)
+        vars(cache.session).update(state)
+        for layer, own in zip(cache.layers, header["layers"], strict=True):
             if isinstance(layer, EngineLayer):
-                source.layer(layer.cache, state)
+                source.layer(layer.cache, own)
                 layer.is_initialized = bool(layer.cache.parts)
             else:
-                vars(layer).update(source.value(state))
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+                vars(layer).update(source.value(own))
+    except KVEngineError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, MemoryError) as error:
         raise CorruptBitstream(f"{path} lacks or garbles a part of the session: {error!r}") from error
     return cache
 
 
 def extra(path: str | Path) -> dict[str, Any]:
     """What was saved beside the session. Raises CorruptBitstream or IncompatibleCache."""
-    return dict(read_file(path).header.get("extra", {}))
+    found = read_file(path).header.get("extra", {})
+    if not isinstance(found, dict):
+        raise CorruptBitstream(f"{path} has a {type(found).__name__} beside the session, not an object")
+    return found
 
 
 class Writer:
@@ -275,6 +271,7 @@ class Reader:
 
     def layer(self, cache: LayerCache, state: dict[str, Any]) -> None:
         own = self.value(state["own"])
+        check_kinds({"sequences": 0, "heads": 0}, own)
         if state["lanes"]:
             empty = self.empty(own, state["lanes"])
             if "inner" in own:
@@ -298,16 +295,20 @@ class Reader:
             raise IncompatibleCache(f"the policy gives a lane {lane.heads} heads here, {state['heads']} were saved")
         set_attributes(lane, self.value(state["own"]))
         set_attributes(lane.tail, self.value(state["tail"]))
+        check_tail(lane.tail)
+        check_lengths(lane.lengths, len(lane.first), len(lane.tail))
         if state["pages"] is not None:
             self.pages(lane, state["pages"])
 
     def pages(self, lane: Lane, state: dict[str, Any]) -> None:
         stack, saved = lane.stack, self.value(state["fields"])
+        count = check_fields(saved)
         lane.pool = lane.new_pool()
-        at = lane.pool.put(saved) if saved and len(next(iter(saved.values()))) else None
+        at = lane.pool.put(saved) if count else None
         lane.pages = Pages(lane.pool, len(lane.first), stack.page, stack.representation, stack.selection, self.device,
                            self.joint(lane, state["joint"]), lane.retention.remembers, lane.inner)  # fmt: skip
         set_attributes(lane.pages, self.value(state["own"]))
+        check_pages(lane.pages, count)
         if at is not None:
             table = lane.pages._table
             lane.pages._table = torch.where(table < 0, table, at.to(table)[table.clamp(min=0).long()])
@@ -318,6 +319,7 @@ class Reader:
         if lane.session.rope is None:
             raise IncompatibleCache("the session keeps unrotated keys, but this model's rotation is not known")
         saved = self.value(state)
+        check_fields(saved["fields"])
         return Joint(lane.stack.representation, lane.session.rope, lane.heads, **saved)
 
     def value(self, x: Any) -> Any:
@@ -371,4 +373,5 @@ def set_attributes(thing: object, saved: dict[str, Any]) -> None:
             f"a {type(thing).__name__} was saved with other attributes ({sorted(have ^ set(saved))}): the session "
             "comes from another version of the engine"
         )
+    check_kinds({name: vars(thing)[name] for name in have}, saved)
     vars(thing).update(saved)

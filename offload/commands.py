@@ -12,14 +12,16 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvengine.errors import CorruptBitstream, KVEngineError, StoreError
 from kvengine.offload import container as box
 from kvengine.offload.stores import keys, record
 from kvengine.offload.stores.backend import Backend
+from kvengine.offload.stores.filesystem import replace_file
 from kvengine.offload.stores.record import Entry
-from kvengine.offload.stores.urls import backend
+from kvengine.offload.stores.urls import backend, parse, shown
 
 app = typer.Typer(help="Look into a store of encoded KV, check it, move values, clean up.", no_args_is_help=True)
 
@@ -42,26 +44,30 @@ def home() -> str:
 
 
 @contextmanager
-def opened(url: str) -> Iterator[Backend]:
-    """A store; what goes wrong with it ends the command with one line and status 1."""
+def opened(url: str, *, made: bool = False) -> Iterator[Backend]:
+    """A store; what goes wrong with it ends the command with one line and status 1. Only `made` makes a folder of one."""
+    url = url or home()
     try:
-        store = backend(url or home())
+        scheme, place = parse(url)
+        if not scheme and not made and not os.path.exists(os.path.join(place, "objects")):
+            raise StoreError(f"there is no store at {place}; `kvengine cache import` makes one")
+        store = backend(url)
         try:
             yield store
         finally:
             store.close()
     except KeyError as error:
-        raise _fail(f"{url or home()} has no value {error.args[0]}") from error
+        raise _fail(f"{shown(url)} has no value {error.args[0]}") from error
     except (KVEngineError, OSError, ValueError) as error:
         raise _fail(str(error)) from error
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in CLIENTS:
             raise
-        raise _fail(f"the store at {url} cannot be used: {error}") from error
+        raise _fail(f"the store at {shown(url)} cannot be used: {error}") from error
 
 
 def _fail(message: str) -> typer.Exit:
-    Console(stderr=True).print(f"[red]error:[/] {message}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     return typer.Exit(1)
 
 
@@ -170,9 +176,7 @@ def export_value(
     with opened(store) as source:
         whole = complete(source, key)
         payload = _read(source, whole)
-        draft = file.with_name(file.name + ".part")
-        draft.write_bytes(record.header(whole, [payload], None) + payload)
-        os.replace(draft, file)
+        replace_file(file, record.header(whole, [payload], None) + payload)
     typer.echo(f"{whole} {len(payload):,} bytes -> {file}")
 
 
@@ -183,13 +187,22 @@ def import_values(
     store: Store = "",
 ) -> None:
     """Put exported values into a store, after checking them."""
-    with opened(store) as target:
+    with opened(store, made=True) as target:
         for file in files:
-            data = file.read_bytes()
-            entry = record.parse(data[: record.SIZE])
-            record.check_payload(entry, memoryview(data)[record.SIZE :])
-            target.put(entry.key, [memoryview(data)[record.SIZE :]], ttl)
+            entry, payload = exported(file)
+            target.put(entry.key, [payload], ttl)
             typer.echo(f"{entry.key} {entry.size:,} bytes <- {file}")
+
+
+def exported(file: Path) -> tuple[Entry, memoryview]:
+    """What a file that `export` wrote holds. Raises StoreError that names the file."""
+    try:
+        data = memoryview(file.read_bytes())
+        entry = record.parse(data[: record.SIZE])
+        record.check_payload(entry, data[record.SIZE :])
+    except (KVEngineError, OSError) as error:
+        raise StoreError(f"{file} was not imported: {error}") from error
+    return entry, data[record.SIZE :]
 
 
 @app.command()

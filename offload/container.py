@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from kvengine.errors import CorruptBitstream, IncompatibleCache
+from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache
 
 MAGIC = b"\x93KVENG\r\n"  # the high byte and the line ends show a transfer that was not binary-safe
 VERSION = 1
@@ -41,6 +42,41 @@ def digest(*parts: bytes | memoryview) -> bytes:
     return state.digest()[:8]
 
 
+def plain(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What was given, if it is plain JSON: it then comes back as it is (a tuple as a list).
+
+    Raises CacheError that says where something is not.
+    """
+    if not isinstance(given, Mapping):
+        raise CacheError(f"{name} is a {type(given).__name__}; give a dict")
+    value = dict(given)
+    try:
+        for place, item in _leaves(value, name):
+            if not (item is None or isinstance(item, str | int | float)):
+                raise CacheError(f"{place} is a {type(item).__name__}; only plain JSON can be kept there")
+            if isinstance(item, float) and not isfinite(item):
+                raise CacheError(f"{place} is {item}, which JSON has no number for")
+        json.dumps(value)
+    except RecursionError as error:
+        raise CacheError(f"{name} is nested too deeply to be kept as JSON, or holds itself") from error
+    except ValueError as error:
+        raise CacheError(f"{name} cannot be kept as JSON: {error}") from error
+    return value
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise CacheError(f"{name} has the key {key!r}, a {type(key).__name__}; keys of JSON are text")
+            yield from _leaves(item, f"{name}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _leaves(item, f"{name}[{i}]")
+    else:
+        yield name, value
+
+
 def pack(header: Mapping[str, Any], sections: Sequence[bytes]) -> bytes:
     """One container as bytes. `header` must be plain JSON; equal arguments give equal bytes."""
     return b"".join(parts(header, sections))
@@ -50,7 +86,9 @@ def parts(header: Mapping[str, Any], sections: Sequence[bytes]) -> Iterable[byte
     """The pieces of a container in file order, for a writer that streams them."""
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     if len(text) > MAX_HEADER:
-        raise ValueError(f"a container header may hold {MAX_HEADER} bytes, this one has {len(text)}")
+        raise CacheError(
+            f"a container's header may hold {MAX_HEADER} bytes, this one has {len(text)}; keep less beside it"
+        )
     front = PREAMBLE.size + len(text) + ENTRY.size * len(sections) + 8
     index, offset = [], front
     for body in sections:

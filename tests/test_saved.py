@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from transformers import DynamicCache
 import kvengine
 from kvengine import saved
 from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache
+from kvengine.offload import cachegen
+from kvengine.offload.stores.filesystem import replace_file
 
 MIXED = [
     "snapkv(budget=24, window=6) + kivi(bits=4, group=16)", "duo(sinks=2, recent=10) + quest(budget=32, page=8)",
@@ -210,3 +215,62 @@ def test_only_a_models_own_engine_cache_is_saved(tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="not from a DynamicCache"):
         saved.save(DynamicCache(), tmp_path / "s.kv", model)
     assert not list(tmp_path.iterdir())
+
+
+def holds_itself() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    found["self"] = [found]
+    return found
+
+
+@pytest.mark.parametrize(("extra", "says"), [
+    ({"ids": torch.ones(2)}, r"extra\['ids'\] is a Tensor; only plain JSON"),
+    ({"a": [1, {"b": b"x"}]}, r"extra\['a'\]\[1\]\['b'\] is a bytes"),
+    ({"a": {1: 2}}, r"extra\['a'\] has the key 1, a int; keys of JSON are text"),  # it would come back as "1"
+    ({"a": float("nan")}, r"extra\['a'\] is nan"),
+    ({"a": {1, 2}}, "is a set"),
+    ({"a": 10**5000}, "cannot be kept as JSON"),
+    (holds_itself(), "holds itself"),
+    (["turns"], "extra is a list; give a dict"),
+])  # fmt: skip
+def test_what_is_not_plain_json_is_refused_before_anything_is_written(extra: Any, says: str, tmp_path: Path) -> None:
+    model, path = llama(), tmp_path / "s.kv"
+    with kvengine.patched(model, "full"):
+        cache = kvengine.EngineCache(model)
+        with torch.inference_mode():
+            model(**prompts(1), past_key_values=cache, use_cache=True)
+        saved.save(cache, path, model, extra={"turns": (1, 2.5, None, True, "é\ud800")})
+        before = path.read_bytes()
+        assert saved.extra(path) == {"turns": [1, 2.5, None, True, "é\ud800"]}
+        with pytest.raises(CacheError, match=says):
+            saved.save(cache, path, model, extra=extra)
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["s.kv"]
+    with pytest.raises(CacheError, match=says):
+        cachegen.encode(cachegen.KV([], extra=extra))
+
+
+def test_two_threads_save_to_one_file(tmp_path: Path) -> None:
+    """Each writes the whole of its own; the file is one of the two."""
+    path, contents = tmp_path / "s.kv", [bytes([n]) * (1 << 20) for n in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(10):
+            list(pool.map(lambda data: replace_file(path, data), contents))
+            assert path.read_bytes() in contents
+    assert [p.name for p in tmp_path.iterdir()] == ["s.kv"]
+
+
+def test_a_session_that_does_not_fit_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path = llama(), tmp_path / "s.kv"
+    with kvengine.patched(model, "full"):
+        cache = kvengine.EngineCache(model)
+        saved.save(cache, path, model, extra={"turn": 1})
+        for call in ("fsync", "replace"):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, call, full_disk)
+                with pytest.raises(OSError, match="No space left"):
+                    saved.save(cache, path, model, extra={"turn": 2})
+            assert saved.extra(path) == {"turn": 1} and [p.name for p in tmp_path.iterdir()] == ["s.kv"]
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from transformers import TextStreamer
 
 from kvengine.errors import EvaluationError, KVEngineError
@@ -48,7 +49,7 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="0: all")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="end at this text (may be repeated)")] = None,
-    seed: Annotated[int | None, typer.Option(help="of sampling")] = None,
+    seed: Annotated[int | None, typer.Option(min=-(1 << 63), max=(1 << 64) - 1, help="of sampling")] = None,
     report: Annotated[bool, typer.Option("--report/--no-report", help="print what it cost")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -62,7 +63,7 @@ def generate(
         if said and not speculate:
             raise EvaluationError(f"--{said[0]} says how to draft; it needs --speculate")
         target, tokenizer = load(model, device, dtype)
-        ids = tokenizer(sys.stdin.read() if prompt is None else prompt, return_tensors="pt").input_ids
+        ids = tokenizer(given(prompt), return_tensors="pt").input_ids
         if not ids.numel():
             raise EvaluationError("the prompt has no token; give some text to continue")
         options: dict[str, Any] = {"max_new_tokens": new, "streamer": TextStreamer(tokenizer, skip_prompt=True)}
@@ -78,7 +79,7 @@ def generate(
         decoder = TriForce(target, drafter(draft, device, dtype), named(middle), steps(gamma), stack=policy)
         decoder.generate(ids.to(target.device), seed=seed, **options)
         if report:
-            console.print(str(decoder.report), highlight=False)
+            console.print(str(decoder.report), highlight=False, markup=False)
 
 
 @bench_app.command("speculate")
@@ -114,7 +115,7 @@ def speculate(
             if not cut:
                 raise EvaluationError(f"{text} has {len(tokens)} tokens, fewer than a context of {context}")
             found += bench.compare(target, cut, settings, new, status, **sampling)
-        console.print(tables(found), highlight=False, soft_wrap=True)
+        console.print(tables(found), highlight=False, markup=False, soft_wrap=True)
         if out is not None:
             save(found, out, model)
 
@@ -130,7 +131,17 @@ def save(found: list[bench.Result], out: Path, model: str) -> None:
     (out / "speculate.json").write_text(json.dumps(document, indent=1) + "\n")
     (out / "speculate.md").write_text(tables(found))
     bench.plot(found, out / "speculate.png")
-    console.print(f"{out}/speculate.json, .md, .png", highlight=False)
+    console.print(f"{out}/speculate.json, .md, .png", highlight=False, markup=False)
+
+
+def given(prompt: str | None) -> str:
+    """The prompt, or standard input. Raises EvaluationError for what is not text."""
+    try:
+        text = sys.stdin.read() if prompt is None else prompt
+        text.encode()  # bytes that are no UTF-8 arrive as halves of surrogate pairs
+    except UnicodeError as error:
+        raise EvaluationError("the prompt is not UTF-8 text; convert it first") from error
+    return text
 
 
 def contents(file: Path) -> str:
@@ -186,9 +197,10 @@ def numbers(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def readable_errors() -> Iterator[None]:
-    """An error of ours, or of the file system, is one line and exit code 2, not a traceback."""
+    """An error of ours, or of the file system, is one line on standard error and exit code 2, not a traceback."""
     try:
         yield
     except (KVEngineError, OSError) as error:
-        console.print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False, soft_wrap=True)
+        told = Console(stderr=True)
+        told.print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error

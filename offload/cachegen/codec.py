@@ -20,7 +20,7 @@ from kvengine.errors import CorruptBitstream, IncompatibleCache
 from kvengine.offload.cachegen import lossless, lossy, tables
 from kvengine.offload.cachegen.coder import Backend, backend
 from kvengine.offload.cachegen.levels import LEVELS, Level, resolve
-from kvengine.offload.container import Container, pack, read_bytes
+from kvengine.offload.container import Container, pack, plain, read_bytes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 T = TypeVar("T")
@@ -79,8 +79,8 @@ def encode(
     chunk:    tokens that decode together, at most 16384
     threads:  sections encoded at once
 
-    Raises CacheError for numbers that are not finite (lossy levels), ValueError for tensors that do not belong
-    together, IncompatibleCache for an unknown level.
+    Raises CacheError for numbers that are not finite (lossy levels) and an `extra` that is not plain JSON, ValueError for
+    tensors that do not belong together, IncompatibleCache for an unknown level.
     """
     name, steps = resolve(level)
     header = _header(kv, name, steps, chunk)
@@ -117,7 +117,7 @@ def _header(kv: KV, name: str, steps: Level | None, chunk: int) -> dict[str, Any
         "chunk": chunk,
         "shapes": [[*shape, len(list(same))] for shape, same in groupby(s[:-1] for s in shapes)],
         "positions": runs(positions.tolist()),
-        "extra": dict(kv.extra),
+        "extra": plain(kv.extra, "extra"),
     }
 
 

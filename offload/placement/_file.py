@@ -33,7 +33,7 @@ class File(Packed):
         self.open()
 
     def open(self) -> None:
-        place = Path(self.folder or tempfile.gettempdir())
+        place = Path(os.path.expanduser(self.folder) or tempfile.gettempdir())
         try:
             place.mkdir(parents=True, exist_ok=True)
             sweep(place)
@@ -88,8 +88,8 @@ def sweep(folder: Path) -> None:
     """Remove files that no living process holds."""
     for path in folder.glob(f"kvengine-*{SUFFIX}"):
         try:
-            handle = os.open(path, os.O_RDWR)
-        except OSError:  # another user's, or gone
+            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # another user's, a link, or gone
             continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

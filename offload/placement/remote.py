@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvengine.errors import PolicyError
+from kvengine.errors import PolicyError, StoreError
 from kvengine.offload.placement import Flat, Placement, Shelf, Site, check_known, check_names, divide
 from kvengine.offload.placement._levels import Layout, Level, memory, room
 from kvengine.offload.placement._remote import Remote as Values
 from kvengine.offload.placement._tiered import Tiered
 from kvengine.offload.placement.disk import check_caps
+from kvengine.offload.stores.urls import parse
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Remote(Placement):
     """Sealed pages on the device, in host memory, on disk, and in a store on another machine.
 
     Args:
-        url: of the store: redis://, rediss://, unix://, s3://, gs://, az://, a folder.
+        url: of the store: redis://, rediss://, unix://, s3://, gs://, az://, or a folder as ./pages. Keep passwords out of it:
+            the policy's text is shown, and saved with sessions.
         device: bytes of pages that stay on the compute device.
         host: bytes of pages in host memory.
         disk: bytes of pages on disk, between host and store.
@@ -53,6 +55,10 @@ class Remote(Placement):
         check_caps(self, device=self.device, host=self.host, disk=self.disk or 0, remote=self.remote)
         if not isinstance(self.url, str) or not self.url:
             raise PolicyError(f"Remote: url={self.url!r} must say where the store is, as in 'redis://host:6379/0'")
+        try:
+            parse(self.url)
+        except StoreError as error:
+            raise PolicyError(f"Remote: {error}") from error
         if not isinstance(self.ttl, int | float) or not self.ttl > 0:
             raise PolicyError(f"Remote: ttl={self.ttl!r} must be a positive number of seconds")
 

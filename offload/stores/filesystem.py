@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,3 +79,17 @@ class FileSystem:
                 continue
             if entry.is_file():
                 yield Path(entry.path), state.st_size, state.st_mtime
+
+
+def replace_file(path: Path, data: Buffer) -> None:
+    """Write a file: the whole of it or nothing, durable when this returns, whoever else writes it. Raises OSError."""
+    files, draft = FileSystem(), path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.part")
+    try:
+        with draft.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        files.rename(draft, path)
+    finally:
+        files.unlink(draft)
+    files.sync_folder(path.parent)

@@ -15,6 +15,7 @@ from hashlib import sha256
 import numpy as np
 
 from kvengine.offload.cachegen import Identity
+from kvengine.offload.cachegen.codec import MAX_CHUNK
 
 FORMAT = 1
 MAX_SALT = 128
@@ -22,7 +23,10 @@ KEY = re.compile(r"[0-9a-f]{64}")
 
 
 def root(identity: Identity, policy: str, *, chunk: int, salt: str = "") -> bytes:
-    """Hash of what all chunks of a prompt have in common. Raises ValueError for a salt over 128 characters."""
+    """Hash of what all chunks of a prompt have in common. Raises ValueError for a salt over 128 characters, or a chunk of
+    more tokens than the codec takes, or none."""
+    if type(chunk) is not int or not 1 <= chunk <= MAX_CHUNK:
+        raise ValueError(f"a chunk has 1 to {MAX_CHUNK} tokens, {chunk!r} were asked for")
     if len(salt) > MAX_SALT:
         raise ValueError(f"a salt has at most {MAX_SALT} characters, this one {len(salt)}")
     facts = {"format": FORMAT, "identity": identity.as_json(), "policy": policy, "chunk": chunk, "salt": salt}

@@ -11,8 +11,9 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
-from kvengine.errors import CorruptBitstream, IncompatibleCache
+from kvengine.errors import CorruptBitstream, IncompatibleCache, StoreError
 from kvengine.offload.container import digest
 from kvengine.offload.stores.keys import check
 
@@ -45,11 +46,19 @@ class Entry:
         return 0 < self.expires <= now
 
 
+def check_ttl(ttl: float | None) -> float | None:
+    """Raises StoreError unless it is a positive number of seconds: a value that is expired as it comes would be lost."""
+    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < inf):
+        raise StoreError(f"ttl={ttl!r} must be a positive number of seconds, or None for ever")
+    return ttl
+
+
 def header(key: str, payload: Sequence[Buffer], ttl: float | None) -> bytes:
-    """The header of a new record. `ttl` is in seconds, None for ever. Raises ValueError for what is not a key."""
+    """The header of a new record. `ttl` is in seconds, None for ever. Raises ValueError for what is not a key, StoreError
+    for what is no time."""
     now = time.time()
     size = sum(memoryview(part).nbytes for part in payload)
-    expires = 0.0 if ttl is None else now + ttl
+    expires = 0.0 if check_ttl(ttl) is None else now + (ttl or 0.0)
     front = HEADER.pack(
         MAGIC, VERSION, bytes.fromhex(check(key)), size, now, expires, digest(*(memoryview(part) for part in payload))
     )

@@ -6,7 +6,8 @@ Buffers belong to the caller: those given to `submit_put` must not change, and t
 used, until `poll` or `wait` has named the job. Whoever does not care need not ask: of the finished jobs that nobody has
 asked for the newest are remembered, some ten thousands. Nothing here raises because a store is down, slow, full or damaged: such
 a key is a miss, the event is logged and counted, and the caller computes instead. After three failures in a row the
-store is left alone for `pause` seconds, so a dead one costs nothing per request.
+store is left alone for `pause` seconds, so a dead one costs nothing per request. A closed store raises StoreError: that is
+a mistake of the caller's, and as a miss it would be computed around for ever.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from kvengine.errors import CorruptBitstream, IncompatibleCache
+from kvengine.errors import CorruptBitstream, IncompatibleCache, StoreError
 from kvengine.offload.stores.backend import Backend
-from kvengine.offload.stores.record import Buffer, Entry
+from kvengine.offload.stores.record import Buffer, Entry, check_ttl
 
 log = logging.getLogger(__name__)
 X = TypeVar("X")
@@ -77,6 +78,11 @@ class Store:
         self._finished: dict[int, Done] = {}  # the oldest first
         self._awaited: Counter[int] = Counter()  # by `wait`, which is to get them whatever becomes of others
         self._events: deque[Event] = deque(maxlen=1000)
+        self._closed = False
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError("the store is closed; make another")
 
     def lookup(self, keys: Sequence[str]) -> int:
         """How many of the first keys are there: the length of the reusable prefix, in chunks."""
@@ -87,12 +93,14 @@ class Store:
 
     def sizes(self, keys: Sequence[str]) -> list[int | None]:
         """Bytes of each value, None for a miss: what buffers to bring to `submit_get`."""
+        self._check_open()
         return [self._guarded(key, self.backend.size, key) for key in keys]
 
     def submit_put(
         self, keys: Sequence[str], values: Sequence[Buffer | Sequence[Buffer]], ttl: float | None = None
     ) -> int:
-        """Stores values, each a buffer or a list of buffers to be joined. Returns the job."""
+        """Stores values, each a buffer or a list of buffers to be joined, for `ttl` seconds. Returns the job."""
+        check_ttl(ttl)
         parts = [[v] if isinstance(v, bytes | bytearray | memoryview) else list(v) for v in values]
         sizes = [sum(memoryview(part).nbytes for part in value) for value in parts]
 
@@ -117,16 +125,17 @@ class Store:
 
     def _submit(self, keys: Sequence[str], work: Callable[[int], int], size: int) -> int:
         with self._change:
+            self._check_open()
             self._jobs += 1
             job, start = self._jobs, time.monotonic()
             self._open.add(job)
             drop = self._queued + size > self.pending and size > 0
-            self._queued += 0 if drop else size
+            if not drop:
+                self._queued += size
+                self._pool.submit(self._run, job, list(keys), work, size, start)
         if drop:
             self._note("dropped", keys[0], f"{size} bytes beside {self._queued} waiting")
             self._finish(Done(job, (False,) * len(keys), 0, 0.0), 0)
-        else:
-            self._pool.submit(self._run, job, list(keys), work, size, start)
         return job
 
     def _run(self, job: int, keys: list[str], work: Callable[[int], int], size: int, start: float) -> None:
@@ -217,13 +226,17 @@ class Store:
             self.backend.pin(key, pinned)
             return 0
 
+        self._check_open()
         return [self._guarded(key, pin, key) is not None for key in keys]
 
     def delete(self, keys: Sequence[str]) -> list[bool]:
+        """Whether each was there, and is gone."""
+        self._check_open()
         return [bool(self._guarded(key, self.backend.delete, key)) for key in keys]
 
     def entries(self) -> list[Entry]:
         """What is stored. Raises StoreError or OSError if the backend cannot say."""
+        self._check_open()
         return list(self.backend.entries())
 
     def usage(self) -> dict[str, int]:
@@ -239,6 +252,10 @@ class Store:
         return found
 
     def close(self) -> None:
-        """Waits for open jobs and releases the backend."""
+        """Waits for open jobs and releases the backend. Again is no harm."""
+        with self._change:
+            if self._closed:
+                return
+            self._closed = True
         self._pool.shutdown()
         self.backend.close()

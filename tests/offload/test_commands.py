@@ -55,7 +55,10 @@ def test_verify_finds_and_removes_damage(folder: Path) -> None:
 
 def test_export_and_import(folder: Path, tmp_path: Path) -> None:
     out, other = tmp_path / "one.kv", tmp_path / "other"
+    mine = tmp_path / "one.kv.part"
+    mine.write_text("a file of the user's")
     run("export", "02", out, "-s", folder)
+    assert mine.read_text() == "a file of the user's"
     run("import", out, "-s", other)
     assert json.loads(run("info", out)) == json.loads(run("info", KEYS[2], "-s", other))
     out.write_bytes(out.read_bytes()[:-1])
@@ -74,7 +77,13 @@ def test_gc_removes_what_is_expired(folder: Path) -> None:
 
 def test_what_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    assert "cannot be opened" in run("ls", "-s", tmp_path / "file", status=1)
+    assert "there is no store at" in run("ls", "-s", tmp_path / "file", status=1)
+    assert "cannot be opened" in run("import", tmp_path / "file", "-s", tmp_path / "file", status=1)
+    (tmp_path / "mine").mkdir()
+    for words in (["ls"], ["info", "00"], ["verify"], ["gc"], ["export", "00", tmp_path / "out"]):
+        for place in ("mine", "nothing"):
+            assert "there is no store at" in run(*words, "-s", tmp_path / place, status=1)
+    assert not list((tmp_path / "mine").iterdir()) and not (tmp_path / "nothing").exists()
     assert "no store is known" in run("ls", "-s", "ftp://x", status=1)
 
 

@@ -16,7 +16,7 @@ from transformers import LogitsProcessor
 
 import kvengine
 from kvengine import recover, saved
-from kvengine.errors import StoreError
+from kvengine.errors import ModelError, StoreError
 from kvengine.offload import stores
 from kvengine.offload.placement import _ahead
 from kvengine.prefix import Prefix
@@ -165,3 +165,56 @@ def test_several_texts_of_a_prompt_go_on_after_a_loss() -> None:
         texts = {"do_sample": True, "top_k": 1, "num_return_sequences": 2, "max_new_tokens": 12}
         found = recover.generate(model, {"input_ids": ids}, logits_processor=[Lost(5)], **texts)
         assert torch.equal(found, model.generate(ids, **texts))
+
+
+class Heard:
+    """A streamer that remembers."""
+
+    def __init__(self) -> None:
+        self.tokens: list[torch.Tensor] = []
+        self.ended = 0
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.tokens.append(tokens)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize("step", [1, 5, 12, 13])  # before any token, in the midst, at the last, not at all
+def test_a_streamer_hears_each_token_once_whatever_is_lost(step: int) -> None:
+    with kvengine.patched(llama(), "full") as model:
+        ids, want, found = one()["input_ids"], Heard(), Heard()
+        plain = model.generate(ids, max_new_tokens=12, do_sample=False, streamer=want)
+        said = recover.generate(
+            model, {"input_ids": ids}, max_new_tokens=12, do_sample=False, streamer=found, logits_processor=[Lost(step)]
+        )
+    assert torch.equal(said, plain)
+    assert [x.tolist() for x in found.tokens] == [x.tolist() for x in want.tokens] and found.ended == 1
+
+
+def test_tokens_that_come_several_at_a_time_are_those_of_one_text() -> None:
+    """Assisted decoding accepts several tokens in a step."""
+    with kvengine.patched(llama(), "full") as model:
+        ids = torch.arange(3, 9).repeat(6)[None]
+        look = {"do_sample": False, "max_new_tokens": 24, "prompt_lookup_num_tokens": 4}
+        plain = model.generate(ids, **look)
+        for step in (8, 16, 22):
+            heard = Heard()
+            found = recover.generate(model, {"input_ids": ids}, logits_processor=[Lost(step)], streamer=heard, **look)
+            assert torch.equal(found, plain)
+            assert torch.equal(torch.cat([x.reshape(-1) for x in heard.tokens])[None], plain)
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"past_key_values": "a cache"}, "caches of its own.*past_key_values"),
+    ({"input_ids": torch.ones(1, 4, dtype=torch.long)}, "input_ids.*in `inputs`"),
+    ({"attention_mask": torch.ones(1, 4)}, "attention_mask.*in `inputs`"),
+    ({"num_beams": 2}, "beam search"),
+    ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+])  # fmt: skip
+def test_what_cannot_go_on_after_a_loss_is_said_before(options: dict[str, Any], says: str) -> None:
+    with kvengine.patched(llama(), "full") as model, pytest.raises(ModelError, match=says):
+        recover.generate(model, one(), max_new_tokens=4, **options)
+    with kvengine.patched(llama(), "full") as model, pytest.raises(ModelError, match="input_ids are a tensor"):
+        recover.generate(model, {}, max_new_tokens=4)

@@ -382,17 +382,6 @@ def test_a_chunk_of_another_model_is_never_found(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize(
-    ("url", "kind"), [("{}/kv", stores.Files), ("file://{}/kv", stores.Files), ("memory://", stores.Objects)]
-)
-def test_urls(url: str, kind: type, tmp_path: Path) -> None:
-    made = stores.backend(url.format(tmp_path))
-    assert isinstance(made, kind)
-    made.close()
-    with pytest.raises(StoreError, match="no store is known for 'ftp://x'"):
-        stores.backend("ftp://x")
-
-
 def test_a_bucket_that_is_down_is_given_up_soon() -> None:
     pytest.importorskip("obstore")
     store = stores.Store(stores.backend(

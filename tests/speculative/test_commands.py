@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*arguments: str) -> tuple[int, str]:
     found = CliRunner().invoke(app, [str(a) for a in arguments])
-    return found.exit_code, found.stdout
+    return found.exit_code, found.output if found.exit_code else found.stdout
 
 
 def test_generate(folder: Path) -> None:

@@ -260,8 +260,8 @@ def generation(store: Plain, fail_at: int, back_at: int = 10**9, extra: str = ""
     """Outputs of 60 decoded tokens over a store that is down from one token to another."""
     tokens = draw(220)
     session = Session(rope=rope(16), prompt_end=160)
-    session.ahead.backends["test"] = store
-    policy = f"quest(budget=64) + remote(url='test', host={4 * PAGE}{extra})"
+    session.ahead.backends["./test"] = store
+    policy = f"quest(budget=64) + remote(url='./test', host={4 * PAGE}{extra})"
     cache = LayerCache(Stack.parse(policy), 0, 1, session)
     outs = [cache.forward(*tokens.part(0, 160), Call(tokens.scale))]
     for i in range(160, 220):
@@ -284,9 +284,9 @@ def test_a_store_that_cannot_be_written_costs_room_not_pages(monkeypatch: pytest
     store = Plain()
     store.down = True
     session = Session(rope=rope(16), prompt_end=160)
-    session.ahead.backends["test"] = store
+    session.ahead.backends["./test"] = store
     tokens = draw(220)
-    cache = LayerCache(Stack.parse(f"quest(budget=64) + remote(url='test', host={4 * PAGE})"), 0, 1, session)
+    cache = LayerCache(Stack.parse(f"quest(budget=64) + remote(url='./test', host={4 * PAGE})"), 0, 1, session)
     outs = [cache.forward(*tokens.part(0, 160), Call(tokens.scale))]
     outs += [cache.forward(*tokens.part(i, i + 1), Call(tokens.scale)) for i in range(160, 190)]
     assert measure([cache]).faults > 0 and not store.values
@@ -448,6 +448,9 @@ def test_options_are_checked() -> None:
         (lambda: Disk(host=-1), "Disk: host=-1 must be a number of bytes"),
         (lambda: Disk(device=None), "Disk: device=None"),
         (lambda: Remote(url=""), "must say where the store is"),
+        (lambda: Remote(url="foo"), r"write redis://foo:6379/0 for a server, \./foo for a new folder"),
+        (lambda: Remote(url="localhost:6379"), "no URL and hardly a path"),
+        (lambda: Remote(url="ftp://x"), "no store is known for 'ftp://x'"),
         (lambda: Remote(ttl=0), "positive number of seconds"),
         (lambda: Disk(fields="v"), "must be a tuple of field names"),
     ):
@@ -462,7 +465,5 @@ def test_options_are_checked() -> None:
     ):
         with pytest.raises(PolicyError, match=f"no page field is called '.*Known: {known}.*leave fields=.* out"):
             Stack.parse(text)
-    with pytest.raises(StoreError, match="no store is known for 'ftp://x'"):
-        run("quest(budget=40) + remote(url='ftp://x')", draw(80), 80)
     with pytest.raises(StoreError, match="pages cannot be kept in /proc/no: .*give another folder"):
         run("quest(budget=40) + disk(folder='/proc/no')", draw(80), 80)

@@ -1,0 +1,159 @@
+"""The document service as its operator meets it: full disks, damaged files, restarts, slow and vanishing clients."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from support_service import GRASS, Client
+from support_service import served as served
+
+Served = tuple[Client, Any, ModuleType]
+QUESTION = b'{"question": "What is the sky?", "max_new_tokens": 2}'
+
+
+def document(name: str) -> bytes:
+    """A text of some chunks that no other test sends."""
+    return f"{name}.{GRASS * 20}".encode()
+
+
+def connection(client: Client) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(client.base.removeprefix("http://"), timeout=30)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "%C3%A9" * 8, "A" * 16, "..", "%2e%2e%2fx", "a" * 16, "%00"])
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+def test_names_that_no_document_has(served: Served, name: str, method: str) -> None:
+    path = f"/documents/{name}/questions" if method == "POST" else f"/documents/{name}"
+    status, answer = served[0](path, QUESTION if method == "POST" else None, method)
+    assert status == 404 and answer["error"]
+
+
+@pytest.mark.parametrize("headers", [{"Content_Type": "multipart/form-data; boundary=x"}, {"Content_Encoding": "gzip"}])
+def test_a_form_or_a_packed_body_is_not_taken_for_a_text(served: Served, headers: dict[str, str]) -> None:
+    status, answer = served[0]("/documents", b"--x\r\nContent-Disposition: form-data\r\n\r\nhello", **headers)
+    assert status == 415 and "--data-binary" in answer["error"]
+
+
+def test_a_body_may_come_in_pieces_without_its_length_but_not_for_ever(served: Served) -> None:
+    client, library, _ = served
+    there = connection(client)
+    there.request("POST", "/documents", iter([b"The sky ", b"is blue."]), encode_chunked=True,
+                  headers={"Transfer-Encoding": "chunked"})  # fmt: skip
+    with there.getresponse() as answer:
+        assert answer.status == 201
+    there.close()
+    there = connection(client)
+    there.request("POST", "/documents", iter([b"x" * 9000] * 4), encode_chunked=True,
+                  headers={"Transfer-Encoding": "chunked"})  # fmt: skip
+    with there.getresponse() as answer:
+        assert answer.status == 413 and str(library.max_bytes) in json.load(answer)["error"]
+    there.close()
+    with socket.create_connection(there.host.split(":")[:1] + [there.port], timeout=30) as slow:  # type: ignore[arg-type]
+        slow.sendall(b"POST /documents HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nThe sky")
+        said = http.client.HTTPResponse(slow)
+        said.begin()
+        assert said.status == 408 and "in time" in json.load(said)["error"]
+
+
+def test_a_full_disk_keeps_what_was_there(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, library, _ = served
+    made = client("/documents", document("kept"))[1]
+    before = sorted(path.name for path in library.folder.iterdir())
+    whole = Path.write_bytes
+
+    def full(self: Path, data: bytes) -> int:
+        whole(self, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    status, answer = client("/documents", document("lost"))
+    assert status == 507 and "No space left" in answer["error"]
+    assert sorted(path.name for path in library.folder.iterdir()) == before
+    monkeypatch.undo()
+    assert client(f"/documents/{made['id']}/questions", QUESTION)[0] == 200
+
+
+def test_documents_are_counted_and_can_be_deleted(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, library, _ = served
+    made = client("/documents", document("deleted"))[1]
+    monkeypatch.setattr(library, "max_documents", client("/health")[1]["documents"])
+    status, answer = client("/documents", document("too many"))
+    assert status == 507 and "DELETE one" in answer["error"]
+    assert client("/documents", document("deleted"))[0] == 201  # it is kept already
+    values = library.prefix.store.usage()["values"]
+    status, gone = client(f"/documents/{made['id']}", method="DELETE")
+    assert status == 200 and gone["chunks"] == made["tokens"] // library.prefix.chunk > 0
+    assert library.prefix.store.usage()["values"] == values - gone["chunks"]
+    assert client(f"/documents/{made['id']}/questions", QUESTION)[0] == 404
+    assert client(f"/documents/{made['id']}", method="DELETE")[0] == 404
+    assert client("/documents", document("too many"))[0] == 201
+
+
+def test_a_text_that_was_changed_on_disk_is_not_answered_from(served: Served) -> None:
+    client, library, _ = served
+    made = client("/documents", document("changed"))[1]
+    (library.folder / f"{made['id']}.txt").write_bytes(document("another"))
+    status, answer = client(f"/documents/{made['id']}/questions", QUESTION)
+    assert status == 500 and "POST the document again" in answer["error"]
+    client("/documents", document("changed"))
+    assert client(f"/documents/{made['id']}/questions", QUESTION)[0] == 200
+
+
+def test_a_service_that_starts_again_has_its_documents(served: Served) -> None:
+    client, library, module = served
+    made = client("/documents", document("lasting"))[1]
+    old, new = library.folder / "old.part", library.folder / "new.part"
+    for draft in (old, new):
+        draft.write_bytes(b"half")
+    os.utime(old, (0, 0))  # of a service that was killed; the other may be another's that writes now
+    folder = library.prefix.store.backend.folder
+    store = module.Store(module.backend(str(folder)))
+    again = module.Library(library.model, library.tokenizer, module.Prefix(library.model, store, library.tokenizer),
+                           library.folder)  # fmt: skip
+    assert again.ask(made["id"], "What?", 2)["reused_tokens"] > 0
+    assert not old.exists() and new.exists()
+    new.unlink()
+    store.close()
+
+
+def test_nothing_is_computed_for_a_client_that_left(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, library, _ = served
+    made, asked = client("/documents", document("asked"))[1], []
+
+    def ask(name: str, question: str, most: int) -> dict[str, Any]:
+        asked.append(question)
+        time.sleep(0.5)
+        return {}
+
+    monkeypatch.setattr(library, "ask", ask)
+    there = [connection(client) for _ in range(3)]
+    for n, one in enumerate(there):
+        one.request("POST", f"/documents/{made['id']}/questions", json.dumps({"question": str(n)}))
+        time.sleep(0.1)
+    there[1].close()
+    for one in (there[0], there[2]):
+        with one.getresponse() as answer:
+            assert answer.status == 200
+        one.close()
+    assert asked == ["0", "2"]
+
+
+def test_limits_that_let_nothing_in(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, library, module = served
+    with pytest.raises(ValueError, match="max_bytes=0 lets nothing in"):
+        module.library("bundled", str(tmp_path / "kv"), tmp_path, "full", max_bytes=0)
+    config = SimpleNamespace(max_position_embeddings=512)
+    short = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
+    with pytest.raises(ValueError, match="reads 512 tokens"):
+        module.Library(short, library.tokenizer, library.prefix, tmp_path)
+    config.max_position_embeddings = 2048
+    assert module.Library(short, library.tokenizer, library.prefix, tmp_path).max_tokens == 1024

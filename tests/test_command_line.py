@@ -1,0 +1,104 @@
+"""What is typed wrong, in any command: a line on standard error that says it in full, and no traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvengine.cli import app
+from kvengine.errors import EvaluationError, StoreError
+from kvengine.evals.config import build
+from kvengine.offload import stores
+
+KEY = "a" * 64
+
+
+def run(*words: object, text: bytes | None = None) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words], input=text, env={"COLUMNS": "200"})
+
+
+def refused(*words: object, text: bytes | None = None) -> str:
+    """What is said on standard error; nothing is on standard output."""
+    found = run(*words, text=text)
+    assert found.exit_code in (1, 2) and not found.stdout, found.output
+    assert isinstance(found.exception, SystemExit), found.exception
+    return found.stderr
+
+
+@pytest.mark.parametrize("name", ["[/red]", "[bold]x", "[k, v]", "[link=x]"])
+def test_brackets_are_shown_as_they_were_given(name: str, tmp_path: Path) -> None:
+    stores.Files(tmp_path / "kv").close()
+    assert name in refused("cache", "info", name, "-s", tmp_path / "kv")
+    assert name in refused("eval", "report", name)
+    assert name in refused("generate", "bundled", "hi", "--policy", name)
+
+
+def test_a_prompt_that_is_no_text() -> None:
+    assert "not UTF-8" in refused("generate", "bundled", "a\udcffb")
+    assert "not UTF-8" in refused("generate", "bundled", text=b"a\xff")
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (("--device", "meta"), "holds no numbers"),
+    (("--seed", str(1 << 70), "--temperature", "1"), "--seed"),
+    (("--device", "nothing"), "not one that torch knows"),
+])  # fmt: skip
+def test_settings_of_generate(words: tuple[str, ...], says: str) -> None:
+    assert says in refused("generate", "bundled", "hi", "--new", "1", *words)
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("policies: 3", "policies=3 is not what this setting takes"),
+    ("policies: [3]", "policies is text, got 3"),
+    ("tasks: [3]", "tasks=.* is not what"),
+    ("out: 2020-01-01", "out=.* is not what"),
+    ("data: 3", "data=3 is not what"),
+    ("data: {a: 3}", "data=.* is not what"),
+    ("minutes: .nan", "minutes=nan: must be positive"),
+    ("minutes: .inf", "minutes=inf: must be positive"),
+    ("shared: 'no'", "shared is true or false, got 'no'"),
+    ("batch: x", "batch is a whole number"),
+    ("model: 3", "model is text, got 3"),
+])  # fmt: skip
+def test_settings_of_a_file(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(EvaluationError, match=says):
+        build("ruler", tmp_path / "run.yaml", {})
+
+
+def test_the_words_on_and_off_of_a_file_are_the_chats(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("chat: off")
+    assert build("ruler", tmp_path / "run.yaml", {}).chat == "off"
+
+
+def test_a_demo_of_no_minutes(tmp_path: Path) -> None:
+    for minutes in ("nan", "0", "-1", "inf"):
+        assert "must be positive" in refused("demo", "--minutes", minutes, "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("ttl", [-5.0, 0.0, float("nan"), float("inf")])
+def test_a_value_that_would_expire_as_it_comes_is_not_taken(ttl: float, tmp_path: Path) -> None:
+    folder, out = tmp_path / "kv", tmp_path / "one.kv"
+    store = stores.Store(stores.Files(folder))
+    store.wait(store.submit_put([KEY], [b"a"]))
+    with pytest.raises(StoreError, match="positive number of seconds"):
+        store.submit_put([KEY], [b"a"], ttl)
+    assert store.counts["failed"] == 0
+    store.close()
+    assert run("cache", "export", KEY, out, "-s", folder).exit_code == 0
+    assert "positive number" in refused("cache", "import", out, f"--ttl={ttl}", "-s", folder)
+    assert "1 values" in run("cache", "ls", "-s", folder).output
+
+
+def test_an_import_names_the_file_that_is_wrong(tmp_path: Path) -> None:
+    folder, out, bad = tmp_path / "kv", tmp_path / "one.kv", tmp_path / "two.kv"
+    store = stores.Files(folder)
+    store.put(KEY, [b"a"])
+    store.close()
+    run("cache", "export", KEY, out, "-s", folder)
+    bad.write_bytes(out.read_bytes()[:-1])
+    found = run("cache", "import", out, bad, "-s", tmp_path / "other")
+    assert found.exit_code == 1 and f"{bad} was not imported" in found.stderr and str(out) in found.stdout
