@@ -97,14 +97,13 @@ class Tail:
     def reserve(self, more: int) -> None:
         """Room for `more` tokens: if there is none, move to the front of larger slots, with some to spare.
 
-        The first tokens, a prompt as a rule, get the slots they need. Growing by a part of the length, a token is moved
-        `PART` times on average at most, however long the text becomes, and what is spare stays below that part (or
-        `GROWTH` slots).
+        Growing by a part of the length, a token is moved `PART` times on average at most, however long the text becomes,
+        and what is spare stays within that part (or `GROWTH` slots).
         """
         if self.end + more <= self.capacity:
             return
         need = len(self) + more
-        slots = need + max(GROWTH, need // PART) - 1 if len(self) else need
+        slots = need + max(GROWTH, need // PART)
         s = self.span
         self.k, self.v = moved(self.k[:, s], slots), moved(self.v[:, s], slots)
         if self.placed:
