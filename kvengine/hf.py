@@ -19,12 +19,12 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationMixin, PreTrainedModel
 
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_attention import LazyMask, Seam, engine_attention
 from kvengine.hf_cache import NAME, EngineCache, engine_layers
-from kvengine.hf_generate import METHODS
+from kvengine.hf_generate import METHODS, Method
 from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_rope import rope_for
 from kvengine.policies import name_of
@@ -48,8 +48,8 @@ class Patch:
     def __init__(self, stack: Stack, known: dict[str, Rope | None] | None = None) -> None:
         self.stack = stack
         self.hooks: list[Any] = []
-        self.implementations: list[tuple[Any, Any]] = []
-        self.methods: list[str] = []
+        self.implementation: str | None = None
+        self.methods: list[Method] = []
         self.known: dict[str, Rope | None] = {} if known is None else known
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -100,15 +100,16 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
     check_layers(model, text)
     previous = text._attn_implementation
     state = Patch(stack, state.known)
-    state.implementations = [(c, c._attn_implementation_internal) for c in configs(model)]
+    state.implementation = text._attn_implementation_internal
     register()
-    model.set_attn_implementation(NAME if text is model.config else text_only(model, text))
+    text._attn_implementation_internal = NAME  # of this part alone: others (vision, a second decoder) have no hooks
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
-    for name, method in METHODS.items():
-        if hasattr(model, name):
-            setattr(model, name, partial(method, model))  # which, other than a method, can be pickled
-            state.methods.append(name)
-    setattr(model, STATE, state)
+    for part in generating(model, text):
+        for name in METHODS:
+            if hasattr(part, name):
+                state.methods.append(Method(name, part))
+                setattr(part, name, state.methods[-1])
+        setattr(part, STATE, state)
     return model
 
 
@@ -117,18 +118,21 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
 
     What `set_attn_implementation` has chosen since is kept.
     """
-    state = vars(model).pop(STATE, None)
+    state = vars(model).get(STATE)
     if state is None:
         if hasattr(model, STATE):
             raise ModelError(f"{type(model).__name__} wraps a patched model; unpatch the model inside it")
         return model
     for hook in state.hooks:
         hook.remove()
-    if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
-        for config, implementation in state.implementations:
-            config._attn_implementation_internal = implementation
-    for name in state.methods:
-        delattr(model, name)
+    for method in state.methods:
+        if (part := method.model()) is not None:
+            delattr(part, method.name)
+            vars(part).pop(STATE, None)
+    vars(model).pop(STATE, None)
+    text = model.config.get_text_config(decoder=True)
+    if text._attn_implementation == NAME:
+        text._attn_implementation_internal = state.implementation
     return model
 
 
@@ -210,14 +214,10 @@ def attention_modules(model: nn.Module, text: Any) -> list[nn.Module]:
     ]
 
 
-def configs(model: PreTrainedModel) -> list[Any]:
-    """The model's configuration and those inside it."""
-    subs = [getattr(model.config, key, None) for key in model.config.sub_configs]
-    return [model.config, *(c for c in subs if c is not None)]
-
-
-def text_only(model: PreTrainedModel, text: Any) -> dict[str, str]:
-    return {key: NAME for key in model.config.sub_configs if getattr(model.config, key) is text}
+def generating(model: PreTrainedModel, text: Any) -> list[PreTrainedModel]:
+    """The model, and those in it that generate with the same text model, as some ask one inside them to (BLIP-2)."""
+    able: list[Any] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
+    return [model, *(m for m in able if m is not model and m.config.get_text_config(decoder=True) is text)]
 
 
 def lazy_mask(**kwargs: Any) -> LazyMask:
