@@ -94,9 +94,26 @@ class LazyMask:
             self.made[implementation] = functions[implementation](**self.kwargs) if known else None
         return self.made[implementation]
 
+    @property
+    def padding(self) -> Tensor | None:
+        """Which tokens are tokens, as the caller says; None if all are.
+
+        Raises:
+            ModelError: it does not say so for each row.
+        """
+        given: Tensor | None = self.kwargs.get("attention_mask")
+        if given is None or (given.ndim == 2 and len(given) == self.kwargs["batch_size"]):
+            return given
+        if bool(given.all()):
+            return None
+        raise ModelError(
+            f"attention_mask has the shape {tuple(given.shape)}, but there are {self.kwargs['batch_size']} rows; give one of "
+            "shape (rows, tokens so far)"
+        )
+
     def valid(self, n: int) -> Bool[Tensor, "seq token"] | None:
         """Which of the newest `n` tokens are tokens; None if all are, as far as is known without looking."""
-        padding = self.kwargs.get("attention_mask")
+        padding = self.padding
         if padding is None:
             return None
         end = int(self.kwargs["q_offset"]) + int(self.kwargs["q_length"])
@@ -114,7 +131,7 @@ class LazyMask:
 
         `prompt`: the new ones are a prompt's, even if it is one alone.
         """
-        padding = self.kwargs.get("attention_mask")
+        padding = self.padding
         before = int(self.kwargs["q_offset"]) + int(self.kwargs["q_length"]) - n
         if padding is None or (n == 1 and not prompt) or before == 0:
             return None
