@@ -126,14 +126,14 @@ class LazyMask:
             self.full[n] = bool(part.all())
         return None if self.full[n] else part
 
-    def hidden(self, n: int, prompt: bool) -> Bool[Tensor, "seq earlier"] | None:
+    def hidden(self, n: int, turn: bool) -> Bool[Tensor, "seq earlier"] | None:
         """Which of the tokens before the newest `n` are none by this mask; None if all are tokens, and for one that goes on.
 
-        `prompt`: the new ones are a prompt's, even if it is one alone.
+        `turn`: the new ones begin a turn or are a prompt's, even if it is one alone.
         """
         padding = self.padding
         before = int(self.kwargs["q_offset"]) + int(self.kwargs["q_length"]) - n
-        if padding is None or (n == 1 and not prompt) or before == 0:
+        if padding is None or (n == 1 and not turn) or before == 0:
             return None
         part: Tensor = ~padding[:, :before].bool()
         if -1 not in self.full:
@@ -162,6 +162,7 @@ def engine_attention(
             and not latent.is_latent(module)
             and type(attention_mask) is LazyMask
             and attention_mask.valid(1) is None
+            and layer.session.turn != layer.cache.seen
         ):
             out = layer.quick(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
             if out is not None:
@@ -211,7 +212,8 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux")
     call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1))
-    hidden = attention_mask.hidden(query.shape[2], layer.cache.prompt_tokens(query.shape[2]) > 0)
+    turn = layer.session.turn == layer.cache.seen or layer.cache.prompt_tokens(query.shape[2]) > 0
+    hidden = attention_mask.hidden(query.shape[2], turn)
     if hidden is not None:
         layer.cache.hide(hidden)
     valid = attention_mask.valid(query.shape[2])

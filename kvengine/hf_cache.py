@@ -159,6 +159,7 @@ class EngineCache(Cache):
             self.deactivate_past_recording()
         elif self.session.recording and self.seen:
             self.commit()
+        self.session.turn = self.seen
         new = 0 if total is None else total - self.seen
         prompt = self.seen == 0 or (new > 1 and not drafting)
         self.session.prompt_end = total if prompt and not self.session.following else None

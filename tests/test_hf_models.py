@@ -7,12 +7,13 @@ import pickle
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import SHAPE, greedy, llama, one, patched, prompts
+from support import MIXED, SHAPE, SMALL, greedy, llama, one, patched, prompts
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -191,3 +192,13 @@ def test_a_model_that_makes_its_cache_itself_is_not_given_one(made: Any) -> None
     model = kvengine.patch(made(LlamaConfig(**SHAPE)), POLICY)
     with pytest.raises(ModelError, match=r"makes caches in a way of its own.*kvengine.unpatch"):
         greedy(model, one())
+
+
+@pytest.mark.parametrize("text", [SMALL["h2o"], SMALL["disk"], MIXED[0], SMALL["tidal"]])
+def test_threads_share_a_model(text: str) -> None:
+    """As a server's do: what belongs to a text is its cache's."""
+    model, batches = patched(text), [prompts(seed=seed) for seed in range(3)]
+    want = [greedy(model, batch) for batch in batches]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda batch: [greedy(model, batch) for _ in range(2)], batches))
+    assert all(torch.equal(one, right) for both, right in zip(found, want, strict=True) for one in both)
