@@ -80,6 +80,11 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
     stack = Stack.of(policy)
     check_model(model)
     text = model.config.get_text_config(decoder=True)
+    modules = attention_modules(model, text)
+    if not any(isinstance(getattr(m, "layer_idx", None), int) for m in modules):
+        raise ModelError(
+            f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
+        )
     check_stack(stack, text)
     if STATE not in vars(model) and text._attn_implementation == NAME:
         raise ModelError(
@@ -92,11 +97,6 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
         state.stack = stack
         return model
     unpatch(model)
-    modules = attention_modules(model, text)
-    if not modules:
-        raise ModelError(
-            f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
-        )
     check_layers(model, text)
     previous = text._attn_implementation
     state = Patch(stack, state.known)
@@ -205,13 +205,8 @@ def check_stack(stack: Stack, text: Any) -> None:
 
 
 def attention_modules(model: nn.Module, text: Any) -> list[nn.Module]:
-    return [
-        m
-        for m in model.modules()
-        if "Attention" in type(m).__name__
-        and isinstance(getattr(m, "layer_idx", None), int)
-        and getattr(m, "config", None) is text
-    ]
+    """Modules that attend as the text's configuration says; some (Kosmos-2's last one of images) have no layer index."""
+    return [m for m in model.modules() if "Attention" in type(m).__name__ and getattr(m, "config", None) is text]
 
 
 def generating(model: PreTrainedModel, text: Any) -> list[PreTrainedModel]:

@@ -64,7 +64,7 @@ def gated(model: PreTrainedModel, gates: Gates) -> Iterator[None]:
     """
     check_model(model)
     text = model.config.get_text_config(decoder=True)
-    modules = attention_modules(model, text)
+    modules = [m for m in attention_modules(model, text) if isinstance(getattr(m, "layer_idx", None), int)]
     if not modules or not all(engine_layers(text)):
         raise ModelError(
             f"{type(model).__name__} has layers without plain causal attention; Duo's gates are for models without"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import kvengine
 from kvengine import EngineCache
+from kvengine.errors import UnsupportedPolicy
 from kvengine.hf import STATE
 
 IMAGE = VOCABULARY - 1
@@ -108,6 +109,31 @@ def test_who_generates_inside_is_patched_and_restored_with_the_model() -> None:
     assert not hasattr(twin.language_model, STATE) and hasattr(inside, STATE)
     kvengine.unpatch(inside)
     assert not hasattr(model, STATE) and set(vars(inside)) == before and torch.equal(run().sequences, want)
+
+
+def test_attention_without_an_index_is_the_models_own() -> None:
+    """Kosmos-2 has the text's attention sum up an image, without a cache; its text is read under masks of its own."""
+    text = {
+        "vocab_size": VOCABULARY,
+        "embed_dim": 64,
+        "layers": 2,
+        "ffn_dim": 96,
+        "attention_heads": 4,
+        "init_std": 0.3,
+    }
+    config = transformers.Kosmos2Config(
+        text_config=text | {"dropout": 0.0, "pad_token_id": 0, "eos_token_id": None},
+        vision_config=SEEING | {"hidden_size": 32}, latent_query_num=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, at = transformers.Kosmos2ForConditionalGeneration(config).float().eval(), torch.zeros(1, 24)
+    at[:, 2:6] = 1
+    inputs = {name: x[:1] for name, x in prompt().items()} | {"pixel_values": torch.randn(1, 3, 16, 16)}
+    inputs |= {"image_embeds_position_mask": at, "max_new_tokens": 12, "do_sample": False}
+    want = model.generate(**inputs)
+    assert torch.equal(kvengine.patch(model).generate(**inputs), want)
+    with pytest.raises(UnsupportedPolicy, match="a mask given as a tensor"):
+        kvengine.patch(model, "quest(budget=500)").generate(**inputs)
 
 
 def test_a_model_that_lends_its_methods_lends_its_own() -> None:
