@@ -67,7 +67,8 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
     """Give a model the engine's cache; `model.generate()` then works as always.
 
     Args:
-        model: any decoder model of transformers that can switch its attention implementation.
+        model: any decoder model of transformers that can switch its attention implementation. The one whose `generate` is
+            called: of a part that was patched alone, the whole does not know, and makes a cache of transformers'.
         policy: a policy string or a `Stack`. Patching a patched model only changes its policy.
 
     Returns:
