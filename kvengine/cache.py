@@ -96,9 +96,10 @@ class LayerCache:
                 f"this cache holds {self.sequences} sequences of {self.heads} KV heads, but the layer brought "
                 f"{k.shape[0]} of {k.shape[1]}; use one cache for one batch of one model"
             )
-        elif k.dtype != (dtype := self.parts[0].lane.tail.k.dtype):
+        elif (k.dtype, k.device) != ((held := self.parts[0].lane.tail.k).dtype, held.device):
             raise CacheError(
-                f"this cache holds {dtype}, but the layer brought {k.dtype}; make a new cache after model.to()"
+                f"this cache holds {held.dtype} on {held.device}, but the layer brought {k.dtype} on {k.device}; make a new "
+                "cache after model.to()"
             )
         self.session.begin(self.layer, self.seen)
         out = self.answer(q, k, v, call, valid, stock)

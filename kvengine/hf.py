@@ -19,12 +19,12 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationMixin, PreTrainedModel
 
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_attention import LazyMask, Seam, engine_attention
 from kvengine.hf_cache import NAME, EngineCache, engine_layers
-from kvengine.hf_generate import METHODS
+from kvengine.hf_generate import METHODS, Method
 from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_rope import rope_for
 from kvengine.policies import name_of
@@ -48,8 +48,8 @@ class Patch:
     def __init__(self, stack: Stack, known: dict[str, Rope | None] | None = None) -> None:
         self.stack = stack
         self.hooks: list[Any] = []
-        self.implementations: list[tuple[Any, Any]] = []
-        self.methods: list[str] = []
+        self.implementation: str | None = None
+        self.methods: list[Method] = []
         self.known: dict[str, Rope | None] = {} if known is None else known
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -67,7 +67,8 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
     """Give a model the engine's cache; `model.generate()` then works as always.
 
     Args:
-        model: any decoder model of transformers that can switch its attention implementation.
+        model: any decoder model of transformers that can switch its attention implementation. The one whose `generate` is
+            called: of a part that was patched alone, the whole does not know, and makes a cache of transformers'.
         policy: a policy string or a `Stack`. Patching a patched model only changes its policy.
 
     Returns:
@@ -80,6 +81,11 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
     stack = Stack.of(policy)
     check_model(model)
     text = model.config.get_text_config(decoder=True)
+    modules = attention_modules(model, text)
+    if not any(isinstance(getattr(m, "layer_idx", None), int) for m in modules):
+        raise ModelError(
+            f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
+        )
     check_stack(stack, text)
     if STATE not in vars(model) and text._attn_implementation == NAME:
         raise ModelError(
@@ -92,23 +98,19 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
         state.stack = stack
         return model
     unpatch(model)
-    modules = attention_modules(model, text)
-    if not modules:
-        raise ModelError(
-            f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
-        )
     check_layers(model, text)
     previous = text._attn_implementation
     state = Patch(stack, state.known)
-    state.implementations = [(c, c._attn_implementation_internal) for c in configs(model)]
+    state.implementation = text._attn_implementation_internal
     register()
-    model.set_attn_implementation(NAME if text is model.config else text_only(model, text))
+    text._attn_implementation_internal = NAME  # of this part alone: others (vision, a second decoder) have no hooks
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
-    for name, method in METHODS.items():
-        if hasattr(model, name):
-            setattr(model, name, partial(method, model))  # which, other than a method, can be pickled
-            state.methods.append(name)
-    setattr(model, STATE, state)
+    for part in generating(model, text):
+        for name in METHODS:
+            if hasattr(part, name):
+                state.methods.append(Method(name, part))
+                setattr(part, name, state.methods[-1])
+        setattr(part, STATE, state)
     return model
 
 
@@ -117,18 +119,21 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
 
     What `set_attn_implementation` has chosen since is kept.
     """
-    state = vars(model).pop(STATE, None)
+    state = vars(model).get(STATE)
     if state is None:
         if hasattr(model, STATE):
             raise ModelError(f"{type(model).__name__} wraps a patched model; unpatch the model inside it")
         return model
     for hook in state.hooks:
         hook.remove()
-    if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
-        for config, implementation in state.implementations:
-            config._attn_implementation_internal = implementation
-    for name in state.methods:
-        delattr(model, name)
+    for method in state.methods:
+        if (part := method.model()) is not None:
+            delattr(part, method.name)
+            vars(part).pop(STATE, None)
+    vars(model).pop(STATE, None)
+    text = model.config.get_text_config(decoder=True)
+    if text._attn_implementation == NAME:
+        text._attn_implementation_internal = state.implementation
     return model
 
 
@@ -201,23 +206,14 @@ def check_stack(stack: Stack, text: Any) -> None:
 
 
 def attention_modules(model: nn.Module, text: Any) -> list[nn.Module]:
-    return [
-        m
-        for m in model.modules()
-        if "Attention" in type(m).__name__
-        and isinstance(getattr(m, "layer_idx", None), int)
-        and getattr(m, "config", None) is text
-    ]
+    """Modules that attend as the text's configuration says; some (Kosmos-2's last one of images) have no layer index."""
+    return [m for m in model.modules() if "Attention" in type(m).__name__ and getattr(m, "config", None) is text]
 
 
-def configs(model: PreTrainedModel) -> list[Any]:
-    """The model's configuration and those inside it."""
-    subs = [getattr(model.config, key, None) for key in model.config.sub_configs]
-    return [model.config, *(c for c in subs if c is not None)]
-
-
-def text_only(model: PreTrainedModel, text: Any) -> dict[str, str]:
-    return {key: NAME for key in model.config.sub_configs if getattr(model.config, key) is text}
+def generating(model: PreTrainedModel, text: Any) -> list[PreTrainedModel]:
+    """The model, and those in it that generate with the same text model, as some ask one inside them to (BLIP-2)."""
+    able: list[Any] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
+    return [model, *(m for m in able if m is not model and m.config.get_text_config(decoder=True) is text)]
 
 
 def lazy_mask(**kwargs: Any) -> LazyMask:

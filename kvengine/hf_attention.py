@@ -94,9 +94,26 @@ class LazyMask:
             self.made[implementation] = functions[implementation](**self.kwargs) if known else None
         return self.made[implementation]
 
+    @property
+    def padding(self) -> Tensor | None:
+        """Which tokens are tokens, as the caller says; None if all are.
+
+        Raises:
+            ModelError: it does not say so for each row.
+        """
+        given: Tensor | None = self.kwargs.get("attention_mask")
+        if given is None or (given.ndim == 2 and len(given) == self.kwargs["batch_size"]):
+            return given
+        if bool(given.all()):
+            return None
+        raise ModelError(
+            f"attention_mask has the shape {tuple(given.shape)}, but there are {self.kwargs['batch_size']} rows; give one of "
+            "shape (rows, tokens so far)"
+        )
+
     def valid(self, n: int) -> Bool[Tensor, "seq token"] | None:
         """Which of the newest `n` tokens are tokens; None if all are, as far as is known without looking."""
-        padding = self.kwargs.get("attention_mask")
+        padding = self.padding
         if padding is None:
             return None
         end = int(self.kwargs["q_offset"]) + int(self.kwargs["q_length"])
@@ -109,14 +126,14 @@ class LazyMask:
             self.full[n] = bool(part.all())
         return None if self.full[n] else part
 
-    def hidden(self, n: int, prompt: bool) -> Bool[Tensor, "seq earlier"] | None:
+    def hidden(self, n: int, turn: bool) -> Bool[Tensor, "seq earlier"] | None:
         """Which of the tokens before the newest `n` are none by this mask; None if all are tokens, and for one that goes on.
 
-        `prompt`: the new ones are a prompt's, even if it is one alone.
+        `turn`: the new ones begin a turn or are a prompt's, even if it is one alone.
         """
-        padding = self.kwargs.get("attention_mask")
+        padding = self.padding
         before = int(self.kwargs["q_offset"]) + int(self.kwargs["q_length"]) - n
-        if padding is None or (n == 1 and not prompt) or before == 0:
+        if padding is None or (n == 1 and not turn) or before == 0:
             return None
         part: Tensor = ~padding[:, :before].bool()
         if -1 not in self.full:
@@ -145,6 +162,7 @@ def engine_attention(
             and not latent.is_latent(module)
             and type(attention_mask) is LazyMask
             and attention_mask.valid(1) is None
+            and layer.session.turn != layer.cache.seen
         ):
             out = layer.quick(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
             if out is not None:
@@ -194,7 +212,8 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux")
     call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1))
-    hidden = attention_mask.hidden(query.shape[2], layer.cache.prompt_tokens(query.shape[2]) > 0)
+    turn = layer.session.turn == layer.cache.seen or layer.cache.prompt_tokens(query.shape[2]) > 0
+    hidden = attention_mask.hidden(query.shape[2], turn)
     if hidden is not None:
         layer.cache.hide(hidden)
     valid = attention_mask.valid(query.shape[2])

@@ -114,8 +114,8 @@ class EngineCache(Cache):
         """The layer that an attention module is to use; None if it is one of transformers' own."""
         if getattr(module, "config", None) is not self.config:
             raise CacheError("this cache was made for another model; make one with EngineCache(model)")
-        index: Any = module.layer_idx
-        layer = self.layers[index] if index < len(self.layers) else None
+        index = getattr(module, "layer_idx", None)
+        layer = self.layers[index] if isinstance(index, int) and index < len(self.layers) else None
         if not isinstance(layer, EngineLayer):
             return None
         layer.incoming = None  # of a pass that broke off before this layer had taken them
@@ -159,6 +159,7 @@ class EngineCache(Cache):
             self.deactivate_past_recording()
         elif self.session.recording and self.seen:
             self.commit()
+        self.session.turn = self.seen
         new = 0 if total is None else total - self.seen
         prompt = self.seen == 0 or (new > 1 and not drafting)
         self.session.prompt_end = total if prompt and not self.session.following else None

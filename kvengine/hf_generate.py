@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from kvengine.errors import ModelError
@@ -17,6 +18,7 @@ from kvengine.hf_cache import EngineCache
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
 CHUNKS = 5, 21  # the first transformers whose chunked reading begins behind what is cached
+OWN = "{} makes caches in a way of its own, and the engine has no place there; call kvengine.unpatch(model)"
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -24,11 +26,38 @@ class Decoder:
     """What `custom_generate` of a patched model takes, and hears of every argument: transformers would keep some."""
 
 
+class Method:
+    """A method that stands in for a model's own, and goes where the model is copied or pickled.
+
+    It does not keep the model alive, which carries it: a circle would leave the weights to the garbage collector.
+    """
+
+    def __init__(self, name: str, model: PreTrainedModel | None) -> None:
+        self.name, self.model = name, (lambda: None) if model is None else weakref.ref(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return METHODS[self.name](self.model(), *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return Method, (self.name, self.model())
+
+    @property
+    def __func__(self) -> Any:
+        """The model's own: some models lend it to others."""
+        return getattr(type(self.model()), self.name)
+
+
 def prepare_cache(
-    self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    self: PreTrainedModel,
+    generation_config: Any,
+    model_kwargs: dict[str, Any] | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """Stands in for `_prepare_cache_for_generation`."""
     refuse(generation_config)
+    if model_kwargs is None:
+        raise ModelError(OWN.format(type(self).__name__))
     stock: Any = type(self)._prepare_cache_for_generation  # type: ignore[attr-defined]
     given = model_kwargs.get("past_key_values")
     if getattr(given, "is_compileable", False):
@@ -36,14 +65,14 @@ def prepare_cache(
             f"{type(given).__name__} on a patched model: generate() would make its masks ahead, which the engine's attention "
             "does not take. Leave past_key_values out, or call kvengine.unpatch(model)"
         )
+    stock(self, generation_config, model_kwargs, *args, **kwargs)
     if generation_config.use_cache is False or (given is not None and not isinstance(given, EngineCache)):
-        stock(self, generation_config, model_kwargs, *args, **kwargs)
         return
     if given is None:
+        if type(model_kwargs.get("past_key_values")) is not DynamicCache:
+            raise ModelError(OWN.format(type(self).__name__))
         given = model_kwargs["past_key_values"] = EngineCache(self, getattr(self, STATE).stack)
         given.nameless = True
-    else:
-        stock(self, generation_config, model_kwargs, *args, **kwargs)
     assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
     if generation_config.is_assistant:
         given.activate_past_recording()

@@ -37,6 +37,7 @@ class Session:
     """What the layers of one cache share."""
 
     prompt_end: int | None = None  # tokens after which the announced prompt ends
+    turn: int | None = None  # tokens seen before the announced turn, whose first pass may hide some of them
     following: bool = False  # tokens are taken one by one, not judged as a prompt
     recording: bool = False  # states are remembered, to roll back to
     lent: bool = False  # transformers' assisted decoding begins to record, which it never ends: the next turn does

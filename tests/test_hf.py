@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import SMALL, greedy, llama, one, patched, prompts
+from support import SMALL, Bare, greedy, llama, one, patched, prompts
 
 import kvengine
 from kvengine.errors import CacheError, ModelError, PolicyError, UnknownPolicy, UnsupportedPolicy
@@ -343,6 +343,25 @@ def test_a_cache_of_another_dtype_is_refused() -> None:
         model.to(torch.bfloat16)
         with pytest.raises(CacheError, match="torch.float32"):
             model(one(1)["input_ids"], past_key_values=cache)
+
+
+def test_a_cache_of_another_device_is_refused() -> None:
+    layer = Bare("full")
+    layer.feed(20)
+    for name in "qkv":
+        setattr(layer, name, getattr(layer, name).to("meta"))
+    for count in (1, 3):
+        with pytest.raises(CacheError, match="on cpu.*on meta.*model.to"):
+            layer.feed(count)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_mask_of_another_number_of_rows_is_refused(rows: int) -> None:
+    model, mask = patched("streaming(sinks=2, recent=12)"), prompts()["attention_mask"][[1, 1, 2, 2][:rows]]
+    ids = prompts()["input_ids"]
+    with pytest.raises(ModelError, match=rf"shape \({rows}, 61\), but there are 3 rows"):
+        model(ids, attention_mask=mask, past_key_values=kvengine.EngineCache(model))
+    model(ids, attention_mask=torch.ones_like(mask), past_key_values=kvengine.EngineCache(model))
 
 
 def test_going_back_too_far_is_refused() -> None:

@@ -1,18 +1,21 @@
 """What is done to a patched model: copied, pickled, saved, wrapped, given another attention, sharing what it has."""
 
 import copy
+import gc
 import io
 import pickle
 import subprocess
 import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import greedy, llama, one, patched, prompts
+from support import MIXED, SHAPE, SMALL, greedy, llama, one, patched, prompts
 from torch import nn
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import kvengine
 from kvengine.errors import CacheError, ModelError
@@ -150,3 +153,52 @@ def test_a_static_cache_on_a_patched_model_is_read_as_before_or_refused() -> Non
         torch.testing.assert_close(here, there, rtol=0, atol=0)
     with pytest.raises(ModelError, match="StaticCache on a patched model.*Leave past_key_values out"):
         greedy(model, one(), past_key_values=StaticCache(config=model.config, max_cache_len=128))
+
+
+@pytest.mark.parametrize("text", ["full", POLICY])
+def test_a_model_that_nobody_has_any_more_is_gone_at_once(text: str) -> None:
+    """Its weights are not left to the garbage collector, as on a GPU there may be no room for the next ones until then."""
+    model = patched(text)
+    greedy(model, one(), 3)
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+class Own(LlamaForCausalLM):
+    """Makes a cache that is not the library's."""
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *args: Any) -> None:
+        model_kwargs["states"] = torch.zeros(1)
+
+
+class Returning(LlamaForCausalLM):
+    """Is asked for a cache in another way."""
+
+    def _prepare_cache_for_generation(self, generation_config: Any, *args: Any) -> Any:  # type: ignore[override]
+        return None
+
+    def generate(self, *args: Any, generation_config: Any = None, **kwargs: Any) -> Any:
+        return self._prepare_cache_for_generation(self.generation_config)
+
+
+@pytest.mark.parametrize("made", [Own, Returning])
+def test_a_model_that_makes_its_cache_itself_is_not_given_one(made: Any) -> None:
+    model = kvengine.patch(made(LlamaConfig(**SHAPE)), POLICY)
+    with pytest.raises(ModelError, match=r"makes caches in a way of its own.*kvengine.unpatch"):
+        greedy(model, one())
+
+
+@pytest.mark.parametrize("text", [SMALL["h2o"], SMALL["disk"], MIXED[0], SMALL["tidal"]])
+def test_threads_share_a_model(text: str) -> None:
+    """As a server's do: what belongs to a text is its cache's."""
+    model, batches = patched(text), [prompts(seed=seed) for seed in range(3)]
+    want = [greedy(model, batch) for batch in batches]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda batch: [greedy(model, batch) for _ in range(2)], batches))
+    assert all(torch.equal(one, right) for both, right in zip(found, want, strict=True) for one in both)

@@ -48,6 +48,14 @@ def test_hidden_tokens_are_not_read(name: str) -> None:
     assert torch.equal(greedy(model, second, past_key_values=talked(model, kvengine.EngineCache(model))), want)
 
 
+@pytest.mark.parametrize("name", WIDE)
+def test_hidden_tokens_are_not_read_by_a_turn_of_one_token(name: str) -> None:
+    """Which for the rest resumes decoding, where masks that hide more and more are not asked for."""
+    second, stock, model = {key: x[:, :74] for key, x in turns()[2].items()}, llama(), patched(WIDE[name])
+    want = greedy(stock, second, past_key_values=talked(stock, DynamicCache()))
+    assert torch.equal(greedy(model, second, past_key_values=talked(model, kvengine.EngineCache(model))), want)
+
+
 @pytest.mark.parametrize("name", ["full", "quest", "kivi"])
 def test_hidden_tokens_are_not_read_by_chunks_of_one_token(name: str) -> None:
     second, model = turns()[2], patched(WIDE[name])

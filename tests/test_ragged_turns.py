@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import SMALL, patched
+from support import MIXED, SMALL, patched
 from torch import Tensor
 
 from kvengine import EngineCache
@@ -117,6 +117,22 @@ def test_a_turn_of_padding_alone_leaves_no_trace(text: str) -> None:
                 found.append(model(piece, attention_mask=seen, position_ids=at, past_key_values=cache).logits[:, -1])
         out.append(torch.stack([*found[:15], *found[-12:]]))
     torch.testing.assert_close(*out, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("text", [*SMALL.values(), *MIXED])
+def test_a_batch_that_begins_with_padding_alone_begins_behind_it(text: str) -> None:
+    model, out, (ids, _) = patched(text).double(), [], ragged(2, 40, (0,), 1)
+    for first in (0, 9):
+        cache, seen = EngineCache(model), torch.zeros(2, first, dtype=torch.long)
+        with torch.no_grad():
+            if first:
+                model(ids[:, :first], attention_mask=seen, past_key_values=cache)
+            for piece in ids.split(1, 1):
+                seen = torch.cat([seen, torch.ones_like(piece)], 1)
+                at = seen.cumsum(1)[:, -1:] - 1
+                found = model(piece, attention_mask=seen, position_ids=at, past_key_values=cache).logits
+        out.append(found)
+    torch.testing.assert_close(*out)
 
 
 MORE = [

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvengine.errors import ModelError
-from kvengine.hf import attention_modules, check_model, configs, text_only
+from kvengine.hf import attention_modules, check_model
 from kvengine.hf_cache import engine_layers
 
 NAME = "kvengine_duo"
@@ -64,23 +64,22 @@ def gated(model: PreTrainedModel, gates: Gates) -> Iterator[None]:
     """
     check_model(model)
     text = model.config.get_text_config(decoder=True)
-    modules = attention_modules(model, text)
+    modules = [m for m in attention_modules(model, text) if isinstance(getattr(m, "layer_idx", None), int)]
     if not modules or not all(engine_layers(text)):
         raise ModelError(
             f"{type(model).__name__} has layers without plain causal attention; Duo's gates are for models without"
         )
-    before = [(config, config._attn_implementation_internal) for config in configs(model)]
+    before = text._attn_implementation_internal
     AttentionInterface.register(NAME, gated_attention)
     AttentionMaskInterface.register(NAME, no_mask)
-    model.set_attn_implementation(NAME if text is model.config else text_only(model, text))
+    text._attn_implementation_internal = NAME
     hooks = [m.register_forward_pre_hook(partial(enter, gates=gates), with_kwargs=True) for m in modules]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
+        text._attn_implementation_internal = before
 
 
 def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gates: Gates) -> tuple[Any, dict[str, Any]]:

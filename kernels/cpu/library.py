@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-std=gnu11", "-fPIC", "-shared")
 OPENMP = ("-fopenmp",)
 LINK = ("-lm",)
+BUILDING = threading.Lock()
+"""Threads that begin together build once."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +90,22 @@ def cache_dir() -> Path:
 def _built(compiler: str, flags: tuple[str, ...]) -> Path:
     sources = sorted(Path(__file__).parent.glob("*.[ch]"))
     target = cache_dir() / f"kernels-{_fingerprint(compiler, flags, sources)}.so"
-    if not target.exists():
-        handle, partial = tempfile.mkstemp(suffix=".so", dir=target.parent)
-        os.close(handle)
-        inputs = [str(path) for path in sources if path.suffix == ".c"]
-        command = [compiler, *flags, *inputs, *LINK, "-o", partial]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-            os.replace(partial, target)  # atomic: another process sees no library, or a whole one
-        finally:
-            Path(partial).unlink(missing_ok=True)
+    with BUILDING:
+        if not target.exists():
+            _build(compiler, flags, sources, target)
     return target
+
+
+def _build(compiler: str, flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
+    handle, partial = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(handle)
+    inputs = [str(path) for path in sources if path.suffix == ".c"]
+    command = [compiler, *flags, *inputs, *LINK, "-o", partial]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        os.replace(partial, target)  # atomic: another process sees no library, or a whole one
+    finally:
+        Path(partial).unlink(missing_ok=True)
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...], sources: list[Path]) -> str:

@@ -80,6 +80,8 @@ class SnapKV(Retention):
 
     def pool_row(self, vote: Float[Tensor, "row token"]) -> Float[Tensor, "row token"]:
         pad = self.kernel // 2
+        if not vote.shape[1]:
+            return vote  # padding alone, in every row
         if self.pool == "max":
             return F.max_pool1d(vote[:, None], self.kernel, 1, pad)[:, 0]
         return F.avg_pool1d(vote[:, None], self.kernel, 1, pad)[:, 0]

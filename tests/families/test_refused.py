@@ -69,6 +69,24 @@ def test_layers_without_a_configuration_are_left_alone() -> None:
     assert len(cache.engines) == 2
 
 
+@pytest.mark.parametrize("text", ["full", "quest(budget=500)", "lowrank(rank=8)"])
+def test_a_configuration_without_layers_is_no_decoders(text: str) -> None:
+    """Of models of bytes, only the parts have layers."""
+    if not hasattr(transformers, "BltForCausalLM"):
+        pytest.skip("this transformers has no BltForCausalLM")
+    part = {
+        "vocab_size": 260,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    more = {"encoder_config": part, "decoder_config": part, "global_config": part, "encoder_hash_byte_group_vocab": 50}
+    model = transformers.BltForCausalLM(transformers.BltConfig(vocab_size=260, patcher_config=part, **more))
+    with pytest.raises(ModelError, match="no attention module with a layer index"):
+        kvengine.patch(model, text)
+
+
 @pytest.mark.parametrize(
     "use",
     [

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from families.configs import BASE, VOCABULARY, build, padded_batch
+from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
@@ -142,3 +143,23 @@ def test_half_precision_hides_no_rotation(dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=dtype)
     rope = rope_of(model)
     assert rope is not None and not rope.interleaved and len(rope.frequency) == 32
+
+
+def test_weights_that_are_brought_when_they_are_needed_tell_as_well() -> None:
+    """Where accelerate offloads them, the parameters at hand have no device to run on."""
+    model, batch = llama(LINEAR), padded_batch()
+    want = kvengine.patch(llama(LINEAR), "expected_attention(budget=12)").generate(**batch, max_new_tokens=12)
+    table = model.get_input_embeddings()
+    held = table.weight.data
+
+    def bring(module: nn.Module, *args: Any) -> None:
+        module.weight = nn.Parameter(held)
+
+    def leave(module: nn.Module, *args: Any) -> None:
+        module.weight = nn.Parameter(held.to("meta"))
+
+    leave(table)
+    table.register_forward_pre_hook(bring)
+    table.register_forward_hook(leave)
+    kvengine.patch(model, "expected_attention(budget=12)")
+    assert torch.equal(model.generate(**batch, max_new_tokens=12), want)

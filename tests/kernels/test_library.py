@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,18 @@ def test_processes_that_build_at_once_all_get_a_whole_library(cache: Path) -> No
     started = [subprocess.Popen([sys.executable, "-P", "-c", code], env=environment) for _ in range(3)]
     assert [process.wait() for process in started] == [0, 0, 0]
     assert len(list(cache.iterdir())) == 1
+
+
+@needs_compiler
+def test_threads_that_begin_at_once_build_once(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    built, runs = tmp_path / "built.so", tmp_path / "runs"
+    shutil.copy(str(library.load().library._name), built)  # type: ignore[union-attr]
+    rest = 'while [ "$1" != -o ]; do shift; done; cp'
+    script = f'case "$1" in --version) echo fake; exit;; esac; echo >> {runs}; sleep 1; {rest} {built} "$2"'
+    monkeypatch.setenv("CC", str(fake_compiler(tmp_path, script)))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: build(), range(4)))
+    assert all(one.reason is None for one in found) and len(runs.read_text().splitlines()) == 1
 
 
 def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,150 @@
+"""Models made of several: the decoder alone is patched, wherever `generate` begins and whoever else attends in them."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families.configs import BASE, VOCABULARY
+from torch import Tensor
+
+import kvengine
+from kvengine import EngineCache
+from kvengine.errors import UnsupportedPolicy
+from kvengine.hf import STATE
+
+IMAGE = VOCABULARY - 1
+SEEING = {"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 1}
+CODEC: dict[str, Any] = {
+    "model_type": "mimi", "num_filters": 4, "hidden_size": 16, "intermediate_size": 16, **HEADS, "codebook_size": 64,
+    "codebook_dim": 8, "num_quantizers": 4, "vector_quantization_hidden_dimension": 8, "upsampling_ratios": [2, 2],
+    "upsample_groups": 16,
+}  # fmt: skip
+
+
+def without(*names: str) -> dict[str, Any]:
+    return {k: v for k, v in BASE.items() if k not in names}
+
+
+def prompt(rows: int = 2) -> dict[str, Tensor]:
+    ids = torch.randint(2, VOCABULARY - 10, (rows, 24), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[-1, :3] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def blip() -> tuple[Any, dict[str, Any]]:
+    """Its `generate` asks that of the language model inside."""
+    text = transformers.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=64, word_embed_proj_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        ffn_dim=96, max_position_embeddings=128, init_std=0.15, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    asking = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.Blip2Config(
+        vision_config=SEEING | {"hidden_size": 32}, text_config=text, num_query_tokens=4, image_token_index=IMAGE,
+        qformer_config=asking | {"vocab_size": VOCABULARY, "encoder_hidden_size": 32},
+    )  # fmt: skip
+    inputs = prompt()
+    inputs["input_ids"][:, 4:8] = IMAGE
+    return transformers.Blip2ForConditionalGeneration(config), inputs | {"pixel_values": torch.randn(2, 3, 16, 16)}
+
+
+def idefics() -> tuple[Any, dict[str, Any]]:
+    """It is its own text model, with a vision model inside."""
+    config = transformers.IdeficsConfig(
+        **without("num_key_value_heads", "head_dim"), additional_vocab_size=10, cross_layer_interval=1,
+        vision_config=SEEING | {"embed_dim": 32}, use_resampler=False,
+    )  # fmt: skip
+    seen = {"pixel_values": torch.randn(2, 1, 3, 16, 16), "image_attention_mask": torch.ones(2, 24, 1)}
+    return transformers.IdeficsForVisionText2Text(config), prompt() | seen
+
+
+def csm() -> tuple[Any, dict[str, Any]]:
+    """A second decoder, with caches of its own, says what follows each token."""
+    options = {**BASE, "vocab_size": 65, "num_codebooks": 4}
+    config = transformers.CsmConfig(
+        **options, text_vocab_size=VOCABULARY, codebook_pad_token_id=64, codebook_eos_token_id=63, codec_config=CODEC,
+        depth_decoder_config=options | {"backbone_hidden_size": 64, "max_position_embeddings": 33},
+    )  # fmt: skip
+    return transformers.CsmForConditionalGeneration(config), prompt() | {"depth_decoder_do_sample": False}
+
+
+MODELS = {"another one generates": blip, "vision beside text": idefics, "two decoders": csm}
+
+
+def made(name: str) -> tuple[Any, Callable[[], Any]]:
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    model.float().eval().generation_config.eos_token_id = None
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    return model, lambda: model.generate(**inputs, **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_composed_model_says_what_it_did(name: str) -> None:
+    model, run = made(name)
+    want = run().sequences
+    for text, same in (("full", True), ("quest(budget=500)", True), ("streaming(sinks=1, recent=1)", False)):
+        found = kvengine.patch(model, text) and run()
+        assert type(found.past_key_values) is EngineCache, "the policy was not asked"
+        assert torch.equal(found.sequences, want) == same
+    kvengine.unpatch(model)
+    assert torch.equal(run().sequences, want)
+
+
+def test_who_generates_inside_is_patched_and_restored_with_the_model() -> None:
+    model, run = made("another one generates")
+    inside, want = model.language_model, run().sequences
+    before = set(vars(inside))
+    kvengine.patch(model, "streaming(sinks=1, recent=1)")
+    assert EngineCache(inside).stack == EngineCache(model).stack
+    kvengine.patch(inside, "full")
+    assert str(EngineCache(model).stack) == "full"
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    kvengine.unpatch(twin)
+    assert not hasattr(twin.language_model, STATE) and hasattr(inside, STATE)
+    kvengine.unpatch(inside)
+    assert not hasattr(model, STATE) and set(vars(inside)) == before and torch.equal(run().sequences, want)
+
+
+def test_attention_without_an_index_is_the_models_own() -> None:
+    """Kosmos-2 has the text's attention sum up an image, without a cache; its text is read under masks of its own."""
+    text = {
+        "vocab_size": VOCABULARY,
+        "embed_dim": 64,
+        "layers": 2,
+        "ffn_dim": 96,
+        "attention_heads": 4,
+        "init_std": 0.3,
+    }
+    config = transformers.Kosmos2Config(
+        text_config=text | {"dropout": 0.0, "pad_token_id": 0, "eos_token_id": None},
+        vision_config=SEEING | {"hidden_size": 32}, latent_query_num=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, at = transformers.Kosmos2ForConditionalGeneration(config).float().eval(), torch.zeros(1, 24)
+    at[:, 2:6] = 1
+    inputs = {name: x[:1] for name, x in prompt().items()} | {"pixel_values": torch.randn(1, 3, 16, 16)}
+    inputs |= {"image_embeds_position_mask": at, "max_new_tokens": 12, "do_sample": False}
+    want = model.generate(**inputs)
+    assert torch.equal(kvengine.patch(model).generate(**inputs), want)
+    with pytest.raises(UnsupportedPolicy, match="a mask given as a tensor"):
+        kvengine.patch(model, "quest(budget=500)").generate(**inputs)
+
+
+def test_a_model_that_lends_its_methods_lends_its_own() -> None:
+    """Kyutai's has its codec prepare a cache as it would itself."""
+    options = without("intermediate_size") | {"sliding_window": 64, "ffn_dim": 96}
+    tokens = {"codebook_vocab_size": 65, "audio_bos_token_id": 64, "audio_pad_token_id": 63}
+    torch.manual_seed(0)
+    model = transformers.KyutaiSpeechToTextForConditionalGeneration(
+        transformers.KyutaiSpeechToTextConfig(**options, **tokens, num_codebooks=4, codec_config=CODEC)
+    ).eval()
+    sound = torch.randn(1, 1, 60)
+    want = model.generate(input_values=sound, max_new_tokens=8, do_sample=False)
+    kvengine.patch(model)
+    assert torch.equal(model.generate(input_values=sound, max_new_tokens=8, do_sample=False), want)
