@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -33,8 +32,10 @@ SHAPE = dict(vocab_size=1000, hidden_size=512, intermediate_size=1536, num_hidde
 HEADS, GROUP, DIM = 8, 4, 128
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def resident(name: str = "VmRSS") -> int:
+    """Bytes of this process in memory; `VmHWM`: at most. (`ru_maxrss` begins with those of the process that started it.)"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
 def one(policy: str, length: int) -> dict[str, float]:
@@ -55,7 +56,7 @@ def one(policy: str, length: int) -> dict[str, float]:
     generate(ids[:, :256], 4)
     before = resident()
     cache = generate(ids, 8)
-    after, most = resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    after, most = resident(), resident("VmHWM")
     held = (
         sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
         if isinstance(cache, transformers.DynamicCache)

@@ -97,13 +97,14 @@ class Tail:
     def reserve(self, more: int) -> None:
         """Room for `more` tokens: if there is none, move to the front of larger slots, with some to spare.
 
-        Growing by a part of the length, a token is moved `PART` times on average at most, however long the text becomes,
-        and what is spare stays within that part (or `GROWTH` slots).
+        The first tokens, a prompt as a rule, get the slots they need. Growing by a part of the length, a token is moved
+        `PART` times on average at most, however long the text becomes, and what is spare stays below that part (or
+        `GROWTH` slots).
         """
         if self.end + more <= self.capacity:
             return
         need = len(self) + more
-        slots = need + max(GROWTH, need // PART)
+        slots = need + max(GROWTH, need // PART) - 1 if len(self) else need
         s = self.span
         self.k, self.v = moved(self.k[:, s], slots), moved(self.v[:, s], slots)
         if self.placed:
@@ -278,10 +279,7 @@ class Tail:
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows."""
-        self.k, self.v, self._position, self.score = (
-            torch.index_select(x, 0, index, out=memory.empty((len(index), *x.shape[1:]), x.dtype, x.device))
-            for x in (self.k, self.v, self._position, self.score)
-        )
+        self.k, self.v, self._position, self.score = (x[index] for x in (self.k, self.v, self._position, self.score))
         self.shared = False
 
     def tensors(self) -> dict[str, Tensor]:

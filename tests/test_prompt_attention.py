@@ -83,7 +83,9 @@ def test_only_plain_causal_attention_is_replaced(change: dict[str, Any]) -> None
         module = nn.Identity()
         if not options.pop("module", True):
             module.is_causal = False
-        mask = dict(mask_function=mask_function, allow_is_causal_skip=True, attention_mask=None, q_offset=0, q_length=3)
+        mask = dict(
+            mask_function=mask_function, allow_is_causal_skip=True, attention_mask=None, q_offset=0, q_length=3, batch_size=1
+        )  # fmt: skip
         mask |= {name: options.pop(name) for name in ("allow_is_causal_skip", "attention_mask") if name in options}
         previous, some = options.pop("previous", "sdpa"), {"scaling": None, "dropout": 0.0, **options}
         return Stock(module, x := torch.zeros(1, 1, 3, 16), LazyMask(mask), previous, some, (x, x))
