@@ -221,7 +221,8 @@ def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {t.data_ptr(): t.nbytes for t in x.values()}
     for _, call in measured.cases(x, 1).values():
         known |= {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors(call)}
-    assert sum(known.values()) <= measured.SHARE * 2 * x["k"].nbytes
+    stock = 2 * x["k"].nbytes  # on a CPU alone, stock attention has a copy of its own
+    assert sum(known.values()) - stock <= measured.SHARE * 2 * x["k"].nbytes
 
 
 def tensors(x: object) -> list[torch.Tensor]:
