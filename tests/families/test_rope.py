@@ -145,6 +145,7 @@ def test_half_precision_hides_no_rotation(dtype: torch.dtype) -> None:
     assert rope is not None and not rope.interleaved and len(rope.frequency) == 32
 
 
+@pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # transformers 5.17, of the weights away
 def test_weights_that_are_brought_when_they_are_needed_tell_as_well() -> None:
     """Where accelerate offloads them, the parameters at hand have no device to run on."""
     model, batch = llama(LINEAR), padded_batch()
