@@ -63,6 +63,21 @@ def test_a_restored_session_continues_bit_for_bit(stack: str, tmp_path: Path) ->
         pytest.skip(str(error))
 
 
+@pytest.mark.parametrize("stack", stacks())
+def test_a_session_that_outgrew_its_budget_while_decoding_is_restored(stack: str, tmp_path: Path) -> None:
+    model = llama()
+    with kvengine.patched(model, stack):
+        cache = kvengine.EngineCache(model, stack)
+        with torch.inference_mode():
+            model(input_ids=torch.tensor([[9, 4, 7]]), past_key_values=cache, use_cache=True)
+        start = torch.tensor([[5]])
+        go_on(model, cache, start, 40)
+        saved.save(cache, tmp_path / "s.kv", model)
+        back = saved.load(model, tmp_path / "s.kv")
+        a, b = go_on(model, cache, start, 10), go_on(model, back, start, 10)
+    assert a[0] == b[0] and torch.equal(a[1], b[1])
+
+
 def test_a_padded_batch_and_beams_are_restored(tmp_path: Path) -> None:
     model, stack = llama(), "snapkv(budget=24, window=6) + quest(budget=32, page=8)"
     with kvengine.patched(model, stack):
