@@ -17,9 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine import memory
 from kvengine.kernels.step import Slots, ready
-from kvengine.tokens import take
+from kvengine.tokens import moved, take
 
 GROWTH = 8  # slots: the least that a tail grows by
 PART = 64  # of its length: what a longer one grows by
@@ -106,12 +105,16 @@ class Tail:
         need = len(self) + more
         slots = need + max(GROWTH, need // PART) - 1 if len(self) else need
         s = self.span
-        self.k, self.v = moved(self.k[:, s], slots), moved(self.v[:, s], slots)
+        self.keep(self.k[:, s], self.v[:, s], slots)
         if self.placed:
             self._position = moved(self._position[:, s], slots)
         if self.scored:
             self.score = moved(self.score[:, s], slots)
         self.start, self.end, self.shared = 0, need - more, False
+
+    def keep(self, k: Tensor, v: Tensor, slots: int) -> None:
+        """Have copies of these at the front of `slots` slots."""
+        self.k, self.v = moved(k, slots), moved(v, slots)
 
     def append(
         self,
@@ -207,7 +210,7 @@ class Tail:
     def own(self) -> None:
         """Before writing into used slots: part from tensors that a remembered state refers to."""
         if self.shared:
-            self.k, self.v = moved(self.k, self.capacity), moved(self.v, self.capacity)
+            self.keep(self.k, self.v, self.capacity)
             self._position, self.score = self._position.clone(), self.score.clone()
             self.shared = False
 
@@ -265,7 +268,7 @@ class Tail:
         tokens, the others as its newest, one after the other, which puts none of them earlier than it was.
         """
         slots = max(slots, k.shape[1])
-        self.k, self.v = moved(k, slots), moved(v, slots)
+        self.keep(k, v, slots)
         self.placed, self.lead, self.exact = position is not None, lead, position is not None and self.exact
         self._position = self._position[:, :0] if position is None else moved(position.to(torch.int32), slots)
         if self.scored:
@@ -301,12 +304,8 @@ class Nested(Tail):
     def v(self, new: Tensor) -> None:
         """Nothing to keep: it is a part of the keys that come with it."""
 
+    def keep(self, k: Tensor, v: Tensor, slots: int) -> None:
+        self.k = moved(k, slots)
+
     def tensors(self) -> dict[str, Tensor]:
         return {name: x for name, x in super().tensors().items() if name != "v"}
-
-
-def moved(x: Tensor, slots: int) -> Tensor:
-    """A copy at the front of `slots` slots."""
-    out = memory.empty((x.shape[0], slots, *x.shape[2:]), x.dtype, x.device)
-    out[:, : x.shape[1]] = x
-    return out

@@ -86,11 +86,17 @@ def grouped(count: Int[Tensor, "row"]) -> list[tuple[int, Tensor | None]]:
     return [(n, (count == n).nonzero()[:, 0]) for n in found] if len(found) > 1 else [(found[0], None)]
 
 
+def moved(x: Tensor, size: int) -> Tensor:
+    """A copy at the front of `size` places along axis 1, in memory of the cache's own."""
+    out = memory.empty((x.shape[0], size, *x.shape[2:]), x.dtype, x.device)
+    out[:, : x.shape[1]] = x
+    return out
+
+
 def wider(x: Tensor, size: int, empty: int | float) -> Tensor:
     """`x` in front of `empty` up to `size` along axis 1."""
     if x.shape[1] == size:
         return x
-    out = memory.empty((x.shape[0], size, *x.shape[2:]), x.dtype, x.device)
-    out[:, : x.shape[1]] = x
+    out = moved(x, size)
     out[:, x.shape[1] :] = empty
     return out

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import kvengine
-from kvengine import latent, saved
+from kvengine import latent, saved, tail
 from kvengine.cache import LayerCache
 from kvengine.errors import KernelError, UnsupportedPolicy
 from kvengine.kernels import dispatch
@@ -227,3 +227,16 @@ def test_heads_wider_than_triton_takes_go_to_c_or_torch() -> None:
     assert dispatch.chosen((q, k), None, False, 576) == "reference"
     with pytest.raises(KernelError, match="576 channels are wider than 256"):
         attention(q, k, k[..., :512].clone(), None, 0.05, backend="triton")
+
+
+def test_latents_that_move_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    moved = tail.moved
+    monkeypatch.setattr(tail, "moved", lambda x, slots: copied.append(x.shape[-1]) or moved(x, slots))  # type: ignore[func-returns-value]
+    k = torch.randn(1, 5, 8)
+    held = tail.Nested(6, k, k[..., :6], scored=False, placed=False)
+    held.append(k, k[..., :6], torch.arange(5, dtype=torch.int32)[None], True)
+    held.append(k[:, :1], k[:, :1, :6], torch.tensor([[5]], dtype=torch.int32), True)
+    held.shared = True
+    held.own()
+    assert copied == [8, 8, 8] and torch.equal(held.held()[1], torch.cat([k, k[:, :1]], 1)[..., :6])
