@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.lane import Lane
+from kvengine.readers import Nodes, Prompt, Readers, Resumed, Taken
 from kvengine.session import Call, Session, judge_together
 from kvengine.stack import Stack
 from kvengine.tokens import ordered
@@ -29,6 +30,10 @@ class Heads:
     lane: Lane
     index: Int[Tensor, "head"] | None
 
+    def of(self, lane: Lane) -> Heads:
+        """The same heads of another lane."""
+        return Heads(lane, self.index)
+
     def pick(self, x: Float[Tensor, "seq head *rest"]) -> Float[Tensor, row * rest]:
         return (x if self.index is None else x[:, self.index]).flatten(0, 1)
 
@@ -42,9 +47,11 @@ class LayerCache:
     inner: int | None = None
     """Values are so many first channels of the keys (set before the first token; an attribute of the layers it is for)."""
 
-    def __init__(self, stack: Stack, layer: int, layers: int, session: Session | None = None) -> None:
+    def __init__(self, stack: Stack, layer: int, layers: int, session: Session | None = None, readers: int = 0) -> None:
+        """`readers`: later layers of the model that read what this one holds (`kvengine.readers`)."""
         self.stack, self.layer, self.layers = stack, layer, layers
         self.session = session or Session()
+        self.readers = Readers(readers)
         self.parts: list[Heads] = []
         self.fixed: FixedLayer | None = None  # while held still
         self.seen = 0
@@ -102,6 +109,7 @@ class LayerCache:
                 "cache after model.to()"
             )
         self.session.begin(self.layer, self.seen)
+        self.readers.begin(part.lane for part in self.parts)
         out = self.answer(q, k, v, call, valid, stock)
         self.session.torn = False
         return out
@@ -148,6 +156,7 @@ class LayerCache:
         if k.shape[0] != self.sequences:
             return None
         session.begin(self.layer, self.seen)
+        self.readers.begin([lane])
         out = lane.quick(q, k, v, scale)
         session.torn = False
         if out is not None:
@@ -185,12 +194,16 @@ class LayerCache:
         here = theirs.to(torch.int8).argmax(1)[:, None, None, None]
         one = [x.gather(2, here.expand(-1, x.shape[1], 1, x.shape[3])) for x in (q, k, v)]
         outs, self.session.recording = [], False  # what comes with a prompt is not to be taken back
-        for part, grouped, rows in self.each(one[0], call):
+        steps = self.steps()
+        for (part, grouped, rows), taken in zip(self.each(one[0], call), steps, strict=True):
             mine = self.by_row(theirs, part)
             tokens = grouped, part.pick(one[1]), part.pick(one[2])
-            outs.append(part.lane.resume(*tokens, mine.any(1), mine.to(torch.int8).argmax(1), rows))
+            outs.append(part.lane.resume(*tokens, mine.any(1), mine.to(torch.int8).argmax(1), rows, taken))
         self.session.recording = recording
         out = self.enter(q, k, v, call, valid & ~single[:, None], None, single)
+        if self.readers.count:
+            prompt = self.readers.moments.pop()
+            self.readers.moments.append(Resumed(Taken(self, steps), prompt, theirs, here[:, 0, 0, 0]))
         return torch.where(theirs[..., None, None], self.gather(one[0], outs), out)
 
     def enter(
@@ -204,12 +217,12 @@ class LayerCache:
         resumed: Bool[Tensor, "seq"] | None = None,
     ) -> Float[Tensor, "seq token q_head dim_v"]:
         """Tokens of a prompt. Sequences that have `resumed` took one already."""
-        out, asked = None, self.each(q, call)
+        out, dense, asked = None, None, self.each(q, call)
         masks = [None if valid is None else self.by_row(valid, part) for part in self.parts]
         orders = [part.lane.order_for(mask) for part, mask in zip(self.parts, masks, strict=True)]
         moved = any(order is not None for order in orders)
         if stock is not None and self.exact and (moved if self.whole else not self.seen):
-            out = stock(*self.with_new(k, v))
+            out = stock(*(dense := self.with_new(k, v)))
         self.seen += k.shape[2]
         for i, ((part, grouped, rows), mask, order) in enumerate(zip(asked, masks, orders, strict=True)):
             asked[i] = part, ordered(grouped, order), rows
@@ -218,12 +231,14 @@ class LayerCache:
             part.lane.enter(ordered(part.pick(k), order), ordered(part.pick(v), order), mask, order is not None, took)
             part.lane.observe(asked[i][1], rows, mask)
         if out is None and stock is not None and self.whole and self.exact:
-            out = stock(*self.contents())
+            out = stock(*(dense := self.contents()))
         if out is None:
             read = [part.lane.read(grouped, rows) for part, grouped, rows in asked]
             out = self.gather(
                 q, [ordered(x, o if o is None else o.argsort(1)) for x, o in zip(read, orders, strict=True)]
             )
+        if self.readers.count:
+            self.readers.moments.append(Prompt(self, k.shape[2], dense, orders))
         if self.ends_prompt():
             for part, grouped, rows in asked:
                 part.lane.finish(grouped, rows)
@@ -255,11 +270,17 @@ class LayerCache:
     ) -> Float[Tensor, "seq token q_head dim_v"]:
         """Tokens taken as in decoding."""
         self.seen += k.shape[2]
-        out = []
-        for part, grouped, rows in self.each(q, call):
+        out, steps = [], self.steps()
+        for (part, grouped, rows), mine in zip(self.each(q, call), steps, strict=True):
             mask = None if valid is None else self.by_row(valid, part)
-            out.append(part.lane.take(grouped, part.pick(k), part.pick(v), mask, rows))
+            out.append(part.lane.take(grouped, part.pick(k), part.pick(v), mask, rows, steps=mine))
+        if self.readers.count:
+            self.readers.moments.append(Taken(self, steps))
         return self.gather(q, out)
+
+    def steps(self) -> list[Any]:
+        """For each lane, where to leave the states that its steps have read, if somebody will read them."""
+        return [[] if self.readers.count else None for _ in self.parts]
 
     def branch(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Tensor | None, tree: Bool[Tensor, "node node"]
@@ -271,6 +292,8 @@ class LayerCache:
             part.lane.look(grouped, part.pick(k[:, :, n:]), part.pick(v[:, :, n:]), tree, rows)
             for part, grouped, rows in self.each(q[:, :, n:], call)
         ]
+        if self.readers.count:
+            self.readers.moments.append(Nodes(self, k[:, :, n:], v[:, :, n:], tree))
         return torch.cat([*first, self.gather(q[:, :, n:], last)], 1)
 
     def follow(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
@@ -281,6 +304,7 @@ class LayerCache:
             self.enter(q, k, v, call, None, lambda k, v: v)
         else:
             self.take(q, k, v, call, None, None)
+        self.readers.end(part.lane for part in self.parts)
 
     def each(self, q: Tensor, call: Call) -> list[tuple[Heads, Tensor, Call]]:
         """Every lane with its queries [row, group, token, dim] and its call."""

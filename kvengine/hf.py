@@ -198,11 +198,6 @@ def check_stack(stack: Stack, text: Any) -> None:
         raise UnsupportedPolicy(
             f"{name} caches latents that all its heads share (MLA), so '{name_of(stack.routing)}' has no heads to tell apart"
         )
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise UnsupportedPolicy(
-            f"{name} lets layers read the keys and values of earlier ones; '{stack}' might drop what a later layer "
-            "needs. Only 'full' works on it"
-        )
 
 
 def attention_modules(model: nn.Module, text: Any) -> list[nn.Module]:

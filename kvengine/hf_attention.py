@@ -205,13 +205,15 @@ def attend(
     foreign = [name for name in FOREIGN if kwargs.get(name) is not None]
     if foreign or not isinstance(attention_mask, LazyMask):
         return special(layer, stock, f"the argument {foreign[0]!r}" if foreign else "a mask given as a tensor"), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = kwargs.get("s_aux")
+    call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1))
+    if kvengine.layer is None:  # a later layer, which reads what that one took under the same mask
+        return layer.attend(query, call, None, stock).contiguous(), None
     if query.shape[2] > 1 and not (attention_mask.plain or layer.asks_stock(query.shape[2]) or attention_mask.causal):
         return special(
             layer, stock, "a mask under which tokens see later ones (images, prefixes) or not all earlier ones"
         ), None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    sinks = kwargs.get("s_aux")
-    call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1))
     turn = layer.session.turn == layer.cache.seen or layer.cache.prompt_tokens(query.shape[2]) > 0
     hidden = attention_mask.hidden(query.shape[2], turn)
     if hidden is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from kvengine.errors import CacheError, ModelError
 from kvengine.hf_back import back, check_back
 from kvengine.hf_layer import EngineLayer
 from kvengine.hf_rope import rope_for
+from kvengine.readers import sources
 from kvengine.session import BROKEN, Session
 from kvengine.stack import Stack
 from kvengine.stats import Stats, measure
@@ -59,7 +61,11 @@ class EngineCache(Cache):
         ours = engine_layers(self.config)
         self.session.last = max((i for i, served in enumerate(ours) if served), default=None)
         self.session.served = sum(ours)
-        layers = [EngineLayer(self.stack, i, n, self.session) if ours[i] else layer for i, layer in enumerate(stock)]
+        readers = Counter(sources(self.config).values())
+        layers = [
+            EngineLayer(self.stack, i, n, self.session, readers[i]) if ours[i] else layer
+            for i, layer in enumerate(stock)
+        ]
         super().__init__(layers=layers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EngineCache:

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvengine import latent
+from kvengine import latent, readers
 from kvengine.cache import LayerCache, Stock
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.session import Call, Session
@@ -27,9 +27,9 @@ class EngineLayer(CacheLayerMixin):
 
     is_croppable, is_sliding, is_compileable = True, False, False
 
-    def __init__(self, stack: Stack, layer: int, layers: int, session: Session) -> None:
+    def __init__(self, stack: Stack, layer: int, layers: int, session: Session, readers: int = 0) -> None:
         super().__init__()
-        self.stack, self.layer, self.layers, self.session = stack, layer, layers, session
+        self.stack, self.layer, self.layers, self.session, self.readers = stack, layer, layers, session, readers
         self.incoming: tuple[Tensor, Tensor] | None = None
         self.listener: Listener | None = None
         self.heard: dict[int, Heard] | None = (
@@ -38,7 +38,7 @@ class EngineLayer(CacheLayerMixin):
         self.reset()
 
     def reset(self) -> None:
-        self.cache = LayerCache(self.stack, self.layer, self.layers, self.session)
+        self.cache = LayerCache(self.stack, self.layer, self.layers, self.session, self.readers)
         self.incoming, self.is_initialized = None, False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -86,7 +86,7 @@ class EngineLayer(CacheLayerMixin):
         module = stock.module  # type: ignore[attr-defined]
         latents = latent.is_latent(module)
         if self.incoming is None:
-            return self.attend_all(stock, valid)
+            return readers.read(self.cache, query, call, stock)
         full = latents and self.stack == Stack()
         if full and self.heard is None and self.listener is None:
             return self.attend_all(stock, valid)

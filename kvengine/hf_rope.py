@@ -21,7 +21,7 @@ from kvengine.policies import name_of
 from kvengine.rope import Rope
 from kvengine.stack import Stack
 
-STATIC = {"default", "linear", "llama3", "yarn"}  # kinds whose frequencies never change
+STATIC = {"default", "linear", "llama3", "yarn", "proportional"}  # kinds whose frequencies never change
 TOKENS, APART = 4, 7  # of the trial
 
 

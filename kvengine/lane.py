@@ -35,6 +35,9 @@ from kvengine.policies.selection import Where
 from kvengine.session import Call
 from kvengine.tokens import breaks
 
+Steps = list[tuple[int, "Lane"]]
+"""Tokens taken together, and the lane as it was when their queries asked."""
+
 
 class Lane(Evidence):
     """What the heads of a lane hold, and how queries read it."""
@@ -122,11 +125,18 @@ class Lane(Evidence):
         self.reading = False
 
     def resume(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Bool[Tensor, "row"], at: Int[Tensor, "row"], call: Call
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Bool[Tensor, "row"],
+        at: Int[Tensor, "row"],
+        call: Call,
+        steps: Steps | None = None,
     ) -> Float[Tensor, "row group 1 dim_v"]:
         """These rows take their only token of a turn, which is the turn's token `at`."""
         self.ahead = None if self.placing else at
-        out = self.take(q, k, v, rows[:, None], call, True)
+        out = self.take(q, k, v, rows[:, None], call, True, steps)
         self.ahead = None
         self.unpad(rows)
         return out
@@ -141,9 +151,16 @@ class Lane(Evidence):
         self.restore(idle)
 
     def take(
-        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call, looked: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None,
+        call: Call,
+        looked: bool = False,
+        steps: Steps | None = None,
     ) -> Float[Tensor, "row group query dim_v"]:
-        """Take tokens as decoding does, in as large steps as give the same result."""
+        """Take tokens as decoding does, in as large steps as give the same result, which are added to `steps`."""
         out, i = [], 0
         self.since = self.seen
         self.looked = looked or valid is None or q.shape[2] > 1 or not valid.is_cuda
@@ -151,7 +168,7 @@ class Lane(Evidence):
         while i < q.shape[2]:
             m = min([q.shape[2] - i, self.stride(), *(end - i for end in ends if end > i)])
             part = None if valid is None else valid[:, i : i + m]
-            out.append(self.step(q[:, :, i : i + m], k[:, i : i + m], v[:, i : i + m], part, call))
+            out.append(self.step(q[:, :, i : i + m], k[:, i : i + m], v[:, i : i + m], part, call, steps))
             i += m
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
@@ -180,15 +197,15 @@ class Lane(Evidence):
         return 1 << 30
 
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call, steps: Steps | None = None
     ) -> Float[Tensor, "row group query dim_v"]:
         if self.session.recording:
             self.remember(k, v, valid)
         self.add(k, v, valid)
-        if not self.retention.decodes:
-            out, _ = self.attend(q, call, mass=False)
-        else:
-            out, mass = self.attend(q, call, self.retention.counts)
+        out, mass = self.attend(q, call, self.retention.decodes and self.retention.counts)
+        if steps is not None:
+            steps.append((q.shape[2], self if self.plain else self.still()))
+        if self.retention.decodes:
             if mass is not None and valid is not None:  # padding says nothing
                 mass = mass * valid[:, :1, None]
             seen = self.show(q, mass, call, prompt=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -57,6 +58,13 @@ class Recall(Holding):
         state = copy.copy(self.tail), copy.copy(self.pages), dict(self.notes), self.lengths, self.first, self.judged
         self.marks.append(Mark(self.seen, *state, k, v, valid, self.firm))
         self.share(True)
+
+    def still(self) -> Self:
+        """The lane as it is now, to be read while this one goes on."""
+        twin = copy.copy(self)
+        twin.tail, twin.pages = copy.copy(self.tail), copy.copy(self.pages)
+        self.share(True)
+        return twin
 
     def share(self, shared: bool) -> None:
         self.tail.shared = shared

@@ -64,7 +64,7 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
         "marks",
         "plain",
     },
-    LayerCache: {"stack", "layer", "layers", "session", "parts"},
+    LayerCache: {"stack", "layer", "layers", "session", "parts", "readers"},
     Tail: {"shared", "scored", "ready"},
     Nested: {"shared", "scored", "ready"},
     Pages: {"pool", "page", "inner", "joint", "representation", "selection", "shared", "scored", "beside", "bounds"},

@@ -22,7 +22,8 @@ class Stats:
         held: tokens held, [layer, sequence, kv head].
         attended: tokens that the last decoded token read, without those that were dropped after it, [layer, sequence,
             kv head]; after a prompt, those held.
-        read_per_token: bytes of keys, values, codes and summaries that decoding one more token reads, all layers.
+        read_per_token: bytes of keys, values, codes and summaries that decoding one more token reads, all layers; as often
+            as layers read them, where later ones share an earlier one's.
         pages_used, pages_free: pages that some table names, and that none does, all layers.
         seen: tokens seen, padding included.
         served: pieces of pages that were read where pages are placed below the device, by the tier that had them
@@ -69,11 +70,11 @@ def measure(layers: list[LayerCache]) -> Stats:
     held: dict[str, dict[str, int]] = {}
     used = free = read = faults = 0
     served = Counter[str]()
-    for lane in (part.lane for layer in layers for part in layer.parts):
+    for lane, times in ((part.lane, 1 + layer.readers.count) for layer in layers for part in layer.parts):
         for tier, fields in lane_bytes(lane).items():
             for name, size in fields.items():
                 held.setdefault(tier, {})[name] = held.setdefault(tier, {}).get(name, 0) + size
-        read += lane_reads(lane)
+        read += lane_reads(lane) * times
         if lane.pages is not None and lane.pool is not None:
             mine = len(set(lane.pages.pages_in_use()))
             used, free = used + mine, free + lane.pool.pages - mine

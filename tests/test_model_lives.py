@@ -28,7 +28,9 @@ import kvengine
 from kvengine.errors import CacheError, PolicyError
 from kvengine.policies import catalogue
 
-MODELS = ("grouped", "every head its own", "one head", "three layers", "softcap", "sinks", "windows", "latents")
+MODELS = (
+    "grouped", "every head its own", "one head", "three layers", "softcap", "sinks", "windows", "latents", "shared keys",
+)  # fmt: skip
 WINDOWS = ("softcap", "windows")  # transformers' own layers count padding as distance
 MORE = {
     "retention": [
@@ -73,6 +75,10 @@ def model(name: str) -> Any:
         found = configs.build("deepseek_v3")
     elif name == "windows":
         found = configs.build("gpt_oss")
+    elif name == "shared keys":
+        options = configs.BASE | configs.FAMILIES["gemma3n"].options | {"layer_types": ["full_attention"] * 4}
+        torch.manual_seed(0)
+        found = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**options)).eval()
     elif name == "sinks":
         options = configs.BASE | configs.FAMILIES["gpt_oss"].options | {"layer_types": ["full_attention"] * 4}
         torch.manual_seed(0)

@@ -13,6 +13,7 @@ from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy, unknown
 from kvengine.hf import check_model
 from kvengine.hf_cache import EngineCache, engine_layers
 from kvengine.hf_generate import check_mode
+from kvengine.readers import sources
 from kvengine.speculative.law import REMEMBERING
 from kvengine.speculative.places import why_not
 from kvengine.stack import Stack
@@ -152,10 +153,19 @@ def has_latents(model: Any) -> bool:
     return bool(getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None))
 
 
+def is_read_again(model: Any) -> bool:
+    """Whether it has layers that read an earlier one's keys and values, which a view gives to that one alone."""
+    return bool(sources(model.config.get_text_config(decoder=True)))
+
+
 def check_places(middle: Stack, stack: Stack, model: Any, in_place: bool) -> None:
     reason = None
-    if in_place:
-        reason = "its rows are latents (MLA), without values" if has_latents(model) else why_not(middle, stack)
+    if in_place and has_latents(model):
+        reason = "its rows are latents (MLA), without values"
+    elif in_place and is_read_again(model):
+        reason = "later layers of the model read them too"
+    elif in_place:
+        reason = why_not(middle, stack)
     if reason is not None:
         raise UnsupportedPolicy(f"'{middle}' cannot read the target's tokens in place: {reason}. Leave in_place out")
 

@@ -37,6 +37,7 @@ from kvengine.speculative.check import (
     check_seed,
     check_stop,
     has_latents,
+    is_read_again,
 )
 from kvengine.speculative.clock import Watch
 from kvengine.speculative.echo import Echo, Refresh
@@ -205,7 +206,7 @@ class TriForce(Decoder):
             return Guest(self.target, top.cache, whole=top)
         if self.in_place:
             cache: EngineCache = ViewCache(self.target, top.cache, middle, LayerPlaces)
-        elif can_view(middle) and complete(self.stack) and not has_latents(self.target):
+        elif can_view(middle) and complete(self.stack) and not (has_latents(self.target) or is_read_again(self.target)):
             cache = ViewCache(self.target, top.cache, middle)
         else:
             cache = EngineCache(self.target, middle)

@@ -40,8 +40,8 @@ def test_full_gives_the_stock_tokens_on_a_padded_batch(name: str) -> None:
 
 
 def test_a_policy_runs_or_is_refused_with_a_reason(name: str) -> None:
-    model, kinds = configs.build(name), configs.FAMILIES[name].caches
-    if has_plain_layers(name) and "shared" not in kinds:
+    model = configs.build(name)
+    if has_plain_layers(name):
         kvengine.patch(model, "snapkv(budget=12, window=4)")
         cache = kvengine.EngineCache(model)
         assert greedy(model, past_key_values=cache, count=8).shape == (3, 28)
