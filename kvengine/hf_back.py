@@ -4,7 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import DynamicCache
+
 from kvengine.errors import CacheError
+
+STATE = ("keys", "values", "cumulative_length", "is_initialized", "dtype", "device")  # of a layer with a window
+
+
+GO_BACK = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
+
+
+def goes_back(config: Any) -> bool:
+    """Whether tokens can be taken back from every layer of a model; a recurrent state has absorbed them."""
+    return {type(layer).__name__ for layer in DynamicCache(config=config).layers} <= GO_BACK
+
+
+def adopt(layer: Any, its: Any, late: int) -> None:
+    """Hold what another cache's layer with a window holds, but for its last `late` tokens.
+
+    Nothing is copied: transformers' windows put new tensors in the place of old ones and change none.
+    """
+    if getattr(its, "sliding_window", None) is not None and its.is_initialized:
+        vars(layer).update({name: getattr(its, name) for name in STATE})
+        layer._sliding_window_tensor = its._sliding_window_tensor
+        back(layer, late)
 
 
 def check_back(layer: Any, n: int) -> None:

@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy, unknown
 from kvengine.hf import check_model
+from kvengine.hf_back import goes_back
 from kvengine.hf_cache import EngineCache, engine_layers
 from kvengine.hf_generate import check_mode
 from kvengine.readers import sources
@@ -108,17 +110,23 @@ def check_gamma(gamma: Gamma) -> None:
         )
 
 
-def check_models(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None) -> None:
+def check_models(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None, widths: tuple[int, ...] | None) -> None:
     """Refuse models that the tiers cannot be built of, before anything is computed."""
     check_model(target)
-    whole = all(engine_layers(target.config.get_text_config(decoder=True)))
-    if not whole:
-        raise ModelError(
-            f"{type(target).__name__} has layers with a sliding window or a recurrent state: a rejected draft cannot "
-            "be taken back from those yet. Use a model whose layers all have a plain key-value cache"
-        )
     if isinstance(draft, str) and draft not in DRAFTS:
         raise PolicyError(unknown("draft", draft, DRAFTS))
+    for model in (target, draft):
+        if isinstance(model, PreTrainedModel) and not goes_back(model.config.get_text_config(decoder=True)):
+            raise ModelError(
+                f"{type(model).__name__} has layers with a recurrent state, which has absorbed a draft when it is rejected. "
+                "Use models whose layers have key-value caches, plain or of a window"
+            )
+    trees = [x for x, drawn in (("draft='recycling'", draft == "recycling"), ("widths", widths)) if drawn]
+    if trees and not all(engine_layers(target.config.get_text_config(decoder=True))):
+        raise ModelError(
+            f"{trees[0]} drafts trees, but {type(target).__name__} has layers with a sliding window, which transformers "
+            "reads, under a mask that knows no branches. Use draft='lookup', or a draft model without widths"
+        )
     if isinstance(draft, torch.nn.Module):
         check_model(draft)
         check_tokenizers(target, draft, tokenizers)

@@ -9,7 +9,7 @@ target that finds drafting not worth it pays next to nothing for having a draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -19,6 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvengine.errors import PolicyError
+from kvengine.hf_back import adopt
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_layer import EngineLayer, Heard
 from kvengine.session import Call
@@ -71,8 +72,11 @@ class Ear:
         self.cache = cache
         self.followers: EngineCache | None = None
         self.heard: dict[int, Heard] = {}
-        for number, layer in enumerate(cache.layers):
-            cast(EngineLayer, layer).listener = partial(self.hear, number)
+        for number, layer in self.layers():
+            layer.listener = partial(self.hear, number)
+
+    def layers(self) -> Iterator[tuple[int, EngineLayer]]:
+        return ((i, layer) for i, layer in enumerate(self.cache.layers) if isinstance(layer, EngineLayer))
 
     def hear(self, layer: int, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         if self.followers is not None:
@@ -83,8 +87,8 @@ class Ear:
 
     def wait(self) -> None:
         """The prompt has been read. What comes is left in `heard`: a call for each layer and token would take longer."""
-        for layer in self.cache.layers:
-            cast(EngineLayer, layer).listener, cast(EngineLayer, layer).heard = None, self.heard
+        for _, layer in self.layers():
+            layer.listener, layer.heard = None, self.heard
 
 
 def follower(cache: EngineCache, layer: int) -> EngineLayer:
@@ -113,8 +117,9 @@ class Echo(Session):
         self.ear.wait()
         self._record()
         self.settled = len(prompt)
+        self._adopt()
         if isinstance(self.cache, ViewCache) and self.ear.followers is not None:
-            for number, view in enumerate(self.cache.views):
+            for number, view in self.cache.views.items():
                 cast(LayerPlaces, view).begin(kept(self.ear.followers, number))
             self.ear.followers = None
         elif isinstance(self.cache, ViewCache):
@@ -151,16 +156,23 @@ class Echo(Session):
         if not self.late:
             return
         late, self.late = self.late, 0
+        self._adopt()
         if not isinstance(self.cache, ViewCache):
             for layer in self.notes[-1][0]:
                 follower(self.cache, layer).cache.follow(*self._lacking(layer))
             self._commit()
-        elif self.stale or any(view.due(late) for view in self.cache.views):
+        elif self.stale or any(view.due(late) for view in self.cache.views.values()):
             self._choose(self.cache)
         else:
-            for number, view in enumerate(self.cache.views):
+            for number, view in self.cache.views.items():
                 view.catch_up(*self._lacking(number)[1:3])
         self.notes.clear()
+
+    def _adopt(self) -> None:
+        """Layers with a window are the target's: they hold little, and see what it has seen."""
+        late = self.whole.cache.seen - self.settled
+        for mine, its in zip(self.cache.others, self.whole.cache.others, strict=True):
+            adopt(mine, its, late)
 
     def _lacking(self, layer: int) -> Heard:
         """What a layer computed for the tokens that stand, as if it had been in one pass."""
@@ -173,7 +185,7 @@ class Echo(Session):
         """With the query of the last token that stands."""
         cache.session.memo.clear()
         heard, fresh = self.notes[-1]
-        for number, view in enumerate(cache.views):
+        for number, view in cache.views.items():
             q, _, _, call = heard[number]
             view.choose(q[:, :, fresh - 1], call)
         self.stale = False

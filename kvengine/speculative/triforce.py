@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvengine.errors import ModelError
-from kvengine.hf import STATE, patch
+from kvengine.hf import STATE, check_stack, patch
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_generate import Decoder
 from kvengine.speculative.accept import Rule, rule
@@ -114,8 +114,10 @@ class TriForce(Decoder):
         self.ahead: list[Ahead] = [Adaptive(), Adaptive()] if gamma == "auto" else []
         self.in_place = in_place
         check_gamma(gamma)
-        check_models(target, draft, tokenizers)
+        check_models(target, draft, tokenizers, widths)
+        check_stack(self.stack, text := target.config.get_text_config(decoder=True))
         if self.middle is not None:
+            check_stack(self.middle, text)
             check_room("middle", self.middle, gamma)
             check_places(self.middle, self.stack, target, in_place)
         if isinstance(draft, torch.nn.Module):

@@ -218,16 +218,17 @@ class ViewCache(EngineCache):
                 "selects and does nothing else, and a cache that keeps every token"
             )
         super().__init__(model, "full")
-        self.choice, self.views = stack, []
+        self.choice = stack
+        self.views: dict[int, LayerView] = {}  # by layer; a layer with a window is read whole
         for number, (mine, its) in enumerate(zip(self.layers, source.layers, strict=True)):
-            view = layer(cast(EngineLayer, its).cache, stack, number, len(self.layers), self.session)
-            cast(Any, mine).cache = view
-            self.views.append(view)
+            if isinstance(its, EngineLayer):
+                view = layer(its.cache, stack, number, len(self.layers), self.session)
+                cast(Any, mine).cache = self.views[number] = view
 
     def nbytes(self) -> int:
         """Bytes held beyond the source's."""
-        return sum(view.nbytes() for view in self.views)
+        return sum(view.nbytes() for view in self.views.values())
 
     def read_per_pass(self) -> int:
         """Bytes of keys and values that one pass reads."""
-        return sum(x.nbytes for view in self.views for x in view.held()[:2])
+        return sum(x.nbytes for view in self.views.values() for x in view.held()[:2])

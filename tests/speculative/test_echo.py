@@ -126,7 +126,7 @@ def test_a_view_holds_the_targets_tokens(model: Any) -> None:
     for stand in (2, 0, 4, 1, 3, 3):
         round_(whole, mine, text, [5, 6, 7, 8], stand)
         mine.ready()
-        for view, its in zip(mine.cache.views, whole.cache.engines, strict=True):
+        for view, its in zip(mine.cache.views.values(), whole.cache.engines, strict=True):
             k, v, position, _ = view.tail.held()
             keys, values = (x.flatten(0, 1) for x in its.contents())
             at = position.long()[..., None].expand_as(k)
@@ -139,7 +139,7 @@ def test_a_view_holds_the_targets_tokens(model: Any) -> None:
 
 def holding(mine: Echo) -> list[Tensor]:
     if isinstance(mine.cache, ViewCache):
-        return [x.clone() for view in mine.cache.views for x in view.tail.held()]
+        return [x.clone() for view in mine.cache.views.values() for x in view.tail.held()]
     return [x.clone() for layer in mine.cache.engines for x in state(layer)]
 
 
@@ -173,7 +173,7 @@ def test_a_view_renews_its_choice_before_it_overflows(model: Any) -> None:
     text.tokens.append(3)
     for _ in range(SLACK // 5 + 3):
         round_(whole, mine, text, [5, 6, 7, 8], 4)
-        assert all(len(view.tail) <= 24 + SLACK + 5 for view in mine.cache.views)
+        assert all(len(view.tail) <= 24 + SLACK + 5 for view in mine.cache.views.values())
     assert mine.refresh.choices == 2
 
 

@@ -85,7 +85,7 @@ def test_greedy_text_and_bytes(model: Any, middle: str) -> None:
     out = decoder.generate(ids, max_new_tokens=8, do_sample=False)
     assert out.tolist() == model.generate(ids, max_new_tokens=8, do_sample=False).tolist()
     top, mine = decoder.report.tiers
-    views = kept[0].below.session.cache.views
+    views = kept[0].below.session.cache.views.values()
     tensors = [x for view in views for x in (view.index, *view.summary.values(), *view.tail.tensors().values())]
     assert mine.cache_bytes == sum(x.untyped_storage().nbytes() for x in tensors)
     assert not {x.data_ptr() for x in tensors} & {

@@ -355,14 +355,3 @@ def test_processors_that_treat_rows_differently(target: Any, options: dict[str, 
     options = {"attention_mask": mask, "pad_token_id": 0, **options}
     out = TriForce(target, "lookup", QUEST, gamma=(2, 4)).generate(ids, max_new_tokens=12, do_sample=False, **options)
     assert out.tolist() == greedy(target, ids, 12, **options)
-
-
-def test_a_model_with_sliding_windows_is_refused() -> None:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    config = MistralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=16,
-    )  # fmt: skip
-    with pytest.raises(ModelError, match="sliding window"):
-        TriForce(MistralForCausalLM(config), "lookup", QUEST)
