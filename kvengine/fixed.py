@@ -266,6 +266,11 @@ class FixedLayer:
 def check(layer: LayerCache) -> None:
     if (why := refusal(layer.stack)) is not None:
         raise UnsupportedPolicy(f"a decode step of '{layer.stack}' cannot be recorded: {why}. Decode without it")
+    if layer.readers.count and any(part.lane.retention.decodes for part in layer.parts):
+        raise UnsupportedPolicy(
+            f"a decode step of '{layer.stack}' cannot be recorded here: later layers of the model read what this one held before "
+            "it judged its last token. Decode without it, or with decode=False where the policy takes that"
+        )
     if layer.fixed is not None or not layer.parts or not layer.ends_prompt():
         raise CacheError("only a cache that has read its prompt to the end, and is not held already, can be held still")
     if layer.session.recording or any(part.lane.marks for part in layer.parts):

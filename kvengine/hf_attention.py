@@ -156,7 +156,7 @@ def engine_attention(
     if torch.compiler.is_compiling():
         return apart(module, query, key, value, attention_mask, scaling, dropout, kvengine, **kwargs)  # type: ignore[no-any-return]
     if query.shape[2] == 1 and kvengine is not None and PARTICULAR.isdisjoint(kwargs):
-        layer = kvengine.layer or getattr(key, "_kv_layer", gone)()
+        layer = kvengine.layer
         if (
             layer is not None
             and not latent.is_latent(module)
@@ -200,7 +200,7 @@ def attend(
         return stock.run(key, value) if out is None else (out, None)
     if kwargs.get("output_attentions"):
         raise ModelError("output_attentions=True on a patched model: the engine never forms the attention matrix")
-    if not latent.is_latent(module):
+    if kvengine.layer is not None and not latent.is_latent(module):
         check_brought(module, layer, key, value)
     foreign = [name for name in FOREIGN if kwargs.get(name) is not None]
     if foreign or not isinstance(attention_mask, LazyMask):
@@ -208,7 +208,9 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux")
     call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1))
-    if kvengine.layer is None:  # a later layer, which reads what that one took under the same mask
+    if (
+        kvengine.layer is None
+    ):  # a later layer, which reads what that one took under the same mask, or a window held still
         return layer.attend(query, call, None, stock).contiguous(), None
     if query.shape[2] > 1 and not (attention_mask.plain or layer.asks_stock(query.shape[2]) or attention_mask.causal):
         return special(

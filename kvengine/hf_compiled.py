@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -26,6 +26,7 @@ from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer, refusal
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_generate import Decoder, check_mode
+from kvengine.hf_held import HeldWindow, can_hold, empty
 from kvengine.hf_layer import EngineLayer
 from kvengine.kernels import dispatch
 from kvengine.rope import Rope
@@ -48,13 +49,21 @@ class Steps:
         cache: has read its prompt.
         more: tokens it will take at most.
         how: "graph" captures a CUDA graph, "trace" records torch operations, "eager" runs the step each time.
+        real: which tokens so far are tokens, [seq, token]; None: all. Layers with a sliding window ask.
 
     Raises:
         UnsupportedPolicy: the stack's step cannot be recorded, or the model's.
         CacheError: the cache is in the middle of something, or torch in inference mode.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: EngineCache, more: int, how: How) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: EngineCache,
+        more: int,
+        how: How,
+        real: Bool[Tensor, "seq token"] | None = None,
+    ) -> None:
         if torch.is_inference_mode_enabled():
             raise CacheError("a step cannot be recorded in torch.inference_mode(); leave it, torch.no_grad() will do")
         self.model, self.cache, self.left, self.how = model, cache, more, how
@@ -63,10 +72,14 @@ class Steps:
         self.rope = cache.session.rope
         if self.rope is not None:  # a copy from the host is not allowed in a graph
             cache.session.rope = Rope(self.rope.frequency.to(device), self.rope.interleaved)
-        self.layers: list[FixedLayer] = []
+        self.layers: list[FixedLayer | HeldWindow] = []
         try:
             for layer in cache.engines:
                 self.layers.append(FixedLayer(layer, more, self.now))
+            for i, window in enumerate(cache.layers):
+                if can_hold(cache.config, window):
+                    held = cache.layers[i] = HeldWindow(window, real, self.now)
+                    self.layers.append(held)
         except Exception:
             self.close()
             raise
@@ -154,6 +167,7 @@ class Steps:
         """Let the cache go on as it would have without. Closing twice is harmless."""
         for layer in self.layers:
             layer.release()
+        self.cache.layers = [x.layer if isinstance(x, HeldWindow) else x for x in self.cache.layers]
         self.layers, self.replay = [], None
         self.cache.session.rope = self.rope
 
@@ -199,15 +213,25 @@ class CompiledDecode(Decoder):
             finally:
                 stand_in.close()
 
-    def open(self, cache: EngineCache, max_new_tokens: int) -> Steps:
+    def open(
+        self, cache: EngineCache, max_new_tokens: int, attention_mask: Int[Tensor, "seq token"] | None = None
+    ) -> Steps:
         """Hold a cache still for so many tokens; for a loop of one's own. Close it at the end.
+
+        `attention_mask`: which tokens so far are tokens, if some are padding. Layers with a sliding window ask.
 
         Raises:
             UnsupportedPolicy: the stack's step cannot be recorded, or the model's.
-            CacheError: the cache is in the middle of a prompt, or records states to return to.
+            CacheError: the cache is in the middle of a prompt, or records states to return to; or there is padding, a layer
+                with a window, and no mask.
         """
         check_model(self.model, cache)
-        return Steps(self.model, cache, max_new_tokens, self.how)
+        real = None if attention_mask is None else attention_mask.bool()
+        if real is None and cache.others and any(part.lane.padded for layer in cache.engines for part in layer.parts):
+            raise CacheError(
+                "there is padding in the batch, and layers with a sliding window have to be told where: give attention_mask"
+            )
+        return Steps(self.model, cache, max_new_tokens, self.how, real)
 
 
 class StandIn:
@@ -234,7 +258,8 @@ class StandIn:
             mask = inputs.get("attention_mask")
             position = torch.full_like(ids, cache.seen) if mask is None else mask.long().sum(1, keepdim=True) - 1
         if self._steps is None:
-            self._steps = self._decoder.open(cache, self._end - cache.seen)
+            mask = inputs.get("attention_mask")
+            self._steps = self._decoder.open(cache, self._end - cache.seen, mask)
         return CausalLMOutputWithPast(logits=self._steps(ids, position), past_key_values=cache)
 
     def close(self) -> None:
@@ -252,9 +277,9 @@ def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
             f"{text.model_type} computes its rotation from the longest position so far, which the host looks up at each "
             "step; decode without a recording"
         )
-    if not all(isinstance(layer, EngineLayer) for layer in cache.layers):
+    if not all(isinstance(layer, EngineLayer) or can_hold(text, layer) or empty(layer) for layer in cache.layers):
         raise UnsupportedPolicy(
-            f"{text.model_type} has layers whose cache is transformers' own (sliding windows, recurrent states), and "
+            f"{text.model_type} has layers whose cache is transformers' own (recurrent states, attention in chunks), and "
             "these grow by moving; decode without a recording"
         )
     if len({x.device for x in model.parameters()}) > 1:
