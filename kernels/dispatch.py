@@ -26,7 +26,9 @@ _torch_only: ContextVar[bool] = ContextVar("torch_only", default=False)
 BACKENDS = ("reference", "native", "triton")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 NATIVE_DIM = 256
-"""Widest head that the C kernels' buffers and a GPU's shared memory hold."""
+"""Widest head that the C kernels' buffers hold."""
+GPU_DIM = 512
+"""Widest head that a GPU's shared memory holds a block of."""
 DENSE_DIM = 1024
 """Widest vectors of dense numbers, such as latents, that C attends to."""
 
@@ -44,10 +46,10 @@ def pick(operation: str, inputs: tuple[Tensor, ...], backend: str | None, native
 
 def chosen(inputs: tuple[Tensor, ...], backend: str | None, native: bool = True, wide: int = 0) -> str:
     """The backend that `pick` takes."""
-    if wide > NATIVE_DIM and backend in (None, "triton"):
+    if wide > GPU_DIM and backend in (None, "triton"):
         if backend == "triton":
             raise KernelError(
-                f"backend='triton' cannot run here: heads of {wide} channels are wider than {NATIVE_DIM}. Leave backend=None "
+                f"backend='triton' cannot run here: heads of {wide} channels are wider than {GPU_DIM}. Leave backend=None "
                 "to take what can."
             )
         return "reference" if inputs[0].is_cuda or native_refusal(inputs, native) else "native"

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvengine.errors import KernelError
 from kvengine.kernels.cpu import library
 from kvengine.kernels.cpu.call import LANES
-from kvengine.kernels.dispatch import NATIVE_DIM
+from kvengine.kernels.dispatch import DENSE_DIM
 
 EIGHT = 8
 """Queries that it takes together."""
@@ -44,7 +44,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
         q.is_cpu  # asked first: elsewhere nothing is compiled to find out
         and q.dtype == k.dtype == v.dtype == torch.float32
         and dim % LANES == dim_v % LANES == 0
-        and 0 < max(dim, dim_v) <= NATIVE_DIM
+        and 0 < max(dim, dim_v) <= DENSE_DIM
         and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         and library.load().library is not None
         and bool(library.needed().kv_causal_wide())

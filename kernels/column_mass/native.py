@@ -10,7 +10,7 @@ from torch import Tensor
 from kvengine.errors import KernelError
 from kvengine.kernels.cpu import library
 from kvengine.kernels.cpu.call import DTYPES, I64, LANES, POINTER, int32
-from kvengine.kernels.dispatch import NATIVE_DIM
+from kvengine.kernels.dispatch import DENSE_DIM
 from kvengine.kernels.span_attention import Band
 
 TASKS = 64
@@ -41,7 +41,7 @@ def fits(q: Tensor, k: Tensor) -> bool:
         and q.dtype in DTYPES
         and k.dtype in DTYPES
         and q.shape[-1] % LANES == 0
-        and 0 < q.shape[-1] <= NATIVE_DIM
+        and 0 < q.shape[-1] <= DENSE_DIM
         and q.stride(-1) == k.stride(-1) == 1
         and library.load().library is not None
         and bool(library.needed().kv_causal_wide())

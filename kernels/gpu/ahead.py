@@ -109,7 +109,7 @@ def cases() -> dict[str, Callable[[], object]]:
     def pool(codec: str, dim: int, dtype: torch.dtype, bits: int) -> dict[str, Tensor]:
         x = torch.zeros(ROWS * TABLE, PAGE, dim, dtype=dtype)
         if codec == "dense":
-            return {"k": x, "v": x if dim <= 256 else x[..., :512]}
+            return {"k": x, "v": x if dim <= 512 else x[..., :512]}
         if codec == "kivi":
             return codecs.encode_kivi(x, x, bits, 32, scale_dtype=dtype)  # ranges as the policy has them
         return codecs.encode_zipcache(x, x, (4, 2), (torch.arange(PAGE) < 38).expand(len(x), -1))
@@ -162,9 +162,12 @@ def cases() -> dict[str, Callable[[], object]]:
         "tail, dim 64, fp16": tail(1, 64, torch.float16),
         "tail, dim 256": tail(1, 256),
         "tail, dim 256, 64 queries": tail(64, 256),
+        "tail, dim 512, 64 queries": tail(64, 512),
         "pages": pages(),
         "pages, fp32": pages(dtype=torch.float32),
         "pages, dim 256, fp32": pages(dim=256, dtype=torch.float32),
+        "pages, dim 512": pages(dim=512),
+        "pages, dim 512, fp32": pages(dim=512, dtype=torch.float32),
         "pages, one row": pages(rows=1),
         "pages, window": pages(window=4096, query=16),
         "units of 16": pages(chosen=True),
@@ -177,22 +180,29 @@ def cases() -> dict[str, Callable[[], object]]:
         "kivi, 8 bits": pages("kivi", bits=8),
         "kivi, 4 bits, units of 16": pages("kivi", chosen=True),
         "kivi, dim 256": pages("kivi", 256),
+        "kivi, dim 512": pages("kivi", 512),
         "kivi, units of 1": pages("kivi", chosen=True, unit=1),
         "zipcache": pages("zipcache"),
         "zipcache, dim 256": pages("zipcache", 256),
+        "zipcache, dim 512": pages("zipcache", 512),
         "prompt, causal": prompt(),
         "prompt, band": prompt(local=64),
         "prompt, band, fp32": prompt(torch.float32, local=64),
         "prompt, dim 256": prompt(dim=256),
         "prompt, dim 256, fp32": prompt(torch.float32, dim=256),
+        "prompt, dim 512": prompt(dim=512),
         "mass": mass(),
         "mass, fp32": mass(torch.float32),
         "mass, band, softcap, sinks": mass(band=Band(torch.zeros(ROWS, dtype=torch.int64), 16, 64)),
         "mass, dim 256": mass(dim=256),
         "mass, dim 256, fp32": mass(torch.float32, dim=256),
+        "mass, dim 512": mass(dim=512),
         "merge of 2": lambda: merge_states([state] * 2),
         "merge of 4": lambda: merge_states([state] * 4),
         "bounds": lambda: page_scores(q[:, :, 0], bounds, bounds, torch.ones(ROWS, 64, dtype=torch.bool), "max"),
+        "bounds, dim 512": lambda: page_scores(
+            q.repeat(1, 1, 1, 4)[:, :, 0], *(bounds.repeat(1, 1, 4),) * 2, torch.ones(ROWS, 64, dtype=torch.bool), "max"
+        ),
         "top 128 of 8192": lambda: top_units(torch.zeros(ROWS, 8192), 128),
         "top 128 of 32768": lambda: top_units(torch.zeros(ROWS, 32768), 128),
         "best 1024 of 1025": lambda: best_tokens(torch.zeros(ROWS, 1025), torch.full((ROWS,), 1024)),

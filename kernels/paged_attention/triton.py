@@ -167,11 +167,14 @@ def launch(
     if rest:
         k = k._replace(layout=k.layout | {"K_DIM": dim - rest, "K_BLOCK_D": dim - rest})
     tile = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
-    if rest and (q.element_size() == 4 or not roomy(q.device)):
+    wide, single = not rest and max(dim, v.layout["V_DIM"]) > 256, q.element_size() == 4
+    coded = k.layout["K_LAYOUT"] != stored.DENSE.value
+    if wide or (rest and (single or not roomy(q.device))):
         tile = 16  # the queries of more would not fit beside the tokens
     large = tile * k.layout["K_BLOCK_D"] > 4096  # more registers than four warps have
-    plain = k.layout["K_LAYOUT"] == stored.DENSE.value and k.layout["K_BLOCK_D"] <= 128
-    block = 64 if plain and not large else 16 if rest and q.element_size() == 4 else 32
+    plain = not coded and k.layout["K_BLOCK_D"] <= 128
+    tight = (single and (rest or wide)) or (wide and coded and not roomy(q.device))
+    block = 64 if plain and not large else 16 if tight else 32
     parts = Partials(q, v.layout["V_DIM"], columns, block, lengths)
     scores = q.new_full((rows, heads, columns), -torch.inf, dtype=torch.float32) if want_probs else None
     none = parts.tops  # stands for pointers that are not read
@@ -182,7 +185,7 @@ def launch(
     # Two blocks on their way while one is worked on. The compiler counts stages by how many loads wait for one another:
     # a token's place for nothing, its page, a unit's page.
     waits = 0 if table is None else 1 if units is None else 2
-    stages = 3 + 2 * waits if plain and q.element_size() == 2 else 1 if block == 16 else 2
+    stages = 3 + 2 * waits if plain and q.element_size() == 2 else 1 if tight else 2
     attend_kernel[(parts.programs, triton.cdiv(heads, tile))](
         q, *k.pointers, *v.pointers, parts.parts, parts.tops, parts.totals, _or(scores, none),
         *(_or(x, none) for x in (table, position, units, query_position, visible, lengths)),
@@ -197,7 +200,7 @@ def launch(
 
 
 def roomy(device: torch.device) -> bool:
-    """Whether a block may have the 148 KiB of shared memory that 64 query rows over latents take."""
+    """Whether a block may have the 148 KiB of shared memory that 64 query rows over latents take, or codes of wide heads."""
     if device.type != "cuda":
         return True
     most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]

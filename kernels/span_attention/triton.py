@@ -89,7 +89,7 @@ def span_attention(
         0 if len(spans) == 1 else spans.stride(0), group, queries, k.shape[1], block, count,
         0 if band is None else band.sinks, 0 if band is None else band.local, scale, softcap or 1.0,
         QUERIES=each, HEADS=heads, DIM=dim, BLOCK_D=wide, DIM_V=dim_v, BLOCK_V=max(triton.next_power_of_2(dim_v), 16),
-        BLOCK=64 if wide <= 128 and not exact else 32, BAND=band is not None,
+        BLOCK=16 if wide > 256 else 64 if wide <= 128 and not exact else 32, BAND=band is not None,
         SOFTCAP=softcap is not None, SINKS=sinks is not None,
         COMPUTE=compute_type(k.dtype), num_warps=8 if wide > 128 else 4, num_stages=2,
     )  # fmt: skip

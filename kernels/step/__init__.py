@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvengine.errors import KernelError
-from kvengine.kernels.dispatch import NATIVE_DIM, native_refusal, pick
+from kvengine.kernels.dispatch import DENSE_DIM, native_refusal, pick
 from kvengine.kernels.step.native import DTYPES, Slots
 
 
@@ -51,7 +51,7 @@ def step(
 
 def ready(keys: Tensor, values: Tensor, position: Tensor | None) -> Slots | None:
     """These slots made ready for the C version, to be used for as long as they are the same; None if it cannot serve them."""
-    known = keys.dtype in DTYPES and keys.dtype == values.dtype and max(keys.shape[2], values.shape[2]) <= NATIVE_DIM
+    known = keys.dtype in DTYPES and keys.dtype == values.dtype and max(keys.shape[2], values.shape[2]) <= DENSE_DIM
     lie = keys.is_contiguous() and values.is_contiguous() and (position is None or position.is_contiguous())
     return None if native_refusal((keys, values), known and lie) else Slots(keys, values, position)
 
@@ -62,7 +62,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> bool:
         q.dtype in DTYPES
         and q.dtype == keys.dtype == k.dtype
         and q.shape[2] == 1
-        and max(keys.shape[2], values.shape[2]) <= NATIVE_DIM
+        and max(keys.shape[2], values.shape[2]) <= DENSE_DIM
         and (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
         and (keys.is_contiguous() and values.is_contiguous())
     )

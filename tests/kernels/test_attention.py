@@ -31,7 +31,14 @@ def case(rows: int, group: int, query: int, token: int, dim: int, dim_v: int, dt
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize(
-    "shape", [(2, 4, 1, 63, 64, 64), (3, 5, 3, 65, 72, 40), (1, 1, 1, 1, 8, 8), (2, 7, 2, 40, 128, 256)]
+    "shape",
+    [
+        (2, 4, 1, 63, 64, 64),
+        (3, 5, 3, 65, 72, 40),
+        (1, 1, 1, 1, 8, 8),
+        (2, 7, 2, 40, 128, 256),
+        (1, 3, 7, 35, 512, 400),
+    ],
 )
 @pytest.mark.parametrize("extra", [{}, {"softcap": 3.0}, {"sinks": True}], ids=["plain", "softcap", "sinks"])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -92,7 +92,7 @@ def test_places_without_a_token_are_not_read(backend: str, queries: int, dtype: 
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 2), st.integers(1, 3), st.integers(1, 9), st.integers(1, 150), st.integers(0, 150),
-    st.sampled_from([16, 32, 80, 256]), st.sampled_from([16, 32, 48, 256]), st.floats(1e-3, 30), st.integers(0, 5),
+    st.sampled_from([16, 32, 80, 256, 512]), st.sampled_from([16, 32, 48, 256, 512]), st.floats(1e-3, 30), st.integers(0, 5),
 )  # fmt: skip
 def test_any_shape_and_scale(
     sequences: int, heads: int, group: int, queries: int, before: int, dim: int, dim_v: int, scale: float, seed: int

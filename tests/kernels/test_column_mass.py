@@ -131,7 +131,7 @@ def test_nothing_seen_gives_nothing(backend: str, sinks: bool) -> None:
 @NATIVE
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(1, 3), st.integers(1, 9), st.integers(1, 150), st.integers(0, 150), st.sampled_from([16, 48, 128, 256]),
+    st.integers(1, 3), st.integers(1, 9), st.integers(1, 150), st.integers(0, 150), st.sampled_from([16, 48, 128, 256, 512]),
     st.sampled_from([torch.float32, torch.bfloat16]), st.floats(1e-3, 10), st.booleans(), st.booleans(), st.booleans(),
     st.integers(0, 9),
 )  # fmt: skip
@@ -206,7 +206,7 @@ def test_only_what_fits_goes_to_c() -> None:
     assert fits(q, k) and fits(q.bfloat16(), k.half())
     for other in (
         (q.double(), k.double()), (q[..., :8], k[..., :8]), (q, k.repeat_interleave(2, -1)[..., ::2]),
-        (torch.zeros(ROWS, 2, 20, 272), torch.zeros(ROWS, 20, 272)),
+        (torch.zeros(ROWS, 2, 20, 1040), torch.zeros(ROWS, 20, 1040)),
     ):  # fmt: skip
         assert not fits(*other)
         with pytest.raises(KernelError, match="native"):

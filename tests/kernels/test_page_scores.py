@@ -29,7 +29,7 @@ def bounds(dim: int, units: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 
 @pytest.mark.parametrize("reduce", ["max", "mean"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 8, 1), (3, 72, 67), (4, 128, 301), (9, 64, 33)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8, 1), (3, 72, 67), (4, 128, 301), (9, 64, 33), (4, 512, 50)], ids=str)
 @pytest.mark.parametrize("alike", [False, True], ids=["query in float32", "query in the dtype"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scores_match_a_loop(

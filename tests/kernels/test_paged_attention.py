@@ -97,6 +97,29 @@ def test_matches_the_oracle(backend: str, layout: str, read: str) -> None:
     assert not got.out[2].any()  # the row without pages
 
 
+@pytest.mark.parametrize("layout", ["float32", "bfloat16", "kivi4", "zipcache"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wide_heads(backend: str, layout: str) -> None:
+    """As the global layers of Gemma 4 have them."""
+    codec, fields, k, v = pool(layout, 512, 512)
+    given, rng = rows(7), torch.Generator().manual_seed(2)
+    q, used = (
+        torch.randn(ROWS, 3, 7, 512, generator=rng),
+        {"units": given["units"], "query_position": given["query_position"]},
+    )
+    if backend == "native" and codec != "dense":
+        pytest.skip("C decodes codes of narrower heads")
+    got = oracle.on(backend, paged_attention)(
+        q, fields, given["table"], given["position"], page=PAGE, scale=0.05, codec=codec, dim_v=512, unit=8, backend=backend,
+        **used,
+    )  # fmt: skip
+    where, at = resolve(given["table"], given["position"], given["units"], 8, PAGE)
+    want = oracle.attend(
+        q, k.flatten(0, 1)[where], v.flatten(0, 1)[where], visible_to(at, used["query_position"], None, 7), 0.05
+    )
+    oracle.close(got, want, 1e-5 if backend != "triton" or codec != "dense" else oracle.TRITON.get(layout, 1e-5))
+
+
 @pytest.mark.parametrize("unit", [1, 4, 32])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_units_of_any_size(backend: str, unit: int) -> None:

@@ -21,7 +21,13 @@ from kvengine.stack import Stack
 
 BACKENDS = [name for name in oracle.backends() if name != "triton"]
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-SHAPES = [(1, 2, 3, 64, 64, 40), (2, 3, 1, 24, 40, 1), (1, 1, 8, 128, 16, 600), (3, 2, 5, 8, 8, 33)]
+SHAPES = [
+    (1, 2, 3, 64, 64, 40),
+    (2, 3, 1, 24, 40, 1),
+    (1, 1, 8, 128, 16, 600),
+    (3, 2, 5, 8, 8, 33),
+    (1, 2, 4, 512, 512, 70),
+]
 
 
 def case(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -85,7 +91,7 @@ def test_only_slots_and_tokens_that_fit_are_taken() -> None:
     assert ready(keys.double(), values.double(), position) is None
     assert ready(keys[:, ::2], values, position) is None and ready(keys, values[:, ::2], None) is None
     assert ready(keys.bfloat16(), values, position) is None
-    assert ready(keys, values.new_empty(2, 30, 512), position) is None
+    assert ready(keys, values.new_empty(2, 30, 1040), position) is None
     slots = ready(keys, values, position)
     assert slots is not None
     before, about = keys.clone(), (0, 3, 1, False, 0.2)
