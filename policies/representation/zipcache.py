@@ -95,8 +95,9 @@ class ZipCache(Representation):
                     f"ZipCache: {x.shape[2]} channels of {min(self.high, self.low)} bits do not fill whole bytes "
                     f"({side}); use more bits"
                 )
-        salient = best_tokens(score.float(), torch.full((len(k),), count, device=k.device))
-        return codecs.encode_zipcache(k, v, (self.high, self.low), salient, count=count)
+        alive, least = score > float("-inf"), torch.finfo(torch.float32).min
+        salient = best_tokens(score.float().clamp(min=least), torch.full((len(k),), count, device=k.device))
+        return codecs.encode_zipcache(k, v, (self.high, self.low), salient, count=count, alive=alive)
 
     def decode(self, fields: Fields) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
         dim, dim_v = fields["k_scale"].shape[2], fields["v_channel"].shape[1]
