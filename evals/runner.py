@@ -204,7 +204,7 @@ class Run:
 
     def asking(self, cell: Cell, sample: Sample) -> Asking:
         """How the cell asks this sample."""
-        limit = room(cell, sample)
+        limit = room(cell, sample, self.prompter)
         return Asking(
             prompter=self.prompter, mode=cell.mode, stop=self.stop, golden=self.config.golden, limit=limit
         )  # fmt: skip
@@ -234,12 +234,14 @@ def parts(cell: Cell, sample: Sample) -> list[Sample]:
     return [sample] if together else alone(sample)
 
 
-def room(cell: Cell, sample: Sample) -> int | None:
-    """Tokens left for the first prompt of the user's data: the length without the answers and, if the questions come
-    later, without 1000 tokens for them (SCBench's rule). Generated data fit already."""
+def room(cell: Cell, sample: Sample, prompter: Prompter) -> int | None:
+    """Tokens left for the first prompt of the user's data: the length without the answers and, where questions come
+    later, without the only one or, of several, 1000 tokens (SCBench's rule). Generated data fit already."""
     if sample.provenance != "user data":
         return None
-    later = 1000 if cell.mode == "multi-request" and len(sample.turns) > 1 else 0
+    later = 0
+    if cell.mode == "multi-request":
+        later = 1000 if len(sample.turns) > 1 else len(prompter.of(sample).asked(sample.turns[0]))
     return max(cell.length - sum(turn.max_new_tokens for turn in sample.turns) - later, 16)
 
 

@@ -78,10 +78,11 @@ def encode_zipcache(
     salient: Bool[Tensor, "pages page"],
     *,
     count: int | None = None,
+    alive: Bool[Tensor, "pages page"] | None = None,
     scale_dtype: torch.dtype = torch.float16,
 ) -> dict[str, Tensor]:
     """The "zipcache" fields of whole pages. `bits`: (salient, others). `salient`: as many in every page, which are
-    `count`; without it they are counted, for which the host waits.
+    `count`; without it they are counted, for which the host waits. `alive`: tokens that count in ranges (None: all).
 
     Differs from the paper in that ranges are taken per page, so a page never has to be quantised again when others
     arrive. Raises KernelError if the counts differ, or a page does not fill whole bytes of the mask.
@@ -97,8 +98,9 @@ def encode_zipcache(
     even = v.to(torch.float32) / channel[:, None].to(torch.float32)
     keys, values = [], []
     for at, width in zip(slots := places(salient, counts.pop()), bits, strict=True):
-        keys.append(_quantised(rows(k, at), width, "tokens", scale_dtype))
-        values.append(_quantised(rows(even, at), width, "channels", scale_dtype))
+        seen = None if alive is None else alive.gather(1, at)
+        keys.append(_quantised(rows(k, at), width, "tokens", scale_dtype, seen))
+        values.append(_quantised(rows(even, at), width, "channels", scale_dtype, None))
     back = torch.cat(slots, 1).argsort(1)
     mask = torch.zeros_like(salient, dtype=torch.uint8).scatter_(1, slots[0], 1)
     fields = {"mask": pack(mask, 1), "v_channel": channel}
@@ -111,12 +113,16 @@ def encode_zipcache(
 
 
 def _quantised(
-    x: Float[Tensor, "pages n dim"], bits: int, over: Literal["tokens", "channels"], scale_dtype: torch.dtype
+    x: Float[Tensor, "pages n dim"],
+    bits: int,
+    over: Literal["tokens", "channels"],
+    scale_dtype: torch.dtype,
+    alive: Bool[Tensor, "pages n"] | None,
 ) -> Quantised:
     """Codes with one range along an axis; of no tokens, no codes."""
     pages, n, dim = x.shape
     if n:
-        return quantise(x, bits, n if over == "tokens" else dim, over, scale_dtype=scale_dtype)
+        return quantise(x, bits, n if over == "tokens" else dim, over, alive=alive, scale_dtype=scale_dtype)
     scale = x.new_zeros((pages, 1, dim) if over == "tokens" else (pages, 0, 1), dtype=scale_dtype)
     return Quantised(x.new_zeros(pages, 0, dim * bits // 8, dtype=torch.uint8), scale, scale)
 

@@ -111,7 +111,8 @@ class Lane(Evidence):
         if self.judges:
             window = self.window if self.window is not None else q[:, :, -1:]
             seen = self.show(window, self.mass, call, prompt=True)
-            score = self.retention.score(seen)
+            known = seen if self.retention.remembers else replace(seen, score=torch.zeros_like(seen.score))
+            score = self.retention.score(known)  # saliency may be stored, of which the retention knows nothing
             seen = replace(seen, score=score if idle is None else torch.where(idle[:, None], seen.score, score))
             measure = self.retention.measure(seen)
             if measure is None:

@@ -175,11 +175,13 @@ class Pages(User):
         if not len(k):
             return
         dead = position < 0
+        want = score
         if not full:
             k, v = k.masked_fill(dead[..., None], 0), v.masked_fill(dead[..., None], 0)
+            want = score.masked_fill(dead, float("-inf"))
         shape = (lambda x: x) if m is None else (lambda x: x.unflatten(0, (-1, m)))
         with torch.autocast(k.device.type, enabled=False):  # what is kept is not to be rounded on its way into a code
-            fields = self.representation.encode(k, v, score)
+            fields = self.representation.encode(k, v, want)
         if self.inner is not None:
             del fields["v"]
         ids = self.pool.put(fields)

@@ -4,7 +4,9 @@ Source: microsoft/MInference, folder scbench (arXiv 2412.10319). A row is `{"id"
 [{"input", "answer", …}]}`. Generated rows have the same schema and take the same way through `session`.
 
 Differs from the official code: the context ends in a blank line in both modes (officially only before the first
-question of multi-turn); math-find's context carries no question in multi-request mode (officially the first one).
+question of multi-turn); math-find's context carries no question in multi-request mode (officially the first one);
+without a chat template, later turns of multiple choice keep the first one's words (officially "The letter of the
+correct answer is").
 """
 
 from __future__ import annotations

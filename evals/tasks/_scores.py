@@ -163,9 +163,19 @@ def rouge_words(text: str) -> list[str]:
 
 
 def rouge_l(prediction: str, reference: str) -> float:
-    """ROUGE-L F1 over the whole texts (no stemming)."""
-    a, b = rouge_words(reference), rouge_words(prediction)
-    return 2 * len(longest_common(a, b)) / (len(a) + len(b)) if a and b else 0.0
+    """ROUGE-L F1 as the package `rouge` counts it: over distinct words, case and all punctuation but full stops kept.
+
+    Sentences end at full stops. A word counts if it is in the longest common subsequence of a sentence of the prediction
+    and one of the reference.
+    """
+    sides = [
+        [" ".join(part.split()).split(" ") for part in text.split(".") if part] for text in (reference, prediction)
+    ]
+    words = [{word for line in side for word in line} for side in sides]
+    if not all(words):
+        return 0.0
+    common = {b[i] for a in sides[0] for b in sides[1] for i in longest_common(b, a)}
+    return 2 * len(common) / sum(map(len, words))
 
 
 def rouge_lsum(prediction: str, reference: str) -> float:

@@ -1,8 +1,9 @@
 """LongBench v1's fourteen English and two code tasks, from the user's copy of the data (`--data longbench=FOLDER`).
 
 Source: THUDM/LongBench (arXiv 2308.14508): FOLDER/TASK.jsonl with rows {"input", "context", "answers", "all_classes"}.
-Differs from the official code: ROUGE-L counts every word (the official package counts distinct ones); code similarity
-comes from difflib. The five Chinese tasks need a word segmenter and are left out.
+Differs from the official code: a class whose name is within the right one's never counts as named (its loop skips the
+class after one that it drops); code similarity comes from difflib, as there without python-Levenshtein; the chat template
+stands within the length that prompts are cut to. The five Chinese tasks need a word segmenter and are left out.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def f1_score(prediction: str, answer: str, classes: list[str]) -> float:
 
 
 def rouge_score(prediction: str, answer: str, classes: list[str]) -> float:
-    """ROUGE-L."""
+    """ROUGE-L as published scores count it."""
     return rouge_l(prediction, answer)
 
 

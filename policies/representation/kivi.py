@@ -8,7 +8,8 @@ Effective bits: bits + 32 / group (a half-precision scale and minimum per group)
 Defaults: group 32 and residual 128 as in the paper's runs; 4 bits, as its authors advise for models with query groups.
 
 Differs from the official code: the residual holds 128 to 159 tokens of keys and values alike (the code flushes 128 keys
-at once and moves one value per step); padding takes no part in a group's range; query groups are supported everywhere.
+at once and moves one value per step); tokens that are not held take no part in a group's range; query groups are
+supported everywhere.
 """
 
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Kivi(Representation):
         v: Float[Tensor, "page token dim_v"],
         score: Float[Tensor, "page token"],
     ) -> Fields:
-        key = quantise(k, self.bits, self.group, "tokens", scale_dtype=scale_type(k))
+        key = quantise(k, self.bits, self.group, "tokens", alive=score > float("-inf"), scale_dtype=scale_type(k))
         value = quantise(v, self.bits, self.channels(v.shape[2]), "channels", scale_dtype=scale_type(v))
         return {f"{side}_{name}": x for side, q in (("k", key), ("v", value)) for name, x in q._asdict().items()}
 

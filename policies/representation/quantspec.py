@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvengine.errors import PolicyError
@@ -76,16 +76,25 @@ class QuantSpec(Representation):
         score: Float[Tensor, "page token"],
     ) -> Fields:
         channels = self.group if v.shape[2] % self.group == 0 else v.shape[2]
-        return {**self._nibbles("k", k, self.group, "tokens"), **self._nibbles("v", v, channels, "channels")}
+        alive = score > float("-inf")
+        return {
+            **self._nibbles("k", k, self.group, "tokens", alive),
+            **self._nibbles("v", v, channels, "channels", None),
+        }
 
     def decode(self, fields: Fields) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
         dims = (fields[f"{side}_code"].shape[2] * 2 for side in "kv")
         return codecs.decode("quantspec" if "k_low" in fields else "kivi", fields, *dims)
 
     def _nibbles(
-        self, side: str, x: Float[Tensor, "page token dim"], group: int, over: Literal["tokens", "channels"]
+        self,
+        side: str,
+        x: Float[Tensor, "page token dim"],
+        group: int,
+        over: Literal["tokens", "channels"],
+        alive: Bool[Tensor, "page token"] | None,
     ) -> Fields:
-        upper = quantise(x, 4, group, over, scale_dtype=scale_type(x))
+        upper = quantise(x, 4, group, over, alive=alive, scale_dtype=scale_type(x))
         found = {f"{side}_{name}": part for name, part in upper._asdict().items()}
         if self.bits == 8:
             step = codecs.spread(upper.scale, x) / 16

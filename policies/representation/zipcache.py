@@ -20,7 +20,7 @@ code divides by the number of all queries that do, and so understates early toke
 once, where the code decodes and re-quantises everything each 100 tokens; the salient share is taken of each block, not
 of the whole prompt, so that pages have one size; which tokens are salient costs one bit, not two lists of integers;
 ranges are never shared between heads or sequences; spread probes follow a fixed sequence instead of chance. With a
-retention that accumulates attention while decoding (H2O), its evidence takes the place of saliency.
+retention that judges by attention while decoding (H2O, TOVA), its evidence takes the place of saliency.
 """
 
 from dataclasses import dataclass
@@ -95,8 +95,9 @@ class ZipCache(Representation):
                     f"ZipCache: {x.shape[2]} channels of {min(self.high, self.low)} bits do not fill whole bytes "
                     f"({side}); use more bits"
                 )
-        salient = best_tokens(score.float(), torch.full((len(k),), count, device=k.device))
-        return codecs.encode_zipcache(k, v, (self.high, self.low), salient, count=count)
+        alive, least = score > float("-inf"), torch.finfo(torch.float32).min
+        salient = best_tokens(score.float().clamp(min=least), torch.full((len(k),), count, device=k.device))
+        return codecs.encode_zipcache(k, v, (self.high, self.low), salient, count=count, alive=alive)
 
     def decode(self, fields: Fields) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
         dim, dim_v = fields["k_scale"].shape[2], fields["v_channel"].shape[1]

@@ -1,7 +1,7 @@
 """Retrieval, the middle cache of TriForce (Sun et al., COLM 2024, arXiv:2404.11912): chunks by their mean key.
 
     score  =  softmax over chunks of q . mean(keys of the chunk) / sqrt(d), per query head; reduced over the query group
-    read   =  the first chunk (attention's sink), and the best others, up to `budget` tokens with the open tail
+    read   =  the first chunk held (attention's sink), and the best others, up to `budget` tokens with the open tail
 
 Defaults: 4096 tokens in chunks of 8, as in the paper.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -55,5 +56,5 @@ class Retrieval(Selection):
         self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"], at: Where
     ) -> Int[Tensor, "row chosen"]:
         want = attention_to(q, summary["mean"], alive, at.scale, self.reduce)
-        want[:, 0] = float("inf")
-        return best(want, alive, at)
+        first = alive.to(torch.int8).argmax(1, keepdim=True)  # unit 0 may be empty while another row's is not
+        return best(want.scatter(1, first, float("inf")), alive, at)

@@ -328,10 +328,15 @@ def test_a_length_too_small_is_recorded(tmp_path: Path) -> None:
 
 
 def test_users_data_are_cut_to_the_length_and_generated_ones_are_not(tmp_path: Path) -> None:
-    cell = Run(config(tmp_path), tiny_model(), tiny_tokenizer(), Journal(tmp_path / "x")).cells()[0]
+    run = Run(config(tmp_path), tiny_model(), tiny_tokenizer(), Journal(tmp_path / "x"))
+    cell, later = run.cells()[0], replace(run.cells()[0], mode="multi-request")
     users = Sample(id="0", context="", turns=SAMPLE.turns, provenance="user data")
-    assert room(cell, SAMPLE) is None
-    assert room(cell, users) == 1024 - 9
+    single = Sample(id="0", context="", turns=SAMPLE.turns[:1], provenance="user data")
+    assert room(cell, SAMPLE, run.prompter) is None
+    assert room(cell, users, run.prompter) == 1024 - 9
+    assert room(later, users, run.prompter) == 16  # 1000 tokens are for the questions
+    turn, question = single.turns[0], run.prompter.asked(single.turns[0])
+    assert question and room(later, single, run.prompter) == 1024 - turn.max_new_tokens - len(question)
 
 
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:

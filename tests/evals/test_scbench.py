@@ -277,8 +277,6 @@ def test_passkey_keeps_leading_zeros() -> None:
 
 
 def test_rouge_by_hand() -> None:
-    assert scores.rouge_l("the cat sat", "the cat sat") == 1.0
-    assert scores.rouge_l("cat the", "the cat sat") == pytest.approx(2 * 1 / 5)
     # Lin's example: reference w1..w5; two candidate lines match w1 w2 and w1 w3 w5; the union has four words
     candidate, reference = "w1 w2 w6 w7 w8\nw1 w3 w8 w9 w5", "w1 w2 w3 w4 w5"
     assert scores.rouge_lsum(candidate, reference) == pytest.approx(2 * 4 / 15)

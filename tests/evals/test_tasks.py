@@ -12,6 +12,7 @@ from kvengine.errors import EvaluationError
 from kvengine.evals.tasks import Plan, Sample, catalogue, choose
 from kvengine.evals.tasks import longbench as lb
 from kvengine.evals.tasks._fit import NoData
+from kvengine.evals.tasks._scores import rouge_l
 from kvengine.evals.tasks.niah import DEPTHS
 
 
@@ -100,6 +101,16 @@ def test_longbench_scorers_by_hand() -> None:
         .turns[0]
     )
     assert trec.score(turn, "\nFood\nCity") == {"classification": 1.0}  # only the first line counts
+
+
+def test_longbench_rouge_is_that_of_the_package() -> None:
+    """Values of rouge 1.0.1, which the published scores come from."""
+    told, wanted = "The cat sat. A dog ran away.", "A dog ran. The cat sat down, the cat slept."
+    assert rouge_l(told, wanted) == pytest.approx(0.75)  # sentences match in any order
+    assert rouge_l("cat the", "the cat sat") == pytest.approx(0.4)
+    assert rouge_l("a b a b", "a b") == pytest.approx(1.0)  # a word counts once
+    assert rouge_l("Cat, sat", "cat sat") == pytest.approx(0.5)
+    assert rouge_l(".", "a b") == rouge_l("", "a b") == 0.0
 
 
 @pytest.mark.parametrize("name", catalogue("quiz"))

@@ -65,3 +65,17 @@ def test_a_second_prompt_counts_its_own_queries(chunks: int) -> None:
     case.feed(layer, 30, 51)
     later = received(case, 0, range(30, 51), kept + list(range(30, 51)))
     assert positions(layer, 0) == best({p: s / min(51 - p, 21) for p, s in later.items()}, 9, lambda p: p == 50)
+
+
+def test_saliency_is_no_evidence_for_a_later_verdict() -> None:
+    """Judged once, it remembers nothing; what `zipcache` stores with the tokens meanwhile is not its own."""
+    held = []
+    for store in ("", " + zipcache(block=128)"):  # of which no block is full
+        case = Case(length=30, steps=24)
+        layer = case.prompt(f"h2o(budget=14, recent=0, decode=False){store}")
+        for _, _ in zip(range(21), case.decode(layer), strict=False):
+            pass
+        case.session.prompt_end = 54
+        case.feed(layer, 51, 54)
+        held.append([positions(layer, row) for row in range(case.rows)])
+    assert held[0] == held[1]

@@ -1,5 +1,5 @@
 import torch
-from support_layer import draw, plain, run
+from support_layer import draw, padded, plain, run, stacked
 
 
 def test_reads_are_those_of_the_loop() -> None:
@@ -20,3 +20,11 @@ def test_reads_are_those_of_the_loop() -> None:
 def test_a_wide_budget_is_full_attention() -> None:
     tokens = draw(101)
     torch.testing.assert_close(run("retrieval(budget=101)", tokens, 100).out[:, -1:], plain(tokens, 100))
+
+
+def test_the_first_chunk_that_a_row_holds_is_read_whatever_others_hold() -> None:
+    """A page without a token goes once no row of the batch has one in its place, so its column may stay."""
+    policy, long = "retrieval(budget=32, chunk=4) + streaming(sinks=0, recent=0.5)", draw(120, seed=2)
+    short, valid = padded(draw(105, seed=1), 15)
+    alone, both = run(policy, long, 80), run(policy, stacked(short, long), 80, valid=torch.cat([valid, valid | True]))
+    torch.testing.assert_close(both.out[1:], alone.out, atol=1e-5, rtol=1e-4)
