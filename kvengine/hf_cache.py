@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,12 +16,22 @@ from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.hf_back import back, check_back
 from kvengine.hf_layer import EngineLayer
-from kvengine.hf_rope import rope_for
+from kvengine.hf_rope import needs_rope, rope_for
+from kvengine.rope import Rope
 from kvengine.session import BROKEN, Session
 from kvengine.stack import Stack
 from kvengine.stats import Stats, measure
 
 NAME = "kvengine"  # of the engine's attention, as models' configurations know it
+
+
+@dataclass
+class Chosen:
+    """The policy of a patched model, and the rotation that was found, if some policy has needed it."""
+
+    stack: Stack
+    known: dict[str, Rope | None] = field(default_factory=dict)
+    told: bool = False  # that a cache of transformers' goes on without the policy
 
 
 class EngineCache(Cache):
@@ -50,10 +61,21 @@ class EngineCache(Cache):
 
         if not hasattr(model, STATE):
             raise ModelError("an engine cache needs a patched model; call kvengine.patch(model) first")
-        self.stack = getattr(model, STATE).stack if stack is None else Stack.of(stack)
-        self.config = model.config.get_text_config(decoder=True)
-        check_stack(self.stack, self.config)
-        self.session = Session(rope=rope_for(self.stack, model, getattr(model, STATE).known), positions=positions)
+        chosen, text = getattr(model, STATE).chosen, model.config.get_text_config(decoder=True)
+        stack = chosen.stack if stack is None else Stack.of(stack)
+        check_stack(stack, text)
+        self.fill(stack, text, rope_for(stack, model, chosen.known), positions)
+
+    @classmethod
+    def under(cls, chosen: Chosen, text: Any) -> EngineCache:
+        """A cache under the policy that a model was patched with, whose text model has this configuration."""
+        cache = object.__new__(cls)
+        cache.fill(chosen.stack, text, chosen.known.get("rope") if needs_rope(chosen.stack) else None)
+        return cache
+
+    def fill(self, stack: Stack, text: Any, rope: Rope | None, positions: bool = False) -> None:
+        self.stack, self.config = stack, text
+        self.session = Session(rope=rope, positions=positions)
         stock = DynamicCache(config=self.config).layers
         n = len(stock)
         ours = engine_layers(self.config)

@@ -71,7 +71,7 @@ def prepare_cache(
     if given is None:
         if type(model_kwargs.get("past_key_values")) is not DynamicCache:
             raise ModelError(OWN.format(type(self).__name__))
-        given = model_kwargs["past_key_values"] = EngineCache(self, getattr(self, STATE).stack)
+        given = model_kwargs["past_key_values"] = EngineCache(self, getattr(self, STATE).chosen.stack)
         given.nameless = True
     assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
     if generation_config.is_assistant:
