@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_attention import LazyMask, Seam, engine_attention
 from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
-from kvengine.hf_forward import hook_passes
+from kvengine.hf_forward import caching, hook_passes
 from kvengine.hf_generate import METHODS, Method
 from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_rope import rope_for
@@ -81,10 +81,7 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
     check_model(model)
     text = model.config.get_text_config(decoder=True)
     modules = attention_modules(model, text)
-    if not any(isinstance(getattr(m, "layer_idx", None), int) for m in modules):
-        raise ModelError(
-            f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
-        )
+    check_attention(model, text, modules)
     check_stack(stack, text)
     if STATE not in vars(model) and text._attn_implementation == NAME:
         raise ModelError(
@@ -161,6 +158,22 @@ def check_model(model: Any) -> None:
         raise ModelError(
             f"{type(model).__name__} cannot switch its attention implementation in this version of transformers, "
             "so the engine cannot enter it"
+        )
+
+
+def check_attention(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -> None:
+    """Refuse models without layers to enter, and encoders, in which nothing would ever be cached."""
+    layers = [m for m in modules if isinstance(getattr(m, "layer_idx", None), int)]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
+        )
+    # A decoder whose first tokens see each other (PaliGemma) says so of its layers too, but nothing of being no decoder.
+    able = getattr(text, "is_decoder", None) is False
+    if (able or not caching(model, text)) and all(getattr(m, "is_causal", None) is False for m in layers):
+        raise ModelError(
+            f"{type(model).__name__} is an encoder: its tokens attend to later ones too, so it caches none and a policy would do "
+            f"nothing{'; a model that generates is built with is_decoder=True' if able else ''}"
         )
 
 

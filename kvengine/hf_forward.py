@@ -20,16 +20,19 @@ ASKED = (CACHE, "use_cache", "encoder_hidden_states")
 """What decides. Who gives `encoder_hidden_states` wants a cache of two, one of them for what is not text."""
 
 
+def caching(model: PreTrainedModel, text: Any) -> list[tuple[PreTrainedModel, list[str]]]:
+    """The parts that run the text's layers and take a cache, the model itself among them; their arguments' names in order."""
+    parts: list[Any] = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text]
+    named = [(part, list(inspect.signature(type(part).forward).parameters)[1:]) for part in parts]
+    return [(part, names) for part, names in named if CACHE in names]
+
+
 def hook_passes(model: PreTrainedModel, text: Any, chosen: Chosen) -> list[Any]:
-    """Hooks on the parts that run the text's layers, the model itself among them; what undoes them."""
+    """Hooks on the parts that take a cache; what undoes them."""
     hooks = []
-    for part in model.modules():
-        if not isinstance(part, PreTrainedModel) or part.config is not text:
-            continue
-        names = list(inspect.signature(type(part).forward).parameters)[1:]
-        if CACHE in names:
-            at = {name: names.index(name) for name in ASKED if name in names}
-            hooks.append(part.register_forward_pre_hook(partial(provide, chosen=chosen, at=at), with_kwargs=True))
+    for part, names in caching(model, text):
+        at = {name: names.index(name) for name in ASKED if name in names}
+        hooks.append(part.register_forward_pre_hook(partial(provide, chosen=chosen, at=at), with_kwargs=True))
     return hooks
 
 
