@@ -54,6 +54,7 @@ class EngineCache(Cache):
         PolicyError: the policy is wrong, or this model cannot do it.
     """
 
+    max_cache_len = -1  # no limit, to PEFT, which asks before it puts a prefix in
     nameless = False  # made by `generate` because it was given none
 
     def __init__(self, model: PreTrainedModel, stack: str | Stack | None = None, *, positions: bool = False) -> None:
@@ -187,6 +188,28 @@ class EngineCache(Cache):
         self.session.prompt_end = total if prompt and not self.session.following else None
         if self.session.prompt_end is not None and drafting:
             self.session.prompt_end -= 1  # an assistant is asked to forget the prompt's last token
+
+    def adopt(self, given: Cache) -> None:
+        """Begin with what a cache of transformers' holds, as the first tokens of the prompt: keys and values without a text.
+
+        Raises:
+            ModelError: the model caches latents.
+        """
+        if getattr(self.config, "kv_lora_rank", None):
+            raise ModelError(
+                f"{self.config.model_type} caches latents (MLA), which a prefix of tuned keys and values is not. Call "
+                "kvengine.unpatch(model)"
+            )
+        layers: list[Any] = given.layers
+        for i, layer in enumerate(layers):
+            if isinstance(mine := self.layers[i], EngineLayer):
+                mine.cache.store(layer.keys, layer.values, None)
+                mine.is_initialized = True
+            else:
+                self.layers[i] = layer
+        if self.session.prompt_end is not None:
+            self.session.prompt_end += self.seen
+        self.session.turn = self.seen
 
     def follow_up(self, following: bool = True) -> None:
         """Take all further tokens as decoding does, one by one, instead of as a prompt to judge; False ends that.

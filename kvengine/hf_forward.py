@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, cast
 
@@ -14,6 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 from kvengine.hf_cache import NAME, Chosen, EngineCache
 from kvengine.stack import Stack
 
+PREPARED: ContextVar[EngineCache | None] = ContextVar("prepared", default=None)
+"""The cache that `generate` has just made, while it reads the prompt: PEFT puts one with a tuned prefix in its place."""
 log = logging.getLogger(__name__)
 CACHE = "past_key_values"
 ASKED = (CACHE, "use_cache", "encoder_hidden_states")
@@ -45,8 +48,8 @@ def provide(
     is not the engine's any more.
     """
     if (cache := kwargs.get(CACHE)) is not None:  # nearly always, so it comes first
-        if type(cache) is DynamicCache and torch.is_grad_enabled():
-            tell(module, cache, chosen)
+        if type(cache) is DynamicCache:
+            return stock(module, args, kwargs, cache, chosen)
         return None
     given = {name: args[place] for name, place in at.items() if place < len(args)} | kwargs
     asked, config = given.get("use_cache"), cast(Any, module.config)
@@ -61,16 +64,22 @@ def provide(
     return args, kwargs | {CACHE: cache}
 
 
-def tell(module: nn.Module, cache: DynamicCache, chosen: Chosen) -> None:
-    """Say, once for a model, that a loop which forgot to turn gradients off goes on without the policy."""
-    loses = chosen.stack != Stack() and cache.get_seq_length()
-    if loses and not chosen.told and not module.training:
-        chosen.told = True
+def stock(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: DynamicCache, chosen: Chosen
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A cache of transformers' was given: a prefix within `generate`, or the model is to run as it did before."""
+    if (mine := PREPARED.get()) is not None and not mine.seen:
+        mine.adopt(cache)
+        return args, kwargs | {CACHE: mine}
+    loses = torch.is_grad_enabled() and not module.training and chosen.stack != Stack() and cache.get_seq_length()
+    if loses and not chosen.told:
+        chosen.told = True  # a loop that forgot to turn gradients off goes on without the policy
         log.warning(
             "a patched model goes on from a cache of transformers', so '%s' is not applied. A pass without past_key_values makes "
             "the engine's cache under torch.no_grad(), or if it is given use_cache=True",
             chosen.stack,
         )
+    return None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
