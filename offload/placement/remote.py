@@ -4,9 +4,9 @@ As `disk`, with one more tier: any store that `kvengine.offload.stores.backend` 
 other object stores). Pages that go down together travel as one value. What the next layer read at the last step is
 fetched while this one is computed, and values are written by a thread: up to 64 MiB of pages wait for it in host memory.
 
-A store that cannot be written costs room only: pages stay in memory. A page whose only copy is in a store that does not
-answer is a StoreError; `kvengine.recover.generate` then computes its tokens again. Values are deleted with the cache, and
-expire if its process is killed.
+A store that cannot be written costs room only: pages stay in memory, if `device` and `host` leave it any. A page whose
+only copy is in a store that does not answer is a StoreError; `kvengine.recover.generate` then computes its tokens again.
+Values are deleted with the cache, and expire if its process is killed.
 """
 
 from __future__ import annotations
