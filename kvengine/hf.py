@@ -63,7 +63,7 @@ def register() -> None:
 
 
 def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedModel:
-    """Give a model the engine's cache; `model.generate()` then works as always.
+    """Give a model the engine's cache; `model.generate()` then works as always, and so does a loop of one's own.
 
     Args:
         model: any decoder model of transformers that can switch its attention implementation. The one whose `generate` is
