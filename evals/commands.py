@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from kvengine.command_errors import readable_errors
 from kvengine.evals import compare, drive
 from kvengine.evals import report as reports
 from kvengine.evals.config import RunConfig, build
-from kvengine.speculative.commands import readable_errors
 
 app = typer.Typer(help="Measure quality, memory and speed of policies on the same data.", no_args_is_help=True)
 console = Console()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, sqrt
+from functools import cache
+from math import atan, cos, inf, pi, sin, sqrt
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,30 +28,30 @@ class Interval:
 
 def interval(values: Sequence[float], clusters: Sequence[str], *, shares: bool = True) -> Interval:
     """Wilson's interval for values in [0, 1], at the number of independent values that they are worth; else a
-    percentile bootstrap over clusters, of no finite width for a single cluster.
+    percentile bootstrap over clusters, of no finite width for a single cluster. Where a few clusters had to tell how much
+    they differ, both are as much wider as Student's law is than the normal one.
 
     `clusters[i]` names the context that value i belongs to: questions about one context are drawn together.
     `shares`: values in [0, 1] are bound to it, as a score is and a log-likelihood is not.
     """
     n, groups, mean = len(values), len(set(clusters)), float(np.mean(values))
     if shares and min(values) >= 0 and max(values) <= 1:
-        worth = effective(values, clusters)
-        low, high = wilson(mean * worth, worth)
-    elif groups == 1:
-        low, high = -inf, inf
+        worth, told = effective(values, clusters)
+        low, high = wilson(mean * worth, worth, student(groups - 1) if told else Z95)
     else:
-        low, high = np.quantile(bootstrap(values, clusters), [0.025, 0.975])
+        low, high = middle(values, clusters)
     return Interval(mean, float(low), float(high), n, groups)
 
 
-def effective(values: Sequence[float], clusters: Sequence[str]) -> float:
-    """How many independent 0/1 values these are worth (Kish's effective sample size, between clusters and values).
+def effective(values: Sequence[float], clusters: Sequence[str]) -> tuple[float, bool]:
+    """How many independent 0/1 values these are worth (Kish's effective sample size, between clusters and values), and
+    whether the clusters' spread told that.
 
     That is p (1 - p) over the variance of the mean as clusters show it. Clusters that do not differ show nothing: they
     then count once each, so that ten right answers about two contexts do not look like certainty.
 
     >>> effective([1.0, 1.0, 1.0, 1.0], ["a", "a", "b", "b"])
-    2.0
+    (2.0, False)
     """
     _, where, sizes = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
     data, groups, n = np.asarray(values, dtype=float), len(sizes), len(values)
@@ -57,10 +59,29 @@ def effective(values: Sequence[float], clusters: Sequence[str]) -> float:
     residuals = np.bincount(where, weights=data - mean)
     variance = float((residuals**2).sum()) / n**2 * groups / max(1, groups - 1)
     if groups == n and set(values) <= {0.0, 1.0}:
-        return float(n)
+        return float(n), False
     if groups == 1 or variance <= 1e-12:
-        return float(groups)
-    return float(min(max(mean * (1 - mean) / variance, groups), n))
+        return float(groups), False
+    return float(min(max(mean * (1 - mean) / variance, groups), n)), True
+
+
+@cache
+def student(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t with whole degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4, inverted).
+
+    >>> [round(student(n), 3) for n in (1, 2, 9, 30)]
+    [12.706, 4.303, 2.262, 2.042]
+    """
+    low, high = 0.0, 16.0
+    while high - low > 1e-12:
+        t = (low + high) / 2
+        angle, odd = atan(t / sqrt(freedom)), freedom % 2
+        term, total = (cos(angle), 0.0) if odd else (1.0, 0.0)
+        for i in range(freedom // 2):
+            total, term = total + term, term * cos(angle) ** 2 * (2 * i + 1 + odd) / (2 * i + 2 + odd)
+        inside = 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
+        low, high = (t, high) if inside < 0.95 else (low, t)
+    return low
 
 
 def wilson(successes: float, n: float, z: float = Z95) -> tuple[float, float]:
@@ -90,6 +111,16 @@ def bootstrap(values: Sequence[float], clusters: Sequence[str], *, seed: int = 0
     return means
 
 
+def middle(values: Sequence[float], clusters: Sequence[str]) -> tuple[float, float]:
+    """The bootstrap's percentiles, further out the fewer clusters there are (T. Hesterberg 2015, expanded percentiles)."""
+    groups = len(set(clusters))
+    if groups == 1:
+        return -inf, inf
+    tail = NormalDist().cdf(-sqrt(groups / (groups - 1)) * student(groups - 1))
+    low, high = np.quantile(bootstrap(values, clusters), [tail, 1 - tail])
+    return float(low), float(high)
+
+
 def paired(
     values: dict[tuple[str, int], float], baseline: dict[tuple[str, int], float], *, shares: bool = True
 ) -> Interval | None:
@@ -107,10 +138,8 @@ def paired(
     both = [[where[at] for at in shared] for where in (values, baseline)]
     if shares and min(map(min, both)) >= 0 and max(map(max, both)) <= 1:
         low, high = shrunken(differences, clusters)
-    elif groups == 1:
-        low, high = -inf, inf
     else:
-        low, high = (float(bound) for bound in np.quantile(bootstrap(differences.tolist(), clusters), [0.025, 0.975]))
+        low, high = middle(differences.tolist(), clusters)
     return Interval(mean, low, high, len(shared), groups)
 
 
@@ -118,7 +147,8 @@ def shrunken(differences: NDArray[np.float64], clusters: Sequence[str]) -> tuple
     """Interval of a mean of differences in [-1, 1], each cluster's mean counting once.
 
     Agresti and Min (2005), for matched pairs: as if two more clusters had been seen, one without a difference and half
-    a one in each direction. So a few clusters that all agree do not give an interval of no width.
+    a one in each direction. So a few clusters that all agree do not give an interval of no width. By Student's t, as their
+    variance is told by as many.
 
     >>> shrunken(np.array([-1.0]), ["a"])[1] > 0
     True
@@ -127,6 +157,6 @@ def shrunken(differences: NDArray[np.float64], clusters: Sequence[str]) -> tuple
     means = np.bincount(where, weights=differences) / sizes
     n = len(means) + 2
     centre = float(means.sum()) / n
-    half = Z95 * sqrt(max(0.0, (float((means**2).sum()) + 1) / n - centre**2) / n)
+    half = student(n - 1) * sqrt(max(0.0, (float((means**2).sum()) + 1) / n - centre**2) / n)
     low, high = centre - half, centre + half
     return max(-1.0, min(low, float(means.mean()))), min(1.0, max(high, float(means.mean())))

@@ -64,6 +64,9 @@ class Library:
     max_documents: int = 1000
     lock: threading.Lock = field(default_factory=threading.Lock)
     control: frozenset[int] = field(init=False)  # tokens that must not come from a client's text
+    max_characters: int = field(
+        init=False
+    )  # what `max_tokens` of the longest tokens spell: counting those of more takes seconds
 
     def __post_init__(self) -> None:
         names = self.tokenizer
@@ -78,6 +81,7 @@ class Library:
             raise ValueError(
                 f"the model reads {longest} tokens, and {ROOM} are for a question and its answer; take another"
             )
+        self.max_characters = self.max_tokens * max(map(len, names.get_vocab()))
         for draft in self.folder.glob("*.part"):
             if time.time() - draft.stat().st_mtime > 3600:
                 draft.unlink(missing_ok=True)  # of a service that was killed
@@ -106,9 +110,13 @@ class Library:
             raise HTTPException(
                 400, f"the document is not UTF-8 text (byte {error.start}); convert it first"
             ) from error
-        ids = self.read(text, begins=True)
         if not text.strip():
             raise HTTPException(400, "the document is empty; send its text as the body")
+        if len(text) > self.max_characters:
+            raise HTTPException(
+                413, f"the document has {len(text)} characters, more than {self.max_tokens} tokens can be; split it"
+            )
+        ids = self.read(text, begins=True)
         if ids.shape[1] > self.max_tokens:
             raise HTTPException(413, f"the document has {ids.shape[1]} tokens, at most {self.max_tokens} fit; split it")
         name = hashlib.sha256(body).hexdigest()[:16]

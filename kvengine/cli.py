@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from kvengine.command_errors import readable_errors
 from kvengine.evals.commands import app as eval_app
 from kvengine.evals.duo.commands import app as duo_app
 from kvengine.offload.commands import app as cache_app
-from kvengine.speculative.commands import bench_app, generate, readable_errors
+from kvengine.speculative.commands import bench_app, generate
 
 app = typer.Typer(help="KV-cache management for long contexts.", no_args_is_help=True)
 app.add_typer(eval_app, name="eval")

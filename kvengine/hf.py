@@ -2,13 +2,13 @@
 
 The engine enters a model at three seams, and replaces none of its code:
 
-    cache       `generate` asks the model for a cache: it gets an `EngineCache`
+    cache       `generate` asks the model for a cache, or a forward pass wants one: it gets an `EngineCache`
     mask        a registered mask function returns the mask's *rule* instead of a tensor (`LazyMask`)
     attention   a registered attention function hands queries, keys and values to the layer of the cache in use
 
 A hook on each attention module tells the attention function which cache that is, call by call. So the model carries
 no state of a session, and any number of caches, of any stacks, may take turns on it. Without an engine cache (training,
-`use_cache=False`, a stock cache) the model runs as it did before.
+gradients, `use_cache=False`, a stock cache) the model runs as it did before.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_attention import LazyMask, Seam, engine_attention
-from kvengine.hf_cache import NAME, EngineCache, engine_layers
+from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
+from kvengine.hf_forward import caching, hook_passes
 from kvengine.hf_generate import METHODS, Method
 from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_rope import rope_for
 from kvengine.policies import name_of
-from kvengine.rope import Rope
 from kvengine.stack import Stack
 
 KINDS = {
@@ -45,12 +45,11 @@ KINDS = {
 class Patch:
     """What was done to a model."""
 
-    def __init__(self, stack: Stack, known: dict[str, Rope | None] | None = None) -> None:
-        self.stack = stack
+    def __init__(self, chosen: Chosen) -> None:
+        self.chosen = chosen
         self.hooks: list[Any] = []
         self.implementation: str | None = None
         self.methods: list[Method] = []
-        self.known: dict[str, Rope | None] = {} if known is None else known
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -64,7 +63,7 @@ def register() -> None:
 
 
 def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedModel:
-    """Give a model the engine's cache; `model.generate()` then works as always.
+    """Give a model the engine's cache; `model.generate()` then works as always, and so does a loop of one's own.
 
     Args:
         model: any decoder model of transformers that can switch its attention implementation. The one whose `generate` is
@@ -82,29 +81,27 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
     check_model(model)
     text = model.config.get_text_config(decoder=True)
     modules = attention_modules(model, text)
-    if not any(isinstance(getattr(m, "layer_idx", None), int) for m in modules):
-        raise ModelError(
-            f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
-        )
+    check_attention(model, text, modules)
     check_stack(stack, text)
     if STATE not in vars(model) and text._attn_implementation == NAME:
         raise ModelError(
             f"this {type(model).__name__} has the configuration of a model that is patched, or a copy of it. Patch only one "
             "model of those that share a configuration; for a copy, call model.set_attn_implementation('sdpa') first"
         )
-    state = getattr(model, STATE, None) or Patch(stack)
-    rope_for(stack, model, state.known)
+    state = getattr(model, STATE, None) or Patch(Chosen(stack))
+    rope_for(stack, model, state.chosen.known)
     if STATE in vars(model) and text._attn_implementation == NAME:
-        state.stack = stack
+        state.chosen.stack = stack
         return model
     unpatch(model)
     check_layers(model, text)
     previous = text._attn_implementation
-    state = Patch(stack, state.known)
+    state = Patch(Chosen(stack, state.chosen.known))
     state.implementation = text._attn_implementation_internal
     register()
     text._attn_implementation_internal = NAME  # of this part alone: others (vision, a second decoder) have no hooks
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
+    state.hooks += hook_passes(model, text, state.chosen)
     for part in generating(model, text):
         for name in METHODS:
             if hasattr(part, name):
@@ -140,14 +137,14 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
 @contextmanager
 def patched(model: PreTrainedModel, policy: str | Stack = "full") -> Iterator[PreTrainedModel]:
     """`with patched(model, "quest(budget=1024)"): ...`: patched inside, as before outside."""
-    before = getattr(model, STATE).stack if hasattr(model, STATE) else None
+    before = getattr(model, STATE).chosen.stack if hasattr(model, STATE) else None
     try:
         yield patch(model, policy)
     finally:
         if before is None:
             unpatch(model)
         else:
-            getattr(model, STATE).stack = before
+            getattr(model, STATE).chosen.stack = before
 
 
 def check_model(model: Any) -> None:
@@ -161,6 +158,22 @@ def check_model(model: Any) -> None:
         raise ModelError(
             f"{type(model).__name__} cannot switch its attention implementation in this version of transformers, "
             "so the engine cannot enter it"
+        )
+
+
+def check_attention(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -> None:
+    """Refuse models without layers to enter, and encoders, in which nothing would ever be cached."""
+    layers = [m for m in modules if isinstance(getattr(m, "layer_idx", None), int)]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
+        )
+    # A decoder whose first tokens see each other (PaliGemma) says so of its layers too, but nothing of being no decoder.
+    able = getattr(text, "is_decoder", None) is False
+    if (able or not caching(model, text)) and all(getattr(m, "is_causal", None) is False for m in layers):
+        raise ModelError(
+            f"{type(model).__name__} is an encoder: its tokens attend to later ones too, so it caches none and a policy would do "
+            f"nothing{'; a model that generates is built with is_decoder=True' if able else ''}"
         )
 
 

@@ -199,7 +199,10 @@ def attend(
         out = hf_window.read(stock, attention_mask, key, value) if query.shape[2] > 1 and stock.simple else None
         return stock.run(key, value) if out is None else (out, None)
     if kwargs.get("output_attentions"):
-        raise ModelError("output_attentions=True on a patched model: the engine never forms the attention matrix")
+        raise ModelError(
+            "output_attentions=True on a patched model: the engine never forms the attention matrix. Pass use_cache=False or "
+            "call kvengine.unpatch(model)"
+        )
     if kvengine.layer is not None and not latent.is_latent(module):
         check_brought(module, layer, key, value)
     foreign = [name for name in FOREIGN if kwargs.get(name) is not None]
@@ -247,7 +250,7 @@ def special(layer: EngineLayer, stock: Stock, what: str) -> Tensor:
         return layer.attend_all(stock)
     raise UnsupportedPolicy(
         f"{what} is read by the model's own attention, over all tokens, which '{layer.stack}' does not leave as it is; use "
-        "'full', or do without"
+        "'full', do without, or pass use_cache=False where no token follows"
     )
 
 

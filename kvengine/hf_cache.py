@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,13 +17,23 @@ from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.hf_back import back, check_back
 from kvengine.hf_layer import EngineLayer
-from kvengine.hf_rope import rope_for
+from kvengine.hf_rope import needs_rope, rope_for
 from kvengine.readers import sources
+from kvengine.rope import Rope
 from kvengine.session import BROKEN, Session
 from kvengine.stack import Stack
 from kvengine.stats import Stats, measure
 
 NAME = "kvengine"  # of the engine's attention, as models' configurations know it
+
+
+@dataclass
+class Chosen:
+    """The policy of a patched model, and the rotation that was found, if some policy has needed it."""
+
+    stack: Stack
+    known: dict[str, Rope | None] = field(default_factory=dict)
+    told: bool = False  # that a cache of transformers' goes on without the policy
 
 
 class EngineCache(Cache):
@@ -45,6 +56,7 @@ class EngineCache(Cache):
         PolicyError: the policy is wrong, or this model cannot do it.
     """
 
+    max_cache_len = -1  # no limit, to PEFT, which asks before it puts a prefix in
     nameless = False  # made by `generate` because it was given none
 
     def __init__(self, model: PreTrainedModel, stack: str | Stack | None = None, *, positions: bool = False) -> None:
@@ -52,10 +64,21 @@ class EngineCache(Cache):
 
         if not hasattr(model, STATE):
             raise ModelError("an engine cache needs a patched model; call kvengine.patch(model) first")
-        self.stack = getattr(model, STATE).stack if stack is None else Stack.of(stack)
-        self.config = model.config.get_text_config(decoder=True)
-        check_stack(self.stack, self.config)
-        self.session = Session(rope=rope_for(self.stack, model, getattr(model, STATE).known), positions=positions)
+        chosen, text = getattr(model, STATE).chosen, model.config.get_text_config(decoder=True)
+        stack = chosen.stack if stack is None else Stack.of(stack)
+        check_stack(stack, text)
+        self.fill(stack, text, rope_for(stack, model, chosen.known), positions)
+
+    @classmethod
+    def under(cls, chosen: Chosen, text: Any) -> EngineCache:
+        """A cache under the policy that a model was patched with, whose text model has this configuration."""
+        cache = object.__new__(cls)
+        cache.fill(chosen.stack, text, chosen.known.get("rope") if needs_rope(chosen.stack) else None)
+        return cache
+
+    def fill(self, stack: Stack, text: Any, rope: Rope | None, positions: bool = False) -> None:
+        self.stack, self.config = stack, text
+        self.session = Session(rope=rope, positions=positions)
         stock = DynamicCache(config=self.config).layers
         n = len(stock)
         ours = engine_layers(self.config)
@@ -171,6 +194,28 @@ class EngineCache(Cache):
         self.session.prompt_end = total if prompt and not self.session.following else None
         if self.session.prompt_end is not None and drafting:
             self.session.prompt_end -= 1  # an assistant is asked to forget the prompt's last token
+
+    def adopt(self, given: Cache) -> None:
+        """Begin with what a cache of transformers' holds, as the first tokens of the prompt: keys and values without a text.
+
+        Raises:
+            ModelError: the model caches latents.
+        """
+        if getattr(self.config, "kv_lora_rank", None):
+            raise ModelError(
+                f"{self.config.model_type} caches latents (MLA), which a prefix of tuned keys and values is not. Call "
+                "kvengine.unpatch(model)"
+            )
+        layers: list[Any] = given.layers
+        for i, layer in enumerate(layers):
+            if isinstance(mine := self.layers[i], EngineLayer):
+                mine.cache.store(layer.keys, layer.values, None)
+                mine.is_initialized = True
+            else:
+                self.layers[i] = layer
+        if self.session.prompt_end is not None:
+            self.session.prompt_end += self.seen
+        self.session.turn = self.seen
 
     def follow_up(self, following: bool = True) -> None:
         """Take all further tokens as decoding does, one by one, instead of as a prompt to judge; False ends that.

@@ -305,7 +305,7 @@ def compile_decode(model: PreTrainedModel, how: How | None = None) -> CompiledDe
 
     if not hasattr(model, STATE):
         raise ModelError("a compiled decoder needs a patched model; call kvengine.patch(model) first")
-    stack = getattr(model, STATE).stack
+    stack = getattr(model, STATE).chosen.stack
     if (why := refusal(stack)) is not None:
         raise UnsupportedPolicy(f"a decode step of '{stack}' cannot be recorded: {why}. Decode without it")
     cuda = model.device.type == "cuda"

@@ -15,6 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
+from kvengine.hf_forward import PREPARED
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
 CHUNKS = 5, 21  # the first transformers whose chunked reading begins behind what is cached
@@ -71,7 +72,7 @@ def prepare_cache(
     if given is None:
         if type(model_kwargs.get("past_key_values")) is not DynamicCache:
             raise ModelError(OWN.format(type(self).__name__))
-        given = model_kwargs["past_key_values"] = EngineCache(self, getattr(self, STATE).stack)
+        given = model_kwargs["past_key_values"] = EngineCache(self, getattr(self, STATE).chosen.stack)
         given.nameless = True
     assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
     if generation_config.is_assistant:
@@ -116,7 +117,24 @@ def prefill(
     *args: Any,
     **kw: Any,
 ) -> Any:
-    """Stands in for `_prefill`: earlier versions read a later turn's text from its first token on, if in chunks."""
+    """Stands in for `_prefill`, and says meanwhile which cache was prepared."""
+    cache = model_kwargs.get("past_key_values")
+    token = PREPARED.set(cache if isinstance(cache, EngineCache) else None)
+    try:
+        return read(self, input_ids, generation_config, model_kwargs, *args, **kw)
+    finally:
+        PREPARED.reset(token)
+
+
+def read(
+    self: PreTrainedModel,
+    input_ids: Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    """`_prefill`: earlier versions read a later turn's text from its first token on, if in chunks."""
     stock: Any = type(self)._prefill  # type: ignore[attr-defined]
     cache, size = model_kwargs.get("past_key_values"), generation_config.prefill_chunk_size
     total = prompt_length(generation_config, model_kwargs)

@@ -31,7 +31,7 @@ def rope_for(stack: Stack, model: PreTrainedModel, known: dict[str, Rope | None]
     Raises:
         UnsupportedPolicy: it does, and the model's is not known.
     """
-    needy = [c for c in (stack.retention, stack.representation, stack.selection) if getattr(c, "needs_rope", False)]
+    needy = needs_rope(stack)
     if not needy:
         return None
     if "rope" not in known:
@@ -42,6 +42,11 @@ def rope_for(stack: Stack, model: PreTrainedModel, known: dict[str, Rope | None]
             "do not all rotate them by fixed frequencies; use another method"
         )
     return rope
+
+
+def needs_rope(stack: Stack) -> list[Any]:
+    """The choices of a stack that turn keys or queries."""
+    return [c for c in (stack.retention, stack.representation, stack.selection) if getattr(c, "needs_rope", False)]
 
 
 def rope_of(model: PreTrainedModel) -> Rope | None:

@@ -34,7 +34,7 @@ from kvengine.offload.stores.filesystem import replace_file
 from kvengine.pages import Pages
 from kvengine.pool import Pool
 from kvengine.saliency import Saliency
-from kvengine.sound import check_fields, check_kinds, check_lengths, check_pages, check_tail
+from kvengine.sound import check_fields, check_kinds, check_lengths, check_pages, check_rows, check_tail, expect
 from kvengine.tail import Nested, Tail
 
 FORMAT = 1
@@ -69,6 +69,9 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
     Nested: {"shared", "scored", "ready"},
     Pages: {"pool", "page", "inner", "joint", "representation", "selection", "shared", "scored", "beside", "bounds"},
 }
+LOOSE, FOLD = 1 << 26, 16
+"""Bytes that any session may take, and how many times its own length: numbers that are all alike are coded in none, so a short
+file could ask for all memory, and those of a text shrink to no less than half."""
 SESSION = ("prompt_end", "following", "dense", "positions")
 
 
@@ -268,11 +271,14 @@ class Reader:
 
     def __init__(self, held: Container, kinds: list[list[Any]], device: torch.device) -> None:
         self.held, self.kinds, self.device = held, kinds, device
+        self.left = LOOSE + FOLD * held.size  # bytes that tensors may still take
 
     def layer(self, cache: LayerCache, state: dict[str, Any]) -> None:
         own = self.value(state["own"])
         check_kinds({"sequences": 0, "heads": 0}, own)
         if state["lanes"]:
+            firsts = [self.value(lane["own"])["first"] for lane in state["lanes"]]
+            check_rows(own["sequences"], own["heads"], [lane["heads"] for lane in state["lanes"]], firsts)
             empty = self.empty(own, state["lanes"])
             if "inner" in own:
                 cache.inner = own["inner"]
@@ -350,6 +356,8 @@ class Reader:
         size = 1
         for side in shape:
             size *= int(side)
+        self.left -= size * dtype.itemsize
+        expect(self.left >= 0, f"{self.held.size} bytes cannot be all of its tensors")
         if dtype in DTYPES.values() and len(shape) >= 2 and size:
             if len(body) < shape[-1]:
                 raise CorruptBitstream(f"a section of {len(body)} bytes cannot hold {shape}")

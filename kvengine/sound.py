@@ -51,6 +51,16 @@ def check_kinds(fresh: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
             expect(type(x) is not int or 0 <= x < MOST, f"{name} is {x!r}, not a count")
 
 
+def check_rows(sequences: int, heads: int, lanes: list[Any], firsts: list[Any]) -> None:
+    """There are as many heads as lanes share, and rows as lanes have; before anything is made for each of them."""
+    expect(
+        all(type(x) is int and x > 0 for x in lanes) and sum(lanes) == heads, f"lanes of {lanes} are not {heads} heads"
+    )
+    for each, first in zip(lanes, firsts, strict=True):
+        like = isinstance(first, Tensor) and first.numel() == sequences * each
+        expect(like, f"a lane has other rows than {each} heads of {sequences} sequences")
+
+
 def check_tail(tail: Tail) -> None:
     """Every slot that counts is there."""
     n = tail.k.shape[1]
@@ -96,7 +106,9 @@ def check_fields(fields: Mapping[str, Any]) -> int:
     expect(isinstance(fields, dict), "fields have no names")
     sides = {x.shape[0] if isinstance(x, Tensor) and x.ndim > 1 else -1 for x in fields.values()}
     expect(len(sides) <= 1 and -1 not in sides, "fields differ in their number")
-    return max(sides, default=0)
+    count = max(sides, default=0)
+    expect(not count or any(x.numel() for x in fields.values()), f"{count} pages have nothing in them")
+    return count
 
 
 def within(x: Tensor, low: int, end: int) -> bool:

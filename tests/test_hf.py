@@ -140,8 +140,8 @@ def test_patched_is_a_context_and_nests() -> None:
     model = llama()
     with kvengine.patched(model, "streaming(recent=12)"):
         with kvengine.patched(model, "h2o"):
-            assert str(getattr(model, STATE).stack) == "h2o"
-        assert str(getattr(model, STATE).stack) == "streaming(recent=12)"
+            assert str(getattr(model, STATE).chosen.stack) == "h2o"
+        assert str(getattr(model, STATE).chosen.stack) == "streaming(recent=12)"
     assert not hasattr(model, STATE)
     with pytest.raises(RuntimeError, match="boom"), kvengine.patched(model):
         raise RuntimeError("boom")

@@ -15,6 +15,8 @@ from support import llama, prompts
 import kvengine
 from kvengine import saved
 from kvengine.errors import CorruptBitstream, KVEngineError
+from kvengine.offload.cachegen import lossless
+from kvengine.offload.cachegen.coder import backend
 from kvengine.offload.container import pack, read_file
 
 STACK = "quest(budget=32, page=8)"
@@ -62,6 +64,8 @@ def changed(header: dict[str, Any], place: tuple[Any, ...], to: Any) -> dict[str
     ((*LANE, "pages", "own", "dict", "filled"), {"tensor": 0}, "not as even"),
     (("layers",), [], "lacks or garbles"),
     (("layers", 0, "own", "dict", "fixed"), "x", "fixed is kept within a pass"),
+    (("layers", 0, "own", "dict", "heads"), 1 << 28, "are not 268435456 heads"),
+    (("layers", 0, "own", "dict", "sequences"), 1 << 28, "other rows than"),
     (("session", "prompt_end"), {}, "prompt_end is a dict"),
     (("session", "dense"), 1, "not yes or no"),
     (("tensors", 3, 2), -1, "lacks or garbles"),
@@ -73,6 +77,23 @@ def test_counts_that_cannot_be_are_refused(
     model, header, sections = session
     (tmp_path / "s.kv").write_bytes(pack(changed(header, place, to), sections))
     with pytest.raises(CorruptBitstream, match=says):
+        saved.load(model, tmp_path / "s.kv")
+
+
+@pytest.mark.parametrize("times", [1, 40])
+def test_a_short_file_does_not_ask_for_all_memory(
+    session: tuple[Any, dict[str, Any], list[bytes]], times: int, tmp_path: Path
+) -> None:
+    """Numbers that are all alike are coded in no bytes at all; and one tensor may be named many times."""
+    model, header, sections = session
+    sides = [1, (128 << 20) // 256 // times, 64]  # 128 MiB of zeros in all
+    made = len(header["tensors"])
+    body = lossless.encode(torch.zeros(sides), backend())
+    assert len(body) < 2000
+    changes = {"tensors": [*header["tensors"], ["float32", *sides]]}
+    large = changed({**header, **changes}, (*LANE, "own", "dict", "lengths"), {"list": [{"tensor": made}] * times})
+    (tmp_path / "s.kv").write_bytes(pack(large, [*sections, body]))
+    with pytest.raises(CorruptBitstream, match="bytes cannot be all of its tensors"):
         saved.load(model, tmp_path / "s.kv")
 
 

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kvengine.command_errors import readable_errors
 from kvengine.evals.duo.compare import compare as compare_heads
 from kvengine.evals.duo.data import Passkeys
 from kvengine.evals.duo.train import Recipe
 from kvengine.evals.duo.train import train as train_gates
 from kvengine.evals.loading import load
 from kvengine.policies.routing.duo import Duo, read_pattern, write_pattern
-from kvengine.speculative.commands import readable_errors
 
 app = typer.Typer(help="DuoAttention: which heads need the whole context.", no_args_is_help=True)
 console = Console()

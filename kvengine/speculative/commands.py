@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
 from transformers import TextStreamer
 
-from kvengine.errors import EvaluationError, KVEngineError
+from kvengine.command_errors import readable_errors
+from kvengine.errors import EvaluationError
 from kvengine.hf import patch
 from kvengine.speculative import bench
 from kvengine.speculative.check import Gamma
@@ -193,14 +191,3 @@ def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise EvaluationError(f"{text!r} is not a list of whole numbers separated by commas") from error
-
-
-@contextlib.contextmanager
-def readable_errors() -> Iterator[None]:
-    """An error of ours, or of the file system, is one line on standard error and exit code 2, not a traceback."""
-    try:
-        yield
-    except (KVEngineError, OSError) as error:
-        told = Console(stderr=True)
-        told.print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error

@@ -4,9 +4,9 @@ As `disk`, with one more tier: any store that `kvengine.offload.stores.backend` 
 other object stores). Pages that go down together travel as one value. What the next layer read at the last step is
 fetched while this one is computed, and values are written by a thread: up to 64 MiB of pages wait for it in host memory.
 
-A store that cannot be written costs room only: pages stay in memory. A page whose only copy is in a store that does not
-answer is a StoreError; `kvengine.recover.generate` then computes its tokens again. Values are deleted with the cache, and
-expire if its process is killed.
+A store that cannot be written costs room only: pages stay in memory, if `device` and `host` leave it any. A page whose
+only copy is in a store that does not answer is a StoreError; `kvengine.recover.generate` then computes its tokens again.
+Values are deleted with the cache, and expire if its process is killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvengine.offload.placement._levels import Layout, Level, memory, room
 from kvengine.offload.placement._remote import Remote as Values
 from kvengine.offload.placement._tiered import Tiered
 from kvengine.offload.placement.disk import check_caps
-from kvengine.offload.stores.urls import parse
+from kvengine.offload.stores.urls import parse, shown, tells
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class Remote(Placement):
     """Sealed pages on the device, in host memory, on disk, and in a store on another machine.
 
     Args:
-        url: of the store: redis://, rediss://, unix://, s3://, gs://, az://, or a folder as ./pages. Keep passwords out of it:
-            the policy's text is shown, and saved with sessions.
+        url: of the store: redis://, rediss://, unix://, s3://, gs://, az://, or a folder as ./pages. A policy's text is shown,
+            and saved with sessions, so a password is named by a variable of the environment:
+            redis://me:${REDIS_PASSWORD}@host:6379/0.
         device: bytes of pages that stay on the compute device.
         host: bytes of pages in host memory.
         disk: bytes of pages on disk, between host and store.
@@ -59,6 +60,11 @@ class Remote(Placement):
             parse(self.url)
         except StoreError as error:
             raise PolicyError(f"Remote: {error}") from error
+        if tells(self.url):
+            raise PolicyError(
+                f"Remote: url={shown(self.url)!r} has a password in it, and a policy's text is shown and saved with sessions. "
+                "Put it into a variable of the environment and name that: redis://me:${REDIS_PASSWORD}@host:6379/0"
+            )
         if not isinstance(self.ttl, int | float) or not self.ttl > 0:
             raise PolicyError(f"Remote: ttl={self.ttl!r} must be a positive number of seconds")
 

@@ -61,6 +61,8 @@ class Files:
         self.files = files or FileSystem()
         try:
             self._prepare()
+            if not os.access(self.folder, os.W_OK):
+                raise PermissionError("its folder cannot be written, where what was used when is written down; copy it")
             self.index = Index(self.folder / "index.sqlite")
             self.gc()
         except (OSError, sqlite3.Error) as error:

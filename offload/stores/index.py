@@ -21,6 +21,11 @@ create table if not exists object (
 ) without rowid;
 create index if not exists age on object (pinned, accessed);
 """
+SOUND = (
+    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_FULL,
+)  # fmt: skip
+"""What says nothing against an index: another process has it, or it may not be written. It is not to be made again."""
 COLUMNS = "key, size, created, expires, accessed, pinned, writer"
 
 
@@ -33,7 +38,9 @@ class Index:
         self.path, self.lock = path, threading.RLock()
         try:
             self.base = self._open()
-        except sqlite3.DatabaseError:
+        except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in SOUND:  # the rest of the code says more of the same
+                raise
             self._remove()
             self.base = self._open()
 

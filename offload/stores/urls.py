@@ -7,6 +7,7 @@ import os
 import re
 from datetime import timedelta
 from typing import Any
+from urllib.parse import quote
 from urllib.request import url2pathname
 
 from kvengine.errors import KVEngineError, StoreError
@@ -16,7 +17,8 @@ from kvengine.offload.stores.objects import Objects
 from kvengine.offload.stores.resp import Resp
 
 SERVERS, BUCKETS = ("redis", "rediss", "unix"), ("s3", "gs", "gcs", "az", "memory")
-SECRET = re.compile(r"(?<=//)[^/]*(?=@)|(?<=password=)[^&]*")
+SECRET = re.compile(r"(?<=://)[^?#]*(?=@)|(?<=password=)[^&]*")
+VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 def backend(url: str, *, cap: int | None = None, **options: Any) -> Backend:
@@ -24,7 +26,8 @@ def backend(url: str, *, cap: int | None = None, **options: Any) -> Backend:
 
     A path or file:// gives Files; redis://, rediss://, unix:// (Redis or Valkey) give Resp; s3://, gs://, az://,
     memory:// give Objects, with `options` passed to `obstore.store.from_url`. A path has a separator in it, as in ./kv; a
-    name alone is one only if there is such a folder, since more often it is a server without its scheme.
+    name alone is one only if there is such a folder, since more often it is a server without its scheme. In what says who
+    is asking, ${NAME} stands for a variable of the environment: redis://me:${REDIS_PASSWORD}@host:6379/0.
 
     Raises StoreError for what is no store, or one that cannot be opened, or a cap where the server has its own.
     """
@@ -38,7 +41,7 @@ def backend(url: str, *, cap: int | None = None, **options: Any) -> Backend:
             return Objects(_bucket(f"{scheme}://{place}", options), cap=cap)
         if cap is not None:
             raise StoreError("a Redis or Valkey server limits itself (maxmemory); leave cap out")
-        return Resp(f"{scheme}://{place}", **options)
+        return Resp(filled(f"{scheme}://{place}"), **options)
     except (KVEngineError, TypeError):
         raise
     except Exception as error:  # each client library has errors of its own
@@ -84,6 +87,25 @@ def _folder(path: str) -> str:
 def shown(url: str) -> str:
     """A URL as it may be printed: without its password."""
     return SECRET.sub("***", url)
+
+
+def filled(url: str) -> str:
+    """A URL with what the environment says in place of its ${NAME}s. Raises StoreError where it says nothing."""
+
+    def value(name: re.Match[str]) -> str:
+        if name[1] not in os.environ:
+            raise StoreError(f"{shown(url)!r} asks for {name[0]}, but the environment has no {name[1]}; set it")
+        return quote(os.environ[name[1]], safe="")
+
+    return SECRET.sub(lambda part: VARIABLE.sub(value, part[0]), url)
+
+
+def tells(url: str) -> bool:
+    """Whether a server's URL has a password in it, instead of a variable's name."""
+    if url.partition("://")[0].lower() not in SERVERS:
+        return False
+    given = [x[0] if url[: x.start()].endswith("password=") else x[0].partition(":")[2] for x in SECRET.finditer(url)]
+    return any(VARIABLE.sub("", secret) for secret in given)
 
 
 def _bucket(url: str, options: dict[str, Any]) -> Any:

@@ -314,7 +314,7 @@ def test_a_square_is_hatched_when_it_says_nothing() -> None:
 def test_comparison_is_paired_and_refuses_other_data(tmp_path: Path) -> None:
     a = folder(tmp_path / "a", [row("t", "p", i, 0.0) for i in range(8)])
     b = folder(tmp_path / "b", [row("t", "p", i, 1.0) for i in range(8)])
-    assert "| t | 2048 | multi-turn | `p` | 100.0 [48.4, 100.0] | yes |" in compare.text(a, b)
+    assert "| t | 2048 | multi-turn | `p` | 100.0 [43.5, 100.0] | yes |" in compare.text(a, b)
     other = folder(tmp_path / "c", [row("t", "p", 0, 1.0, sample_hash="another")])
     with pytest.raises(EvaluationError, match="sample 0 differs between the runs"):
         compare.text(a, other)

@@ -73,6 +73,23 @@ def test_what_goes_wrong_is_said(
     assert got == status and says in answer["error"], answer
 
 
+def test_no_request_holds_the_service_with_text_that_cannot_fit(
+    served: tuple[Client, Any, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of 4 MiB are counted in 6 to 20 seconds, in which nobody else is served."""
+    client, library, _ = served
+    monkeypatch.setattr(library, "max_bytes", 4 << 20)
+    monkeypatch.setattr(type(library), "read", lambda *args, **options: pytest.fail("it was read"))
+    status, answer = client("/documents", b"the quick brown\n" * 200_000)
+    assert status == 413 and "3200000 characters, more than 8192 tokens can be; split it" in answer["error"]
+
+
+def test_the_longest_text_that_can_fit_is_counted(served: tuple[Client, Any, ModuleType]) -> None:
+    _, library, _ = served
+    word = max(library.tokenizer.get_vocab(), key=len)
+    assert library.max_characters == 8192 * len(word) and library.read(word, begins=False).shape == (1, 1)
+
+
 def test_line_ends_stay_as_they_came(served: tuple[Client, Any, ModuleType]) -> None:
     client, library, _ = served
     status, made = client("/documents", DOCUMENT.replace(b". ", b".\r\n"))

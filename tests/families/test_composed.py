@@ -96,6 +96,20 @@ def test_a_composed_model_says_what_it_did(name: str) -> None:
     assert torch.equal(run().sequences, want)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pass_of_a_composed_model_makes_the_engines_cache(name: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    inputs = {k: v for k, v in inputs.items() if not k.startswith("depth")}
+    found = []
+    with torch.no_grad():
+        for each in (model.float().eval(), kvengine.patch(model, "streaming(sinks=1, recent=1)")):
+            out = each(**inputs, use_cache=True)
+            found.append((out.logits, out.get("past_key_values") or out.language_model_outputs.past_key_values))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert type(found[1][1]) is EngineCache and (found[1][1].stats().held == 2).all()
+
+
 def test_who_generates_inside_is_patched_and_restored_with_the_model() -> None:
     model, run = made("another one generates")
     inside, want = model.language_model, run().sequences

@@ -49,3 +49,14 @@ def test_a_policy_runs_or_is_refused_with_a_reason(name: str) -> None:
     else:
         with pytest.raises(UnsupportedPolicy, match="full"):
             kvengine.patch(model, "snapkv(budget=12, window=4)")
+
+
+def test_a_loop_of_ones_own_is_under_the_engine(name: str) -> None:
+    ids, logits = configs.padded_batch()["input_ids"][:1], []
+    for model in (configs.build(name), kvengine.patch(configs.build(name))):
+        with torch.no_grad():
+            out = model(ids)
+            step = model(ids[:, :1], past_key_values=out.past_key_values)
+        logits.append((out.logits, step.logits))
+    assert type(step.past_key_values) is kvengine.EngineCache
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)

@@ -50,6 +50,37 @@ def test_refused_with_a_reason(name: str) -> None:
     assert not hasattr(model, STATE) and torch.equal(generate(), want)
 
 
+ENCODERS = {
+    "an encoder": ("BertModel", {}, "is an encoder.*caches none.*is_decoder=True"),
+    "an encoder that fills gaps": ("RobertaForMaskedLM", {}, "is an encoder"),
+    "not told to decode": ("BertLMHeadModel", {}, "built with is_decoder=True"),
+    "one that is no decoder's kin": ("EuroBertModel", {}, "would do nothing$"),
+    "images": ("ViTModel", {}, "no attention module with a layer index"),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_are_refused(name: str) -> None:
+    model_class, options, match = ENCODERS[name]
+    found = getattr(transformers, model_class)
+    known = {k: v for k, v in BASE.items() if k not in NOT_GROUPED or "Euro" in model_class}
+    model = found(found.config_class(**known | options))
+    with pytest.raises(ModelError, match=match):
+        kvengine.patch(model, "snapkv(budget=12, window=4)")
+    assert not hasattr(model, STATE)
+
+
+@pytest.mark.parametrize("model_class", ["BertLMHeadModel", "BertModel"])
+def test_what_an_encoders_class_makes_of_a_decoder_works(model_class: str) -> None:
+    torch.manual_seed(0)
+    found = getattr(transformers, model_class)
+    config = found.config_class(**{k: v for k, v in BASE.items() if k not in NOT_GROUPED}, is_decoder=True)
+    model, batch = found(config).eval(), padded_batch()
+    with torch.no_grad():
+        cache = kvengine.patch(model, "snapkv(budget=12, window=4)")(**batch).past_key_values
+    assert type(cache) is kvengine.EngineCache and int(cache.stats().held.max()) == 12
+
+
 def test_layers_without_a_configuration_are_left_alone() -> None:
     """Linear attention beside attention whose caches are plain."""
     if not hasattr(transformers, "KimiLinearForCausalLM"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
+import sqlite3
 import subprocess
 import threading
 import time
@@ -220,6 +222,32 @@ def test_a_lost_or_damaged_index_is_rebuilt(tmp_path: Path) -> None:
         again = stores.Files(tmp_path)
         assert [(e.key, e.size, e.created, e.expires, e.pinned) for e in again.entries()] == before
         again.close()
+
+
+def test_an_index_that_another_process_holds_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was deleted as if damaged, and two processes then counted apart."""
+    stores.Files(tmp_path).close()
+    path, connect = tmp_path / "index.sqlite", sqlite3.connect
+    other = connect(path, isolation_level=None)
+    other.execute("pragma journal_mode=delete")
+    other.execute("begin exclusive")
+    before = path.stat().st_ino
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **options: connect(*args, **{**options, "timeout": 0.01}))
+    with pytest.raises(StoreError, match="cannot be opened: database is locked"):
+        stores.Files(tmp_path)
+    other.execute("rollback")
+    other.close()
+    assert path.stat().st_ino == before
+    stores.Files(tmp_path).close()
+
+
+def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores.Files(tmp_path).close()
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: not mode & os.W_OK
+    )  # as whoever may do everything sees none such
+    with pytest.raises(StoreError, match="cannot be opened: its folder cannot be written"):
+        stores.Files(tmp_path)
 
 
 class Faulty:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvengine.errors import StoreError
+from kvengine.errors import PolicyError, StoreError
 from kvengine.offload import stores
+from kvengine.stack import Stack
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +78,36 @@ def test_a_cap_is_bytes_and_of_stores_that_have_one() -> None:
     for cap in (-1, "1G", 0.5, True):
         with pytest.raises(StoreError, match="not a number of bytes"):
             stores.backend("./kv", cap=cap)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("url", "user"), [
+    ("redis://me:${KV_WORD}@host:6379/0", "me"), ("rediss://:${KV_WORD}@host/0", None),
+    ("redis://${KV_USER}:${KV_WORD}@host/0", "a/b"), ("unix:///run/kv.sock?password=${KV_WORD}&db=1", None),
+])  # fmt: skip
+def test_a_password_comes_from_the_environment(url: str, user: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("redis")
+    monkeypatch.setenv("KV_USER", "a/b")
+    with pytest.raises(StoreError, match=r"environment has no KV_WORD; set it"):
+        stores.backend(url)
+    monkeypatch.setenv("KV_WORD", "p@ss/w:rd ${KV_USER}")
+    made = stores.backend(url)
+    assert isinstance(made, stores.Resp)
+    asked = made.client.connection_pool.connection_kwargs
+    assert (asked["password"], asked.get("username")) == ("p@ss/w:rd ${KV_USER}", user)
+    made.close()
+
+
+@pytest.mark.parametrize("url", [
+    "redis://me:secret@host:6379/0", "redis://:secret@host/0", "unix:///kv.sock?password=secret", "redis://:se/secret@host/0",
+    "REDIS://:secret${KV_WORD}@host/0",
+])  # fmt: skip
+def test_a_policy_takes_no_password(url: str) -> None:
+    """Its text is shown in errors and reports, and saved with sessions."""
+    with pytest.raises(PolicyError) as caught:
+        Stack.parse(f"quest + remote(url={url!r})")
+    assert "secret" not in str(caught.value) and "KV_WORD" not in str(caught.value).replace("${KV_WORD}", "")
+
+
+@pytest.mark.parametrize("url", ["redis://me:${KV_WORD}@host:6379/0", "redis://me@host", "s3://bucket/a:b@c"])
+def test_a_policy_keeps_a_variables_name(url: str) -> None:
+    assert url in Stack.parse(f"remote(url={url!r})").spelled()

@@ -1,0 +1,90 @@
+"""Forward passes that come without a cache: where a patched model would make one of transformers', it gets the engine's."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from kvengine.hf_cache import NAME, Chosen, EngineCache
+from kvengine.stack import Stack
+
+PREPARED: ContextVar[EngineCache | None] = ContextVar("prepared", default=None)
+"""The cache that `generate` has just made, while it reads the prompt: PEFT puts one with a tuned prefix in its place."""
+log = logging.getLogger(__name__)
+CACHE = "past_key_values"
+ASKED = (CACHE, "use_cache", "encoder_hidden_states")
+"""What decides. Who gives `encoder_hidden_states` wants a cache of two, one of them for what is not text."""
+
+
+def caching(model: PreTrainedModel, text: Any) -> list[tuple[PreTrainedModel, list[str]]]:
+    """The parts that run the text's layers and take a cache, the model itself among them; their arguments' names in order."""
+    parts: list[Any] = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text]
+    named = [(part, list(inspect.signature(type(part).forward).parameters)[1:]) for part in parts]
+    return [(part, names) for part, names in named if CACHE in names]
+
+
+def hook_passes(model: PreTrainedModel, text: Any, chosen: Chosen) -> list[Any]:
+    """Hooks on the parts that take a cache; what undoes them."""
+    hooks = []
+    for part, names in caching(model, text):
+        at = {name: names.index(name) for name in ASKED if name in names}
+        hooks.append(part.register_forward_pre_hook(partial(provide, chosen=chosen, at=at), with_kwargs=True))
+    return hooks
+
+
+def provide(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Chosen, at: dict[str, int]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before a part runs: give it the engine's cache if it has none and wants one.
+
+    Left alone are training, passes with gradients that do not ask for a cache in so many words, and a model whose attention
+    is not the engine's any more.
+    """
+    if (cache := kwargs.get(CACHE)) is not None:  # nearly always, so it comes first
+        if type(cache) is DynamicCache:
+            return stock(module, args, kwargs, cache, chosen)
+        return None
+    given = {name: args[place] for name, place in at.items() if place < len(args)} | kwargs
+    asked, config = given.get("use_cache"), cast(Any, module.config)
+    wanted = getattr(config, "use_cache", False) and not torch.is_grad_enabled() if asked is None else asked
+    if not wanted or module.training or any(given.get(name) is not None for name in (CACHE, ASKED[2])):
+        return None
+    if config._attn_implementation != NAME:
+        return None
+    cache, place = made(config, chosen), at[CACHE]
+    if place < len(args):
+        return (*args[:place], cache, *args[place + 1 :]), kwargs
+    return args, kwargs | {CACHE: cache}
+
+
+def stock(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: DynamicCache, chosen: Chosen
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A cache of transformers' was given: a prefix within `generate`, or the model is to run as it did before."""
+    mine = PREPARED.get()
+    if mine is not None and mine.config is cast(Any, module.config) and not mine.seen:
+        mine.adopt(cache)
+        return args, kwargs | {CACHE: mine}
+    loses = torch.is_grad_enabled() and not module.training and chosen.stack != Stack() and cache.get_seq_length()
+    if loses and not chosen.told:
+        chosen.told = True  # a loop that forgot to turn gradients off goes on without the policy
+        log.warning(
+            "a patched model goes on from a cache of transformers', so '%s' is not applied. A pass without past_key_values makes "
+            "the engine's cache under torch.no_grad(), or if it is given use_cache=True",
+            chosen.stack,
+        )
+    return None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def made(config: Any, chosen: Chosen) -> EngineCache:
+    cache = EngineCache.under(chosen, config)
+    cache.thaw()  # its first masks may be made before it is there to be asked
+    return cache

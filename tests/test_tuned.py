@@ -1,0 +1,96 @@
+"""Models that were tuned by PEFT: adapters in their layers, and prefixes, whose keys and values no text has."""
+
+from typing import Any
+
+import pytest
+import torch
+from support import MIXED, SMALL, WIDE, greedy, llama, one, prompts
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvengine
+from kvengine import EngineCache
+from kvengine.errors import ModelError
+
+PREFIX = 5
+
+
+def prefix(config: Any, rows: int) -> DynamicCache:
+    cache, rng = DynamicCache(config=config), torch.Generator().manual_seed(3)
+    for layer in range(config.num_hidden_layers):
+        k, v = (torch.randn(1, config.num_key_value_heads, PREFIX, 16, generator=rng) for _ in range(2))
+        cache.update(k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1), layer)
+    return cache
+
+
+def tuned(model: Any) -> Any:
+    """What PEFT does to `generate` for prefix tuning: a cache of its own in place of one that is empty."""
+    prepare = model.prepare_inputs_for_generation
+
+    def inputs(ids: Tensor, **kwargs: Any) -> Any:
+        found = prepare(ids, **kwargs)
+        rows = len(found["input_ids"])
+        cache = found["past_key_values"]
+        if not isinstance(cache, DynamicCache):
+            assert cache.max_cache_len == -1
+        if cache.get_seq_length() >= found["input_ids"].shape[1]:
+            found["input_ids"] = found["input_ids"][:, -1:]
+        if (mask := found.get("attention_mask")) is not None:
+            found["attention_mask"] = torch.cat([torch.ones(rows, PREFIX), mask], 1)
+        found["position_ids"] = None
+        if not cache.get_seq_length():
+            found["past_key_values"] = prefix(model.config, rows)
+        return found
+
+    model.prepare_inputs_for_generation = inputs
+    return model
+
+
+def text(model: Any, batch: dict[str, Tensor], **options: Any) -> Any:
+    return model.generate(**batch, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, **options)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_a_prefix_is_read_as_before_where_nothing_is_lost(name: str) -> None:
+    want = text(tuned(llama()), one()).sequences
+    found = text(tuned(kvengine.patch(llama(), WIDE[name])), one())
+    assert type(found.past_key_values) is EngineCache and found.past_key_values.seen == PREFIX + 61 + 11
+    assert torch.equal(found.sequences, want) and not torch.equal(want[:, 61:], greedy(llama(), one(), 12))
+
+
+@pytest.mark.parametrize("policy", [SMALL["snapkv"], SMALL["h2o"], SMALL["tidal"], *MIXED])
+def test_a_prefix_is_judged_with_its_prompt(policy: str) -> None:
+    found = text(tuned(kvengine.patch(llama(), policy)), prompts())
+    assert type(found.past_key_values) is EngineCache and found.past_key_values.seen == PREFIX + 61 + 11
+    if policy == SMALL["snapkv"]:
+        assert int(found.past_key_values.stats().held.max()) == 24 + 11
+
+
+def test_a_prefix_follows_the_rows_of_a_beam_search() -> None:
+    want = text(tuned(llama()), prompts(), num_beams=3).sequences
+    assert torch.equal(text(tuned(kvengine.patch(llama())), prompts(), num_beams=3).sequences, want)
+
+
+def test_latents_take_no_prefix() -> None:
+    model = kvengine.patch(llama())
+    cache = EngineCache(model)
+    model.config.kv_lora_rank = 8
+    with pytest.raises(ModelError, match="latents.*which a prefix.*kvengine.unpatch"):
+        cache.adopt(prefix(model.config, 1))
+
+
+@pytest.mark.parametrize("kind", ["prefix", "prompt", "adapter"])
+def test_peft(kind: str) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    virtual = {"task_type": "CAUSAL_LM", "num_virtual_tokens": PREFIX}
+    how = {
+        "prefix": lambda: peft.PrefixTuningConfig(**virtual),
+        "prompt": lambda: peft.PromptTuningConfig(**virtual),
+        "adapter": lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False),
+    }
+    model = peft.get_peft_model(llama(), how[kind]()).eval()
+    want = text(model, prompts()).sequences
+    for policy, same in (("quest(budget=500)", True), ("streaming(sinks=2, recent=6)", False)):
+        kvengine.patch(model.get_base_model(), policy)
+        found = text(model, prompts())
+        assert type(found.past_key_values) is EngineCache and torch.equal(found.sequences, want) == same
