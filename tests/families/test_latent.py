@@ -225,7 +225,7 @@ def test_heads_wider_than_triton_takes_go_to_c_or_torch() -> None:
     here = "native" if dispatch.info()["native"] == "available" else "reference"
     assert dispatch.chosen((q, k), None, True, 576) == here
     assert dispatch.chosen((q, k), None, False, 576) == "reference"
-    with pytest.raises(KernelError, match="576 channels are wider than 256"):
+    with pytest.raises(KernelError, match="576 channels are wider than 512"):
         attention(q, k, k[..., :512].clone(), None, 0.05, backend="triton")
 
 
