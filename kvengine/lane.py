@@ -205,7 +205,7 @@ class Lane(Evidence):
         self.add(k, v, valid)
         out, mass = self.attend(q, call, self.retention.decodes and self.retention.counts)
         if steps is not None:
-            steps.append((q.shape[2], self if self.plain else self.still()))
+            steps.append((q.shape[2], self if self.plain and valid is None else self.still()))
         if self.retention.decodes:
             if mass is not None and valid is not None:  # padding says nothing
                 mass = mass * valid[:, :1, None]

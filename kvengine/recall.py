@@ -94,7 +94,7 @@ class Recall(Holding):
             self.again(mark, goal - mark.seen)
         elif goal < self.seen:
             self.tail.shorten(self.seen - goal)
-            self.lengths = [(m - self.seen + goal, rows) for m, rows in self.lengths]
+            self.lengths = [(max(0, m - self.seen + goal), rows) for m, rows in self.lengths]
             self.seen = goal
 
     def again(self, mark: Mark, count: int) -> None:

@@ -44,7 +44,7 @@ def pair(text: str, rows: int = 2) -> tuple[Bare, Bare]:
 
 PASSES = st.lists(
     st.tuples(
-        st.sampled_from(["decode", "follow", "turn", "draft", "tree", "ragged"]), st.integers(1, 9), st.integers(0, 8)
+        st.sampled_from(["decode", "follow", "turn", "draft", "tree", "ragged", "ended"]), st.integers(1, 9), st.integers(0, 8)
     ),
     max_size=6,
 )
@@ -82,8 +82,11 @@ def event(one: Bare, kind: str, n: int, other: int) -> Tensor:
         one.cache.commit()
         session.recording = False
         return out
-    session.following = kind == "follow"
+    session.following = kind in ("follow", "ended")
     valid = None
+    if kind == "ended":  # the second row has nothing more to say after some tokens
+        valid = torch.ones(2, n, dtype=torch.bool)
+        valid[1, other // 2 :] = False
     if kind == "ragged":  # the second row takes one token, or some, behind padding
         valid = torch.ones(2, n, dtype=torch.bool)
         valid[1, : max(0, n - 1 - other // 4)] = False

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import configs
 from support import SMALL, greedy, llama, patched, prompts
 from transformers import DynamicCache
 
@@ -76,6 +77,17 @@ def test_a_session_that_outgrew_its_budget_while_decoding_is_restored(stack: str
         back = saved.load(model, tmp_path / "s.kv")
         a, b = go_on(model, cache, start, 10), go_on(model, back, start, 10)
     assert a[0] == b[0] and torch.equal(a[1], b[1])
+
+
+def test_a_session_that_drafts_were_taken_back_from_is_restored(tmp_path: Path) -> None:
+    """A first pass under prompt look-up brings prompt and draft together; latents under `full` are counted as one."""
+    model = kvengine.patch(configs.build("deepseek_v3"))
+    cache, ids = kvengine.EngineCache(model), configs.padded_batch()["input_ids"][:1].repeat(1, 2)
+    model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache, prompt_lookup_num_tokens=6)
+    cache.commit()
+    saved.save(cache, tmp_path / "turn.kv", model)
+    again = saved.load(model, tmp_path / "turn.kv")
+    assert again.seen == cache.seen and str(again.stats()) == str(cache.stats())
 
 
 def test_a_padded_batch_and_beams_are_restored(tmp_path: Path) -> None:
