@@ -44,7 +44,9 @@ def pair(text: str, rows: int = 2) -> tuple[Bare, Bare]:
 
 PASSES = st.lists(
     st.tuples(
-        st.sampled_from(["decode", "follow", "turn", "draft", "tree", "ragged", "ended"]), st.integers(1, 9), st.integers(0, 8)
+        st.sampled_from(["decode", "follow", "turn", "draft", "tree", "ragged", "ended"]),
+        st.integers(1, 9),
+        st.integers(0, 8),
     ),
     max_size=6,
 )
