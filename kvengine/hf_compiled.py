@@ -254,11 +254,10 @@ class StandIn:
             raise ModelError(
                 f"a recorded step takes tokens and positions, not {more[0]!r}; use model.generate without it"
             )
+        mask = inputs.get("attention_mask")
         if position is None:
-            mask = inputs.get("attention_mask")
             position = torch.full_like(ids, cache.seen) if mask is None else mask.long().sum(1, keepdim=True) - 1
         if self._steps is None:
-            mask = inputs.get("attention_mask")
             self._steps = self._decoder.open(cache, self._end - cache.seen, mask)
         return CausalLMOutputWithPast(logits=self._steps(ids, position), past_key_values=cache)
 

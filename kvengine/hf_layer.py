@@ -107,7 +107,7 @@ class EngineLayer(CacheLayerMixin):
         """Let the model's own attention run over everything seen."""
         if self.cache.fixed is not None:
             raise UnsupportedPolicy(
-                "this model's attention asks for all keys and values at once (a mask of its own, shared layers or "
+                "this model's attention asks for all keys and values at once (a mask of its own, or "
                 "latents), which a recorded step does not have; decode without it"
             )
         if self.incoming is not None:

@@ -122,11 +122,12 @@ def check_models(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None, wi
                 "Use models whose layers have key-value caches, plain or of a window"
             )
     trees = [x for x, drawn in (("draft='recycling'", draft == "recycling"), ("widths", widths)) if drawn]
-    if trees and not all(engine_layers(target.config.get_text_config(decoder=True))):
-        raise ModelError(
-            f"{trees[0]} drafts trees, but {type(target).__name__} has layers with a sliding window, which transformers "
-            "reads, under a mask that knows no branches. Use draft='lookup', or a draft model without widths"
-        )
+    for model in (target, draft) if trees else ():
+        if isinstance(model, PreTrainedModel) and not all(engine_layers(model.config.get_text_config(decoder=True))):
+            raise ModelError(
+                f"{trees[0]} drafts trees, but {type(model).__name__} has layers with a sliding window, which transformers "
+                "reads, under a mask that knows no branches. Use draft='lookup', or a draft model without widths"
+            )
     if isinstance(draft, torch.nn.Module):
         check_model(draft)
         check_tokenizers(target, draft, tokenizers)

@@ -83,9 +83,13 @@ def test_rows_of_a_batch_and_sampled_text_are_as_without_drafts(name: str) -> No
 def test_what_cannot_be_taken_back_is_refused_with_the_reason() -> None:
     with pytest.raises(ModelError, match="recurrent state"):
         TriForce(built("qwen3_next"), "lookup")
-    for options in ({"draft": "recycling"}, {"draft": built("gemma3", 3), "widths": (2, 2)}):
+    for name, options in (
+        ("gemma3", {"draft": "recycling"}),
+        ("gemma3", {"draft": built("gemma3", 3), "widths": (2, 2)}),
+        ("llama", {"draft": built("gemma3", 3), "widths": (2, 2)}),
+    ):
         with pytest.raises(ModelError, match="drafts trees"):
-            TriForce(built("gemma3"), middle=None, **options)
+            TriForce(built(name), middle=None, **options)
     with pytest.raises(UnsupportedPolicy, match="nothing for 'quest"):
         TriForce(built("mistral_window"), "lookup", "quest(budget=24, page=4)")
     with pytest.raises(UnsupportedPolicy, match="later layers"):
