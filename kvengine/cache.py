@@ -118,7 +118,7 @@ class LayerCache:
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Tensor | None, stock: Stock | None
     ) -> Float[Tensor, "seq token q_head dim_v"]:
         if self.session.tree is not None:
-            return self.branch(q, k, v, call, valid, self.session.tree)
+            return self.branch(q, k, v, call, valid, self.session.tree.to(k.device))
         n = k.shape[2]
         prompt = self.prompt_tokens(n)
         single = self.single(valid) if prompt == n else None

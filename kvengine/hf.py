@@ -236,7 +236,8 @@ def enter(
     cache = kwargs.get("past_key_values")
     if type(cache) is not EngineCache:  # some models call it otherwise
         cache = next((x for x in kwargs.values() if isinstance(x, EngineCache)), None)
-    kwargs["kvengine"] = Seam(None if cache is None else cache.layer_for(module), previous)
+    layer = None if cache is None else cache.layer_for(module)
+    kwargs["kvengine"] = Seam(layer, previous, None if cache is None or layer is not None else cache.beside(module))
     return args, kwargs
 
 

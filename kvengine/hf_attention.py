@@ -13,6 +13,7 @@ from transformers.masking_utils import causal_mask_function
 
 from kvengine import hf_window, latent
 from kvengine.errors import ModelError, UnsupportedPolicy
+from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import EngineLayer
 from kvengine.kernels.causal_attention import causal_attention, quicker
 from kvengine.session import Call
@@ -23,10 +24,14 @@ PARTICULAR = frozenset(("softcap", "s_aux", "output_attentions", *FOREIGN))
 
 
 class Seam(NamedTuple):
-    """What the hook tells the attention function: the layer of the cache in use, and what ran before the patch."""
+    """What the hook tells the attention function: the layer of the cache in use, and what ran before the patch.
+
+    beside: where there is no such layer, what answers all the same (`EngineCache.beside`).
+    """
 
     layer: EngineLayer | None
     previous: str
+    beside: EngineLayer | HeldWindow | None = None
 
 
 class MaskUsed(ModelError, AttributeError):
@@ -44,11 +49,12 @@ class LazyMask:
 
     ndim = 4
 
-    def __init__(self, kwargs: dict[str, Any]) -> None:
+    def __init__(self, kwargs: dict[str, Any], origin: LazyMask | None = None) -> None:
         # A static cache counts its tokens in a tensor, and adds to it before the mask is made.
         self.kwargs = {name: x.clone() if isinstance(x, Tensor) and not x.ndim else x for name, x in kwargs.items()}
         self.made: dict[str, Any] = {}
-        self.full: dict[int, bool] = {}
+        self.full: dict[int, bool] = {} if origin is None else origin.full
+        self.origin, self.copies = origin, dict[torch.device, LazyMask]()
 
     def __getitem__(self, index: Any) -> LazyMask:
         """The last queries only, as Gemma's shared layers ask: `mask[:, :, -n:, :]`."""
@@ -58,6 +64,14 @@ class LazyMask:
         queries: slice = index[2]
         q = range(self.kwargs["q_length"])[queries]
         return LazyMask({**self.kwargs, "q_offset": self.kwargs["q_offset"] + q.start, "q_length": len(q)})
+
+    def on(self, device: torch.device) -> LazyMask:
+        """The mask for layers on that device, where a model is split over several; what it says is copied there."""
+        if self.kwargs["device"] == device:
+            return self
+        if device not in self.copies:
+            self.copies[device] = LazyMask(self.kwargs | {"device": device}, self)
+        return self.copies[device]
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -80,6 +94,8 @@ class LazyMask:
     @property
     def causal(self) -> bool:
         """Whether that is what its rule comes to: no images here whose tokens see each other, no windows."""
+        if self.origin is not None:
+            return self.origin.causal
         if not self.plain and "causal" not in self.made:
             rule = {**self.kwargs, "attention_mask": None, "allow_is_causal_skip": False}
             make: Any = AttentionMaskInterface()["sdpa"]
@@ -88,6 +104,9 @@ class LazyMask:
 
     def make(self, implementation: str) -> Any:
         """The mask as that implementation wants it; made once for all layers of a pass."""
+        if implementation not in self.made and self.origin is not None:
+            made = self.origin.make(implementation)
+            self.made[implementation] = None if made is None else made.to(self.kwargs["device"])
         if implementation not in self.made:
             functions = AttentionMaskInterface()
             known = implementation in functions
@@ -121,10 +140,10 @@ class LazyMask:
             padding = torch.nn.functional.pad(padding.bool(), (0, end - padding.shape[1]), value=True)
         part: Tensor = padding[:, end - n : end].bool()
         if n == 1 and part.is_cuda:
-            return part  # looking would make the host wait at every decoded token
+            return part.to(self.kwargs["device"])  # looking would make the host wait at every decoded token
         if n not in self.full:  # once for all layers of a pass
             self.full[n] = bool(part.all())
-        return None if self.full[n] else part
+        return None if self.full[n] else part.to(self.kwargs["device"])
 
     def hidden(self, n: int, turn: bool) -> Bool[Tensor, "seq earlier"] | None:
         """Which of the tokens before the newest `n` are none by this mask; None if all are tokens, and for one that goes on.
@@ -138,7 +157,7 @@ class LazyMask:
         part: Tensor = ~padding[:, :before].bool()
         if -1 not in self.full:
             self.full[-1] = not bool(part.any())
-        return None if self.full[-1] else part
+        return None if self.full[-1] else part.to(self.kwargs["device"])
 
 
 def engine_attention(
@@ -192,7 +211,12 @@ def attend(
             "configuration of one that is, or a copy: give it its own, or call model.set_attn_implementation('sdpa') on "
             "it. Or it does not pass its arguments on to the attention function, and cannot be patched"
         )
-    layer = kvengine.layer or getattr(key, "_kv_layer", gone)()
+    layer: Any = kvengine.layer or kvengine.beside
+    asked = query.device
+    if kvengine.beside is not None and kvengine.beside.where != asked:  # of a model that is split over several
+        query = query.to(kvengine.beside.where)
+    if isinstance(attention_mask, LazyMask):
+        attention_mask = attention_mask.on(query.device)
     options = {"scaling": scaling, "dropout": dropout, **kwargs}
     stock = Stock(module, query, attention_mask, kvengine.previous, options, (key, value))
     if layer is None:
@@ -207,14 +231,13 @@ def attend(
         check_brought(module, layer, key, value)
     foreign = [name for name in FOREIGN if kwargs.get(name) is not None]
     if foreign or not isinstance(attention_mask, LazyMask):
-        return special(layer, stock, f"the argument {foreign[0]!r}" if foreign else "a mask given as a tensor"), None
+        what = f"the argument {foreign[0]!r}" if foreign else "a mask given as a tensor"
+        return special(layer, stock, what).to(asked), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux")
     call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1))
-    if (
-        kvengine.layer is None
-    ):  # a later layer, which reads what that one took under the same mask, or a window held still
-        return layer.attend(query, call, None, stock).contiguous(), None
+    if kvengine.layer is None:  # under the mask that the earlier layer's tokens came with
+        return layer.attend(query, call, None, stock).contiguous().to(asked), None
     if query.shape[2] > 1 and not (attention_mask.plain or layer.asks_stock(query.shape[2]) or attention_mask.causal):
         return special(
             layer, stock, "a mask under which tokens see later ones (images, prefixes) or not all earlier ones"
@@ -225,10 +248,6 @@ def attend(
         layer.cache.hide(hidden)
     valid = attention_mask.valid(query.shape[2])
     return layer.attend(query, call, valid, stock).contiguous(), None
-
-
-def gone() -> None:
-    """In place of a reference to the layer, for keys that no engine layer has taken."""
 
 
 def check_brought(module: nn.Module, layer: EngineLayer, key: Tensor, value: Tensor) -> None:

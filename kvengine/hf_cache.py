@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.hf_back import back, check_back
+from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import EngineLayer
 from kvengine.hf_rope import needs_rope, rope_for
 from kvengine.readers import sources
@@ -84,7 +85,8 @@ class EngineCache(Cache):
         ours = engine_layers(self.config)
         self.session.last = max((i for i, served in enumerate(ours) if served), default=None)
         self.session.served = sum(ours)
-        readers = Counter(sources(self.config).values())
+        self.sources = sources(self.config)
+        readers = Counter(self.sources.values())
         layers = [
             EngineLayer(self.stack, i, n, self.session, readers[i]) if ours[i] else layer
             for i, layer in enumerate(stock)
@@ -149,6 +151,13 @@ class EngineCache(Cache):
             return None
         layer.incoming = None  # of a pass that broke off before this layer had taken them
         return layer
+
+    def beside(self, module: nn.Module) -> EngineLayer | HeldWindow | None:
+        """What answers for a module without a layer of the engine's: the layer whose keys it reads, or its window held still."""
+        index: int = getattr(module, "layer_idx", -1)
+        index = self.sources.get(index, index)
+        found = self.layers[index] if 0 <= index < len(self.layers) else None
+        return found if isinstance(found, EngineLayer | HeldWindow) else None
 
     @property
     def engines(self) -> list[LayerCache]:

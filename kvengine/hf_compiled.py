@@ -25,6 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer, refusal
 from kvengine.hf_cache import EngineCache
+from kvengine.hf_devices import offloaded
 from kvengine.hf_generate import Decoder, check_mode
 from kvengine.hf_held import HeldWindow, can_hold, empty
 from kvengine.hf_layer import EngineLayer
@@ -281,8 +282,11 @@ def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
             f"{text.model_type} has layers whose cache is transformers' own (recurrent states, attention in chunks), and "
             "these grow by moving; decode without a recording"
         )
-    if len({x.device for x in model.parameters()}) > 1:
-        raise UnsupportedPolicy("the model lies on several devices, and a recording is of one; decode without it")
+    if len({x.device for x in model.parameters()}) > 1 or offloaded(model):
+        raise UnsupportedPolicy(
+            "the model lies on several devices, or its weights come when they are needed, and a recording is of one device; "
+            "decode without it"
+        )
 
 
 def compile_decode(model: PreTrainedModel, how: How | None = None) -> CompiledDecode:

@@ -6,7 +6,6 @@ that the newest token takes the place of the one that it pushes out of sight, an
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -42,9 +41,12 @@ class HeldWindow(DynamicSlidingWindowLayer):
         self.there = torch.zeros(len(k), self.sliding_window, dtype=torch.bool, device=k.device)
         self.there[:, at] = True if real is None else real[:, seen - n : seen].to(k.device)
 
+    @property
+    def where(self) -> torch.device:
+        return self.k.device
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.incoming = (key_states, value_states)
-        key_states._kv_layer = weakref.ref(self)  # type: ignore[attr-defined]
         return key_states, value_states
 
     def kv_heads(self, key: Tensor) -> int:

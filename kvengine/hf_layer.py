@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -50,8 +49,6 @@ class EngineLayer(CacheLayerMixin):
                 "an engine cache was given to a model that is not patched; call kvengine.patch(model) first"
             )
         self.incoming, self.is_initialized = (key_states, value_states), True
-        # A weak reference: what is cached may be views of these keys, and a circle through a view's base is never collected.
-        key_states._kv_layer = weakref.ref(self)  # type: ignore[attr-defined]
         return key_states, value_states
 
     def quick(
@@ -126,6 +123,11 @@ class EngineLayer(CacheLayerMixin):
         return int(self.incoming[0].shape[1] if self.incoming is not None else key.shape[1])
 
     @property
+    def where(self) -> torch.device:
+        """Where it keeps what it has taken."""
+        return self.cache.parts[0].lane.first.device
+
+    @property
     def whole(self) -> bool:
         return not self.cache.parts or self.cache.whole
 
@@ -161,6 +163,5 @@ class EngineLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Int[Tensor, "chosen"]) -> None:
         if self.cache.parts:
             self.session.inferred |= torch.is_inference_mode_enabled()
-            device = self.cache.parts[0].lane.first.device
-            chosen = indices.to(device)
+            chosen = indices.to(self.where)
             self.cache.rows(chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen)

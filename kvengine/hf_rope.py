@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvengine.errors import UnsupportedPolicy
+from kvengine.hf_devices import first_device
 from kvengine.policies import name_of
 from kvengine.rope import Rope
 from kvengine.stack import Stack
@@ -98,8 +99,7 @@ def cached_keys(model: PreTrainedModel, start: int) -> list[Tensor]:
 
     Every token is alone in its row: among others, sharp attention in half precision would tell two places apart.
     """
-    device = next(model.get_input_embeddings().parameters()).device
-    device = torch.device("cpu") if device.type == "meta" else device  # weights that come when they are needed
+    device = first_device(model)
     text = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=text)
     ids = torch.arange(TOKENS, device=device)[:, None] % text.vocab_size

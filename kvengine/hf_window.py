@@ -51,7 +51,7 @@ def read(stock: Stock, mask: LazyMask, key: Tensor, value: Tensor) -> Float[Tens
     place = torch.arange(tokens, dtype=torch.int32, device=q.device).expand(b, -1)
     padding = made.get("attention_mask")
     if padding is not None:
-        padding = padding[:, ends[1] - tokens : ends[1]].bool()
+        padding = padding[:, ends[1] - tokens : ends[1]].bool().to(q.device)
         padding = torch.nn.functional.pad(padding, (0, tokens - padding.shape[1]), value=True)
         place = place.masked_fill(~padding, -1)
     rows, group = q.unflatten(1, (heads, -1)).flatten(0, 1), q.shape[1] // heads

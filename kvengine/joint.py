@@ -72,7 +72,7 @@ class Joint:
         if self.representation.codec != "lowrank" or self.rope.interleaved or not q.is_cpu:
             return None
         u, basis = self.fields["u"], self.fields["basis"].flatten(0, 1)
-        frequency = self.rope.frequency
+        frequency = self.rope.frequency.to(q.device)
         known = fits(q, u, v, basis, frequency) and not native_refusal((q, u, v, basis), True)
         return (u, basis, frequency) if known else None
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from kvengine.errors import CacheError, ModelError, StoreError
 from kvengine.hf_cache import EngineCache
+from kvengine.hf_devices import layer_devices
 from kvengine.latent import is_latent
 from kvengine.offload.cachegen import KV, Identity, decode, encode
 from kvengine.offload.cachegen.codec import DTYPES
@@ -131,8 +132,9 @@ class Prefix:
         """Puts chunks into an empty cache as the beginning of a prompt of `total` tokens."""
         cache.announce(total)
         cache.thaw()
-        device, dtype = next(self.model.parameters()).device, next(self.model.parameters()).dtype
+        dtype, devices = next(self.model.parameters()).dtype, layer_devices(self.model)  # type: ignore[arg-type]
         for layer, pieces in zip(cache.engines, zip(*(kv.layers for kv in chunks), strict=True), strict=True):
+            device = devices[layer.layer]
             k, v = (torch.cat([piece[part] for piece in pieces], 1)[None].to(device, dtype) for part in (0, 1))
             layer.store(k, k[..., : self.rank] if self.rank and cache.stack != Stack() else v, None)
         for entered in cache.layers:

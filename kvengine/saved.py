@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, KVEngineError
 from kvengine.hf_cache import EngineCache
+from kvengine.hf_devices import layer_devices, weights
 from kvengine.hf_layer import EngineLayer
 from kvengine.joint import Joint
 from kvengine.lane import Lane
@@ -82,7 +83,7 @@ def identity(model: nn.Module, tokenizer: Any = None) -> Identity:
     """
     config = json.loads(model.config.to_json_string(use_diff=False), object_hook=_lasting)  # type: ignore[operator, union-attr]
     mark = sha256(json.dumps(config, sort_keys=True).encode())
-    for name, weight in model.named_parameters():
+    for name, weight in weights(model):
         flat = weight.detach().flatten()
         some = flat[:: max(1, len(flat) // SAMPLES)].float().cpu().contiguous().numpy().tobytes()
         mark.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode() + some)
@@ -142,7 +143,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
 
 
 def load(model: nn.Module, path: str | Path) -> EngineCache:
-    """The session in a file, on the device of the (patched) model.
+    """The session in a file, on the devices of the (patched) model.
 
     Raises:
         CorruptBitstream: the file is damaged.
@@ -159,11 +160,12 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
         check_identity(Identity(**header["identity"]), identity(model))
         cache = EngineCache(model, header["stack"])  # type: ignore[arg-type]
         cache.thaw()
-        source = Reader(held, header["tensors"], next(model.parameters()).device)
+        source = Reader(held, header["tensors"])
         state = {name: header["session"][name] for name in SESSION}
         check_kinds({name: getattr(cache.session, name) for name in SESSION}, state)
         vars(cache.session).update(state)
-        for layer, own in zip(cache.layers, header["layers"], strict=True):
+        for layer, own, device in zip(cache.layers, header["layers"], layer_devices(model), strict=True):  # type: ignore[arg-type]
+            source.device = device
             if isinstance(layer, EngineLayer):
                 source.layer(layer.cache, own)
                 layer.is_initialized = bool(layer.cache.parts)
@@ -267,10 +269,12 @@ def renumbered(pages: Pages, used: Tensor) -> Tensor:
 
 
 class Reader:
-    """Undoes `Writer`, on a device."""
+    """Undoes `Writer`, on `device`, which is each layer's."""
 
-    def __init__(self, held: Container, kinds: list[list[Any]], device: torch.device) -> None:
-        self.held, self.kinds, self.device = held, kinds, device
+    device: torch.device
+
+    def __init__(self, held: Container, kinds: list[list[Any]]) -> None:
+        self.held, self.kinds = held, kinds
         self.left = LOOSE + FOLD * held.size  # bytes that tensors may still take
 
     def layer(self, cache: LayerCache, state: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from kvengine.errors import CacheError
 from kvengine.hf_cache import EngineCache
+from kvengine.hf_devices import first_device
 from kvengine.speculative.accept import ROOT, Draft
 from kvengine.speculative.law import Text
 
@@ -183,7 +184,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return first_device(self.model)
 
     def forward(self, tokens: Sequence[int], **options: Any) -> Logits:
         ids = torch.tensor([list(tokens)], device=self.device)

@@ -120,7 +120,7 @@ class Tidal(Selection):
         memo: _Memo = at.memo.setdefault(("tidal", at.lane), _Memo({}))
         found = memo.find(at, self.chooser(at.layer, at.layers))
         if found is not None:
-            return found.units
+            return found.units.to(q.device)  # a model may be split over several
         memo.put(at, best(self.wanted(q, at), alive, at))
         return None
 

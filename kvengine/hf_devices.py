@@ -1,0 +1,59 @@
+"""Where the parts of a model compute, if it lies on several devices, or its weights elsewhere than where they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+HOOK = "_hf_hook"  # accelerate's, which brings a module's inputs, and weights that are offloaded, to where it computes
+
+
+def hooks(module: nn.Module) -> list[object]:
+    """accelerate's hooks on this module alone."""
+    hook = getattr(module, HOOK, None)
+    return [] if hook is None else [hook, *getattr(hook, "hooks", ())]
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes, as a hook of accelerate's says, or else its weights."""
+    for part in module.modules():
+        for hook in hooks(part):
+            at: torch.device | str | int | None = getattr(hook, "execution_device", None)
+            if at is not None:
+                return torch.device(at)
+    found = next(module.parameters()).device
+    return torch.device("cpu") if found.type == "meta" else found  # brought by somebody else when they are needed
+
+
+def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A model's parameters with their numbers, wherever these are kept while they are not used."""
+    for name, weight in model.named_parameters():
+        if weight.is_meta:
+            place, _, own = name.rpartition(".")
+            kept = [getattr(hook, "weights_map", None) or {} for hook in hooks(model.get_submodule(place))]
+            weight = next((held[own] for held in kept if own in held), weight)
+        yield name, weight
+
+
+def first_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its tokens."""
+    return device_of(model.get_input_embeddings())
+
+
+def layer_devices(model: PreTrainedModel) -> list[torch.device]:
+    """Where each of a model's layers attends, and keeps what it caches."""
+    text = model.config.get_text_config(decoder=True)
+    found = {
+        m.layer_idx: device_of(m)
+        for m in model.modules()
+        if getattr(m, "config", None) is text and isinstance(getattr(m, "layer_idx", None), int)
+    }
+    return [device for _, device in sorted(found.items())]
+
+
+def offloaded(model: nn.Module) -> bool:
+    """Whether some weights come to where they are used only when they are."""
+    return any(getattr(hook, "offload", False) for part in model.modules() for hook in hooks(part))
