@@ -13,7 +13,9 @@ Recording takes some steps' time, and is done anew for every call of `generate`,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -154,8 +156,9 @@ class Steps:
                     x.copy_(old)
         torch.cuda.current_stream(self.now.device).wait_stream(side)
         captured = torch.cuda.CUDAGraph()
-        # On this stream, as the one by default is of the GPU that was current first; and whatever other threads do.
-        with torch.cuda.graph(captured, stream=side, capture_error_mode="thread_local"):
+        # On this stream, as the one by default is of the GPU that was current first; and whatever other threads do. What
+        # becomes garbage meanwhile may hold memory that CUDA cannot give back now.
+        with uncollected(), torch.cuda.graph(captured, stream=side, capture_error_mode="thread_local"):
             logits = self.run()
 
         def replay() -> Tensor:
@@ -287,6 +290,18 @@ def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
             "the model lies on several devices, or its weights come when they are needed, and a recording is of one device; "
             "decode without it"
         )
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected meanwhile."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def compile_decode(model: PreTrainedModel, how: How | None = None) -> CompiledDecode:

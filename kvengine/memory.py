@@ -1,7 +1,8 @@
 """Memory that a cache holds for long, and memory that a prompt leaves behind.
 
 On a CPU a large block is a mapping of its own and asks for huge pages: attention waits for fewer address translations, and
-a block that is freed is the system's again whatever lies beside it.
+a block that is freed is the system's again whatever lies beside it. So is a large pinned block: torch's allocator would
+give it the next power of two of bytes, and keep it when it goes.
 
 Small blocks, and what a prompt's pass needs for a while (keys and values of all tokens, however few stay), come from the C
 library's heap. There the smallest block that stays keeps the room before it in the process, so `trim` hands it back.
@@ -23,21 +24,48 @@ from torch import Tensor
 HUGE = (
     1 << 21
 )  # bytes of a huge page, on x86 and on ARM with pages of 4 KB; smaller blocks would only be slower to grow
+PORTABLE = 1  # to cudaHostRegister: pinned for all devices of the process
 LOOSE = 1 << 26  # bytes of prompts' keys and values after which the heap is trimmed, which takes milliseconds
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin: bool = False) -> Tensor:
-    """As `torch.empty`; `pin`: in pinned memory."""
+class Block(mmap.mmap):
+    """A mapping; `pinned`: the address from which a GPU may read it, 0 if none may."""
+
+    pinned = 0
+
+    def pin(self, start: int, size: int, reader: torch.device) -> bool:
+        """Let a GPU read it; whether CUDA could."""
+        self.reader = reader
+        if int(torch.cuda.cudart().cudaHostRegister(start, size, PORTABLE)) == 0:
+            self.pinned = start
+        else:
+            with contextlib.suppress(RuntimeError):  # the next kernel is told of the failure: let it be this one
+                torch.zeros(1, device=reader)
+        return bool(self.pinned)
+
+    def __del__(self) -> None:
+        if self.pinned:
+            with contextlib.suppress(RuntimeError, AttributeError, TypeError):  # at exit, CUDA may be gone before
+                torch.cuda.synchronize(self.reader)  # something may be on its way from here
+                torch.cuda.cudart().cudaHostUnregister(self.pinned)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, reader: torch.device | None = None) -> Tensor:
+    """As `torch.empty`; in pinned memory, if a GPU is named that reads it."""
+    pin = reader is not None
     size = math.prod(shape) * dtype.itemsize
-    if size < HUGE or pin or device.type != "cpu" or sys.platform != "linux":
+    if size < HUGE or device.type != "cpu" or sys.platform != "linux":
         return torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=pin)
     try:
-        block = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        block = Block(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:  # no memory, or no more mappings: the heap may have some left, and else says so as torch does
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-    start = -torch.frombuffer(block, dtype=torch.uint8, count=1).data_ptr() % HUGE
+        return torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=pin)
+    address = torch.frombuffer(block, dtype=torch.uint8, count=1).data_ptr()
+    start = -address % HUGE
     with contextlib.suppress(OSError):  # a system that has none
         block.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE * HUGE)  # the rest of one more would be wasted
+    if reader is not None and not block.pin(address + start, size, reader):
+        return torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=True)
     return torch.frombuffer(block, dtype=torch.uint8, count=size, offset=start).view(dtype).view(*shape)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import mmap
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from kvengine import memory
+from kvengine.offload.placement import TensorStore
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch's own memory is taken")
 CPU = torch.device("cpu")
@@ -108,3 +110,67 @@ def test_a_process_is_as_small_as_what_it_holds(policy: str) -> None:
     held = {"snapkv(budget=256)": 17, "kivi(bits=2)": 30, "full": 268}[policy]
     assert held * 0.9 < after < held + room
     assert most < held + 2 * room
+
+
+class Runtime:
+    """What torch hands through of CUDA's runtime."""
+
+    def __init__(self, able: bool = True) -> None:
+        self.able, self.known, self.waited = able, dict[int, int](), list[torch.device]()
+
+    def cudaHostRegister(self, start: int, size: int, flags: int) -> int:
+        if self.able:
+            self.known[start] = size
+        return 0 if self.able else 2
+
+    def cudaHostUnregister(self, start: int) -> int:
+        assert self.waited  # something may have been on its way
+        return 0 if self.known.pop(start) else 1
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    made, empty, zeros = Runtime(), torch.empty, torch.zeros
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "synchronize", made.waited.append)
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **b: empty(*a, **b).requires_grad_(pin_memory))
+    monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **b: zeros(*a, **b))
+    return made
+
+
+GPU = torch.device("cuda", 1)
+
+
+@LINUX
+def test_a_large_pinned_block_has_its_own_size_and_goes_when_its_last_view_goes(runtime: Runtime) -> None:
+    """torch's own would have twice the bytes, and stay."""
+    size = (1 << 24) + 4096
+    x = memory.empty((size // 4,), torch.float32, CPU, GPU).fill_(1)
+    assert runtime.known == {x.data_ptr(): size}
+    view = x[5:9]
+    del x
+    gc.collect()
+    assert runtime.known and not runtime.waited
+    del view
+    gc.collect()
+    assert not runtime.known and runtime.waited == [GPU]
+
+
+@LINUX
+def test_where_cuda_cannot_pin_it_torch_is_asked(runtime: Runtime) -> None:
+    runtime.able = False
+    assert memory.empty((1 << 23,), torch.float32, CPU, GPU).requires_grad  # as the fixture marks what torch pins
+    runtime.able = True
+    assert memory.empty((1 << 10,), torch.float32, CPU, GPU).requires_grad and not runtime.known  # a small one
+
+
+@LINUX
+def test_a_copied_store_is_pinned_too(runtime: Runtime) -> None:
+    store = TensorStore(torch.zeros(2, 1 << 19), torch.device("cpu"))
+    store.reader = GPU
+    store.reserve(2)
+    store.data.fill_(7)
+    twin = copy.deepcopy(store)
+    assert set(runtime.known) == {store.data.data_ptr(), twin.data.data_ptr()} and torch.equal(store.data, twin.data)
+    store.data[0] = 1
+    assert twin.data[0, 0] == 7

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -129,15 +129,23 @@ class TensorStore:
     def __init__(self, like: Tensor, device: torch.device | None) -> None:
         self.home = like.device
         device = device or like.device
-        self.pin = device.type == "cpu" and like.device.type == "cuda"
-        self.data = torch.empty(0, *like.shape[1:], dtype=like.dtype, device=device, pin_memory=self.pin)
+        self.reader = like.device if device.type == "cpu" and like.device.type == "cuda" else None
+        self.data = memory.empty((0, *like.shape[1:]), like.dtype, device, self.reader)
 
     def reserve(self, slots: int) -> None:
         if slots <= len(self.data):
             return
         old = self.data  # slots are read only once they are written, so nothing is put into the new ones
-        self.data = memory.empty((slots, *old.shape[1:]), old.dtype, old.device, self.pin)
+        self.data = memory.empty((slots, *old.shape[1:]), old.dtype, old.device, self.reader)
         self.data[: len(old)] = old
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorStore:
+        """Left to itself, the copy of pinned memory is not."""
+        twin = memo[id(self)] = object.__new__(TensorStore)
+        twin.home, twin.reader = self.home, self.reader
+        twin.data = memory.empty(tuple(self.data.shape), self.data.dtype, self.data.device, self.reader)
+        twin.data.copy_(self.data)
+        return twin
 
     def write(self, at: Int[Tensor, "slot"], x: Tensor) -> None:
         self.data[at.to(self.data.device)] = x.to(self.data.device)
