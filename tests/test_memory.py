@@ -174,3 +174,21 @@ def test_a_copied_store_is_pinned_too(runtime: Runtime) -> None:
     assert set(runtime.known) == {store.data.data_ptr(), twin.data.data_ptr()} and torch.equal(store.data, twin.data)
     store.data[0] = 1
     assert twin.data[0, 0] == 7
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_the_block_over_the_bus() -> None:
+    """As large as it is, pinned, read by copies and by the kernel, and given back."""
+    from kvengine.kernels import fetch_pages
+
+    device, before = torch.device("cuda", torch.cuda.current_device()), torch.cuda.host_memory_stats()
+    for _ in range(3):  # the system gives the same addresses again
+        x = memory.empty((3, 1 << 20), torch.float32, CPU, device)
+        x.copy_(torch.randn(3, 1 << 20))
+        assert x.is_pinned() and torch.equal(x.to(device, non_blocking=True).cpu(), x)
+        at = torch.tensor([2, 0], device=device)
+        found = fetch_pages.start({"x": x}, at, device, backend="triton").wait()["x"]
+        assert torch.equal(found.cpu(), x[[2, 0]])
+        del x
+        gc.collect()
+    assert torch.cuda.host_memory_stats().get("segment.current") == before.get("segment.current")
