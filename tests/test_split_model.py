@@ -120,6 +120,28 @@ def test_speculation(draft: str | None, middle: str | None, device: Device) -> N
         assert decoder.generate(batch["input_ids"], max_new_tokens=12)[:, 61:].tolist() == want.tolist()
 
 
+@pytest.mark.parametrize("draft_there", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.9, "seed": 3, "coupled": True}]
+)
+@pytest.mark.parametrize("more", [{}, {"middle": "quest(budget=24, page=4)"}, {"widths": (2, 2)}])
+def test_a_draft_model_on_another_device(
+    more: dict[str, Any], options: dict[str, Any], draft_there: bool, device: Device
+) -> None:
+    ids = prompts(1)["input_ids"]
+
+    def said(target: Any, draft: Any, ids: Tensor) -> Any:
+        decoder = TriForce(kvengine.patch(target), draft, **{"middle": None, "gamma": (2, 3), **more})
+        return decoder.generate(ids, max_new_tokens=8, **options).tolist()
+
+    want = said(llama(), llama(3), ids)
+    with device:
+        if draft_there:
+            assert said(llama(), there(llama(3)), ids) == want
+        else:
+            assert said(there(llama()), llama(3), there(ids)) == want
+
+
 @pytest.mark.parametrize(
     "text", ["full", "snapkv(budget=24, window=6)", "kivi(group=8, residual=8) + quest(budget=24, page=8)"]
 )

@@ -223,7 +223,7 @@ def residual(p: Law, q: Law) -> Law:
 
     Where `q` covers `p` nothing is left; a rejection then has probability 0 up to rounding, and `p` itself is returned.
     """
-    rest = (p - q).clamp_min(0)
+    rest = (p - q.to(p.device)).clamp_min(0)  # who drafted may be a model on another device
     total = rest.sum()
     return rest / total if float(total) > 0 else p
 
