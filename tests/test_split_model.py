@@ -197,3 +197,24 @@ def test_where_weights_come_when_they_are_needed() -> None:
     assert layer_devices(model) == [CPU, CUDA] and first_device(model) == CUDA
     assert layer_devices(plain) == [CPU, CPU] and first_device(plain) == CPU
     assert offloaded(model) and not offloaded(plain)
+
+
+@pytest.mark.parametrize("text", ["full", "snapkv(budget=24, window=6) + kivi(group=8, residual=8)"])
+@pytest.mark.parametrize("away", ["model.layers.1", "model.embed_tokens"])
+def test_weights_on_disk(away: str, text: str, tmp_path: Path) -> None:
+    """As accelerate leaves them with `device_map`, which hooks the modules itself."""
+    model, batch = llama(), prompts(2)
+    model.save_pretrained(tmp_path / "model")
+    place = {
+        name: "cpu" for name in ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
+    }
+    place = place | {"model.rotary_emb": "cpu", away: "disk"}
+    gone = type(model).from_pretrained(tmp_path / "model", device_map=place, offload_folder=tmp_path / "off")
+    assert offloaded(gone) and not offloaded(model)
+    with kvengine.patched(model, text), kvengine.patched(gone, text):
+        caches = [kvengine.EngineCache(one) for one in (model, gone)]
+        want, got = (greedy(one, batch, 8, past_key_values=c) for one, c in zip((model, gone), caches, strict=True))
+        assert got.tolist() == want.tolist()
+        saved.save(caches[1], tmp_path / "session", gone)
+        again = saved.load(model, tmp_path / "session")  # the weights are the same, wherever they are
+        assert again.seen == caches[1].seen
