@@ -95,7 +95,15 @@ class EngineCache(Cache):
         """A cache that goes on by itself, for the same model: a prompt read once serves many questions."""
         memo.setdefault(id(self.config), self.config)  # a cache knows its model by this very object
         twin = memo[id(self)] = object.__new__(type(self))
-        vars(twin).update(copy.deepcopy(vars(self), memo))
+        try:
+            vars(twin).update(copy.deepcopy(vars(self), memo))
+        except RuntimeError as error:
+            if "graph leaves" not in str(error):
+                raise
+            raise CacheError(
+                "this cache holds keys and values of a pass with gradients, which cannot be copied; run what is to be copied "
+                "under torch.no_grad()"
+            ) from error
         twin.session.inferred = torch.is_inference_mode_enabled()
         return twin
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvengine import latent, readers
 from kvengine.cache import LayerCache, Stock
 from kvengine.errors import ModelError, UnsupportedPolicy
+from kvengine.gradients import watched
 from kvengine.session import Call, Session
 from kvengine.stack import Stack
 
@@ -115,7 +116,7 @@ class EngineLayer(CacheLayerMixin):
             if latent.is_latent(stock.module):  # type: ignore[attr-defined]
                 k, v = torch.cat([k, v], -1), v[..., :0]
             self.cache.store(k, v, valid)
-        return stock(*self.cache.contents())
+        return watched(stock(*self.cache.contents()), self.cache.parts[0].lane.tail)
 
     def asks_stock(self, n: int) -> bool:
         """Whether the model's own attention will answer the next `n` queries: a prompt's, with everything still there."""
