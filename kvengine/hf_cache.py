@@ -206,6 +206,11 @@ class EngineCache(Cache):
     def adopt(self, given: Cache) -> None:
         """Begin with what a cache of transformers' holds, as the first tokens of the prompt: keys and values without a text.
 
+        In `generate`, prefixes that PEFT has tuned come so by themselves; for a loop of one's own:
+
+            cache.adopt(peft_model.get_prompt(rows))
+            peft_model.get_base_model()(ids, past_key_values=cache)
+
         Raises:
             ModelError: the model caches latents.
         """

@@ -90,6 +90,20 @@ def test_a_loop_that_forgot_its_gradients_is_told_once(caplog: pytest.LogCapture
         assert [("no_grad" in x.message, text in x.message) for x in caplog.records] == [(True, True)] * told
 
 
+def test_who_goes_on_from_another_cache_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As PEFT does in each pass of a model with a tuned prefix, outside of `generate`."""
+    ids = one()["input_ids"]
+    for text, told in ((POLICY, 1), ("full", 0)):
+        caplog.clear()
+        model, given = patched(text), DynamicCache(config=llama().config)
+        with caplog.at_level(logging.WARNING), torch.no_grad():
+            for _ in range(3):
+                model(ids, past_key_values=given)
+        assert [("cache of transformers'" in x.message, text in x.message) for x in caplog.records] == [
+            (True, True)
+        ] * told
+
+
 def test_copies_and_what_was_unpickled_follow_their_own_policy() -> None:
     model, ids = patched(POLICY), one()["input_ids"]
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
