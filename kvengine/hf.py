@@ -65,6 +65,8 @@ def register() -> None:
 def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedModel:
     """Give a model the engine's cache; `model.generate()` then works as always, and so does a loop of one's own.
 
+    `torch.compile` works too, but for `fullgraph=True`: caches do their work between the graphs.
+
     Args:
         model: any decoder model of transformers that can switch its attention implementation. The one whose `generate` is
             called: of a part that was patched alone, the whole does not know, and makes a cache of transformers'.

@@ -13,7 +13,7 @@ from transformers.masking_utils import causal_mask_function
 
 from kvengine import hf_window, latent
 from kvengine.errors import ModelError, UnsupportedPolicy
-from kvengine.hf_layer import EngineLayer
+from kvengine.hf_layer import BREAKS, EngineLayer
 from kvengine.kernels.causal_attention import causal_attention, quicker
 from kvengine.session import Call
 from kvengine.stack import Stack
@@ -328,4 +328,4 @@ class Stock:
         return self.run(key, value)[0]
 
 
-apart: Any = torch.compiler.disable(attend, recursive=True)
+apart: Any = torch.compiler.disable(attend, recursive=True, reason=BREAKS)

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.hf_back import back, check_back
-from kvengine.hf_layer import EngineLayer
+from kvengine.hf_layer import BREAKS, EngineLayer
 from kvengine.hf_rope import needs_rope, rope_for
 from kvengine.readers import sources
 from kvengine.rope import Rope
@@ -137,6 +137,9 @@ class EngineCache(Cache):
 
     def thaw(self) -> None:
         """Tensors made in torch's inference mode must not be changed outside of it: once there, go on with copies."""
+        if torch.compiler.is_compiling():
+            apart(self)
+            return
         session = self.session
         if torch.is_inference_mode_enabled():
             session.inferred = True
@@ -314,6 +317,9 @@ class EngineCache(Cache):
     def stats(self) -> Stats:
         """What the cache holds and reads, counted on its tensors."""
         return measure(self.engines)
+
+
+apart: Any = torch.compiler.disable(EngineCache.thaw, reason=BREAKS)
 
 
 def engine_layers(config: Any) -> list[bool]:

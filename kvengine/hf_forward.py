@@ -14,6 +14,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvengine.hf_cache import NAME, Chosen, EngineCache
+from kvengine.hf_layer import BREAKS
 from kvengine.stack import Stack
 
 PREPARED: ContextVar[EngineCache | None] = ContextVar("prepared", default=None)
@@ -90,7 +91,7 @@ def stock(
     return None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]
 def made(config: Any, chosen: Chosen) -> EngineCache:
     cache = EngineCache.under(chosen, config)
     cache.thaw()  # its first masks may be made before it is there to be asked

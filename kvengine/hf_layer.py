@@ -18,6 +18,11 @@ from kvengine.gradients import watched
 from kvengine.session import Call, Session
 from kvengine.stack import Stack
 
+BREAKS = (
+    "a model patched by kvengine is compiled in several graphs, between which its caches do their work: leave fullgraph=True "
+    "out, or call kvengine.unpatch(model) first"
+)
+"""Why, to who compiles."""
 Listener = Callable[[Tensor, Tensor, Tensor, Call], None]
 """Told the queries, keys and values of every pass."""
 Heard = tuple[Tensor, Tensor, Tensor, Call]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import SMALL, greedy, llama, one, patched
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from transformers import DynamicCache
 
 import kvengine
@@ -110,6 +111,18 @@ def test_copies_and_what_was_unpickled_follow_their_own_policy() -> None:
         kvengine.patch(twin, "full")
         assert [str(loop(each, ids, 1)[1].stack) for each in (twin, model)] == ["full", POLICY]
         assert type(loop(kvengine.unpatch(twin), ids, 1)[1]) is DynamicCache
+
+
+@pytest.mark.parametrize("way", ["the model's cache", "a given cache", "no cache"])
+def test_one_graph_is_refused_with_what_to_do(way: str) -> None:
+    model, ids = patched(POLICY), one()["input_ids"]
+    cache = EngineCache(model) if way == "a given cache" else None
+    run = torch.compile(model.forward, backend="eager", fullgraph=True)
+    with (
+        torch.no_grad(),
+        pytest.raises(Unsupported, match=r"patched by kvengine.*leave fullgraph=True out, or.*unpatch"),
+    ):
+        run(ids, past_key_values=cache, use_cache=way != "no cache")
 
 
 @pytest.mark.slow
