@@ -28,12 +28,14 @@ import torch
 import transformers
 from matplotlib.figure import Figure
 
+from kvengine.command_errors import resumable
 from kvengine.evals import drive, manifest, report, together
 from kvengine.evals.aggregate import CellResult
 from kvengine.evals.config import RunConfig
 from kvengine.evals.plots import frontier, style
 from kvengine.evals.policies import everything
 from kvengine.evals.progress import Silent
+from kvengine.evals.records import ROWS
 from kvengine.evals.runner import Cell
 from kvengine.evals.tables import cost, unique
 
@@ -185,12 +187,13 @@ def main() -> None:
         policies=tuple(given.policies.split(";")) if given.policies else policies(), lengths=(given.length,),
         samples=given.questions, modes=MODES, shared=True, batch=given.round,
     )  # fmt: skip
-    run = drive.prepare(config)
-    manifest.write(given.out / "manifest.json", run)
-    end = time.monotonic() + 60 * given.minutes
-    together.execute(run, Log(), end=end, questions=given.questions, timed=False)
-    manifest.write(given.out / "manifest.json", run)
-    summarise(given, report.write(given.out))
+    with resumable(given.out / ROWS):
+        run = drive.prepare(config)
+        manifest.write(given.out / "manifest.json", run)
+        end = time.monotonic() + 60 * given.minutes
+        together.execute(run, Log(), end=end, questions=given.questions, timed=False)
+        manifest.write(given.out / "manifest.json", run)
+        summarise(given, report.write(given.out))
 
 
 if __name__ == "__main__":

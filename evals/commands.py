@@ -8,10 +8,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvengine.command_errors import readable_errors
+from kvengine.command_errors import readable_errors, resumable
 from kvengine.evals import compare, drive
 from kvengine.evals import report as reports
 from kvengine.evals.config import RunConfig, build
+from kvengine.evals.records import ROWS
 
 app = typer.Typer(help="Measure quality, memory and speed of policies on the same data.", no_args_is_help=True)
 console = Console()
@@ -106,7 +107,8 @@ def perform(suite: str, config: Path | None, dry_run: bool, given: dict[str, Any
     given["modes"] = "multi-turn,multi-request" if mode == "both" else mode
     with readable_errors():
         settings: RunConfig = build(suite, config, given)
-        code = drive.preview(settings, console) if dry_run else drive.run(settings, console)
+        with resumable(settings.out / ROWS):
+            code = drive.preview(settings, console) if dry_run else drive.run(settings, console)
     raise typer.Exit(code)
 
 

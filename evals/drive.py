@@ -17,7 +17,7 @@ from kvengine.evals import loading, manifest, report, tables, together
 from kvengine.evals.aggregate import CellResult
 from kvengine.evals.config import RunConfig
 from kvengine.evals.progress import Bar
-from kvengine.evals.records import Journal
+from kvengine.evals.records import ROWS, Journal
 from kvengine.evals.runner import GIVEN_UP, Cell, Run, verdict
 from kvengine.evals.tasks import choose
 
@@ -28,7 +28,7 @@ def prepare(config: RunConfig) -> Run:
     config.arms()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]  # ours is enough
     model, tokenizer = loading.load(config.model, device=config.device, dtype=config.dtype)
-    made = Run(config, model, tokenizer, Journal.open(config.out / "rows.jsonl"))
+    made = Run(config, model, tokenizer, Journal.open(config.out / ROWS))
     if not made.cells():
         raise EvaluationError(f"no {config.suite} task can run without data; give --data {config.suite}=FOLDER")
     return made

@@ -16,7 +16,7 @@ from kvengine.evals import drive, manifest, report
 from kvengine.evals.aggregate import CellResult
 from kvengine.evals.config import build
 from kvengine.evals.progress import Silent
-from kvengine.evals.records import Journal
+from kvengine.evals.records import ROWS, Journal
 from kvengine.evals.runner import Observer, Run
 
 
@@ -50,7 +50,7 @@ def measure(
     loaded = not isinstance(model, str | Path)
     name = str(getattr(model, "name_or_path", "") or "model") if loaded else str(model)
     config = build(suite, None, {**settings, "model": name, "out": out})
-    run = Run(config, model, tokenizer, Journal.open(config.out / "rows.jsonl")) if loaded else drive.prepare(config)
+    run = Run(config, model, tokenizer, Journal.open(config.out / ROWS)) if loaded else drive.prepare(config)
     run.execute(show or Silent())
     manifest.write(config.out / "manifest.json", run)
     return report.found(config.out)

@@ -19,6 +19,8 @@ from kvengine.evals.tasks import Sample
 
 Row = dict[str, Any]
 
+ROWS = "rows.jsonl"
+"""The journal's name in a run folder."""
 MEASURED = frozenset({"ttft", "decode", "tokens_per_s", "peak_bytes", "together"})
 """Fields that differ from run to run; all others are the same for the same configuration."""
 

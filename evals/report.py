@@ -9,7 +9,7 @@ from typing import Any
 from kvengine.errors import EvaluationError
 from kvengine.evals import page, peers, tables
 from kvengine.evals.aggregate import CellResult, cells
-from kvengine.evals.records import Row, read_rows
+from kvengine.evals.records import ROWS, Row, read_rows
 from kvengine.evals.tasks import catalogue
 
 
@@ -17,7 +17,7 @@ def read(folder: Path) -> tuple[list[Row], dict[str, Any]]:
     """Rows and manifest of a run folder. Raises `EvaluationError` if it is not one."""
     try:
         text = (folder / "manifest.json").read_bytes()
-        rows, _ = read_rows(folder / "rows.jsonl")
+        rows, _ = read_rows(folder / ROWS)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise EvaluationError(f"{folder} is no run folder: {error.filename} is missing") from error
     try:

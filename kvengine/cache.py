@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import CacheError, UnsupportedPolicy
+from kvengine.gradients import watched
 from kvengine.lane import Lane
 from kvengine.readers import Nodes, Prompt, Readers, Resumed, Taken
 from kvengine.session import Call, Session, judge_together
@@ -231,7 +232,7 @@ class LayerCache:
             part.lane.enter(ordered(part.pick(k), order), ordered(part.pick(v), order), mask, order is not None, took)
             part.lane.observe(asked[i][1], rows, mask)
         if out is None and stock is not None and self.whole and self.exact:
-            out = stock(*(dense := self.contents()))
+            out = watched(stock(*(dense := self.contents())), self.parts[0].lane.tail)
         if out is None:
             read = [part.lane.read(grouped, rows) for part, grouped, rows in asked]
             out = self.gather(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvengine.command_errors import readable_errors
+from kvengine.command_errors import readable_errors, resumable
 from kvengine.evals.commands import app as eval_app
 from kvengine.evals.duo.commands import app as duo_app
 from kvengine.offload.commands import app as cache_app
@@ -34,8 +34,9 @@ def demo(
 ) -> None:
     """Compare every policy on the bundled model: a table, and a report with pictures."""
     from kvengine.evals.demo import main as run
+    from kvengine.evals.records import ROWS
 
-    with readable_errors():
+    with readable_errors(), resumable(out / ROWS):
         code = run(out, minutes, model=model)
     raise typer.Exit(code)
 

@@ -1,9 +1,10 @@
-"""How the commands say what went wrong."""
+"""How the commands say what went wrong, and what an interrupted one has kept."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -21,3 +22,19 @@ def readable_errors() -> Iterator[None]:
         told = Console(stderr=True)
         told.print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
+
+
+@contextmanager
+def resumable(kept: Path) -> Iterator[None]:
+    """Ctrl-C ends a command with exit code 130 and, if a file of what was done is there, one line that says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if kept.is_file() and kept.stat().st_size:
+            told = Console(stderr=True)
+            told.print(
+                f"interrupted: what was done is kept in {escape(str(kept.parent))}; the same command goes on from there",
+                highlight=False,
+                soft_wrap=True,
+            )
+        raise SystemExit(130) from None

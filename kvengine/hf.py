@@ -65,6 +65,8 @@ def register() -> None:
 def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedModel:
     """Give a model the engine's cache; `model.generate()` then works as always, and so does a loop of one's own.
 
+    `torch.compile` works too, but for `fullgraph=True`: caches do their work between the graphs.
+
     Args:
         model: any decoder model of transformers that can switch its attention implementation. The one whose `generate` is
             called: of a part that was patched alone, the whole does not know, and makes a cache of transformers'.
@@ -169,12 +171,23 @@ def check_attention(model: PreTrainedModel, text: Any, modules: list[nn.Module])
             f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
         )
     # A decoder whose first tokens see each other (PaliGemma) says so of its layers too, but nothing of being no decoder.
-    able = getattr(text, "is_decoder", None) is False
-    if (able or not caching(model, text)) and all(getattr(m, "is_causal", None) is False for m in layers):
+    able, asked = getattr(text, "is_decoder", None) is False, made_encoder(model, text)
+    every = all(getattr(m, "is_causal", None) is False for m in layers)
+    if asked or (every and (able or not caching(model, text))):
+        hint = f": {asked} in its configuration" if asked else "; a model that generates is built with is_decoder=True"
         raise ModelError(
             f"{type(model).__name__} is an encoder: its tokens attend to later ones too, so it caches none and a policy would do "
-            f"nothing{'; a model that generates is built with is_decoder=True' if able else ''}"
+            f"nothing{hint if asked or able else ''}"
         )
+
+
+def made_encoder(model: PreTrainedModel, text: Any) -> str | None:
+    """What of a decoder's configuration has its tokens see all others, as in embedding models made of decoders."""
+    if getattr(text, "is_causal", True) is False:  # transformers' masks follow it, whatever the family
+        return "is_causal=False"
+    # Models of images say so of a text model whose masks they make themselves.
+    found = getattr(text, "use_bidirectional_attention", None) if model.config is text else None
+    return f"use_bidirectional_attention={found!r}" if found in (True, "all") else None
 
 
 def check_layers(model: PreTrainedModel, text: Any) -> None:

@@ -14,9 +14,9 @@ from transformers.masking_utils import causal_mask_function
 from kvengine import hf_window, latent
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_held import HeldWindow
-from kvengine.hf_layer import EngineLayer
+from kvengine.hf_layer import BREAKS, EngineLayer
 from kvengine.kernels.causal_attention import causal_attention, quicker
-from kvengine.session import Call
+from kvengine.session import Call, Session
 from kvengine.stack import Stack
 
 FOREIGN = ("position_bias", "indices", "block_indices", "sinks", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -54,7 +54,8 @@ class LazyMask:
         self.kwargs = {name: x.clone() if isinstance(x, Tensor) and not x.ndim else x for name, x in kwargs.items()}
         self.made: dict[str, Any] = {}
         self.full: dict[int, bool] = {} if origin is None else origin.full
-        self.origin, self.copies = origin, dict[torch.device, LazyMask]()
+        self.origin = origin
+        self.copies: dict[torch.device, LazyMask] = {}
 
     def __getitem__(self, index: Any) -> LazyMask:
         """The last queries only, as Gemma's shared layers ask: `mask[:, :, -n:, :]`."""
@@ -145,6 +146,21 @@ class LazyMask:
             self.full[n] = bool(part.all())
         return None if self.full[n] else part.to(self.kwargs["device"])
 
+    def hides(self, session: Session) -> bool:
+        """Whether it says other things of earlier tokens than the masks before it; on a GPU the host does not look."""
+        if (found := self.full.get(-2)) is not None:  # once for all layers of a pass
+            return found
+        given = self.padding
+        if given is None or given.is_cuda:
+            return False
+        before = int(self.kwargs["q_offset"])
+        now = given[:, : before + int(self.kwargs["q_length"])] != 0
+        was = session.mask if session.mask is not None and len(session.mask) == len(now) else now[:, :0]
+        known = min(was.shape[1], now.shape[1], before)
+        same = torch.equal(now[:, :known], was[:, :known]) and (known == before or bool(now[:, known:before].all()))
+        self.full[-2], session.mask = not same, now
+        return not same
+
     def hidden(self, n: int, turn: bool) -> Bool[Tensor, "seq earlier"] | None:
         """Which of the tokens before the newest `n` are none by this mask; None if all are tokens, and for one that goes on.
 
@@ -181,6 +197,7 @@ def engine_attention(
             and not latent.is_latent(module)
             and type(attention_mask) is LazyMask
             and attention_mask.valid(1) is None
+            and not attention_mask.hides(layer.session)
             and layer.session.turn != layer.cache.seen
         ):
             out = layer.quick(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -242,7 +259,8 @@ def attend(
         return special(
             layer, stock, "a mask under which tokens see later ones (images, prefixes) or not all earlier ones"
         ), None
-    turn = layer.session.turn == layer.cache.seen or layer.cache.prompt_tokens(query.shape[2]) > 0
+    turn = attention_mask.hides(layer.session) or layer.session.turn == layer.cache.seen
+    turn = turn or layer.cache.prompt_tokens(query.shape[2]) > 0
     hidden = attention_mask.hidden(query.shape[2], turn)
     if hidden is not None:
         layer.cache.hide(hidden)
@@ -347,4 +365,4 @@ class Stock:
         return self.run(key, value)[0]
 
 
-apart: Any = torch.compiler.disable(attend, recursive=True)
+apart: Any = torch.compiler.disable(attend, recursive=True, reason=BREAKS)

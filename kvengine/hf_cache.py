@@ -17,7 +17,7 @@ from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.hf_back import back, check_back
 from kvengine.hf_held import HeldWindow
-from kvengine.hf_layer import EngineLayer
+from kvengine.hf_layer import BREAKS, EngineLayer
 from kvengine.hf_rope import needs_rope, rope_for
 from kvengine.readers import sources
 from kvengine.rope import Rope
@@ -97,7 +97,15 @@ class EngineCache(Cache):
         """A cache that goes on by itself, for the same model: a prompt read once serves many questions."""
         memo.setdefault(id(self.config), self.config)  # a cache knows its model by this very object
         twin = memo[id(self)] = object.__new__(type(self))
-        vars(twin).update(copy.deepcopy(vars(self), memo))
+        try:
+            vars(twin).update(copy.deepcopy(vars(self), memo))
+        except RuntimeError as error:
+            if "graph leaves" not in str(error):
+                raise
+            raise CacheError(
+                "this cache holds keys and values of a pass with gradients, which cannot be copied; run what is to be copied "
+                "under torch.no_grad()"
+            ) from error
         twin.session.inferred = torch.is_inference_mode_enabled()
         return twin
 
@@ -131,6 +139,9 @@ class EngineCache(Cache):
 
     def thaw(self) -> None:
         """Tensors made in torch's inference mode must not be changed outside of it: once there, go on with copies."""
+        if torch.compiler.is_compiling():
+            apart(self)
+            return
         session = self.session
         if torch.is_inference_mode_enabled():
             session.inferred = True
@@ -206,6 +217,11 @@ class EngineCache(Cache):
 
     def adopt(self, given: Cache) -> None:
         """Begin with what a cache of transformers' holds, as the first tokens of the prompt: keys and values without a text.
+
+        In `generate`, prefixes that PEFT has tuned come so by themselves; for a loop of one's own:
+
+            cache.adopt(peft_model.get_prompt(rows))
+            peft_model.get_base_model()(ids, past_key_values=cache)
 
         Raises:
             ModelError: the model caches latents.
@@ -310,6 +326,9 @@ class EngineCache(Cache):
     def stats(self) -> Stats:
         """What the cache holds and reads, counted on its tensors."""
         return measure(self.engines)
+
+
+apart: Any = torch.compiler.disable(EngineCache.thaw, reason=BREAKS)
 
 
 def engine_layers(config: Any) -> list[bool]:

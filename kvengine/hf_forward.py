@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, cast
@@ -13,10 +14,16 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvengine.hf_cache import NAME, Chosen, EngineCache
+from kvengine.hf_layer import BREAKS
 from kvengine.stack import Stack
 
 PREPARED: ContextVar[EngineCache | None] = ContextVar("prepared", default=None)
 """The cache that `generate` has just made, while it reads the prompt: PEFT puts one with a tuned prefix in its place."""
+TUNED = (
+    ". Outside of generate(), PEFT brings a tuned prefix in a cache of its own to every pass; to go on from one under the "
+    "policy: cache = kvengine.EngineCache(base); cache.adopt(peft_model.get_prompt(rows)); base(ids, past_key_values=cache), "
+    "where base is peft_model.get_base_model() and an attention_mask covers the prefix"
+)
 log = logging.getLogger(__name__)
 CACHE = "past_key_values"
 ASKED = (CACHE, "use_cache", "encoder_hidden_states")
@@ -72,18 +79,19 @@ def stock(
     if mine is not None and mine.config is cast(Any, module.config) and not mine.seen:
         mine.adopt(cache)
         return args, kwargs | {CACHE: mine}
-    loses = torch.is_grad_enabled() and not module.training and chosen.stack != Stack() and cache.get_seq_length()
-    if loses and not chosen.told:
+    loses = not chosen.told and not module.training and chosen.stack != Stack() and cache.get_seq_length()
+    if loses:
         chosen.told = True  # a loop that forgot to turn gradients off goes on without the policy
         log.warning(
             "a patched model goes on from a cache of transformers', so '%s' is not applied. A pass without past_key_values makes "
-            "the engine's cache under torch.no_grad(), or if it is given use_cache=True",
+            "the engine's cache under torch.no_grad(), or if it is given use_cache=True%s",
             chosen.stack,
+            TUNED if "peft" in sys.modules else "",
         )
     return None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]
 def made(config: Any, chosen: Chosen) -> EngineCache:
     cache = EngineCache.under(chosen, config)
     cache.thaw()  # its first masks may be made before it is there to be asked

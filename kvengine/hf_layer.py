@@ -13,9 +13,15 @@ from transformers.cache_utils import CacheLayerMixin
 from kvengine import latent, readers
 from kvengine.cache import LayerCache, Stock
 from kvengine.errors import ModelError, UnsupportedPolicy
+from kvengine.gradients import watched
 from kvengine.session import Call, Session
 from kvengine.stack import Stack
 
+BREAKS = (
+    "a model patched by kvengine is compiled in several graphs, between which its caches do their work: leave fullgraph=True "
+    "out, or call kvengine.unpatch(model) first"
+)
+"""Why, to who compiles."""
 Listener = Callable[[Tensor, Tensor, Tensor, Call], None]
 """Told the queries, keys and values of every pass."""
 Heard = tuple[Tensor, Tensor, Tensor, Call]
@@ -112,7 +118,7 @@ class EngineLayer(CacheLayerMixin):
             if latent.is_latent(stock.module):  # type: ignore[attr-defined]
                 k, v = torch.cat([k, v], -1), v[..., :0]
             self.cache.store(k, v, valid)
-        return stock(*self.cache.contents())
+        return watched(stock(*self.cache.contents()), self.cache.parts[0].lane.tail)
 
     def asks_stock(self, n: int) -> bool:
         """Whether the model's own attention will answer the next `n` queries: a prompt's, with everything still there."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvengine import _ops as ops
 from kvengine.errors import CacheError
 from kvengine.evidence import Evidence
+from kvengine.gradients import watched
 from kvengine.kernels.attention import attention
 from kvengine.kernels.causal_attention import follows
 from kvengine.kernels.column_mass import blocks
@@ -75,7 +76,7 @@ class Lane(Evidence):
         """A prompt chunk's queries over all that is held, causally and as the prefill method allows."""
         by_slot, band = self.banded()
         if by_slot:
-            return self.read_spans(q, call, band)
+            return watched(self.read_spans(q, call, band), self.tail, self.pages)
         k, v, position, _ = self.everything()
         k = self.turned(k, self.shift())
         at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
@@ -84,7 +85,7 @@ class Lane(Evidence):
             visible = self.visible(at[span], position, prompt=True)
             state = attention(q[:, :, span], k, v, visible, call.scale, softcap=call.softcap)
             out.append(self.with_sinks([state], call).out)
-        return torch.cat(out, 2).to(q.dtype)
+        return watched(torch.cat(out, 2).to(q.dtype), self.tail, self.pages)
 
     def read_spans(self, q: Tensor, call: Call, band: Band | None) -> Float[Tensor, "row group query dim_v"]:
         """The same where slots tell who sees whom: what the prefill method leaves out is not touched.
@@ -225,16 +226,16 @@ class Lane(Evidence):
         stored = self.pages if self.pages is not None and len(self.pages) else None
         if stored is None and not mass and call.softcap is None and call.sinks is None and self.whole_tail:
             ordered = self.tail.clean and not self.retention.decodes  # slots are, as their tokens
-            if ordered and ops.causal_pays(q, k, v):
-                return ops.causal(q, k, v, call.scale), None
-            return ops.whole(q, k, v, self.sees(q), call.scale), None
+            fast = ordered and ops.causal_pays(q, k, v)
+            out = ops.causal(q, k, v, call.scale) if fast else ops.whole(q, k, v, self.sees(q), call.scale)
+            return watched(out, self.tail), None
         far = None if stored is None else self.attend_pages(stored, q, call, mass)
         parts = [self.near(q, k, v, call, mass)]
         if far is not None:
             parts.insert(0, far())
         whole = self.with_sinks(parts, call)
         received = ops.received(parts, whole) if mass else None
-        return whole.out.to(q.dtype), received
+        return watched(whole.out.to(q.dtype), self.tail, self.pages), received
 
     def sees(self, q: Tensor) -> Bool[Tensor, "row query token"] | None:
         if self.tail.clean and q.shape[2] == 1:

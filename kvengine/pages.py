@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvengine.gradients import live, passes
 from kvengine.joint import Joint
 from kvengine.kernels.codecs import HOST_ONLY
 from kvengine.kernels.page_scores.coarse import Coarse
@@ -62,6 +63,7 @@ class Pages(User):
         self._summary: dict[str, Tensor] = {}
         self.clean = True  # every slot holds a token
         self.coarse = False  # read without what the representation calls fine
+        self.cut = False  # some tokens came with gradients, which do not pass through what is kept of them
         self.bounds = Coarse()  # what a selection by bounds keeps to read less of them
         self.beside: dict[str, Any] = {}  # what the selection keeps of all pages together
         pool.users.add(self)
@@ -185,6 +187,7 @@ class Pages(User):
         if self.inner is not None:
             del fields["v"]
         ids = self.pool.put(fields)
+        self.cut |= live(k, v) and not passes(self)
         self._table[at] = shape(ids.to(torch.int32))
         by_page = lambda x, n: x.unflatten(1, (-1, n))  # noqa: E731
         by_page(self._position, self.page)[at] = shape(position.to(torch.int32))

@@ -15,7 +15,10 @@ from kvengine.lane import Lane
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot of a cache.
+    """A snapshot of a cache's layers that are the engine's, in their order.
+
+    Not counted are those that keep transformers' own (sliding windows, recurrent states), also while a recorded step holds
+    them still; bytes are then those of the slots that the recording has reserved.
 
     Attributes:
         bytes: bytes allocated in all layers, by tier ("device", "host", "disk", …) and field ("tail.k", "page.k_code", …).

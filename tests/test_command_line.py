@@ -73,6 +73,22 @@ def test_the_words_on_and_off_of_a_file_are_the_chats(tmp_path: Path) -> None:
     assert build("ruler", tmp_path / "run.yaml", {}).chat == "off"
 
 
+@pytest.mark.parametrize("words", [("eval", "ruler", "--policies", "full"), ("demo",)])
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_interrupted_run_says_that_it_goes_on(
+    words: tuple[str, ...], kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(config: object) -> None:
+        if kept:
+            (tmp_path / "rows.jsonl").write_text("{}\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvengine.evals.drive.prepare", stopped)
+    found = run(*words, "--out", tmp_path)
+    said = f"interrupted: what was done is kept in {tmp_path}; the same command goes on from there\n"
+    assert found.exit_code == 130 and found.stderr == (said if kept else "")
+
+
 def test_a_demo_of_no_minutes(tmp_path: Path) -> None:
     for minutes in ("nan", "0", "-1", "inf"):
         assert "must be positive" in refused("demo", "--minutes", minutes, "--out", tmp_path / "run")

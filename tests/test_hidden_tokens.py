@@ -50,10 +50,33 @@ def test_hidden_tokens_are_not_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", WIDE)
 def test_hidden_tokens_are_not_read_by_a_turn_of_one_token(name: str) -> None:
-    """Which for the rest resumes decoding, where masks that hide more and more are not asked for."""
+    """Which for the rest resumes decoding."""
     second, stock, model = {key: x[:, :74] for key, x in turns()[2].items()}, llama(), patched(WIDE[name])
     want = greedy(stock, second, past_key_values=talked(stock, DynamicCache()))
     assert torch.equal(greedy(model, second, past_key_values=talked(model, kvengine.EngineCache(model))), want)
+
+
+@torch.no_grad()
+def steps(model: Any, cache: Any, hide: bool = True) -> Tensor:
+    """Greedy tokens of a loop of one's own, in the midst of which the mask hides some of what was said."""
+    batch, found = prompts(), []
+    mask, more = batch["attention_mask"], batch["input_ids"]
+    for i in range(12):
+        if i == 6 and hide:
+            mask[:, 40:50], mask[1:, 64] = 0, 0  # of the prompt, and of what came since
+        at = torch.arange(mask.shape[1])[None, -more.shape[1] :].expand(len(more), -1)
+        more = model(more, attention_mask=mask, position_ids=at, past_key_values=cache).logits[:, -1:].argmax(-1)
+        mask = torch.cat([mask, torch.ones_like(more)], 1)
+        found.append(more)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "snapkv", "duo", "kivi", "zipcache", "lowrank", "quest", "host"])
+def test_a_mask_that_hides_more_is_followed_at_each_token(name: str) -> None:
+    want, seen = (steps(llama(), DynamicCache(), hide) for hide in (True, False))
+    model = patched(WIDE[name])
+    assert torch.equal(want[:, :6], seen[:, :6]) and not torch.equal(want, seen)
+    assert torch.equal(steps(model, kvengine.EngineCache(model)), want)
 
 
 @pytest.mark.parametrize("name", ["full", "quest", "kivi"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import SMALL, greedy, llama, one, patched
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from transformers import DynamicCache
 
 import kvengine
@@ -90,12 +91,38 @@ def test_a_loop_that_forgot_its_gradients_is_told_once(caplog: pytest.LogCapture
         assert [("no_grad" in x.message, text in x.message) for x in caplog.records] == [(True, True)] * told
 
 
+def test_who_goes_on_from_another_cache_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As PEFT does in each pass of a model with a tuned prefix, outside of `generate`."""
+    ids = one()["input_ids"]
+    for text, told in ((POLICY, 1), ("full", 0)):
+        caplog.clear()
+        model, given = patched(text), DynamicCache(config=llama().config)
+        with caplog.at_level(logging.WARNING), torch.no_grad():
+            for _ in range(3):
+                model(ids, past_key_values=given)
+        assert [("cache of transformers'" in x.message, text in x.message) for x in caplog.records] == [
+            (True, True)
+        ] * told
+
+
 def test_copies_and_what_was_unpickled_follow_their_own_policy() -> None:
     model, ids = patched(POLICY), one()["input_ids"]
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         kvengine.patch(twin, "full")
         assert [str(loop(each, ids, 1)[1].stack) for each in (twin, model)] == ["full", POLICY]
         assert type(loop(kvengine.unpatch(twin), ids, 1)[1]) is DynamicCache
+
+
+@pytest.mark.parametrize("way", ["the model's cache", "a given cache", "no cache"])
+def test_one_graph_is_refused_with_what_to_do(way: str) -> None:
+    model, ids = patched(POLICY), one()["input_ids"]
+    cache = EngineCache(model) if way == "a given cache" else None
+    run = torch.compile(model.forward, backend="eager", fullgraph=True)
+    with (
+        torch.no_grad(),
+        pytest.raises(Unsupported, match=r"patched by kvengine.*leave fullgraph=True out, or.*unpatch"),
+    ):
+        run(ids, past_key_values=cache, use_cache=way != "no cache")
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Models that were tuned by PEFT: adapters in their layers, and prefixes, whose keys and values no text has."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -66,6 +67,20 @@ def test_a_prefix_is_judged_with_its_prompt(policy: str) -> None:
         assert int(found.past_key_values.stats().held.max()) == 24 + 11
 
 
+@pytest.mark.parametrize("policy", ["full", SMALL["snapkv"], SMALL["quest"], SMALL["streaming"]])
+def test_a_loop_of_ones_own_begins_with_a_prefix(policy: str) -> None:
+    ids = one()["input_ids"]
+    want = text(tuned(kvengine.patch(llama(), policy)), one()).sequences[:, 61:]
+    model, found = kvengine.patch(llama(), policy), []
+    cache = EngineCache(model)
+    cache.adopt(prefix(model.config, 1))
+    for _ in range(12):
+        with torch.no_grad():
+            ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        found.append(ids)
+    assert torch.equal(torch.cat(found, 1), want)
+
+
 def test_a_prefix_follows_the_rows_of_a_beam_search() -> None:
     want = text(tuned(llama()), prompts(), num_beams=3).sequences
     assert torch.equal(text(tuned(kvengine.patch(llama())), prompts(), num_beams=3).sequences, want)
@@ -79,8 +94,10 @@ def test_latents_take_no_prefix() -> None:
         cache.adopt(prefix(model.config, 1))
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
 @pytest.mark.parametrize("kind", ["prefix", "prompt", "adapter"])
-def test_peft(kind: str) -> None:
+def test_peft(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     virtual = {"task_type": "CAUSAL_LM", "num_virtual_tokens": PREFIX}
     how = {
@@ -94,3 +111,7 @@ def test_peft(kind: str) -> None:
         kvengine.patch(model.get_base_model(), policy)
         found = text(model, prompts())
         assert type(found.past_key_values) is EngineCache and torch.equal(found.sequences, want) == same
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), torch.no_grad():
+            model(**prompts())
+        assert any("peft_model.get_prompt" in x.message for x in caplog.records) == (kind == "prefix" and same)  # once

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
+from kvengine.command_errors import resumable
 from kvengine.evals.train.presets import PRESETS
 from kvengine.evals.train.tokenizer import build
-from kvengine.evals.train.train import Trainer
+from kvengine.evals.train.train import CHECKPOINT, Trainer
 
 
 def main() -> None:
@@ -21,9 +22,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--until", type=int, default=None, help="stop after this step")
     chosen = parser.parse_args()
-    trainer = Trainer(PRESETS[chosen.preset], build(), chosen.out, chosen.seed, chosen.device)
-    trainer.train(chosen.until)
-    trainer.export(chosen.out / "export")
+    with resumable(chosen.out / CHECKPOINT):
+        trainer = Trainer(PRESETS[chosen.preset], build(), chosen.out, chosen.seed, chosen.device)
+        trainer.train(chosen.until)
+        trainer.export(chosen.out / "export")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,8 @@ def span_attention(
         more = {"scale": scale, "band": band, "softcap": softcap, "sinks": sinks, "block": block}
         out = span_attention(q.float(), k.float(), v.float(), position, spans, **more)  # type: ignore[arg-type]
         return out.to(q.dtype)
-    run = pick("span_attention", (q, k, v), backend, native, max(q.shape[-1], v.shape[-1]))
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    run = pick("span_attention", inputs, backend, native, max(q.shape[-1], v.shape[-1]))
     return run.span_attention(q, k, v, position, spans, scale, band, softcap, sinks, block)  # type: ignore[no-any-return]
 
 

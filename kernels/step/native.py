@@ -55,7 +55,7 @@ class Slots:
             q.dtype is dtype and k.dtype is dtype and v.dtype is dtype
             and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
             and (k.numel(), v.numel()) == self.sizes and q.shape[-1] == self.dim and q.is_cpu
-            and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+            and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, self.keys, self.values)))
         ):  # fmt: skip
             return None
         seq, heads = q.shape[:2]

@@ -55,6 +55,18 @@ ENCODERS = {
     "an encoder that fills gaps": ("RobertaForMaskedLM", {}, "is an encoder"),
     "not told to decode": ("BertLMHeadModel", {}, "built with is_decoder=True"),
     "one that is no decoder's kin": ("EuroBertModel", {}, "would do nothing$"),
+    "a decoder made one": (
+        "Gemma3TextModel",
+        {"use_bidirectional_attention": True},
+        "encoder.*use_bidirectional.*=True in",
+    ),
+    "and its newer kin": (
+        "Gemma4TextModel",
+        {"use_bidirectional_attention": "all"},
+        "is an encoder.*is_causal=False in",
+    ),
+    "by its masks": ("Qwen3Model", {"is_causal": False}, "is an encoder.*: is_causal=False in its configuration"),
+    "one that generates": ("LlamaForCausalLM", {"is_causal": False}, "is an encoder.*: is_causal=False"),
     "images": ("ViTModel", {}, "no attention module with a layer index"),
 }
 
@@ -63,7 +75,8 @@ ENCODERS = {
 def test_encoders_are_refused(name: str) -> None:
     model_class, options, match = ENCODERS[name]
     found = getattr(transformers, model_class)
-    known = {k: v for k, v in BASE.items() if k not in NOT_GROUPED or "Euro" in model_class}
+    grouped = any(x in model_class for x in ("Euro", "Gemma", "Qwen", "Llama"))
+    known = {k: v for k, v in BASE.items() if k not in NOT_GROUPED or grouped}
     model = found(found.config_class(**known | options))
     with pytest.raises(ModelError, match=match):
         kvengine.patch(model, "snapkv(budget=12, window=4)")

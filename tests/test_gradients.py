@@ -1,0 +1,128 @@
+"""Gradients through a cache that a model goes on from: those of plain autograd, or refused by the backward pass."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import MIXED, SMALL, one, patched
+from torch import Tensor
+
+from kvengine import EngineCache
+from kvengine.errors import CacheError
+from kvengine.kernels.span_attention import causal_spans, span_attention
+
+STACKS = {name: text for name, text in SMALL.items() if text not in ("uniform", "exact", "dense", "all", "device")}
+MIXES = [pytest.param(text, marks=pytest.mark.slow) for text in MIXED]
+READ, ALL = 60, 80
+
+
+def vectors(model: Any) -> tuple[Tensor, Tensor]:
+    """What is read first, and what follows."""
+    found = model.get_input_embeddings()(one(ALL)["input_ids"]).detach()
+    return found[:, :READ].clone(), found[:, READ:].clone()
+
+
+def frozen(text: str) -> Any:
+    return patched(text).requires_grad_(False)
+
+
+def loss(model: Any, before: Tensor, after: Tensor, steps: bool = False, follow: bool = False) -> Tensor:
+    """Of what follows. `steps`: token by token. `follow`: in one pass, taken one by one."""
+    cache = EngineCache(model)
+    with torch.set_grad_enabled(before.requires_grad):
+        model(inputs_embeds=before, past_key_values=cache)
+    cache.follow_up(follow)
+    parts = after.split(1, 1) if steps else [after]
+    found = [model(inputs_embeds=x, past_key_values=cache).logits for x in parts]
+    return torch.cat(found, 1).log_softmax(-1)[..., :5].sum()
+
+
+def slope(model: Any, before: Tensor, after: Tensor, first: bool) -> tuple[float, float]:
+    """How the loss changes along its gradient for what came before (or after), by that gradient and by two passes.
+
+    Of three step sizes, the one that agrees more: a verdict may change between two points.
+    """
+    x = before if first else after
+    loss(model, before, after).backward()
+    assert x.grad is not None
+    want, way = float(x.grad.norm()), x.grad / x.grad.norm()
+    found = []
+    with torch.no_grad():
+        for step in (3e-4, 1e-3, 3e-3):
+            ends = [x.detach() + sign * step * way for sign in (1, -1)]
+            up, down = (float(loss(model, e, after) if first else loss(model, before, e)) for e in ends)
+            found.append((up - down) / (2 * step))
+    return want, min(found, key=lambda y: abs(y - want))
+
+
+@pytest.mark.parametrize("length", [1, ALL - READ])
+@pytest.mark.parametrize("text", [*STACKS.values(), *MIXES])
+def test_a_pass_over_what_was_read_without_gradients_has_the_right_ones(text: str, length: int) -> None:
+    model = frozen(text)
+    before, after = vectors(model)
+    after = after[:, :length].clone().requires_grad_()
+    try:
+        want, found = slope(model, before, after, first=False)
+    except CacheError as refusal:
+        assert length == 1 and "d2o" in text and "has written there since" in str(refusal)  # it merges in place
+    else:
+        assert found == pytest.approx(want, rel=2e-3)
+
+
+@pytest.mark.parametrize("text", [*STACKS.values(), *MIXES])
+def test_gradients_of_two_passes_are_right_or_refused(text: str) -> None:
+    model = frozen(text)
+    before, after = vectors(model)
+    before.requires_grad_()
+    try:
+        want, found = slope(model, before, after, first=True)
+    except CacheError as refusal:
+        lost = ("kivi", "quantspec", "zipcache", "host", "disk", "remote")
+        assert any(x in text for x in lost) and "quantised or moved away" in str(refusal)
+    else:
+        assert found == pytest.approx(want, rel=2e-3)
+
+
+@pytest.mark.parametrize("way", ["steps", "follow"])
+@pytest.mark.parametrize("name", ["full", "h2o", "quantspec", "quest", "streaming", "duo", "lowrank", "disk"])
+def test_a_backward_pass_over_what_has_changed_says_so(name: str, way: str) -> None:
+    model = frozen(STACKS[name])
+    before, after = vectors(model)
+    found = loss(model, before, after.requires_grad_(), **{way: True})
+    if way == "follow" and name in ("full", "lowrank"):
+        found.backward()  # whose tokens are taken at once
+    else:
+        with pytest.raises(CacheError, match=r"(has written there since|moved away).*no_grad.*without follow_up"):
+            found.backward()
+
+
+def test_frozen_tokens_are_read_with_the_gradients_of_earlier_ones() -> None:
+    """After steps of the C kernels, a soft prompt; then a token that needs no gradient itself."""
+    model, ids = frozen("full"), one(ALL)["input_ids"]
+    cache, soft = EngineCache(model), vectors(model)[1][:, :1].clone().requires_grad_()
+    with torch.no_grad():
+        model(ids[:, :READ], past_key_values=cache)
+        for i in range(3):
+            model(ids[:, READ + i : READ + i + 1], past_key_values=cache)
+    model(inputs_embeds=soft, past_key_values=cache)
+    layer = cache.engines[0].parts[0].lane
+    assert layer.tail.k.requires_grad
+    with pytest.raises(CacheError, match="has written there since"):
+        model(ids[:, -1:], past_key_values=cache).logits.sum().backward()
+
+
+def test_a_loop_that_forgot_its_gradients_goes_on_and_its_cache_is_not_copied() -> None:
+    model, ids = patched(SMALL["snapkv"]), one()["input_ids"]
+    out = model(ids, use_cache=True)
+    model(ids[:, :1], past_key_values=out.past_key_values)
+    with pytest.raises(CacheError, match=r"gradients, which cannot be copied.*no_grad"):
+        copy.deepcopy(out.past_key_values)
+
+
+def test_a_sink_alone_may_want_its_gradient() -> None:
+    q, k, v = (torch.randn(2, *n, 16) for n in ((2, 4), (4,), (4,)))
+    place, spans = torch.arange(4).expand(2, -1), causal_spans(4, 4, q.device)
+    sinks = torch.zeros(2, 2, requires_grad=True)
+    span_attention(q, k, v, place, spans, scale=1.0, sinks=sinks).sum().backward()
+    assert sinks.grad is not None and bool(sinks.grad.any())
