@@ -192,7 +192,11 @@ def attend(
             "configuration of one that is, or a copy: give it its own, or call model.set_attn_implementation('sdpa') on "
             "it. Or it does not pass its arguments on to the attention function, and cannot be patched"
         )
-    layer = kvengine.layer or getattr(key, "_kv_layer", gone)()
+    own = layer = kvengine.layer
+    if own is None or own.incoming is None:
+        layer = (
+            getattr(key, "_kv_layer", gone)() or own
+        )  # a module may take several turns in a pass, and a layer for each
     options = {"scaling": scaling, "dropout": dropout, **kwargs}
     stock = Stock(module, query, attention_mask, kvengine.previous, options, (key, value))
     if layer is None:
@@ -203,7 +207,12 @@ def attend(
             "output_attentions=True on a patched model: the engine never forms the attention matrix. Pass use_cache=False or "
             "call kvengine.unpatch(model)"
         )
-    if kvengine.layer is not None and not latent.is_latent(module):
+    if own is not None and layer.incoming is None and layer is own:
+        raise ModelError(
+            f"{type(module).__name__} attends to keys that it has not given to its layer of the cache, so the engine cannot tell "
+            "which tokens it is to read. It cannot enter this model: call kvengine.unpatch(model)"
+        )
+    if own is not None and not latent.is_latent(module):
         check_brought(module, layer, key, value)
     foreign = [name for name in FOREIGN if kwargs.get(name) is not None]
     if foreign or not isinstance(attention_mask, LazyMask):
@@ -211,9 +220,8 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux")
     call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1))
-    if (
-        kvengine.layer is None
-    ):  # a later layer, which reads what that one took under the same mask, or a window held still
+    if own is None or layer.incoming is None:
+        # A later layer, which reads what that one took under the same mask, or a window held still.
         return layer.attend(query, call, None, stock).contiguous(), None
     if query.shape[2] > 1 and not (attention_mask.plain or layer.asks_stock(query.shape[2]) or attention_mask.causal):
         return special(
