@@ -87,7 +87,10 @@ def kind(module: nn.Module, name: str) -> str:
     layer_type = name.removesuffix("inv_freq").removesuffix("_")
     known: Any = getattr(module, "rope_type", "default")
     parameters: Any = getattr(module.config, "rope_parameters", None) or {}
-    if "mrope_section" in parameters:
+    own = parameters.get(layer_type, parameters)
+    if "mrope_section" in own or getattr(
+        module, "mrope_section", None
+    ):  # left out of a configuration, it has a default
         return "sections"
     return str(known.get(layer_type) if isinstance(known, dict) else known)
 
