@@ -284,6 +284,10 @@ class Stock:
             name = "eager"  # some versions run sdpa here and drop the softcap
         function: Any = AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]
         mask = self.mask.make(name) if isinstance(self.mask, LazyMask) else self.mask
+        if value.dtype != self.query.dtype and not torch.is_autocast_enabled(self.query.device.type):
+            value = value.to(
+                self.query.dtype
+            )  # cached under autocast, which rounds values alone where keys are rotated
         found: tuple[Tensor, Any] = function(self.module, self.query, key, value, mask, **self.kwargs)
         return found
 
