@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaF
 from transformers.cache_utils import DynamicLayer
 
 import kvengine
-from kvengine.errors import UnsupportedPolicy
+from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.evals import bundled_model
 from kvengine.hf_rope import rope_of
 from kvengine.rope import Rope
@@ -126,6 +126,18 @@ def test_a_policy_that_turns_keys_is_refused_where_the_rotation_is_unknown() -> 
     with pytest.raises(UnsupportedPolicy, match="'expected_attention' turns keys or queries"):
         kvengine.patch(model, "expected_attention")
     assert not hasattr(model, "_kvengine")
+
+
+def test_a_model_without_weights_is_not_judged_by_them() -> None:
+    with torch.device("meta"):
+        model = llama(LINEAR)
+    kvengine.patch(model, "full")
+    with pytest.raises(ModelError, match="on the meta device.*Load them"):
+        kvengine.patch(model, "expected_attention")
+    there = llama(LINEAR)
+    model.load_state_dict(there.state_dict(), assign=True)
+    model.model.rotary_emb.inv_freq = there.model.rotary_emb.inv_freq
+    kvengine.patch(model, "expected_attention")
 
 
 def test_trying_leaves_no_trace() -> None:
