@@ -39,8 +39,8 @@ def rope_for(stack: Stack, model: PreTrainedModel, known: dict[str, Rope | None]
         found = rope_of(model)
         if found is None and any(weight.is_meta for weight in model.parameters()):
             raise ModelError(
-                f"{name_of(needy[0])!r} turns keys or queries, and how {type(model).__name__} does is found by trying, but weights "
-                "of it are on the meta device and did not come. Load them, then call kvengine.patch(model)"
+                f"{name_of(needy[0])!r} turns keys or queries, and how {type(model).__name__} does is found by trying, but some "
+                "of its weights are on the meta device and did not come. Load them, then call kvengine.patch(model)"
             )
         known["rope"] = found
     if (rope := known["rope"]) is None:
