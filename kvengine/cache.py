@@ -107,7 +107,7 @@ class LayerCache:
         elif (k.dtype, k.device) != ((held := self.parts[0].lane.tail.k).dtype, held.device):
             raise CacheError(
                 f"this cache holds {held.dtype} on {held.device}, but the layer brought {k.dtype} on {k.device}; make a new "
-                "cache after model.to()"
+                "cache after model.to(), and stay in autocast or out of it"
             )
         self.session.begin(self.layer, self.seen)
         self.readers.begin(part.lane for part in self.parts)

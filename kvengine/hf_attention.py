@@ -228,10 +228,19 @@ def attend(
             "configuration of one that is, or a copy: give it its own, or call model.set_attn_implementation('sdpa') on "
             "it. Or it does not pass its arguments on to the attention function, and cannot be patched"
         )
-    layer: Any = kvengine.layer or kvengine.beside
-    asked = query.device
-    if kvengine.beside is not None and kvengine.beside.where != asked:  # of a model that is split over several
-        query = query.to(kvengine.beside.where)
+    own = kvengine.layer
+    layer: Any = own
+    if own is None or own.incoming is None:  # a module may take several turns in a pass, and a layer for each
+        layer = getattr(key, "_kv_layer", gone)() or own or kvengine.beside
+    # A later layer reads what that one took under the same mask, as does a window held still.
+    reads, asked = own is None or layer.incoming is None, query.device
+    if own is not None and reads and layer is own:
+        raise ModelError(
+            f"{type(module).__name__} attends to keys that it has not given to its layer of the cache, so the engine cannot tell "
+            "which tokens it is to read. It cannot enter this model: call kvengine.unpatch(model)"
+        )
+    if layer is not None and reads and layer.where != asked:  # of a model that is split over several devices
+        query = query.to(layer.where)
     if isinstance(attention_mask, LazyMask):
         attention_mask = attention_mask.on(query.device)
     options = {"scaling": scaling, "dropout": dropout, **kwargs}
@@ -244,7 +253,7 @@ def attend(
             "output_attentions=True on a patched model: the engine never forms the attention matrix. Pass use_cache=False or "
             "call kvengine.unpatch(model)"
         )
-    if kvengine.layer is not None and not latent.is_latent(module):
+    if own is not None and not latent.is_latent(module):
         check_brought(module, layer, key, value)
     foreign = [name for name in FOREIGN if kwargs.get(name) is not None]
     if foreign or not isinstance(attention_mask, LazyMask):
@@ -253,7 +262,7 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux")
     call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1))
-    if kvengine.layer is None:  # under the mask that the earlier layer's tokens came with
+    if reads:
         return layer.attend(query, call, None, stock).contiguous().to(asked), None
     if query.shape[2] > 1 and not (attention_mask.plain or layer.asks_stock(query.shape[2]) or attention_mask.causal):
         return special(
@@ -266,6 +275,10 @@ def attend(
         layer.cache.hide(hidden)
     valid = attention_mask.valid(query.shape[2])
     return layer.attend(query, call, valid, stock).contiguous(), None
+
+
+def gone() -> None:
+    """In place of a reference to the layer, for keys that no engine layer has taken."""
 
 
 def check_brought(module: nn.Module, layer: EngineLayer, key: Tensor, value: Tensor) -> None:
@@ -313,6 +326,10 @@ class Stock:
             name = "eager"  # some versions run sdpa here and drop the softcap
         function: Any = AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]
         mask = self.mask.make(name) if isinstance(self.mask, LazyMask) else self.mask
+        if value.dtype != self.query.dtype and not torch.is_autocast_enabled(self.query.device.type):
+            value = value.to(
+                self.query.dtype
+            )  # cached under autocast, which rounds values alone where keys are rotated
         found: tuple[Tensor, Any] = function(self.module, self.query, key, value, mask, **self.kwargs)
         return found
 

@@ -164,7 +164,8 @@ class EngineCache(Cache):
         return layer
 
     def beside(self, module: nn.Module) -> EngineLayer | HeldWindow | None:
-        """What answers for a module without a layer of the engine's: the layer whose keys it reads, or its window held still."""
+        """What answers for a module without a layer of the engine's, by the model's configuration: whose keys it reads, or its
+        window held still. Keys know it too, unless they were copied from one device to another."""
         index: int = getattr(module, "layer_idx", -1)
         index = self.sources.get(index, index)
         found = self.layers[index] if 0 <= index < len(self.layers) else None

@@ -31,10 +31,19 @@ ASKED = (CACHE, "use_cache", "encoder_hidden_states")
 
 
 def caching(model: PreTrainedModel, text: Any) -> list[tuple[PreTrainedModel, list[str]]]:
-    """The parts that run the text's layers and take a cache, the model itself among them; their arguments' names in order."""
-    parts: list[Any] = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text]
+    """The parts that run the text's layers or make their cache, the model itself among them; their arguments' names in order."""
+    parts: list[Any] = [
+        m for m in model.modules() if isinstance(m, PreTrainedModel) and (m.config is text or makes(m, text))
+    ]
     named = [(part, list(inspect.signature(type(part).forward).parameters)[1:]) for part in parts]
     return [(part, names) for part, names in named if CACHE in names]
+
+
+def makes(part: PreTrainedModel, text: Any) -> bool:
+    """Whether a part beside the text makes the cache that the text model is handed (Idefics 2 and 3, SmolVLM)."""
+    run = inspect.unwrap(type(part).forward)
+    known = DynamicCache.__name__ in getattr(getattr(run, "__code__", None), "co_names", ())
+    return known and part.config.get_text_config(decoder=True) is text
 
 
 def hook_passes(model: PreTrainedModel, text: Any, chosen: Chosen) -> list[Any]:
@@ -63,9 +72,10 @@ def provide(
     wanted = getattr(config, "use_cache", False) and not torch.is_grad_enabled() if asked is None else asked
     if not wanted or module.training or any(given.get(name) is not None for name in (CACHE, ASKED[2])):
         return None
-    if config._attn_implementation != NAME:
+    text = config.get_text_config(decoder=True)
+    if text._attn_implementation != NAME:
         return None
-    cache, place = made(config, chosen), at[CACHE]
+    cache, place = made(text, chosen), at[CACHE]
     if place < len(args):
         return (*args[:place], cache, *args[place + 1 :]), kwargs
     return args, kwargs | {CACHE: cache}
@@ -76,7 +86,7 @@ def stock(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A cache of transformers' was given: a prefix within `generate`, or the model is to run as it did before."""
     mine = PREPARED.get()
-    if mine is not None and mine.config is cast(Any, module.config) and not mine.seen:
+    if mine is not None and mine.config is cast(Any, module.config).get_text_config(decoder=True) and not mine.seen:
         mine.adopt(cache)
         return args, kwargs | {CACHE: mine}
     loses = not chosen.told and not module.training and chosen.stack != Stack() and cache.get_seq_length()

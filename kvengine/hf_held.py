@@ -6,6 +6,7 @@ that the newest token takes the place of the one that it pushes out of sight, an
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class HeldWindow(DynamicSlidingWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.incoming = (key_states, value_states)
+        key_states._kv_layer = weakref.ref(self)  # type: ignore[attr-defined]
         return key_states, value_states
 
     def kv_heads(self, key: Tensor) -> int:

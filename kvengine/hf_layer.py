@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,8 @@ class EngineLayer(CacheLayerMixin):
                 "an engine cache was given to a model that is not patched; call kvengine.patch(model) first"
             )
         self.incoming, self.is_initialized = (key_states, value_states), True
+        # A weak reference: what is cached may be views of these keys, and a circle through a view's base is never collected.
+        key_states._kv_layer = weakref.ref(self)  # type: ignore[attr-defined]
         return key_states, value_states
 
     def quick(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvengine.errors import UnsupportedPolicy
+from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_devices import first_device
 from kvengine.policies import name_of
 from kvengine.rope import Rope
@@ -31,12 +31,19 @@ def rope_for(stack: Stack, model: PreTrainedModel, known: dict[str, Rope | None]
 
     Raises:
         UnsupportedPolicy: it does, and the model's is not known.
+        ModelError: it does, and the model has no weights yet.
     """
     needy = needs_rope(stack)
     if not needy:
         return None
     if "rope" not in known:
-        known["rope"] = rope_of(model)
+        found = rope_of(model)
+        if found is None and any(weight.is_meta for weight in model.parameters()):
+            raise ModelError(
+                f"{name_of(needy[0])!r} turns keys or queries, and how {type(model).__name__} does is found by trying, but some "
+                "of its weights are on the meta device and did not come. Load them, then call kvengine.patch(model)"
+            )
+        known["rope"] = found
     if (rope := known["rope"]) is None:
         raise UnsupportedPolicy(
             f"{name_of(needy[0])!r} turns keys or queries to other positions, but the layers of {type(model).__name__} "
@@ -88,7 +95,10 @@ def kind(module: nn.Module, name: str) -> str:
     layer_type = name.removesuffix("inv_freq").removesuffix("_")
     known: Any = getattr(module, "rope_type", "default")
     parameters: Any = getattr(module.config, "rope_parameters", None) or {}
-    if "mrope_section" in parameters:
+    own = parameters.get(layer_type, parameters)
+    if "mrope_section" in own or getattr(
+        module, "mrope_section", None
+    ):  # left out of a configuration, it has a default
         return "sections"
     return str(known.get(layer_type) if isinstance(known, dict) else known)
 

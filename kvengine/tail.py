@@ -171,7 +171,7 @@ class Tail:
         self.own()
         free = self.start + (self.position[:, self.span] < 0).to(torch.int8).argmax(1)
         at = torch.arange(len(k), device=k.device), free  # scatter_ makes floats of all halves, on a CPU
-        self.k[at], self.v[at] = k[:, 0], v[:, 0]
+        self.k[at], self.v[at] = k[:, 0].to(self.k.dtype), v[:, 0].to(self.v.dtype)  # autocast comes and goes
         self.position[at] = position[:, 0].to(self.position.dtype)
         if self.scored:
             # torch would make a tensor of a number and copy it from the host, which no recording allows
@@ -250,7 +250,7 @@ class Tail:
         """A new key and value for one of each row's used slots."""
         self.own()
         at = torch.arange(len(k), device=k.device), self.start + slot
-        self.k[at], self.v[at] = k, v
+        self.k[at], self.v[at] = k.to(self.k.dtype), v.to(self.v.dtype)
 
     def replace(
         self,

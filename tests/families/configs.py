@@ -222,6 +222,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "nemotron": Family("NemotronForCausalLM"),
     "seed_oss": Family("SeedOssForCausalLM"),
+    "hrm_text": Family(
+        "HrmTextForCausalLM", {"num_hidden_layers": 1, "prefix_lm": False}, without=("num_key_value_heads",)
+    ),
     "hunyuan": Family("HunYuanDenseV1ForCausalLM"),
     "ernie4_5": Family("Ernie4_5ForCausalLM"),
     "apertus": Family("ApertusForCausalLM", {"max_position_embeddings": 16384}),

@@ -73,7 +73,23 @@ def csm() -> tuple[Any, dict[str, Any]]:
     return transformers.CsmForConditionalGeneration(config), prompt() | {"depth_decoder_do_sample": False}
 
 
-MODELS = {"another one generates": blip, "vision beside text": idefics, "two decoders": csm}
+def smolvlm() -> tuple[Any, dict[str, Any]]:
+    """The part around its text model makes that one's cache."""
+    config = transformers.SmolVLMConfig(
+        text_config={**BASE, "model_type": "llama"}, vision_config=SEEING | {"hidden_size": 32}, scale_factor=2,
+        image_token_id=IMAGE, pad_token_id=0,
+    )  # fmt: skip
+    inputs = prompt()
+    inputs["input_ids"][:, 4:8] = IMAGE
+    return transformers.SmolVLMForConditionalGeneration(config), inputs | {"pixel_values": torch.randn(2, 1, 3, 16, 16)}
+
+
+MODELS = {
+    "around its text model": smolvlm,
+    "another one generates": blip,
+    "vision beside text": idefics,
+    "two decoders": csm,
+}
 
 
 def made(name: str) -> tuple[Any, Callable[[], Any]]:

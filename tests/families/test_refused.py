@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families.configs import BASE, LATENTS, NOT_GROUPED, padded_batch
+from families.configs import BASE, LATENTS, NOT_GROUPED, build, padded_batch
 
 import kvengine
 from kvengine.errors import ModelError
 from kvengine.hf import STATE
+from kvengine.hf_attention import LazyMask, Seam, engine_attention
 
 DSA = {**LATENTS, "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 JET = {"kv_channels": 16, "num_local_experts": 2, "num_experts_per_tok": 2}
@@ -94,6 +95,18 @@ def test_what_an_encoders_class_makes_of_a_decoder_works(model_class: str) -> No
     assert type(cache) is kvengine.EngineCache and int(cache.stats().held.max()) == 12
 
 
+def test_keys_that_no_layer_has_taken_are_refused() -> None:
+    """A module that names a layer of the cache and attends to keys of its own would be answered from what others hold."""
+    model = kvengine.patch(build("llama"))
+    cache, module = kvengine.EngineCache(model), model.model.layers[0].self_attn
+    with torch.no_grad():
+        model(padded_batch()["input_ids"], past_key_values=cache)
+    q, k = torch.randn(3, 4, 1, 16), torch.randn(3, 2, 1, 16)
+    mask = LazyMask({"batch_size": 3, "q_length": 1, "q_offset": 20, "kv_length": 21})
+    with pytest.raises(ModelError, match="has not given to its layer of the cache"):
+        engine_attention(module, q, k, k, mask, kvengine=Seam(cache.layer_for(module), "sdpa"))
+
+
 def test_layers_without_a_configuration_are_left_alone() -> None:
     """Linear attention beside attention whose caches are plain."""
     if not hasattr(transformers, "KimiLinearForCausalLM"):
@@ -142,8 +155,6 @@ def test_a_configuration_without_layers_is_no_decoders(text: str) -> None:
     ],
 )
 def test_a_mask_that_is_looked_at_says_so(use: Callable[[Any], Any]) -> None:
-    from kvengine.hf_attention import LazyMask
-
     mask = LazyMask({"q_length": 4, "q_offset": 0})
     with pytest.raises(ModelError, match="reads or changes its mask itself"):
         use(mask)

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families.configs import BASE, VOCABULARY, build, padded_batch
+from families.configs import BASE, LINEAR_HEADS, VOCABULARY, build, padded_batch
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 import kvengine
-from kvengine.errors import UnsupportedPolicy
+from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.evals import bundled_model
 from kvengine.hf_rope import rope_of
 from kvengine.rope import Rope
@@ -89,6 +89,28 @@ def test_frequencies_that_change_are_not_known() -> None:
     assert rope_of(llama(DYNAMIC)) is None
 
 
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+
+
+@pytest.mark.parametrize(
+    ("model_class", "options"),
+    [
+        ("Qwen3_5ForCausalLM", LINEAR_HEADS | {"layer_types": ["linear_attention", "full_attention"] * 2}),
+        ("CohereCompassForCausalLM", {"layer_types": ["full_attention"] * 2, "rope_parameters": {"full_attention": SECTIONS}}),
+    ],
+    ids=["by default", "by layer type"],
+)  # fmt: skip
+def test_positions_of_images_are_no_one_rotation(model_class: str, options: dict[str, Any]) -> None:
+    """An image's tokens have three positions each, so turning keys by their place in the text would be wrong."""
+    if not hasattr(transformers, model_class):
+        pytest.skip(f"this transformers has no {model_class}")
+    found = getattr(transformers, model_class)
+    model = found(found.config_class(**BASE | options | {"num_hidden_layers": len(options["layer_types"])})).eval()
+    if not any(getattr(m, "mrope_section", None) for m in model.modules()):
+        pytest.skip("this transformers gives it one position for each token")
+    assert rope_of(model) is None
+
+
 @pytest.mark.parametrize("name", ["gpt2", "opt", "smollm3", "cohere2"])
 def test_models_without_one_rotation_in_all_layers(name: str) -> None:
     """Learnt positions, or layers that do not rotate among those that do."""
@@ -104,6 +126,18 @@ def test_a_policy_that_turns_keys_is_refused_where_the_rotation_is_unknown() -> 
     with pytest.raises(UnsupportedPolicy, match="'expected_attention' turns keys or queries"):
         kvengine.patch(model, "expected_attention")
     assert not hasattr(model, "_kvengine")
+
+
+def test_a_model_without_weights_is_not_judged_by_them() -> None:
+    with torch.device("meta"):
+        model = llama(LINEAR)
+    kvengine.patch(model, "full")
+    with pytest.raises(ModelError, match="on the meta device.*Load them"):
+        kvengine.patch(model, "expected_attention")
+    there = llama(LINEAR)
+    model.load_state_dict(there.state_dict(), assign=True)
+    model.model.rotary_emb.inv_freq = there.model.rotary_emb.inv_freq
+    kvengine.patch(model, "expected_attention")
 
 
 def test_trying_leaves_no_trace() -> None:
