@@ -49,6 +49,12 @@ class Recall(Holding):
         return not (self.stack.paged or r.decodes or r.remembers or turns or self.stack.representation.probes)
 
     @cached_property
+    def rolls(self) -> bool:
+        """Whether a decoded token takes the place of one that leaves the newest tokens, and that is all that happens."""
+        r = self.retention
+        return r.decodes and r.ends is not None and not (self.stack.paged or self.stack.representation.probes)
+
+    @cached_property
     def marks(self) -> list[Mark]:
         return []
 

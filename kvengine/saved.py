@@ -63,6 +63,8 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
         "pool",
         "marks",
         "plain",
+        "rolls",
+        "known",
     },
     LayerCache: {"stack", "layer", "layers", "session", "parts", "readers"},
     Tail: {"shared", "scored", "ready"},

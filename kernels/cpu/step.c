@@ -10,29 +10,48 @@ static uint16_t to_bf16(float x) {
 }
 
 typedef struct {
-  int64_t rows, group, dim, dim_v, dtype, slots, start, end, at, holes, threads;
+  int64_t rows, group, dim, dim_v, dtype, slots, start, end, at, holes, threads, fill;
   float scale;
   const char *q, *k, *v;
   char *keys, *values;
   int32_t *position;
   char *out;
+  const int64_t *first, *recent; /* [row] or NULL */
 } Step;
 
-/* One decoded token: its key, value and position go into slot `end` of every row, and its query attends to the slots
-   from `start` on. q [row, group, dim], k [row, dim], v [row, dim_v] and out [row, group, dim_v] are contiguous; keys,
-   values and position (NULL: nobody keeps them) have `slots` slots per row. Where `holes`, slots of position -1 are not
-   seen. Returns 0, or 1 if memory for the buffers cannot be had. */
+/* The row's first slot without a token, from `start` on; `end` if there is none. */
+static int64_t free_slot(const Step *s, int64_t row) {
+  int64_t slot = s->start;
+  while (slot < s->end && s->position[row * s->slots + slot] >= 0) slot++;
+  return slot;
+}
+
+/* One decoded token: its key, value and position go into slot `end` of every row, or into one that is free if `fill`,
+   and its query attends to the slots from `start` on. q [row, group, dim], k [row, dim], v [row, dim_v] and out [row,
+   group, dim_v] are contiguous; keys, values and position (NULL: nobody keeps them) have `slots` slots per row. Where
+   `holes`, slots of position -1 are not seen. With `first` and `recent`, only tokens at positions below the one and the
+   newest so many stay then. Returns 0; 1 if memory for the buffers cannot be had; 2, with nothing done, if a row has no
+   free slot. */
 int kv_step(const Step *s) {
   const int64_t rows = s->rows, dim = s->dim, dim_v = s->dim_v, dtype = s->dtype, slots = s->slots, start = s->start;
-  const int64_t end = s->end, holes = s->holes;
-  int64_t threads = s->threads;
-  const int64_t size = dtype == F32 ? 4 : 2, columns = end + 1 - start, heads = s->group, padded = (heads + 3) / 4 * 4;
+  const int64_t end = s->end;
+  int64_t threads = s->threads, holes = 0;
+  const int64_t size = dtype == F32 ? 4 : 2, columns = end - start + !s->fill, heads = s->group;
+  const int64_t padded = (heads + 3) / 4 * 4;
   const int64_t wide = (dim + LANES - 1) / LANES * LANES, wide_v = (dim_v + LANES - 1) / LANES * LANES;
   const int direct = dtype == F32 && wide_v == dim_v;
+  for (int64_t r = 0; s->fill && r < rows; r++)
+    if (free_slot(s, r) == end) return 2;
   for (int64_t r = 0; r < rows; r++) {
-    memcpy(s->keys + (r * slots + end) * dim * size, s->k + r * dim * size, dim * size);
-    memcpy(s->values + (r * slots + end) * dim_v * size, s->v + r * dim_v * size, dim_v * size);
-    if (s->position) s->position[r * slots + end] = (int32_t)s->at;
+    const int64_t to = s->fill ? free_slot(s, r) : end;
+    memcpy(s->keys + (r * slots + to) * dim * size, s->k + r * dim * size, dim * size);
+    memcpy(s->values + (r * slots + to) * dim_v * size, s->v + r * dim_v * size, dim_v * size);
+    if (s->position) s->position[r * slots + to] = (int32_t)s->at;
+  }
+  for (int64_t r = 0; s->holes && r < rows; r++) { /* there may be none left */
+    int32_t dead = 0;
+    for (int64_t c = 0; c < columns; c++) dead |= s->position[r * slots + start + c];
+    holes |= dead < 0;
   }
   const int64_t most = rows * columns * (dim + dim_v) / 32768, pieces = columns / 512;
   if (threads > most) threads = most > 1 ? most : 1;
@@ -61,5 +80,10 @@ int kv_step(const Step *s) {
       else ((uint16_t *)s->out)[i * dim_v + d] = to_bf16(x);
     }
   free(scaled);
+  for (int64_t r = 0; s->first && !failed && r < rows; r++) {
+    int32_t *position = s->position + r * slots + start;
+    const int32_t from = (int32_t)s->first[r], to = (int32_t)(s->at - s->recent[r]);
+    for (int64_t c = 0; c < columns; c++) position[c] = position[c] >= from && position[c] <= to ? -1 : position[c];
+  }
   return failed;
 }
