@@ -310,7 +310,7 @@ class Lane(Evidence):
         self.units, self.saw = self.select(pages, q, call), None
         pages.coarse = self.session.coarse
         shift = self.shift()
-        fields = pages.readable() if shift is None else None
+        fields = pages.readable(self.units) if shift is None else None
         if fields is not None:
             return partial(
                 paged_attention, q, fields, pages.table, pages.position, page=pages.page, scale=call.scale,
@@ -318,7 +318,9 @@ class Lane(Evidence):
                 dim_v=self.tail.v.shape[-1], softcap=call.softcap, want_probs=mass,
             )  # fmt: skip
         unit = None if self.units is None else self.stack.selection.unit
-        stored = None if pages.joint is None or shift is not None or call.softcap is not None else pages.pool.resident()
+        stored = (
+            None if pages.joint is None or shift is not None or call.softcap is not None else pages.resident(self.units)
+        )
         factors = None if stored is None or pages.joint is None else pages.joint.factors(stored["v"], q)
         if factors is not None and stored is not None and pages.joint is not None:
             u, basis, frequency = factors

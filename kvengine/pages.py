@@ -298,12 +298,15 @@ class Pages(User):
             self.filled, self.even = torch.full_like(self.filled, self.columns), True
         return gone * self.page
 
-    def readable(self) -> dict[str, Tensor] | None:
-        """The pool's fields, if a kernel can read them where they are."""
+    def readable(self, units: Tensor | None) -> dict[str, Tensor] | None:
+        """The pool's fields, if a kernel can read these units (None: all) where they are."""
         if not self.codec or self.joint is not None or (self.codec in HOST_ONLY and self.filled.is_cuda):
             return None
-        found = self.pool.resident()
+        found = self.resident(units)
         return None if found is None else self.whole(found)
+
+    def resident(self, units: Tensor | None) -> dict[str, Tensor] | None:
+        return self.pool.resident(self.table, units, self.page // self.selection.unit)
 
     def whole(self, fields: dict[str, Tensor]) -> dict[str, Tensor]:
         """These fields, and what is a part of them."""
