@@ -164,7 +164,7 @@ class Lane(Evidence):
     ) -> Float[Tensor, "row group query dim_v"]:
         """Take tokens as decoding does, in as large steps as give the same result, which are added to `steps`."""
         if q.shape[2] == 1 and valid is None and steps is None and call.softcap is None and call.sinks is None:
-            one = self.quick(q, k, v, call.scale)
+            one = self.quick(q.contiguous(), k.contiguous(), v.contiguous(), call.scale)
             if one is not None:
                 return one.transpose(1, 2)
         out, i = [], 0
@@ -183,6 +183,8 @@ class Lane(Evidence):
 
         Heads may be rows, or there may be several in a row, [seq, head, 1, dim].
         """
+        if self.reads:
+            return self.quick_paged(q, k, v, scale)
         if self.marks or not (self.plain or (self.rolls and not self.session.recording)):
             return None
         full = not self.plain and self.limit is not None and len(self.tail) > self.limit
@@ -192,6 +194,25 @@ class Lane(Evidence):
             self.since = self.seen
             self.seen += 1
             self.lengths = [(n + 1, rows) for n, rows in self.lengths]
+        return out
+
+    def quick_paged(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
+        """`quick` for a lane that `reads` pages too; [row, group, 1, dim]. It may seal some of its tail then."""
+        pages, tail = self.pages, self.tail
+        if self.marks or self.session.recording or self.beside.refused or pages is None or not len(pages):
+            return None
+        if len(self.lengths) > 1 or not tail.takes(q, k, v):
+            return None
+        before, self.since = self.lengths, self.seen
+        self.seen, self.lengths = self.seen + 1, [(n + 1, rows) for n, rows in before]
+        self.units, self.saw = self.select(pages, q, Call(scale)), None
+        pages.coarse = self.session.coarse
+        far = self.beside.reading(pages, self.units, k.shape[-1], v.shape[-1])
+        out = None if far is None else tail.step(q, k, v, self.since, scale, far=far)
+        if out is None:
+            self.seen, self.lengths = self.since, before
+        else:
+            self.seal()
         return out
 
     def ends(self) -> Ends:

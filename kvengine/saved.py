@@ -65,6 +65,8 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
         "plain",
         "rolls",
         "known",
+        "reads",
+        "beside",
     },
     LayerCache: {"stack", "layer", "layers", "session", "parts", "readers"},
     Tail: {"shared", "scored", "ready"},

@@ -23,7 +23,7 @@ class Step(ctypes.Structure):
             "rows", "group", "dim", "dim_v", "dtype", "slots", "start", "end", "at", "holes", "threads", "fill",
         )),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "keys", "values", "position", "out", "first", "recent")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "keys", "values", "position", "out", "first", "recent", "far")),
     ]  # fmt: skip
 
 
@@ -48,18 +48,25 @@ class Slots:
         """None, to who copies what holds this: a copy has other slots, and describes those."""
         return type(None), ()
 
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, at: int, holes: bool, scale: float,
-        fill: bool = False, ends: Ends | None = None,
-    ) -> Tensor | None:  # fmt: skip
-        """See `kvengine.kernels.step`; None, with nothing done, if the C version cannot run on this token."""
+    def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether the C version can run on this token."""
         dtype = self.dtype
-        if not (
+        return (
             q.dtype is dtype and k.dtype is dtype and v.dtype is dtype
             and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
             and (k.numel(), v.numel()) == self.sizes and q.shape[-1] == self.dim and q.is_cpu
             and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
-        ):  # fmt: skip
+        )  # fmt: skip
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, at: int, holes: bool, scale: float,
+        fill: bool = False, ends: Ends | None = None, far: int | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """See `kvengine.kernels.step`; None, with nothing done, if the C version cannot run on this token.
+
+        `far`: where the description of sealed pages lies that are read too (`kvengine.kernels.paged_attention.Described`).
+        """
+        if not self.takes(q, k, v):
             return None
         seq, heads = q.shape[:2]
         out = q.new_empty(seq, 1, heads, self.dim_v)
@@ -68,6 +75,7 @@ class Slots:
         call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         call.scale, call.threads, call.fill = scale, torch.get_num_threads(), fill
         call.first, call.recent = (None, None) if ends is None else (ends[0].data_ptr(), ends[1].data_ptr())
+        call.far = far
         failed = self.run(self.where)
         if failed == 1:
             raise KernelError("the native step kernel could not allocate its buffers")

@@ -183,7 +183,9 @@ def test_decoding_takes_this_path_and_it_changes_nothing(
     text: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = torch.Generator().manual_seed(0)
-    qkv = [torch.randn(2, heads, 80, 16, generator=rng).to(dtype) for heads in (6, 2, 2)]
+    qkv = [
+        torch.randn(2, heads, 80, 16, generator=rng).to(dtype) for heads in (6, 2, 2)
+    ]  # two sequences: lanes are no views
     valid = torch.ones(2, 50, dtype=torch.bool)
     valid[1, :9] = False  # ragged rows: holes
     outs: list[list[Tensor]] = []
