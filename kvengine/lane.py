@@ -184,7 +184,7 @@ class Lane(Evidence):
         Heads may be rows, or there may be several in a row, [seq, head, 1, dim].
         """
         if self.reads:
-            return self.quick_paged(q, k, v, scale)
+            return self.quick_paged(q, k, v, Call(scale))
         if self.marks or not (self.plain or (self.rolls and not self.session.recording)):
             return None
         full = not self.plain and self.limit is not None and len(self.tail) > self.limit
@@ -196,7 +196,7 @@ class Lane(Evidence):
             self.lengths = [(n + 1, rows) for n, rows in self.lengths]
         return out
 
-    def quick_paged(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
+    def quick_paged(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
         """`quick` for a lane that `reads` pages too; [row, group, 1, dim]. It may seal some of its tail then."""
         pages, tail = self.pages, self.tail
         if self.marks or self.session.recording or self.beside.refused or pages is None or not len(pages):
@@ -205,14 +205,16 @@ class Lane(Evidence):
             return None
         before, self.since = self.lengths, self.seen
         self.seen, self.lengths = self.seen + 1, [(n + 1, rows) for n, rows in before]
-        self.units, self.saw = self.select(pages, q, Call(scale)), None
+        self.units, self.saw = self.select(pages, q, call), None
         pages.coarse = self.session.coarse
         far = self.beside.reading(pages, self.units, k.shape[-1], v.shape[-1])
-        out = None if far is None else tail.step(q, k, v, self.since, scale, far=far)
+        out = None if far is None else tail.step(q, k, v, self.since, call.scale, far=far)
         if out is None:
             self.seen, self.lengths = self.since, before
-        else:
-            self.seal()
+            return None
+        if self.weighs:
+            self.weigh(q, None, call)
+        self.seal()
         return out
 
     def ends(self) -> Ends:

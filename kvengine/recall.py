@@ -53,7 +53,7 @@ class Recall(Holding):
         """Whether a decoded token is added to the tail and reads that and pages, and some of the tail may be sealed then."""
         r, form = self.retention, self.stack.representation
         turns = type(r).shift is not Retention.shift and r.needs_rope
-        return self.stack.paged and not (r.decodes or r.remembers or turns or form.probes or form.joint)
+        return self.stack.paged and not (r.decodes or r.remembers or turns or form.joint)
 
     @cached_property
     def rolls(self) -> bool:

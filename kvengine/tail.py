@@ -153,9 +153,9 @@ class Tail:
 
         `fill`: put it into a free slot instead, as `fill` does. `ends`: then drop the tokens between the row's first ones,
         those before that position, and so many of the newest. `far`: pages to read too, see `Slots.step`. None, with
-        nothing done, where they cannot; scores are not set.
+        nothing done, where they cannot.
         """
-        if self.scored or (ends is not None and (self.shared or not self.placed)):
+        if ends is not None and (self.scored or self.shared or not self.placed):
             return None
         if self.end == self.k.shape[1] and not fill:
             self.reserve(1)
@@ -164,6 +164,8 @@ class Tail:
             return None
         out = slots.step(q, k, v, self.start, self.end, at, not self.clean, scale, fill, ends, far)
         if out is not None:
+            if self.scored:
+                self.score[:, self.end] = 0
             self.end += not fill
             self.next += 1
             self.clean &= ends is None
@@ -178,7 +180,7 @@ class Tail:
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether `step` can take this token."""
-        slots = None if self.scored else self.slots()
+        slots = self.slots()
         return slots is not None and slots.takes(q, k, v)
 
     def fill(
