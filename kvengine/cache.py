@@ -30,13 +30,15 @@ class Heads:
 
     lane: Lane
     index: Int[Tensor, "head"] | None
+    run: slice | None = None
+    """The same, where these heads follow each other: a view then, not a copy."""
 
     def of(self, lane: Lane) -> Heads:
         """The same heads of another lane."""
-        return Heads(lane, self.index)
+        return Heads(lane, self.index, self.run)
 
     def pick(self, x: Float[Tensor, "seq head *rest"]) -> Float[Tensor, row * rest]:
-        return (x if self.index is None else x[:, self.index]).flatten(0, 1)
+        return (x if self.index is None else x[:, self.run or self.index]).flatten(0, 1)
 
 
 class LayerCache:
@@ -63,6 +65,7 @@ class LayerCache:
         groups = self.stack.routing.lanes(self.layer, self.layers, self.heads)
         for number, (members, retention) in enumerate(groups):
             index = None if len(members) == self.heads else torch.tensor(members, device=k.device)
+            run = slice(members[0], members[-1] + 1)
             mine = (k, v) if index is None else (k[:, index], v[:, index])
             choice = self.stack.retention if retention is None else retention
             stack, prefill = self.stack.within(choice), self.stack.routing.prefill(retention)
@@ -71,7 +74,7 @@ class LayerCache:
             lane = Lane(
                 stack, choice, self.layer, self.layers, number, self.session, *rows, len(members), part, self.inner
             )
-            self.parts.append(Heads(lane, index))
+            self.parts.append(Heads(lane, index, run if run.stop - run.start == len(members) else None))
 
     def forward(
         self,
@@ -152,7 +155,9 @@ class LayerCache:
             return None
         first, end = self.parts[0], session.prompt_end
         lane = first.lane
-        if first.index is not None or not lane.plain or (end is not None and self.seen < end):
+        if first.index is not None or (end is not None and self.seen < end):
+            return None
+        if not (lane.plain or (lane.rolls and not self.readers.count)):
             return None
         if k.shape[0] != self.sequences:
             return None
@@ -330,7 +335,7 @@ class LayerCache:
             return outs[0].unflatten(0, (b, -1)).flatten(1, 2).transpose(1, 2)
         whole = outs[0].new_empty(b, self.heads, hq // self.heads, n, outs[0].shape[-1])
         for part, out in zip(self.parts, outs, strict=True):
-            whole[:, part.index] = out.unflatten(0, (b, -1))
+            whole[:, part.run or part.index] = out.unflatten(0, (b, -1))
         return whole.flatten(1, 2).transpose(1, 2)
 
     @property

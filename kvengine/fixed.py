@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvengine.cache import Heads, LayerCache
+from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.kernels.attention import attention
 from kvengine.kernels.state import State
@@ -223,7 +223,7 @@ class FixedLayer:
             lane.hold(more, now)
             held.append(lane)
         self.lanes = held
-        layer.parts = [Heads(lane, part.index) for lane, part in zip(held, self.parts, strict=True)]
+        layer.parts = [part.of(lane) for lane, part in zip(held, self.parts, strict=True)]
         layer.fixed = self
 
     def step(

@@ -68,11 +68,15 @@ class LazyMask:
 
     def on(self, device: torch.device) -> LazyMask:
         """The mask for layers on that device, where a model is split over several; what it says is copied there."""
-        if self.kwargs["device"] == device:
+        if self.kwargs.get("device", device) == device:
             return self
         if device not in self.copies:
             self.copies[device] = LazyMask(self.kwargs | {"device": device}, self)
         return self.copies[device]
+
+    def here(self, x: Any) -> Any:
+        """Something of a mask, on the device of the layers that ask."""
+        return x if self.origin is None else x.to(self.kwargs["device"])
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -107,7 +111,7 @@ class LazyMask:
         """The mask as that implementation wants it; made once for all layers of a pass."""
         if implementation not in self.made and self.origin is not None:
             made = self.origin.make(implementation)
-            self.made[implementation] = None if made is None else made.to(self.kwargs["device"])
+            self.made[implementation] = None if made is None else self.here(made)
         if implementation not in self.made:
             functions = AttentionMaskInterface()
             known = implementation in functions
@@ -141,10 +145,10 @@ class LazyMask:
             padding = torch.nn.functional.pad(padding.bool(), (0, end - padding.shape[1]), value=True)
         part: Tensor = padding[:, end - n : end].bool()
         if n == 1 and part.is_cuda:
-            return part.to(self.kwargs["device"])  # looking would make the host wait at every decoded token
+            return self.here(part)  # looking would make the host wait at every decoded token
         if n not in self.full:  # once for all layers of a pass
             self.full[n] = bool(part.all())
-        return None if self.full[n] else part.to(self.kwargs["device"])
+        return None if self.full[n] else self.here(part)
 
     def hides(self, session: Session) -> bool:
         """Whether it says other things of earlier tokens than the masks before it; on a GPU the host does not look."""
@@ -173,7 +177,7 @@ class LazyMask:
         part: Tensor = ~padding[:, :before].bool()
         if -1 not in self.full:
             self.full[-1] = not bool(part.any())
-        return None if self.full[-1] else part.to(self.kwargs["device"])
+        return None if self.full[-1] else self.here(part)
 
 
 def engine_attention(
@@ -228,17 +232,10 @@ def attend(
             "configuration of one that is, or a copy: give it its own, or call model.set_attn_implementation('sdpa') on "
             "it. Or it does not pass its arguments on to the attention function, and cannot be patched"
         )
-    own = kvengine.layer
-    layer: Any = own
-    if own is None or own.incoming is None:  # a module may take several turns in a pass, and a layer for each
-        layer = getattr(key, "_kv_layer", gone)() or own or kvengine.beside
+    own, asked = kvengine.layer, query.device
+    layer = answering(module, kvengine, key)
     # A later layer reads what that one took under the same mask, as does a window held still.
-    reads, asked = own is None or layer.incoming is None, query.device
-    if own is not None and reads and layer is own:
-        raise ModelError(
-            f"{type(module).__name__} attends to keys that it has not given to its layer of the cache, so the engine cannot tell "
-            "which tokens it is to read. It cannot enter this model: call kvengine.unpatch(model)"
-        )
+    reads = own is None or layer.incoming is None
     if layer is not None and reads and layer.where != asked:  # of a model that is split over several devices
         query = query.to(layer.where)
     if isinstance(attention_mask, LazyMask):
@@ -275,6 +272,20 @@ def attend(
         layer.cache.hide(hidden)
     valid = attention_mask.valid(query.shape[2])
     return layer.attend(query, call, valid, stock).contiguous(), None
+
+
+def answering(module: nn.Module, seam: Seam, key: Tensor) -> Any:
+    """The layer that took these keys, or whose keys the module reads; None where it is transformers' own."""
+    own = seam.layer
+    if own is not None and own.incoming is not None:
+        return own
+    found = getattr(key, "_kv_layer", gone)() or seam.beside  # a module may take turns in a pass, and a layer for each
+    if own is not None and (found is None or found is own):
+        raise ModelError(
+            f"{type(module).__name__} attends to keys that it has not given to its layer of the cache, so the engine cannot tell "
+            "which tokens it is to read. It cannot enter this model: call kvengine.unpatch(model)"
+        )
+    return found
 
 
 def gone() -> None:

@@ -12,7 +12,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvengine.beside import Beside
 from kvengine.joint import join
+from kvengine.kernels.step import Ends
 from kvengine.offload.placement import Site
 from kvengine.padding import Padded, over
 from kvengine.pages import Pages
@@ -76,6 +78,8 @@ class Holding(Padded):
         self.saliency: Saliency | None = None  # of this prompt's tokens, for a representation that asks
         self.judged: int | Tensor = 0  # tokens at the end of the last prompt; [row, 1] where rows differ
         self.units: Tensor | None = None  # what the last query read; None: everything
+        self.known: tuple[Tensor, Tensor, Ends] | None = None  # `Lane.ends`, and what it was made from
+        self.beside = Beside()
         self.saw: Tensor | None = None  # the positions of that, where some of it has been sealed since
 
     def everything(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -29,6 +29,7 @@ from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.span_attention import Band, band_spans, causal_spans, span_attention
 from kvengine.kernels.state import State
+from kvengine.kernels.step import Ends
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.retention import Retention, Seen
@@ -163,6 +164,10 @@ class Lane(Evidence):
         steps: Steps | None = None,
     ) -> Float[Tensor, "row group query dim_v"]:
         """Take tokens as decoding does, in as large steps as give the same result, which are added to `steps`."""
+        if q.shape[2] == 1 and valid is None and steps is None and call.softcap is None and call.sinks is None:
+            one = self.quick(q.contiguous(), k.contiguous(), v.contiguous(), call.scale)
+            if one is not None:
+                return one.transpose(1, 2)
         out, i = [], 0
         self.since = self.seen
         self.looked = looked or valid is None or q.shape[2] > 1 or not valid.is_cuda
@@ -174,20 +179,52 @@ class Lane(Evidence):
             i += m
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
-    def quick(
-        self,
-        q: Float[Tensor, "seq q_head 1 dim"],
-        k: Float[Tensor, "seq head 1 dim"],
-        v: Float[Tensor, "seq head 1 dim_v"],
-        scale: float,
-    ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
-        """`take` for one token of a lane that holds all heads and is `plain`, in one call; None if that cannot be."""
-        out = None if self.marks else self.tail.step(q, k, v, self.seen, scale)
+    def quick(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
+        """`take` for one token of a lane that is `plain` or `rolls`, in one call; None if that cannot be.
+
+        Heads may be rows, or there may be several in a row, [seq, head, 1, dim].
+        """
+        if self.reads:
+            return self.quick_paged(q, k, v, Call(scale))
+        if self.marks or not (self.plain or (self.rolls and not self.session.recording)):
+            return None
+        full = not self.plain and self.limit is not None and len(self.tail) > self.limit
+        out = self.tail.step(q, k, v, self.seen, scale, full, None if self.plain else self.ends())
         if out is not None:
+            self.whole &= self.plain
             self.since = self.seen
             self.seen += 1
             self.lengths = [(n + 1, rows) for n, rows in self.lengths]
         return out
+
+    def quick_paged(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        """`quick` for a lane that `reads` pages too; [row, group, 1, dim]. It may seal some of its tail then."""
+        pages, tail = self.pages, self.tail
+        if self.marks or self.session.recording or self.beside.refused or pages is None or not len(pages):
+            return None
+        if len(self.lengths) > 1 or not tail.takes(q, k, v):
+            return None
+        before, self.since = self.lengths, self.seen
+        self.seen, self.lengths = self.seen + 1, [(n + 1, rows) for n, rows in before]
+        self.units, self.saw = self.select(pages, q, call), None
+        pages.coarse = self.session.coarse
+        far = self.beside.reading(pages, self.units, k.shape[-1], v.shape[-1])
+        out = None if far is None else tail.step(q, k, v, self.since, call.scale, far=far)
+        if out is None:
+            self.seen, self.lengths = self.since, before
+            return None
+        if self.weighs:
+            self.weigh(q, None, call)
+        self.seal()
+        return out
+
+    def ends(self) -> Ends:
+        """Of each row, which first and how many newest tokens the retention keeps, if it `rolls`."""
+        known, (first, recent) = self.known, self.retention.ends or (0, 0)
+        if known is None or known[0] is not self.first or known[1] is not self.prompt_length:
+            found = (self.first + first).contiguous(), tokens_by_row(recent, self.prompt_length).long().contiguous()
+            known = self.known = self.first, self.prompt_length, found
+        return known[2]
 
     def stride(self) -> int:
         """Tokens that may be taken together: up to the next one after which something changes."""
@@ -297,7 +334,7 @@ class Lane(Evidence):
         self.units, self.saw = self.select(pages, q, call), None
         pages.coarse = self.session.coarse
         shift = self.shift()
-        fields = pages.readable() if shift is None else None
+        fields = pages.readable(self.units) if shift is None else None
         if fields is not None:
             return partial(
                 paged_attention, q, fields, pages.table, pages.position, page=pages.page, scale=call.scale,
@@ -305,7 +342,9 @@ class Lane(Evidence):
                 dim_v=self.tail.v.shape[-1], softcap=call.softcap, want_probs=mass,
             )  # fmt: skip
         unit = None if self.units is None else self.stack.selection.unit
-        stored = None if pages.joint is None or shift is not None or call.softcap is not None else pages.pool.resident()
+        stored = (
+            None if pages.joint is None or shift is not None or call.softcap is not None else pages.resident(self.units)
+        )
         factors = None if stored is None or pages.joint is None else pages.joint.factors(stored["v"], q)
         if factors is not None and stored is not None and pages.joint is not None:
             u, basis, frequency = factors

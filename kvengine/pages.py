@@ -258,8 +258,7 @@ class Pages(User):
 
     def reserve(self, more: int) -> None:
         """Room for `more` columns, an eighth more than asked if there is none."""
-        need = self.columns + more
-        if need <= self._table.shape[1]:
+        if (need := self.columns + more) <= self._table.shape[1]:
             return
         columns = need + (need // 8 if self.columns else 1)
         self._table = wider(self._table, columns, -1)
@@ -287,8 +286,7 @@ class Pages(User):
         table = self.table.masked_fill(empty, -1)
         used = (table >= 0).any(0).nonzero()[:, 0]
         self._table = wider(table, self._table.shape[1], -1)
-        gone = self.columns - len(used)
-        if gone:
+        if gone := self.columns - len(used):
             self.columns = len(used)
             per = self.page // self.selection.unit
             pick = lambda x, n: x.unflatten(1, (-1, n))[:, used].flatten(1, 2)  # noqa: E731
@@ -301,12 +299,15 @@ class Pages(User):
             self.filled, self.even = torch.full_like(self.filled, self.columns), True
         return gone * self.page
 
-    def readable(self) -> dict[str, Tensor] | None:
-        """The pool's fields, if a kernel can read them where they are."""
+    def readable(self, units: Tensor | None) -> dict[str, Tensor] | None:
+        """The pool's fields, if a kernel can read these units (None: all) where they are."""
         if not self.codec or self.joint is not None or (self.codec in HOST_ONLY and self.filled.is_cuda):
             return None
-        found = self.pool.resident()
+        found = self.resident(units)
         return None if found is None else self.whole(found)
+
+    def resident(self, units: Tensor | None) -> dict[str, Tensor] | None:
+        return self.pool.resident(self.table, units, self.page // self.selection.unit)
 
     def whole(self, fields: dict[str, Tensor]) -> dict[str, Tensor]:
         """These fields, and what is a part of them."""

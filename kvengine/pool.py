@@ -114,15 +114,19 @@ class Pool:
         begun = [shelf.start(at, without) for shelf in self.shelves]
         return lambda: {name: x for finish in begun for name, x in finish().items()}
 
-    def resident(self) -> dict[str, Tensor] | None:
-        """All fields on the compute device, if all are there."""
+    def resident(self, table: Tensor, units: Tensor | None, per: int) -> dict[str, Tensor] | None:
+        """All fields, if all are within reach of the compute device; about to be read are these units, `per` to a page, or
+        all pages of the table."""
+        whole = units is None or self.per != per
+        asked = table if units is None else units
+        pieces = asked.numel() * (self.per if whole else 1)
         found: dict[str, Tensor] = {}
         for shelf in self.shelves:
-            fields = shelf.resident()
+            fields = shelf.resident(pieces)
             if fields is None:
                 return None
             found |= fields
-        return found
+        return self.joined(found)
 
     def nbytes(self) -> dict[str, dict[str, int]]:
         """Bytes held, by tier and field."""

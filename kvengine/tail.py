@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine.kernels.step import Slots, ready
+from kvengine.kernels.step import Ends, Slots, ready
 from kvengine.tokens import moved, take
 
 GROWTH = 8  # slots: the least that a tail grows by
@@ -145,23 +145,43 @@ class Tail:
         v: Float[Tensor, "seq head 1 dim_v"],
         at: int,
         scale: float,
+        fill: bool = False,
+        ends: Ends | None = None,
+        far: int | None = None,
     ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
         """Append a token of position `at` and attend from it to all that is held, in one call of the C kernels.
 
-        None, with nothing appended, where they cannot; scores are not set.
+        `fill`: put it into a free slot instead, as `fill` does. `ends`: then drop the tokens between the row's first ones,
+        those before that position, and so many of the newest. `far`: pages to read too, see `Slots.step`. None, with
+        nothing done, where they cannot.
         """
-        if self.scored:
+        if ends is not None and (self.scored or self.shared or not self.placed):
             return None
-        if self.end == self.k.shape[1]:
+        if self.end == self.k.shape[1] and not fill:
             self.reserve(1)
+        slots = self.slots()
+        if slots is None:
+            return None
+        out = slots.step(q, k, v, self.start, self.end, at, not self.clean, scale, fill, ends, far)
+        if out is not None:
+            if self.scored:
+                self.score[:, self.end] = 0
+            self.end += not fill
+            self.next += 1
+            self.clean &= ends is None
+        return out
+
+    def slots(self) -> Slots | None:
+        """The slots, described to the C kernels; None if they cannot serve them."""
         slots, position = self.ready, self._position if self.placed else None
         if slots is None or slots.keys is not self.k or slots.values is not self.v or slots.position is not position:
             slots = self.ready = ready(self.k, self.v, position)
-        out = None if slots is None else slots.step(q, k, v, self.start, self.end, at, not self.clean, scale)
-        if out is not None:
-            self.end += 1
-            self.next += 1
-        return out
+        return slots
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether `step` can take this token."""
+        slots = self.slots()
+        return slots is not None and slots.takes(q, k, v)
 
     def fill(
         self, k: Float[Tensor, "row 1 dim"], v: Float[Tensor, "row 1 dim_v"], position: Int[Tensor, "row 1"]

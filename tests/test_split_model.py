@@ -65,7 +65,9 @@ def split(model: Any, first: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("text", STACKS)
-@pytest.mark.parametrize("first", [False, True], ids=["the last layer", "the first layer"])
+@pytest.mark.parametrize(
+    "first", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["the last layer", "the first layer"]
+)
 def test_text(text: str, first: bool, device: Device) -> None:
     model, batch = llama(), prompts(2)
     with kvengine.patched(model, text):
@@ -124,7 +126,8 @@ def test_speculation(draft: str | None, middle: str | None, device: Device) -> N
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.9, "seed": 3, "coupled": True}]
 )
-@pytest.mark.parametrize("more", [{}, {"middle": "quest(budget=24, page=4)"}, {"widths": (2, 2)}])
+@pytest.mark.parametrize("more", [{}, pytest.param({"middle": "quest(budget=24, page=4)"}, marks=pytest.mark.slow),
+                                  {"widths": (2, 2)}])  # fmt: skip
 def test_a_draft_model_on_another_device(
     more: dict[str, Any], options: dict[str, Any], draft_there: bool, device: Device
 ) -> None:

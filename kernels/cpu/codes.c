@@ -3,6 +3,7 @@
    A line is up to 64 bytes of one token: 16 words of 32 bits. Field j of every word, shifted under the exponent of 1,
    makes a register of 1 + code / 2^bits; so the channels stand in an order of their own (`channel_of`), in which
    queries and results are kept meanwhile. A token of fewer than 16 words is repeated, and each copy gives other fields.
+   Nibbles that refine nibbles make bytes with these first, of even channels in the first 8 words and of odd ones behind.
    Scales do not touch the codes: those of keys go into the queries, once for a group of tokens, and those of values
    into the weights. Zeros, and the 1, are a term of their own. */
 #include "codes.h"
@@ -13,7 +14,11 @@ typedef struct {
   int fields;
 } Shape;
 
+/* Whether nibbles refine the codes; those of a mixed page's other tokens do not. */
+INLINE int refined(const Field *f) { return f->low && f->layout != MIXED; }
+
 static Shape shape_of(const Field *f) {
+  if (refined(f)) return (Shape){.lines = f->dim / 64, .words = 16, .copies = 1, .fields = 4};
   const int64_t all = f->dim * f->bits / 32, words = all < 16 ? all : 16;
   Shape s = {.lines = words ? all / words : 0, .words = words, .copies = words ? 16 / words : 0};
   s.fields = words ? (int)(32 / f->bits / s.copies) : 0;
@@ -21,6 +26,7 @@ static Shape shape_of(const Field *f) {
 }
 
 INLINE int64_t channel_of(const Field *f, const Shape *s, int64_t line, int64_t lane, int64_t field) {
+  if (refined(f)) return line * 64 + lane % 8 * 8 + 2 * field + lane / 8;
   return (line * s->words + lane % s->words) * (32 / f->bits) + lane / s->words * s->fields + field;
 }
 
@@ -28,6 +34,7 @@ INLINE int64_t channel_of(const Field *f, const Shape *s, int64_t line, int64_t 
 int codes_lie(const Field *f, int64_t dim, int64_t rows) {
   if ((f->layout != PER_CHANNEL && f->layout != PER_TOKEN) || f->dim != dim || rows > CODED_QUERIES) return 0;
   if (f->bits == 1 || f->dim % 64) return 0;
+  if (refined(f)) return f->bits == 4 && (f->layout == PER_CHANNEL || (f->group % 8 == 0 && f->dim / f->group <= LANES));
   const Shape s = shape_of(f);
   if (s.words * s.copies != 16 || s.lines * s.words * 32 != f->dim * f->bits) return 0;
   if (s.fields != 4 && s.fields != 8) return 0;
@@ -41,7 +48,7 @@ void sort_channels(const Field *f, const float *x, int64_t rows, float *out) {
       for (int lane = 0; lane < LANES; lane++) {
         const float *from = x + channel_of(f, &s, line, lane, 0);
         float *to = out + line * s.fields * LANES + lane;
-        for (int j = 0; j < s.fields; j++) to[j * LANES] = from[j];
+        for (int j = 0; j < s.fields; j++) to[j * LANES] = from[refined(f) ? 2 * j : j];
       }
 }
 
@@ -67,17 +74,31 @@ INLINE vu line_of(const uint8_t *p, int bits, int fields) {
   return words >> (lane / (uint32_t)(16 / copies) * (uint32_t)(bits * fields));
 }
 
-INLINE vu placed(vu words, int field, int bits, int below) {
-  const int up = 23 - below - bits * (field + 1); /* to `below` bits under the top of the mantissa */
-  return (up >= 0 ? words << up : words >> -up) & (((1u << bits) - 1) << (23 - below - bits));
+INLINE vu placed(vu words, int field, int bits) {
+  const int up = 23 - bits * (field + 1); /* to the top of the mantissa */
+  return (up >= 0 ? words << up : words >> -up) & (((1u << bits) - 1) << (23 - bits));
 }
 
-/* 1 + code / 2^bits; with the nibbles that refine it, 1 + (16 code + low) / 256 */
-INLINE vf fraction(vu words, vu rest, int field, int bits, int fine) {
-  vu x = placed(words, field, bits, 0) | 0x3f800000u;
-  if (fine) x |= placed(rest, field, bits, bits);
-  return (vf)x;
+/* The bytes 16 code + low of 64 channels, from their nibbles. */
+INLINE vu bytes_of(const uint8_t *code, const uint8_t *low) {
+  const vu first = {4, 4, 4, 4, 4, 4, 4, 4}, then = 4 - first;
+#if defined(__AVX512F__)
+  const vu a = (vu)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)code));
+  const vu b = (vu)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)low));
+#else
+  vu a, b;
+  for (int i = 0; i < 2; i++) memcpy((char *)&a + 32 * i, code, 32), memcpy((char *)&b + 32 * i, low, 32);
+#endif
+  return ((a << first) & 0xf0f0f0f0u) | ((b >> then) & 0x0f0f0f0fu);
 }
+
+/* The words of a line of codes of `bits`, or of bytes that two nibbles make. */
+INLINE vu read_line(const uint8_t *code, const uint8_t *low, int64_t line, int bits, int fields, int fine) {
+  return fine ? bytes_of(code + line * 32, low + line * 32) : line_of(code + line * 64, bits, fields);
+}
+
+/* 1 + code / 2^bits */
+INLINE vf fraction(vu words, int field, int bits) { return (vf)(placed(words, field, bits) | 0x3f800000u); }
 
 /* What a fraction f of a value code * scale + zero means: f * steps * scale + zero - under * scale. */
 INLINE float steps_of(const Field *f) { return (float)(1 << f->bits); }
@@ -90,15 +111,14 @@ INLINE void dots_as(const KeyGroup *g, int64_t rows, int64_t dim, const uint8_t 
     vf s[16] = {{0}};
     for (int64_t line = 0; line < lines; line++) {
       const float *a = g->q + n * dim + line * fields * LANES;
-      vu words[4], rest[4];
-      for (int j = 0; j < 4; j++) words[j] = line_of(at[j] + line * 64, bits, fields);
-      for (int j = 0; j < 4; j++) rest[j] = fine ? line_of(fine_at[j] + line * 64, bits, fields) : words[j];
+      vu words[4];
+      for (int j = 0; j < 4; j++) words[j] = read_line(at[j], fine_at[j], line, bits, fields, fine);
 #pragma GCC unroll 8
       for (int field = 0; field < fields; field++) {
         vf k[4];
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
-          k[j] = fraction(words[j], rest[j], field, bits, fine);
+          k[j] = fraction(words[j], field, bits);
           KEEP(k[j]);
         }
 #pragma GCC unroll 4
@@ -131,7 +151,8 @@ INLINE void weigh_as(const Values *x, const float *p, int64_t rows, int64_t dim,
     vi of; /* the group of a lane's channels */
     for (int lane = 0; lane < LANES; lane++) {
       const int words = 16 * fields * bits / 32;
-      of[lane] = (int32_t)(((line * words + lane % words) * (32 / bits) + lane / words * fields) / group);
+      const int64_t from = fine ? line * 64 + lane % 8 * 8 : (line * words + lane % words) * (32 / bits) + lane / words * fields;
+      of[lane] = (int32_t)(from / group);
     }
     for (int64_t n = 0; n < rows; n += 4) {
       const float *w = p + n * TILE;
@@ -147,8 +168,7 @@ INLINE void weigh_as(const Values *x, const float *p, int64_t rows, int64_t dim,
         for (int i = 0; i < 4; i++)
           for (int j = 0; j < 4; j++) s[i][j] = load(to + i * dim + j * LANES) + add[i];
         for (int t = 0; t < count; t++) {
-          vu words = line_of(x->at[t] + line * 64, bits, fields), rest = words;
-          if (fine) rest = line_of(x->fine_at[t] + line * 64, bits, fields);
+          vu words = read_line(x->at[t], x->fine_at[t], line, bits, fields, fine);
           vf scale = spread(load(x->scale + t * groups), of), weight[4];
 #pragma GCC unroll 4
           for (int i = 0; i < 4; i++) {
@@ -157,7 +177,7 @@ INLINE void weigh_as(const Values *x, const float *p, int64_t rows, int64_t dim,
           }
 #pragma GCC unroll 4
           for (int j = 0; j < 4; j++) {
-            vf value = fraction(words, rest, first + j, bits, fine);
+            vf value = fraction(words, first + j, bits);
             KEEP(value);
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) s[i][j] += value * weight[i];
@@ -174,10 +194,10 @@ INLINE void weigh_as(const Values *x, const float *p, int64_t rows, int64_t dim,
   static void name##_##bits##_##fields##_##fine(ARGUMENTS) { name##_as(PASSED, bits, fields, fine); }
 #define SPECIALISE(name)                                                                        \
   CALL(name, 2, 4, 0) CALL(name, 2, 8, 0) CALL(name, 4, 4, 0) CALL(name, 4, 8, 0)               \
-  CALL(name, 8, 4, 0) CALL(name, 4, 4, 1) CALL(name, 4, 8, 1)                                   \
+  CALL(name, 8, 4, 0) CALL(name, 8, 4, 1)                                                       \
   static void name(const Field *f, ARGUMENTS) {                                                 \
     const int wide = shape_of(f).fields == 8;                                                   \
-    if (f->low) (wide ? name##_4_8_1 : name##_4_4_1)(PASSED);                                   \
+    if (f->low) name##_8_4_1(PASSED);                                                           \
     else if (f->bits == 2) (wide ? name##_2_8_0 : name##_2_4_0)(PASSED);                        \
     else if (f->bits == 4) (wide ? name##_4_8_0 : name##_4_4_0)(PASSED);                        \
     else name##_8_4_0(PASSED);                                                                  \
@@ -266,6 +286,7 @@ void weigh_codes(const Field *f, const float *p, int64_t rows, const Tokens *tok
 int mixed_lie(const Field *f, int64_t dim, int64_t rows) {
   Field four = *f;
   four.layout = PER_CHANNEL;
+  four.low = NULL;
   return f->layout == MIXED && f->bits == 4 && f->low_bits == 2 && dim % 128 == 0 && codes_lie(&four, dim, rows);
 }
 

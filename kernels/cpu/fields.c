@@ -186,42 +186,73 @@ INLINE void turn(vf x, vf *sine, vf *cosine) {
 
 #define ROWS 8
 
+/* U @ basis for ROWS tokens: the registers of channels from `d` on and, if `two`, from `e` on, by which each u serves both. */
+INLINE void rebuild(const float *const *u, const float *basis, int64_t rank, int64_t dim, int64_t d, int64_t e, int two,
+                    vf *one, vf *other) {
+  vf a[ROWS] = {{0}}, b[ROWS] = {{0}};
+  for (int64_t r = 0; r < rank; r++) {
+    const vf x = load(basis + r * dim + d), y = two ? load(basis + r * dim + e) : x;
+#pragma GCC unroll 8
+    for (int j = 0; j < ROWS; j++) {
+      a[j] += x * u[j][r];
+      if (two) b[j] += y * u[j][r];
+    }
+  }
+  for (int j = 0; j < ROWS; j++) one[j] = a[j], other[j] = b[j];
+}
+
+/* Turn a key whose halves are no whole registers. */
+static void turn_key(const float *frequency, int64_t half, float place, float factor, float *key) {
+  float sine[256 + LANES], cosine[256 + LANES];
+  for (int64_t d = 0; d < half; d += LANES) {
+    vf s, c;
+    turn(place * load(frequency + d), &s, &c);
+    store(sine + d, s * factor);
+    store(cosine + d, c * factor);
+  }
+  for (int64_t d = 0; d < half; d++) {
+    float a = key[d], b = key[d + half];
+    key[d] = a * cosine[d] - b * sine[d];
+    key[d + half] = b * cosine[d] + a * sine[d];
+  }
+}
+
 /* Keys U[place] @ basis, turned at their places. Here `data` is U [sequence, place, rank], `group` the rows of a
    sequence, `token_stride` the rank, `scale` the basis [row, rank, dim], `zero` the `bits` frequencies, all floats. */
 static void read_lowrank(const Field *f, int64_t row, const int64_t *place, int count, float *tile, int64_t stride) {
-  const int64_t rank = f->token_stride, dim = f->dim, half = f->bits;
+  const int64_t rank = f->token_stride, dim = f->dim, half = f->bits, first = row / f->group * f->row_stride;
+  const int64_t paired = half % LANES ? 0 : half; /* channels whose partners are in a register of their own */
   const float *basis = (const float *)f->scale + row * rank * dim;
-  float u[ROWS][1024 + LANES];
+  const float factor = (float)f->factor;
+  float wide[f->dtype == F32 ? 1 : ROWS * (rank + LANES)], frequency[256 + LANES] = {0};
+  memcpy(frequency, f->zero, half * sizeof(float));
   for (int i = 0; i < count; i += ROWS) {
     const int n = count - i < ROWS ? count - i : ROWS;
-    memset(u, 0, sizeof u);
-    for (int j = 0; j < n; j++)
-      widen(f->data, row / f->group * f->row_stride + place[i + j] * rank, rank, f->dtype, u[j]);
-    for (int64_t d = 0; d < dim; d += LANES) {
-      vf sum[ROWS] = {{0}};
-      for (int64_t r = 0; r < rank; r++) {
-        vf b = load(basis + r * dim + d);
-#pragma GCC unroll 8
-        for (int j = 0; j < ROWS; j++) sum[j] += b * u[j][r];
+    const float *u[ROWS];
+    vf a[ROWS], b[ROWS];
+    for (int j = 0; j < n; j++) {
+      const int64_t at = first + place[i + j] * rank;
+      u[j] = f->dtype == F32 ? (const float *)f->data + at : wide + j * (rank + LANES);
+      if (f->dtype != F32) widen(f->data, at, rank, f->dtype, wide + j * (rank + LANES));
+    }
+    for (int j = n; j < ROWS; j++) u[j] = u[0];
+    float *keys = tile + i * stride;
+    for (int64_t d = 0; d < paired; d += LANES) {
+      rebuild(u, basis, rank, dim, d, d + half, 1, a, b);
+      for (int j = 0; j < n; j++) {
+        vf s, c;
+        turn((float)place[i + j] * load(frequency + d), &s, &c);
+        s *= factor;
+        c *= factor;
+        store(keys + j * stride + d, a[j] * c - b[j] * s);
+        store(keys + j * stride + d + half, b[j] * c + a[j] * s);
       }
-      for (int j = 0; j < n; j++) store(tile + (i + j) * stride + d, sum[j]);
     }
-  }
-  float frequency[256 + LANES] = {0}, sine[256 + LANES], cosine[256 + LANES];
-  memcpy(frequency, f->zero, half * sizeof(float));
-  for (int i = 0; i < count; i++) {
-    float *key = tile + i * stride;
-    for (int64_t d = 0; d < half; d += LANES) {
-      vf s, c;
-      turn((float)place[i] * load(frequency + d), &s, &c);
-      store(sine + d, s * (float)f->factor);
-      store(cosine + d, c * (float)f->factor);
+    for (int64_t d = 2 * paired; d < dim; d += LANES) {
+      rebuild(u, basis, rank, dim, d, d, 0, a, b);
+      for (int j = 0; j < n; j++) store(keys + j * stride + d, a[j]);
     }
-    for (int64_t d = 0; d < half; d++) {
-      float a = key[d], b = key[d + half];
-      key[d] = a * cosine[d] - b * sine[d];
-      key[d + half] = b * cosine[d] + a * sine[d];
-    }
+    for (int j = 0; j < n && !paired; j++) turn_key(frequency, half, (float)place[i + j], factor, keys + j * stride);
   }
 }
 

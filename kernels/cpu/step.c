@@ -1,4 +1,4 @@
-/* A decode step in one call: store the token, attend. */
+/* A decode step in one call: store the token, attend to the tail and, where there are some, to sealed pages. */
 #include <stdlib.h>
 #include "attention.h"
 
@@ -10,50 +10,86 @@ static uint16_t to_bf16(float x) {
 }
 
 typedef struct {
-  int64_t rows, group, dim, dim_v, dtype, slots, start, end, at, holes, threads;
+  int64_t rows, group, dim, dim_v, dtype, slots, start, end, at, holes, threads, fill;
   float scale;
   const char *q, *k, *v;
   char *keys, *values;
   int32_t *position;
   char *out;
+  const int64_t *first, *recent; /* [row] or NULL */
+  const Attention *far;          /* sealed pages: their fields and columns; the rest is filled in here. Or NULL */
 } Step;
 
-/* One decoded token: its key, value and position go into slot `end` of every row, and its query attends to the slots
-   from `start` on. q [row, group, dim], k [row, dim], v [row, dim_v] and out [row, group, dim_v] are contiguous; keys,
-   values and position (NULL: nobody keeps them) have `slots` slots per row. Where `holes`, slots of position -1 are not
-   seen. Returns 0, or 1 if memory for the buffers cannot be had. */
+void kv_merge(const float *out_a, const float *lse_a, const float *out_b, const float *lse_b, int64_t rows, int64_t dim,
+              float *out, float *lse);
+
+/* Threads, and pieces of a row, as in call.py. */
+static void share_work(Attention *a, int64_t threads) {
+  const int64_t most = a->rows * a->columns * (a->k.dim + a->v.dim) / 32768, pieces = a->columns / 512;
+  a->threads = threads < most ? threads : most > 1 ? most : 1;
+  const int64_t splits = (4 * a->threads + a->rows - 1) / a->rows;
+  a->splits = splits < pieces ? splits : pieces > 1 ? pieces : 1;
+}
+
+/* The row's first slot without a token, from `start` on; `end` if there is none. */
+static int64_t free_slot(const Step *s, int64_t row) {
+  int64_t slot = s->start;
+  while (slot < s->end && s->position[row * s->slots + slot] >= 0) slot++;
+  return slot;
+}
+
+/* One decoded token: its key, value and position go into slot `end` of every row, or into one that is free if `fill`,
+   and its query attends to the slots from `start` on. q [row, group, dim], k [row, dim], v [row, dim_v] and out [row,
+   group, dim_v] are contiguous; keys, values and position (NULL: nobody keeps them) have `slots` slots per row. Where
+   `holes`, slots of position -1 are not seen. With `first` and `recent`, only tokens at positions below the one and the
+   newest so many stay then. Returns 0; 1 if memory for the buffers cannot be had; 2, with nothing done, if a row has no
+   free slot. */
 int kv_step(const Step *s) {
   const int64_t rows = s->rows, dim = s->dim, dim_v = s->dim_v, dtype = s->dtype, slots = s->slots, start = s->start;
-  const int64_t end = s->end, holes = s->holes;
-  int64_t threads = s->threads;
-  const int64_t size = dtype == F32 ? 4 : 2, columns = end + 1 - start, heads = s->group, padded = (heads + 3) / 4 * 4;
+  const int64_t end = s->end;
+  int64_t holes = 0;
+  const int64_t size = dtype == F32 ? 4 : 2, columns = end - start + !s->fill, heads = s->group;
+  const int64_t padded = (heads + 3) / 4 * 4;
   const int64_t wide = (dim + LANES - 1) / LANES * LANES, wide_v = (dim_v + LANES - 1) / LANES * LANES;
-  const int direct = dtype == F32 && wide_v == dim_v;
+  const int direct = dtype == F32 && wide_v == dim_v, parts = s->far ? 2 : 1;
+  for (int64_t r = 0; s->fill && r < rows; r++)
+    if (free_slot(s, r) == end) return 2;
   for (int64_t r = 0; r < rows; r++) {
-    memcpy(s->keys + (r * slots + end) * dim * size, s->k + r * dim * size, dim * size);
-    memcpy(s->values + (r * slots + end) * dim_v * size, s->v + r * dim_v * size, dim_v * size);
-    if (s->position) s->position[r * slots + end] = (int32_t)s->at;
+    const int64_t to = s->fill ? free_slot(s, r) : end;
+    memcpy(s->keys + (r * slots + to) * dim * size, s->k + r * dim * size, dim * size);
+    memcpy(s->values + (r * slots + to) * dim_v * size, s->v + r * dim_v * size, dim_v * size);
+    if (s->position) s->position[r * slots + to] = (int32_t)s->at;
   }
-  const int64_t most = rows * columns * (dim + dim_v) / 32768, pieces = columns / 512;
-  if (threads > most) threads = most > 1 ? most : 1;
-  int64_t splits = (4 * threads + rows - 1) / rows;
-  if (splits > pieces) splits = pieces > 1 ? pieces : 1;
-  float *scaled = calloc(rows * padded * wide + rows * heads * (wide_v + 1) + (holes ? rows * columns / 4 + 1 : 0), 4);
+  for (int64_t r = 0; s->holes && r < rows; r++) { /* there may be none left */
+    int32_t dead = 0;
+    for (int64_t c = 0; c < columns; c++) dead |= s->position[r * slots + start + c];
+    holes |= dead < 0;
+  }
+  const int64_t results = rows * heads * (wide_v + 1);
+  float *scaled = calloc(rows * padded * wide + parts * results + (holes ? rows * columns / 4 + 1 : 0), 4);
   if (!scaled) return 1;
   float *found = scaled + rows * padded * wide, *lse = found + rows * heads * wide_v;
-  uint8_t *visible = (uint8_t *)(lse + rows * heads);
+  uint8_t *visible = (uint8_t *)(found + parts * results);
   kv_queries(s->q, dtype, rows, heads, heads * dim, dim, dim, padded, wide, 0, s->scale, scaled);
   for (int64_t r = 0; holes && r < rows; r++)
     for (int64_t c = 0; c < columns; c++) visible[r * columns + c] = s->position[r * slots + start + c] >= 0;
   Attention a = {.rows = rows, .heads = heads, .padded = padded, .queries = 1, .dim = wide, .dim_v = wide_v,
-                 .columns = columns, .splits = splits, .threads = threads, .q = scaled,
-                 .out = direct ? (float *)s->out : found, .lse = lse};
+                 .columns = columns, .q = scaled, .out = direct && !s->far ? (float *)s->out : found, .lse = lse};
   a.k = (Field){.layout = DENSE, .dim = dim, .dtype = dtype, .row_stride = slots * dim, .token_stride = dim,
                 .data = s->keys + start * dim * size};
   a.v = (Field){.layout = DENSE, .dim = dim_v, .dtype = dtype, .row_stride = slots * dim_v, .token_stride = dim_v,
                 .data = s->values + start * dim_v * size};
   if (holes) a.visible = visible, a.visible_row = columns, a.visible_column = 1;
+  share_work(&a, s->threads);
   int failed = kv_attention(&a);
+  if (s->far && !failed) {
+    Attention far = *s->far;
+    far.rows = rows, far.heads = heads, far.padded = padded, far.queries = 1, far.dim = wide, far.dim_v = wide_v;
+    far.q = scaled, far.out = found + results, far.lse = far.out + rows * heads * wide_v;
+    share_work(&far, s->threads);
+    failed = kv_attention(&far);
+    if (!failed) kv_merge(far.out, far.lse, found, lse, rows * heads, wide_v, direct ? (float *)s->out : found, lse);
+  }
   for (int64_t i = 0; !direct && !failed && i < rows * heads; i++)
     for (int64_t d = 0; d < dim_v; d++) {
       float x = found[i * wide_v + d];
@@ -61,5 +97,10 @@ int kv_step(const Step *s) {
       else ((uint16_t *)s->out)[i * dim_v + d] = to_bf16(x);
     }
   free(scaled);
+  for (int64_t r = 0; s->first && !failed && r < rows; r++) {
+    int32_t *position = s->position + r * slots + start;
+    const int32_t from = (int32_t)s->first[r], to = (int32_t)(s->at - s->recent[r]);
+    for (int64_t c = 0; c < columns; c++) position[c] = position[c] >= from && position[c] <= to ? -1 : position[c];
+  }
   return failed;
 }

@@ -30,15 +30,24 @@ int tiles_fit(const Field *f, int64_t dim, int64_t rows) {
   if (f->layout == MIXED)
     return f->bits == 4 && f->low_bits == 2 && f->dim == dim && dim % 32 == 0 && rows <= CODED_QUERIES && matrix_allowed();
   if ((f->layout != PER_CHANNEL && f->layout != PER_TOKEN) || (f->bits != 2 && f->bits != 4 && f->bits != 8)) return 0;
-  if (f->low) return 0;
   if (f->dim != dim || dim % 32 || rows > CODED_QUERIES) return 0;
   if (f->layout == PER_TOKEN && (f->group % 32 || groups & (groups - 1))) return 0;
   return matrix_allowed();
 }
 
-/* What a number f counts: a fraction's steps and the 1 before it, or the code itself. */
-INLINE float steps_of(const Field *f) { return f->bits == 8 ? 1 : (float)(1 << f->bits); }
-INLINE float one_of(const Field *f) { return f->bits == 8 ? 0 : 1; }
+/* What a number f counts: a fraction's steps and the 1 before it, or the code itself; of two nibbles their byte, which
+   stands for 8 less. */
+INLINE float steps_of(const Field *f) { return f->low ? 1.0f / 16 : f->bits == 8 ? 1 : (float)(1 << f->bits); }
+INLINE float one_of(const Field *f) { return f->low ? 8 : f->bits == 8 ? 0 : 1; }
+
+/* Bytes of 32 channels from their nibbles, the even ones first. */
+INLINE Line nibbles(const uint8_t *code, const uint8_t *low) {
+  const __m512i high = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)code));
+  const __m512i rest = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)low)), mask = _mm512_set1_epi32(15);
+  const __m512i even = _mm512_or_si512(_mm512_slli_epi32(_mm512_and_si512(high, mask), 4), _mm512_and_si512(rest, mask));
+  const __m512i odd = _mm512_or_si512(_mm512_andnot_si512(mask, high), _mm512_srli_epi32(rest, 4));
+  return (Line)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(odd), _mm512_cvtepi32_ps(even));
+}
 
 /* Codes of 32 channels, the even ones first. */
 INLINE Line bytes(const uint8_t *p) {
@@ -73,7 +82,7 @@ void tiles_open(const Field *k, const float *q, int64_t rows, Tiles *x) {
   for (int64_t n = 0; n < rows; n += 4)
     for (int64_t d = 0; d < k->dim; d += 8)
       for (int i = 0; i < 32; i++) /* (odd, pair, row) */
-        *at++ = q[(n + i % 4) * k->dim + (d & -32) + channel_of(k->bits, (int)(d & 31) + i / 4 % 4 * 2 + i / 16)];
+        *at++ = q[(n + i % 4) * k->dim + (d & -32) + channel_of(order_of(k), (int)(d & 31) + i / 4 % 4 * 2 + i / 16)];
   x->from = x->to = 0;
   x->page = -1;
 }
@@ -98,7 +107,9 @@ void take_group(const Field *k, const float *q, int64_t rows, int64_t group, flo
   int32_t place[32];
   widen_run(k->scale, group * dim, dim, k->dtype, scale);
   widen_run(k->zero, group * dim, dim, k->dtype, zero);
-  for (int i = 0; i < 32; i++) place[i] = k->bits == 2 ? channel_of(2, i) : k->bits == 4 ? channel_of(4, i) : channel_of(8, i);
+  const int64_t order_bits = order_of(k);
+  for (int i = 0; i < 32; i++)
+    place[i] = order_bits == 2 ? channel_of(2, i) : order_bits == 4 ? channel_of(4, i) : channel_of(8, i);
   for (int64_t d = 0; d < dim; d += LANES) {
     store(scale + d, load(scale + d) * steps);
     store(zero + d, load(zero + d) - load(scale + d) * one);
@@ -176,29 +187,34 @@ INLINE void ask(const uint8_t *data, const int64_t *soon, int count, int t, int6
 }
 
 INLINE void keys_as(const Field *k, const int64_t *token, int count, const int64_t *soon, int more, uint16_t *to,
-                    int64_t dim, int64_t bits) {
+                    int64_t dim, int64_t bits, int fine) {
   const Line turn = turns(bits);
-  const uint8_t *data = k->data;
+  const uint8_t *data = k->data, *low = k->low;
   const int64_t size = dim * bits / 8;
   for (int t = 0; t < count; t++) {
-    const uint8_t *code = data + token[t] * size;
+    const uint8_t *code = data + token[t] * size, *rest = fine ? low + token[t] * size : code;
     ask(data, soon, more, t, size);
-    for (int64_t d = 0; d < dim; d += 32, code += 4 * bits, to += 32)
-      _mm512_store_si512(to, fractions(code, bits, turn));
+    if (fine) ask(low, soon, more, t, size);
+    for (int64_t d = 0; d < dim; d += 32, code += 4 * bits, rest += 4 * bits, to += 32)
+      _mm512_store_si512(to, fine ? nibbles(code, rest) : fractions(code, bits, turn));
   }
 }
 
 INLINE void values_as(const Field *v, const int64_t *token, int count, const int64_t *soon, int more, uint16_t *to,
-                      int64_t dim, int64_t bits) {
+                      int64_t dim, int64_t bits, int fine) {
   const Line turn = turns(bits);
-  const uint8_t *data = v->data;
+  const uint8_t *data = v->data, *low = fine ? v->low : data;
   const int64_t size = dim * bits / 8, last = count - 1;
   for (int t = 0; t < TILE; t += 2, to += 32) { /* beyond the last token, its copies, which have no weight */
-    const uint8_t *a = data + token[t < last ? t : last] * size, *b = data + token[t + 1 < last ? t + 1 : last] * size;
-    ask(data, soon, more, t, size);
-    ask(data, soon, more, t + 1, size);
-    for (int64_t d = 0; d < dim; d += 32, a += 4 * bits, b += 4 * bits) {
-      const Line first = fractions(a, bits, turn), second = fractions(b, bits, turn);
+    const int64_t at = token[t < last ? t : last] * size, then = token[t + 1 < last ? t + 1 : last] * size;
+    const uint8_t *a = data + at, *b = data + then, *c = low + at, *e = low + then;
+    for (int i = 0; i < 2; i++) {
+      ask(data, soon, more, t + i, size);
+      if (fine) ask(low, soon, more, t + i, size);
+    }
+    for (int64_t d = 0; d < dim; d += 32, a += 4 * bits, b += 4 * bits, c += 4 * bits, e += 4 * bits) {
+      const Line first = fine ? nibbles(a, c) : fractions(a, bits, turn);
+      const Line second = fine ? nibbles(b, e) : fractions(b, bits, turn);
       _mm512_store_si512(to + d * 32, _mm512_unpacklo_epi16(first, second));
       _mm512_store_si512(to + d * 32 + 512, _mm512_unpackhi_epi16(first, second));
     }
@@ -208,10 +224,11 @@ INLINE void values_as(const Field *v, const int64_t *token, int count, const int
 /* A constant width lets the loops be unrolled. */
 #define READ(name, f, token, count, to)                                                      \
   do {                                                                                       \
-    if (f->bits == 4 && f->dim == 128) name(f, token, count, soon, more, to, 128, 4);        \
-    else if (f->bits == 4) name(f, token, count, soon, more, to, f->dim, 4);                 \
-    else if (f->bits == 8) name(f, token, count, soon, more, to, f->dim, 8);                 \
-    else name(f, token, count, soon, more, to, f->dim, 2);                                   \
+    if (f->low) name(f, token, count, soon, more, to, f->dim, 4, 1);                         \
+    else if (f->bits == 4 && f->dim == 128) name(f, token, count, soon, more, to, 128, 4, 0); \
+    else if (f->bits == 4) name(f, token, count, soon, more, to, f->dim, 4, 0);              \
+    else if (f->bits == 8) name(f, token, count, soon, more, to, f->dim, 8, 0);              \
+    else name(f, token, count, soon, more, to, f->dim, 2, 0);                                \
   } while (0)
 
 /* scores[n][i] = q[n] . key[i] for `n` keys that were made, by the scaled queries of one group */
@@ -320,7 +337,7 @@ void tiles_unsort(const Field *v, float *out, int64_t rows) {
   for (float *x = out; x < out + rows * v->dim; x += 32) {
     float line[32];
     memcpy(line, x, sizeof line);
-    for (int i = 0; i < 32; i++) x[channel_of(v->bits, i)] = line[place_of(i)];
+    for (int i = 0; i < 32; i++) x[channel_of(order_of(v), i)] = line[place_of(i)];
   }
 }
 #else

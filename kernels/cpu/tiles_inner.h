@@ -11,6 +11,9 @@ typedef __m512i Line; /* 32 bfloat16 */
 /* Number i of a line holds this channel: the first field of all its words, then the next field. */
 INLINE int channel_of(int64_t bits, int i) { return (int)(i % (2 * bits) * (16 / bits) + i / (2 * bits)); }
 
+/* The width whose order of channels a field's lines have: nibbles that refine nibbles are read as bytes. */
+INLINE int64_t order_of(const Field *f) { return f->low && f->layout != MIXED ? 8 : f->bits; }
+
 /* How far to the left each word is turned. */
 INLINE Line turns(int64_t bits) {
   const int64_t each = 0x0001000100010001;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -39,3 +40,29 @@ def paged_attention(
         position_row=position.stride(0), page=page, unit=unit,
         chosen=0 if units is None else units.shape[1], window=window or 0,
     )  # fmt: skip
+
+
+class Described:
+    """Pages described to C once, to be read by one token after the other for as long as these tensors are the same."""
+
+    def __init__(
+        self, codec: str, fields: Mapping[str, Tensor], table: Tensor, position: Tensor, page: int, dim: int, dim_v: int
+    ) -> None:
+        self.fields, self.page, self.units = fields, page, table
+        self.table, self.position = call.int32(table), call.int32(position)
+        self.call = call.Attention(
+            k=call.paged(codec, fields, "k", dim, page), v=call.paged(codec, fields, "v", dim_v, page), page=page,
+            table=self.table.data_ptr(), position=self.position.data_ptr(), table_row=self.table.stride(0),
+            position_row=self.position.stride(0),
+        )  # fmt: skip
+
+    def reading(self, units: Tensor | None, unit: int) -> int:
+        """Where the description of these units [row, chosen] lies (None: of all pages); they are kept until the next call."""
+        about = self.call
+        if units is None:
+            about.units, about.unit, about.chosen, about.columns = None, self.page, 0, self.table.shape[1] * self.page
+        else:
+            self.units = units = call.int32(units).contiguous()
+            about.units, about.unit, about.chosen = units.data_ptr(), unit, units.shape[1]
+            about.columns = about.chosen * unit
+        return ctypes.addressof(about)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvengine.errors import KernelError
 from kvengine.kernels.dispatch import DENSE_DIM, native_refusal, pick
-from kvengine.kernels.step.native import DTYPES, Slots
+from kvengine.kernels.step.native import DTYPES, Ends, Slots
 
 
 def step(
@@ -27,17 +27,23 @@ def step(
     at: int,
     holes: bool,
     scale: float,
+    fill: bool = False,
+    ends: Ends | None = None,
     backend: str | None = None,
 ) -> Float[Tensor, "seq 1 q_head dim_v"]:
     """Put a token of position `at` into slot `end` of every row, and attend from it to the slots from `start` on.
 
     `keys`, `values`, `position` (int32; None: nobody keeps them) are written to; a row is a KV head of a sequence,
-    `row = seq * heads + head`. `holes`: slots whose position is -1 hold no token; what is in them is ignored. Returns
-    the queries' dtype, computed in float32. Raises KernelError on shapes that do not fit.
+    `row = seq * heads + head`. `holes`: slots whose position is -1 hold no token; what is in them is ignored. `fill`:
+    it goes into a free slot before `end`, which every row has. `ends` (first, recent; int64 [row]): after it, only the
+    tokens at positions below `first` and the newest `recent` stay. Returns the queries' dtype, computed in float32.
+    Raises KernelError on shapes that do not fit.
     """
     rows, slots = keys.shape[:2] if position is None else position.shape
-    if holes and position is None:
-        raise KernelError("holes=True needs the positions that tell which slots hold a token; got position=None")
+    if (holes or fill or ends is not None) and position is None:
+        raise KernelError(
+            "holes=True, fill=True and ends need the positions that tell which slots hold a token; got position=None"
+        )
     if keys.shape[:2] != (rows, slots) or values.shape[:2] != (rows, slots) or k.shape[0] * k.shape[1] != rows:
         raise KernelError(
             f"step needs keys, values and position of {k.shape[0] * k.shape[1]} rows and the same slots; got "
@@ -45,8 +51,10 @@ def step(
         )
     if not 0 <= start <= end < slots:
         raise KernelError(f"slots from start={start} to end={end} must lie within the {slots} there are")
+    if fill and not bool((position[:, start:end] < 0).any(1).all()):  # type: ignore[index]
+        raise KernelError(f"fill=True needs a free slot in every row between start={start} and end={end}")
     run = pick("step", (q, k, v, keys), backend, fits(q, k, v, keys, values))
-    return run.step(q, k, v, keys, values, position, start, end, at, holes, scale)  # type: ignore[no-any-return]
+    return run.step(q, k, v, keys, values, position, start, end, at, holes, scale, fill, ends)  # type: ignore[no-any-return]
 
 
 def ready(keys: Tensor, values: Tensor, position: Tensor | None) -> Slots | None:
@@ -68,4 +76,4 @@ def fits(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-__all__ = ["Slots", "ready", "step"]
+__all__ = ["Ends", "Slots", "ready", "step"]

@@ -10,6 +10,8 @@ from torch import Tensor
 from kvengine.errors import KernelError
 from kvengine.kernels.cpu import library
 
+Ends = tuple[Tensor, Tensor]
+"""Of each row, int64: the position before which tokens stay, and how many of the newest do."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -18,10 +20,10 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in (
-            "rows", "group", "dim", "dim_v", "dtype", "slots", "start", "end", "at", "holes", "threads",
+            "rows", "group", "dim", "dim_v", "dtype", "slots", "start", "end", "at", "holes", "threads", "fill",
         )),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "keys", "values", "position", "out")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "keys", "values", "position", "out", "first", "recent", "far")),
     ]  # fmt: skip
 
 
@@ -46,35 +48,46 @@ class Slots:
         """None, to who copies what holds this: a copy has other slots, and describes those."""
         return type(None), ()
 
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, at: int, holes: bool, scale: float
-    ) -> Tensor | None:
-        """See `kvengine.kernels.step`; None, with nothing done, if the C version cannot run on this token."""
+    def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether the C version can run on this token."""
         dtype = self.dtype
-        if not (
+        return (
             q.dtype is dtype and k.dtype is dtype and v.dtype is dtype
             and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
             and (k.numel(), v.numel()) == self.sizes and q.shape[-1] == self.dim and q.is_cpu
             and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, self.keys, self.values)))
-        ):  # fmt: skip
+        )  # fmt: skip
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, at: int, holes: bool, scale: float,
+        fill: bool = False, ends: Ends | None = None, far: int | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """See `kvengine.kernels.step`; None, with nothing done, if the C version cannot run on this token.
+
+        `far`: where the description of sealed pages lies that are read too (`kvengine.kernels.paged_attention.Described`).
+        """
+        if not self.takes(q, k, v):
             return None
         seq, heads = q.shape[:2]
         out = q.new_empty(seq, 1, heads, self.dim_v)
         call = self.call
         call.group, call.start, call.end, call.at, call.holes = q.numel() // self.sizes[0], start, end, at, holes
         call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        call.scale, call.threads = scale, torch.get_num_threads()
-        if self.run(self.where):
+        call.scale, call.threads, call.fill = scale, torch.get_num_threads(), fill
+        call.first, call.recent = (None, None) if ends is None else (ends[0].data_ptr(), ends[1].data_ptr())
+        call.far = far
+        failed = self.run(self.where)
+        if failed == 1:
             raise KernelError("the native step kernel could not allocate its buffers")
-        return out
+        return None if failed else out
 
 
 def step(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: Tensor | None, start: int, end: int,
-    at: int, holes: bool, scale: float,
+    at: int, holes: bool, scale: float, fill: bool, ends: Ends | None,
 ) -> Tensor:  # fmt: skip
     """See `kvengine.kernels.step`."""
-    out = Slots(keys, values, position).step(q, k, v, start, end, at, holes, scale)
+    out = Slots(keys, values, position).step(q, k, v, start, end, at, holes, scale, fill, ends)
     if out is None:
         raise KernelError("the native step kernel cannot run on this token")
     return out

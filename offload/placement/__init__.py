@@ -76,8 +76,8 @@ class Shelf(Protocol):
 
     def forget(self, at: np.ndarray) -> None: ...
 
-    def resident(self) -> Fields | None:
-        """All pieces, if that is where they are: on the compute device."""
+    def resident(self, pieces: int = 0) -> Fields | None:
+        """All pieces, if that is where they are: within reach of the compute device, which is about to read so many."""
 
     def nbytes(self) -> Held: ...
 
@@ -180,7 +180,7 @@ class Flat:
 
     def forget(self, at: np.ndarray) -> None: ...
 
-    def resident(self) -> Fields | None:
+    def resident(self, pieces: int = 0) -> Fields | None:
         return {name: store.data for name, store in self.stores.items()} if self.tier == "device" else None
 
     def nbytes(self) -> Held:

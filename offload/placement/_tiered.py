@@ -84,7 +84,7 @@ class Tiered:
             self.slot = np.pad(self.slot, ((0, 0), (0, more)), constant_values=-1)
             self.used = np.pad(self.used, ((0, 0), (0, more)))
 
-    def resident(self) -> Fields | None:
+    def resident(self, pieces: int = 0) -> Fields | None:
         return None
 
     def nbytes(self) -> Held:

@@ -1,4 +1,5 @@
-"""Host: sealed pages live in host memory (pinned where there is CUDA); what a query reads is fetched.
+"""Host: sealed pages live in host memory (pinned where there is CUDA); what a query reads is fetched. Where the model
+runs on a CPU, that is its own memory, and pages are read where they lie.
 
 What was fetched may stay on the device for the next step, the resident set of ShadowKV (arXiv:2410.21465): then only
 what it lacks is fetched. `keep="previous"` keeps what the last step read, as its code does; `keep="lru"` gives up what
@@ -88,6 +89,13 @@ class Fetched(Flat):
 
     def read(self, at: Int[Tensor, "piece"], without: tuple[str, ...] = ()) -> Fields:
         return self.start(at, without)()
+
+    def resident(self, pieces: int = 0) -> Fields | None:
+        """Where the model runs on the host, its kernels read pages in place."""
+        if self.home.type != "cpu":
+            return None
+        self.served[self.tier] += pieces
+        return {name: store.data for name, store in self.stores.items()}
 
 
 @functools.cache

@@ -67,6 +67,10 @@ class Streaming(Retention):
     def order(self) -> int | None:
         return None if self.needs_rope else self.sinks
 
+    @property
+    def ends(self) -> tuple[int, Budget] | None:
+        return None if self.needs_rope or type(self).keep is not Streaming.keep else (self.sinks, self.recent)
+
     def limit(self, seen: Seen) -> int | None:
         return self.sinks + int(seen.count(self.recent).max())
 

@@ -20,6 +20,7 @@ from kvengine.kernels.page_scores import best_units, page_bounds, page_scores, t
 from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.slots import resolve, visible_to
+from kvengine.policies.representation.quantspec import QuantSpec
 
 pytestmark = pytest.mark.skipif("native" not in oracle.backends(), reason="no C compiler")
 PAGE, ROWS, TABLE = 64, 2, 4
@@ -42,6 +43,10 @@ SHAPES = {
     "many queries": (128, 4, 32, 24),
     "three groups": (96, 4, 32, 4),
     "short groups": (128, 4, 16, 4),
+    "two nibbles": (128, "nibbles", 64, 4),
+    "two nibbles, narrow": (64, "nibbles", 32, 9),
+    "two nibbles, wide": (256, "nibbles", 64, 16),
+    "two nibbles, short groups": (64, "nibbles", 16, 4),
     "mixed": (128, "mixed", 39, 4),
     "mixed, narrow": (64, "mixed", 20, 9),
     "mixed, wide": (256, "mixed", 39, 16),
@@ -86,8 +91,10 @@ def test_codes_are_what_they_stand_for(shape: str, chosen: int | None) -> None:
     rng = torch.Generator().manual_seed(heads)
     k, v = torch.randn(2, ROWS * TABLE, PAGE, dim, generator=rng) + 2
     k[..., :2] *= 20  # outlying channels, as models have them
-    codec = "zipcache" if bits == "mixed" else "kivi"
-    if bits == "mixed":
+    codec = {"mixed": "zipcache", "nibbles": "quantspec"}.get(str(bits), "kivi")
+    if bits == "nibbles":
+        fields = QuantSpec(group=group).encode(k, v, torch.zeros(k.shape[:2]))
+    elif bits == "mixed":
         fields = codecs.encode_zipcache(k, v, (4, 2), torch.rand(len(k), PAGE, generator=rng).argsort(1) < group)
     else:
         fields = codecs.encode_kivi(k, v, bits, group)  # type: ignore[arg-type]

@@ -28,20 +28,20 @@ def rotated(key: Tensor, position: int, inv_freq: Tensor) -> Tensor:
     return key
 
 
-@pytest.mark.parametrize("partial", [False, True], ids=["full rotation", "half rotation"])
+@pytest.mark.parametrize(("dim", "half"), [(32, 16), (32, 8), (64, 16), (96, 32), (48, 24)])
 @pytest.mark.parametrize("chosen", [False, True], ids=["all", "units"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_matches_a_loop(backend: str, chosen: bool, partial: bool) -> None:
+def test_matches_a_loop(backend: str, chosen: bool, dim: int, half: int) -> None:
+    """Rotated are the first `2 * half` channels, whole registers of them or not."""
     rng = torch.Generator().manual_seed(7)
-    dim, dim_v = 32, 24
+    dim_v = 24
     u, v = torch.randn(2, 60, RANK, generator=rng), torch.randn(14, PAGE, dim_v, generator=rng)
     basis, q = torch.randn(ROWS, RANK, dim, generator=rng) / 4, torch.randn(ROWS, 3, 2, dim, generator=rng)
     table = torch.randperm(14, generator=rng)[: ROWS * TABLE].reshape(ROWS, TABLE)
     table[3, 1:] = -1
     position = torch.arange(TABLE * PAGE).repeat(ROWS, 1) + 3
     position[torch.rand(position.shape, generator=rng) < 0.2] = -1
-    inv_freq = 1.0 / 100.0 ** (torch.arange(dim // 2) / (dim // 2))
-    inv_freq = inv_freq[: dim // 4] if partial else inv_freq
+    inv_freq = 1.0 / 100.0 ** (torch.arange(half) / (dim // 2))
     units = torch.tensor([[0, 5, 3, -1], [1, 2, 3, 4], [5, -1, -1, -1], [0, 1, 2, 3]]) if chosen else None
     unit = 8 if chosen else PAGE
     got = oracle.on(backend, lowrank_attention)(

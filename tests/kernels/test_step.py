@@ -64,6 +64,40 @@ def test_writes_and_attends(backend: str, holes: bool, shape: tuple[int, ...], d
         assert torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7))
 
 
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 1, 24, 40, 9), *SHAPES[2:]])
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_takes_the_place_of_one_that_leaves_the_newest(
+    backend: str, fill: bool, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Rows differ in which slot is free, in what counts as their first tokens, and in how many newest ones they keep."""
+    q, k, v, keys, values, position = case(shape, dtype)
+    rows, start, end = len(keys), shape[-1] // 5, shape[-1] - 1
+    position[torch.arange(rows), start + torch.arange(rows) % (end - start)] = -1
+    keys[position < 0], values[position < 0] = math.nan, math.nan
+    first, recent = torch.arange(rows) % 3 + start, 2 + torch.arange(rows) % 4
+    want, spot = [keys.clone(), values.clone(), position.clone()], []
+    for r in range(rows):
+        spot.append(next(s for s in range(start, end) if position[r, s] < 0) if fill else end)
+        want[0][r, spot[r]], want[1][r, spot[r]] = k.flatten(0, 2)[r], v.flatten(0, 2)[r]
+        want[2][r, spot[r]] = shape[-1]
+    seen = want[2] >= 0
+    seen[:, :start] = False
+    seen[:, end:] &= not fill
+    grouped = q.unflatten(1, (shape[1], -1)).flatten(0, 1)
+    out = oracle.attend(grouped, want[0], want[1], seen[:, None], 0.3).out
+    for r in range(rows):
+        for s in range(start, end + (not fill)):
+            if first[r] <= want[2][r, s] <= shape[-1] - recent[r]:
+                want[2][r, s] = -1
+    about: dict[str, Any] = dict(start=start, end=end, at=shape[-1], holes=True, scale=0.3, backend=backend)
+    got = step(q, k, v, keys, values, position, fill=fill, ends=(first, recent), **about)
+    assert oracle.error(got.transpose(1, 2), out.unflatten(0, shape[:2]).flatten(1, 2)) <= BOUND[dtype]
+    for mine, theirs in zip((keys, values, position), want, strict=True):
+        assert torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7))
+
+
 @pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
 @pytest.mark.parametrize("slots", [40, 1100, 5000])
 def test_gives_the_bits_of_the_general_kernel(slots: int) -> None:
@@ -81,8 +115,16 @@ def test_what_does_not_fit_is_refused() -> None:
         step(q, k, v, keys, values, position, start=0, end=40, at=1, holes=True, scale=1.0)
     with pytest.raises(KernelError, match="of 2 rows and the same slots"):
         step(q, k, v, keys[:, :-1], values, position, start=0, end=3, at=1, holes=True, scale=1.0)
-    with pytest.raises(KernelError, match="holes=True needs the positions"):
-        step(q, k, v, keys, values, None, start=0, end=3, at=1, holes=True, scale=1.0)
+    for more in (
+        {"holes": True},
+        {"holes": False, "fill": True},
+        {"holes": False, "ends": (position[:, 0].long(),) * 2},
+    ):
+        with pytest.raises(KernelError, match="need the positions"):
+            step(q, k, v, keys, values, None, start=0, end=3, at=1, scale=1.0, **more)
+    position[1] = 5
+    with pytest.raises(KernelError, match="a free slot in every row between start=0 and end=30"):
+        step(q, k, v, keys, values, position, start=0, end=30, at=1, holes=True, scale=1.0, fill=True)
 
 
 @pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
@@ -132,13 +174,18 @@ def test_positions_may_be_nobodys(backend: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, bare, strict=False))
 
 
-@pytest.mark.parametrize("text", ["full", "snapkv(budget=24, window=4)", "keydiff(budget=0.5)"])
+LANES = ["streaming(sinks=3,recent=20)", "streaming(recent=0.4)", "streaming(recent=70)", "duo(sinks=2,recent=9)"]
+
+
+@pytest.mark.parametrize("text", ["full", "snapkv(budget=24, window=4)", "keydiff(budget=0.5)", *LANES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decoding_takes_this_path_and_it_changes_nothing(
     text: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = torch.Generator().manual_seed(0)
-    qkv = [torch.randn(2, heads, 80, 16, generator=rng).to(dtype) for heads in (6, 2, 2)]
+    qkv = [
+        torch.randn(2, heads, 80, 16, generator=rng).to(dtype) for heads in (6, 2, 2)
+    ]  # two sequences: lanes are no views
     valid = torch.ones(2, 50, dtype=torch.bool)
     valid[1, :9] = False  # ragged rows: holes
     outs: list[list[Tensor]] = []
@@ -149,7 +196,8 @@ def test_decoding_takes_this_path_and_it_changes_nothing(
         for a, b in [(0, 50), *((i, i + 1) for i in range(50, 80))]:
             part = [x[:, :, a:b].contiguous() for x in qkv]
             found.append(layer.forward(*part, Call(0.25), valid if b == 50 else None))
-        assert (layer.parts[0].lane.tail.ready is not None) == (used and "native" in BACKENDS)
+        for part in layer.parts:
+            assert (part.lane.tail.ready is not None) == (used and "native" in BACKENDS)
         outs.append(found)
         assert layer.seen == layer.parts[0].lane.seen == 80
     for mine, theirs in zip(*outs, strict=True):
