@@ -269,6 +269,7 @@ LACKING = (
 BLOCK = f"import sys; sys.modules.update(dict.fromkeys({LACKING!r}))"
 
 
+@pytest.mark.slow
 def test_it_needs_no_more_than_it_says(gpu: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

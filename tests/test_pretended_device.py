@@ -57,7 +57,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
 
 
-@pytest.mark.parametrize("text", STACKS)
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, marks=[] if i % 2 else [pytest.mark.slow]) for i, text in enumerate(STACKS)]
+)
 def test_the_text_is_that_of_the_cpu(text: str, device: Device) -> None:
     model, batch = llama(), prompts(2)
     with kvengine.patched(model, text):

@@ -95,7 +95,7 @@ def test_a_row_of_a_ragged_turn_is_as_alone(text: str, follow: bool) -> None:
         torch.testing.assert_close(together[row], talk(model, [row], follow)[0], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("chunks", [(), (6, 11)], ids=str)
+@pytest.mark.parametrize("chunks", [(), pytest.param((6, 11), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("text", [*STACKS, *SILENT])
 def test_a_row_that_says_nothing_in_a_turn_stays_as_it_was(text: str, chunks: tuple[int, ...]) -> None:
     model, later = patched(text).double(), (9, 14, 0)
@@ -160,7 +160,7 @@ def test_chunks_of_a_ragged_turn_do_not_matter(text: str) -> None:
     torch.testing.assert_close(whole, parts, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("text", STACKS)
 def test_ragged_turns_in_half_precision(text: str, dtype: torch.dtype) -> None:
     """The same as in double precision, but for rounding and the choices it turns."""

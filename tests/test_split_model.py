@@ -64,7 +64,9 @@ def split(model: Any, first: bool = False) -> Any:
     return model
 
 
-@pytest.mark.parametrize("text", STACKS)
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, marks=[pytest.mark.slow] if i % 2 else []) for i, text in enumerate(STACKS)]
+)
 @pytest.mark.parametrize(
     "first", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["the last layer", "the first layer"]
 )
@@ -76,7 +78,8 @@ def test_text(text: str, first: bool, device: Device) -> None:
         assert greedy(model, batch, 8).tolist() == want.tolist()
 
 
-@pytest.mark.parametrize("text", ["full", "snapkv(budget=12, window=4)", "quest(budget=24, page=4)"])
+@pytest.mark.parametrize("text", ["snapkv(budget=12, window=4)", *(
+    pytest.param(text, marks=pytest.mark.slow) for text in ("full", "quest(budget=24, page=4)"))])  # fmt: skip
 @pytest.mark.parametrize("family", ["gemma2", "gemma3n", "gemma4", "minicpm3", "cohere2"])
 def test_families(family: str, text: str, device: Device) -> None:
     """Windows of transformers' own, layers that share keys, latents."""
@@ -124,7 +127,12 @@ def test_speculation(draft: str | None, middle: str | None, device: Device) -> N
 
 @pytest.mark.parametrize("draft_there", [True, False])
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.9, "seed": 3, "coupled": True}]
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"temperature": 0.9, "seed": 3},
+        pytest.param({"temperature": 0.9, "seed": 3, "coupled": True}, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("more", [{}, pytest.param({"middle": "quest(budget=24, page=4)"}, marks=pytest.mark.slow),
                                   {"widths": (2, 2)}])  # fmt: skip
