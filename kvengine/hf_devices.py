@@ -43,15 +43,15 @@ def first_device(model: PreTrainedModel) -> torch.device:
     return device_of(model.get_input_embeddings())
 
 
-def layer_devices(model: PreTrainedModel) -> list[torch.device]:
-    """Where each of a model's layers attends, and keeps what it caches."""
+def layer_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
+    """Where each of a cache's layers is: where the module of its number attends, or else the model's first device."""
     text = model.config.get_text_config(decoder=True)
-    found = {
-        m.layer_idx: device_of(m)
+    found: dict[int, torch.device] = {
+        m.layer_idx: device_of(m)  # type: ignore[misc]
         for m in model.modules()
         if getattr(m, "config", None) is text and isinstance(getattr(m, "layer_idx", None), int)
     }
-    return [device for _, device in sorted(found.items())]
+    return [found.get(i) or first_device(model) for i in range(layers)]
 
 
 def offloaded(model: nn.Module) -> bool:

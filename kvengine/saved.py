@@ -168,7 +168,8 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
         state = {name: header["session"][name] for name in SESSION}
         check_kinds({name: getattr(cache.session, name) for name in SESSION}, state)
         vars(cache.session).update(state)
-        for layer, own, device in zip(cache.layers, header["layers"], layer_devices(model), strict=True):  # type: ignore[arg-type]
+        devices = layer_devices(model, len(cache.layers))  # type: ignore[arg-type]
+        for layer, own, device in zip(cache.layers, header["layers"], devices, strict=True):
             source.device = device
             if isinstance(layer, EngineLayer):
                 source.layer(layer.cache, own)

@@ -304,3 +304,17 @@ def there(x: Any) -> Any:
         for held in (module._parameters, module._buffers):
             held.update({name: there(t) for name, t in held.items() if t is not None})
     return x
+
+
+def fetch(field: Tensor, at: Tensor, device: torch.device) -> Tensor:
+    """What the kernel does that reads the host's memory over the bus."""
+    assert field.is_pinned() and isinstance(at, Pretended) and device.type == "cuda"
+    return there(field[at.inner])
+
+
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """The device, with what only a GPU could run replaced."""
+    monkeypatch.setattr("kvengine.kernels.dispatch._best", lambda inputs, native: "reference")
+    pytest.importorskip("triton", reason="the pages' fetching kernel is replaced where it is")
+    monkeypatch.setattr("kvengine.kernels.fetch_pages.triton.fetch", fetch)
+    return Device(monkeypatch)

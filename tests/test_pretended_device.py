@@ -13,7 +13,7 @@ import pytest
 import torch
 from families import configs
 from support import MIXED, SMALL, greedy, llama, prompts
-from support_device import CUDA, Device, Elsewhere, Pretended, there
+from support_device import CUDA, Device, Elsewhere, Pretended, pretended, there
 from test_compiled import DIM, EVERY, PROMPT, STEPS, at, tokens
 from torch import Tensor
 
@@ -43,18 +43,9 @@ LAUNCHED = {
 """Some of the kernels that these launch."""
 
 
-def fetch(field: Tensor, at: Tensor, device: torch.device) -> Tensor:
-    """What the kernel does that reads the host's memory over the bus."""
-    assert field.is_pinned() and isinstance(at, Pretended) and device.type == "cuda"
-    return there(field[at.inner])
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    monkeypatch.setattr("kvengine.kernels.dispatch._best", lambda inputs, native: "reference")
-    pytest.importorskip("triton", reason="the pages' fetching kernel is replaced where it is")
-    monkeypatch.setattr("kvengine.kernels.fetch_pages.triton.fetch", fetch)
-    return Device(monkeypatch)
+    return pretended(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import pytest
 import torch
 from families import configs
 from support import MIXED, SMALL, greedy, llama, prompts
-from support_device import CPU, CUDA, Device, Pretended, there
-from test_pretended_device import fetch
+from support_device import CPU, CUDA, Device, Pretended, pretended, there
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -33,10 +32,7 @@ STACKS = list({Stack.parse(text): text for text in (*SMALL.values(), *MIXED)}.va
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    monkeypatch.setattr("kvengine.kernels.dispatch._best", lambda inputs, native: "reference")
-    pytest.importorskip("triton", reason="the pages' fetching kernel is replaced where it is")
-    monkeypatch.setattr("kvengine.kernels.fetch_pages.triton.fetch", fetch)
-    return Device(monkeypatch)
+    return pretended(monkeypatch)
 
 
 def brought(x: Any) -> Any:
@@ -205,8 +201,8 @@ def test_where_weights_come_when_they_are_needed() -> None:
     assert saved.identity(model) == saved.identity(plain)
     kept["weight"].add_(1)
     assert saved.identity(model) != saved.identity(plain)
-    assert layer_devices(model) == [CPU, CUDA] and first_device(model) == CUDA
-    assert layer_devices(plain) == [CPU, CPU] and first_device(plain) == CPU
+    assert layer_devices(model, 3) == [CPU, CUDA, CUDA] and first_device(model) == CUDA
+    assert layer_devices(plain, 3) == [CPU, CPU, CPU] and first_device(plain) == CPU
     assert offloaded(model) and not offloaded(plain)
 
 
@@ -230,3 +226,19 @@ def test_weights_on_disk(away: str, text: str, tmp_path: Path) -> None:
         saved.save(caches[1], tmp_path / "session", gone)
         again = saved.load(model, tmp_path / "session")  # the weights are the same, wherever they are
         assert again.seen == caches[1].seen
+
+
+@pytest.mark.parametrize("family", ["hrm_text", "gemma3n"])
+def test_a_session_of_layers_that_are_no_modules_of_their_own(family: str, tmp_path: Path) -> None:
+    """Whose weights run several times, or that read another's keys."""
+    if not configs.exists(family):
+        pytest.skip(f"this transformers has no {configs.FAMILIES[family].model}")
+    model, ids = kvengine.patch(configs.build(family)), configs.padded_batch()["input_ids"]
+    cache = kvengine.EngineCache(model)
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    saved.save(cache, tmp_path / "session", model)
+    said = [
+        model.generate(out, past_key_values=one, max_new_tokens=4, do_sample=False).tolist()
+        for one in (saved.load(model, tmp_path / "session"), cache)
+    ]
+    assert said[0] == said[1]
