@@ -41,6 +41,7 @@ from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.page_scores import best_units, page_bounds
 from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.kernels.paged_attention import paged_attention
+from kvengine.policies.representation.kivi import scale_type
 
 HEADS, GROUP, DIM, PAGE, UNIT, BUDGET, RANK = 8, 4, 128, 64, 16, 2048, 160
 SCALE = DIM**-0.5
@@ -145,7 +146,7 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
     mixed = torch.rand(len(pages["k"]), PAGE, device=k.device).argsort(1) < 38  # 60 % of a page
     groups = [(f"kivi {bits} bits", bits, 32) for bits in (8, 4, 2)]
     groups += [("kivi 4 bits, groups of 64", 4, 64)] if k.is_cuda else []
-    kivi = partial(codecs.encode_kivi, scale_dtype=k.dtype) if k.is_cuda else codecs.encode_kivi  # as the policy has it
+    kivi = partial(codecs.encode_kivi, scale_dtype=scale_type(k))  # as the policy has it
     for name, codec, fields in (
         *((name, "kivi", encoded(pages, kivi, *options)) for name, *options in groups),
         ("zipcache 4/2 bits", "zipcache", encoded(pages, codecs.encode_zipcache, (4, 2), mixed)),

@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "codes.h"
 #include "dense.h"
+#include "pairs.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -192,14 +193,17 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   const float *q = a->q + row * a->padded * a->dim;
   const int k_lies = plain(&a->k, a->dim, a->padded), v_lies = plain(&a->v, a->dim_v, a->padded);
   const int tiled = tiles_fit(&a->k, a->dim, a->padded) && tiles_fit(&a->v, a->dim_v, a->padded);
-  const int k_coded = !tiled && codes_lie(&a->k, a->dim, a->padded);
-  const int v_coded = !tiled && codes_lie(&a->v, a->dim_v, a->padded);
-  const int k_mixed = !tiled && mixed_lie(&a->k, a->dim, a->padded);
-  const int v_mixed = !tiled && mixed_lie(&a->v, a->dim_v, a->padded);
+  const int k_paired = !tiled && a->halves && pairs_fit(&a->k, a->dim, a->padded);
+  const int v_paired = !tiled && a->halves && pairs_fit(&a->v, a->dim_v, a->padded);
+  const int k_coded = !tiled && !k_paired && codes_lie(&a->k, a->dim, a->padded);
+  const int v_coded = !tiled && !v_paired && codes_lie(&a->v, a->dim_v, a->padded);
+  const int k_mixed = !tiled && !k_paired && mixed_lie(&a->k, a->dim, a->padded);
+  const int v_mixed = !tiled && !v_paired && mixed_lie(&a->v, a->dim_v, a->padded);
   Vectors x;
   Memo keys, values;
   KeyGroup group[2]; /* of mixed codes, each width has its own */
   Tiles tiles;
+  Pairs pairs;
   Batch both[2], *b = both, *next = both + 1;
   for (int64_t n = 0; n < a->padded; n++) top[n] = -INFINITY, total[n] = 0;
   if (dense_fit(&a->k, &a->v, a->dim, a->dim_v, a->padded) && dense_task(a, row, from, to, out, top, total)) return;
@@ -215,6 +219,8 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   group[0].from = group[0].to = group[1].from = group[1].to = 0;
   if (k_coded || k_mixed) sort_channels(&a->k, q, a->padded, sorted);
   if (tiled) tiles_open(&a->k, q, a->padded, &tiles);
+  if (k_paired) pairs_keys(&a->k, q, a->padded, &pairs);
+  if (v_paired) pairs_values(&a->v, &pairs);
   look_ahead(a, row, from, to);
   look_ahead(a, row, from + TILE, to);
   from = collect(a, row, from, to, b);
@@ -224,6 +230,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     const int64_t *key = a->k.layout == LOWRANK ? b->place : b->is.token;
     if (!v_lies && !tiled) fetch_batch(&a->v, row, &b->is);
     if (tiled) tiles_dots(&a->k, q, a->padded, &b->is, &next->is, &tiles, weights);
+    else if (k_paired) pairs_dots(&a->k, a->padded, &b->is, &pairs, weights);
     else if (k_coded) dots_codes(&a->k, group, q, sorted, a->padded, &b->is, weights);
     else if (k_mixed) dots_mixed(&a->k, group, q, sorted, a->padded, &b->is, weights);
     else {
@@ -234,6 +241,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     if (!k_lies && !tiled) fetch_batch(&a->k, row, &next->is);
     soften(a, row, b, weights, top, total, out);
     if (tiled) tiles_weigh(&a->v, weights, a->padded, &b->is, &next->is, &tiles, out);
+    else if (v_paired) pairs_weigh(&a->v, weights, a->padded, &b->is, &pairs, out);
     else if (v_coded) weigh_codes(&a->v, weights, a->padded, &b->is, out);
     else if (v_mixed) weigh_mixed(&a->v, weights, a->padded, &b->is, out);
     else {
@@ -250,6 +258,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     tiles_unsort(&a->v, out, a->padded);
   }
   if (v_lies && a->v.dtype == BF16) unsort(out, a->padded * a->dim_v);
+  if (v_paired) pairs_unsort(&a->v, &pairs, out, a->padded);
   if (v_coded || v_mixed) unsort_channels(&a->v, out, a->padded);
 }
 

@@ -37,7 +37,7 @@ class Attention(ctypes.Structure):
 
     _fields_ = [
         *((name, I64) for name in (
-            "rows", "heads", "padded", "queries", "dim", "dim_v", "columns", "splits", "threads",
+            "rows", "heads", "padded", "queries", "dim", "dim_v", "columns", "splits", "threads", "halves",
         )),
         ("q", POINTER),
         ("k", Field),
@@ -123,7 +123,7 @@ def run(
     threads = team(rows * columns * (k.dim + v.dim))
     call = Attention(
         rows=rows, heads=heads, padded=up(heads, 4), queries=queries, dim=dim, dim_v=dim_v, columns=columns,
-        splits=_splits(rows, columns, threads), threads=threads, q=scaled.data_ptr(), k=k, v=v,
+        splits=_splits(rows, columns, threads), threads=threads, halves=q.dtype == torch.bfloat16, q=scaled.data_ptr(), k=k, v=v,
         softcap=softcap or 0.0, sinks=address(logits), scores=address(scores), out=out.data_ptr(), lse=lse.data_ptr(),
         **more,
     )  # fmt: skip

@@ -290,16 +290,6 @@ int mixed_lie(const Field *f, int64_t dim, int64_t rows) {
   return f->layout == MIXED && f->bits == 4 && f->low_bits == 2 && dim % 128 == 0 && codes_lie(&four, dim, rows);
 }
 
-/* 8 codes of 2 bits in each half word become the upper halves of a word's 8 nibbles: 1 + code / 4 all the same. */
-INLINE void widen_codes(const uint8_t *from, int64_t dim, uint8_t *to) {
-  for (; dim; dim -= 128, from += 32, to += 64) {
-    vu x = __builtin_convertvector(*(const vh *)from, vu);
-    x = (x | x << 8) & 0x00ff00ffu;
-    x = (x | x << 4) & 0x0f0f0f0fu;
-    *(vu *)to = ((x | x << 2) & 0x33333333u) << 2;
-  }
-}
-
 /* How many tokens from number `t` on are of its page, `page`. */
 int of_page(const Field *f, const Tokens *x, int t, int64_t *page) {
   int run = 1;
@@ -307,14 +297,6 @@ int of_page(const Field *f, const Tokens *x, int t, int64_t *page) {
   const int64_t from = *page * f->page, to = from + f->page;
   while (t + run < x->count && x->token[t + run] >= from && x->token[t + run] < to) run++;
   return run;
-}
-
-/* A token's codes: as they lie, or widened into `room`; without a branch on the width, which nobody could foretell. */
-INLINE const uint8_t *codes_of(const Field *f, const Tokens *x, int t, uint8_t *room) {
-  const int narrow = x->narrow[t];
-  if (f->salient < f->page)
-    widen_codes((const uint8_t *)f->low + (narrow ? x->index[t] : 0) * (f->dim / 4), f->dim, room);
-  return narrow ? room : (const uint8_t *)f->data + x->index[t] * (f->dim / 2);
 }
 
 /* As `dots_codes`; `g`: the queries scaled for the page's salient tokens, and for its others */
@@ -338,7 +320,7 @@ void dots_mixed(const Field *f, KeyGroup g[2], const float *q, const float *sort
       for (int j = 0; j < n[i]; j += 4) {
         const int some = n[i] - j < 4 ? n[i] - j : 4, *which = of[i] + j;
         const uint8_t *at[4];
-        for (int k = 0; k < 4; k++) at[k] = codes_of(f, x, which[k < some ? k : 0], room[k]);
+        for (int k = 0; k < 4; k++) at[k] = codes_of(f, x, which[k < some ? k : 0], 0, room[k]);
         dots(&four, g + i, rows, f->dim, at, at, 4, found);
         for (int64_t r = 0; r < rows; r++)
           for (int k = 0; k < some; k++) scores[r * TILE + which[k]] = found[r * TILE + k];
@@ -365,7 +347,7 @@ void weigh_mixed(const Field *f, const float *p, int64_t rows, const Tokens *tok
       widen_run(f->zero, token[t + j], n, f->dtype, x.zero + j);
     }
     for (int j = 0; j < run; j++) {
-      x.at[j] = codes_of(f, tokens, t + j, room[j]);
+      x.at[j] = codes_of(f, tokens, t + j, 0, room[j]);
       x.scale[j] *= tokens->narrow[t + j] ? 4 : 16;
       x.zero[j] -= x.scale[j];
     }

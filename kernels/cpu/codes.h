@@ -24,4 +24,23 @@ void weigh_mixed(const Field *f, const float *p, int64_t rows, const Tokens *x, 
 void weigh_codes(const Field *f, const float *p, int64_t rows, const Tokens *x, float *out);
 int of_page(const Field *f, const Tokens *x, int t, int64_t *page);
 
+/* 8 codes of 2 bits in each half word become the upper halves of a word's 8 nibbles, and `rest` their lower ones: 4 code
+   + rest of 16, so 1 + code / 4 all the same, if there is no rest. */
+INLINE void widen_codes(const uint8_t *from, int64_t dim, uint32_t rest, uint8_t *to) {
+  for (; dim; dim -= 128, from += 32, to += 64) {
+    vu x = __builtin_convertvector(*(const vh *)from, vu);
+    x = (x | x << 8) & 0x00ff00ffu;
+    x = (x | x << 4) & 0x0f0f0f0fu;
+    *(vu *)to = ((x | x << 2) & 0x33333333u) << 2 | rest * 0x11111111u;
+  }
+}
+
+/* A token's codes: as they lie, or widened into `room`; without a branch on the width, which nobody could foretell. */
+INLINE const uint8_t *codes_of(const Field *f, const Tokens *x, int t, uint32_t rest, uint8_t *room) {
+  const int narrow = x->narrow[t];
+  if (f->salient < f->page)
+    widen_codes((const uint8_t *)f->low + (narrow ? x->index[t] : 0) * (f->dim / 4), f->dim, rest, room);
+  return narrow ? room : (const uint8_t *)f->data + x->index[t] * (f->dim / 2);
+}
+
 #endif

@@ -85,6 +85,7 @@ int kv_step(const Step *s) {
   if (s->far && !failed) {
     Attention far = *s->far;
     far.rows = rows, far.heads = heads, far.padded = padded, far.queries = 1, far.dim = wide, far.dim_v = wide_v;
+    far.halves = dtype == BF16;
     far.q = scaled, far.out = found + results, far.lse = far.out + rows * heads * wide_v;
     share_work(&far, s->threads);
     failed = kv_attention(&far);

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import support_kernels as oracle
 import torch
+from torch import Tensor
 
 from kvengine.kernels import codecs
 from kvengine.kernels.cpu import library
@@ -20,6 +21,7 @@ from kvengine.kernels.page_scores import best_units, page_bounds, page_scores, t
 from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.slots import resolve, visible_to
+from kvengine.kernels.state import State
 from kvengine.policies.representation.quantspec import QuantSpec
 
 pytestmark = pytest.mark.skipif("native" not in oracle.backends(), reason="no C compiler")
@@ -27,6 +29,7 @@ PAGE, ROWS, TABLE = 64, 2, 4
 PROCESSORS = {
     "this one": "-march=native",
     "no matrix unit": "-mno-amx-bf16",
+    "no bfloat16": "-mno-amx-bf16 -mno-avx512bf16",
     "256 bits": "-march=x86-64-v3",
     "128 bits": "-march=x86-64",
 }
@@ -63,7 +66,9 @@ def built(flag: str) -> library.Loaded:
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
     assert compiler
     try:
-        return library.Loaded(ctypes.CDLL(str(library._built(compiler, (*library.FLAGS, *library.OPENMP, flag)))), None)
+        return library.Loaded(
+            ctypes.CDLL(str(library._built(compiler, (*library.FLAGS, *library.OPENMP, *flag.split())))), None
+        )
     except subprocess.CalledProcessError as error:
         return library.Loaded(None, error.stderr)
 
@@ -77,18 +82,18 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         lines = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
         if name == "256 bits" and " avx2 " not in lines:
             pytest.skip("this processor has no 256 bits")
+        if name == "no matrix unit" and " amx_bf16 " not in lines:
+            pytest.skip("this processor has no matrix unit")
         found = built(PROCESSORS[name])
         if found.library is None:
             pytest.skip(f"the compiler does not know {PROCESSORS[name]}")
         monkeypatch.setattr(library, "load", lambda: found)
 
 
-@pytest.mark.parametrize("chosen", [None, 16, 1])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.usefixtures("processor")
-def test_codes_are_what_they_stand_for(shape: str, chosen: int | None) -> None:
+def attended(shape: str, chosen: int | None, dtype: torch.dtype, seed: int = 0) -> tuple[State, State, State]:
+    """What the kernel computes; what it must; and that with the decoded keys and values rounded to bfloat16."""
     dim, bits, group, heads = SHAPES[shape]
-    rng = torch.Generator().manual_seed(heads)
+    rng = torch.Generator().manual_seed(heads + 100 * seed)
     k, v = torch.randn(2, ROWS * TABLE, PAGE, dim, generator=rng) + 2
     k[..., :2] *= 20  # outlying channels, as models have them
     codec = {"mixed": "zipcache", "nibbles": "quantspec"}.get(str(bits), "kivi")
@@ -108,14 +113,44 @@ def test_codes_are_what_they_stand_for(shape: str, chosen: int | None) -> None:
         all_units = TABLE * PAGE // chosen
         units = torch.stack([torch.randperm(all_units, generator=rng)[: all_units // 2 + 1] for _ in range(ROWS)])
         units[0, 3] = -1
-    q = torch.randn(ROWS, heads, 1, dim, generator=rng) * 3
+    q = (torch.randn(ROWS, heads, 1, dim, generator=rng) * 3).to(dtype)
     got = paged_attention(
         q, fields, table, position, page=PAGE, scale=dim**-0.5, codec=codec, dim_v=dim, units=units, unit=chosen,
         want_probs=True, backend="native",
     )  # fmt: skip
     where, at = resolve(table, position, units, chosen or PAGE, PAGE)
-    want = oracle.attend(q, k.flatten(0, 1)[where], v.flatten(0, 1)[where], visible_to(at, None, None, 1), dim**-0.5)
+    seen = visible_to(at, None, None, 1)
+
+    def oracle_of(k: Tensor, v: Tensor) -> State:
+        return oracle.attend(q.float(), k.flatten(0, 1)[where], v.flatten(0, 1)[where], seen, dim**-0.5)
+
+    return got, oracle_of(k, v), oracle_of(k.bfloat16().float(), v.bfloat16().float())
+
+
+@pytest.mark.parametrize("chosen", [None, 16, 1])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("processor")
+def test_codes_are_what_they_stand_for(shape: str, chosen: int | None) -> None:
+    got, want, _ = attended(shape, chosen, torch.float32)
     oracle.close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("chosen", [None, 16, 1])
+@pytest.mark.parametrize("shape", [name for name in SHAPES if "nibbles" not in name and "many" not in name])
+@pytest.mark.usefixtures("processor")
+def test_for_queries_of_bfloat16_codes_are_about_what_they_stand_for(shape: str, chosen: int | None) -> None:
+    got, want, rounded = attended(shape, chosen, torch.bfloat16)
+    oracle.close(got, want, max(1e-2, 2 * oracle.error(rounded.probs, want.probs)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", ["4 bits", "2 bits", "mixed"])
+def test_in_bfloat16_less_is_lost_than_by_rounding_decoded_keys_and_values(shape: str) -> None:
+    lost, by_rounding = 0.0, 0.0
+    for seed in range(20):
+        got, want, rounded = attended(shape, 1, torch.bfloat16, seed)
+        lost += oracle.error(got.out, want.out)
+        by_rounding += oracle.error(rounded.out, want.out)
+    assert lost < 0.75 * by_rounding
 
 
 @pytest.mark.parametrize("group", [1, 6])

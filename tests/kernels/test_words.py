@@ -89,7 +89,7 @@ def test_words_match_the_oracle(backend: str, name: str) -> None:
     visible = visible_to(at, options.get("query_position"), options["window"], q.shape[2])
     k, v = (x.double().flatten(0, 1)[where] for x in codecs.decode(codec, fields, q.shape[-1], options["dim_v"]))
     want = oracle.attend(q, k, v, visible, options["scale"], options["softcap"], options.get("sinks"))
-    oracle.close(got, want, 2e-3)  # products of float16
+    oracle.close(got, want, 5e-3 if backend == "native" else 2e-3)  # products of bfloat16 there, of float16 on a GPU
     if "sinks" not in options:
         assert not got.out[2].any()  # the row without pages
 

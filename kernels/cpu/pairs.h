@@ -1,0 +1,32 @@
+/* Attention to codes of 2 and 4 bits by products of pairs of bfloat16, where the processor has these (AVX512-BF16). */
+#ifndef KVENGINE_PAIRS_H
+#define KVENGINE_PAIRS_H
+
+#include "codes.h"
+
+/* The queries for keys of one width: a row's pairs of channels, which stand in the order of `products`. */
+typedef struct {
+  float even[CODED_QUERIES * 128], odd[CODED_QUERIES * 128];
+  uint32_t part[CODED_QUERIES * 128] __attribute__((aligned(64))); /* times the scales of a key group, rounded */
+  float add[CODED_QUERIES];                                        /* a term of every score */
+} Queries;
+
+/* What a task keeps. */
+typedef struct {
+  Queries keys[2];                 /* of mixed pages, each width has its own */
+  int64_t from, to;                /* the tokens of the key group that was read last */
+  int32_t token[16], group[4][16]; /* values: a lane's token, where [token, group] are lanes; a register's groups */
+  uint16_t two[32];                /* places of (token, group) in the order (group, token) of two tokens at a time */
+  int16_t channel[256];            /* what the numbers of a result are of */
+  float factor[256];               /* of a mixed page's channels */
+  int64_t page;                    /* whose they are */
+} Pairs;
+
+int pairs_fit(const Field *f, int64_t dim, int64_t rows);
+void pairs_keys(const Field *k, const float *q, int64_t rows, Pairs *x); /* before the first batch */
+void pairs_values(const Field *v, Pairs *x);
+void pairs_dots(const Field *k, int64_t rows, const Tokens *tokens, Pairs *x, float *scores);
+void pairs_weigh(const Field *v, const float *p, int64_t rows, const Tokens *tokens, Pairs *x, float *out);
+void pairs_unsort(const Field *v, const Pairs *x, float *out, int64_t rows);
+
+#endif
