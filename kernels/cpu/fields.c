@@ -319,13 +319,15 @@ void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count) 
 }
 
 void fetch_batch(const Field *f, int64_t row, const Tokens *x) {
-  if (f->layout != MIXED) fetch_tokens(f, row, x->token, x->count);
-  else
-    for (int i = 0; i < x->count; i++) {
-      const int64_t bytes = f->dim * (x->narrow[i] ? f->low_bits : f->bits) / 8;
-      const char *at = (const char *)(x->narrow[i] ? f->low : f->data) + x->index[i] * bytes;
-      for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 2);
-    }
+  if (f->layout != MIXED) {
+    fetch_tokens(f, row, x->token, x->count);
+    return;
+  }
+  const char *const data[2] = {f->data, f->low};
+  const int64_t size[2] = {f->dim * f->bits / 8, f->dim * f->low_bits / 8};
+  for (int i = 0; i < x->count; i++) /* without a branch on the width, which nobody could foretell */
+    for (int64_t line = 0; line < size[0]; line += 64)
+      __builtin_prefetch(data[x->narrow[i]] + x->index[i] * size[x->narrow[i]] + line, 0, 2);
 }
 
 /* Ask for a token's first line and for the scales it is read with. */
