@@ -144,14 +144,24 @@ static void soften(const Attention *a, int64_t row, const Batch *b, float *s, fl
   }
 }
 
-/* `task` for dense bfloat16 and the matrix unit; 0 if there is no memory for it. */
-static int dense_task(const Attention *a, int64_t row, int64_t from, int64_t to, float *out, float *top, float *total) {
+/* How dense bfloat16 is read for many rows; NULL if as anything else. Few rows are as fast so, and keep all bits. */
+static const Way *way_of(const Attention *a) {
+  const Field *k = &a->k, *v = &a->v;
+  if (a->padded <= 4 || k->layout != DENSE || v->layout != DENSE || k->dtype != BF16 || v->dtype != BF16) return NULL;
+  if (k->dim != a->dim || v->dim != a->dim_v || a->dim % 32 || a->dim_v % 32) return NULL;
+  const Way *by_tiles = dense_by_tiles();
+  return by_tiles || a->halves == 0 ? by_tiles : dense_by_pairs();
+}
+
+/* `task` in such a way; 0 if there is no memory for it. */
+static int dense_task(const Attention *a, const Way *way, int64_t row, int64_t from, int64_t to, float *out, float *top,
+                      float *total) {
   float *const both = aligned_alloc(64, sizeof(float) * PAIR * a->padded * TILE);
   float *const weights[PAIR] = {both, both + a->padded * TILE};
   Batch batch[2][PAIR];
   float before[a->padded]; /* the maxima by which the first batch's weights are */
   Dense x;
-  if (!both || !dense_open(a->q + row * a->padded * a->dim, a->padded, a->dim, a->dim_v, &x)) {
+  if (!both || !way->open(a->q + row * a->padded * a->dim, a->halves, a->padded, a->dim, a->dim_v, &x)) {
     free(both);
     return 0;
   }
@@ -168,7 +178,7 @@ static int dense_task(const Attention *a, int64_t row, int64_t from, int64_t to,
       is[i] = &batch[now][i].is;
       soon[i] = &batch[!now][i].is;
     }
-    dense_dots(&a->k, row, is, soon, &x, weights);
+    way->dots(&a->k, row, is, soon, &x, weights);
     soften(a, row, &batch[now][0], weights[0], top, total, x.out);
     if (is[1]->count) {
       memcpy(before, top, sizeof before);
@@ -178,9 +188,9 @@ static int dense_task(const Attention *a, int64_t row, int64_t from, int64_t to,
           for (int t = 0; t < TILE; t += LANES)
             store(weights[0] + n * TILE + t, load(weights[0] + n * TILE + t) * expf(before[n] - top[n]));
     }
-    dense_weigh(&a->v, row, weights, is, soon, &x);
+    way->weigh(&a->v, row, weights, is, soon, &x);
   }
-  dense_close(&x, out);
+  way->close(&x, out);
   free(both);
   return 1;
 }
@@ -199,6 +209,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   const int v_coded = !tiled && !v_paired && codes_lie(&a->v, a->dim_v, a->padded);
   const int k_mixed = !tiled && !k_paired && mixed_lie(&a->k, a->dim, a->padded);
   const int v_mixed = !tiled && !v_paired && mixed_lie(&a->v, a->dim_v, a->padded);
+  const Way *const way = way_of(a);
   Vectors x;
   Memo keys, values;
   KeyGroup group[2]; /* of mixed codes, each width has its own */
@@ -206,7 +217,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   Pairs pairs;
   Batch both[2], *b = both, *next = both + 1;
   for (int64_t n = 0; n < a->padded; n++) top[n] = -INFINITY, total[n] = 0;
-  if (dense_fit(&a->k, &a->v, a->dim, a->dim_v, a->padded) && dense_task(a, row, from, to, out, top, total)) return;
+  if (way && dense_task(a, way, row, from, to, out, top, total)) return;
   memset(&keys, 0, sizeof keys);
   memset(&values, 0, sizeof values);
   memset(tile, 0, sizeof tile);

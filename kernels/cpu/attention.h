@@ -8,7 +8,6 @@ typedef struct {
   int64_t rows, heads, padded, queries; /* `heads` = group * query rows of q, `padded` up to a multiple of 4 */
   int64_t dim, dim_v;                   /* multiples of LANES: the padded widths of q and out */
   int64_t columns, splits, threads;
-  int64_t halves; /* the queries were bfloat16: what they are multiplied by may be rounded as they are */
   const float *q; /* [row, padded, dim], scaled */
   Field k, v;
   /* contiguous: [row, query, column], bytes, by strides; NULL = all */
@@ -19,6 +18,7 @@ typedef struct {
   int64_t table_row, position_row; /* strides; the rest is contiguous */
   int64_t page, unit, chosen, window;
   float softcap; /* 0: none */
+  float halves;  /* the scale that is in q, if q was bfloat16: then what it meets may be rounded likewise. Else 0 */
   const float *sinks;
   float *scores; /* [row, heads, columns] or NULL */
   float *out, *lse;

@@ -37,7 +37,7 @@ class Attention(ctypes.Structure):
 
     _fields_ = [
         *((name, I64) for name in (
-            "rows", "heads", "padded", "queries", "dim", "dim_v", "columns", "splits", "threads", "halves",
+            "rows", "heads", "padded", "queries", "dim", "dim_v", "columns", "splits", "threads",
         )),
         ("q", POINTER),
         ("k", Field),
@@ -47,6 +47,7 @@ class Attention(ctypes.Structure):
         *((name, POINTER) for name in ("table", "position", "units", "query_position")),
         *((name, I64) for name in ("table_row", "position_row", "page", "unit", "chosen", "window")),
         ("softcap", ctypes.c_float),
+        ("halves", ctypes.c_float),
         *((name, POINTER) for name in ("sinks", "scores", "out", "lse")),
     ]  # fmt: skip
 
@@ -123,8 +124,8 @@ def run(
     threads = team(rows * columns * (k.dim + v.dim))
     call = Attention(
         rows=rows, heads=heads, padded=up(heads, 4), queries=queries, dim=dim, dim_v=dim_v, columns=columns,
-        splits=_splits(rows, columns, threads), threads=threads, halves=q.dtype == torch.bfloat16, q=scaled.data_ptr(), k=k, v=v,
-        softcap=softcap or 0.0, sinks=address(logits), scores=address(scores), out=out.data_ptr(), lse=lse.data_ptr(),
+        splits=_splits(rows, columns, threads), threads=threads, q=scaled.data_ptr(), k=k, v=v,
+        softcap=softcap or 0.0, halves=scale if q.dtype == torch.bfloat16 else 0.0, sinks=address(logits), scores=address(scores), out=out.data_ptr(), lse=lse.data_ptr(),
         **more,
     )  # fmt: skip
     if library.needed().kv_attention(ctypes.byref(call)):

@@ -5,8 +5,7 @@
      out    [row, channel]  += weights [row, 32 tokens]   * values [32 tokens, channel]
    the second operand by pairs along the inner axis. Keys are loaded from where they lie, if those of 16 tokens follow each
    other. */
-#include <stdlib.h>
-#include "dense.h"
+#include "dense_inner.h"
 #include "matrix.h"
 
 #ifdef MATRIX_UNIT
@@ -14,26 +13,7 @@ typedef __m512i Line; /* 32 bfloat16 */
 
 #define HIGH 16 /* query rows of a block */
 
-/* Few rows are as fast by vectors, which keep all bits. */
-int dense_fit(const Field *k, const Field *v, int64_t dim, int64_t dim_v, int64_t rows) {
-  if (rows <= 4) return 0;
-  if (k->layout != DENSE || v->layout != DENSE || k->dtype != BF16 || v->dtype != BF16) return 0;
-  if (k->dim != dim || v->dim != dim_v || dim % 32 || dim_v % 32) return 0;
-  return matrix_allowed();
-}
-
-/* The nearest bfloat16 of `b` above those of `a`, and what they leave. */
-INLINE Line nearest(__m512 a, __m512 b) { return (Line)_mm512_cvtne2ps_pbh(b, a); }
-
-INLINE void planes_of(__m512 a, __m512 b, Line *first, Line *second) {
-  const Line high = nearest(a, b);
-  const __m512 low_a = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(high)), 16);
-  const __m512 low_b = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(high, 1)), 16);
-  *first = high;
-  *second = nearest(_mm512_sub_ps(a, low_a), _mm512_sub_ps(b, low_b));
-}
-
-int dense_open(const float *q, int64_t rows, int64_t dim, int64_t dim_v, Dense *x) {
+static int open_tiles(const float *q, float scale, int64_t rows, int64_t dim, int64_t dim_v, Dense *x) {
   struct {
     uint8_t palette, start, rest[14];
     uint16_t bytes[16];
@@ -42,6 +22,7 @@ int dense_open(const float *q, int64_t rows, int64_t dim, int64_t dim_v, Dense *
   const int64_t wide = dim > dim_v ? dim : dim_v, lines = dim / 32;
   x->blocks = (rows + HIGH - 1) / HIGH;
   x->rows = rows;
+  x->scale = scale; /* not needed: it is in the queries */
   x->dim = dim;
   x->dim_v = dim_v;
   const int64_t queries = x->blocks * lines * 2 * 512, made = PAIR * TILE * wide, weights = PAIR * 2 * 512;
@@ -68,15 +49,6 @@ int dense_open(const float *q, int64_t rows, int64_t dim, int64_t dim_v, Dense *
   WRITTEN();
   _tile_loadconfig(&shape);
   return 1;
-}
-
-INLINE const char *vector(const Field *f, int64_t row, int64_t token) {
-  return (const char *)f->data + 2 * (row * f->row_stride + token * f->token_stride);
-}
-
-/* Ask for a line of each of the next batch's vectors. */
-INLINE void ask(const Field *f, int64_t row, const Tokens *soon, int from, int to, int64_t byte) {
-  for (int t = from; t < to && t < soon->count; t++) __builtin_prefetch(vector(f, row, soon->token[t]) + byte, 0, 2);
 }
 
 /* Where the keys of up to 16 tokens from `t` on are, and how far apart: copied, if they do not follow each other. */
@@ -119,8 +91,8 @@ INLINE void turn(const float *found, int64_t rows, float *scores) {
   }
 
 /* scores[n][t] = q[n] . key[t] of two batches. `soon`: the next ones. */
-void dense_dots(const Field *k, int64_t row, const Tokens *const *tokens, const Tokens *const *soon, Dense *x,
-                float *const *scores) {
+static void dots(const Field *k, int64_t row, const Tokens *const *tokens, const Tokens *const *soon, Dense *x,
+                 float *const *scores) {
   const int64_t lines = x->dim / 32;
   float found[4][256] __attribute__((aligned(64))); /* [16 tokens][token, row] */
   const char *at[4];
@@ -156,24 +128,9 @@ void dense_dots(const Field *k, int64_t row, const Tokens *const *tokens, const 
   }
 }
 
-/* Values by pairs. Beyond the last token, its copies, which have no weight. */
-static void pairs_of(const Field *v, int64_t row, const Tokens *tokens, const Tokens *soon, int64_t dim, uint16_t *to) {
-  const int last = tokens->count - 1;
-  for (int t = 0; t < TILE; t += 2, to += 32) {
-    const char *a = vector(v, row, tokens->token[t < last ? t : last]);
-    const char *b = vector(v, row, tokens->token[t + 1 < last ? t + 1 : last]);
-    for (int64_t d = 0; d < dim; d += 32) {
-      ask(v, row, soon, t, t + 2, 2 * d);
-      const Line one = _mm512_loadu_si512(a + 2 * d), other = _mm512_loadu_si512(b + 2 * d);
-      _mm512_store_si512(to + d * TILE, _mm512_unpacklo_epi16(one, other));
-      _mm512_store_si512(to + d * TILE + 512, _mm512_unpackhi_epi16(one, other));
-    }
-  }
-}
-
 /* out[n] += sum_t p[n][t] value[t] of two batches. */
-void dense_weigh(const Field *v, int64_t row, float *const *p, const Tokens *const *tokens, const Tokens *const *soon,
-                 Dense *x) {
+static void weigh(const Field *v, int64_t row, float *const *p, const Tokens *const *tokens, const Tokens *const *soon,
+                  Dense *x) {
   const int64_t dim = x->dim_v;
   const int both = tokens[1]->count > 0;
   uint16_t *const made[PAIR] = {x->made, x->made + TILE * dim};
@@ -217,27 +174,16 @@ void dense_weigh(const Field *v, int64_t row, float *const *p, const Tokens *con
   }
 }
 
-/* The result in the order of the channels; what was kept is given back. */
-void dense_close(Dense *x, float *out) {
-  for (int64_t i = 0; i < x->rows * x->dim_v; i += 32)
-    for (int c = 0; c < 32; c++) out[i + c] = x->out[i + c % 8 / 4 * 16 + c / 8 * 4 + c % 4];
+static void close_tiles(Dense *x, float *out) {
+  unsort_pairs(x, out);
   _tile_release();
   free(x->queries);
 }
+
+const Way *dense_by_tiles(void) {
+  static const Way way = {open_tiles, dots, weigh, close_tiles};
+  return matrix_allowed() ? &way : NULL;
+}
 #else
-int dense_fit(const Field *k, const Field *v, int64_t dim, int64_t dim_v, int64_t rows) {
-  return (void)k, (void)v, (void)dim, (void)dim_v, (void)rows, 0;
-}
-int dense_open(const float *q, int64_t rows, int64_t dim, int64_t dim_v, Dense *x) {
-  return (void)q, (void)rows, (void)dim, (void)dim_v, (void)x, 0;
-}
-void dense_dots(const Field *k, int64_t row, const Tokens *const *tokens, const Tokens *const *soon, Dense *x,
-                float *const *scores) {
-  (void)k, (void)row, (void)tokens, (void)soon, (void)x, (void)scores;
-}
-void dense_weigh(const Field *v, int64_t row, float *const *p, const Tokens *const *tokens, const Tokens *const *soon,
-                 Dense *x) {
-  (void)v, (void)row, (void)p, (void)tokens, (void)soon, (void)x;
-}
-void dense_close(Dense *x, float *out) { (void)x, (void)out; }
+const Way *dense_by_tiles(void) { return NULL; }
 #endif

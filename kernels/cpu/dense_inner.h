@@ -1,0 +1,53 @@
+/* What the ways of dense.h share. */
+#ifndef KVENGINE_DENSE_INNER_H
+#define KVENGINE_DENSE_INNER_H
+
+#include <stdlib.h>
+#include "dense.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#include <immintrin.h>
+
+/* The nearest bfloat16 of `b` above those of `a`, and what they leave. */
+INLINE __m512i nearest(__m512 a, __m512 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
+
+INLINE void planes_of(__m512 a, __m512 b, __m512i *first, __m512i *second) {
+  const __m512i high = nearest(a, b);
+  const __m512 low_a = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(high)), 16);
+  const __m512 low_b = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(high, 1)), 16);
+  *first = high;
+  *second = nearest(_mm512_sub_ps(a, low_a), _mm512_sub_ps(b, low_b));
+}
+
+INLINE const char *vector(const Field *f, int64_t row, int64_t token) {
+  return (const char *)f->data + 2 * (row * f->row_stride + token * f->token_stride);
+}
+
+/* Ask for a line of each of the next batch's vectors. */
+INLINE void ask(const Field *f, int64_t row, const Tokens *soon, int from, int to, int64_t byte) {
+  for (int t = from; t < to && t < soon->count; t++) __builtin_prefetch(vector(f, row, soon->token[t]) + byte, 0, 2);
+}
+
+/* Values by pairs. Beyond the last token, its copies, which have no weight. */
+INLINE void pairs_of(const Field *v, int64_t row, const Tokens *tokens, const Tokens *soon, int64_t dim, uint16_t *to) {
+  const int last = tokens->count - 1;
+  for (int t = 0; t < TILE; t += 2, to += 32) {
+    const char *a = vector(v, row, tokens->token[t < last ? t : last]);
+    const char *b = vector(v, row, tokens->token[t + 1 < last ? t + 1 : last]);
+    for (int64_t d = 0; d < dim; d += 32) {
+      ask(v, row, soon, t, t + 2, 2 * d);
+      const __m512i one = _mm512_loadu_si512(a + 2 * d), other = _mm512_loadu_si512(b + 2 * d);
+      _mm512_store_si512(to + d * TILE, _mm512_unpacklo_epi16(one, other));
+      _mm512_store_si512(to + d * TILE + 512, _mm512_unpackhi_epi16(one, other));
+    }
+  }
+}
+
+/* A result in the order of its channels. */
+INLINE void unsort_pairs(const Dense *x, float *out) {
+  for (int64_t i = 0; i < x->rows * x->dim_v; i += 32)
+    for (int c = 0; c < 32; c++) out[i + c] = x->out[i + c % 8 / 4 * 16 + c / 8 * 4 + c % 4];
+}
+#endif
+
+#endif
