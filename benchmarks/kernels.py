@@ -110,6 +110,7 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
     dense, pages = 2 * k.numel() * size, {"k": k.view(-1, PAGE, DIM), "v": v.view(-1, PAGE, DIM)}
     theirs = (k, v) if k.is_cuda else (k.clone(), v.clone())  # where a stock cache has them
     stock = [t.view(batch, -1, *t.shape[1:]) for t in (q.view(rows * GROUP, 1, DIM), *theirs)]
+    many = torch.cat([q.roll(i, 3) for i in range(4)], 1)
     into = k.clone()  # written to before: the first touch of memory costs more
     read = partial(paged_attention, table=table, position=position, page=PAGE, scale=SCALE)
     coarse, chosen = Coarse(), rows * min(BUDGET, length)
@@ -129,6 +130,11 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
         "sdpa, group folded": (dense, lambda: F.scaled_dot_product_attention(q[None, :, :, 0], *(t[None] for t in theirs))),
         "full, contiguous": (dense, lambda: attention(q, k, v, None, SCALE)),
         "full, pages": (dense + rows * length * slot, lambda: read(q, pages)),
+        "sdpa, groups of 16, folded": (
+            dense,
+            lambda: F.scaled_dot_product_attention(many[None, :, :, 0], *(t[None] for t in theirs)),
+        ),
+        "full, groups of 16": (dense + rows * length * slot, lambda: read(many, pages)),
         "quest 2048": (bounds + chosen * (2 * DIM * size + slot), lambda: quest(pages, "dense")),
         CHOICE: (bounds, choice),
     }  # fmt: skip

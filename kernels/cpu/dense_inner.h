@@ -45,8 +45,12 @@ INLINE void pairs_of(const Field *v, int64_t row, const Tokens *tokens, const To
 
 /* A result in the order of its channels. */
 INLINE void unsort_pairs(const Dense *x, float *out) {
-  for (int64_t i = 0; i < x->rows * x->dim_v; i += 32)
-    for (int c = 0; c < 32; c++) out[i + c] = x->out[i + c % 8 / 4 * 16 + c / 8 * 4 + c % 4];
+  for (int64_t i = 0; i < x->rows * x->dim_v; i += 32) {
+    const __m512 a = _mm512_loadu_ps(x->out + i), b = _mm512_loadu_ps(x->out + i + 16);
+    const __m512 low = _mm512_shuffle_f32x4(a, b, 0x44), high = _mm512_shuffle_f32x4(a, b, 0xee);
+    _mm512_storeu_ps(out + i, _mm512_shuffle_f32x4(low, low, 0xd8));
+    _mm512_storeu_ps(out + i + 16, _mm512_shuffle_f32x4(high, high, 0xd8));
+  }
 }
 #endif
 

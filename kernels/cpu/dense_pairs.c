@@ -10,6 +10,14 @@
 #define HIGH 16 /* query rows of a block; the last may have 8 */
 #define STEP 8  /* tokens whose scores are computed together */
 
+/* Within each 128 bits, a transposition. */
+INLINE void turn(const __m512 *x, __m512 *out) {
+  const __m512 a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
+  const __m512 c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
+  out[0] = _mm512_shuffle_ps(a, c, 0x44), out[1] = _mm512_shuffle_ps(a, c, 0xee);
+  out[2] = _mm512_shuffle_ps(b, d, 0x44), out[3] = _mm512_shuffle_ps(b, d, 0xee);
+}
+
 static int open_pairs(const float *q, float scale, int64_t rows, int64_t dim, int64_t dim_v, Dense *x) {
   const int64_t blocks = (rows + HIGH - 1) / HIGH, half = dim / 2;
   const int64_t queries = blocks * half * 2 * HIGH, made = TILE * dim_v, weights = 2 * 4 * TILE;
@@ -20,24 +28,32 @@ static int open_pairs(const float *q, float scale, int64_t rows, int64_t dim, in
   x->out = (float *)(x->weights + weights);
   memset(x->out, 0, sizeof(float) * rows * dim_v);
   memset(x->queries, 0, sizeof(uint16_t) * queries);
-  for (int64_t n = 0; n < rows; n++)
+  const vf by = splat(1 / scale);
+  for (int64_t n = 0; n < rows; n += 4)
     for (int64_t d = 0; d < dim; d += 32) {
-      const vf a = load(q + n * dim + d) / scale, b = load(q + n * dim + d + LANES) / scale;
-      uint32_t pair[LANES], *to = (uint32_t *)x->queries + (n / HIGH * half + d / 2) * HIGH + n % HIGH;
-      _mm512_storeu_si512(pair, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
-      for (int i = 0; i < LANES; i++) to[i * HIGH] = pair[i];
+      __m512 pair[4];
+      uint32_t *to = (uint32_t *)x->queries + (n / HIGH * half + d / 2) * HIGH + n % HIGH;
+      for (int i = 0; i < 4; i++) {
+        const vf a = load(q + (n + i) * dim + d) * by, b = load(q + (n + i) * dim + d + LANES) * by;
+        pair[i] = (__m512)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+      }
+      turn(pair, pair);
+      for (int i = 0; i < 4; i++) {
+        _mm_store_ps((float *)(to + i * HIGH), _mm512_castps512_ps128(pair[i]));
+        _mm_store_ps((float *)(to + (4 + i) * HIGH), _mm512_extractf32x4_ps(pair[i], 1));
+        _mm_store_ps((float *)(to + (8 + i) * HIGH), _mm512_extractf32x4_ps(pair[i], 2));
+        _mm_store_ps((float *)(to + (12 + i) * HIGH), _mm512_extractf32x4_ps(pair[i], 3));
+      }
     }
   return 1;
 }
 
-/* Scores of four tokens by up to 16 rows, in the order of the rows: within each 128 bits, a transposition. */
-INLINE void turn(const __m512 *y, float scale, int64_t rows, float *scores) {
-  const __m512 by = _mm512_set1_ps(scale);
-  const __m512 a = _mm512_unpacklo_ps(y[0], y[1]), b = _mm512_unpackhi_ps(y[0], y[1]);
-  const __m512 c = _mm512_unpacklo_ps(y[2], y[3]), d = _mm512_unpackhi_ps(y[2], y[3]);
-  const __m512 z[4] = {_mm512_shuffle_ps(a, c, 0x44) * by, _mm512_shuffle_ps(a, c, 0xee) * by,
-                       _mm512_shuffle_ps(b, d, 0x44) * by, _mm512_shuffle_ps(b, d, 0xee) * by};
+/* Scores of four tokens by up to 16 rows, in the order of the rows. */
+INLINE void put(const __m512 *found, float scale, int64_t rows, float *scores) {
+  __m512 z[4];
+  turn(found, z);
   for (int i = 0; i < 4; i++) {
+    z[i] = _mm512_mul_ps(z[i], _mm512_set1_ps(scale));
     _mm_storeu_ps(scores + i * TILE, _mm512_castps512_ps128(z[i]));
     if (rows > 4) _mm_storeu_ps(scores + (4 + i) * TILE, _mm512_extractf32x4_ps(z[i], 1));
     if (rows > 8) _mm_storeu_ps(scores + (8 + i) * TILE, _mm512_extractf32x4_ps(z[i], 2));
@@ -84,7 +100,7 @@ static void dots(const Field *k, int64_t row, const Tokens *const *tokens, const
         __m512 s[STEP];
         const uint32_t *q = (const uint32_t *)x->queries + n * half;
         products(q, half, at, x->rows - n <= 8, s);
-        for (int j = 0; j < STEP; j += 4) turn(s + j, x->scale, x->rows - n, scores[i] + n * TILE + t + j);
+        for (int j = 0; j < STEP; j += 4) put(s + j, x->scale, x->rows - n, scores[i] + n * TILE + t + j);
       }
     }
 }
