@@ -1,4 +1,5 @@
-/* The attention that each token receives from a prompt's queries, in float32; the matrix unit multiplies bfloat16.
+/* The attention that each token receives from a prompt's queries, in float32; bfloat16 is multiplied by the matrix unit or
+   by pairs.
 
    A task is some blocks of queries of one KV head, all its query heads together. A block takes TILE tokens at a time:
    their keys are turned on their side, and the scores of some query rows are made and softened as in causal.c. The
@@ -9,7 +10,7 @@
 #include "prompt.h"
 
 #define ROWS 256       /* query rows of a block, about */
-#define SIXTEEN 16     /* rows that the matrix unit takes together */
+#define SIXTEEN 16     /* rows that are multiplied together in bfloat16 */
 #define MOST (4 << 20) /* weights of a block, about: 16 MB */
 
 typedef struct {
@@ -32,15 +33,45 @@ typedef struct {
   float *total, *last, *share; /* [row, lane], [row]: sums of weights below the `last` top; what such a weight's share is */
   float *top, *weight;         /* [tile, row], [tile, row, token]: e^(score - top); no weights where that is -inf */
   int64_t *seen, *tile;        /* [row]: the last slot that it sees, -1 for none; [tile]: its first token */
-  int64_t together;            /* rows that are computed with together: EIGHT, or SIXTEEN by the matrix unit */
+  int64_t together;            /* rows that are computed with together: EIGHT, or SIXTEEN in bfloat16 */
+  int matrix;                  /* whether by the matrix unit */
 } Block;
 
-#ifdef MATRIX_UNIT
-/* Its products of bfloat16 are exact, its sums float32. Queries stay as they are, and keys on their side are pairs of
+#if defined(__AVX512BF16__)
+/* Products of bfloat16 are exact, their sums float32. Queries stay as they are, and keys on their side are pairs of
    channels, which lie together: words as wide as a float. */
-static int fits_matrix(const Mass *a) {
-  return a->q_dtype == 1 && a->k_dtype == 1 && !(a->dim % 32 || a->k_row % 2 || a->k_token % 2) && matrix_allowed();
+static int paired(const Mass *a) {
+  return a->q_dtype == 1 && a->k_dtype == 1 && !(a->dim % 32 || a->k_row % 2 || a->k_token % 2);
 }
+
+/* s [row, token] = q [row, dim] key [pair of channels, token, 2], for SIXTEEN rows and TILE tokens. */
+static void multiply(const uint16_t *q, const float *key, int64_t dim, float *s) {
+  for (int i = 0; i < SIXTEEN; i += 4, q += 4 * dim, s += 4 * TILE) {
+    __m512 sums[4][4];
+    for (int j = 0; j < 16; j++) sums[j / 4][j % 4] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < dim; d += 2) {
+      __m512bh k[4];
+      for (int j = 0; j < 4; j++) k[j] = (__m512bh)_mm512_load_si512(key + d / 2 * TILE + j * LANES);
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; n++) {
+        int32_t pair;
+        memcpy(&pair, q + n * dim + d, 4);
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+        for (int j = 0; j < 4; j++) sums[n][j] = _mm512_dpbf16_ps(sums[n][j], k[j], both);
+      }
+    }
+    for (int j = 0; j < 16; j++) _mm512_storeu_ps(s + j / 4 * TILE + j % 4 * LANES, sums[j / 4][j % 4]);
+  }
+}
+#else
+static int paired(const Mass *a) { return (void)a, 0; }
+static void multiply(const uint16_t *q, const float *key, int64_t dim, float *s) {
+  (void)q, (void)key, (void)dim, (void)s;
+}
+#endif
+
+#ifdef MATRIX_UNIT
+static int matrix_there(void) { return matrix_allowed(); }
 
 static void open_matrix(void) {
   struct {
@@ -55,8 +86,8 @@ static void open_matrix(void) {
 
 static void close_matrix(void) { _tile_release(); }
 
-/* s [row, token] = q [row, dim] key [pair of channels, token, 2], for SIXTEEN rows and TILE tokens. */
-static void multiply(const uint16_t *q, const float *key, int64_t dim, float *s) {
+/* As `multiply`. */
+static void multiply_tiles(const uint16_t *q, const float *key, int64_t dim, float *s) {
   WRITTEN();
   _tile_zero(0);
   _tile_zero(1);
@@ -80,17 +111,15 @@ static void multiply(const uint16_t *q, const float *key, int64_t dim, float *s)
   WRITTEN();
 }
 #else
-static int fits_matrix(const Mass *a) { return (void)a, 0; }
+static int matrix_there(void) { return 0; }
 static void open_matrix(void) {}
 static void close_matrix(void) {}
-static void multiply(const uint16_t *q, const float *key, int64_t dim, float *s) {
-  (void)q, (void)key, (void)dim, (void)s;
-}
+static void multiply_tiles(const uint16_t *q, const float *key, int64_t dim, float *s) { multiply(q, key, dim, s); }
 #endif
 
-static void lay_keys(const Mass *a, int64_t row, int64_t t, int64_t n, int paired, float *key) {
+static void lay_keys(const Mass *a, int64_t row, int64_t t, int64_t n, int halves, float *key) {
   const int64_t start = row * a->k_row + t * a->k_token;
-  if (paired) lay(a->k, start / 2, a->k_token / 2, 0, n, a->dim / 2, key);
+  if (halves) lay(a->k, start / 2, a->k_token / 2, 0, n, a->dim / 2, key);
   else if (a->k_dtype == 0) lay(a->k, start, a->k_token, 0, n, a->dim, key);
   else if (a->k_dtype == 1) lay(a->k, start, a->k_token, 1, n, a->dim, key);
   else lay(a->k, start, a->k_token, 2, n, a->dim, key);
@@ -129,13 +158,13 @@ static int any(const Mass *a, int64_t row, const int64_t *seen, int64_t rows, in
 
 /* The weights of some rows from `m` on for the tile of `n` tokens at `t`. */
 static void weigh(const Mass *a, int64_t row, int64_t m, int64_t t, int64_t n, const int32_t *gap, Block *b, float *s) {
-  const int matrix = b->together == SIXTEEN;
-  if (matrix) multiply((uint16_t *)b->q + m * a->dim, b->key, a->dim, s);
-  for (int64_t j = 0; !matrix && j < TILE; j += PIECE)
+  const int halves = b->together == SIXTEEN;
+  if (halves) (b->matrix ? multiply_tiles : multiply)((uint16_t *)b->q + m * a->dim, b->key, a->dim, s);
+  for (int64_t j = 0; !halves && j < TILE; j += PIECE)
     product(b->q + m * a->dim, 1, EIGHT, b->key + j, TILE, a->dim, s + j, TILE, 2, 0);
   for (int64_t i = 0; i < b->together; i++, s += TILE) {
     const int64_t seen = b->seen[m + i], far = seen + 1 - t, near = far - a->local;
-    for (int64_t j = 0; matrix && j < TILE; j += LANES) store(s + j, load(s + j) * a->scale);
+    for (int64_t j = 0; halves && j < TILE; j += LANES) store(s + j, load(s + j) * a->scale);
     if (a->softcap > 0) cap(s, TILE, a->softcap);
     hide(s, far < n ? far : n, TILE);
     if (a->first) hide(s, a->first[row] + a->sinks - t, near < n ? near : n);
@@ -215,13 +244,13 @@ static float *place(Block *b, const Mass *a, int64_t rows) {
 /* q [row, head, query, dim] and k [row, token, dim] by strides, the last of which is 1; `dim` is a multiple of LANES. Part
    i of n takes every n-th block, from the i-th on. Returns 0, or 1 if memory for the buffers cannot be had. */
 int kv_mass(const Mass *a) {
-  const int matrix = fits_matrix(a);
-  int64_t size = matrix ? SIXTEEN : EIGHT;
+  const int halves = paired(a), matrix = halves && matrix_there();
+  int64_t size = halves ? SIXTEEN : EIGHT;
   while (2 * size * a->group <= ROWS && size < a->queries && 2 * size * a->group * a->tokens <= MOST) size *= 2;
   int failed = 0;
 #pragma omp parallel num_threads(a->threads)
   {
-    Block b = {.together = matrix ? SIXTEEN : EIGHT};
+    Block b = {.together = halves ? SIXTEEN : EIGHT, .matrix = matrix};
     float *space = place(&b, a, a->group * size);
     if (!space) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
     if (matrix) open_matrix();
