@@ -5,6 +5,7 @@ Nothing is masked by a tensor, and what a query does not see is not computed, bu
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -14,7 +15,8 @@ from kvengine.kernels.causal_attention.reference import follows
 from kvengine.kernels.dispatch import chosen
 
 FAR = 8 << 20
-"""Bytes of a head's keys and values up to which the C version was measured to be faster: 8192 tokens of 128 channels."""
+"""Bytes of a head's keys and values in float32 up to which the C version was measured to be faster: 8192 tokens of 128
+channels."""
 
 
 def causal_attention(
@@ -30,8 +32,9 @@ def causal_attention(
 
     `position`: negative where there is no token, whatever memory holds there; None: everywhere is one. Any strides;
     the result's dtype is the queries'. The library's fused kernels do this, on a CPU in two calls where there are
-    earlier tokens; in float32 on a CPU with AVX-512, up to `FAR`, C does it in less time than they take. `backend` is
-    "reference" or "native". Raises KernelError on shapes that do not fit.
+    earlier tokens; on a CPU with AVX-512 C does it in less time than they take: in float32 up to `FAR`, and in bfloat16
+    where the processor multiplies pairs of it and has no matrix unit. `backend` is "reference" or "native". Raises
+    KernelError on shapes that do not fit.
     """
     placed = position is None or position.shape == (len(k), k.shape[2])
     if q.shape[2] > k.shape[2] or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3] or not placed:
@@ -55,8 +58,8 @@ def quicker(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def near(k: Tensor, v: Tensor) -> bool:
-    """Whether a head's keys and values are few enough: of more, the library reads more queries' worth at a time."""
-    return k.shape[2] * (k.shape[3] + v.shape[3]) * 4 <= FAR
+    """Whether a head's keys and values are few enough: of more in float32, the library reads more queries' worth at a time."""
+    return k.dtype != torch.float32 or k.shape[2] * (k.shape[3] + v.shape[3]) * 4 <= FAR
 
 
 __all__ = ["causal_attention", "follows", "quicker"]

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from kvengine.errors import KernelError
 from kvengine.kernels.cpu import library
-from kvengine.kernels.cpu.call import LANES
+from kvengine.kernels.cpu.call import DTYPES, LANES
 from kvengine.kernels.dispatch import DENSE_DIM
 
 EIGHT = 8
 """Queries that it takes together."""
+PAIRED = 2 * LANES
+"""Channels of a register of bfloat16."""
 
 
 class Causal(ctypes.Structure):
@@ -23,7 +25,7 @@ class Causal(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in (
-            "sequences", "heads", "group", "queries", "tokens", "dim", "dim_v", "threads",
+            "sequences", "heads", "group", "queries", "tokens", "dim", "dim_v", "threads", "dtype",
         )),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
@@ -42,13 +44,21 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     dim, dim_v = q.shape[-1], v.shape[-1]
     return (
         q.is_cpu  # asked first: elsewhere nothing is compiled to find out
-        and q.dtype == k.dtype == v.dtype == torch.float32
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype in (torch.float32, torch.bfloat16)
         and dim % LANES == dim_v % LANES == 0
         and 0 < max(dim, dim_v) <= DENSE_DIM
         and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         and library.load().library is not None
         and bool(library.needed().kv_causal_wide())
+        and (q.dtype == torch.float32 or _by_pairs(q, k, v))
     )
+
+
+def _by_pairs(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the processor multiplies pairs of bfloat16, and has no matrix unit, which the library uses."""
+    even = all(step % 2 == 0 for step in k.stride()[:-1])
+    return even and q.shape[-1] % PAIRED == v.shape[-1] % PAIRED == 0 and bool(library.needed().kv_causal_halves())
 
 
 def attention(
@@ -69,8 +79,8 @@ def attention(
         strides |= {"position": position.data_ptr(), "position_sequence": position.stride(0)}
     call = Causal(
         sequences=sequences, heads=heads, group=q_heads // heads, queries=queries, tokens=tokens, dim=dim, dim_v=dim_v,
-        threads=torch.get_num_threads(), scale=scale, q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
-        **strides, **more,
+        threads=torch.get_num_threads(), dtype=DTYPES[q.dtype], scale=scale, q=q.data_ptr(), k=k.data_ptr(),
+        v=v.data_ptr(), out=out.data_ptr(), **strides, **more,
     )  # fmt: skip
     if library.needed().kv_causal(ctypes.byref(call)):
         raise KernelError("the native causal kernel could not allocate its buffers")

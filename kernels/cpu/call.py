@@ -125,8 +125,8 @@ def run(
     call = Attention(
         rows=rows, heads=heads, padded=up(heads, 4), queries=queries, dim=dim, dim_v=dim_v, columns=columns,
         splits=_splits(rows, columns, threads), threads=threads, q=scaled.data_ptr(), k=k, v=v,
-        softcap=softcap or 0.0, halves=scale if q.dtype == torch.bfloat16 else 0.0, sinks=address(logits), scores=address(scores), out=out.data_ptr(), lse=lse.data_ptr(),
-        **more,
+        softcap=softcap or 0.0, halves=scale if q.dtype == torch.bfloat16 else 0.0, sinks=address(logits),
+        scores=address(scores), out=out.data_ptr(), lse=lse.data_ptr(), **more,
     )  # fmt: skip
     if library.needed().kv_attention(ctypes.byref(call)):
         raise KernelError("the native attention kernel could not allocate its buffers")

@@ -1,9 +1,12 @@
-/* Causal attention of many queries in float32: the last tokens of a text over all of it, or over spans of it.
+/* Causal attention of many queries in float32 or bfloat16: the last tokens of a text over all of it, or over spans of it.
 
    A task is a block of queries of one KV head, all its query heads together. It takes TILE tokens at a time: their keys
    are turned on their side, the scores of EIGHT query rows are made and softened, and their values weighed, while all
-   of that is in the nearer caches. Tiles of tokens that no query of a block sees are not touched. */
+   of that is in the nearer caches. Tiles of tokens that no query of a block sees are not touched. Where the processor
+   multiplies pairs of bfloat16, products of queries and keys in it are exact, and weights are rounded for theirs with
+   values, as by the library's kernel; all sums are float32. */
 #include <stdlib.h>
+#include "matrix.h"
 #include "prompt.h"
 
 #define ROWS 128 /* query rows of a task, about */
@@ -12,9 +15,10 @@
 
 typedef struct {
   int64_t sequences, heads, group, queries, tokens, dim, dim_v, threads;
+  int64_t dtype; /* as in call.py: floats, or bfloat16 where `kv_causal_halves` */
   float scale;
-  const float *q, *k, *v;
-  float *out;
+  const void *q, *k, *v;
+  void *out;
   int64_t q_sequence, q_head, q_token, k_sequence, k_head, k_token, v_sequence, v_head, v_token, out_sequence, out_head,
       out_token;
   const int64_t *spans;    /* [sequence, block, span, 2]: tokens that a block of `queries_per` reads; NULL: all */
@@ -25,24 +29,38 @@ typedef struct {
   float softcap;       /* 0: none */
 } Causal;
 
+/* Where a query's numbers, or those of its result, begin. */
+INLINE int64_t query_at(const Causal *a, int64_t sequence, int64_t head, int64_t i) {
+  return sequence * a->q_sequence + head * a->q_head + i * a->q_token;
+}
+
+/* EIGHT rows side by side, so that `product` reads them in order; pairs one after the other. */
+INLINE void lay_query(const Causal *a, const void *from, int64_t n, float *q, int halves) {
+  const int64_t dim = a->dim;
+  float *to = q + n / EIGHT * EIGHT * dim + n % EIGHT;
+  if (halves && from) memcpy((uint16_t *)q + n * dim, from, sizeof(uint16_t) * dim);
+  else if (halves) memset((uint16_t *)q + n * dim, 0, sizeof(uint16_t) * dim);
+  else
+    for (int64_t d = 0; d < dim; d++) to[d * EIGHT] = from ? ((const float *)from)[d] * a->scale : 0;
+}
+
 /* Queries [first, first + block) of a head's group; `space` as `need` says. */
-static void attend(const Causal *a, int64_t sequence, int64_t head, int64_t first, int64_t block, float *space) {
+INLINE void attend_as(const Causal *a, int64_t sequence, int64_t head, int64_t first, int64_t block, float *space,
+                      int halves) {
   const int64_t dim = a->dim, dim_v = a->dim_v, rows = a->group * block, start = a->tokens - a->queries + first;
   const int64_t count = first + block < a->queries ? block : a->queries - first, last = start + count;
   const int64_t sinks = a->first ? a->first[sequence] + a->sinks : 0, local = a->first ? a->local : last;
-  const int64_t whole[2] = {0, last};
+  const int64_t whole[2] = {0, last}, size = halves ? 2 : 4;
   const int64_t *span = a->spans ? a->spans + sequence * a->spans_sequence + first / a->queries_per * a->spans_per * 2 : whole;
-  const float *keys = a->k + sequence * a->k_sequence + head * a->k_head;
-  const float *values = a->v + sequence * a->v_sequence + head * a->v_head;
+  const char *keys = (const char *)a->k + (sequence * a->k_sequence + head * a->k_head) * size;
+  const char *values = (const char *)a->v + (sequence * a->v_sequence + head * a->v_head) * size;
   float *q = space, *out = q + rows * dim, *total = out + rows * dim_v, *top = total + rows * LANES;
   float *key = top + rows, *value = key + TILE * dim, *s = value + TILE * dim_v;
+  uint16_t weight[EIGHT * TILE];
   int32_t gap[TILE];
-  for (int64_t n = 0; n < rows; n++) { /* EIGHT rows side by side, so that `product` reads them in order */
-    const int64_t i = n % block;
-    const float *from =
-        a->q + sequence * a->q_sequence + (head * a->group + n / block) * a->q_head + (first + i) * a->q_token;
-    float *to = q + n / EIGHT * EIGHT * dim + n % EIGHT;
-    for (int64_t d = 0; d < dim; d++) to[d * EIGHT] = i < count ? from[d] * a->scale : 0;
+  for (int64_t n = 0; n < rows; n++) {
+    const int64_t at = query_at(a, sequence, head * a->group + n / block, first + n % block);
+    lay_query(a, n % block < count ? (const char *)a->q + at * size : NULL, n, q, halves);
     top[n] = -INFINITY;
   }
   memset(out, 0, sizeof(float) * rows * (dim_v + LANES)); /* and total */
@@ -57,10 +75,13 @@ static void attend(const Causal *a, int64_t sequence, int64_t head, int64_t firs
       if (t >= sinks && t + n <= start - local + 1) continue;
       const int64_t none = a->position ? gaps(a->position + sequence * a->position_sequence + t, n, gap) : 0;
       if (none == n) continue;
-      const float *v = values + t * a->v_token;
+      const float *v = (const float *)(values + t * a->v_token * size);
       int64_t v_token = a->v_token;
-      lay(keys, t * a->k_token, a->k_token, 0, n, dim, key);
-      if (n < columns || none) { /* weights of 0 must not meet what is no token */
+      if (halves) {
+        lay(keys, t * a->k_token / 2, a->k_token / 2, 0, n, dim / 2, key);
+        pair_values((const uint16_t *)v, a->v_token, n, none ? gap : NULL, dim_v, value);
+      } else lay(keys, t * a->k_token, a->k_token, 0, n, dim, key);
+      if (!halves && (n < columns || none)) { /* weights of 0 must not meet what is no token */
         for (int64_t j = 0; j < columns; j++)
           for (int64_t d = 0; d < dim_v; d++)
             value[j * dim_v + d] = j < n && !(none && gap[j]) ? v[j * v_token + d] : 0;
@@ -70,16 +91,23 @@ static void attend(const Causal *a, int64_t sequence, int64_t head, int64_t firs
       for (int64_t m = 0; m < rows; m += EIGHT) {
         const int64_t at = start + m % block - t; /* column of the first of these rows' own token */
         if (at + EIGHT <= 0 || m % block >= count || (t >= sinks && n <= at - local + 1)) continue;
-        for (int64_t j = 0; j < columns; j += PIECE)
+        if (halves) pairs_product((const uint16_t *)q + m * dim, EIGHT, key, dim, s);
+        for (int64_t j = 0; !halves && j < columns; j += PIECE)
           product(q + m * dim, 1, EIGHT, key + j, TILE, dim, s + j, TILE, 2, 0);
         for (int i = 0; i < EIGHT; i++) {
           float *mine = s + i * TILE;
+          for (int64_t j = 0; halves && j < columns; j += LANES) store(mine + j, load(mine + j) * a->scale);
           if (a->softcap > 0) cap(mine, columns, a->softcap);
           hide(mine, at + i + 1 < n ? at + i + 1 : n, columns);
           if (a->first) hide(mine, sinks - t, at + i - local + 1 < n ? at + i - local + 1 : n);
           for (int64_t j = 0; none && j < columns; j += LANES)
             store(mine + j, choose(*(const vi *)(gap + j), splat(-INFINITY), load(mine + j)));
           soften(mine, columns, top + m + i, total + (m + i) * LANES, out + (m + i) * dim_v, dim_v);
+        }
+        if (halves) {
+          round_weights(s, weight);
+          for (int64_t d = 0; d < dim_v; d += PIECE) pairs_weigh(weight, value + d, dim_v, n, out + m * dim_v + d, dim_v);
+          continue;
         }
         int64_t d = 0;
         for (; d + PIECE <= dim_v; d += PIECE)
@@ -90,11 +118,23 @@ static void attend(const Causal *a, int64_t sequence, int64_t head, int64_t firs
   }
   for (int64_t n = 0; n < rows; n++) {
     if (n % block >= count) continue;
-    float *to = a->out + sequence * a->out_sequence + (head * a->group + n / block) * a->out_head +
-                (first + n % block) * a->out_token;
+    const int64_t to = sequence * a->out_sequence + (head * a->group + n / block) * a->out_head +
+                       (first + n % block) * a->out_token;
     const float all = sum(load(total + n * LANES)), share = all > 0 ? 1 / all : 0;
-    for (int64_t d = 0; d < dim_v; d += LANES) store(to + d, load(out + n * dim_v + d) * share);
+    for (int64_t d = 0; d < dim_v; d += LANES) {
+      const vf x = load(out + n * dim_v + d) * share;
+      if (halves) store_halves((uint16_t *)a->out + to + d, x);
+      else store((float *)a->out + to + d, x);
+    }
   }
+}
+
+static void attend(const Causal *a, int64_t sequence, int64_t head, int64_t first, int64_t block, float *space) {
+  attend_as(a, sequence, head, first, block, space, 0);
+}
+
+static void attend_halves(const Causal *a, int64_t sequence, int64_t head, int64_t first, int64_t block, float *space) {
+  attend_as(a, sequence, head, first, block, space, HALVES);
 }
 
 /* 1 where vectors are wide enough for this to be worth it. */
@@ -106,8 +146,17 @@ int kv_causal_wide(void) {
 #endif
 }
 
+/* 1 where bfloat16 is known too, and the library has no matrix unit for it. */
+int kv_causal_halves(void) {
+#ifdef MATRIX_UNIT
+  if (matrix_allowed()) return 0;
+#endif
+  return HALVES;
+}
+
 /* q [sequence, head * group, query, dim], k [sequence, head, token, dim], v, out [sequence, query, head * group, dim_v],
-   any strides but the last, which is 1; the queries are those of the last tokens. `dim` and `dim_v` are multiples of LANES.
+   any strides but the last, which is 1; the queries are those of the last tokens. `dim` and `dim_v` are multiples of LANES;
+   of bfloat16 of 32, and the strides of k are even.
    Spans of a block do not overlap, and a block of queries is a multiple of EIGHT. Returns 0, or 1 if memory for the
    buffers cannot be had. */
 int kv_causal(const Causal *a) {
@@ -123,7 +172,9 @@ int kv_causal(const Causal *a) {
     if (!space) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < blocks * heads; i++) /* the longest first */
-      if (space) attend(a, i % heads / a->heads, i % heads % a->heads, (blocks - 1 - i / heads) * block, block, space);
+      if (space)
+        (a->dtype ? attend_halves : attend)(a, i % heads / a->heads, i % heads % a->heads,
+                                            (blocks - 1 - i / heads) * block, block, space);
     free(space);
   }
   return failed;

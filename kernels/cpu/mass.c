@@ -37,38 +37,11 @@ typedef struct {
   int matrix;                  /* whether by the matrix unit */
 } Block;
 
-#if defined(__AVX512BF16__)
-/* Products of bfloat16 are exact, their sums float32. Queries stay as they are, and keys on their side are pairs of
-   channels, which lie together: words as wide as a float. */
+/* Whether queries stay as they are, and keys on their side are pairs of channels. */
 static int paired(const Mass *a) {
-  return a->q_dtype == 1 && a->k_dtype == 1 && !(a->dim % 32 || a->k_row % 2 || a->k_token % 2);
+  if (!HALVES || a->q_dtype != 1 || a->k_dtype != 1) return 0;
+  return !(a->dim % 32 || a->k_row % 2 || a->k_token % 2);
 }
-
-/* s [row, token] = q [row, dim] key [pair of channels, token, 2], for SIXTEEN rows and TILE tokens. */
-static void multiply(const uint16_t *q, const float *key, int64_t dim, float *s) {
-  for (int i = 0; i < SIXTEEN; i += 4, q += 4 * dim, s += 4 * TILE) {
-    __m512 sums[4][4];
-    for (int j = 0; j < 16; j++) sums[j / 4][j % 4] = _mm512_setzero_ps();
-    for (int64_t d = 0; d < dim; d += 2) {
-      __m512bh k[4];
-      for (int j = 0; j < 4; j++) k[j] = (__m512bh)_mm512_load_si512(key + d / 2 * TILE + j * LANES);
-#pragma GCC unroll 4
-      for (int n = 0; n < 4; n++) {
-        int32_t pair;
-        memcpy(&pair, q + n * dim + d, 4);
-        const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-        for (int j = 0; j < 4; j++) sums[n][j] = _mm512_dpbf16_ps(sums[n][j], k[j], both);
-      }
-    }
-    for (int j = 0; j < 16; j++) _mm512_storeu_ps(s + j / 4 * TILE + j % 4 * LANES, sums[j / 4][j % 4]);
-  }
-}
-#else
-static int paired(const Mass *a) { return (void)a, 0; }
-static void multiply(const uint16_t *q, const float *key, int64_t dim, float *s) {
-  (void)q, (void)key, (void)dim, (void)s;
-}
-#endif
 
 #ifdef MATRIX_UNIT
 static int matrix_there(void) { return matrix_allowed(); }
@@ -86,8 +59,8 @@ static void open_matrix(void) {
 
 static void close_matrix(void) { _tile_release(); }
 
-/* As `multiply`. */
-static void multiply_tiles(const uint16_t *q, const float *key, int64_t dim, float *s) {
+/* As `pairs_product`, of SIXTEEN rows. */
+static void multiply(const uint16_t *q, const float *key, int64_t dim, float *s) {
   WRITTEN();
   _tile_zero(0);
   _tile_zero(1);
@@ -114,7 +87,9 @@ static void multiply_tiles(const uint16_t *q, const float *key, int64_t dim, flo
 static int matrix_there(void) { return 0; }
 static void open_matrix(void) {}
 static void close_matrix(void) {}
-static void multiply_tiles(const uint16_t *q, const float *key, int64_t dim, float *s) { multiply(q, key, dim, s); }
+static void multiply(const uint16_t *q, const float *key, int64_t dim, float *s) {
+  (void)q, (void)key, (void)dim, (void)s;
+}
 #endif
 
 static void lay_keys(const Mass *a, int64_t row, int64_t t, int64_t n, int halves, float *key) {
@@ -159,7 +134,9 @@ static int any(const Mass *a, int64_t row, const int64_t *seen, int64_t rows, in
 /* The weights of some rows from `m` on for the tile of `n` tokens at `t`. */
 static void weigh(const Mass *a, int64_t row, int64_t m, int64_t t, int64_t n, const int32_t *gap, Block *b, float *s) {
   const int halves = b->together == SIXTEEN;
-  if (halves) (b->matrix ? multiply_tiles : multiply)((uint16_t *)b->q + m * a->dim, b->key, a->dim, s);
+  const uint16_t *q = (const uint16_t *)b->q + m * a->dim;
+  if (b->matrix) multiply(q, b->key, a->dim, s);
+  else if (halves) pairs_product(q, SIXTEEN, b->key, a->dim, s);
   for (int64_t j = 0; !halves && j < TILE; j += PIECE)
     product(b->q + m * a->dim, 1, EIGHT, b->key + j, TILE, a->dim, s + j, TILE, 2, 0);
   for (int64_t i = 0; i < b->together; i++, s += TILE) {

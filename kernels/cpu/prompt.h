@@ -44,6 +44,92 @@ INLINE void product(const float *a, int64_t a_row, int64_t a_step, const float *
     for (int j = 0; j < wide; j++) store(c + i * c_row + j * LANES, s[i][j]);
 }
 
+/* Products of bfloat16 are exact, their sums float32. What stands on its side is pairs of channels, or of tokens, which lie
+   together: words as wide as a float. `pair`: numbers of one row, the same for all lanes. */
+#if defined(__AVX512BF16__)
+#define HALVES 1
+INLINE __m512bh pair(const uint16_t *p) {
+  int32_t both;
+  memcpy(&both, p, 4);
+  return (__m512bh)_mm512_set1_epi32(both);
+}
+
+/* c[i][j] = sum over d of a[i * dim + d] b[d / 2][j].d: `rows`, a multiple of 4, of a against TILE columns. */
+INLINE void pairs_product(const uint16_t *a, int rows, const float *b, int64_t dim, float *c) {
+  for (int i = 0; i < rows; i += 4, a += 4 * dim, c += 4 * TILE) {
+    __m512 s[4][4];
+    for (int j = 0; j < 16; j++) s[j / 4][j % 4] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < dim; d += 2) {
+      __m512bh x[4];
+      for (int j = 0; j < 4; j++) x[j] = (__m512bh)_mm512_loadu_si512(b + d / 2 * TILE + j * LANES);
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; n++) {
+        const __m512bh z = pair(a + n * dim + d);
+        for (int j = 0; j < 4; j++) s[n][j] = _mm512_dpbf16_ps(s[n][j], x[j], z);
+      }
+    }
+    for (int j = 0; j < 16; j++) _mm512_storeu_ps(c + j / 4 * TILE + j % 4 * LANES, s[j / 4][j % 4]);
+  }
+}
+
+/* c[i][j] += sum over t of a[i][t] b[t / 2][j].t: EIGHT rows of TILE rounded weights against PIECE columns. */
+INLINE void pairs_weigh(const uint16_t *a, const float *b, int64_t b_step, int64_t n, float *c, int64_t c_row) {
+  __m512 s[EIGHT][2];
+#pragma GCC unroll 8
+  for (int i = 0; i < EIGHT; i++)
+    for (int j = 0; j < 2; j++) s[i][j] = _mm512_loadu_ps(c + i * c_row + j * LANES);
+  for (int64_t t = 0; t < n; t += 2, b += b_step) {
+    const __m512bh x = (__m512bh)_mm512_loadu_si512(b), y = (__m512bh)_mm512_loadu_si512(b + LANES);
+#pragma GCC unroll 8
+    for (int i = 0; i < EIGHT; i++) {
+      const __m512bh z = pair(a + i * TILE + t);
+      s[i][0] = _mm512_dpbf16_ps(s[i][0], x, z);
+      s[i][1] = _mm512_dpbf16_ps(s[i][1], y, z);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < EIGHT; i++)
+    for (int j = 0; j < 2; j++) _mm512_storeu_ps(c + i * c_row + j * LANES, s[i][j]);
+}
+
+/* EIGHT rows of TILE weights, rounded. */
+INLINE void round_weights(const float *s, uint16_t *to) {
+  for (int i = 0; i < EIGHT * TILE; i += 2 * LANES)
+    _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(s + i + LANES), _mm512_loadu_ps(s + i)));
+}
+
+/* to[t / 2][d].t: the values of TILE tokens by pairs; zero from `n` on and where there is a gap. */
+INLINE void pair_values(const uint16_t *from, int64_t stride, int64_t n, const int32_t *gap, int64_t dim, float *to) {
+  uint16_t order[2][32];
+  for (int i = 0; i < 32; i++)
+    for (int j = 0; j < 2; j++) order[j][i] = (uint16_t)(j * 16 + i / 2 + i % 2 * 32);
+  const __m512i low = _mm512_loadu_si512(order[0]), high = _mm512_loadu_si512(order[1]);
+  for (int64_t t = 0; t < n; t += 2, to += dim)
+    for (int64_t d = 0; d < dim; d += 32) {
+      __m512i x[2];
+      for (int i = 0; i < 2; i++)
+        x[i] = t + i < n && !(gap && gap[t + i]) ? _mm512_loadu_si512(from + (t + i) * stride + d) : _mm512_setzero_si512();
+      _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(x[0], low, x[1]));
+      _mm512_storeu_si512(to + d + LANES, _mm512_permutex2var_epi16(x[0], high, x[1]));
+    }
+}
+
+INLINE void store_halves(uint16_t *to, vf x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
+#else
+#define HALVES 0
+INLINE void pairs_product(const uint16_t *a, int rows, const float *b, int64_t dim, float *c) {
+  (void)a, (void)rows, (void)b, (void)dim, (void)c;
+}
+INLINE void pairs_weigh(const uint16_t *a, const float *b, int64_t b_step, int64_t n, float *c, int64_t c_row) {
+  (void)a, (void)b, (void)b_step, (void)n, (void)c, (void)c_row;
+}
+INLINE void round_weights(const float *s, uint16_t *to) { (void)s, (void)to; }
+INLINE void pair_values(const uint16_t *from, int64_t stride, int64_t n, const int32_t *gap, int64_t dim, float *to) {
+  (void)from, (void)stride, (void)n, (void)gap, (void)dim, (void)to;
+}
+INLINE void store_halves(uint16_t *to, vf x) { (void)to, (void)x; }
+#endif
+
 /* to[j][i] = from[start + i * from_row + j], LANES by LANES. */
 INLINE void transpose(const void *from, int64_t start, int64_t from_row, int dtype, float *to, int64_t to_row) {
   vf a[LANES], b[LANES];
