@@ -199,7 +199,7 @@ def check_layers(model: PreTrainedModel, text: Any) -> None:
         )
     elif getattr(text, "cross_attention_layers", None):
         what = "has layers that attend to something else than its text, and keep that in the same cache"
-    elif not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+    elif not GenerationMixin._supports_default_dynamic_cache.__func__(type(model)):  # type: ignore[attr-defined, misc]
         what = "takes no caches but its own"
     else:
         return

@@ -22,6 +22,7 @@ CROSS = {"cross_attention_layers": [1], "pad_token_id": 0}
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "indexed": ("DeepseekV32ForCausalLM", DSA, ("head_dim",), "caches of kinds of its own .DynamicIndexedLayer."),
     "cache of its own": ("MiniMaxForCausalLM", {"num_local_experts": 2}, (), "takes no caches but its own"),
+    "and in its part": ("MiniMaxModel", {"num_local_experts": 2}, (), "MiniMaxModel takes no caches but its own"),
     "cross attention": ("MllamaForCausalLM", CROSS, ("head_dim",), "attend to something else"),
     "no layer index": ("GitForCausalLM", GIT, NOT_GROUPED, "no attention module with a layer index"),
     "two softmaxes": ("DiffLlamaForCausalLM", {}, (), "DiffLlamaAttention changes its keys or values"),
@@ -40,6 +41,8 @@ def test_refused_with_a_reason(name: str) -> None:
     model = found(found.config_class(**{k: v for k, v in BASE.items() if k not in without} | options)).float().eval()
 
     def generate() -> torch.Tensor:
+        if not isinstance(model, transformers.GenerationMixin):
+            return torch.Tensor(model(**padded_batch()).last_hidden_state.detach())
         text: torch.Tensor = model.generate(**padded_batch(), max_new_tokens=12, do_sample=False)
         return text
 
