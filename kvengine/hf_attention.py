@@ -20,6 +20,7 @@ from kvengine.session import Call, Session
 from kvengine.stack import Stack
 
 FOREIGN = ("position_bias", "indices", "block_indices", "sinks", "cu_seq_lens_q", "cu_seq_lens_k")
+UNPATCH = ": call kvengine.unpatch(model)"
 PARTICULAR = frozenset(("softcap", "s_aux", "output_attentions", *FOREIGN))
 
 
@@ -40,7 +41,7 @@ class MaskUsed(ModelError, AttributeError):
     def __init__(self) -> None:
         super().__init__(
             "this model's attention reads or changes its mask itself (to choose tokens by it, say); on a patched model there is "
-            "none, only the rule that would make it. The engine cannot enter it: call kvengine.unpatch(model)"
+            f"none, only the rule that would make it. The engine cannot enter it{UNPATCH}"
         )
 
 
@@ -300,8 +301,7 @@ def check_brought(module: nn.Module, layer: EngineLayer, key: Tensor, value: Ten
         if given is not came and (given.shape != came.shape or not torch.equal(given, came)):
             raise ModelError(
                 f"{type(module).__name__} changes its keys or values after they were cached (differential attention, heads "
-                "repeated by the model), and the engine would read what was cached. It cannot enter this model: call "
-                "kvengine.unpatch(model)"
+                f"repeated by the model), and the engine would read what was cached. It cannot enter this model{UNPATCH}"
             )
 
 
