@@ -298,15 +298,9 @@ class EngineCache(Cache):
         Raises:
             CacheError: as `rollback`.
         """
-        stateful = [layer for layer in self.layers if hf_states.has_states(layer)]
-        if (
-            stateful
-        ):  # these let tokens be taken back that were recorded, or none; transformers' own method does not ask
-            n = int(-tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove))
-            self.rollback(n)
-            self.commit()
-        else:
-            super().crop(tokens_to_remove)
+        drop = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
+        self.rollback(int(drop))  # transformers 5.17 counts matches on the device
+        self.commit()
 
     def reorder_cache(self, beam_idx: Int[Tensor, "chosen"]) -> None:
         """Keep these rows, in this order."""
