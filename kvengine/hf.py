@@ -28,6 +28,7 @@ from kvengine.hf_forward import caching, hook_passes
 from kvengine.hf_generate import METHODS, Method
 from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_rope import rope_for
+from kvengine.hf_trial import check_modules
 from kvengine.policies import name_of
 from kvengine.stack import Stack
 
@@ -97,6 +98,7 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
         return model
     unpatch(model)
     check_layers(model, text)
+    check_modules(model, text, modules)
     previous = text._attn_implementation
     state = Patch(Chosen(stack, state.chosen.known))
     state.implementation = text._attn_implementation_internal
@@ -199,7 +201,7 @@ def check_layers(model: PreTrainedModel, text: Any) -> None:
         )
     elif getattr(text, "cross_attention_layers", None):
         what = "has layers that attend to something else than its text, and keep that in the same cache"
-    elif not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+    elif not GenerationMixin._supports_default_dynamic_cache.__func__(type(model)):  # type: ignore[attr-defined, misc]
         what = "takes no caches but its own"
     else:
         return

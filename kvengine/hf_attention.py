@@ -20,6 +20,7 @@ from kvengine.session import Call, Session
 from kvengine.stack import Stack
 
 FOREIGN = ("position_bias", "indices", "block_indices", "sinks", "cu_seq_lens_q", "cu_seq_lens_k")
+UNPATCH = ": call kvengine.unpatch(model)"
 PARTICULAR = frozenset(("softcap", "s_aux", "output_attentions", *FOREIGN))
 
 
@@ -40,7 +41,7 @@ class MaskUsed(ModelError, AttributeError):
     def __init__(self) -> None:
         super().__init__(
             "this model's attention reads or changes its mask itself (to choose tokens by it, say); on a patched model there is "
-            "none, only the rule that would make it. The engine cannot enter it: call kvengine.unpatch(model)"
+            f"none, only the rule that would make it. The engine cannot enter it{UNPATCH}"
         )
 
 
@@ -158,10 +159,13 @@ class LazyMask:
         if given is None or given.is_cuda:
             return False
         before = int(self.kwargs["q_offset"])
-        now = given[:, : before + int(self.kwargs["q_length"])] != 0
-        was = session.mask if session.mask is not None and len(session.mask) == len(now) else now[:, :0]
-        known = min(was.shape[1], now.shape[1], before)
-        same = torch.equal(now[:, :known], was[:, :known]) and (known == before or bool(now[:, known:before].all()))
+        part = given[:, : before + int(self.kwargs["q_length"])]
+        rows = (part if part.dtype == torch.bool else part != 0).cpu().numpy()
+        now = [row.tobytes() for row in rows]  # at every token: torch takes several times as long to compare
+        was = session.mask if session.mask is not None and len(session.mask) == len(now) else [b""] * len(now)
+        known = min(before, rows.shape[1], *map(len, was[:1]))
+        same = all(new.startswith(old[:known]) for new, old in zip(now, was, strict=True))
+        same = same and (known == before or bool(rows[:, known:before].all()))
         self.full[-2], session.mask = not same, now
         return not same
 
@@ -300,8 +304,7 @@ def check_brought(module: nn.Module, layer: EngineLayer, key: Tensor, value: Ten
         if given is not came and (given.shape != came.shape or not torch.equal(given, came)):
             raise ModelError(
                 f"{type(module).__name__} changes its keys or values after they were cached (differential attention, heads "
-                "repeated by the model), and the engine would read what was cached. It cannot enter this model: call "
-                "kvengine.unpatch(model)"
+                f"repeated by the model), and the engine would read what was cached. It cannot enter this model{UNPATCH}"
             )
 
 

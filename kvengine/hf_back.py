@@ -1,11 +1,14 @@
-"""Taking back tokens of the layers whose cache is transformers' own, beside the engine's."""
+"""What a cache asks of the layers that are transformers' own, beside the engine's: taking back tokens, repeating rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from kvengine import hf_states
 from kvengine.errors import CacheError
 
 STATE = ("keys", "values", "cumulative_length", "is_initialized", "dtype", "device")  # of a layer with a window
@@ -30,13 +33,19 @@ def adopt(layer: Any, its: Any, late: int) -> None:
         back(layer, late)
 
 
-def check_back(layer: Any, n: int) -> None:
-    """Refuse to take back what one of transformers' own layers no longer has."""
-    window = getattr(layer, "sliding_window", None)
-    if not n or window is None or not layer.is_initialized:
+def check_back(layer: Any, n: int, seen: int) -> None:
+    """Refuse to take back the last `n` of `seen` tokens from what, of transformers' own layers, no longer has them."""
+    if not n:
         return
-    seen = layer.get_seq_length()
-    if seen >= window and layer.keys.shape[-2] < min(seen, window - 1 + n):
+    if hf_states.has_states(layer):
+        hf_states.check_back(layer, n, seen)
+    window = getattr(layer, "sliding_window", None)
+    if (
+        window is not None
+        and layer.is_initialized
+        and seen >= window
+        and layer.keys.shape[-2] < min(seen, window - 1 + n)
+    ):
         raise CacheError(
             f"cannot go back by {n} tokens: a layer with a window of {window} has given up what would come back into it. "
             "Call cache.activate_past_recording() before the tokens that may have to be taken back"
@@ -45,10 +54,42 @@ def check_back(layer: Any, n: int) -> None:
 
 def back(layer: Any, n: int) -> None:
     """Take back `n` tokens of one of transformers' own layers, which may be asked again."""
-    if not n or not layer.is_initialized:
+    if not n:
         return
-    if getattr(layer, "sliding_window", None) is None:
-        layer.crop(-n)
+    if hf_states.has_states(layer):
+        hf_states.back(layer, n)
+    if getattr(layer, "keys", None) is None:
         return
-    layer.keys, layer.values = layer.keys[:, :, :-n], layer.values[:, :, :-n]  # `crop` would cut the other end too
-    layer.cumulative_length -= n
+    layer.keys, layer.values = (
+        layer.keys[:, :, :-n],
+        layer.values[:, :, :-n],
+    )  # `crop` would cut a window's other end too
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length -= n
+
+
+def settle(layer: Any) -> None:
+    """What one of transformers' own layers recorded is history."""
+    if not getattr(layer, "record_past", False):
+        return
+    if hf_states.has_states(layer):
+        hf_states.settle(layer)
+    if getattr(layer, "sliding_window", None) is not None and layer.is_initialized:
+        DynamicSlidingWindowLayer.crop(layer, 0)  # gives up what a window has passed
+
+
+def repeat(layer: Any, repeats: int) -> None:
+    """Repeat each row of one of transformers' own layers."""
+    if not hf_states.has_states(layer):
+        layer.batch_repeat_interleave(repeats)
+    elif states := hf_states.held_states(layer):
+        layer.reorder_cache(torch.arange(len(states[0])).repeat_interleave(repeats))
+
+
+def empty(layer: Any, new: Any) -> None:
+    """Forget everything, how many rows there were and that it was recorded included."""
+    if type(layer) is not type(new):
+        layer.reset()
+        return
+    vars(layer).clear()
+    vars(layer).update(vars(new))

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+from kvengine import hf_states
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
-from kvengine.hf_back import back, check_back
+from kvengine.hf_back import back, check_back, empty, repeat, settle
 from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import BREAKS, EngineLayer
 from kvengine.hf_rope import needs_rope, rope_for
@@ -121,8 +122,9 @@ class EngineCache(Cache):
         """New keys and values of a layer; without what transformers offers for layers that are its own to move."""
         layer: Any = self.layers[layer_idx]
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
-        if getattr(layer, "record_past", False):  # transformers 5.17 hands over more than it makes a mask for
-            seen = layer.sliding_window - 1 + key_states.shape[2]
+        window = getattr(layer, "sliding_window", None)
+        if window is not None and layer.record_past:  # transformers 5.17 hands over more than it makes a mask for
+            seen = window - 1 + key_states.shape[2]
             return keys[:, :, -seen:], values[:, :, -seen:]
         return keys, values
 
@@ -151,6 +153,8 @@ class EngineCache(Cache):
             for layer in self.layers:
                 if isinstance(layer, EngineLayer):
                     layer.cache = copy.deepcopy(layer.cache, memo)
+                elif hf_states.has_states(layer):
+                    hf_states.thaw(layer)
 
     def layer_for(self, module: nn.Module) -> EngineLayer | None:
         """The layer that an attention module is to use; None if it is one of transformers' own."""
@@ -253,7 +257,8 @@ class EngineCache(Cache):
 
     def reset(self) -> None:
         """Forget everything, what was announced of a prompt or asked of its reading included."""
-        super().reset()
+        for layer, new in zip(self.layers, DynamicCache(config=self.config).layers, strict=True):
+            layer.reset() if isinstance(layer, EngineLayer) else empty(layer, new)
         kept = {name: getattr(self.session, name) for name in ("rope", "last", "served", "positions")}
         vars(self.session).update(vars(Session(**kept)))
 
@@ -281,11 +286,36 @@ class EngineCache(Cache):
             raise CacheError(f"cannot take back {n} tokens of {self.seen} seen")
         self.thaw()
         for other in self.others:
-            check_back(other, n)
+            check_back(other, n, self.seen)
         for layer in self.engines:
             layer.rollback(n)
         for other in self.others:
             back(other, n)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens; what was recorded before them is history. (Positive: keep that many.)
+
+        Raises:
+            CacheError: as `rollback`.
+        """
+        drop = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
+        self.rollback(int(drop))  # transformers 5.17 counts matches on the device
+        self.commit()
+
+    def reorder_cache(self, beam_idx: Int[Tensor, "chosen"]) -> None:
+        """Keep these rows, in this order."""
+        self.session.inferred |= torch.is_inference_mode_enabled()
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order; or those that a mask names."""
+        self.reorder_cache(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row, `repeats` times."""
+        self.session.inferred |= torch.is_inference_mode_enabled()
+        for layer in self.layers:
+            layer.batch_repeat_interleave(repeats) if isinstance(layer, EngineLayer) else repeat(layer, repeats)
 
     def commit(self) -> None:
         """What was recorded is history."""
@@ -293,8 +323,7 @@ class EngineCache(Cache):
         for layer in self.engines:
             layer.commit()
         for other in self.others:
-            if getattr(other, "record_past", False) and other.is_initialized:
-                other.crop(0)  # gives up what a window has passed
+            settle(other)
 
     def correct(self, model: PreTrainedModel, ids: Int[Tensor, "seq token"], **inputs: Any) -> Any:
         """Compute the last tokens' keys and values anew, with queries that read everything (TidalDecode's correction).

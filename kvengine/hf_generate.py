@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from torch import Tensor
@@ -16,6 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_forward import PREPARED
+from kvengine.stack import Stack
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
 CHUNKS = 5, 21  # the first transformers whose chunked reading begins behind what is cached
@@ -67,6 +68,11 @@ def prepare_cache(
             "does not take. Leave past_key_values out, or call kvengine.unpatch(model)"
         )
     stock(self, generation_config, model_kwargs, *args, **kwargs)
+    if generation_config.use_cache is False and isinstance(given, EngineCache):
+        raise ModelError(
+            "generate() was given an engine cache, but use_cache is False: it would give the whole text again at every token, "
+            "and the cache would hold it as often. Pass use_cache=True"
+        )
     if generation_config.use_cache is False or (given is not None and not isinstance(given, EngineCache)):
         return
     if given is None:
@@ -185,9 +191,25 @@ def check_mode(what: str, config: Any, assistant: Any) -> None:
         )
 
 
+def chosen_options(self: PreTrainedModel, generation_config: Any = None, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """Stands in for `_prepare_generation_config`: who has not asked for a policy to do nothing is told that it would."""
+    stock: Any = type(self)._prepare_generation_config  # type: ignore[attr-defined]
+    options, rest = stock(self, generation_config, **kwargs)
+    stack, own = getattr(self, STATE).chosen.stack, cast(Any, self).generation_config
+    given = None if generation_config is own else getattr(generation_config, "use_cache", None)
+    if options.use_cache is False and given is None and "use_cache" not in kwargs and stack != Stack():
+        raise ModelError(
+            f"the generation_config of this {type(self).__name__} says use_cache=False, so generate() would cache nothing and "
+            f"'{stack}' would do nothing. Pass use_cache=True, or set model.generation_config.use_cache = True; to generate "
+            "without a cache, pass use_cache=False"
+        )
+    return options, rest
+
+
 METHODS: dict[str, Callable[..., Any]] = {
     "_extract_generation_mode_kwargs": mode_options,
     "_prefill": prefill,
+    "_prepare_generation_config": chosen_options,
     "_prepare_cache_for_generation": prepare_cache,
     "generate_batch": refuse_batching,
     "init_continuous_batching": refuse_batching,

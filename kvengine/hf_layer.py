@@ -155,7 +155,7 @@ class EngineLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens; the rest becomes history. (Positive: keep that many.)"""
         drop = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.cache.seen - tokens_to_remove)
-        self.cache.rollback(int(drop))  # transformers 5.17 counts matches on the device
+        self.cache.rollback(int(drop))
         self.cache.commit()
 
     def offload(self) -> None: ...

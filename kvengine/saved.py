@@ -35,6 +35,7 @@ from kvengine.offload.stores.filesystem import replace_file
 from kvengine.pages import Pages
 from kvengine.pool import Pool
 from kvengine.saliency import Saliency
+from kvengine.saved_beside import check_same_rows, restore
 from kvengine.sound import check_fields, check_kinds, check_lengths, check_pages, check_rows, check_tail, expect
 from kvengine.tail import Nested, Tail
 
@@ -50,30 +51,14 @@ RAW = {str(d).removeprefix("torch."): d for d in (
 )}  # fmt: skip
 OUTSIDE = {  # attributes that are made anew, or saved under their own heading
     Lane: {
-        "stack",
-        "retention",
-        "session",
-        "layer",
-        "layers",
-        "number",
-        "heads",
-        "part",
-        "inner",
-        "tail",
-        "pages",
-        "pool",
-        "marks",
-        "plain",
-        "rolls",
-        "known",
-        "reads",
-        "beside",
+        "stack", "retention", "session", "layer", "layers", "number", "heads", "part", "inner", "tail", "pages", "pool", "marks",
+        "plain", "rolls", "known", "reads", "beside",
     },
     LayerCache: {"stack", "layer", "layers", "session", "parts", "readers"},
     Tail: {"shared", "scored", "ready"},
     Nested: {"shared", "scored", "ready"},
     Pages: {"pool", "page", "inner", "joint", "representation", "selection", "shared", "scored", "beside", "bounds"},
-}
+}  # fmt: skip
 LOOSE, FOLD = 1 << 26, 16
 """Bytes that any session may take, and how many times its own length: numbers that are all alike are coded in none, so a short
 file could ask for all memory, and those of a text shrink to no less than half."""
@@ -175,7 +160,8 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
                 source.layer(layer.cache, own)
                 layer.is_initialized = bool(layer.cache.parts)
             else:
-                vars(layer).update(source.value(own))
+                restore(layer, source.value(own))
+        check_same_rows(cache)
     except KVEngineError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, MemoryError) as error:
@@ -239,6 +225,8 @@ class Writer:
             return {"list" if isinstance(x, list) else "tuple": [self.value(item) for item in x]}
         if isinstance(x, dict) and all(isinstance(name, str) for name in x):
             return {"dict": {name: self.value(item) for name, item in x.items()}}
+        if isinstance(x, dict) and list(x) == list(range(len(x))):  # states of linear attention
+            return {"numbered": [self.value(item) for item in x.values()]}
         if isinstance(x, torch.dtype):
             return {"dtype": str(x).removeprefix("torch.")}
         if isinstance(x, torch.device):
@@ -351,6 +339,8 @@ class Reader:
                 return tuple(self.value(item) for item in inside)
             case "dict":
                 return {name: self.value(item) for name, item in inside.items()}
+            case "numbered":
+                return dict(enumerate(map(self.value, inside)))
             case "dtype":
                 return RAW[inside]
             case "device":

@@ -51,7 +51,7 @@ class Session:
     waiting: list[tuple[Lane, Seen, Tensor]] = field(
         default_factory=list
     )  # prompts judged once all layers have read them
-    mask: Bool[Tensor, "seq token"] | None = None  # which tokens are tokens, as the last pass on a CPU was told
+    mask: list[bytes] | None = None  # of each row, which tokens are tokens, as the last pass on a CPU was told
     tree: Bool[Tensor, "node node"] | None = None  # the last tokens of a pass only look, each at these of the others
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass
     loose: int = 0  # bytes of prompts' keys and values since what they left in the heap was handed back

@@ -79,6 +79,23 @@ def test_a_mask_that_hides_more_is_followed_at_each_token(name: str) -> None:
     assert torch.equal(steps(model, kvengine.EngineCache(model)), want)
 
 
+@torch.no_grad()
+def test_a_mask_that_is_changed_in_its_place_is_followed() -> None:
+    """The last pass was told the same bytes, in the same memory."""
+    found = []
+    for model, make in ((llama(), lambda model: DynamicCache()), (patched("full"), kvengine.EngineCache)):
+        ids, mask, cache = one()["input_ids"], torch.ones(1, 70, dtype=torch.bool), make(model)
+        for i in range(8):
+            if i == 4:
+                mask[:, 30:62] = False
+            at = torch.arange(61 + i)[None, -ids.shape[1] :]
+            ids = model(
+                ids, attention_mask=mask[:, : 61 + i], position_ids=at, past_key_values=cache
+            ).logits[:, -1:].argmax(-1)  # fmt: skip
+            found.append(int(ids))
+    assert found[:8] == found[8:]
+
+
 @pytest.mark.parametrize("name", ["full", "quest", "kivi"])
 def test_hidden_tokens_are_not_read_by_chunks_of_one_token(name: str) -> None:
     second, model = turns()[2], patched(WIDE[name])

@@ -9,6 +9,7 @@ import transformers
 from families.configs import BASE, LATENTS, NOT_GROUPED, build, padded_batch
 
 import kvengine
+from kvengine import hf_trial
 from kvengine.errors import ModelError
 from kvengine.hf import STATE
 from kvengine.hf_attention import LazyMask, Seam, engine_attention
@@ -22,11 +23,12 @@ CROSS = {"cross_attention_layers": [1], "pad_token_id": 0}
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "indexed": ("DeepseekV32ForCausalLM", DSA, ("head_dim",), "caches of kinds of its own .DynamicIndexedLayer."),
     "cache of its own": ("MiniMaxForCausalLM", {"num_local_experts": 2}, (), "takes no caches but its own"),
+    "and in its part": ("MiniMaxModel", {"num_local_experts": 2}, (), "MiniMaxModel takes no caches but its own"),
     "cross attention": ("MllamaForCausalLM", CROSS, ("head_dim",), "attend to something else"),
     "no layer index": ("GitForCausalLM", GIT, NOT_GROUPED, "no attention module with a layer index"),
     "two softmaxes": ("DiffLlamaForCausalLM", {}, (), "DiffLlamaAttention changes its keys or values"),
     "heads repeated": ("JetMoeForCausalLM", JET, ("num_attention_heads", "head_dim"), "JetMoeAttention changes"),
-    "mask of its own": ("DogeForCausalLM", {}, (), "reads or changes its mask itself.*unpatch"),
+    "mask of its own": ("DogeForCausalLM", {}, (), "reads or changes its mask itself.*cannot enter it$"),
 }
 
 
@@ -40,15 +42,16 @@ def test_refused_with_a_reason(name: str) -> None:
     model = found(found.config_class(**{k: v for k, v in BASE.items() if k not in without} | options)).float().eval()
 
     def generate() -> torch.Tensor:
+        if not isinstance(model, transformers.GenerationMixin):
+            return torch.Tensor(model(**padded_batch()).last_hidden_state.detach())
         text: torch.Tensor = model.generate(**padded_batch(), max_new_tokens=12, do_sample=False)
         return text
 
-    want = generate()
+    want, before = generate(), model.config._attn_implementation
     with pytest.raises(ModelError, match=match):
         kvengine.patch(model, "full")
-        generate()
-    kvengine.unpatch(model)
-    assert not hasattr(model, STATE) and torch.equal(generate(), want)
+    assert not hasattr(model, STATE) and model.config._attn_implementation == before
+    assert torch.equal(generate(), want)
 
 
 ENCODERS = {
@@ -93,6 +96,41 @@ def test_what_an_encoders_class_makes_of_a_decoder_works(model_class: str) -> No
     with torch.no_grad():
         cache = kvengine.patch(model, "snapkv(budget=12, window=4)")(**batch).past_key_values
     assert type(cache) is kvengine.EngineCache and int(cache.stats().held.max()) == 12
+
+
+@pytest.mark.parametrize("name", ["two softmaxes", "heads repeated", "mask of its own"])
+def test_what_cannot_be_tried_is_refused_by_the_first_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_class, options, without, match = REFUSED[name]
+    found = getattr(transformers, model_class)
+    model = found(found.config_class(**{k: v for k, v in BASE.items() if k not in without} | options)).float().eval()
+    monkeypatch.setattr(hf_trial, "frequencies_of", lambda model: [])
+    kvengine.patch(model, "full")
+    with pytest.raises(ModelError, match=match.removesuffix("$") + ".*call kvengine.unpatch"):
+        model.generate(**padded_batch(), max_new_tokens=12, do_sample=False)
+
+
+def test_heads_that_are_repeated_once_are_not_refused() -> None:
+    """What a module does to its keys counts only where it changes them."""
+    found = transformers.JetMoeForCausalLM
+    base = {k: v for k, v in BASE.items() if k not in ("num_attention_heads", "head_dim")}
+    torch.manual_seed(0)
+    model = found(found.config_class(**base | JET | {"num_experts_per_tok": 1})).float().eval()
+    ids = padded_batch()["input_ids"][:1]
+    want = model.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(kvengine.patch(model).generate(ids, max_new_tokens=12, do_sample=False), want)
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    """Not in the random numbers to come, nor where the weights are not there yet."""
+    model = build("llama")
+    torch.manual_seed(3)
+    want = torch.rand(2)
+    torch.manual_seed(3)
+    kvengine.patch(model)
+    assert torch.equal(torch.rand(2), want)
+    with torch.device("meta"):
+        empty = type(model)(build("llama").config)
+    assert kvengine.patch(empty) is empty
 
 
 def test_keys_that_no_layer_has_taken_are_refused() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_causal_mask_function
 
 import kvengine
+from kvengine.errors import CacheError
 from kvengine.hf_attention import Stock
 from kvengine.hf_window import window_of
 
@@ -82,3 +83,36 @@ def test_the_rule_is_known_by_what_it_is() -> None:
         and_masks(causal_mask_function, causal_mask_function), and_masks(causal_mask_function), lambda b, h, q, k: k > q - 5,
     )  # fmt: skip
     assert [window_of(rule) for rule in others] == [None] * len(others)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral_window"])
+def test_a_window_that_did_not_record_is_not_cut(family: str) -> None:
+    """And the cache is as it was; nothing to take back is nothing to refuse."""
+    model, ids = kvengine.patch(build(family)), padded_batch()["input_ids"][:1]
+    cache, twin = kvengine.EngineCache(model), kvengine.EngineCache(model)
+    with torch.no_grad():
+        for each in (cache, twin):
+            model(ids, past_key_values=each)
+        cache.crop(0)
+        with pytest.raises(CacheError, match="a layer with a window of 8.*activate_past_recording"):
+            cache.crop(-2)
+        assert torch.equal(
+            model(ids[:, :1], past_key_values=cache).logits, model(ids[:, :1], past_key_values=twin).logits
+        )
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral_window"])
+@pytest.mark.parametrize("to", [-3, 22])
+def test_a_window_that_recorded_is_cut(family: str, to: int) -> None:
+    model, ids = kvengine.patch(build(family)), padded_batch()["input_ids"][:1]
+    cache, twin = kvengine.EngineCache(model), kvengine.EngineCache(model)
+    with torch.no_grad():
+        for each in (cache, twin):
+            model(ids, past_key_values=each)
+            each.activate_past_recording()
+            model(ids[:, :2], past_key_values=each)
+        model(ids[:, 5:8], past_key_values=cache)
+        cache.crop(to)
+        again = [model(ids[:, :1], past_key_values=each).logits for each in (cache, twin)]
+    assert cache.seen == 23
+    torch.testing.assert_close(*again, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,99 @@
+"""What a model's attention does between caching its keys and values and attending to them, tried out when it is patched.
+
+Some modules change their keys or values after they were cached, or read their mask to choose tokens by it, and no
+configuration says so. So one module of each kind is handed a few tokens that mean nothing, up to where it would attend.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import causal_mask_function
+
+from kvengine import latent
+from kvengine.errors import ModelError
+from kvengine.hf_attention import UNPATCH, LazyMask, check_brought
+from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
+from kvengine.hf_devices import device_of, hooks
+from kvengine.hf_rope import frequencies_of
+from kvengine.stack import Stack
+
+TRIAL = f"{NAME}-trial"
+TOKENS = 3
+
+
+class Reached(Exception):
+    """The module attends: what it has done until then is known."""
+
+
+def check_modules(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -> None:
+    """Try one attention module of each kind whose layer the engine serves.
+
+    What cannot be tried like this (other arguments, weights that are not there yet) is left to the first pass, which refuses
+    for the same reasons.
+
+    Raises:
+        ModelError: it changes its keys or values after they were cached, or looks at its mask.
+    """
+    ours = engine_layers(text)
+    kinds: dict[type, nn.Module] = {}
+    for module in modules:
+        index: Any = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and index < len(ours) and ours[index] and not latent.is_latent(module):
+            kinds.setdefault(type(module), module)
+    AttentionInterface.register(TRIAL, reached)
+    before = text._attn_implementation_internal
+    for module in kinds.values():
+        if any(getattr(hook, "offload", False) for hook in hooks(module)):
+            continue  # it would have to put its weights back, and is broken off before
+        text._attn_implementation_internal = TRIAL
+        try:
+            attempt(model, text, module)
+        except ModelError as error:
+            raise ModelError(f"{type(model).__name__}: {str(error).removesuffix(UNPATCH)}") from None
+        except (Reached, TypeError, ValueError, RuntimeError, AttributeError, LookupError, StopIteration):
+            continue
+        finally:
+            text._attn_implementation_internal = before
+
+
+@torch.no_grad()
+def attempt(model: PreTrainedModel, text: Any, module: nn.Module) -> None:
+    """Run the module on tokens of noise, at places where nothing is rotated."""
+    noise = torch.randn(1, TOKENS, text.hidden_size, generator=torch.Generator().manual_seed(0))
+    x = noise.to(device_of(module), model.dtype)
+    mask = {"batch_size": 1, "q_length": TOKENS, "kv_length": TOKENS, "q_offset": 0, "kv_offset": 0}
+    cache = EngineCache.under(Chosen(Stack()), text)
+    given: dict[str, Any] = {
+        "attention_mask": LazyMask(
+            {**mask, "mask_function": causal_mask_function, "device": x.device, "dtype": x.dtype}
+        ),
+        "past_key_values": cache,
+        "kvengine": cache,
+    }
+    if frequencies := frequencies_of(model):
+        given["position_embeddings"] = unrotated(x, 2 * len(frequencies[0]))
+    taken = inspect.signature(type(module).forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in taken):  # else `reached` would not know the cache
+        module.forward(x, **given)
+
+
+def unrotated(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The cosines and sines [1, token, dim] that turn nothing."""
+    one = x.new_ones(1, x.shape[1], dim)
+    return one, torch.zeros_like(one)
+
+
+def reached(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any) -> Any:
+    """In the place of the attention function."""
+    cache: EngineCache = kwargs["kvengine"]
+    layer: Any = cache.layers[module.layer_idx]  # type: ignore[index]
+    check_brought(module, layer, key, value)
+    raise Reached
+
+
+__all__ = ["check_modules"]

@@ -1,0 +1,163 @@
+"""Models with layers that keep states (linear attention, state spaces, convolutions): what a cache is asked beside `generate`."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from families import configs
+
+import kvengine
+from kvengine.errors import CacheError
+
+ABSORBED, CONVOLVED = ("qwen3_next", "qwen3_5", "falcon_h1"), ("lfm2",)
+KERNEL = 3  # columns of lfm2's convolutions
+
+
+@pytest.fixture(params=[*ABSORBED, *CONVOLVED])
+def model(request: pytest.FixtureRequest) -> Any:
+    return built(request.param)
+
+
+def built(name: str) -> Any:
+    if not configs.exists(name):
+        pytest.skip(f"this transformers has no {name}")
+    return kvengine.patch(configs.build(name))
+
+
+def read(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The logits [row, token, word] of further tokens."""
+    with torch.no_grad():
+        return torch.as_tensor(model(ids, past_key_values=cache).logits)
+
+
+def text(rows: int = 1, tokens: int = 20, seed: int = 1) -> torch.Tensor:
+    return torch.randint(2, 128, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def prompt(model: Any, ids: torch.Tensor) -> Any:
+    cache = kvengine.EngineCache(model)
+    read(model, cache, ids)
+    return cache
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("by", ["rollback", "crop"])
+@pytest.mark.parametrize("name", ABSORBED)
+def test_what_a_state_has_absorbed_is_not_taken_back(name: str, by: str, recorded: bool) -> None:
+    """And the cache is as it was."""
+    model = built(name)
+    cache = prompt(model, text())
+    if recorded:
+        cache.activate_past_recording()
+    read(model, cache, text(tokens=2, seed=2))
+    with pytest.raises(CacheError, match="go back by 1 tokens: a layer with a recurrent state has absorbed.*deepcopy"):
+        cache.rollback(1) if by == "rollback" else cache.crop(-1)
+    twin = prompt(model, text())
+    read(model, twin, text(tokens=2, seed=2))
+    torch.testing.assert_close(
+        read(model, cache, text(tokens=1)), read(model, twin, text(tokens=1)), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("by", ["rollback", "crop"])
+@pytest.mark.parametrize("before", [1, KERNEL - 1, 20])
+def test_a_convolution_gives_back_what_it_recorded(before: int, by: str) -> None:
+    model = built("lfm2")
+    cache = kvengine.EngineCache(model)
+    cache.activate_past_recording()
+    read(model, cache, text(tokens=before))
+    read(model, cache, text(tokens=7, seed=2))
+    if by == "rollback":
+        cache.rollback(2)
+        cache.rollback(4)
+        cache.deactivate_past_recording()
+    else:
+        cache.crop(-6)
+    twin = prompt(model, torch.cat([text(tokens=before), text(tokens=7, seed=2)[:, :1]], 1))
+    for i in range(5):
+        new = text(tokens=1, seed=3 + i)
+        torch.testing.assert_close(read(model, cache, new), read(model, twin, new), atol=1e-4, rtol=1e-4)
+
+
+def test_a_convolution_that_did_not_record_says_so() -> None:
+    model = built("lfm2")
+    cache = prompt(model, text())
+    with pytest.raises(CacheError, match="given up what would come back into it.*activate_past_recording"):
+        cache.rollback(1)
+    cache.activate_past_recording()
+    read(model, cache, text(tokens=3))
+    with pytest.raises(CacheError, match="go back by 4 tokens: a layer with a convolution"):
+        cache.crop(-4)
+    assert cache.seen == 23
+
+
+def test_what_was_recorded_is_history(model: Any) -> None:
+    """And its states take no more memory than any."""
+    cache, twin = prompt(model, text()), prompt(model, text())
+    cache.activate_past_recording()
+    for each in (cache, twin):
+        read(model, each, text(tokens=30, seed=2))
+    cache.deactivate_past_recording()
+    for a, b in zip(cache.others, twin.others, strict=True):
+        for i, state in a.conv_states.items():
+            assert state.shape == b.conv_states[i].shape and state.untyped_storage().nbytes() == state.nbytes
+    new = text(tokens=1, seed=3)
+    torch.testing.assert_close(read(model, cache, new), read(model, twin, new), atol=1e-4, rtol=1e-4)
+
+
+def test_look_up_and_a_later_turn() -> None:
+    """A turn by prompt look-up ends with the announcement of the next."""
+    model = built("lfm2")
+    cache = kvengine.EngineCache(model)
+    first = model.generate(
+        text().repeat(1, 2), max_new_tokens=8, do_sample=False, past_key_values=cache, prompt_lookup_num_tokens=4
+    )
+    turn = torch.cat([first, text(seed=5)], 1)
+    found = model.generate(turn, max_new_tokens=8, do_sample=False, past_key_values=cache)
+    assert torch.equal(found, kvengine.unpatch(model).generate(turn, max_new_tokens=8, do_sample=False))
+
+
+@pytest.mark.parametrize("by", ["numbers", "mask"])
+def test_rows_are_chosen_and_repeated(model: Any, by: str) -> None:
+    ids, new = text(rows=3), text(rows=2, tokens=1)
+    cache = prompt(model, ids)
+    cache.batch_select_indices(torch.tensor([0, 2]) if by == "numbers" else torch.tensor([True, False, True]))
+    found = read(model, cache, new)
+    torch.testing.assert_close(found, read(model, prompt(model, ids[[0, 2]]), new), atol=1e-4, rtol=1e-4)
+    cache.batch_repeat_interleave(2)
+    found = read(model, cache, new.repeat_interleave(2, 0))
+    twin = prompt(model, ids[[0, 0, 2, 2]])
+    read(model, twin, new.repeat_interleave(2, 0))
+    want = read(model, twin, new.repeat_interleave(2, 0))
+    torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["pass", "choice of rows"])
+def test_inference_mode_may_end(model: Any, where: str) -> None:
+    cache = kvengine.EngineCache(model)
+    ids, new = text(rows=2), text(rows=2, tokens=1)
+    with torch.inference_mode(where == "pass"):
+        model(ids, past_key_values=cache)
+    with torch.inference_mode():
+        cache.reorder_cache(torch.tensor([1, 0]))
+    torch.testing.assert_close(
+        read(model, cache, new), read(model, prompt(model, ids[[1, 0]]), new), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_a_cache_that_was_reset_takes_other_rows(model: Any) -> None:
+    cache = prompt(model, text(rows=2))
+    cache.activate_past_recording()
+    cache.reset()
+    assert not cache.seen and not any(layer.record_past for layer in cache.others)
+    ids = text(rows=3)
+    assert torch.equal(read(model, cache, ids), read(model, kvengine.EngineCache(model), ids))
+
+
+def test_a_copy_goes_on_by_itself(model: Any) -> None:
+    """As who wants to take tokens back is told to make one."""
+    cache = prompt(model, text())
+    twin, new = copy.deepcopy(cache), text(tokens=3)
+    want = read(model, cache, new)
+    assert torch.equal(read(model, twin, new), want)
