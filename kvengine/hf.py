@@ -164,7 +164,12 @@ def check_model(model: Any) -> None:
 
 
 def check_attention(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -> None:
-    """Refuse models without layers to enter, and encoders, in which nothing would ever be cached."""
+    """Refuse models without layers to enter or whose attention is for paged caches, and encoders: nothing would be cached."""
+    if (name := str(text._attn_implementation)).startswith("paged|"):
+        raise ModelError(
+            f"the attention {name!r} of this {type(model).__name__} is for continuous batching alone, and reads no cache but its "
+            "own. Call model.set_attn_implementation('sdpa') first"
+        )
     layers = [m for m in modules if isinstance(getattr(m, "layer_idx", None), int)]
     if not layers:
         raise ModelError(

@@ -12,7 +12,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+from kvengine.errors import ModelError
 from kvengine.hf_cache import NAME, Chosen, EngineCache
 from kvengine.hf_layer import BREAKS
 from kvengine.stack import Stack
@@ -25,6 +27,10 @@ TUNED = (
     "where base is peft_model.get_base_model() and an attention_mask covers the prefix"
 )
 log = logging.getLogger(__name__)
+PAGED = (
+    "continuous batching (generate_batch) keeps its own paged cache and has no place for another. Call "
+    "model.generate() with a padded batch, or kvengine.unpatch(model) first"
+)
 CACHE = "past_key_values"
 ASKED = (CACHE, "use_cache", "encoder_hidden_states")
 """What decides. Who gives `encoder_hidden_states` wants a cache of two, one of them for what is not text."""
@@ -62,11 +68,16 @@ def provide(
 
     Left alone are training, passes with gradients that do not ask for a cache in so many words, and a model whose attention
     is not the engine's any more.
+
+    Raises:
+        ModelError: it runs for a manager of continuous batches, made before the patch or without asking the model.
     """
     if (cache := kwargs.get(CACHE)) is not None:  # nearly always, so it comes first
         if type(cache) is DynamicCache:
             return stock(module, args, kwargs, cache, chosen)
         return None
+    if isinstance(kwargs.get("cache"), PagedAttentionCache):
+        raise ModelError(PAGED)
     given = {name: args[place] for name, place in at.items() if place < len(args)} | kwargs
     asked, config = given.get("use_cache"), cast(Any, module.config)
     wanted = getattr(config, "use_cache", False) and not torch.is_grad_enabled() if asked is None else asked

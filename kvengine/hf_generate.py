@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
-from kvengine.hf_forward import PREPARED
+from kvengine.hf_forward import PAGED, PREPARED
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
 CHUNKS = 5, 21  # the first transformers whose chunked reading begins behind what is cached
@@ -156,10 +156,7 @@ def read(
 
 def refuse_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     """Stands in for continuous batching."""
-    raise ModelError(
-        "continuous batching (generate_batch) keeps its own paged cache and has no place for another. Call "
-        "model.generate() with a padded batch, or kvengine.unpatch(model) first"
-    )
+    raise ModelError(PAGED)
 
 
 def mode_options(
