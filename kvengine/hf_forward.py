@@ -31,6 +31,8 @@ PAGED = (
     "continuous batching (generate_batch) keeps its own paged cache and has no place for another. Call "
     "model.generate() with a padded batch, or kvengine.unpatch(model) first"
 )
+LONE = 3
+"""Passes in a row whose caches are dropped, until somebody is told that such passes say nothing of a policy."""
 CACHE = "past_key_values"
 ASKED = (CACHE, "use_cache", "encoder_hidden_states")
 """What decides. Who gives `encoder_hidden_states` wants a cache of two, one of them for what is not text."""
@@ -75,6 +77,9 @@ def provide(
     if (cache := kwargs.get(CACHE)) is not None:  # nearly always, so it comes first
         if type(cache) is DynamicCache:
             return stock(module, args, kwargs, cache, chosen)
+        if getattr(cache, "unread", None) is not None and cache.seen:
+            cache.unread = None  # not its first pass
+            chosen.lone = chosen.lone if chosen.lone >= LONE else 0
         return None
     if isinstance(kwargs.get("cache"), PagedAttentionCache):
         raise ModelError(PAGED)
@@ -87,6 +92,8 @@ def provide(
     if text._attn_implementation != NAME:
         return None
     cache, place = made(text, chosen), at[CACHE]
+    if chosen.lone < LONE and chosen.stack != Stack() and not torch.compiler.is_compiling():
+        cache.unread = partial(unread, chosen=chosen)
     if place < len(args):
         return (*args[:place], cache, *args[place + 1 :]), kwargs
     return args, kwargs | {CACHE: cache}
@@ -110,6 +117,23 @@ def stock(
             TUNED if "peft" in sys.modules else "",
         )
     return None
+
+
+def unread(cache: EngineCache, chosen: Chosen) -> None:
+    """A cache that a pass was given has gone, and no other pass read it: the text was scored, most likely, and the policy not."""
+    exact = all(layer.parts and layer.exact for layer in cache.engines)
+    if not cache.seen or not exact or cache.session.torn:
+        return
+    chosen.lone += 1
+    if chosen.lone == LONE:
+        log.warning(
+            "%d passes in a row read a text each, and nobody went on from their caches. A text that comes in one pass is read "
+            "exactly, and a policy acts on what follows: these logits are the full cache's, '%s' has no part in them. To score "
+            "continuations under it: kvengine.evals.likelihood.loglikelihoods, for lm-evaluation-harness see docs/evaluation.md. "
+            "If no policy is to be measured, use_cache=False saves the work",
+            LONE,
+            chosen.stack,
+        )
 
 
 @torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]
