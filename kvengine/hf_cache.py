@@ -36,7 +36,7 @@ class Chosen:
 
     stack: Stack
     known: dict[str, Rope | None] = field(default_factory=dict)
-    told: bool = False  # that a cache of transformers' goes on without the policy
+    told: set[str] = field(default_factory=set)  # why the policy is not applied, as was said once
     lone: int = 0  # passes in a row whose cache nobody went on with
 
 

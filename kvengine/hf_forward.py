@@ -21,6 +21,9 @@ from kvengine.stack import Stack
 
 PREPARED: ContextVar[EngineCache | None] = ContextVar("prepared", default=None)
 """The cache that `generate` has just made, while it reads the prompt: PEFT puts one with a tuned prefix in its place."""
+STOCK = (
+    "A pass without past_key_values makes the engine's cache under torch.no_grad(), or if it is given use_cache=True"
+)
 TUNED = (
     ". Outside of generate(), PEFT brings a tuned prefix in a cache of its own to every pass; to go on from one under the "
     "policy: cache = kvengine.EngineCache(base); cache.adopt(peft_model.get_prompt(rows)); base(ids, past_key_values=cache), "
@@ -72,11 +75,14 @@ def provide(
     is not the engine's any more.
 
     Raises:
-        ModelError: it runs for a manager of continuous batches, made before the patch or without asking the model.
+        ModelError: it runs for a manager of continuous batches, made before the patch or without asking the model; or its
+            layers would drop the cache that it was given.
     """
     if (cache := kwargs.get(CACHE)) is not None:  # nearly always, so it comes first
         if type(cache) is DynamicCache:
             return stock(module, args, kwargs, cache, chosen)
+        if module.training and isinstance(cache, EngineCache):
+            check_kept(module)
         if getattr(cache, "unread", None) is not None and cache.seen:
             cache.unread = None  # not its first pass
             chosen.lone = chosen.lone if chosen.lone >= LONE else 0
@@ -107,16 +113,39 @@ def stock(
     if mine is not None and mine.config is cast(Any, module.config).get_text_config(decoder=True) and not mine.seen:
         mine.adopt(cache)
         return args, kwargs | {CACHE: mine}
-    loses = not chosen.told and not module.training and chosen.stack != Stack() and cache.get_seq_length()
-    if loses:
-        chosen.told = True  # a loop that forgot to turn gradients off goes on without the policy
-        log.warning(
-            "a patched model goes on from a cache of transformers', so '%s' is not applied. A pass without past_key_values makes "
-            "the engine's cache under torch.no_grad(), or if it is given use_cache=True%s",
-            chosen.stack,
-            TUNED if "peft" in sys.modules else "",
+    if (
+        not module.training and cache.get_seq_length()
+    ):  # a loop that forgot to turn gradients off goes on without the policy
+        tell(
+            chosen,
+            "a patched model goes on from a cache of transformers'",
+            STOCK + (TUNED if "peft" in sys.modules else ""),
         )
     return None
+
+
+def tell(chosen: Chosen, why: str, hint: str) -> None:
+    """Say, once for each reason, that the policy is not applied."""
+    if chosen.stack != Stack() and why not in chosen.told:
+        chosen.told.add(why)
+        log.warning("%s, so '%s' is not applied. %s", why, chosen.stack, hint)
+
+
+def check_kept(module: nn.Module) -> None:
+    """Refuse layers that take a cache from their attention: each pass would see its own tokens, and nothing before."""
+    config = cast(Any, module.config)
+    if config.get_text_config(decoder=True) is not config:
+        return  # the text model inside is asked too
+    for part in module.modules():
+        if (
+            getattr(part, "gradient_checkpointing", False)
+            and getattr(part, "_can_checkpoint_with_cache", None) is False
+        ):
+            raise ModelError(
+                f"{type(part).__name__} recomputes its activations in training mode (gradient checkpointing) and drops the cache "
+                "that it is given, so every pass would see its own tokens only. Call model.eval() to generate, or "
+                "turn checkpointing off, or pass use_cache=False"
+            )
 
 
 def unread(cache: EngineCache, chosen: Chosen) -> None:

@@ -15,11 +15,15 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
-from kvengine.hf_forward import PAGED, PREPARED
+from kvengine.hf_forward import PAGED, PREPARED, tell
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
 CHUNKS = 5, 21  # the first transformers whose chunked reading begins behind what is cached
 OWN = "{} makes caches in a way of its own, and the engine has no place there; call kvengine.unpatch(model)"
+UNCACHED = (
+    "A model that was saved in training may say so in its configuration: set model.generation_config.use_cache = True, or pass "
+    "use_cache=True"
+)
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -67,6 +71,8 @@ def prepare_cache(
             "does not take. Leave past_key_values out, or call kvengine.unpatch(model)"
         )
     stock(self, generation_config, model_kwargs, *args, **kwargs)
+    if generation_config.use_cache is False and given is None:
+        tell(getattr(self, STATE).chosen, "generate() runs without a cache (use_cache=False)", UNCACHED)
     if generation_config.use_cache is False or (given is not None and not isinstance(given, EngineCache)):
         return
     if given is None:

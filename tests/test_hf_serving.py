@@ -1,9 +1,13 @@
 """What serves and evaluates models, as it drives a patched one."""
 
+import logging
 from typing import Any
 
 import pytest
-from support import llama, one, patched
+import torch
+import transformers
+from families.configs import BASE, VOCABULARY
+from support import greedy, llama, one, patched, prompts
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
@@ -54,3 +58,54 @@ def test_a_model_loaded_for_continuous_batching_says_so_when_patched() -> None:
     model.set_attn_implementation("paged|eager")
     with pytest.raises(ModelError, match=r"paged\|eager.*set_attn_implementation\('sdpa'\) first"):
         kvengine.patch(model, POLICY)
+
+
+def checkpointed(model: Any, on: bool = True) -> Any:
+    """A model in the midst of training."""
+    new, old = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    names = (new, old) if on else (new.replace("enable", "disable"), old.replace("enable", "disable"))
+    getattr(model, next(name for name in names if hasattr(model, name)))()
+    return model.train()
+
+
+@pytest.mark.parametrize("text", ["full", POLICY])
+def test_text_made_while_training_with_checkpoints_is_refused(text: str) -> None:
+    """Layers then drop the cache, and the model says each token by the one before it; transformers lets it."""
+    model = checkpointed(patched(text))
+    with pytest.raises(ModelError, match=r"drops the cache.*model.eval\(\) to generate"):
+        greedy(model, prompts())
+    with pytest.raises(ModelError, match="every pass would see its own tokens only"):
+        model(**prompts(), past_key_values=kvengine.EngineCache(model))
+    assert torch.equal(greedy(model, prompts(), use_cache=False), greedy(llama(), prompts()))
+    assert model(**prompts(), use_cache=True).past_key_values is None  # a step of training, by the book
+    want = greedy(patched(text), prompts())
+    assert torch.equal(greedy(model.eval(), prompts()), want)
+    assert torch.equal(greedy(checkpointed(model, False), prompts()), want)
+
+
+def test_a_checkpointed_part_that_caches_nothing_is_no_matter() -> None:
+    found: Any = transformers.Gemma3ForConditionalGeneration
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    options = BASE | {"query_pre_attn_scalar": 16, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    model = found(found.config_class(text_config=options, vision_config=vision, image_token_id=VOCABULARY - 1)).eval()
+    want = greedy(kvengine.patch(model, POLICY), one(), 9)
+    checkpointed(model.model.vision_tower)
+    assert torch.equal(greedy(model.train(), one(), 9), want)
+
+
+@pytest.mark.parametrize("way", ["saved so", "by its generation", "asked"])
+def test_who_generates_without_a_cache_is_told_once_that_no_policy_is_applied(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Models that were saved in training have use_cache=False in their configuration."""
+    for text, told in ((POLICY, 1), ("full", 0)):
+        caplog.clear()
+        model = patched(text, **({"use_cache": False} if way == "saved so" else {}))
+        options = {"use_cache": False} if way == "asked" else {}
+        if way == "by its generation":
+            model.generation_config.use_cache = False
+        with caplog.at_level(logging.WARNING, "kvengine"):
+            found = [greedy(model, one(), 9, **options) for _ in range(2)]
+        said = [record.message for record in caplog.records]
+        assert [(text in x, "generation_config.use_cache = True" in x) for x in said] == [(True, True)] * told
+        assert all(torch.equal(x, greedy(llama(), one(), 9)) for x in found)
