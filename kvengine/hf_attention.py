@@ -15,6 +15,7 @@ from kvengine import hf_window, latent
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import BREAKS, EngineLayer
+from kvengine.hf_previous import as_before
 from kvengine.kernels.causal_attention import causal_attention, quicker
 from kvengine.session import Call, Session
 from kvengine.stack import Stack
@@ -341,7 +342,9 @@ class Stock:
             value = value.to(
                 self.query.dtype
             )  # cached under autocast, which rounds values alone where keys are rotated
-        found: tuple[Tensor, Any] = function(self.module, self.query, key, value, mask, **self.kwargs)
+        rule = self.mask.kwargs if isinstance(self.mask, LazyMask) else {}
+        module = as_before(self.module, name, rule, self.kwargs.get("sliding_window"))
+        found: tuple[Tensor, Any] = function(module, self.query, key, value, mask, **self.kwargs)
         return found
 
     @property
