@@ -127,8 +127,11 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
         hook.remove()
     for method in state.methods:
         if (part := method.model()) is not None:
-            delattr(part, method.name)
+            vars(part).pop(method.name, None)
             vars(part).pop(STATE, None)
+    for name in METHODS:
+        if isinstance(vars(model).get(name), Method):  # of a model whose shallow copy this is
+            delattr(model, name)
     vars(model).pop(STATE, None)
     text = model.config.get_text_config(decoder=True)
     if text._attn_implementation == NAME:
