@@ -22,11 +22,12 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationMixin, PreTrainedModel
 
 from kvengine.errors import ModelError, UnsupportedPolicy
-from kvengine.hf_attention import LazyMask, Seam, engine_attention
+from kvengine.hf_attention import Seam, engine_attention
 from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
 from kvengine.hf_forward import caching, hook_passes
 from kvengine.hf_generate import METHODS, Method
 from kvengine.hf_generate import STATE as STATE
+from kvengine.hf_mask import LazyMask
 from kvengine.hf_rope import rope_for
 from kvengine.hf_trial import check_modules
 from kvengine.policies import name_of
@@ -129,8 +130,11 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
         hook.remove()
     for method in state.methods:
         if (part := method.model()) is not None:
-            delattr(part, method.name)
+            vars(part).pop(method.name, None)
             vars(part).pop(STATE, None)
+    for name in METHODS:
+        if isinstance(vars(model).get(name), Method):  # of a model whose shallow copy this is
+            delattr(model, name)
     vars(model).pop(STATE, None)
     text = model.config.get_text_config(decoder=True)
     if text._attn_implementation == NAME:
@@ -166,7 +170,12 @@ def check_model(model: Any) -> None:
 
 
 def check_attention(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -> None:
-    """Refuse models without layers to enter, and encoders, in which nothing would ever be cached."""
+    """Refuse models without layers to enter or whose attention is for paged caches, and encoders: nothing would be cached."""
+    if (name := str(text._attn_implementation)).startswith("paged|"):
+        raise ModelError(
+            f"the attention {name!r} of this {type(model).__name__} is for continuous batching alone, and reads no cache but its "
+            "own. Call model.set_attn_implementation('sdpa') first"
+        )
     layers = [m for m in modules if isinstance(getattr(m, "layer_idx", None), int)]
     if not layers:
         raise ModelError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +37,8 @@ class Chosen:
 
     stack: Stack
     known: dict[str, Rope | None] = field(default_factory=dict)
-    told: bool = False  # that a cache of transformers' goes on without the policy
+    told: set[str] = field(default_factory=set)  # why the policy is not applied, as was said once
+    lone: int = 0  # passes in a row whose cache nobody went on with
 
 
 class EngineCache(Cache):
@@ -60,6 +63,7 @@ class EngineCache(Cache):
 
     max_cache_len = -1  # no limit, to PEFT, which asks before it puts a prefix in
     nameless = False  # made by `generate` because it was given none
+    unread: Callable[[EngineCache], None] | None = None  # told if it goes, and nobody went on with it or looked at it
 
     def __init__(self, model: PreTrainedModel, stack: str | Stack | None = None, *, positions: bool = False) -> None:
         from kvengine.hf import STATE, check_stack  # the two files are one edge; this breaks the circle
@@ -94,8 +98,13 @@ class EngineCache(Cache):
         ]
         super().__init__(layers=layers)
 
+    def __del__(self) -> None:
+        if self.unread is not None and not sys.is_finalizing():
+            self.unread(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> EngineCache:
         """A cache that goes on by itself, for the same model: a prompt read once serves many questions."""
+        self.unread = None
         memo.setdefault(id(self.config), self.config)  # a cache knows its model by this very object
         twin = memo[id(self)] = object.__new__(type(self))
         try:
@@ -355,6 +364,7 @@ class EngineCache(Cache):
 
     def stats(self) -> Stats:
         """What the cache holds and reads, counted on its tensors."""
+        self.unread = None
         return measure(self.engines)
 
 

@@ -12,19 +12,30 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+from kvengine.errors import ModelError
 from kvengine.hf_cache import NAME, Chosen, EngineCache
 from kvengine.hf_layer import BREAKS
 from kvengine.stack import Stack
 
 PREPARED: ContextVar[EngineCache | None] = ContextVar("prepared", default=None)
 """The cache that `generate` has just made, while it reads the prompt: PEFT puts one with a tuned prefix in its place."""
+STOCK = (
+    "A pass without past_key_values makes the engine's cache under torch.no_grad(), or if it is given use_cache=True"
+)
 TUNED = (
     ". Outside of generate(), PEFT brings a tuned prefix in a cache of its own to every pass; to go on from one under the "
     "policy: cache = kvengine.EngineCache(base); cache.adopt(peft_model.get_prompt(rows)); base(ids, past_key_values=cache), "
     "where base is peft_model.get_base_model() and an attention_mask covers the prefix"
 )
 log = logging.getLogger(__name__)
+PAGED = (
+    "continuous batching (generate_batch) keeps its own paged cache and has no place for another. Call "
+    "model.generate() with a padded batch, or kvengine.unpatch(model) first"
+)
+LONE = 3
+"""Passes in a row whose caches are dropped, until somebody is told that such passes say nothing of a policy."""
 CACHE = "past_key_values"
 ASKED = (CACHE, "use_cache", "encoder_hidden_states")
 """What decides. Who gives `encoder_hidden_states` wants a cache of two, one of them for what is not text."""
@@ -62,11 +73,22 @@ def provide(
 
     Left alone are training, passes with gradients that do not ask for a cache in so many words, and a model whose attention
     is not the engine's any more.
+
+    Raises:
+        ModelError: it runs for a manager of continuous batches, made before the patch or without asking the model; or its
+            layers would drop the cache that it was given.
     """
     if (cache := kwargs.get(CACHE)) is not None:  # nearly always, so it comes first
         if type(cache) is DynamicCache:
             return stock(module, args, kwargs, cache, chosen)
+        if module.training and isinstance(cache, EngineCache):
+            check_kept(module)
+        if getattr(cache, "unread", None) is not None and cache.seen:
+            cache.unread = None  # not its first pass
+            chosen.lone = chosen.lone if chosen.lone >= LONE else 0
         return None
+    if isinstance(kwargs.get("cache"), PagedAttentionCache):
+        raise ModelError(PAGED)
     given = {name: args[place] for name, place in at.items() if place < len(args)} | kwargs
     asked, config = given.get("use_cache"), cast(Any, module.config)
     wanted = getattr(config, "use_cache", False) and not torch.is_grad_enabled() if asked is None else asked
@@ -76,6 +98,8 @@ def provide(
     if text._attn_implementation != NAME:
         return None
     cache, place = made(text, chosen), at[CACHE]
+    if chosen.lone < LONE and chosen.stack != Stack() and not torch.compiler.is_compiling():
+        cache.unread = partial(unread, chosen=chosen)
     if place < len(args):
         return (*args[:place], cache, *args[place + 1 :]), kwargs
     return args, kwargs | {CACHE: cache}
@@ -89,16 +113,56 @@ def stock(
     if mine is not None and mine.config is cast(Any, module.config).get_text_config(decoder=True) and not mine.seen:
         mine.adopt(cache)
         return args, kwargs | {CACHE: mine}
-    loses = not chosen.told and not module.training and chosen.stack != Stack() and cache.get_seq_length()
-    if loses:
-        chosen.told = True  # a loop that forgot to turn gradients off goes on without the policy
-        log.warning(
-            "a patched model goes on from a cache of transformers', so '%s' is not applied. A pass without past_key_values makes "
-            "the engine's cache under torch.no_grad(), or if it is given use_cache=True%s",
-            chosen.stack,
-            TUNED if "peft" in sys.modules else "",
+    if (
+        not module.training and cache.get_seq_length()
+    ):  # a loop that forgot to turn gradients off goes on without the policy
+        tell(
+            chosen,
+            "a patched model goes on from a cache of transformers'",
+            STOCK + (TUNED if "peft" in sys.modules else ""),
         )
     return None
+
+
+def tell(chosen: Chosen, why: str, hint: str) -> None:
+    """Say, once for each reason, that the policy is not applied."""
+    if chosen.stack != Stack() and why not in chosen.told:
+        chosen.told.add(why)
+        log.warning("%s, so '%s' is not applied. %s", why, chosen.stack, hint)
+
+
+def check_kept(module: nn.Module) -> None:
+    """Refuse layers that take a cache from their attention: each pass would see its own tokens, and nothing before."""
+    config = cast(Any, module.config)
+    if config.get_text_config(decoder=True) is not config:
+        return  # the text model inside is asked too
+    for part in module.modules():
+        if (
+            getattr(part, "gradient_checkpointing", False)
+            and getattr(part, "_can_checkpoint_with_cache", None) is False
+        ):
+            raise ModelError(
+                f"{type(part).__name__} recomputes its activations in training mode (gradient checkpointing) and drops the cache "
+                "that it is given, so every pass would see its own tokens only. Call model.eval() to generate, or "
+                "turn checkpointing off, or pass use_cache=False"
+            )
+
+
+def unread(cache: EngineCache, chosen: Chosen) -> None:
+    """A cache that a pass was given has gone, and no other pass read it: the text was scored, most likely, and the policy not."""
+    exact = all(layer.parts and layer.exact for layer in cache.engines)
+    if not cache.seen or not exact or cache.session.torn:
+        return
+    chosen.lone += 1
+    if chosen.lone == LONE:
+        log.warning(
+            "%d passes in a row read a text each, and nobody went on from their caches. A text that comes in one pass is read "
+            "exactly, and a policy acts on what follows: these logits are the full cache's, '%s' has no part in them. To score "
+            "continuations under it: kvengine.evals.likelihood.loglikelihoods, for lm-evaluation-harness see docs/evaluation.md. "
+            "If no policy is to be measured, use_cache=False saves the work",
+            LONE,
+            chosen.stack,
+        )
 
 
 @torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]

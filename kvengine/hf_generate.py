@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
-from kvengine.hf_forward import PREPARED
+from kvengine.hf_forward import PAGED, PREPARED
 from kvengine.stack import Stack
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
@@ -162,10 +162,7 @@ def read(
 
 def refuse_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     """Stands in for continuous batching."""
-    raise ModelError(
-        "continuous batching (generate_batch) keeps its own paged cache and has no place for another. Call "
-        "model.generate() with a padded batch, or kvengine.unpatch(model) first"
-    )
+    raise ModelError(PAGED)
 
 
 def mode_options(

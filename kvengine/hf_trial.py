@@ -16,9 +16,10 @@ from transformers.masking_utils import causal_mask_function
 
 from kvengine import latent
 from kvengine.errors import ModelError
-from kvengine.hf_attention import UNPATCH, LazyMask, check_brought
+from kvengine.hf_attention import check_brought
 from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
 from kvengine.hf_devices import device_of, hooks
+from kvengine.hf_mask import UNPATCH, LazyMask
 from kvengine.hf_rope import frequencies_of
 from kvengine.stack import Stack
 

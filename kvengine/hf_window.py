@@ -16,7 +16,8 @@ from kvengine.gradients import live
 from kvengine.kernels.span_attention import Band, band_spans, span_attention
 
 if TYPE_CHECKING:
-    from kvengine.hf_attention import LazyMask, Stock
+    from kvengine.hf_attention import Stock
+    from kvengine.hf_mask import LazyMask
 
 
 def window_of(rule: Any) -> int | None:

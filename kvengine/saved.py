@@ -112,7 +112,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         raise CacheError("this cache was made for another model; a file that names this one would be taken for its own")
     if any(part.lane.marks for layer in cache.engines for part in layer.parts) or cache.session.waiting:
         raise CacheError("the cache remembers states to roll back to; call cache.commit() before saving it")
-    beside = plain({} if extra is None else extra, "extra")
+    beside, cache.unread = plain({} if extra is None else extra, "extra"), None
     out = Writer()
     header = {
         "kind": "session",

@@ -257,11 +257,6 @@ def test_generate_refuses(options: dict[str, object], match: str) -> None:
         greedy(patched("full"), one(), **options)
 
 
-def test_continuous_batching_is_refused() -> None:
-    with pytest.raises(ModelError, match="keeps its own paged cache"):
-        patched("full").generate_batch([[1, 2, 3]])
-
-
 def test_forward_with_attentions_is_refused() -> None:
     model = patched("full")
     with pytest.raises(ModelError, match="never forms"), torch.no_grad():

@@ -116,6 +116,20 @@ def test_a_model_and_a_part_of_it_are_not_both_patched() -> None:
     assert torch.equal(greedy(kvengine.patch(model, POLICY), one()), greedy(patched(POLICY), one()))
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_shallow_copy_is_the_same_model_patched_or_not(first: bool) -> None:
+    """Its modules are the other's."""
+    model = patched(POLICY)
+    twin = copy.copy(model)
+    assert torch.equal(greedy(twin, one()), greedy(model, one()))
+    for each in (twin, model) if first else (model, twin):
+        kvengine.unpatch(each)
+    for each in (twin, model):
+        assert torch.equal(greedy(each, one()), greedy(llama(), one()))
+        assert torch.equal(greedy(kvengine.patch(each, POLICY), one()), greedy(patched(POLICY), one()))
+        kvengine.unpatch(each)
+
+
 class Wrapper(nn.Module):
     """Passes on what it does not know, as wrappers for fine-tuning and compiled modules do."""
 

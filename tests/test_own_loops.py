@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 import pickle
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch._dynamo.exc import Unsupported
 from transformers import DynamicCache
 
 import kvengine
-from kvengine import EngineCache
+from kvengine import EngineCache, saved
 
 POLICY = SMALL["snapkv"]
 PASSES: dict[str, Any] = {
@@ -132,3 +133,63 @@ def test_a_compiled_loop_has_the_engines_cache() -> None:
     model.forward = torch.compile(model.forward, backend="eager")
     found, cache = loop(model, ids)
     assert torch.equal(found, want) and type(cache) is EngineCache
+
+
+def read(model: Any, ids: Tensor, **options: Any) -> Any:
+    with torch.no_grad():
+        return model(ids, **options).past_key_values
+
+
+def scored(model: Any, ids: Tensor, cache: EngineCache | None = None) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(ids, past_key_values=cache).logits
+    return found
+
+
+USES: dict[str, Any] = {
+    "gone on with": lambda model, ids: loop(model, ids, 2),
+    "counted": lambda model, ids: read(model, ids).stats(),
+    "copied": lambda model, ids: scored(model, ids[:, :1], copy.deepcopy(read(model, ids))),
+    "saved": lambda model, ids: saved.save(read(model, ids), os.devnull, model),
+    "not made": lambda model, ids: read(model, ids, use_cache=False),
+    "given": lambda model, ids: scored(model, ids, EngineCache(model)),
+    "generated": lambda model, ids: greedy(model, {"input_ids": ids}, 1),
+}
+
+
+@pytest.mark.parametrize(("text", "told"), [(POLICY, 1), (SMALL["kivi"], 1), ("full", 0), (SMALL["ashape"], 0)])
+def test_who_scores_whole_texts_is_told_once_that_this_measures_no_policy(
+    text: str, told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As lm-evaluation-harness does: all policies had the same score, that of the full cache."""
+    model, ids = patched(text), one()["input_ids"]
+    with caplog.at_level(logging.WARNING):
+        found = [scored(model, ids) for _ in range(2)]
+        assert not caplog.records
+        found += [scored(model, ids) for _ in range(5)]
+    name = str(kvengine.Stack.parse(text))
+    assert [("nobody went on" in x.message, name in x.message) for x in caplog.records] == [(True, True)] * told
+    same = torch.allclose(found[0], scored(llama(), ids), atol=1e-4)
+    assert same == (text != SMALL["ashape"]), "where the logits say something of the policy, nobody is told otherwise"
+
+
+@pytest.mark.parametrize("way", USES)
+def test_who_uses_a_passes_cache_is_told_nothing(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = patched(POLICY), one()["input_ids"]
+    with caplog.at_level(logging.WARNING):
+        for i in range(8):
+            USES[way](model, ids)
+            if i % 2 and way == "gone on with":
+                scored(model, ids)  # now and then is not in a row
+    assert not caplog.records
+
+
+def test_passes_that_broke_off_are_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = patched(POLICY), one()["input_ids"]
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            with pytest.raises(ZeroDivisionError):
+                scored(model, ids)
+        hook.remove()
+    assert not caplog.records

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
 
 import kvengine
-from kvengine.hf_attention import LazyMask, Stock
+from kvengine.hf_attention import Stock
+from kvengine.hf_mask import LazyMask
 from kvengine.kernels.causal_attention import causal_attention, quicker
 
 HEAD = torch.zeros(1, 1, 1, 16)

@@ -182,3 +182,32 @@ def test_the_differences_that_the_documentation_lists() -> None:
     text, _ = vt_utils.generate_input_output(20, 1, 4)
     assert ".\n The grass" in text and ".\n The grass" not in vt.context  # a space after each line of noise
     assert vt.turns[0].prefix.startswith(" ") and ruler.TEMPLATE.endswith("?")  # their prefixes are stripped
+
+
+def test_likelihoods_under_a_policy_as_the_documentation_has_it() -> None:
+    """Its own are the full cache's under every policy."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import kvengine
+    from kvengine.evals import bundled_model
+
+    page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+    made: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("scores =")[0], made)
+    tokenizer, model = (auto.from_pretrained(bundled_model()) for auto in (AutoTokenizer, AutoModelForCausalLM))
+    text = "One of the special magic numbers for cat is: 7351962. The grass is green. " * 3
+    pairs = [(text + "The number for cat is", said) for said in (" 7351962", " 1234567")] + [(text, "The sky")]
+    asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    rolling = [Instance("loglikelihood_rolling", {}, (text,), 0)]
+    found = {}
+    for policy in ("full", "h2o(budget=16)"):
+        kvengine.patch(model.float(), policy)
+        for kind in (HFLM, made["Under"]):
+            harness = kind(pretrained=model, tokenizer=tokenizer, batch_size=2)
+            found[policy, kind] = [score for score, _ in harness.loglikelihood(asked, disable_tqdm=True)]
+            found[policy, kind] += harness.loglikelihood_rolling(rolling, disable_tqdm=True)
+    (stock, full), (blind, under) = ([found[p, k] for k in (HFLM, made["Under"])] for p in ("full", "h2o(budget=16)"))
+    assert full == pytest.approx(stock, abs=1e-2) and blind == pytest.approx(stock, abs=1e-2)
+    assert all(abs(one - other) > 0.1 for one, other in zip(under, stock, strict=True))

@@ -12,7 +12,8 @@ import kvengine
 from kvengine import hf_trial
 from kvengine.errors import ModelError
 from kvengine.hf import STATE
-from kvengine.hf_attention import LazyMask, Seam, engine_attention
+from kvengine.hf_attention import Seam, engine_attention
+from kvengine.hf_mask import LazyMask
 
 DSA = {**LATENTS, "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 JET = {"kv_channels": 16, "num_local_experts": 2, "num_experts_per_tok": 2}
