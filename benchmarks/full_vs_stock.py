@@ -2,10 +2,10 @@
 
     python -P benchmarks/full_vs_stock.py [--rounds 5] [--threads 2] [--out benchmarks/results/full_vs_stock.json]
 
-Both run in one process, turn by turn, on the bundled model at 4096 tokens, on a random Llama of 100 M parameters at 8192,
-and on two random layers each of other kinds at 4096: 32 heads that share latents as DeepSeek-V3's do, capped scores (Gemma 2),
-windows of 512 (Gemma 3), and sinks with windows of 128 (gpt-oss). Prefill and decode are timed apart; the ratio is that of
-the medians.
+Both run in one process, turn by turn, on the bundled model at 4096 tokens, on a random Llama of 100 M parameters at 8192, on
+these two in bfloat16, where both sides round and greedy text may part, and on two random layers each of other kinds at
+4096: 32 heads that share latents as DeepSeek-V3's do, capped scores (Gemma 2), windows of 512 (Gemma 3), and sinks with
+windows of 128 (gpt-oss). Prefill and decode are timed apart; the ratio is that of the medians.
 """
 
 from __future__ import annotations
@@ -118,6 +118,12 @@ def compare(name: str, model: Any, length: int, rounds: int) -> dict[str, Any]:
     }
 
 
+def processor() -> str:
+    """Its name, where the system says it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((f" ({line.split(':')[1].strip()})" for line in lines if line.startswith("model name")), "")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -132,9 +138,13 @@ def main() -> None:
         compare("random, latents (MLA)", random_latents(), 4096, given.rounds),
         *(compare(f"random, {name}", random_other(*kind, **more), 4096, given.rounds) for name, kind, more in OTHERS),
     ]
+    rows[2:2] = [
+        compare("bundled, bfloat16", bundled.bfloat16(), 4096, given.rounds),
+        compare("random Llama, bfloat16", random_llama().bfloat16(), 8192, given.rounds),
+    ]
     result = {
         "command": f"python -P benchmarks/full_vs_stock.py --rounds {given.rounds} --threads {given.threads}",
-        "machine": f"{given.threads} CPU cores, torch {torch.__version__}, transformers {transformers.__version__}, "
+        "machine": f"{given.threads} CPU cores{processor()}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}; ratios are medians over rounds, turn by turn",
         "columns": {
             "model": "model",
