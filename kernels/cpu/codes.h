@@ -28,7 +28,7 @@ int of_page(const Field *f, const Tokens *x, int t, int64_t *page);
    + rest of 16, so 1 + code / 4 all the same, if there is no rest. */
 INLINE void widen_codes(const uint8_t *from, int64_t dim, uint32_t rest, uint8_t *to) {
   for (; dim; dim -= 128, from += 32, to += 64) {
-    vu x = __builtin_convertvector(*(const vh *)from, vu);
+    vu x = words_of((const uint16_t *)from);
     x = (x | x << 8) & 0x00ff00ffu;
     x = (x | x << 4) & 0x0f0f0f0fu;
     *(vu *)to = ((x | x << 2) & 0x33333333u) << 2 | rest * 0x11111111u;

@@ -312,10 +312,10 @@ INLINE const char *bytes_of(const Field *f, int64_t row, int64_t token, int64_t 
 void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count) {
   int64_t bytes;
   if (f->layout == LOWRANK) return;
-  for (int i = 0; i < count; i++) {
-    const char *at = bytes_of(f, row, token[i], &bytes);
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 2);
-  }
+  const char *from = bytes_of(f, row, 0, &bytes);
+  const int64_t step = f->layout == DENSE ? f->token_stride * (f->dtype == F32 ? 4 : 2) : bytes;
+  for (int i = 0; i < count; i++)
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + token[i] * step + line, 0, 2);
 }
 
 void fetch_batch(const Field *f, int64_t row, const Tokens *x) {

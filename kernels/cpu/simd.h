@@ -109,7 +109,16 @@ INLINE vf exponential(vf x) {
   return choose(x > -87.0f, exponential_within(kept), splat(0));
 }
 
-INLINE vf from_bf16(const uint16_t *p) { return (vf)(__builtin_convertvector(*(const vh *)p, vu) << 16); }
+/* 16 numbers of 16 bits, each in a word. */
+INLINE vu words_of(const uint16_t *p) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); /* the compiler makes two halves of it */
+#else
+  return __builtin_convertvector(*(const vh *)p, vu);
+#endif
+}
+
+INLINE vf from_bf16(const uint16_t *p) { return (vf)(words_of(p) << 16); }
 
 INLINE float bf16_value(uint16_t x) {
   uint32_t bits = (uint32_t)x << 16;
