@@ -14,6 +14,7 @@ typedef __m512i Line; /* 32 bfloat16 */
 #define HIGH 16 /* query rows of a block */
 
 static int open_tiles(const float *q, float scale, int64_t rows, int64_t dim, int64_t dim_v, Dense *x) {
+  (void)scale; /* which is in the queries */
   struct {
     uint8_t palette, start, rest[14];
     uint16_t bytes[16];
@@ -22,7 +23,6 @@ static int open_tiles(const float *q, float scale, int64_t rows, int64_t dim, in
   const int64_t wide = dim > dim_v ? dim : dim_v, lines = dim / 32;
   x->blocks = (rows + HIGH - 1) / HIGH;
   x->rows = rows;
-  x->scale = scale; /* not needed: it is in the queries */
   x->dim = dim;
   x->dim_v = dim_v;
   const int64_t queries = x->blocks * lines * 2 * 512, made = PAIR * TILE * wide, weights = PAIR * 2 * 512;
@@ -63,22 +63,6 @@ static const void *keys_of(const Field *k, int64_t row, const Tokens *tokens, in
   for (int i = 0; i < count; i++) memcpy(to + i * dim, vector(k, row, token[i]), 2 * dim);
   *stride = 2 * dim;
   return to;
-}
-
-/* scores[row][t] of 4 tokens by 16 rows: within each 128 bits, a transposition. */
-INLINE void turn(const float *found, int64_t rows, float *scores) {
-  const __m512 y0 = _mm512_load_ps(found), y1 = _mm512_load_ps(found + 16);
-  const __m512 y2 = _mm512_load_ps(found + 32), y3 = _mm512_load_ps(found + 48);
-  const __m512 a = _mm512_unpacklo_ps(y0, y1), b = _mm512_unpackhi_ps(y0, y1);
-  const __m512 c = _mm512_unpacklo_ps(y2, y3), d = _mm512_unpackhi_ps(y2, y3);
-  const __m512 z[4] = {_mm512_shuffle_ps(a, c, 0x44), _mm512_shuffle_ps(a, c, 0xee), _mm512_shuffle_ps(b, d, 0x44),
-                       _mm512_shuffle_ps(b, d, 0xee)};
-  for (int i = 0; i < 4; i++) {
-    _mm_storeu_ps(scores + i * TILE, _mm512_castps512_ps128(z[i]));
-    if (rows > 4) _mm_storeu_ps(scores + (4 + i) * TILE, _mm512_extractf32x4_ps(z[i], 1));
-    if (rows > 8) _mm_storeu_ps(scores + (8 + i) * TILE, _mm512_extractf32x4_ps(z[i], 2));
-    if (rows > 12) _mm_storeu_ps(scores + (12 + i) * TILE, _mm512_extractf32x4_ps(z[i], 3));
-  }
 }
 
 /* One line of 16 keys, times queries that are loaded. */
@@ -124,7 +108,7 @@ static void dots(const Field *k, int64_t row, const Tokens *const *tokens, const
     for (int i = 0, part = 0; i < PAIR; i++)
       for (int t = 0; t < tokens[i]->count; t += 16, part++)
         for (int j = 0; j < 16; j += 4)
-          turn(found[part] + 16 * j, x->rows - b * HIGH, scores[i] + b * HIGH * TILE + t + j);
+          put((const __m512 *)(found[part] + 16 * j), x->rows - b * HIGH, scores[i] + b * HIGH * TILE + t + j);
   }
 }
 

@@ -43,6 +43,26 @@ INLINE void pairs_of(const Field *v, int64_t row, const Tokens *tokens, const To
   }
 }
 
+/* Within each 128 bits, a transposition. */
+INLINE void turn(const __m512 *x, __m512 *out) {
+  const __m512 a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
+  const __m512 c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
+  out[0] = _mm512_shuffle_ps(a, c, 0x44), out[1] = _mm512_shuffle_ps(a, c, 0xee);
+  out[2] = _mm512_shuffle_ps(b, d, 0x44), out[3] = _mm512_shuffle_ps(b, d, 0xee);
+}
+
+/* Scores [token, row] of four tokens and up to 16 rows, in the order of the rows. */
+INLINE void put(const __m512 *found, int64_t rows, float *scores) {
+  __m512 z[4];
+  turn(found, z);
+  for (int i = 0; i < 4; i++) {
+    _mm_storeu_ps(scores + i * TILE, _mm512_castps512_ps128(z[i]));
+    if (rows > 4) _mm_storeu_ps(scores + (4 + i) * TILE, _mm512_extractf32x4_ps(z[i], 1));
+    if (rows > 8) _mm_storeu_ps(scores + (8 + i) * TILE, _mm512_extractf32x4_ps(z[i], 2));
+    if (rows > 12) _mm_storeu_ps(scores + (12 + i) * TILE, _mm512_extractf32x4_ps(z[i], 3));
+  }
+}
+
 /* A result in the order of its channels. */
 INLINE void unsort_pairs(const Dense *x, float *out) {
   for (int64_t i = 0; i < x->rows * x->dim_v; i += 32) {

@@ -10,14 +10,6 @@
 #define HIGH 16 /* query rows of a block; the last may have 8 */
 #define STEP 8  /* tokens whose scores are computed together */
 
-/* Within each 128 bits, a transposition. */
-INLINE void turn(const __m512 *x, __m512 *out) {
-  const __m512 a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
-  const __m512 c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
-  out[0] = _mm512_shuffle_ps(a, c, 0x44), out[1] = _mm512_shuffle_ps(a, c, 0xee);
-  out[2] = _mm512_shuffle_ps(b, d, 0x44), out[3] = _mm512_shuffle_ps(b, d, 0xee);
-}
-
 static int open_pairs(const float *q, float scale, int64_t rows, int64_t dim, int64_t dim_v, Dense *x) {
   const int64_t blocks = (rows + HIGH - 1) / HIGH, half = dim / 2;
   const int64_t queries = blocks * half * 2 * HIGH, made = TILE * dim_v, weights = 2 * 4 * TILE;
@@ -46,19 +38,6 @@ static int open_pairs(const float *q, float scale, int64_t rows, int64_t dim, in
       }
     }
   return 1;
-}
-
-/* Scores of four tokens by up to 16 rows, in the order of the rows. */
-INLINE void put(const __m512 *found, float scale, int64_t rows, float *scores) {
-  __m512 z[4];
-  turn(found, z);
-  for (int i = 0; i < 4; i++) {
-    z[i] = _mm512_mul_ps(z[i], _mm512_set1_ps(scale));
-    _mm_storeu_ps(scores + i * TILE, _mm512_castps512_ps128(z[i]));
-    if (rows > 4) _mm_storeu_ps(scores + (4 + i) * TILE, _mm512_extractf32x4_ps(z[i], 1));
-    if (rows > 8) _mm_storeu_ps(scores + (8 + i) * TILE, _mm512_extractf32x4_ps(z[i], 2));
-    if (rows > 12) _mm_storeu_ps(scores + (12 + i) * TILE, _mm512_extractf32x4_ps(z[i], 3));
-  }
 }
 
 /* Of STEP keys and up to 16 rows; up to 8 take half a register. */
@@ -100,7 +79,8 @@ static void dots(const Field *k, int64_t row, const Tokens *const *tokens, const
         __m512 s[STEP];
         const uint32_t *q = (const uint32_t *)x->queries + n * half;
         products(q, half, at, x->rows - n <= 8, s);
-        for (int j = 0; j < STEP; j += 4) put(s + j, x->scale, x->rows - n, scores[i] + n * TILE + t + j);
+        for (int j = 0; j < STEP; j++) s[j] = _mm512_mul_ps(s[j], _mm512_set1_ps(x->scale));
+        for (int j = 0; j < STEP; j += 4) put(s + j, x->rows - n, scores[i] + n * TILE + t + j);
       }
     }
 }
