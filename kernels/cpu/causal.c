@@ -106,7 +106,7 @@ INLINE void attend_as(const Causal *a, int64_t sequence, int64_t head, int64_t f
         }
         if (halves) {
           round_weights(s, weight);
-          for (int64_t d = 0; d < dim_v; d += PIECE) pairs_weigh(weight, value + d, dim_v, n, out + m * dim_v + d, dim_v);
+          for (int64_t d = 0; d < dim_v; d += PIECE) add_pairs(weight, value + d, dim_v, n, out + m * dim_v + d, dim_v);
           continue;
         }
         int64_t d = 0;

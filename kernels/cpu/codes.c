@@ -260,17 +260,22 @@ void dots_codes(const Field *f, KeyGroup *g, const float *q, const float *sorted
   }
 }
 
+/* The scales and zeros of some tokens, `each` of a token: those of tokens that follow each other are one run of numbers. */
+void token_ranges(const Field *f, const int64_t *token, int count, int64_t each, float *scale, float *zero) {
+  for (int t = 0, run; t < count; t += run) {
+    for (run = 1; t + run < count && token[t + run] == token[t] + run;) run++;
+    widen_run(f->scale, token[t] * each, run * each, f->dtype, scale + t * each);
+    widen_run(f->zero, token[t] * each, run * each, f->dtype, zero + t * each);
+  }
+}
+
 /* out[n] += sum_t p[n][t] value[t], the channels of `out` in the order of the codes */
 void weigh_codes(const Field *f, const float *p, int64_t rows, const Tokens *tokens, float *out) {
   const int64_t groups = f->dim / f->group, *token = tokens->token;
   const int count = tokens->count;
   const float steps = steps_of(f), under = under_of(f);
   Values x;
-  for (int t = 0, run; t < count; t += run) {
-    for (run = 1; t + run < count && token[t + run] == token[t] + run;) run++;
-    widen_run(f->scale, token[t] * groups, run * groups, f->dtype, x.scale + t * groups);
-    widen_run(f->zero, token[t] * groups, run * groups, f->dtype, x.zero + t * groups);
-  }
+  token_ranges(f, token, count, groups, x.scale, x.zero);
   for (int t = 0; t < count; t++) x.at[t] = code_at(f, token[t]), x.fine_at[t] = fine_at(f, token[t]);
   for (int64_t i = 0; i < count * groups; i += LANES) {
     vf scale = load(x.scale + i);
@@ -341,11 +346,7 @@ void weigh_mixed(const Field *f, const float *p, int64_t rows, const Tokens *tok
   for (int t = 0, run; t < tokens->count; t += run) {
     int64_t page;
     run = of_page(f, tokens, t, &page);
-    for (int j = 0, n; j < run; j += n) {
-      for (n = 1; j + n < run && token[t + j + n] == token[t + j] + n;) n++;
-      widen_run(f->scale, token[t + j], n, f->dtype, x.scale + j);
-      widen_run(f->zero, token[t + j], n, f->dtype, x.zero + j);
-    }
+    token_ranges(f, token + t, run, 1, x.scale, x.zero);
     for (int j = 0; j < run; j++) {
       x.at[j] = codes_of(f, tokens, t + j, 0, room[j]);
       x.scale[j] *= tokens->narrow[t + j] ? 4 : 16;

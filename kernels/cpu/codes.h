@@ -22,6 +22,7 @@ void dots_mixed(const Field *f, KeyGroup g[2], const float *q, const float *sort
                 float *scores);
 void weigh_mixed(const Field *f, const float *p, int64_t rows, const Tokens *x, float *out);
 void weigh_codes(const Field *f, const float *p, int64_t rows, const Tokens *x, float *out);
+void token_ranges(const Field *f, const int64_t *token, int count, int64_t each, float *scale, float *zero);
 int of_page(const Field *f, const Tokens *x, int t, int64_t *page);
 
 /* 8 codes of 2 bits in each half word become the upper halves of a word's 8 nibbles, and `rest` their lower ones: 4 code

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include "dense.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if HALVES
 #include <immintrin.h>
 
 /* The nearest bfloat16 of `b` above those of `a`, and what they leave. */

@@ -6,7 +6,7 @@
      out    [row][channel] += weights of two tokens (one for all lanes) * values by pairs */
 #include "dense_inner.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if HALVES
 #define HIGH 16 /* query rows of a block; the last may have 8 */
 #define STEP 8  /* tokens whose scores are computed together */
 

@@ -8,7 +8,7 @@
      values  a lane is half a word: those of two tokens stand side by side, and a pair is a channel of both */
 #include "pairs_inner.h"
 
-#ifdef PAIRS
+#if HALVES
 #include <immintrin.h>
 
 typedef __m512i Words;
@@ -302,11 +302,7 @@ void pairs_weigh(const Field *v, const float *p, int64_t rows, const Tokens *tok
   const int count = tokens->count;
   const float steps = steps_of(v->bits), under = steps * (middle(v->bits) - 1);
   Weights x;
-  for (int t = 0, run; t < count; t += run) { /* the scales of tokens that follow each other are one run of numbers */
-    for (run = 1; t + run < count && token[t + run] == token[t] + run;) run++;
-    widen_run(v->scale, token[t] * groups, run * groups, v->dtype, x.scale + t * groups);
-    widen_run(v->zero, token[t] * groups, run * groups, v->dtype, x.zero + t * groups);
-  }
+  token_ranges(v, token, count, groups, x.scale, x.zero);
   for (int64_t i = count * groups; i < TILE * groups; i++) x.scale[i] = x.zero[i] = 0;
   for (int t = 0; t < count; t++) x.at[t] = (const uint8_t *)v->data + token[t] * (v->dim * v->bits / 8);
   for (int64_t i = 0; i < TILE * groups; i += LANES) {

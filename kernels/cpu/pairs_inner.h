@@ -4,8 +4,7 @@
 
 #include "pairs.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-#define PAIRS
+#if HALVES
 
 /* What values are multiplied by. */
 typedef struct {

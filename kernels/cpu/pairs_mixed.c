@@ -2,7 +2,7 @@
    between the codes of 2, and all are codes of 4. */
 #include "pairs_inner.h"
 
-#ifdef PAIRS
+#if HALVES
 void pairs_dots_mixed(const Field *k, int64_t rows, const Tokens *tokens, Pairs *x, float *scores) {
   const uint8_t *const data[2] = {k->data, k->low};
   const int64_t bits[2] = {k->bits, k->low_bits};
@@ -34,7 +34,7 @@ void pairs_dots_mixed(const Field *k, int64_t rows, const Tokens *tokens, Pairs 
 /* A page's factors for its channels are applied to the sum over its tokens. The fractions of both widths have about the
    same middle if those of 2 bits have a rest of 1. */
 void pairs_weigh_mixed(const Field *v, const float *p, int64_t rows, const Tokens *tokens, Pairs *known, float *out) {
-  const int64_t dim = v->dim, *token = tokens->token;
+  const int64_t dim = v->dim;
   const float under = middle(v->bits) - 1;
   uint8_t room[TILE][128] __attribute__((aligned(64)));
   float weights[rows * TILE], sums[rows * dim] __attribute__((aligned(64)));
@@ -42,11 +42,7 @@ void pairs_weigh_mixed(const Field *v, const float *p, int64_t rows, const Token
   for (int t = 0, run; t < tokens->count; t += run) {
     int64_t page;
     run = of_page(v, tokens, t, &page);
-    for (int j = 0, n; j < run; j += n) {
-      for (n = 1; j + n < run && token[t + j + n] == token[t + j] + n;) n++;
-      widen_run(v->scale, token[t + j], n, v->dtype, x.scale + j);
-      widen_run(v->zero, token[t + j], n, v->dtype, x.zero + j);
-    }
+    token_ranges(v, tokens->token + t, run, 1, x.scale, x.zero);
     for (int j = 0; j < run; j++) {
       const int narrow = tokens->narrow[t + j];
       x.at[j] = codes_of(v, tokens, t + j, 1, room[j]);

@@ -46,8 +46,7 @@ INLINE void product(const float *a, int64_t a_row, int64_t a_step, const float *
 
 /* Products of bfloat16 are exact, their sums float32. What stands on its side is pairs of channels, or of tokens, which lie
    together: words as wide as a float. `pair`: numbers of one row, the same for all lanes. */
-#if defined(__AVX512BF16__)
-#define HALVES 1
+#if HALVES
 INLINE __m512bh pair(const uint16_t *p) {
   int32_t both;
   memcpy(&both, p, 4);
@@ -73,7 +72,7 @@ INLINE void pairs_product(const uint16_t *a, int rows, const float *b, int64_t d
 }
 
 /* c[i][j] += sum over t of a[i][t] b[t / 2][j].t: EIGHT rows of TILE rounded weights against PIECE columns. */
-INLINE void pairs_weigh(const uint16_t *a, const float *b, int64_t b_step, int64_t n, float *c, int64_t c_row) {
+INLINE void add_pairs(const uint16_t *a, const float *b, int64_t b_step, int64_t n, float *c, int64_t c_row) {
   __m512 s[EIGHT][2];
 #pragma GCC unroll 8
   for (int i = 0; i < EIGHT; i++)
@@ -116,11 +115,10 @@ INLINE void pair_values(const uint16_t *from, int64_t stride, int64_t n, const i
 
 INLINE void store_halves(uint16_t *to, vf x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
 #else
-#define HALVES 0
 INLINE void pairs_product(const uint16_t *a, int rows, const float *b, int64_t dim, float *c) {
   (void)a, (void)rows, (void)b, (void)dim, (void)c;
 }
-INLINE void pairs_weigh(const uint16_t *a, const float *b, int64_t b_step, int64_t n, float *c, int64_t c_row) {
+INLINE void add_pairs(const uint16_t *a, const float *b, int64_t b_step, int64_t n, float *c, int64_t c_row) {
   (void)a, (void)b, (void)b_step, (void)n, (void)c, (void)c_row;
 }
 INLINE void round_weights(const float *s, uint16_t *to) { (void)s, (void)to; }

@@ -9,6 +9,12 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define HALVES 1 /* products of pairs of bfloat16 */
+#else
+#define HALVES 0
+#endif
+
 #define LANES 16
 
 typedef float vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));

@@ -74,7 +74,8 @@ int kv_step(const Step *s) {
   for (int64_t r = 0; holes && r < rows; r++)
     for (int64_t c = 0; c < columns; c++) visible[r * columns + c] = s->position[r * slots + start + c] >= 0;
   Attention a = {.rows = rows, .heads = heads, .padded = padded, .queries = 1, .dim = wide, .dim_v = wide_v,
-                 .columns = columns, .halves = dtype == BF16 ? s->scale : 0, .q = scaled, .out = direct && !s->far ? (float *)s->out : found, .lse = lse};
+                 .columns = columns, .halves = dtype == BF16 ? s->scale : 0, .q = scaled,
+                 .out = direct && !s->far ? (float *)s->out : found, .lse = lse};
   a.k = (Field){.layout = DENSE, .dim = dim, .dtype = dtype, .row_stride = slots * dim, .token_stride = dim,
                 .data = s->keys + start * dim * size};
   a.v = (Field){.layout = DENSE, .dim = dim_v, .dtype = dtype, .row_stride = slots * dim_v, .token_stride = dim_v,

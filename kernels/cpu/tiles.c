@@ -167,11 +167,7 @@ INLINE void by_group(float *x, int64_t groups, float *out) {
 static void value_scales(const Field *v, const int64_t *token, int count, Tiles *x) {
   const int64_t groups = v->dim / v->group;
   float scale[8 * TILE + LANES], zero[8 * TILE + LANES];
-  for (int t = 0, run; t < count; t += run) { /* the scales of tokens that follow each other are one run of numbers */
-    for (run = 1; t + run < count && token[t + run] == token[t] + run;) run++;
-    widen_run(v->scale, token[t] * groups, run * groups, v->dtype, scale + t * groups);
-    widen_run(v->zero, token[t] * groups, run * groups, v->dtype, zero + t * groups);
-  }
+  token_ranges(v, token, count, groups, scale, zero);
   for (int64_t i = count * groups; i < TILE * groups; i++) scale[i] = zero[i] = 0;
   by_group(scale, groups, x->scale);
   by_group(zero, groups, x->zero);

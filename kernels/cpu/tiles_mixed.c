@@ -123,11 +123,7 @@ void tiles_weigh_mixed(const Field *v, const float *p, int64_t rows, const Token
     mixed_values(v, tokens, t, n, soon, x->made);
     memset(x->scale, 0, sizeof(float) * TILE);
     memset(x->zero, 0, sizeof(float) * TILE);
-    for (int i = 0, run; i < n; i += run) {
-      for (run = 1; i + run < n && tokens->token[t + i + run] == tokens->token[t + i] + run;) run++;
-      widen_run(v->scale, tokens->token[t + i], run, v->dtype, x->scale + i);
-      widen_run(v->zero, tokens->token[t + i], run, v->dtype, x->zero + i);
-    }
+    token_ranges(v, tokens->token + t, n, 1, x->scale, x->zero);
     for (int i = 0; i < n; i++) {
       x->scale[i] *= tokens->narrow[t + i] ? 4 : 16;
       x->zero[i] -= x->scale[i];
