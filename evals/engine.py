@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class Usage:
     tiers: dict[str, int] = field(default_factory=dict)
 
 
+@runtime_checkable
 class Session(Protocol):
     """One conversation with its cache."""
 
@@ -39,6 +40,7 @@ class Session(Protocol):
         """What the cache holds now."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Opens sessions on a model under one policy."""
 

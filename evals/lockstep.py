@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from kvengine.evals.protocol import Protocol as Asking
 from kvengine.evals.tasks import Sample
 
 
+@runtime_checkable
 class Rows(Protocol):
     """Conversations of equal length, side by side."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -60,6 +60,7 @@ class Cell:
         return f"{self.task.name} {self.length} {self.mode} {self.arm.policy}"
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Told what happens; shows progress."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import numpy as np
@@ -150,6 +150,7 @@ class Pool:
         return sum(shelf.faults for shelf in self.shelves)
 
 
+@runtime_checkable
 class User(Protocol):
     """Something with a table into a pool."""
 

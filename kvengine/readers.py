@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -37,6 +37,7 @@ def sources(config: Any) -> dict[int, int]:
     return {i: last[kinds[i]] for i in range(first, len(kinds))}
 
 
+@runtime_checkable
 class Moment(Protocol):
     """Some tokens of a pass, and what was held when their queries asked."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import TypeVar
 
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -19,6 +19,8 @@ from kvengine.holding import Holding
 from kvengine.pages import Pages
 from kvengine.policies.retention import Notes, Retention
 from kvengine.tail import Tail
+
+Lane = TypeVar("Lane", bound="Recall")  # `Self` is more than what checks signatures at run time knows
 
 
 @dataclass
@@ -72,7 +74,7 @@ class Recall(Holding):
         self.marks.append(Mark(self.seen, *state, k, v, valid, self.firm))
         self.share(True)
 
-    def still(self) -> Self:
+    def still(self: Lane) -> Lane:
         """The lane as it is now, to be read while this one goes on."""
         twin = copy.copy(self)
         twin.tail, twin.pages = copy.copy(self.tail), copy.copy(self.pages)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 TEXT = "text"
 """The option of recomputing a chunk from its tokens: exact, no transfer, costs prefill time."""
@@ -42,6 +42,7 @@ class Fetched:
     payload: bytes | None = None
 
 
+@runtime_checkable
 class Link(Protocol):
     """A way to get chunks, with a clock."""
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -109,12 +109,14 @@ class Verdict:
     tokens: list[int]
 
 
+@runtime_checkable
 class Laws(Protocol):
     """A law for each place: a tensor of them, or such as are made when they are looked at."""
 
     def __getitem__(self, at: int, /) -> Law: ...
 
 
+@runtime_checkable
 class Chance(Protocol):
     """A source of randomness; tests put one here that visits every outcome."""
 
@@ -123,6 +125,7 @@ class Chance(Protocol):
     def draw(self, law: Law) -> int: ...
 
 
+@runtime_checkable
 class Rule(Protocol):
     """How a tier draws from its law, and how it judges tokens drawn from another."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvengine.errors import PolicyError
 from kvengine.speculative.accept import Draft, Verdict
@@ -93,6 +93,7 @@ class Round:
         return min(self.stood + 1, self.depth)
 
 
+@runtime_checkable
 class Ahead(Protocol):
     """Decides how far the tier below drafts."""
 

@@ -24,6 +24,7 @@ More = Callable[[Sequence[float]], bool]
 """Is one more token worth drafting, given the drafter's confidence in those it has?"""
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Whatever can guess how a text goes on."""
 
