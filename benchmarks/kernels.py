@@ -42,6 +42,7 @@ from kvengine.kernels.page_scores import best_units, page_bounds
 from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.policies.representation.kivi import scale_type
+from kvengine.policies.representation.turboquant import TurboQuant
 
 HEADS, GROUP, DIM, PAGE, UNIT, BUDGET, RANK = 8, 4, 128, 64, 16, 2048, 160
 SCALE = DIM**-0.5
@@ -153,8 +154,13 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
     groups = [(f"kivi {bits} bits", bits, 32) for bits in (8, 4, 2)]
     groups += [("kivi 4 bits, groups of 64", 4, 64)] if k.is_cuda else []
     kivi = partial(codecs.encode_kivi, scale_dtype=scale_type(k))  # as the policy has it
+
+    def turned(keys: Tensor, values: Tensor, bits: int) -> dict[str, Tensor]:
+        return TurboQuant(bits).encode(keys.to(k.dtype), values.to(k.dtype), keys[..., 0])
+
     for name, codec, fields in (
         *((name, "kivi", encoded(pages, kivi, *options)) for name, *options in groups),
+        *((f"turboquant {bits} bits", "turboquant", encoded(pages, turned, bits)) for bits in (4, 2)),
         ("zipcache 4/2 bits", "zipcache", encoded(pages, codecs.encode_zipcache, (4, 2), mixed)),
     ):
         held = sum(t.numel() * t.element_size() for t in fields.values())

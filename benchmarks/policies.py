@@ -49,6 +49,8 @@ STACKS = [
     f"elastic(budget={BUDGET})",
     "kivi(bits=4)",
     "kivi(bits=2)",
+    "turboquant",
+    "turboquant(values=2)",
     "zipcache",
     "quantspec",
     "lowrank(rank=32)",

@@ -47,11 +47,19 @@ TURNS = tuple(f"quest(budget={budget},page={page},reduce='each')" for budget in 
 MEANS = tuple(f"h2o(budget={budget},recent=0,average=True)" for budget in BUDGETS[2:])
 SHARED = tuple(f"d2o(budget={budget},shares='measured')" for budget in BUDGETS[:2])
 FURTHER = (
-    *("kivi(bits=2)", "duo(sparsity=0.75)", "duo(pattern='tiny')", "lowrank(rank=16)"),
+    *(
+        "kivi(bits=2)",
+        "turboquant(values=2)",
+        "turboquant(bits=3)",
+        "turboquant(bits=2)",
+        "duo(sparsity=0.75)",
+        "duo(pattern='tiny')",
+        "lowrank(rank=16)",
+    ),
     *("quest(budget=0.125)+kivi(bits=4)", *TURNS, *MEANS, *SHARED),
 )
 # What README shows: a sixteenth of the tokens, the question asked afterwards.
-FRONT = re.compile(r"full|kivi|zipcache|(?!duo|ashape)\w+\([^()]*=0\.0625[^()]*\)")
+FRONT = re.compile(r"full|kivi|turboquant(\(values=2\))?|zipcache|(?!duo|ashape)\w+\([^()]*=0\.0625[^()]*\)")
 ELSEWHERE = ("host",)  # where bytes live changes no score
 RESULTS = Path("benchmarks/results")
 

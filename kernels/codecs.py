@@ -8,6 +8,8 @@
   [P, page, Dv * bits / 8], `v_scale`, `v_zero` [P, page, Dv / h]. Keys and values may differ in bits (1, 2, 4, 8).
 * "quantspec" (arXiv 2502.10424): "kivi" with 4 bits, and `k_low`, `v_low` uint8 [P, page, D / 2], nibbles that refine
   it: a value is `zero + (code + (low - 8) / 16) * scale`. Without them it reads as "kivi". No Triton kernel yet.
+* "turboquant" (arXiv 2504.19874): codes of turned vectors, and a scale for each: `k_code` uint8 [P, page, D * bits / 8]
+  (bits 1 to 4), `k_scale` [P, page, 1]; `v_code`, `v_scale` alike. See `kvengine.kernels.turboquant`.
 * "zipcache" (arXiv 2405.14256): `n` tokens of each page are salient and have more bits; `mask` uint8 [P, page / 8] has
   a bit for each slot, set for those. `k_high` uint8 [P, n, D * bits / 8] holds their codes, `k_low` [P, page - n, ...]
   the others', each in the order of their slots; `k_scale`, `k_zero` [P, 2, D], per channel for the salient and the
@@ -27,6 +29,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import KernelError, unknown
+from kvengine.kernels import turboquant
 from kvengine.kernels.dispatch import chosen, pick
 from kvengine.kernels.quantise import Quantised, dequantise, laid, pack, quantise, unpack
 
@@ -34,6 +37,7 @@ FIELDS = {
     "dense": ("k", "v"),
     "kivi": ("k_code", "k_scale", "k_zero", "v_code", "v_scale", "v_zero"),
     "quantspec": ("k_code", "k_scale", "k_zero", "k_low", "v_code", "v_scale", "v_zero", "v_low"),
+    "turboquant": ("k_code", "k_scale", "v_code", "v_scale"),
     "zipcache": ("mask", "k_high", "k_low", "k_scale", "k_zero", "v_high", "v_low", "v_scale", "v_zero", "v_channel"),
 }
 
@@ -145,7 +149,14 @@ def decode(codec: str, fields: Fields, dim: int, dim_v: int) -> tuple[Tensor, Te
     stored = {name: fields[name] for name in FIELDS[codec]}
     if chosen(tuple(stored.values()), None, laid(dim, dim_v)) == "native":
         run = pick("quantise", tuple(stored.values()), "native")
-        return run.decode(codec, stored, "k", dim), run.decode(codec, stored, "v", dim_v)
+        k, v = run.decode(codec, stored, "k", dim), run.decode(codec, stored, "v", dim_v)
+        return (turboquant.turned(k), turboquant.turned(v)) if codec == "turboquant" else (k, v)
+    if codec == "turboquant":
+        k, v = (
+            turboquant.decode(fields[f"{side}_code"], fields[f"{side}_scale"], d)
+            for side, d in (("k", dim), ("v", dim_v))
+        )
+        return k, v
     if codec == "kivi":
         return _plain(fields, "k", dim), _plain(fields, "v", dim_v)
     if codec == "quantspec":

@@ -21,6 +21,8 @@ STACKS = [
     "kivi(group=16, residual=16)",
     "kivi(bits=8, group=8, residual=8)",
     "quantspec(group=16, residual=16)",
+    "turboquant(residual=16)",
+    "turboquant(bits=4, values=2, residual=16) + quest(budget=40, page=8)",
     "zipcache(block=16)",
     "quest(budget=40, page=8)",
     "quest(budget=40, page=8) + kivi(group=8, residual=8)",
@@ -63,7 +65,7 @@ def talk(
 def test_one_call_changes_nothing(
     text: str, shape: str, dtype: torch.dtype, pad: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if shape == "wide" and any(name in text for name in ("kivi", "quantspec", "zipcache")):
+    if shape == "wide" and any(name in text for name in ("kivi", "quantspec", "turboquant", "zipcache")):
         shape = "GQA"  # the C kernels read codes of 256 channels at most
     got, layer = talk(text, shape, dtype, 90, pad, 40)
     found = [measure([layer])]

@@ -14,7 +14,7 @@ from kvengine.stack import Stack
 
 HEADS, GROUP, DIM, PROMPT, BUDGET, STEPS = 2, 2, 64, 1024, 256, 17
 STACKS = [
-    "full", "kivi", "zipcache", "quantspec", "lowrank(rank=16)", "duo(sparsity=0.5)", "adakv(budget=256) + kivi",
+    "full", "kivi", "zipcache", "quantspec", "turboquant", "lowrank(rank=16)", "duo(sparsity=0.5)", "adakv(budget=256) + kivi",
     f"streaming(recent={BUDGET - 4})", "streaming(recent=252) + quest(budget=64)", "lowrank(rank=16) + landmarks(budget=128)",
     *(f"{name}(budget={BUDGET})" for name in (
         "h2o", "tova", "snapkv", "pyramidkv", "adakv", "keydiff", "expected_attention", "elastic", "quest", "tidal",

@@ -78,7 +78,7 @@ def test_gradients_of_two_passes_are_right_or_refused(text: str) -> None:
     try:
         want, found = slope(model, before, after, first=True)
     except CacheError as refusal:
-        lost = ("kivi", "quantspec", "zipcache", "host", "disk", "remote")
+        lost = ("kivi", "quantspec", "turboquant", "zipcache", "host", "disk", "remote")
         assert any(x in text for x in lost) and "quantised or moved away" in str(refusal)
     else:
         assert found == pytest.approx(want, rel=2e-3)

@@ -44,7 +44,8 @@ MORE = {
     "routing": ["duo(sparsity=0.25, sinks=1, recent=8)", "duo(sinks=2, recent=10, prompt='streaming')"],
     "prefill": ["ashape(sinks=0, local=8)"],
     "representation": [
-        "kivi(bits=2, group=8, residual=8)", "quantspec(bits=4, group=8, residual=8)", "zipcache(block=8, probes=0.5)",
+        "kivi(bits=2, group=8, residual=8)", "quantspec(bits=4, group=8, residual=8)",
+        "turboquant(bits=3, residual=8)", "zipcache(block=8, probes=0.5)",
         "lowrank(rank=0.5)",
     ],
     "selection": [

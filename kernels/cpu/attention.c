@@ -10,6 +10,7 @@
 #include "dense.h"
 #include "pairs.h"
 #include "tiles.h"
+#include "turned.h"
 #include "vectors.h"
 
 #define MAX_QUERY 64
@@ -209,7 +210,9 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   const int v_coded = !tiled && !v_paired && codes_lie(&a->v, a->dim_v, a->padded);
   const int k_mixed = !tiled && !k_paired && mixed_lie(&a->k, a->dim, a->padded);
   const int v_mixed = !tiled && !v_paired && mixed_lie(&a->v, a->dim_v, a->padded);
+  const int k_turned = turned_lie(&a->k, a->dim, a->padded), v_turned = turned_lie(&a->v, a->dim_v, a->padded);
   const Way *const way = way_of(a);
+  Turned turned;
   Vectors x;
   Memo keys, values;
   KeyGroup group[2]; /* of mixed codes, each width has its own */
@@ -227,6 +230,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     sort(q, a->padded * a->dim, sorted);
     q = sorted;
   }
+  if (k_turned || v_turned) turned_open(&a->k, &a->v, q, a->padded, a->halves != 0, &turned);
   group[0].from = group[0].to = group[1].from = group[1].to = 0;
   if (k_coded || k_mixed) sort_channels(&a->k, q, a->padded, sorted);
   if (tiled) tiles_open(&a->k, q, a->padded, &tiles);
@@ -242,6 +246,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     if (!v_lies && !tiled) fetch_batch(&a->v, row, &b->is);
     if (tiled) tiles_dots(&a->k, q, a->padded, &b->is, &next->is, &tiles, weights);
     else if (k_paired) pairs_dots(&a->k, a->padded, &b->is, &pairs, weights);
+    else if (k_turned) turned_dots(&a->k, a->padded, &b->is, &turned, weights);
     else if (k_coded) dots_codes(&a->k, group, q, sorted, a->padded, &b->is, weights);
     else if (k_mixed) dots_mixed(&a->k, group, q, sorted, a->padded, &b->is, weights);
     else {
@@ -253,6 +258,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     soften(a, row, b, weights, top, total, out);
     if (tiled) tiles_weigh(&a->v, weights, a->padded, &b->is, &next->is, &tiles, out);
     else if (v_paired) pairs_weigh(&a->v, weights, a->padded, &b->is, &pairs, out);
+    else if (v_turned) turned_weigh(&a->v, weights, a->padded, &b->is, &turned, out);
     else if (v_coded) weigh_codes(&a->v, weights, a->padded, &b->is, out);
     else if (v_mixed) weigh_mixed(&a->v, weights, a->padded, &b->is, out);
     else {
@@ -270,6 +276,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   }
   if (v_lies && a->v.dtype == BF16) unsort(out, a->padded * a->dim_v);
   if (v_paired) pairs_unsort(&a->v, &pairs, out, a->padded);
+  if (v_turned) turned_unsort(&a->v, &turned, out, a->padded);
   if (v_coded || v_mixed) unsort_channels(&a->v, out, a->padded);
 }
 
@@ -287,15 +294,22 @@ static void join(const Attention *a, int64_t row, const float *out, const float 
       for (int64_t d = 0; d < a->dim_v; d++) to[d] += weight * part[d];
     }
     for (int64_t d = 0; d < a->dim_v && whole > 0; d++) to[d] /= whole;
+    if (a->v.layout == TURNED) {
+      float back[a->dim_v];
+      turn_rows(&a->v, to, 1, a->dim_v, back);
+      memcpy(to, back, sizeof back);
+    }
     a->lse[row * a->heads + n] = whole > 0 ? high + logf(whole) : -INFINITY;
   }
 }
 
 /* Returns 0, or 1 if memory for the partial results cannot be had. */
-int kv_attention(const Attention *a) {
+int kv_attention(const Attention *given) {
+  const Attention *a = given;
   const int64_t splits = a->splits, tasks = a->rows * splits, span = (a->columns + splits - 1) / splits;
   const int64_t outs = a->padded * a->dim_v;
-  float *parts = malloc(sizeof(float) * tasks * (outs + 2 * a->padded) + 1);
+  const int64_t asked = a->padded * a->dim, turning = a->k.layout == TURNED;
+  float *parts = malloc(sizeof(float) * (tasks * (outs + 2 * a->padded) + turning * a->rows * asked) + 1);
   int *left = malloc(sizeof(int) * a->rows + 1);
   if (!parts || !left) {
     free(parts);
@@ -304,6 +318,14 @@ int kv_attention(const Attention *a) {
   }
   float *tops = parts + tasks * outs, *totals = tops + tasks * a->padded;
   for (int64_t row = 0; row < a->rows; row++) left[row] = splits;
+  Attention turned = *given;
+  if (turning) {
+    float *q = totals + tasks * a->padded;
+#pragma omp parallel for schedule(static) num_threads(a->threads)
+    for (int64_t row = 0; row < a->rows; row++) turn_rows(&a->k, a->q + row * asked, a->padded, a->dim, q + row * asked);
+    turned.q = q;
+    a = &turned;
+  }
 #pragma omp parallel for schedule(dynamic, 1) num_threads(a->threads)
   for (int64_t i = 0; i < tasks; i++) {
     int64_t row = i / splits, first = row * splits, from = i % splits * span;

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from kvengine.errors import KernelError
+from kvengine.kernels import turboquant
 from kvengine.kernels.codecs import width
 from kvengine.kernels.cpu import library
 from kvengine.kernels.state import State
 
 LANES = 16
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-DENSE, PER_CHANNEL, PER_TOKEN, MIXED, LOWRANK = range(5)
+DENSE, PER_CHANNEL, PER_TOKEN, MIXED, LOWRANK, TURNED = range(6)
 
 I64, POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -63,6 +64,13 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
     if codec == "dense":
         x = fields[side]
         return Field(layout=DENSE, dim=dim, dtype=DTYPES[x.dtype], token_stride=x.stride(1), data=x.data_ptr())
+    if codec == "turboquant":
+        code, scale = fields[f"{side}_code"], fields[f"{side}_scale"]
+        bits = turboquant.width(code, dim)
+        return Field(
+            layout=TURNED, dim=dim, dtype=DTYPES[scale.dtype], page=page, bits=bits, data=code.data_ptr(),
+            scale=scale.data_ptr(), zero=turboquant.levels(bits).data_ptr(), channel=turboquant.rotation(dim).data_ptr(),
+        )  # fmt: skip
     scale, zero = fields[f"{side}_scale"], fields[f"{side}_zero"]
     field = Field(dim=dim, dtype=DTYPES[scale.dtype], page=page, scale=scale.data_ptr(), zero=zero.data_ptr())
     if codec in ("kivi", "quantspec"):

@@ -269,6 +269,8 @@ void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, 
   if (f->layout == LOWRANK) read_lowrank(f, row, token, count, tile, stride);
   else if (f->layout == PER_CHANNEL) read_per_channel(f, memo, token, count, tile, stride);
   else if (f->layout == PER_TOKEN) read_per_token(f, memo, token, count, tile, stride);
+  else if (f->layout == TURNED)
+    for (int i = 0; i < count; i++) read_turned(f, token[i], tile + i * stride);
   else
     for (int i = 0; i < count; i++) read_mixed(f, memo, token[i], tile + i * stride);
 }

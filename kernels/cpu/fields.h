@@ -5,7 +5,7 @@
 #include "simd.h"
 
 enum { F32, BF16, F16 };                /* dtypes */
-enum { DENSE, PER_CHANNEL, PER_TOKEN, MIXED, LOWRANK }; /* layouts, see codecs.py */
+enum { DENSE, PER_CHANNEL, PER_TOKEN, MIXED, LOWRANK, TURNED }; /* layouts, see codecs.py */
 
 typedef struct {
   int64_t layout;
@@ -18,6 +18,7 @@ typedef struct {
   const void *data, *low, *scale, *zero, *channel;
   const uint8_t *mask; /* MIXED: a bit per slot of a page, set where the token is salient */
   double factor;       /* LOWRANK, see read_lowrank: on cosine and sine */
+  /* TURNED: a scale per token; `zero`: 16 levels, `channel`: the turn [dim, dim], both floats */
 } Field;
 
 /* What a reader keeps between tokens: the scale and zero of the last key group, as floats; of a mixed page's, both. */
@@ -35,6 +36,7 @@ typedef struct {
   uint8_t narrow[TILE];
 } Tokens;
 
+void read_turned(const Field *f, int64_t token, float *out);
 void rank_tokens(const Field *f, Tokens *x); /* MIXED: fills `index` and `narrow` */
 void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile, int64_t stride);
 void widen_run(const void *p, int64_t start, int64_t n, int64_t dtype, float *out); /* `n` numbers as floats */

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from kvengine.kernels import codecs
+from kvengine.kernels import codecs, turboquant
 from kvengine.kernels.attention.triton import attention
 from kvengine.kernels.best_tokens.triton import best_tokens
 from kvengine.kernels.column_mass.triton import column_mass
@@ -112,6 +112,9 @@ def cases() -> dict[str, Callable[[], object]]:
             return {"k": x, "v": x if dim <= 512 else x[..., :512]}
         if codec == "kivi":
             return codecs.encode_kivi(x, x, bits, 32, scale_dtype=dtype)  # ranges as the policy has them
+        if codec == "turboquant":
+            code, size = turboquant.encode(x, bits, "unbiased", dtype)
+            return {"k_code": code, "k_scale": size, "v_code": code, "v_scale": size}
         return codecs.encode_zipcache(x, x, (4, 2), (torch.arange(PAGE) < 38).expand(len(x), -1))
 
     def pages(
@@ -182,6 +185,11 @@ def cases() -> dict[str, Callable[[], object]]:
         "kivi, dim 256": pages("kivi", 256),
         "kivi, dim 512": pages("kivi", 512),
         "kivi, units of 1": pages("kivi", chosen=True, unit=1),
+        "turboquant, 3 bits": pages("turboquant", bits=3),
+        "turboquant, 4 bits": pages("turboquant"),
+        "turboquant, 4 bits, units of 16": pages("turboquant", chosen=True),
+        "turboquant, dim 256": pages("turboquant", 256),
+        "turboquant, dim 512": pages("turboquant", 512),
         "zipcache": pages("zipcache"),
         "zipcache, dim 256": pages("zipcache", 256),
         "zipcache, dim 512": pages("zipcache", 512),

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvengine.kernels import turboquant
 from kvengine.kernels.codecs import width
 from kvengine.kernels.dispatch import spaced
 
@@ -18,6 +19,7 @@ PER_CHANNEL = tl.constexpr(1)
 PER_TOKEN = tl.constexpr(2)
 MIXED_CHANNEL = tl.constexpr(3)
 MIXED_TOKEN = tl.constexpr(4)
+TURNED = tl.constexpr(5)
 
 
 @triton.jit
@@ -46,6 +48,18 @@ def read(
             at = token[:, None] * (DIM // GROUP) + (d // GROUP)[None, :]
         s = tl.load(scale + at, mask=mask, other=0.0).to(tl.float32)
         x = code * s + tl.load(zero + at, mask=mask, other=0.0).to(tl.float32)
+    elif LAYOUT == TURNED:  # `zero` has the levels
+        size: tl.constexpr = DIM * BITS // 8
+        if BITS == 3:
+            byte = tl.load(data + token[:, None] * size + (d // 4)[None, :], mask=mask, other=0).to(tl.int32)
+            above = tl.load(data + token[:, None] * size + (DIM // 4 + d // 8)[None, :], mask=mask, other=0).to(
+                tl.int32
+            )
+            code = ((byte >> (d % 4 * 2)[None, :]) & 3) | (((above >> (d % 8)[None, :]) & 1) << 2)
+        else:
+            code = codes(data, token, d, mask, DIM, BITS).to(tl.int32)
+        s = tl.load(scale + token, mask=ok, other=0.0).to(tl.float32)
+        x = tl.load(zero + code, mask=mask, other=0.0) * s[:, None]
     else:
         page, slot = token // PAGE, token % PAGE
         own = tl.load(salience + page * (PAGE // 8) + slot // 8, mask=ok, other=0).to(tl.int32)
@@ -92,6 +106,10 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
         x = fields[side]
         x = x if spaced(x) else x.contiguous()
         return _side(side, (x,) * 6, (0, x.stride(1)), dim, DENSE)
+    if codec == "turboquant":
+        code, scale = fields[f"{side}_code"], fields[f"{side}_scale"]
+        levels = turboquant.levels(bits := turboquant.width(code, dim), code.device)
+        return _side(side, (code, code, scale, levels, scale, code), (0, 0), dim, TURNED, bits)
     scale, zero = fields[f"{side}_scale"], fields[f"{side}_zero"]
     if codec == "kivi":
         code = fields[f"{side}_code"]
@@ -100,8 +118,8 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
         return _side(side, (code, code, scale, zero, scale, code), (0, 0), dim, layout, width(code, dim), 8, group)
     high, low = fields[f"{side}_high"], fields[f"{side}_low"]
     pointers = (high, low, scale, zero, scale if side == "k" else fields["v_channel"], fields["mask"])
-    layout, bits = (MIXED_CHANNEL if side == "k" else MIXED_TOKEN), (width(high, dim), width(low, dim))
-    return _side(side, pointers, (0, 0), dim, layout, *bits, 1, high.shape[1])
+    layout, widths = (MIXED_CHANNEL if side == "k" else MIXED_TOKEN), (width(high, dim), width(low, dim))
+    return _side(side, pointers, (0, 0), dim, layout, *widths, 1, high.shape[1])
 
 
 def _side(

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvengine.kernels import turboquant
 from kvengine.kernels.dispatch import beyond, interpreted
 from kvengine.kernels.gpu import fields as stored
 from kvengine.kernels.gpu.fields import read
@@ -143,14 +144,15 @@ def paged_attention(
         return words.attention(
             q, fields, table, position, page, scale, units, unit, codec, dim_v, query_position, window, softcap, sinks
         )
+    if codec == "turboquant":
+        q = turboquant.turned(q).to(q.dtype)
     k, v = (stored.paged(codec, fields, side, dim, page) for side, dim in (("k", q.shape[-1]), ("v", dim_v)))
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
     units = None if units is None else units.contiguous()
     at = None if query_position is None else query_position.contiguous()
     tensors = {"table": table, "position": position, "units": units, "query_position": at}
-    return launch(
-        q, k, v, columns, page, scale, softcap, sinks, want_probs, unit=unit, window=window, **tensors
-    )  # fmt: skip
+    found = launch(q, k, v, columns, page, scale, softcap, sinks, want_probs, unit=unit, window=window, **tensors)
+    return found if codec != "turboquant" else found._replace(out=turboquant.turned(found.out).to(found.out.dtype))
 
 
 def launch(

@@ -65,6 +65,26 @@ def decode(codec: str, fields: Mapping[str, Tensor], side: str, dim: int) -> Ten
     return out
 
 
+class Coding(ctypes.Structure):
+    """Turned vectors; mirrors turned.c."""
+
+    _fields_ = [
+        *((name, I64) for name in ("vectors", "dim", "bits", "form", "threads")),
+        *((name, POINTER) for name in ("x", "levels", "code", "scale")),
+    ]  # fmt: skip
+
+
+def turned_codes(y: Tensor, bits: int, form: int, levels: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [n, dim * bits / 8] and scales [n, 1] of turned vectors (`kvengine.kernels.turboquant`)."""
+    n, dim = y.shape
+    code, scale = torch.empty(n, dim * bits // 8, dtype=torch.uint8), torch.empty(n, 1)
+    library.needed().kv_turned_codes(ctypes.byref(Coding(
+        vectors=n, dim=dim, bits=bits, form=form, threads=call.team(y.numel()), x=y.data_ptr(),
+        levels=levels.data_ptr(), code=code.data_ptr(), scale=scale.data_ptr(),
+    )))  # fmt: skip
+    return code, scale
+
+
 def _slots(codec: str, fields: Mapping[str, Tensor], side: str) -> int:
     if codec == "zipcache":
         return fields[f"{side}_high"].shape[1] + fields[f"{side}_low"].shape[1]

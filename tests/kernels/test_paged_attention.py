@@ -14,6 +14,7 @@ from kvengine.errors import KernelError
 from kvengine.kernels import codecs
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.slots import resolve, visible_to
+from kvengine.policies.representation.turboquant import TurboQuant
 
 BACKENDS = oracle.backends()
 PAGE, ROWS, TABLE = 32, 3, 5
@@ -28,6 +29,8 @@ LAYOUTS: dict[str, Any] = {
     "kivi42": (4, 2),
     "zipcache": "zipcache",
     "quantspec": "quantspec",
+    "turboquant3": (3, "turboquant"),
+    "turboquant4": (4, "turboquant"),
 }
 
 
@@ -41,6 +44,8 @@ def pool(layout: str, dim: int, dim_v: int) -> tuple[str, dict[str, Tensor], Ten
     elif kind == "zipcache":
         salient = torch.rand(k.shape[:2], generator=rng).argsort(1) < 19
         codec, fields = "zipcache", codecs.encode_zipcache(k, v, (4, 2), salient)
+    elif "turboquant" in layout:
+        codec, fields = "turboquant", TurboQuant(bits=kind[0]).encode(k, v, torch.zeros(k.shape[:2]))
     elif kind == "quantspec":
         codec, fields = "quantspec", codecs.encode_kivi(k, v, 4, 8)
         low = torch.randint(256, fields["k_code"].shape, generator=rng, dtype=torch.uint8)
@@ -97,7 +102,7 @@ def test_matches_the_oracle(backend: str, layout: str, read: str) -> None:
     assert not got.out[2].any()  # the row without pages
 
 
-@pytest.mark.parametrize("layout", ["float32", "bfloat16", "kivi4", "zipcache"])
+@pytest.mark.parametrize("layout", ["float32", "bfloat16", "kivi4", "zipcache", "turboquant4"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_wide_heads(backend: str, layout: str) -> None:
     """As the global layers of Gemma 4 have them."""
@@ -135,7 +140,7 @@ def test_units_of_any_size(backend: str, unit: int) -> None:
     oracle.close(got, want, 1e-5)
 
 
-@pytest.mark.parametrize("layout", ["float32", "kivi4", "zipcache"])
+@pytest.mark.parametrize("layout", ["float32", "kivi4", "zipcache", "turboquant4"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_not_named_may_hold_anything(backend: str, layout: str) -> None:
     codec, fields, _, _ = pool(layout, 64, 64)

@@ -7,7 +7,7 @@ import torch
 from support import SMALL, Bare, greedy, patched, prompts
 from torch import Tensor
 
-CODES = ["dense", "kivi", "quantspec", "lowrank", "zipcache"]
+CODES = ["dense", "kivi", "quantspec", "lowrank", "turboquant", "zipcache"]
 
 
 @pytest.mark.parametrize("name", CODES)
@@ -17,7 +17,9 @@ def test_generation_under_autocast(name: str) -> None:
         assert greedy(model, prompts(), 30).shape == (3, 30)
 
 
-@pytest.mark.parametrize("name", ["dense", "kivi", "quantspec", "lowrank"])  # zipcache chooses by rounded attention
+@pytest.mark.parametrize(
+    "name", ["dense", "kivi", "quantspec", "lowrank", "turboquant"]
+)  # zipcache chooses by rounded attention
 def test_what_is_stored_is_what_is_stored_without(name: str) -> None:
     found = []
     for enabled in (True, False):
