@@ -139,7 +139,15 @@ INLINE void weigh_as(const Field *f, const float *w, int64_t rows, const uint8_t
 
 #if HALVES
 
-INLINE int halves_lie(const Field *f) { return (f->bits == 2 || f->bits == 4) && f->dim * f->bits % 256 == 0; }
+/* Bits of the codes that lie side by side: of 3, the upper ones lie behind the others. */
+INLINE int64_t lower(int64_t bits) { return bits == 3 ? 2 : bits; }
+
+INLINE int halves_lie(const Field *f) { return f->bits > 1 && f->dim * lower(f->bits) % 256 == 0; }
+
+/* The lowest two bits of one, the others of the other. */
+INLINE __m512i joined(__m512i low, __m512i high) {
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi16(3), low, high, 0xca);
+}
 
 /* 32 levels as bfloat16: a code's low bits choose among them as well. */
 INLINE __m512i half_levels(const Field *f) {
@@ -149,16 +157,18 @@ INLINE __m512i half_levels(const Field *f) {
 
 /* The channel of number `i` of 32: copies of the same words stand side by side, each shifted further. */
 INLINE int64_t paired_channel(int64_t i, int64_t bits) {
-  const int64_t words = 2 * bits;
-  return i % words * (16 / bits) + i / words;
+  const int64_t words = 2 * lower(bits);
+  return i % words * (16 / lower(bits)) + i / words;
 }
 
 INLINE void half_dots_as(const Field *f, const Turned *x, int64_t rows, const uint8_t *const *at, float *found, int bits) {
   const int64_t dim = f->dim;
   const __m512i levels = half_levels(f);
   uint16_t shifts[32];
-  for (int i = 0; i < 32; i++) shifts[i] = (uint16_t)(i / (2 * bits) * bits);
-  const __m512i shift = _mm512_loadu_si512(shifts);
+  const int each = (int)lower(bits);
+  for (int i = 0; i < 32; i++) shifts[i] = (uint16_t)(i / (2 * each) * each);
+  const __m512i shift = _mm512_loadu_si512(shifts), above = _mm512_srli_epi16(shift, 1);
+  const __m512i byte = _mm512_set1_epi64((long long)0x8003800280018000); /* one to each half word, zeros above */
   for (int64_t n = 0; n < rows; n += 4) {
     __m512 s[16];
     for (int i = 0; i < 16; i++) s[i] = _mm512_setzero_ps();
@@ -166,11 +176,18 @@ INLINE void half_dots_as(const Field *f, const Turned *x, int64_t rows, const ui
       __m512bh k[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) {
-        const uint8_t *p = at[j] + d * bits / 8;
-        uint64_t x64;
-        memcpy(&x64, p, 8);
-        const __m512i words = bits == 4 ? _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)) : _mm512_set1_epi64((long long)x64);
-        k[j] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srlv_epi16(words, shift), levels);
+        const uint8_t *p = at[j] + d * each / 8;
+        uint64_t x = 0;
+        if (bits != 4) memcpy(&x, p, 8);
+        __m512i code = bits == 4 ? _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)) : _mm512_set1_epi64((long long)x);
+        code = _mm512_srlv_epi16(code, shift);
+        if (bits == 3) { /* a byte for each half word */
+          uint32_t y;
+          memcpy(&y, at[j] + dim / 4 + d / 8, 4);
+          const __m512i high = _mm512_shuffle_epi8(_mm512_set1_epi32((int)y), byte);
+          code = joined(code, _mm512_srlv_epi16(_mm512_slli_epi16(high, 2), above));
+        }
+        k[j] = (__m512bh)_mm512_permutexvar_epi16(code, levels);
       }
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
@@ -194,6 +211,16 @@ INLINE __m512i side_by_side(const uint8_t *a, const uint8_t *b, int64_t r, int w
   return _mm512_or_si512(x, _mm512_slli_epi32(y, 16));
 }
 
+/* A byte of each token for each of these half words. */
+INLINE __m512i bytes_beside(const uint8_t *a, const uint8_t *b, int64_t r) {
+  const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(a + r * 16)));
+  const __m512i y = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(b + r * 16)));
+  return _mm512_or_si512(x, _mm512_slli_epi32(y, 16));
+}
+
+/* Whether lines are taken whole; the bytes of upper bits are in the other order. */
+INLINE int lines_are_whole(const Field *f) { return f->bits != 3 && f->dim * f->bits % 512 == 0; }
+
 INLINE int64_t half_of(int64_t r, int64_t lane, int whole) {
   return whole ? r / 2 * 32 + lane / 4 * 8 + r % 2 * 4 + lane % 4 : r * 16 + lane;
 }
@@ -202,7 +229,7 @@ INLINE int64_t half_of(int64_t r, int64_t lane, int whole) {
 INLINE void half_weigh_as(const Field *f, const uint32_t *w, int64_t rows, const uint8_t *const *at, int count, float *out,
                           int bits, int whole) {
   const int64_t dim = f->dim;
-  const int fields = 16 / bits;
+  const int each = (int)lower(bits), fields = 16 / each;
   const __m512i levels = half_levels(f);
   for (int64_t n = 0; n < rows; n += 4)
     for (int64_t r = 0; r < dim / LANES / fields; r++)
@@ -214,12 +241,16 @@ INLINE void half_weigh_as(const Field *f, const uint32_t *w, int64_t rows, const
           for (int j = 0; j < 4; j++) s[i][j] = (__m512)load(to + i * dim + j * LANES);
         for (int t = 0; t < count; t += 2) {
           const __m512i words = side_by_side(at[t], at[t + 1], r, whole);
+          const __m512i above = bits == 3 ? bytes_beside(at[t] + dim / 4, at[t + 1] + dim / 4, r) : words;
           __m512bh weight[4];
 #pragma GCC unroll 4
           for (int i = 0; i < 4; i++) weight[i] = (__m512bh)_mm512_set1_epi32((int)w[(n + i) * (TILE / 2) + t / 2]);
 #pragma GCC unroll 4
           for (int j = 0; j < 4; j++) {
-            const __m512bh value = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, (first + j) * bits), levels);
+            const int field = first + j;
+            __m512i code = _mm512_srli_epi16(words, field * each);
+            if (bits == 3) code = joined(code, field < 2 ? _mm512_slli_epi16(above, 2 - field) : _mm512_srli_epi16(above, field - 2));
+            const __m512bh value = (__m512bh)_mm512_permutexvar_epi16(code, levels);
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) s[i][j] = _mm512_dpbf16_ps(s[i][j], value, weight[i]);
           }
@@ -234,16 +265,17 @@ INLINE void half_weigh(const Field *f, const float *w, int64_t rows, const uint8
   for (int64_t i = 0; i < rows * TILE; i += 2 * LANES)
     _mm512_store_si512(pairs + i / 2, (__m512i)_mm512_cvtne2ps_pbh((__m512)load(w + i + LANES), (__m512)load(w + i)));
   if (count % 2) at[count] = at[count - 1]; /* with a weight of 0 */
-  const int whole = f->dim * f->bits % 512 == 0;
-  if (f->bits == 4 && whole) half_weigh_as(f, pairs, rows, at, count, out, 4, 1);
+  const int whole = lines_are_whole(f);
+  if (f->bits == 3) half_weigh_as(f, pairs, rows, at, count, out, 3, 0);
+  else if (f->bits == 4 && whole) half_weigh_as(f, pairs, rows, at, count, out, 4, 1);
   else if (f->bits == 4) half_weigh_as(f, pairs, rows, at, count, out, 4, 0);
   else if (whole) half_weigh_as(f, pairs, rows, at, count, out, 2, 1);
   else half_weigh_as(f, pairs, rows, at, count, out, 2, 0);
 }
 
 INLINE int64_t half_channel(const Field *f, int64_t i) {
-  const int64_t fields = 16 / f->bits;
-  return half_of(i / LANES / fields, i % LANES, f->dim * f->bits % 512 == 0) * fields + i / LANES % fields;
+  const int64_t fields = 16 / lower(f->bits);
+  return half_of(i / LANES / fields, i % LANES, lines_are_whole(f)) * fields + i / LANES % fields;
 }
 
 #else
@@ -284,6 +316,7 @@ void turned_dots(const Field *k, int64_t rows, const Tokens *tokens, const Turne
     for (int j = 0; j < 4; j++) at[j] = bytes_at(k, tokens->token[t + (j < n ? j : 0)]);
 #if HALVES
     if (x->k_halves && k->bits == 4) half_dots_as(k, x, rows, at, found, 4);
+    else if (x->k_halves && k->bits == 3) half_dots_as(k, x, rows, at, found, 3);
     else if (x->k_halves) half_dots_as(k, x, rows, at, found, 2);
     else
 #endif
