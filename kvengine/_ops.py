@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvengine.kernels.attention import attention
-from kvengine.kernels.causal_attention import causal_attention, quicker
+from kvengine.kernels.causal_attention import causal_attention, follows, quicker
 from kvengine.kernels.dispatch import native_refusal
+from kvengine.kernels.span_attention import Band, band_spans, causal_spans, span_attention
 from kvengine.kernels.state import State, rescaled
 
 
@@ -48,6 +49,34 @@ def causal(
 ) -> Float[Tensor, "row group query dim_v"]:
     """Attention of the last tokens over all of them, each over those up to itself; a negative position is no token."""
     return causal_attention(q, k[:, None], v[:, None], scale=scale, position=position).transpose(1, 2)
+
+
+def by_slot(
+    q: Float[Tensor, "row group query dim"],
+    k: Float[Tensor, "row token dim"],
+    v: Float[Tensor, "row token dim_v"],
+    position: Int[Tensor, "row token"],
+    clean: bool,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Float[Tensor, "row group"] | None = None,
+    band: Band | None = None,
+) -> Float[Tensor, "row group query dim_v"]:
+    """Attention of the last tokens, where slots tell who sees whom. `clean`: no slot is without a token.
+
+    A band counts positions: it needs every token in its place.
+    """
+    if (
+        band is None
+        and softcap is None
+        and sinks is None
+        and (follows(q, k, v) or (clean and q.shape[2] == k.shape[1]))
+    ):
+        return causal(q, k, v, scale, None if clean else position)
+    queries, tokens = q.shape[2], k.shape[1]
+    position = torch.arange(tokens, device=q.device, dtype=torch.int32).where(position >= 0, -1)
+    spans = causal_spans(queries, tokens, k.device) if band is None else band_spans(queries, tokens, band)
+    return span_attention(q, k, v, position, spans, scale=scale, band=band, softcap=softcap, sinks=sinks)
 
 
 def causal_pays(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -14,7 +14,8 @@ from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.gradients import watched
 from kvengine.lane import Lane
 from kvengine.readers import Nodes, Prompt, Readers, Resumed, Taken
-from kvengine.session import Call, Session, judge_together
+from kvengine.replay import answer, check_known, judge_together
+from kvengine.session import Call, Session
 from kvengine.stack import Stack
 from kvengine.tokens import ordered
 
@@ -112,10 +113,12 @@ class LayerCache:
                 f"this cache holds {held.dtype} on {held.device}, but the layer brought {k.dtype} on {k.device}; make a new "
                 "cache after model.to(), and stay in autocast or out of it"
             )
+        if self.session.again is not None:
+            return answer(self, q, k, v, call, self.session.again)
         self.session.begin(self.layer, self.seen)
         self.readers.begin(part.lane for part in self.parts)
         out = self.answer(q, k, v, call, valid, stock)
-        self.session.torn = False
+        self.session.torn = self.session.due is not None
         return out
 
     def answer(
@@ -125,6 +128,8 @@ class LayerCache:
             return self.branch(q, k, v, call, valid, self.session.tree.to(k.device))
         n = k.shape[2]
         prompt = self.prompt_tokens(n)
+        if prompt:
+            check_known(self, n)
         single = self.single(valid) if prompt == n else None
         if single is not None and valid is not None:
             return self.resume(q, k, v, call, valid, single)
@@ -151,7 +156,7 @@ class LayerCache:
     ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
         """`forward` for a decoded token where one lane holds all heads and its policy has nothing to do; else None."""
         session = self.session
-        if not self.parts or self.fixed is not None or session.tree is not None:
+        if not self.parts or self.fixed is not None or session.tree is not None or session.again is not None:
             return None
         first, end = self.parts[0], session.prompt_end
         lane = first.lane
@@ -310,6 +315,7 @@ class LayerCache:
             self.enter(q, k, v, call, None, lambda k, v: v)
         else:
             self.take(q, k, v, call, None, None)
+        self.session.torn = self.session.due is not None
         self.readers.end(part.lane for part in self.parts)
 
     def each(self, q: Tensor, call: Call) -> list[tuple[Heads, Tensor, Call]]:

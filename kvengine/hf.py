@@ -28,6 +28,7 @@ from kvengine.hf_forward import caching, hook_passes
 from kvengine.hf_generate import METHODS, Method
 from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_mask import LazyMask
+from kvengine.hf_replay import hook_replays
 from kvengine.hf_rope import rope_for
 from kvengine.hf_trial import check_modules
 from kvengine.policies import name_of
@@ -106,7 +107,7 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
     register()
     text._attn_implementation_internal = NAME  # of this part alone: others (vision, a second decoder) have no hooks
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
-    state.hooks += hook_passes(model, text, state.chosen)
+    state.hooks += hook_passes(model, text, state.chosen) + hook_replays(model, text)
     for part in generating(model, text):
         for name in METHODS:
             if hasattr(part, name):

@@ -114,7 +114,7 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux")
     call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1))
-    if reads:
+    if reads or layer.session.again is not None:  # a replay's passes know what they feed
         return layer.attend(query, call, None, stock).contiguous().to(asked), None
     if query.shape[2] > 1 and not (attention_mask.plain or layer.asks_stock(query.shape[2]) or attention_mask.causal):
         return special(

@@ -75,7 +75,9 @@ class EngineLayer(CacheLayerMixin):
         return out
 
     def tell(self, query: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-        """Let those who want to know what this pass computed."""
+        """Let those who want to know what this pass computed, if it is one of theirs."""
+        if self.session.again is not None:
+            return
         if self.heard is not None:
             self.heard[self.layer] = query, k, v, call
         elif self.listener is not None:

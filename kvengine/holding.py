@@ -75,6 +75,7 @@ class Holding(Padded):
         self.prompt_most = 0  # the longest row's prompt
         self.window: Tensor | None = None  # the prompt's last queries
         self.mass: Tensor | None = None  # attention received so far in this prompt
+        self.repeated: Tensor | None = None  # the most that a replay has paid to each slot, while there is one
         self.saliency: Saliency | None = None  # of this prompt's tokens, for a representation that asks
         self.judged: int | Tensor = 0  # tokens at the end of the last prompt; [row, 1] where rows differ
         self.units: Tensor | None = None  # what the last query read; None: everything

@@ -22,12 +22,11 @@ from kvengine.errors import CacheError
 from kvengine.evidence import Evidence
 from kvengine.gradients import watched
 from kvengine.kernels.attention import attention
-from kvengine.kernels.causal_attention import follows
 from kvengine.kernels.column_mass import blocks
 from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.paged_attention import paged_attention
-from kvengine.kernels.span_attention import Band, band_spans, causal_spans, span_attention
+from kvengine.kernels.span_attention import Band
 from kvengine.kernels.state import State
 from kvengine.kernels.step import Ends
 from kvengine.pages import Pages
@@ -91,33 +90,22 @@ class Lane(Evidence):
     def read_spans(self, q: Tensor, call: Call, band: Band | None) -> Float[Tensor, "row group query dim_v"]:
         """The same where slots tell who sees whom: what the prefill method leaves out is not touched.
 
-        The chunk lies in the last slots. A band counts positions: it needs every token in its place.
+        The chunk lies in the last slots.
         """
         k, v, position, _ = self.everything()
         k, v = self.turned(k, self.shift()).to(q.dtype), v.to(q.dtype)  # codes are decoded in more than the model has
-        queries, tokens = q.shape[2], k.shape[1]
-        plain = band is None and call.softcap is None and call.sinks is None
         clean = self.tail.clean and (self.pages is None or self.pages.clean)
-        if plain and (follows(q, k, v) or (clean and queries == tokens)):
-            return ops.causal(q, k, v, call.scale, None if clean else position)
-        if not self.whole:
-            position = torch.arange(tokens, device=q.device, dtype=torch.int32).where(position >= 0, -1)
-        spans = causal_spans(queries, tokens, k.device) if band is None else band_spans(queries, tokens, band)
-        return span_attention(
-            q, k, v, position, spans, scale=call.scale, band=band, softcap=call.softcap, sinks=call.sinks
-        )
+        return ops.by_slot(q, k, v, position, clean, *call, band)
 
     def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
         """The prompt has ended: judge it, and seal what overflows the tail."""
         self.prompt_most, idle = int(self.prompt_length.max()), self.idle
         if self.judges:
             window = self.window if self.window is not None else q[:, :, -1:]
-            seen = self.show(window, self.mass, call, prompt=True)
-            known = seen if self.retention.remembers else replace(seen, score=torch.zeros_like(seen.score))
-            score = self.retention.score(known)  # saliency may be stored, of which the retention knows nothing
-            seen = replace(seen, score=score if idle is None else torch.where(idle[:, None], seen.score, score))
-            measure = self.retention.measure(seen)
-            if measure is None:
+            seen, replays = self.show(window, self.mass, call, prompt=True), self.retention.replay is not None
+            seen = seen if replays else self.scored(seen)
+            measure = None if replays else self.retention.measure(seen)
+            if measure is None and not replays:
                 self.conclude(seen)
             else:
                 self.session.waiting.append((self, seen, measure))
@@ -126,6 +114,14 @@ class Lane(Evidence):
         self.window = self.mass = self.units = self.saw = None
         self.end_judged(idle)
         self.reading = False
+
+    def scored(self, seen: Seen) -> Seen:
+        """With the retention's score; rows without a token in this prompt keep what they had."""
+        known, idle = seen, self.idle
+        if not self.retention.remembers:  # saliency may be stored, of which the retention knows nothing
+            known = replace(seen, score=torch.zeros_like(seen.score))
+        score = self.retention.score(known)
+        return replace(seen, score=score if idle is None else torch.where(idle[:, None], seen.score, score))
 
     def resume(
         self,

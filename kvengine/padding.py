@@ -42,7 +42,7 @@ class Padded:
     def weighs(self) -> bool:
         """Whether the representation asks for saliency, and the retention has no evidence of that kind itself."""
         r = self.retention
-        return self.stack.representation.probes > 0 and not r.counts
+        return self.stack.representation.probes > 0 and not r.counts and r.replay is None
 
     def positions(self, n: int, valid: Bool[Tensor, "row token"] | None) -> Int[Tensor, "row token"]:
         at = torch.arange(self.seen, self.seen + n, dtype=torch.int32, device=self.first.device)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from kvengine.errors import CacheError
 from kvengine.offload.placement._ahead import Ahead
 from kvengine.policies.retention import Seen
 from kvengine.rope import Rope
+from kvengine.text import Again, Text
 
 if TYPE_CHECKING:
     from kvengine.lane import Lane
@@ -48,9 +48,13 @@ class Session:
     last: int | None = None  # the last layer that the engine serves; None: each layer is alone
     served: int | None = None  # layers that the engine serves; None: all
     ahead: Ahead = field(default_factory=Ahead)  # what tiers below the device share
-    waiting: list[tuple[Lane, Seen, Tensor]] = field(
+    waiting: list[tuple[Lane, Seen, Tensor | None]] = field(
         default_factory=list
-    )  # prompts judged once all layers have read them
+    )  # prompts judged once all layers have read them, with what they measure
+    text: Text = field(default_factory=Text)  # for a retention that has tokens read again: what they were made of
+    due: Bool[Tensor, "seq"] | None = None  # the sequences that are to be replayed before those that wait are judged
+    rest: dict[str, Any] | None = None  # of a pass that ends a prompt: what waits until that is judged
+    again: Again | None = None  # while a replay runs: what its pass feeds
     mask: list[bytes] | None = None  # of each row, which tokens are tokens, as the last pass on a CPU was told
     tree: Bool[Tensor, "node node"] | None = None  # the last tokens of a pass only look, each at these of the others
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass
@@ -81,10 +85,3 @@ class Session:
         if self.loose >= memory.LOOSE:
             memory.trim()
             self.loose = 0
-
-
-def judge_together(session: Session) -> None:
-    """All layers have read the prompt: judge those that waited to see the others' measures."""
-    waiting, session.waiting = session.waiting, []
-    for i, (lane, seen, _) in enumerate(waiting):
-        lane.conclude(replace(seen, peers=(torch.stack([m.to(seen.first.device) for _, _, m in waiting]), i)))

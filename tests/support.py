@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvengine
 from kvengine.cache import LayerCache
 from kvengine.policies import catalogue
+from kvengine.replay import conclude
 from kvengine.rope import Rope
 from kvengine.session import Call, Session
 from kvengine.stack import Stack
@@ -62,6 +63,7 @@ SMALL: dict[str, str] = {
     "keydiff": "keydiff(budget=24)",
     "expected_attention": "expected_attention(budget=24)",
     "d2o": "d2o(budget=24)",
+    "kvzip": "kvzip(budget=24, chunk=16, carry=3)",
     "elastic": "elastic(budget=24, offset=-8)",
     "uniform": "uniform",
     "duo": "duo(sinks=2, recent=10)",
@@ -98,6 +100,7 @@ WIDE: dict[str, str] = {
     "keydiff": "keydiff(budget=500)",
     "expected_attention": "expected_attention(budget=500)",
     "d2o": "d2o(budget=500)",
+    "kvzip": "kvzip(budget=500)",
     "elastic": "elastic(budget=500)",
     "uniform": "uniform",
     "duo": "duo(sparsity=1.0, recent=500)",
@@ -161,11 +164,32 @@ class Bare:
         """Take the next `n` tokens; their outputs [seq, token, q_head, dim]."""
         s = slice(self.at, self.at + n)
         self.at += n
-        return self.cache.forward(self.q[:, :, s], self.k[:, :, s], self.v[:, :, s], self.call, valid)
+        numbers = torch.arange(s.start, s.stop).expand(len(self.q), -1)
+        told = None if valid is None else torch.cat([valid.new_ones(len(valid), self.cache.seen), valid], 1)
+        self.cache.session.text.add(self.cache.seen, numbers, None, told)
+        out = self.cache.forward(self.q[:, :, s], self.k[:, :, s], self.v[:, :, s], self.call, valid)
+        replay([self.cache], [self])
+        return out
 
     def back(self, n: int) -> None:
         self.cache.rollback(n)
         self.at -= n
+
+
+def replay(layers: list[LayerCache], sources: list[Any]) -> None:
+    """Have layers repeat what they wait for, as a model would, but that a repeated token has the vectors that it had."""
+    session, how = layers[0].session, layers[0].stack.retention.replay
+    if session.due is None or how is None:
+        return
+    for fed in session.text.plan(how, session.due, lambda ids: ids):
+        session.again = fed.again
+        at = fed.made_of[:, None, :, None]
+        for layer, source in zip(layers, sources, strict=True):
+            q, k, v = (x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[3])) for x in (source.q, source.k, source.v))
+            layer.forward(q, k, v, source.call)
+        session.again = None
+    conclude(session)
+    session.torn = False
 
 
 def held(cache: LayerCache) -> list[list[list[int]]]:

@@ -33,6 +33,7 @@ some layers next to nothing. On the bundled model nothing is then found at half 
 than half of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -112,20 +113,18 @@ class D2O(Retention):
         found: Tensor = by_head.mean(1)
         return found
 
-    def size(self, seen: Seen) -> Int[Tensor, "row"]:
-        """Tokens that each row of this layer holds."""
-        budget, prompt = seen.count(self.budget), seen.prompt_length
-        if seen.peers is None:
-            return budget
-        measures, layer = seen.peers
-        size = sizes(measures, budget[:: seen.heads], prompt[:: seen.heads], self.least)
-        return size[layer].repeat_interleave(seen.heads)
+    def share(self, seen: Sequence[Seen], measures: Sequence[Float[Tensor, "sequence"]]) -> list[Int[Tensor, "row"]]:
+        """Tokens that each row of each layer holds."""
+        one, at = seen[0], seen[0].first.device
+        budget, prompt = one.count(self.budget)[:: one.heads], one.prompt_length[:: one.heads]
+        size = sizes(torch.stack([m.to(at) for m in measures]), budget, prompt, self.least)
+        return [n.repeat_interleave(s.heads).to(s.first.device) for n, s in zip(size, seen, strict=True)]
 
     # ---- which tokens, and what becomes of the others ---------------------------------------------------------------
 
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"] | None:
         if seen.prompt:
-            seen.notes["size"] = self.size(seen)
+            seen.notes["size"] = seen.count(self.budget) if seen.share is None else seen.share
         size = seen.notes["size"]
         room = (size - self.sinks).minimum((size * self.recent).long()).clamp(min=1)  # beside the sinks, which go last
         rank = (seen.position > seen.newest - room[:, None]).float() + 2 * seen.sinks(self.sinks)

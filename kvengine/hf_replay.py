@@ -1,0 +1,212 @@
+"""Replays on a model: the part that has the layers reads the prompt once more, where a retention asks for it.
+
+A hook before that part notes what each pass is made of; one behind it, with which the pass is over, runs the replay's passes
+over the same cache. Their results are dropped, as are what transformers' own layers beside the engine's take from them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from contextvars import Context
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvengine import hf_states
+from kvengine.errors import UnsupportedPolicy
+from kvengine.hf_cache import EngineCache
+from kvengine.hf_forward import CACHE, caching
+from kvengine.hf_layer import BREAKS, EngineLayer
+from kvengine.hf_mask import LazyMask
+from kvengine.replay import conclude
+from kvengine.text import Fed
+
+IDS, VECTORS, MASK, PLACES = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
+COUNTED = "cache_position"  # of every token, where transformers still says so
+KNOWN = frozenset((IDS, VECTORS, MASK, PLACES, COUNTED, CACHE))
+REFUSED = "'{}' reads the prompt a second time, and cannot: {}"
+
+
+def reader(model: PreTrainedModel, text: Any) -> tuple[PreTrainedModel, list[str]]:
+    """The innermost part that runs all of the text's layers, and its arguments' names in order."""
+    mine = {m for m in model.modules() if getattr(m, "config", None) is text and isinstance(
+        getattr(m, "layer_idx", None), int)}  # fmt: skip
+    found = [(part, names) for part, names in caching(model, text) if mine <= set(part.modules())]
+    return found[-1] if found else (model, list(inspect.signature(type(model).forward).parameters)[1:])
+
+
+def hook_replays(model: PreTrainedModel, text: Any) -> list[Any]:
+    """Hooks on the part that reads; what undoes them."""
+    part, names = reader(model, text)
+    return [
+        part.register_forward_pre_hook(partial(before, names=names), with_kwargs=True),
+        part.register_forward_hook(partial(after, names=names), with_kwargs=True),
+    ]
+
+
+def replaying(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> EngineCache | None:
+    """The cache of a pass, if its policy asks for replays and this is not one of those."""
+    cache = kwargs.get(CACHE)
+    if cache is None and len(args) > (at := names.index(CACHE) if CACHE in names else len(args)):
+        cache = args[at]
+    if type(cache) is not EngineCache or cache.stack.retention.replay is None or cache.session.again is not None:
+        return None
+    return cache
+
+
+def before(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Note what a pass is made of. Behind a prompt's end, what comes with it waits for a pass of its own."""
+    cache = replaying(args, kwargs, names)
+    return None if cache is None else apart(cache, dict(zip(names, args, strict=False)) | kwargs)
+
+
+def noted(cache: EngineCache, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    more = [name for name, x in given.items() if name not in KNOWN and made_of_tensors(x)]
+    if more:
+        why = f"this model's text part is given {more[0]!r} beside its tokens, and what was in it for them is not known again"
+        raise UnsupportedPolicy(REFUSED.format(cache.stack, f"{why}. Give it text alone, or choose another retention"))
+    made = given.get(VECTORS) if given.get(IDS) is None else given[IDS]
+    if made is None:
+        return None  # the model says what is wrong
+    begin, n = cache.seen, made.shape[1]
+    layers, session = cache.engines, cache.session
+    prompt = layers[0].prompt_tokens(n) if layers else n
+    cut = None
+    if 0 < prompt < n and session.tree is None:  # an assistant's or a look-up's first draft
+        session.rest = parted(given, begin, prompt, n)
+        cut = parted(given, begin, 0, prompt)
+        made = made[:, :prompt]
+    mask = padding(given.get(MASK))
+    session.text.add(begin, made, (given if cut is None else cut).get(PLACES), mask)
+    return None if cut is None else ((), cut)
+
+
+apart: Any = torch.compiler.disable(noted, reason=BREAKS)
+
+
+def made_of_tensors(x: Any) -> bool:
+    return isinstance(x, Tensor) or (isinstance(x, list | tuple) and any(isinstance(y, Tensor) for y in x))
+
+
+def padding(mask: Any) -> Tensor | None:
+    """Which tokens so far are tokens, by what a model was given: a mask, the rule for one, or a rule for each kind of layer."""
+    if isinstance(mask, dict):
+        return next((found for x in mask.values() if (found := padding(x)) is not None), None)
+    if isinstance(mask, LazyMask):
+        return mask.padding
+    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def parted(given: dict[str, Any], begin: int, first: int, end: int) -> dict[str, Any]:
+    """A pass over some of the tokens that are given."""
+    out, mask = dict(given), given.get(MASK)
+    for name in (IDS, VECTORS):
+        if given.get(name) is not None:
+            out[name] = given[name][:, first:end]
+    for name in (PLACES, COUNTED):
+        if given.get(name) is not None:
+            out[name] = given[name][..., first:end]
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        out[MASK] = mask[:, : begin + end]
+    return out
+
+
+def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, names: list[str]) -> Any:
+    """The pass is over: replay the prompt that it ended."""
+    cache = replaying(args, kwargs, names)
+    return None if cache is None or not (cache.session.due is not None or cache.session.rest) else over(
+        module, cache, output, names)  # fmt: skip
+
+
+@torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]
+def over(module: Any, cache: EngineCache, output: Any, names: list[str]) -> Any:
+    rest, cache.session.rest = cache.session.rest, None
+    complete(module, cache, names)
+    if rest is None:
+        return None
+    return together(output, Context().run(partial(module, **rest)))
+
+
+def together(first: Any, second: Any) -> Any:
+    """What a model says of tokens that came in two passes."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.cat([first, second], 1)
+    if isinstance(first, dict):
+        for name in list(first):
+            first[name] = together(first[name], second[name])
+        return first
+    if isinstance(first, tuple):
+        return tuple(together(a, b) for a, b in zip(first, second, strict=True))
+    return second
+
+
+def finish(model: PreTrainedModel, cache: EngineCache, ids: Tensor) -> None:
+    """Judge a cache that was given the keys and values of these tokens, its first, instead of reading them."""
+    if cache.session.due is not None:
+        cache.session.text.add(0, ids, None, None)
+        part, names = reader(model, cache.config)
+        complete(part, cache, names)
+
+
+@torch.no_grad()
+def complete(part: Any, cache: EngineCache, names: list[str]) -> None:
+    """Run the replay that a cache waits for, if it does, and judge its layers."""
+    session, layers, mask, unread = cache.session, cache.layers, cache.session.mask, cache.unread
+    how, due = cache.stack.retention.replay, session.due
+    if due is None or how is None:
+        return
+    embed = part.get_input_embeddings()
+    cache.unread = None
+    try:
+        for fed in session.text.plan(how, due, embed):
+            check_fed(cache, fed, names)
+            # transformers' own layers take what is fed, so it is copies that do
+            cache.layers = [x if isinstance(x, EngineLayer) else spare(x) for x in layers]
+            session.again = fed.again
+            Context().run(
+                partial(part, **inputs(cache, fed, names))
+            )  # whoever listens to the pass outside hears nothing
+            session.again = None
+    finally:
+        cache.layers, session.again, session.mask, cache.unread = layers, None, mask, unread
+    conclude(session)
+    session.torn = False
+
+
+def spare(layer: Any) -> Any:
+    """A copy of one of transformers' own layers; states are changed in place, all else is replaced."""
+    return copy.deepcopy(layer) if hf_states.has_states(layer) else copy.copy(layer)
+
+
+def check_fed(cache: EngineCache, fed: Fed, names: list[str]) -> None:
+    """Refuse what rows of different lengths would do to each other."""
+    valid = fed.again.valid
+    uneven = bool((valid.any(1) & ~valid.all(1)).any())
+    if uneven and any(hf_states.has_states(layer) for layer in cache.others):
+        why = "a layer with a recurrent state would take the padding of prompts that have different lengths. Give one at a time"
+    elif not fed.again.full and not {MASK, PLACES} <= set(names):
+        why = "this model takes no positions or no mask, which prompts of different lengths need. Give one at a time"
+    else:
+        return
+    raise UnsupportedPolicy(REFUSED.format(cache.stack, why))
+
+
+def inputs(cache: EngineCache, fed: Fed, names: list[str]) -> dict[str, Any]:
+    """The arguments of a pass of a replay."""
+    given = {CACHE: cache, IDS if fed.made_of.ndim == 2 else VECTORS: fed.made_of}
+    if PLACES in names:
+        given[PLACES] = fed.position if len(fed.position) > 1 else fed.position[0]
+    mask = cache.session.text.mask
+    if mask is not None or not fed.again.full:
+        valid, seen = fed.again.valid, cache.seen
+        before = valid.new_ones(len(valid), seen) if mask is None else cache.session.text.here(mask, 0, seen)
+        given[MASK] = torch.cat([before.to(valid.device), valid], 1).long()
+    if "use_cache" in names:
+        given["use_cache"] = True
+    return given

@@ -1,0 +1,159 @@
+"""A prompt read once more: its tokens are fed again behind all that is held, and what they look at is evidence for keeping it.
+
+The engine asks for it where a retention does (`Retention.replay`), when every layer has read the prompt and holds all of it
+still. Whoever has the model runs the passes (`kvengine.hf_replay`); here is what a layer does with them. It answers from what
+is held and what is fed, adds nothing, and notes the most that a query paid to each token of the chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvengine import _ops as ops
+from kvengine.errors import CacheError
+from kvengine.kernels.column_peak import column_peak
+from kvengine.session import Call, Session
+from kvengine.text import Again
+from kvengine.tokens import pack, take
+
+if TYPE_CHECKING:
+    from kvengine.cache import LayerCache, Stock
+    from kvengine.lane import Lane
+
+LEAST = torch.finfo(torch.float32).tiny  # of what has been repeated: 0 means that it has not
+UNSEEN = (
+    "'{}' reads the prompt a second time, and this cache was given keys and values without the tokens that made them. Let the "
+    "patched model read the prompt: model(ids, past_key_values=cache), or model.generate()"
+)
+LOST = "'{}' has lost track of which tokens it has not repeated yet; call cache.reset() and give the whole text again"
+
+
+def check_known(cache: LayerCache, tokens: int) -> None:
+    """Refuse a prompt that a replay could not feed again."""
+    text = cache.session.text
+    if cache.stack.retention.replay is not None and text.end != cache.seen + tokens:
+        raise CacheError(UNSEEN.format(cache.stack))
+
+
+def judge_together(session: Session) -> None:
+    """All layers have read the prompt: judge those that waited, once what has to be replayed has been.
+
+    Until then the cache counts as torn: a pass that came in between would find layers that are not judged.
+    """
+    waiting = session.waiting
+    lanes, seen = [lane for lane, _, _ in waiting], [seen for _, seen, _ in waiting]
+    if session.due is None and lanes[0].retention.replay is not None:
+        due, idle = lanes[0].retention.due(seen), lanes[0].idle
+        due = due if idle is None else due & ~idle[:: lanes[0].heads]
+        if bool(due.any()):
+            session.due = due
+            for lane, one in zip(lanes, seen, strict=True):
+                lane.repeated = torch.zeros_like(one.score, dtype=torch.float32)
+            return
+    conclude(session)
+
+
+def conclude(session: Session) -> None:
+    """Judge the layers that waited."""
+    waiting, session.waiting = session.waiting, []
+    divided = session.due is not None or all(measure is not None for _, _, measure in waiting)
+    lanes, seen, measures = (list(part) for part in zip(*waiting, strict=True))
+    shares: list[Tensor | None] = [None] * len(lanes)
+    if session.due is not None:
+        seen = [lane.scored(replace(one, repeated=lane.repeated)) for lane, one in zip(lanes, seen, strict=True)]
+        measures = [lane.retention.measure(one) for lane, one in zip(lanes, seen, strict=True)]
+        session.text.done(session.due)
+    if divided:
+        shares = lanes[0].retention.share(seen, measures)
+    for lane, one, share in zip(lanes, seen, shares, strict=True):
+        lane.repeated = None
+        lane.conclude(replace(one, share=share))
+    session.due = None
+
+
+def answer(
+    cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, call: Call, again: Again
+) -> Float[Tensor, "seq token q_head dim_v"]:
+    """A layer's answer to a pass of a replay."""
+    again = again.on(q.device)
+    outs = [
+        reread(part.lane, grouped, part.pick(k), part.pick(v), rows, again, notes=True)
+        for part, grouped, rows in cache.each(q, call)
+    ]
+    cache.readers.begin(part.lane for part in cache.parts)
+    if cache.readers.count:
+        cache.readers.moments.append(Repeated(cache, k, v, again))
+    return cache.gather(q, outs)
+
+
+def reread(
+    lane: Lane,
+    q: Float[Tensor, "row group fed dim"],
+    k: Float[Tensor, "row fed dim"],
+    v: Float[Tensor, "row fed dim_v"],
+    call: Call,
+    again: Again,
+    notes: bool,
+) -> Float[Tensor, "row group fed dim_v"]:
+    """Attention of what is fed to all that the lane holds, and causally to itself. `notes`: what that says is noted."""
+    held_k, held_v, position, score = lane.everything()
+    valid = again.valid.repeat_interleave(lane.heads, 0)
+    fed = torch.where(valid, position.shape[1], -1).to(position.dtype)
+    if notes and lane.repeated is not None:
+        note(lane, lane.repeated, q, k, held_k, position, score, fed, valid, call, again)
+    keys = torch.cat([lane.turned(held_k, lane.shift()).to(q.dtype), k], 1)
+    values = torch.cat([held_v.to(q.dtype), v], 1)
+    clean = again.full and lane.tail.clean and (lane.pages is None or lane.pages.clean)
+    return ops.by_slot(q, keys, values, torch.cat([position, fed], 1), clean, *call)
+
+
+def note(
+    lane: Lane,
+    found: Float[Tensor, "row slot"],
+    q: Tensor,
+    k: Tensor,
+    held: Tensor,
+    position: Int[Tensor, "row slot"],
+    score: Float[Tensor, "row slot"],
+    fed: Int[Tensor, "row fed"],
+    valid: Bool[Tensor, "row fed"],
+    call: Call,
+    again: Again,
+) -> None:
+    """Write down what is paid to the chunk's tokens: of attention to the row's first ones, these, and what is fed."""
+    known, start, count = (x.repeat_interleave(lane.heads) for x in (again.known, again.start, again.size))
+    slots = pack((position >= 0) & (score == 0))
+    if bool((known > (slots >= 0).sum(1)).any()):
+        raise CacheError(LOST.format(lane.stack))
+    at = torch.arange(int(count.max()), device=q.device)
+    column = (slots.shape[1] - known + start)[:, None] + at
+    chunk = slots.gather(1, column.clamp(max=slots.shape[1] - 1)).masked_fill(at >= count[:, None], -1)
+    here = torch.arange(position.shape[1], device=q.device)
+    first = (position >= 0) & (position < lane.first[:, None] + again.sinks) & (here < chunk[:, :1])
+    index = torch.cat([pack(first), chunk], 1)
+    keys = torch.cat([take(held, index).to(k.dtype), k], 1)
+    slot = torch.arange(index.shape[1], keys.shape[1], device=q.device)
+    places = torch.cat([index.to(fed.dtype), fed], 1)
+    peak = column_peak(q, keys, places, slot, valid, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+    peak = peak[:, index.shape[1] - chunk.shape[1] : index.shape[1]].clamp(min=LEAST)
+    row, col = (chunk >= 0).nonzero(as_tuple=True)
+    found[row, chunk[row, col]] = peak[row, col]
+
+
+class Repeated:
+    """A pass of a replay, for later layers that read what this one holds: they look, and say nothing."""
+
+    def __init__(self, cache: LayerCache, k: Tensor, v: Tensor, again: Again) -> None:
+        self.cache, self.k, self.v, self.again, self.tokens = cache, k, v, again, k.shape[2]
+
+    def read(self, q: Tensor, call: Call, stock: Stock | None) -> Float[Tensor, "seq token q_head dim_v"]:
+        found = []
+        for part, grouped, rows in self.cache.each(q, call):
+            k, v = part.pick(self.k), part.pick(self.v)
+            found.append(reread(part.lane, grouped, k, v, rows, self.again, notes=False))
+        return self.cache.gather(q, found)

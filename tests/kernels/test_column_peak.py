@@ -1,0 +1,55 @@
+"""The most that any query pays to each token, against a loop."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvengine.errors import KernelError
+from kvengine.kernels.column_mass import reference
+from kvengine.kernels.column_peak import column_peak
+
+
+def looped(
+    q: Tensor, k: Tensor, position: Tensor, at: Tensor, real: Tensor, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    found = torch.zeros(k.shape[:2])
+    for row, group, i in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
+        sees = [t for t in range(int(at[i]) + 1) if position[row, t] >= 0]
+        if not real[row, i] or not sees:
+            continue
+        logits = q[row, group, i] @ k[row, sees].T * 0.4
+        logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+        logits = logits if sinks is None else torch.cat([logits, sinks[row, group, None]])
+        paid = logits.softmax(-1)[: len(sees)]
+        found[row, sees] = torch.maximum(found[row, sees], paid)
+    return found
+
+
+@pytest.mark.parametrize("block", [1 << 20, 40])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("holes", [False, True])
+def test_as_the_loop(
+    block: int, softcap: float | None, joined: bool, holes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "BLOCK", block)
+    q, k = torch.randn(3, 2, 9, 8), torch.randn(3, 21, 8)
+    position = torch.arange(21).expand(3, -1).clone()
+    real, at = torch.ones(3, 9, dtype=torch.bool), torch.arange(12, 21)
+    if holes:
+        position[torch.rand(3, 21) < 0.4] = -1
+        real[:, :3], position[2] = False, -1
+        k[position < 0], q.transpose(1, 2)[~real] = torch.nan, torch.nan
+    sinks = torch.randn(3, 2) if joined else None
+    want = looped(q, k, position, at, real, softcap, sinks)
+    found = column_peak(q, k, position, at, real, scale=0.4, softcap=softcap, sinks=sinks)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    q, k, real = torch.zeros(1, 1, 2, 4), torch.zeros(1, 3, 4), torch.ones(1, 2, dtype=torch.bool)
+    position, at = torch.zeros(1, 3), torch.arange(2)
+    with pytest.raises(KernelError):
+        column_peak(q, k[..., :3], position, at, real, scale=1.0)
+    with pytest.raises(KernelError):
+        column_peak(q, k, position, at, real[:, :1], scale=1.0)
