@@ -72,8 +72,10 @@ def read(model: Any, contexts: list[list[int]]) -> Reading:
     return Reading(contexts, kept, out.logits[:, -1].float())
 
 
-def give(cache: Any, reading: Reading, n: int) -> None:
+def give(model: Any, cache: Any, reading: Reading, n: int) -> None:
     """Put the first `n` tokens of a reading into an empty cache, as the prompt or its beginning."""
+    from kvengine.hf_replay import given
+
     for i, (layer, (q, k, v, call)) in enumerate(zip(cache.engines, reading.layers, strict=True)):
         layer.open(k, v)
         for part in layer.parts:
@@ -82,6 +84,7 @@ def give(cache: Any, reading: Reading, n: int) -> None:
         layer.follow(q[:, :, :n], k[:, :, :n], v[:, :, :n], call)
         for part in layer.parts:
             del part.lane.column_mass
+    given(model, cache, torch.tensor(reading.ids, device=model.device)[:, :n])
 
 
 def remembered(compute: Callable[..., Tensor], masses: dict[Any, Tensor], where: Any) -> Callable[..., Tensor]:
@@ -112,7 +115,7 @@ class Fed:
             return self.inner.rows(tokens)
         n = self.reading.shared(tokens.tolist())
         cache.announce(tokens.shape[1])
-        give(cache, self.reading, n)
+        give(self.inner.model, cache, self.reading, n)
         return self.inner.rows(tokens[:, n:]) if n < tokens.shape[1] else self.reading.logits
 
     def follow_up(self) -> None:

@@ -314,6 +314,7 @@ class EngineCache(Cache):
     def reorder_cache(self, beam_idx: Int[Tensor, "chosen"]) -> None:
         """Keep these rows, in this order."""
         self.session.inferred |= torch.is_inference_mode_enabled()
+        self.session.text.rows(beam_idx)
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -323,6 +324,7 @@ class EngineCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row, `repeats` times."""
         self.session.inferred |= torch.is_inference_mode_enabled()
+        self.session.text.repeat(repeats)
         for layer in self.layers:
             layer.batch_repeat_interleave(repeats) if isinstance(layer, EngineLayer) else repeat(layer, repeats)
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -127,7 +128,7 @@ def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: An
 @torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]
 def over(module: Any, cache: EngineCache, output: Any, names: list[str]) -> Any:
     rest, cache.session.rest = cache.session.rest, None
-    complete(module, cache, names)
+    complete(module, names, cache)
     if rest is None:
         return None
     return together(output, Context().run(partial(module, **rest)))
@@ -146,16 +147,16 @@ def together(first: Any, second: Any) -> Any:
     return second
 
 
-def finish(model: PreTrainedModel, cache: EngineCache, ids: Tensor) -> None:
-    """Judge a cache that was given the keys and values of these tokens, its first, instead of reading them."""
+def given(model: Any, cache: EngineCache, ids: Int[Tensor, "seq token"]) -> None:
+    """A cache was given the keys and values of these tokens, its first, instead of reading them: what it asks for is done."""
+    if cache.stack.retention.replay is None:
+        return
+    cache.session.text.add(0, ids, None, None)
     if cache.session.due is not None:
-        cache.session.text.add(0, ids, None, None)
-        part, names = reader(model, cache.config)
-        complete(part, cache, names)
+        complete(*reader(model, cache.config), cache)
 
 
-@torch.no_grad()
-def complete(part: Any, cache: EngineCache, names: list[str]) -> None:
+def complete(part: Any, names: list[str], cache: EngineCache) -> None:
     """Run the replay that a cache waits for, if it does, and judge its layers."""
     session, layers, mask, unread = cache.session, cache.layers, cache.session.mask, cache.unread
     how, due = cache.stack.retention.replay, session.due
@@ -165,13 +166,11 @@ def complete(part: Any, cache: EngineCache, names: list[str]) -> None:
     cache.unread = None
     try:
         for fed in session.text.plan(how, due, embed):
-            check_fed(cache, fed, names)
             # transformers' own layers take what is fed, so it is copies that do
             cache.layers = [x if isinstance(x, EngineLayer) else spare(x) for x in layers]
-            session.again = fed.again
-            Context().run(
-                partial(part, **inputs(cache, fed, names))
-            )  # whoever listens to the pass outside hears nothing
+            session.again, run = fed.again, partial(part, **inputs(cache, fed, names))
+            with torch.no_grad():
+                Context().run(run)  # whoever listens to the pass outside hears nothing
             session.again = None
     finally:
         cache.layers, session.again, session.mask, cache.unread = layers, None, mask, unread
@@ -184,29 +183,14 @@ def spare(layer: Any) -> Any:
     return copy.deepcopy(layer) if hf_states.has_states(layer) else copy.copy(layer)
 
 
-def check_fed(cache: EngineCache, fed: Fed, names: list[str]) -> None:
-    """Refuse what rows of different lengths would do to each other."""
-    valid = fed.again.valid
-    uneven = bool((valid.any(1) & ~valid.all(1)).any())
-    if uneven and any(hf_states.has_states(layer) for layer in cache.others):
-        why = "a layer with a recurrent state would take the padding of prompts that have different lengths. Give one at a time"
-    elif not fed.again.full and not {MASK, PLACES} <= set(names):
-        why = "this model takes no positions or no mask, which prompts of different lengths need. Give one at a time"
-    else:
-        return
-    raise UnsupportedPolicy(REFUSED.format(cache.stack, why))
-
-
 def inputs(cache: EngineCache, fed: Fed, names: list[str]) -> dict[str, Any]:
     """The arguments of a pass of a replay."""
     given = {CACHE: cache, IDS if fed.made_of.ndim == 2 else VECTORS: fed.made_of}
     if PLACES in names:
         given[PLACES] = fed.position if len(fed.position) > 1 else fed.position[0]
-    mask = cache.session.text.mask
-    if mask is not None or not fed.again.full:
-        valid, seen = fed.again.valid, cache.seen
-        before = valid.new_ones(len(valid), seen) if mask is None else cache.session.text.here(mask, 0, seen)
-        given[MASK] = torch.cat([before.to(valid.device), valid], 1).long()
+    text = cache.session.text
+    if text.mask is not None:  # of what is fed, padding comes last, where nobody looks
+        given[MASK] = text.here(text.mask, 0, cache.seen + fed.made_of.shape[1]).to(fed.made_of.device).long()
     if "use_cache" in names:
         given["use_cache"] = True
     return given

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from kvengine.errors import CacheError, ModelError, StoreError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import layer_devices
+from kvengine.hf_replay import given
 from kvengine.latent import is_latent
 from kvengine.offload.cachegen import KV, Identity, decode, encode
 from kvengine.offload.cachegen.codec import DTYPES
@@ -97,6 +98,7 @@ class Prefix:
         chunks = self.read(chain(tokens[:-last], self.start, self.chunk))
         if chunks:
             self.enter(cache, chunks, len(tokens))
+            given(self.model, cache, ids[:, : cache.seen])
         return cache
 
     @staticmethod

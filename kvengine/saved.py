@@ -38,6 +38,7 @@ from kvengine.saliency import Saliency
 from kvengine.saved_beside import check_same_rows, restore
 from kvengine.sound import check_fields, check_kinds, check_lengths, check_pages, check_rows, check_tail, expect
 from kvengine.tail import Nested, Tail
+from kvengine.text import Text
 
 FORMAT = 1
 SAMPLES = 64  # numbers of each weight that go into a model's fingerprint
@@ -125,6 +126,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
             for layer in cache.layers
         ],
         "extra": beside,
+        "text": out.value(cache.session.text.state()),
     }
     data = pack({**header, "tensors": out.kinds}, out.sections)
     replace_file(Path(path), data)
@@ -162,6 +164,9 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
             else:
                 restore(layer, source.value(own))
         check_same_rows(cache)
+        source.device = devices[0]
+        if (text := source.value(header.get("text"))) is not None:
+            cache.session.text = Text.of(text)
     except KVEngineError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, MemoryError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -38,6 +38,14 @@ class Piece:
         if self.fresh is None:
             return torch.ones(self.made_of.shape[:2], dtype=torch.bool, device=self.made_of.device)
         return self.fresh
+
+    def sound(self) -> bool:
+        """Whether its parts have shapes that fit."""
+        made, place, fresh = self.made_of, self.position, self.fresh
+        shape = tuple(made.shape[:2])
+        placed = place.ndim == 3 and place.shape[1] in (1, shape[0]) and place.shape[2] == shape[1]
+        vectors = made.is_floating_point()
+        return placed and made.ndim == 2 + vectors and (fresh is None or (fresh.dtype, tuple(fresh.shape)) == (torch.bool, shape))
 
     def cut(self, tokens: int) -> Piece:
         """The first of them."""
@@ -110,6 +118,27 @@ class Text:
             self.pieces[i] = Piece(piece.made_of[at], position, None if piece.fresh is None else piece.fresh[at])
         self.mask = None if self.mask is None else self.mask[index.to(self.mask.device)]
 
+    def repeat(self, repeats: int) -> None:
+        """Each sequence, `repeats` times."""
+        if self.pieces:
+            self.rows(torch.arange(len(self.pieces[0].made_of)).repeat_interleave(repeats))
+
+    def state(self) -> dict[str, Any] | None:
+        """What `of` makes the same from, as plain values and tensors; None where nothing is left to replay."""
+        if not self.pieces:
+            return None
+        whole = joined(self.pieces, None) if len({p.made_of.ndim for p in self.pieces}) == 1 else None
+        pieces = [vars(p) for p in ([whole] if whole is not None else self.pieces)]
+        return {"end": self.end, "pieces": pieces, "mask": self.mask}
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Text:
+        """Raises ValueError for what is no text."""
+        text = cls(state["end"], [Piece(**piece) for piece in state["pieces"]], state["mask"])
+        if text.end < sum(p.tokens for p in text.pieces) or any(not p.sound() for p in text.pieces):
+            raise ValueError("a text whose pieces do not fit together")
+        return text
+
     def done(self, sequences: Bool[Tensor, "seq"]) -> None:
         """These sequences were replayed."""
         self.pieces = [replace(p, fresh=p.unread & ~sequences.to(p.made_of.device)[:, None]) for p in self.pieces]
@@ -136,10 +165,9 @@ class Text:
             start = (known.clamp(max=i * how.chunk)).long()
             count = (known - start).clamp(max=how.chunk)
             carry = torch.where(count > 0, min(how.carry, i * how.chunk), 0)
-            at, which = layout(how, slot, known, start, count, carry, whole.tokens)
+            valid, which = layout(how, slot, known, start, count, carry, whole.tokens)
             wide = which[..., None].expand(-1, -1, source.shape[-1]) if source.ndim == 3 else which
-            position = torch.cat([places(how, axes, unread, at, which, carry) for axes in groups])
-            valid = at >= 0
+            position = torch.cat([places(how, axes, unread, valid, which, carry) for axes in groups])
             again = Again(valid, bool(valid.all()), known, start, count, how.sinks)
             yield Fed(source.gather(1, wide), position, again)
 
@@ -164,28 +192,28 @@ def layout(
     count: Int[Tensor, "seq"],
     carry: Int[Tensor, "seq"],
     tokens: int,
-) -> tuple[Int[Tensor, "seq fed"], Int[Tensor, "seq fed"]]:
-    """Of each place of a pass its number in the sequence, and what stands there, as a column of [text | prompt | suffix].
+) -> tuple[Bool[Tensor, "seq fed"], Int[Tensor, "seq fed"]]:
+    """Of each place of a pass whether something stands there, and what, as a column of [text | prompt | suffix].
 
-    Sequences end together: padding comes first, and has negative numbers.
+    Padding comes last: nobody sees it then, be it a window or a state that reads.
     """
     p, s = len(how.prompt), len(how.suffix)
     width = torch.where(count > 0, p + carry + s + count, 0)
-    most = int(width.max())
-    at = torch.arange(most, device=slot.device) - (most - width)[:, None]
+    at = torch.arange(int(width.max()), device=slot.device).expand(len(width), -1)
     behind = at - p - carry[:, None]  # the suffix begins at 0
     number = start[:, None] + torch.where(behind < 0, behind, behind - s)
     which = slot.gather(1, (slot.shape[1] - known[:, None] + number).clamp(0, slot.shape[1] - 1)).clamp(min=0)
     which = torch.where(at < p, tokens + at, which)
     which = torch.where((behind >= 0) & (behind < s), tokens + p + behind, which)
-    return at, which.masked_fill(at < 0, 0)
+    valid = at < width[:, None]
+    return valid, which.masked_fill(~valid, 0)
 
 
 def places(
     how: Replay,
     place: Int[Tensor, "axis seq token"],
     unread: Bool[Tensor, "seq token"],
-    at: Int[Tensor, "seq fed"],
+    valid: Bool[Tensor, "seq fed"],
     which: Int[Tensor, "seq fed"],
     carry: Int[Tensor, "seq"],
 ) -> Int[Tensor, "axis seq fed"]:
@@ -194,6 +222,7 @@ def places(
     The axes of a rotation go on together, as they do behind an image.
     """
     p, s = len(how.prompt), len(how.suffix)
+    at = torch.arange(which.shape[1], device=which.device).expand_as(which)
     after = place.masked_fill(~unread, -1).amax((0, 2))[:, None] + 1
     behind = at - p - carry[:, None]
     own = place.gather(2, which.clamp(max=place.shape[2] - 1).expand(len(place), -1, -1))
@@ -205,8 +234,8 @@ def places(
         there = (own - first + to).masked_fill(~part, 0)
         return there, torch.maximum(there.amax((0, 2))[:, None] + 1, to)
 
-    early, end = moved((at >= p) & (behind < 0), after + p)
-    late, _ = moved((at >= 0) & (behind >= s), end + s)
+    early, end = moved(valid & (at >= p) & (behind < 0), after + p)
+    late, _ = moved(valid & (behind >= s), end + s)
     asked = torch.where(at < p, after + at, end + behind)
-    found = torch.where((at >= 0) & (at < p) | (behind >= 0) & (behind < s), asked, early + late)
-    return found.masked_fill(at < 0, 0)
+    found = torch.where((at < p) | ((behind >= 0) & (behind < s)), asked, early + late)
+    return found.masked_fill(~valid, 0)

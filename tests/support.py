@@ -1,5 +1,6 @@
 """What many tests share: a tiny model, prompts, greedy text, and a cache driven without a model."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -139,11 +140,30 @@ MIXED = [
     "quest(budget=24, page=4) + kivi(group=8, residual=8) + disk(device=2048, host=2048)",
     "landmarks(budget=40, chunk=4) + host(fields=('v',), resident=40)",
     "ashape(sinks=2, local=12) + snapkv(budget=24, window=6) + kivi(bits=2, group=8, residual=8)",
+    "duo(sinks=2, recent=10) + kvzip(budget=0.4, chunk=16) + quest(budget=16, page=4) + host",
+    "kvzip(budget=24, chunk=20, prompt=(3, 4), suffix=(5,)) + zipcache(block=16)",
 ]
 
 
 def methods() -> list[str]:
     return sorted(catalogue())
+
+
+def told(cache: LayerCache, numbers: slice, valid: Tensor | None = None, rows: int = 1) -> None:
+    """Say, as a model would, what the next tokens are made of: their numbers among those that there are."""
+    ids = torch.arange(numbers.start, numbers.stop).expand(rows if valid is None else len(valid), -1)
+    mask = None if valid is None else torch.cat([valid.new_ones(len(valid), cache.seen), valid], 1)
+    cache.session.text.add(cache.seen, ids, None, mask)
+
+
+@dataclass
+class Fed:
+    """Queries, keys and values of all tokens of a layer, and its call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    call: Call
 
 
 class Bare:
@@ -164,9 +184,7 @@ class Bare:
         """Take the next `n` tokens; their outputs [seq, token, q_head, dim]."""
         s = slice(self.at, self.at + n)
         self.at += n
-        numbers = torch.arange(s.start, s.stop).expand(len(self.q), -1)
-        told = None if valid is None else torch.cat([valid.new_ones(len(valid), self.cache.seen), valid], 1)
-        self.cache.session.text.add(self.cache.seen, numbers, None, told)
+        told(self.cache, s, valid, len(self.q))
         out = self.cache.forward(self.q[:, :, s], self.k[:, :, s], self.v[:, :, s], self.call, valid)
         replay([self.cache], [self])
         return out
@@ -183,7 +201,7 @@ def replay(layers: list[LayerCache], sources: list[Any]) -> None:
         return
     for fed in session.text.plan(how, session.due, lambda ids: ids):
         session.again = fed.again
-        at = fed.made_of[:, None, :, None]
+        at = fed.made_of[:, None, :, None].to(sources[0].q.device)
         for layer, source in zip(layers, sources, strict=True):
             q, k, v = (x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[3])) for x in (source.q, source.k, source.v))
             layer.forward(q, k, v, source.call)

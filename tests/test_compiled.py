@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import SMALL, greedy, llama, one, prompts
+from support import SMALL, Fed, greedy, llama, one, prompts, told
+from support import replay as repeat
 from support_sync import Watch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -73,7 +74,10 @@ def layer(text: str, qkv: list[Tensor], padding: int = 9) -> LayerCache:
     cache = LayerCache(Stack.parse(text), 0, 1)
     cache.session.rope = Rope(10000.0 ** -(torch.arange(DIM // 2) * 2 / DIM))
     valid = torch.arange(PROMPT) >= torch.tensor([0, padding])[:, None]
-    cache.forward(*(x[:, :, :PROMPT] for x in qkv), Call(0.25), None if not padding else valid)
+    given = None if not padding else valid
+    told(cache, slice(0, PROMPT), given, SEQUENCES)
+    cache.forward(*(x[:, :, :PROMPT] for x in qkv), Call(0.25), given)
+    repeat([cache], [Fed(*qkv, Call(0.25))])
     return cache
 
 

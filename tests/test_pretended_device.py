@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import configs
-from support import MIXED, SMALL, greedy, llama, prompts
+from support import MIXED, SMALL, Fed, greedy, llama, prompts, replay, told
 from support_device import CUDA, Device, Elsewhere, Pretended, pretended, there
 from test_compiled import DIM, EVERY, PROMPT, STEPS, at, tokens
 from torch import Tensor
@@ -101,7 +101,9 @@ def test_kernels_are_given_what_is_on_the_device(text: str, monkeypatch: pytest.
 def layer(text: str, qkv: list[Tensor]) -> LayerCache:
     cache = LayerCache(Stack.parse(text), 0, 1)
     cache.session.rope = Rope(there(10000.0 ** -(torch.arange(DIM // 2) * 2 / DIM)))
+    told(cache, slice(0, PROMPT), rows=len(qkv[0]))
     cache.forward(*(x[:, :, :PROMPT] for x in qkv), Call(0.25))
+    replay([cache], [Fed(*qkv, Call(0.25))])
     return cache
 
 

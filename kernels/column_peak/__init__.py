@@ -17,6 +17,8 @@ from torch import Tensor
 from kvengine.errors import KernelError
 from kvengine.kernels.column_mass.reference import blocks
 
+NEAR = 1 << 19  # logits of all rows that a CPU keeps near while it goes over them
+
 
 def column_peak(
     q: Float[Tensor, "row group query dim"],
@@ -49,7 +51,7 @@ def column_peak(
     holes, every = bool(none.any()), bool(real.all())
     keys = k.float().masked_fill(none[..., None], 0).transpose(1, 2)
     slot, ends = torch.arange(k.shape[1], device=k.device), at.tolist()
-    for span in blocks(q, k.shape[1]):
+    for span in spans(q, k.shape[1]):
         first, end = ends[span.start], ends[span.stop - 1] + 1  # later slots hold later tokens
         some = q[:, :, span].float() * scale
         some = some if every else some.masked_fill(~real[:, None, span, None], 0)
@@ -66,6 +68,14 @@ def column_peak(
         lse = lse.masked_fill(~real[:, None, span] | lse.isneginf(), float("inf"))  # they see nothing, or do not count
         found[:, :end] = torch.maximum(found[:, :end], logits.sub_(lse[..., None]).amax((1, 2)))
     return found.exp_()
+
+
+def spans(q: Tensor, tokens: int) -> list[slice]:
+    """Queries that are taken together."""
+    if q.is_cuda:
+        return blocks(q, tokens)
+    step = max(8, NEAR // (q.shape[0] * q.shape[1] * tokens))
+    return [slice(i, min(i + step, q.shape[2])) for i in range(0, q.shape[2], step)]
 
 
 __all__ = ["column_peak"]

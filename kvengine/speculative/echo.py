@@ -22,6 +22,7 @@ from kvengine.errors import PolicyError
 from kvengine.hf_back import adopt
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_layer import EngineLayer, Heard
+from kvengine.hf_replay import given
 from kvengine.session import Call
 from kvengine.speculative.law import Text
 from kvengine.speculative.places import LayerPlaces, judged
@@ -118,6 +119,9 @@ class Echo(Session):
         self._record()
         self.settled = len(prompt)
         self._adopt()
+        if self.ear.followers is not None:
+            self._adopt(self.ear.followers)
+            given(self.model, self.ear.followers, torch.tensor([list(prompt)], device=self.device))
         if isinstance(self.cache, ViewCache) and self.ear.followers is not None:
             for number, view in self.cache.views.items():
                 cast(LayerPlaces, view).begin(kept(self.ear.followers, number))
@@ -168,10 +172,10 @@ class Echo(Session):
                 view.catch_up(*self._lacking(number)[1:3])
         self.notes.clear()
 
-    def _adopt(self) -> None:
+    def _adopt(self, cache: EngineCache | None = None) -> None:
         """Layers with a window are the target's: they hold little, and see what it has seen."""
         late = self.whole.cache.seen - self.settled
-        for mine, its in zip(self.cache.others, self.whole.cache.others, strict=True):
+        for mine, its in zip((cache or self.cache).others, self.whole.cache.others, strict=True):
             adopt(mine, its, late)
 
     def _lacking(self, layer: int) -> Heard:
