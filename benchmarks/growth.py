@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from kvengine.cache import LayerCache
+from kvengine.replay import rerun, tell
 from kvengine.rope import Rope
 from kvengine.session import Call
 from kvengine.stack import Stack
@@ -43,6 +44,7 @@ STACKS = [
     f"keydiff(budget={BUDGET})",
     f"expected_attention(budget={BUDGET})",
     f"d2o(budget={BUDGET})",
+    f"kvzip(budget={BUDGET})",
     f"elastic(budget={BUDGET})",
     "kivi(bits=4)",
     "kivi(bits=2)",
@@ -93,7 +95,9 @@ def one(
     cache = LayerCache(Stack.parse(text), 0, 1)
     cache.session.rope = Rope(10000.0 ** -(torch.arange(DIM // 2) * 2 / DIM))
     nothing = torch.zeros(1, 1, 1, DIM, dtype=torch.bfloat16).expand(1, length, HEADS * GROUP, DIM)
+    tell(cache, 0, length)
     cache.forward(*(x[:, :, :length] for x in qkv), Call(DIM**-0.5), None, lambda k, v: nothing)  # type: ignore[call-arg]
+    rerun([cache], [qkv], Call(DIM**-0.5))
     times = []
     for step in range(WARM + STEPS):
         s = slice(length + step, length + step + 1)

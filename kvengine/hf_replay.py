@@ -77,6 +77,7 @@ def noted(cache: EngineCache, given: dict[str, Any]) -> tuple[tuple[Any, ...], d
         return None  # the model says what is wrong
     begin, n = cache.seen, made.shape[1]
     layers, session = cache.engines, cache.session
+    session.rest = None  # of a pass that broke off
     prompt = layers[0].prompt_tokens(n) if layers else n
     cut = None
     if 0 < prompt < n and session.tree is None:  # an assistant's or a look-up's first draft

@@ -7,6 +7,7 @@ is held and what is fed, adds nothing, and notes the most that a query paid to e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -143,6 +144,34 @@ def note(
     peak = peak[:, index.shape[1] - chunk.shape[1] : index.shape[1]].clamp(min=LEAST)
     row, col = (chunk >= 0).nonzero(as_tuple=True)
     found[row, chunk[row, col]] = peak[row, col]
+
+
+def tell(
+    cache: LayerCache, begin: int, end: int, valid: Bool[Tensor, "seq token"] | None = None, rows: int = 1
+) -> None:
+    """For a layer without a model (`rerun`): the next tokens are made of their numbers among those that there are."""
+    ids = torch.arange(begin, end).expand(rows if valid is None else len(valid), -1)
+    mask = None if valid is None else torch.cat([valid.new_ones(len(valid), cache.seen), valid], 1)
+    cache.session.text.add(cache.seen, ids, None, mask)
+
+
+def rerun(layers: Sequence[LayerCache], vectors: Sequence[Sequence[Tensor]], call: Call) -> None:
+    """The replay that layers without a model wait for: a repeated token has the vectors that it had.
+
+    `vectors`: of each layer the queries [seq, q_head, token, dim], keys and values of all tokens that there are.
+    """
+    session, how = layers[0].session, layers[0].stack.retention.replay
+    if session.due is None or how is None:
+        return
+    for fed in session.text.plan(how, session.due, lambda ids: ids):
+        session.again = fed.again
+        for layer, every in zip(layers, vectors, strict=True):
+            at = fed.made_of[:, None, :, None].to(every[0].device)
+            q, k, v = (x.gather(2, at.expand(len(x), x.shape[1], -1, x.shape[3])) for x in every)
+            layer.forward(q, k, v, call)
+        session.again = None
+    conclude(session)
+    session.torn = False
 
 
 class Repeated:

@@ -45,7 +45,11 @@ class Piece:
         shape = tuple(made.shape[:2])
         placed = place.ndim == 3 and place.shape[1] in (1, shape[0]) and place.shape[2] == shape[1]
         vectors = made.is_floating_point()
-        return placed and made.ndim == 2 + vectors and (fresh is None or (fresh.dtype, tuple(fresh.shape)) == (torch.bool, shape))
+        return (
+            placed
+            and made.ndim == 2 + vectors
+            and (fresh is None or (fresh.dtype, tuple(fresh.shape)) == (torch.bool, shape))
+        )
 
     def cut(self, tokens: int) -> Piece:
         """The first of them."""

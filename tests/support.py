@@ -1,6 +1,5 @@
 """What many tests share: a tiny model, prompts, greedy text, and a cache driven without a model."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvengine
 from kvengine.cache import LayerCache
 from kvengine.policies import catalogue
-from kvengine.replay import conclude
+from kvengine.replay import rerun, tell
 from kvengine.rope import Rope
 from kvengine.session import Call, Session
 from kvengine.stack import Stack
@@ -149,23 +148,6 @@ def methods() -> list[str]:
     return sorted(catalogue())
 
 
-def told(cache: LayerCache, numbers: slice, valid: Tensor | None = None, rows: int = 1) -> None:
-    """Say, as a model would, what the next tokens are made of: their numbers among those that there are."""
-    ids = torch.arange(numbers.start, numbers.stop).expand(rows if valid is None else len(valid), -1)
-    mask = None if valid is None else torch.cat([valid.new_ones(len(valid), cache.seen), valid], 1)
-    cache.session.text.add(cache.seen, ids, None, mask)
-
-
-@dataclass
-class Fed:
-    """Queries, keys and values of all tokens of a layer, and its call."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    call: Call
-
-
 class Bare:
     """One layer's cache fed with random queries, keys and values, as attention would feed it."""
 
@@ -184,30 +166,14 @@ class Bare:
         """Take the next `n` tokens; their outputs [seq, token, q_head, dim]."""
         s = slice(self.at, self.at + n)
         self.at += n
-        told(self.cache, s, valid, len(self.q))
+        tell(self.cache, s.start, s.stop, valid, len(self.q))
         out = self.cache.forward(self.q[:, :, s], self.k[:, :, s], self.v[:, :, s], self.call, valid)
-        replay([self.cache], [self])
+        rerun([self.cache], [(self.q, self.k, self.v)], self.call)
         return out
 
     def back(self, n: int) -> None:
         self.cache.rollback(n)
         self.at -= n
-
-
-def replay(layers: list[LayerCache], sources: list[Any]) -> None:
-    """Have layers repeat what they wait for, as a model would, but that a repeated token has the vectors that it had."""
-    session, how = layers[0].session, layers[0].stack.retention.replay
-    if session.due is None or how is None:
-        return
-    for fed in session.text.plan(how, session.due, lambda ids: ids):
-        session.again = fed.again
-        at = fed.made_of[:, None, :, None].to(sources[0].q.device)
-        for layer, source in zip(layers, sources, strict=True):
-            q, k, v = (x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[3])) for x in (source.q, source.k, source.v))
-            layer.forward(q, k, v, source.call)
-        session.again = None
-    conclude(session)
-    session.torn = False
 
 
 def held(cache: LayerCache) -> list[list[list[int]]]:

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import SMALL, Fed, greedy, llama, one, prompts, told
-from support import replay as repeat
+from support import SMALL, greedy, llama, one, prompts
 from support_sync import Watch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,6 +23,7 @@ from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLane, FixedLayer, refusal
 from kvengine.hf_compiled import CompiledDecode, Steps
+from kvengine.replay import rerun, tell
 from kvengine.rope import Rope
 from kvengine.session import Call
 from kvengine.stack import Stack
@@ -75,9 +75,9 @@ def layer(text: str, qkv: list[Tensor], padding: int = 9) -> LayerCache:
     cache.session.rope = Rope(10000.0 ** -(torch.arange(DIM // 2) * 2 / DIM))
     valid = torch.arange(PROMPT) >= torch.tensor([0, padding])[:, None]
     given = None if not padding else valid
-    told(cache, slice(0, PROMPT), given, SEQUENCES)
+    tell(cache, 0, PROMPT, given, SEQUENCES)
     cache.forward(*(x[:, :, :PROMPT] for x in qkv), Call(0.25), given)
-    repeat([cache], [Fed(*qkv, Call(0.25))])
+    rerun([cache], [qkv], Call(0.25))
     return cache
 
 

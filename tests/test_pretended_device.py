@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import configs
-from support import MIXED, SMALL, Fed, greedy, llama, prompts, replay, told
+from support import MIXED, SMALL, greedy, llama, prompts
 from support_device import CUDA, Device, Elsewhere, Pretended, pretended, there
 from test_compiled import DIM, EVERY, PROMPT, STEPS, at, tokens
 from torch import Tensor
@@ -28,6 +28,7 @@ from kvengine.kernels.cpu import library
 from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.state import State
 from kvengine.lane import Lane
+from kvengine.replay import rerun, tell
 from kvengine.rope import Rope
 from kvengine.session import Call
 from kvengine.stack import Stack
@@ -101,9 +102,9 @@ def test_kernels_are_given_what_is_on_the_device(text: str, monkeypatch: pytest.
 def layer(text: str, qkv: list[Tensor]) -> LayerCache:
     cache = LayerCache(Stack.parse(text), 0, 1)
     cache.session.rope = Rope(there(10000.0 ** -(torch.arange(DIM // 2) * 2 / DIM)))
-    told(cache, slice(0, PROMPT), rows=len(qkv[0]))
+    tell(cache, 0, PROMPT, rows=len(qkv[0]))
     cache.forward(*(x[:, :, :PROMPT] for x in qkv), Call(0.25))
-    replay([cache], [Fed(*qkv, Call(0.25))])
+    rerun([cache], [qkv], Call(0.25))
     return cache
 
 
