@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kvengine.errors import KernelError
@@ -29,7 +30,7 @@ class Mass(ctypes.Structure):
         *((name, POINTER) for name in ("q", "k")),
         *((name, I64) for name in ("q_row", "q_head", "q_query", "k_row", "k_token")),
         *((name, POINTER) for name in ("position", "at", "real", "first", "logits")),
-        *((name, I64) for name in ("position_row", "real_row", "sinks", "local")),
+        *((name, I64) for name in ("position_row", "real_row", "sinks", "local", "most")),
         ("out", POINTER),
     ]  # fmt: skip
 
@@ -53,6 +54,15 @@ def column_mass(
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """See `kvengine.kernels.column_mass`."""
+    out = received(q, k, position, at, real, scale, band, softcap, sinks)
+    return out[0] if len(out) == 1 else out.sum(0)
+
+
+def received(
+    q: Tensor, k: Tensor, position: Tensor, at: Tensor, real: Tensor, scale: float, band: Band | None,
+    softcap: float | None, sinks: Tensor | None, most: bool = False,
+) -> Float[Tensor, "part row group token"]:  # fmt: skip
+    """What each token receives from some of the queries, in parts; or the `most` that one of these pays."""
     (rows, group, queries, dim), tokens = q.shape, k.shape[1]
     parts = max(1, min(TASKS // rows, queries // 64))
     position, at, real = int32(position), at.to(torch.int64).contiguous(), real.contiguous()
@@ -66,8 +76,8 @@ def column_mass(
         position=position.data_ptr(), position_row=position.stride(0), at=at.data_ptr(), real=real.data_ptr(),
         real_row=real.stride(0), first=None if first is None else first.data_ptr(),
         logits=None if logits is None else logits.data_ptr(), sinks=0 if band is None else band.sinks,
-        local=0 if band is None else band.local, out=out.data_ptr(),
+        local=0 if band is None else band.local, most=most, out=out.data_ptr(),
     )  # fmt: skip
     if library.needed().kv_mass(ctypes.byref(call)):
         raise KernelError("the native column-mass kernel could not allocate its buffers")
-    return out[0] if parts == 1 else out.sum(0)
+    return out

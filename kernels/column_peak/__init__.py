@@ -4,8 +4,8 @@ For the query heads g of a KV head's group, with s_it = scale q_i . k_t (capped 
 
     peak_t  =  max over g, i of exp(s_it - lse_i),        lse_i  =  log sum_t exp(s_it)
 
-The values take no part. It is what evictions by a replay of the prompt ask for (KVzip). Plain torch on every device: some
-queries at a time, so that nothing of size queries times tokens is made.
+The values take no part, and nothing of size queries times tokens is made. It is what evictions by a replay of the prompt ask
+for (KVzip). In C it is the kernel of `column_mass`, which keeps the most instead of the sum; on a GPU it is plain torch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import KernelError
-from kvengine.kernels.column_mass.reference import blocks
-
-NEAR = 1 << 19  # logits of all rows that a CPU keeps near while it goes over them
+from kvengine.kernels.column_mass import fits
+from kvengine.kernels.dispatch import native_refusal, pick
 
 
 def column_peak(
@@ -30,6 +29,7 @@ def column_peak(
     scale: float,
     softcap: float | None = None,
     sinks: Float[Tensor, "row group"] | None = None,
+    backend: str | None = None,
 ) -> Float[Tensor, "row token"]:
     """In float32. Query i is that of the token in slot `at[i]`, and sees the tokens up to that slot.
 
@@ -46,36 +46,13 @@ def column_peak(
     if real.shape != (rows, queries) or (sinks is not None and sinks.shape != (rows, group)):
         what = [list(x.shape) for x in (real, sinks) if x is not None]
         raise KernelError(f"column_peak takes real [{rows}, {queries}] and sinks [{rows}, {group}]; got {what}")
-    found = torch.full(k.shape[:2], float("-inf"), device=q.device)
-    none = position < 0
-    holes, every = bool(none.any()), bool(real.all())
-    keys = k.float().masked_fill(none[..., None], 0).transpose(1, 2)
-    slot, ends = torch.arange(k.shape[1], device=k.device), at.tolist()
-    for span in spans(q, k.shape[1]):
-        first, end = ends[span.start], ends[span.stop - 1] + 1  # later slots hold later tokens
-        some = q[:, :, span].float() * scale
-        some = some if every else some.masked_fill(~real[:, None, span, None], 0)
-        logits = torch.matmul(some.flatten(1, 2), keys[..., :end]).unflatten(1, (group, -1))
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
-        if holes:
-            logits.masked_fill_(none[:, None, None, :end], float("-inf"))
-        late = (slot[first + 1 : end] > at[span, None]) | none[:, None, first + 1 : end]
-        logits[..., first + 1 :].masked_fill_(late[:, None], float("-inf"))
-        lse = logits.logsumexp(-1)
-        if sinks is not None:
-            lse = torch.logaddexp(lse, sinks.float()[..., None])
-        lse = lse.masked_fill(~real[:, None, span] | lse.isneginf(), float("inf"))  # they see nothing, or do not count
-        found[:, :end] = torch.maximum(found[:, :end], logits.sub_(lse[..., None]).amax((1, 2)))
-    return found.exp_()
-
-
-def spans(q: Tensor, tokens: int) -> list[slice]:
-    """Queries that are taken together."""
-    if q.is_cuda:
-        return blocks(q, tokens)
-    step = max(8, NEAR // (q.shape[0] * q.shape[1] * tokens))
-    return [slice(i, min(i + step, q.shape[2])) for i in range(0, q.shape[2], step)]
+    if not q.numel() or not k.numel():
+        return torch.zeros(k.shape[:2], device=q.device)
+    if backend == "triton":
+        raise KernelError("column_peak has no Triton kernel; leave backend=None to take what there is")
+    which = backend or ("reference" if native_refusal((q, k), q.is_cpu and fits(q, k)) else "native")
+    run = pick("column_peak", (q, k), which, which == "reference" or fits(q, k))
+    return run.column_peak(q, k, position, at, real, scale, softcap, sinks)  # type: ignore[no-any-return]
 
 
 __all__ = ["column_peak"]

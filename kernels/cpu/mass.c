@@ -1,4 +1,4 @@
-/* The attention that each token receives from a prompt's queries, in float32; bfloat16 is multiplied by the matrix unit or
+/* The attention that each token receives from a prompt's queries, or the most that one of them pays, in float32; bfloat16 is multiplied by the matrix unit or
    by pairs.
 
    A task is some blocks of queries of one KV head, all its query heads together. A block takes TILE tokens at a time:
@@ -24,6 +24,7 @@ typedef struct {
   const int64_t *first;    /* [row]: the first token; NULL: nothing is hidden but what comes later */
   const float *logits;     /* [row, head]: join the softmax; NULL: there are none */
   int64_t position_row, real_row, sinks, local; /* seen: `sinks` first, `local` last ones */
+  int64_t most;            /* whether the most of what queries pay is asked for, not the sum */
   float *out;              /* [part, row, head, token] */
 } Mass;
 
@@ -162,11 +163,15 @@ static void add_up(const Mass *a, int64_t k, int64_t size, const Block *b, float
       store(factor, fading(load(top + m) - load(b->last + m)) * load(b->share + m));
       for (int i = 0; i < EIGHT; i++) {
         if (top[m + i] == -INFINITY) continue;
-        for (int j = 0; j < TILE / LANES; j++) all[j] += splat(factor[i]) * load(weight + (m + i) * TILE + j * LANES);
+        for (int j = 0; j < TILE / LANES; j++) {
+          const vf paid = splat(factor[i]) * load(weight + (m + i) * TILE + j * LANES);
+          if (a->most) all[j] = larger(all[j], paid);
+          else all[j] += paid;
+        }
       }
     }
     for (int j = 0; j < TILE / LANES; j++) store(sum + j * LANES, all[j]);
-    for (int64_t j = 0; j < n; j++) to[j] += sum[j];
+    for (int64_t j = 0; j < n; j++) to[j] = !a->most ? to[j] + sum[j] : to[j] > sum[j] ? to[j] : sum[j];
   }
 }
 

@@ -5,8 +5,11 @@ import torch
 from torch import Tensor
 
 from kvengine.errors import KernelError
-from kvengine.kernels import column_peak as kernel
-from kvengine.kernels.column_peak import column_peak
+from kvengine.kernels.column_mass import fits
+from kvengine.kernels.column_peak import column_peak, reference
+
+HERE = torch.zeros(1, 1, 1, 16)
+BACKENDS = ["reference", *(["native"] if fits(HERE, HERE[0]) else [])]
 
 
 def looped(
@@ -25,15 +28,15 @@ def looped(
     return found
 
 
-@pytest.mark.parametrize("block", [1 << 19, 40])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("holes", [False, True])
 def test_as_the_loop(
-    block: int, softcap: float | None, joined: bool, holes: bool, monkeypatch: pytest.MonkeyPatch
+    backend: str, softcap: float | None, joined: bool, holes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "NEAR", block)
-    q, k = torch.randn(3, 2, 9, 8), torch.randn(3, 21, 8)
+    monkeypatch.setattr(reference, "NEAR", 40)
+    q, k = torch.randn(3, 2, 9, 16), torch.randn(3, 21, 16)
     position = torch.arange(21).expand(3, -1).clone()
     real, at = torch.ones(3, 9, dtype=torch.bool), torch.arange(12, 21)
     if holes:
@@ -42,8 +45,20 @@ def test_as_the_loop(
         k[position < 0], q.transpose(1, 2)[~real] = torch.nan, torch.nan
     sinks = torch.randn(3, 2) if joined else None
     want = looped(q, k, position, at, real, softcap, sinks)
-    found = column_peak(q, k, position, at, real, scale=0.4, softcap=softcap, sinks=sinks)
+    found = column_peak(q, k, position, at, real, scale=0.4, softcap=softcap, sinks=sinks, backend=backend)
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler, or vectors of less than 512 bits")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("queries", "tokens", "group"), [(300, 700, 4), (1, 130, 2), (257, 257, 1)])
+def test_in_c_as_in_torch(dtype: torch.dtype, queries: int, tokens: int, group: int) -> None:
+    q, k = (2 * torch.randn(2, group, queries, 64)).to(dtype), torch.randn(2, tokens, 64).to(dtype)
+    position = torch.arange(tokens).where(torch.rand(2, tokens) < 0.9, -1)
+    at, real = torch.arange(tokens - queries, tokens), torch.rand(2, queries) < 0.8
+    found = [column_peak(q, k, position, at, real, scale=0.125, backend=name) for name in ("native", "reference")]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    assert float(found[0].max()) <= 1 and found[0][position < 0].count_nonzero() == 0
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -53,3 +68,5 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         column_peak(q, k[..., :3], position, at, real, scale=1.0)
     with pytest.raises(KernelError):
         column_peak(q, k, position, at, real[:, :1], scale=1.0)
+    with pytest.raises(KernelError, match="no Triton kernel"):
+        column_peak(q, k, position, at, real, scale=1.0, backend="triton")
