@@ -98,6 +98,8 @@ class Steps:
         if self.left < 1:
             raise CacheError("the cache was held still for fewer tokens; ask for more, or close() and go on without")
         self.cache.session.memo.clear()
+        if self.cache.stack.retention.replay is not None:
+            self.cache.session.text.add(self.cache.seen, ids, position, None)
         if self.ids is None or self.position is None:
             self.ids, self.position = ids.clone(), position.clone()
         self.ids.copy_(ids)

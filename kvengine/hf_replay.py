@@ -77,6 +77,8 @@ def noted(cache: EngineCache, given: dict[str, Any]) -> tuple[tuple[Any, ...], d
         return None  # the model says what is wrong
     begin, n = cache.seen, made.shape[1]
     layers, session = cache.engines, cache.session
+    if layers and layers[0].fixed is not None:
+        return None  # a recorded step: who runs it knows the tokens
     session.rest = None  # of a pass that broke off
     prompt = layers[0].prompt_tokens(n) if layers else n
     cut = None

@@ -137,6 +137,19 @@ def test_rows_chosen_and_repeated_keep_their_text(model: Any) -> None:
     assert kept(cache) == kept(alone)
 
 
+@pytest.mark.parametrize("how", ["eager", "trace"])
+def test_answers_of_recorded_steps_are_repeated_too(model: Any, how: Any) -> None:
+    found = []
+    for decoder in ({}, {"custom_generate": kvengine.compile_decode(model, how)}):
+        cache, batch = EngineCache(model), prompts()
+        out = model.generate(**batch, past_key_values=cache, max_new_tokens=9, do_sample=False, **decoder)
+        ids = torch.cat([out, parts(40)[0].expand(3, -1)], 1)
+        mask = torch.cat([batch["attention_mask"], torch.ones(3, 49, dtype=torch.long)], 1)
+        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=1, do_sample=False)
+        found.append(kept(cache))
+    assert found[0] == found[1]
+
+
 @torch.no_grad()
 def test_what_came_without_ids_is_kept_before_all_else(model: Any) -> None:
     cache, given = EngineCache(model), EngineCache(model)
