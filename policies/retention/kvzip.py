@@ -11,7 +11,8 @@ model repeated it, and what was fed for that is thrown away:
 Which question will be asked plays no part: what is kept serves any. Rows end up with different numbers of tokens, which
 live in pages, so that the bytes of what is dropped are freed. Scores stay with the tokens. At a later turn's end the tokens
 that no replay has read, those of the answers and the new turn, are repeated, and compete with what older ones scored; the
-budget counts them all. What cannot be repeated, since no ids came with it (a tuned prefix), is kept before all else. A text within the budget is not read twice, and stays exact.
+budget counts them all. What cannot be repeated, since no ids came with it (a tuned prefix), is kept before all else. A text
+within the budget is not read twice, and stays exact.
 
 The cost: a prompt is read about twice, so that its time doubles and more; scores take memory for a few queries at a time.
 What is fed attends to everything that is held, under a prefill method too, and in heads that a routing gives other rules to
