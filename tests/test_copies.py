@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvengine.cache import LayerCache
 from kvengine.policies import catalogue
+from kvengine.replay import rerun, tell
 from kvengine.rope import Rope
 from kvengine.session import Call
 from kvengine.stack import Stack
@@ -17,8 +18,8 @@ STACKS = [
     "full", "kivi", "zipcache", "quantspec", "turboquant", "lowrank(rank=16)", "duo(sparsity=0.5)", "adakv(budget=256) + kivi",
     f"streaming(recent={BUDGET - 4})", "streaming(recent=252) + quest(budget=64)", "lowrank(rank=16) + landmarks(budget=128)",
     *(f"{name}(budget={BUDGET})" for name in (
-        "h2o", "tova", "snapkv", "pyramidkv", "adakv", "keydiff", "expected_attention", "elastic", "quest", "tidal",
-        "landmarks", "retrieval", "ann",
+        "h2o", "tova", "snapkv", "pyramidkv", "adakv", "keydiff", "expected_attention", "elastic", "kvzip",
+        "quest", "tidal", "landmarks", "retrieval", "ann",
     )),
 ]  # fmt: skip
 WHOLE = {"oracle_topk", "d2o", "host", "disk", "remote"}
@@ -43,7 +44,9 @@ def test_a_decoded_token_copies_little(text: str) -> None:
     cache = LayerCache(Stack.parse(text), 0, 1)
     cache.session.rope = Rope(10000.0 ** -(torch.arange(DIM // 2) * 2 / DIM))
     with torch.inference_mode():
+        tell(cache, 0, PROMPT)
         cache.forward(*(x[:, :, :PROMPT] for x in (q, k, v)), Call(DIM**-0.5))
+        rerun([cache], [(q, k, v)], Call(DIM**-0.5))
         copied = []
         for i in range(PROMPT, PROMPT + STEPS):
             with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as taken:

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvengine
 from kvengine.cache import LayerCache
 from kvengine.policies import catalogue
+from kvengine.replay import rerun, tell
 from kvengine.rope import Rope
 from kvengine.session import Call
 from kvengine.stack import Stack
@@ -26,7 +27,7 @@ HEADS, GROUP, DIM, PROMPT, STEPS = 2, 2, 16, 330, 12
 STACKS = [
     "full", "streaming(recent=60)", "h2o(budget=64)", "tova(budget=64)", "snapkv(budget=64)", "pyramidkv(budget=64)",
     "adakv(budget=64)", "keydiff(budget=64)", "expected_attention(budget=64)", "elastic(budget=64)", "d2o(budget=64)",
-    "kivi(bits=4)", "zipcache", "quantspec", "turboquant",
+    "kvzip(budget=64)", "kivi(bits=4)", "zipcache", "quantspec", "turboquant",
     "lowrank(rank=8)", "quest(budget=64)", "tidal(budget=64)", "landmarks(budget=64)",
     "retrieval(budget=64)", "oracle_topk(budget=64)", "duo(sparsity=0.5, sinks=4, recent=32)", "ashape(sinks=4, local=32)",
     "host + quest(budget=64)", "duo(sparsity=0.5, sinks=4, recent=32) + quest(budget=64) + kivi(bits=4)",
@@ -47,7 +48,9 @@ def decode(text: str, watch: Watch) -> None:
     rng = torch.Generator().manual_seed(0)
     qkv = [torch.randn(1, h, PROMPT + STEPS, DIM, generator=rng) for h in (HEADS * GROUP, HEADS, HEADS)]
     with torch.inference_mode():
+        tell(cache, 0, PROMPT)
         cache.forward(*(x[:, :, :PROMPT] for x in qkv), Call(0.25))
+        rerun([cache], [qkv], Call(0.25))
         for i in range(PROMPT, PROMPT + STEPS):
             before = watch.found.copy(), pages(cache)
             with watch:
@@ -84,7 +87,8 @@ def test_every_method_is_watched() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["full", "snapkv(budget=48)", "quest(budget=48) + kivi(bits=4)", "streaming(recent=28)"]
+    "text",
+    ["full", "snapkv(budget=48)", "quest(budget=48) + kivi(bits=4)", "streaming(recent=28)", "kvzip(budget=200)"],
 )
 def test_a_model_decodes_without_waiting(text: str, watch: Watch) -> None:
     """The seams included: cache, mask and attention function."""
