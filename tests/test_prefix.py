@@ -45,7 +45,14 @@ def stored(model: Any, folder: Path, ids: torch.Tensor, **options: Any) -> tuple
 
 
 @pytest.mark.parametrize(
-    "stack", ["full", "kivi(bits=4, group=16)", "quest(budget=64)", "streaming(sinks=2, recent=14)"]
+    "stack",
+    [
+        "full",
+        "kivi(bits=4, group=16)",
+        "quest(budget=64)",
+        "streaming(sinks=2, recent=14)",
+        "kvzip(budget=24, chunk=16)",
+    ],
 )
 def test_a_warm_run_gives_the_text_of_a_cold_one(model: Any, tmp_path: Path, stack: str) -> None:
     ids = prompt(100)

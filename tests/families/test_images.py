@@ -53,7 +53,7 @@ def test_a_prompt_with_images_is_not_read_as_if_it_were_text(text: str) -> None:
     with torch.no_grad():
         want = model(ids, token_type_ids=types).logits
         assert not torch.allclose(model(ids, token_type_ids=types * 0).logits, want)
-        for policy in ("full", "snapkv(budget=12, window=4)"):
+        for policy in ("full", "snapkv(budget=12, window=4)", "kvzip(budget=12, chunk=8, carry=2)"):
             cache = kvengine.EngineCache(kvengine.patch(model, policy))
             torch.testing.assert_close(model(ids, token_type_ids=types, past_key_values=cache).logits, want)
         kvengine.patch(model, text)
