@@ -85,8 +85,8 @@ class LayerCache:
         call: Call,
         valid: Bool[Tensor, "seq token"] | None = None,
         stock: Stock | None = None,
-    ) -> Float[Tensor, "seq token q_head dim_v"]:
-        """Add tokens, and attend to what is held as their queries would.
+    ) -> Float[Tensor, "seq token q_head dim_out"]:
+        """Add tokens, and attend to what is held as their queries would; dim_out is dim_v, unless `stock` answers.
 
         Args:
             q, k, v: the new tokens' queries, keys and values, rotated as the model wants them.
@@ -94,6 +94,7 @@ class LayerCache:
             valid: which of the new tokens are tokens, not padding; None if all are.
             stock: the model's own attention of `q` over given keys and values [seq, head, held, dim], with its own
                 mask; used wherever everything seen is still there in order, so that a prompt costs and gives the same.
+                Of latents it makes values that may have another width than they: dim_out is theirs then.
         """
         if self.fixed is not None:
             return self.fixed.step(q, k, v, call)
@@ -123,7 +124,7 @@ class LayerCache:
 
     def answer(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Tensor | None, stock: Stock | None
-    ) -> Float[Tensor, "seq token q_head dim_v"]:
+    ) -> Float[Tensor, "seq token q_head dim_out"]:
         if self.session.tree is not None:
             return self.branch(q, k, v, call, valid, self.session.tree.to(k.device))
         n = k.shape[2]
@@ -226,7 +227,7 @@ class LayerCache:
         valid: Tensor | None,
         stock: Stock | None,
         resumed: Bool[Tensor, "seq"] | None = None,
-    ) -> Float[Tensor, "seq token q_head dim_v"]:
+    ) -> Float[Tensor, "seq token q_head dim_out"]:
         """Tokens of a prompt. Sequences that have `resumed` took one already."""
         out, dense, asked = None, None, self.each(q, call)
         masks = [None if valid is None else self.by_row(valid, part) for part in self.parts]

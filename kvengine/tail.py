@@ -141,8 +141,8 @@ class Tail:
     def step(
         self,
         q: Float[Tensor, "seq q_head 1 dim"],
-        k: Float[Tensor, "seq head 1 dim"],
-        v: Float[Tensor, "seq head 1 dim_v"],
+        k: Float[Tensor, "seq *head 1 dim"],
+        v: Float[Tensor, "seq *head 1 dim_v"],
         at: int,
         scale: float,
         fill: bool = False,
@@ -150,6 +150,9 @@ class Tail:
         far: int | None = None,
     ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
         """Append a token of position `at` and attend from it to all that is held, in one call of the C kernels.
+
+        Sequences with their heads, or rows: then q is [row, group, 1, dim], k and v have no axis of heads, and what comes
+        back is [row, 1, group, dim_v].
 
         `fill`: put it into a free slot instead, as `fill` does. `ends`: then drop the tokens between the row's first ones,
         those before that position, and so many of the newest. `far`: pages to read too, see `Slots.step`. None, with

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
-from jaxtyping import Float64, Int64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from kvengine.errors import ModelError
@@ -78,8 +78,8 @@ class Stream:
         """True with that probability (anything from 1 upwards is certain)."""
         return self._next() < probability
 
-    def draw(self, law: Float64[Tensor, " vocab"]) -> int:
-        """A token from a law (non-negative, any positive sum), by inverting its cumulative sum."""
+    def draw(self, law: Float[Tensor, " vocab"]) -> int:
+        """A token from a law (non-negative, any positive sum, any floating dtype), by inverting its cumulative sum."""
         total = law.double().cumsum(-1)
         point = torch.minimum(total[-1] * self._next(), torch.nextafter(total[-1], total[-1] * 0))
         token = int(torch.searchsorted(total, point, right=True))

@@ -23,6 +23,12 @@ pytestmark = [
 ]
 
 
+@pytest.fixture
+def as_written(pytestconfig: pytest.Config) -> None:
+    if pytestconfig.getoption("jaxtyping_packages", None):
+        pytest.skip("Triton compiles kernels as they are written, not what checks their signatures")
+
+
 def interpret(which: str) -> None:
     """Run the tests of this folder that name the Triton backend, in a process where it is interpreted."""
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE), "-k", which]
@@ -41,12 +47,14 @@ def test_interpreted_on_all_cases() -> None:
     interpret("triton")
 
 
+@pytest.mark.usefixtures("as_written")
 @pytest.mark.parametrize("capability", LIMITS)
 def test_some_kernels_compile_ahead_of_time(capability: int) -> None:
     compiles(capability, ["units of 16", "kivi, 4 bits", "bounds", "top 128 of 8192", "mass"])
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_written")
 @pytest.mark.parametrize("capability", LIMITS)
 def test_every_kernel_compiles_ahead_of_time(capability: int) -> None:
     compiles(capability, None)
@@ -62,6 +70,7 @@ def compiles(capability: int, only: list[str] | None) -> None:
         assert row.stack <= 512, row  # what spills stays in the first-level cache
 
 
+@pytest.mark.usefixtures("as_written")
 def test_codes_cost_fewer_instructions_than_their_bytes_leave_time_for() -> None:
     """What a multiprocessor of an H200 issues (4 a cycle) while its 132nd of 4.2 TB/s delivers 64 tokens of 128 channels."""
     from kvengine.kernels.gpu.ahead import compile_all
@@ -107,6 +116,7 @@ def test_many_heads_of_many_queries_fit_into_the_grid(monkeypatch: pytest.Monkey
     assert len(grids) == 2 and all(n <= 65535 for grid in grids for n in grid[1:])
 
 
+@pytest.mark.usefixtures("as_written")
 def test_lengths_do_not_decide_what_is_compiled() -> None:
     """Triton compiles apart for numbers that are 1 or a multiple of 16. As a text grows its lengths become all of these,
     and a decode step in the middle of it would wait for the compiler."""

@@ -116,10 +116,10 @@ def test_the_rules() -> None:
 def test_a_rule_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest goes first: another resident set, the same output."""
     newest = lambda used, count, now: np.argsort(-used, kind="stable")[:count]  # noqa: E731
-    monkeypatch.setitem(RULES, "newest", newest)
+    monkeypatch.setitem(RULES, "previous", newest)
     tokens = draw(200, heads=2)
-    found = {keep: run(f"{POLICY}, resident=96, keep='{keep}')", tokens, 160) for keep in ("newest", "lru")}
-    assert torch.equal(found["newest"].out, found["lru"].out)
+    found = {keep: run(f"{POLICY}, resident=96, keep='{keep}')", tokens, 160) for keep in ("previous", "lru")}
+    assert torch.equal(found["previous"].out, found["lru"].out)
     assert len({measure([one.cache]).misses for one in found.values()}) == 2
 
 
