@@ -38,7 +38,7 @@ class Heads:
         """The same heads of another lane."""
         return Heads(lane, self.index, self.run)
 
-    def pick(self, x: Float[Tensor, "seq head *rest"]) -> Float[Tensor, row * rest]:
+    def pick(self, x: Float[Tensor, "seq head *rest"]) -> Float[Tensor, "row *rest"]:
         return (x if self.index is None else x[:, self.run or self.index]).flatten(0, 1)
 
 

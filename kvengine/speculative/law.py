@@ -138,7 +138,9 @@ class Law:
     def memoryless(self) -> bool:
         return all(type(processor).__name__ in MEMORYLESS for processor in self.processors)
 
-    def laws(self, text: Text, tail: Sequence[int], guess: Draft, logits: Float[Tensor, "node+1 vocab"]) -> Laws:
+    def laws(
+        self, text: Text, tail: Sequence[int], guess: Draft, logits: Float[Tensor, "{len(guess)+1} vocab"]
+    ) -> Laws:
         """The laws at the root (0) and after each node (node + 1) of a draft that follows text and tail.
 
         Of a tree only a few nodes are ever looked at: theirs are made when they are.

@@ -128,9 +128,7 @@ class TriForce(Decoder):
         if draft == "recycling":
             self.memory = Recycling(target.config.get_text_config(decoder=True).vocab_size)
 
-    def generate(
-        self, input_ids: Int64[Tensor, "row token"] | None = None, **options: Any
-    ) -> Int64[Tensor, "row token"]:
+    def generate(self, input_ids: Int64[Tensor, "row token"] | None = None, **options: Any) -> Int64[Tensor, "row all"]:
         """The prompts and what follows them, rows padded on the right once they have ended.
 
         Takes what `model.generate` takes, or refuses it, and: seed (default: from torch's generator), coupled
@@ -161,7 +159,7 @@ class TriForce(Decoder):
         coupled: bool = False,
         streamer: Any = None,
         **kwargs: Any,
-    ) -> Int64[Tensor, "row token"]:
+    ) -> Int64[Tensor, "row all"]:
         """What `model.generate(..., custom_generate=decoder)` calls, its preparations made.
 
         Raises:

@@ -225,6 +225,11 @@ class ViewCache(EngineCache):
                 view = layer(its.cache, stack, number, len(self.layers), self.session)
                 cast(Any, mine).cache = self.views[number] = view
 
+    @property
+    def engines(self) -> list[LayerView]:  # type: ignore[override]
+        """The views, in order."""
+        return [cast(Any, layer).cache for layer in self.layers if isinstance(layer, EngineLayer)]
+
     def nbytes(self) -> int:
         """Bytes held beyond the source's."""
         return sum(view.nbytes() for view in self.views.values())
