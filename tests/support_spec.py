@@ -76,15 +76,12 @@ def random_law(vocab: int, generator: torch.Generator, zeros: int = 0) -> Tensor
     return law / law.sum()
 
 
-@dataclass
-class TableSession:
+class TableSession(Session):
     """Stands in for a model and its cache: logits after a text are read from a table of laws, with the same bookkeeping."""
 
-    laws: Callable[[tuple[int, ...]], Tensor]
-    cached: list[int] = field(default_factory=list)
-    settled: int = 0
-    open: list[int] = field(default_factory=list)
-    guest: None = None
+    def __init__(self, laws: Callable[[tuple[int, ...]], Tensor]) -> None:
+        self.laws, self.cached, self.open = laws, [], []
+        self.settled, self.guest = 0, None
 
     def prefill(self, prompt: list[int]) -> Tensor:
         self.cached, self.settled = list(prompt), len(prompt)
@@ -110,10 +107,6 @@ class TableSession:
     def feeding_tree(self, tokens: list[int], draft: Draft) -> Asks[Tensor]:
         return self.feed_tree(tokens, draft)
         yield
-
-    align = Session.align
-    settle = Session.settle
-    forget = Session.forget
 
     def _rollback(self, count: int) -> None:
         del self.cached[len(self.cached) - count :]

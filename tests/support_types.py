@@ -1,5 +1,9 @@
 """What checks signatures at run time (`make test-shapes`): an int is a float, as everywhere in Python's types."""
 
-from beartype import BeartypeConf, beartype
+import typer
+from beartype import BeartypeConf, FrozenDict, beartype
 
-checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
+# typer wants its own class in a command's signature, and passes the class below it.
+PASSED = FrozenDict({typer.Context: typer.Context.__mro__[1]})
+
+checked = beartype(conf=BeartypeConf(is_pep484_tower=True, hint_overrides=PASSED))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 from kvengine.errors import ModelError
@@ -80,8 +80,8 @@ def prefill(drafter: Drafter | None, prompt: Sequence[int]) -> None:
         prefill(drafter.below, prompt)
 
 
-def texts(ids: Int64[Tensor, "row token"], mask: Int64[Tensor, "row token"] | None) -> Iterator[Text]:
-    """The rows without their left padding."""
+def texts(ids: Int64[Tensor, "row token"], mask: Shaped[Tensor, "row token"] | None) -> Iterator[Text]:
+    """The rows without their left padding. `mask`: of any dtype, 0 is padding."""
     for row, line in enumerate(ids.tolist()):
         pad = 0 if mask is None else int((mask[row] == 0).sum())
         if pad and bool((mask[row, :pad] != 0).any()):  # type: ignore[index]
