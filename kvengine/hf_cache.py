@@ -301,14 +301,14 @@ class EngineCache(Cache):
         for other in self.others:
             back(other, n)
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Int[Tensor, ""]) -> None:
         """Forget the last `-tokens_to_remove` tokens; what was recorded before them is history. (Positive: keep that many.)
 
         Raises:
             CacheError: as `rollback`.
         """
-        drop = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
-        self.rollback(int(drop))  # transformers 5.17 counts matches on the device
+        count = int(tokens_to_remove)  # transformers 5.17 counts matches on the device
+        self.rollback(-count if count <= 0 else max(0, self.seen - count))
         self.commit()
 
     def reorder_cache(self, beam_idx: Int[Tensor, "chosen"]) -> None:

@@ -128,7 +128,9 @@ class TriForce(Decoder):
         if draft == "recycling":
             self.memory = Recycling(target.config.get_text_config(decoder=True).vocab_size)
 
-    def generate(self, input_ids: Int64[Tensor, "row token"] | None = None, **options: Any) -> Int64[Tensor, "text all"]:
+    def generate(
+        self, input_ids: Int64[Tensor, "row token"] | None = None, **options: Any
+    ) -> Int64[Tensor, "text all"]:
         """The prompts and what follows them, rows padded on the right once they have ended.
 
         Takes what `model.generate` takes, or refuses it, and: seed (default: from torch's generator), coupled
