@@ -132,11 +132,20 @@ def draw(made: list[dict[str, Any]], name: str, label: str) -> Figure:
     return figure
 
 
+def beside(made: list[dict[str, Any]], machine: str) -> list[dict[str, Any]]:
+    """These rows, and the others of the result that is there, which must have been asked the same."""
+    there = json.loads((RESULTS / "quality.json").read_text(encoding="utf-8"))
+    if there["machine"] != machine:
+        raise SystemExit(f"--add: the result that is there is of another run:\n{there['machine']}\n{machine}")
+    new = {row["policy"] for row in made}
+    return [row for row in there["rows"] if row["policy"] not in new] + made
+
+
 def summarise(given: argparse.Namespace, found: list[CellResult]) -> None:
     made = rows(found)
     tasks = unique(cell.task.removeprefix("quiz_") for cell in found)
     n = sorted({cell.score.n for cell in found if cell.score})
-    result = {
+    result: dict[str, Any] = {
         "command": f"python -P benchmarks/quality.py --questions {given.questions} --length {given.length}",
         "machine": f"the {given.model} model, {given.length} tokens, {'–'.join(map(str, sorted({n[0], n[-1]})))} questions per "
         f"cell, seed {given.seed}; CPU, torch {torch.__version__}, transformers {transformers.__version__}, "
@@ -154,8 +163,9 @@ def summarise(given: argparse.Namespace, found: list[CellResult]) -> None:
             "Score against bytes held": "quality_held.png",
             "Score against bytes read per token": "quality_read.png",
         },
-        "rows": sorted(made, key=lambda r: (r["policy"].partition("(")[0], -(r["held_MB"] or 0))),
     }
+    made = beside(made, result["machine"]) if given.add else made
+    result["rows"] = sorted(made, key=lambda r: (r["policy"].partition("(")[0], -(r["held_MB"] or 0)))
     (RESULTS / "quality.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     front_text = json.dumps(front(result), indent=1, ensure_ascii=False) + "\n"
     (RESULTS / "front.json").write_text(front_text, encoding="utf-8")
@@ -186,6 +196,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--tasks", default=TASKS)
     parser.add_argument("--policies", help="instead of every method; separated by semicolons")
+    parser.add_argument("--add", action="store_true", help="put these rows among those of the result that is there")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--out", type=Path, default=Path("runs/quality"))

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Int
@@ -65,12 +65,13 @@ class EngineCache(Cache):
     nameless = False  # made by `generate` because it was given none
     unread: Callable[[EngineCache], None] | None = None  # told if it goes, and nobody went on with it or looked at it
 
-    def __init__(self, model: PreTrainedModel, stack: str | Stack | None = None, *, positions: bool = False) -> None:
+    def __init__(self, model: nn.Module, stack: str | Stack | None = None, *, positions: bool = False) -> None:
         from kvengine.hf import STATE, check_stack  # the two files are one edge; this breaks the circle
 
         if not hasattr(model, STATE):
             raise ModelError("an engine cache needs a patched model; call kvengine.patch(model) first")
-        chosen, text = getattr(model, STATE).chosen, model.config.get_text_config(decoder=True)
+        config = cast(PreTrainedModel, model).config  # of a model, or of one that a wrapper hands through
+        chosen, text = getattr(model, STATE).chosen, config.get_text_config(decoder=True)
         stack = chosen.stack if stack is None else Stack.of(stack)
         check_stack(stack, text)
         self.fill(stack, text, rope_for(stack, model, chosen.known), positions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +39,9 @@ def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, weight
 
 
-def first_device(model: PreTrainedModel) -> torch.device:
+def first_device(model: nn.Module) -> torch.device:
     """Where a model takes its tokens."""
-    return device_of(model.get_input_embeddings())
+    return device_of(cast(Any, model).get_input_embeddings())
 
 
 def layer_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:

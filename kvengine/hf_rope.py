@@ -9,11 +9,11 @@ one run must be those of the other, turned.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvengine.errors import ModelError, UnsupportedPolicy
@@ -26,7 +26,7 @@ STATIC = {"default", "linear", "llama3", "yarn", "proportional"}  # kinds whose 
 TOKENS, APART = 4, 7  # of the trial
 
 
-def rope_for(stack: Stack, model: PreTrainedModel, known: dict[str, Rope | None]) -> Rope | None:
+def rope_for(stack: Stack, model: nn.Module, known: dict[str, Rope | None]) -> Rope | None:
     """The rotation, if some choice of the stack needs it. Once found, it is `known`.
 
     Raises:
@@ -57,7 +57,7 @@ def needs_rope(stack: Stack) -> list[Any]:
     return [c for c in (stack.retention, stack.representation, stack.selection) if getattr(c, "needs_rope", False)]
 
 
-def rope_of(model: PreTrainedModel) -> Rope | None:
+def rope_of(model: nn.Module) -> Rope | None:
     """How the model's cached keys were rotated; None if not by one fixed rotation in all layers that cache keys.
 
     A factor that scales rotated keys (YaRN's) stays in them: turning changes directions alone. The position of a token
@@ -77,9 +77,9 @@ def rope_of(model: PreTrainedModel) -> Rope | None:
     return None
 
 
-def frequencies_of(model: PreTrainedModel) -> list[Tensor]:
+def frequencies_of(model: nn.Module) -> list[Tensor]:
     """Candidates: the static rotary frequencies of the text model."""
-    text = model.config.get_text_config(decoder=True)
+    text = cast(Any, model).config.get_text_config(decoder=True)
     found = []
     for module in model.modules():
         if getattr(module, "config", None) is not text or "Rotary" not in type(module).__name__:
@@ -104,13 +104,13 @@ def kind(module: nn.Module, name: str) -> str:
 
 
 @torch.no_grad()
-def cached_keys(model: PreTrainedModel, start: int) -> list[Tensor]:
+def cached_keys(model: nn.Module, start: int) -> list[Tensor]:
     """The keys that plain layers cache of a few tokens at position `start`, [head, token, dim] each, fp32.
 
     Every token is alone in its row: among others, sharp attention in half precision would tell two places apart.
     """
     device = first_device(model)
-    text = model.config.get_text_config(decoder=True)
+    text = cast(Any, model).config.get_text_config(decoder=True)
     cache = DynamicCache(config=text)
     ids = torch.arange(TOKENS, device=device)[:, None] % text.vocab_size
     at = torch.full((TOKENS, 1), start, device=device)

@@ -26,7 +26,7 @@ class Piece:
     """Tokens of one pass: ids [seq, token] or vectors [seq, token, dim]; positions [axis, seq or 1, token]."""
 
     made_of: Tensor
-    position: Int[Tensor, "axis seq token"]
+    position: Int[Tensor, "axis #seq token"]
     fresh: Bool[Tensor, "seq token"] | None  # which of them are tokens that no replay has read; None: all
 
     @property
@@ -76,7 +76,7 @@ class Fed(NamedTuple):
     """A pass of a replay: ids or vectors, their positions, and what the layers are to know."""
 
     made_of: Tensor
-    position: Int[Tensor, "axis seq token"]
+    position: Int[Tensor, "axis #seq token"]
     again: Again
 
 

@@ -78,6 +78,21 @@ class Pretended(Tensor):
         raise Elsewhere(f"{func} reached a pretended tensor below Python's functions")
 
 
+class Stream(torch.cuda.Stream):
+    """Which has nothing to wait for."""
+
+    device = CUDA
+
+    def __new__(cls, *given: Any, **how: Any) -> Stream:
+        return object.__new__(cls)
+
+    def __init__(self, *given: Any, **how: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
 class Device(TorchFunctionMode):
     """While entered, `cuda` can be asked for. `moved`: copies between host and device, and waits of the
     one for the other, by the line of ours that asked for them."""
@@ -89,12 +104,11 @@ class Device(TorchFunctionMode):
         self.moved: Counter[str] = Counter()
         self.pinned: set[int] = set()
         self.watching = True
-        stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None, device=CUDA)
         for name, value in {
             "is_available": lambda: True,
             "_lazy_init": lambda: None,
-            "Stream": lambda *a, **k: stream,
-            "current_stream": lambda *a: stream,
+            "Stream": Stream,
+            "current_stream": lambda *a: Stream(),
             "stream": lambda *a: nullcontext(),
             "synchronize": lambda *a: None,
             "get_device_properties": lambda *a: SimpleNamespace(

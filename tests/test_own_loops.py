@@ -115,7 +115,9 @@ def test_copies_and_what_was_unpickled_follow_their_own_policy() -> None:
 
 
 @pytest.mark.parametrize("way", ["the model's cache", "a given cache", "no cache"])
-def test_one_graph_is_refused_with_what_to_do(way: str) -> None:
+def test_one_graph_is_refused_with_what_to_do(way: str, pytestconfig: pytest.Config) -> None:
+    if way != "the model's cache" and pytestconfig.getoption("jaxtyping_packages", None):
+        pytest.skip("the compiler meets what checks signatures before it meets the engine")
     model, ids = patched(POLICY), one()["input_ids"]
     cache = EngineCache(model) if way == "a given cache" else None
     run = torch.compile(model.forward, backend="eager", fullgraph=True)

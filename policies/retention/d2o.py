@@ -113,7 +113,7 @@ class D2O(Retention):
         found: Tensor = by_head.mean(1)
         return found
 
-    def share(self, seen: Sequence[Seen], measures: Sequence[Float[Tensor, "sequence"]]) -> list[Int[Tensor, "row"]]:
+    def share(self, seen: Sequence[Seen], measures: Sequence[Float[Tensor, "sequence"]]) -> list[Int[Tensor, "_"]]:
         """Tokens that each row of each layer holds."""
         one, at = seen[0], seen[0].first.device
         budget, prompt = one.count(self.budget)[:: one.heads], one.prompt_length[:: one.heads]

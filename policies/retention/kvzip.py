@@ -95,9 +95,7 @@ class KVzip(Retention):
     def measure(self, seen: Seen) -> Float[Tensor, "sequence head token"]:
         return seen.score.float().masked_fill(~seen.valid, -1).unflatten(0, (-1, seen.heads))
 
-    def share(
-        self, seen: Sequence[Seen], measures: Sequence[Float[Tensor, "sequence head token"]]
-    ) -> list[Int[Tensor, "row"]]:
+    def share(self, seen: Sequence[Seen], measures: Sequence[Float[Tensor, "sequence _ _"]]) -> list[Int[Tensor, "_"]]:
         return [n.flatten(0, 1) for n in best_of_all(measures, self.total(seen))]
 
     def total(self, seen: Sequence[Seen]) -> Int[Tensor, "sequence"]:
@@ -116,12 +114,13 @@ def by_sequence(count: Int[Tensor, "row"], seen: Seen) -> Int[Tensor, "sequence"
 
 
 def best_of_all(
-    scores: Sequence[Float[Tensor, "sequence head token"]], total: Int[Tensor, "sequence"]
-) -> list[Int[Tensor, "sequence head"]]:
-    """How many of the `total` best of a sequence each head of each layer has; scores are 0 or more, -1 for no token.
+    scores: Sequence[Float[Tensor, "sequence _ _"]], total: Int[Tensor, "sequence"]
+) -> list[Int[Tensor, "sequence _"]]:
+    """How many of the `total` best of a sequence each head of each layer has.
 
-    Of equal ones, those of earlier layers and heads. The score where they begin is found by halving, since floats from 0 on
-    are ordered as their bits are: nothing is sorted, and only counts pass from layer to layer.
+    Scores are [sequence, head, token], 0 or more, -1 for no token; counts [sequence, head]. Of equal ones, those of earlier
+    layers and heads. The score where they begin is found by halving, since floats from 0 on are ordered as their bits are:
+    nothing is sorted, and only counts pass from layer to layer.
 
     >>> layers = torch.tensor([[[0.9, 0.1, 0.5]]]), torch.tensor([[[0.5, 0.5, -1.0], [0.8, 0.0, 0.0]]])
     >>> [n.tolist() for n in best_of_all(layers, torch.tensor([4]))]
