@@ -56,12 +56,14 @@ def rotation(dim: int, device: torch.device = CPU) -> Float[Tensor, "dim dim"]:
 
 
 @cache  # constants: made once per device, not at every step
+@torch.inference_mode(False)  # whoever asks first: later passes may have gradients
 def _levels(bits: int, device: torch.device) -> Tensor:
     upper = UPPER[bits]
     return torch.tensor([*(-x for x in reversed(upper)), *upper] * (16 >> bits), device=device)
 
 
 @cache
+@torch.inference_mode(False)
 def _rotation(dim: int, device: torch.device) -> Tensor:
     if device != CPU:
         return rotation(dim).to(device)

@@ -73,6 +73,14 @@ def test_a_turn_is_the_same_everywhere() -> None:
     assert (rotation(96)[5, :4] * 100).round().int().tolist() == [-10, -14, -4, 10]
 
 
+def test_what_is_made_in_inference_mode_serves_gradients_too() -> None:
+    with torch.inference_mode():
+        turned(torch.ones(2, 40))
+    x = torch.ones(2, 40, requires_grad=True)
+    turned(x).sum().backward()
+    assert x.grad is not None and not rotation(40).is_inference() and not levels(4).is_inference()
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dim", [64, 72, 96])
