@@ -9,10 +9,6 @@
 #include "pairs_inner.h"
 
 #if HALVES
-#include <immintrin.h>
-
-typedef __m512i Words;
-
 INLINE int fields_of(int64_t bits) { return (int)(16 / bits); } /* of half a word */
 INLINE float steps_of(int64_t bits) { return (float)(1 << bits); }
 
@@ -185,11 +181,6 @@ void pairs_dots(const Field *k, int64_t rows, const Tokens *tokens, Pairs *x, fl
 
 INLINE int lines_are_whole(const Field *v) { return v->dim * v->bits % 512 == 0; }
 
-/* The half word of a lane of register `r`: in their order, or as unpacking puts them. */
-INLINE int64_t half_of(int64_t r, int64_t lane, int whole) {
-  return whole ? r / 2 * 32 + lane / 4 * 8 + r % 2 * 4 + lane % 4 : r * 16 + lane;
-}
-
 void pairs_values(const Field *v, Pairs *x) {
   const int64_t group = v->layout == MIXED ? v->dim : v->group, groups = v->dim / group, fields = fields_of(v->bits);
   for (int64_t i = 0; i < v->dim; i++)
@@ -200,17 +191,6 @@ void pairs_values(const Field *v, Pairs *x) {
   for (int64_t i = 0; i < 2 * LANES; i++)
     x->two[i] = (uint16_t)(i / (2 * groups) * 2 * groups + i % 2 * groups + i / 2 % groups);
   x->page = -1;
-}
-
-/* Half words of two tokens, side by side. */
-INLINE Words side_by_side(const uint8_t *a, const uint8_t *b, int64_t r, int whole) {
-  if (whole) {
-    const Words x = _mm512_loadu_si512(a + r / 2 * 64), y = _mm512_loadu_si512(b + r / 2 * 64);
-    return r % 2 ? _mm512_unpackhi_epi16(x, y) : _mm512_unpacklo_epi16(x, y);
-  }
-  const Words x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(a + r * 32)));
-  const Words y = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(b + r * 32)));
-  return _mm512_or_si512(x, _mm512_slli_epi32(y, 16));
 }
 
 /* Weights of four rows times scales. */

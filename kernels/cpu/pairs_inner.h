@@ -1,10 +1,29 @@
-/* What the two files about pairs of bfloat16 share. */
+/* What the files about pairs of bfloat16 share. */
 #ifndef KVENGINE_PAIRS_INNER_H
 #define KVENGINE_PAIRS_INNER_H
 
 #include "pairs.h"
 
 #if HALVES
+#include <immintrin.h>
+
+typedef __m512i Words;
+
+/* The half word of a lane of register `r`: in their order, or as unpacking puts them. */
+INLINE int64_t half_of(int64_t r, int64_t lane, int whole) {
+  return whole ? r / 2 * 32 + lane / 4 * 8 + r % 2 * 4 + lane % 4 : r * 16 + lane;
+}
+
+/* Half words of two tokens, side by side. */
+INLINE Words side_by_side(const uint8_t *a, const uint8_t *b, int64_t r, int whole) {
+  if (whole) {
+    const Words x = _mm512_loadu_si512(a + r / 2 * 64), y = _mm512_loadu_si512(b + r / 2 * 64);
+    return r % 2 ? _mm512_unpackhi_epi16(x, y) : _mm512_unpacklo_epi16(x, y);
+  }
+  const Words x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(a + r * 32)));
+  const Words y = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(b + r * 32)));
+  return _mm512_or_si512(x, _mm512_slli_epi32(y, 16));
+}
 
 /* What values are multiplied by. */
 typedef struct {

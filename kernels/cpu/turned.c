@@ -6,10 +6,7 @@
    and odd ones the others, so queries and results are kept in that order meanwhile (`channel_of`).
    Queries that were bfloat16 meet levels as bfloat16, in pairs: of channels for keys, of tokens for values. */
 #include "turned.h"
-
-#if HALVES
-#include <immintrin.h>
-#endif
+#include "pairs_inner.h"
 
 /* ---- turning ------------------------------------------------------------------------------------------------------ */
 
@@ -200,17 +197,6 @@ INLINE void half_dots_as(const Field *f, const Turned *x, int64_t rows, const ui
   }
 }
 
-/* Half words of two tokens side by side: a word for each of 16, or of 32 in two turns, as unpacking puts them. */
-INLINE __m512i side_by_side(const uint8_t *a, const uint8_t *b, int64_t r, int whole) {
-  if (whole) {
-    const __m512i x = _mm512_loadu_si512(a + r / 2 * 64), y = _mm512_loadu_si512(b + r / 2 * 64);
-    return r % 2 ? _mm512_unpackhi_epi16(x, y) : _mm512_unpacklo_epi16(x, y);
-  }
-  const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(a + r * 32)));
-  const __m512i y = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(b + r * 32)));
-  return _mm512_or_si512(x, _mm512_slli_epi32(y, 16));
-}
-
 /* A byte of each token for each of these half words. */
 INLINE __m512i bytes_beside(const uint8_t *a, const uint8_t *b, int64_t r) {
   const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(a + r * 16)));
@@ -220,10 +206,6 @@ INLINE __m512i bytes_beside(const uint8_t *a, const uint8_t *b, int64_t r) {
 
 /* Whether lines are taken whole; the bytes of upper bits are in the other order. */
 INLINE int lines_are_whole(const Field *f) { return f->bits != 3 && f->dim * f->bits % 512 == 0; }
-
-INLINE int64_t half_of(int64_t r, int64_t lane, int whole) {
-  return whole ? r / 2 * 32 + lane / 4 * 8 + r % 2 * 4 + lane % 4 : r * 16 + lane;
-}
 
 /* As `weigh_as`, two tokens at a time; `w` [row, two tokens] are pairs of bfloat16 */
 INLINE void half_weigh_as(const Field *f, const uint32_t *w, int64_t rows, const uint8_t *const *at, int count, float *out,
