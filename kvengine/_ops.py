@@ -12,6 +12,7 @@ from kvengine.kernels.causal_attention import causal_attention, follows, quicker
 from kvengine.kernels.dispatch import native_refusal
 from kvengine.kernels.span_attention import Band, band_spans, causal_spans, span_attention
 from kvengine.kernels.state import State, rescaled
+from kvengine.policies.prefill import Prefill
 
 
 def whole(
@@ -77,6 +78,47 @@ def by_slot(
     position = torch.arange(tokens, device=q.device, dtype=torch.int32).where(position >= 0, -1)
     spans = causal_spans(queries, tokens, k.device) if band is None else band_spans(queries, tokens, band)
     return span_attention(q, k, v, position, spans, scale=scale, band=band, softcap=softcap, sinks=sinks)
+
+
+def chosen(
+    q: Float[Tensor, "row group query dim"],
+    k: Float[Tensor, "row token dim"],
+    v: Float[Tensor, "row token dim_v"],
+    there: Bool[Tensor, "row token"] | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Float[Tensor, "row group"] | None,
+    prefill: Prefill,
+) -> Float[Tensor, "row group query dim_v"]:
+    """Attention of the last tokens to those that a prefill method chooses. `there`: which slots hold a token; None: all.
+
+    Rows whose tokens are in the same slots go together, without the empty ones: so padding can change nothing.
+    """
+    if there is None:
+        return _chosen(q, k, v, scale, softcap, sinks, prefill)
+    out, n = q.new_zeros(*q.shape[:3], v.shape[-1]), q.shape[2]
+    ends = [*((there[1:] != there[:-1]).any(1).nonzero()[:, 0] + 1).tolist(), len(there)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        rows, held = slice(start, end), there[start].nonzero()[:, 0]
+        asked = held[held >= len(there[0]) - n] - (len(there[0]) - n)
+        if len(asked):
+            mine = q[rows, :, asked], k[rows, held], v[rows, held]
+            out[rows, :, asked] = _chosen(*mine, scale, softcap, None if sinks is None else sinks[rows], prefill)
+    return out
+
+
+def _chosen(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, sinks: Tensor | None, prefill: Prefill
+) -> Tensor:
+    spans, block, columns = prefill.choose(q, k, scale)
+    lead = (k.shape[1] - q.shape[2]) % block  # blocks begin before the queries
+    if columns is not None:
+        at = columns[..., None].long()
+        k, v = (torch.cat([x.gather(1, at.expand(-1, -1, x.shape[2])), x], 1) for x in (k, v))
+    position = torch.arange(k.shape[1], device=k.device, dtype=torch.int32).expand(k.shape[:2])
+    q = F.pad(q, (0, 0, lead, 0)) if lead else q
+    out = span_attention(q, k, v, position, spans, scale=scale, softcap=softcap, sinks=sinks, block=block)
+    return out[:, :, lead:]
 
 
 def causal_pays(q: Tensor, k: Tensor, v: Tensor) -> bool:

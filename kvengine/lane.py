@@ -95,6 +95,8 @@ class Lane(Evidence):
         k, v, position, _ = self.everything()
         k, v = self.turned(k, self.shift()).to(q.dtype), v.to(q.dtype)  # codes are decoded in more than the model has
         clean = self.tail.clean and (self.pages is None or self.pages.clean)
+        if self.stack.prefill.chooses:
+            return ops.chosen(q, k, v, None if clean else position >= 0, *call, self.stack.prefill)
         return ops.by_slot(q, k, v, position, clean, *call, band)
 
     def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:

@@ -114,6 +114,7 @@ class Detours:
     chance: Random
     folder: Path
     often: float = 0.3
+    chunks: bool = True  # whether a prompt may come in pieces
     log: list[str] = field(default_factory=list)
 
     def live(self, script: Script) -> list[Tensor]:
@@ -127,7 +128,8 @@ class Detours:
                 batch.each(lambda c, total=total: c.announce(total))
             found, i = [], 0
             while i < n:
-                m = n if one.resumes else self.piece(one.kind, n - i)
+                whole = one.resumes or (one.kind == "prompt" and not self.chunks)
+                m = n if whole else self.piece(one.kind, n - i)
                 ids, mask = one.ids[:, i : i + m], one.mask[:, i : i + m]
                 if one.kind == "decode" and m > 1:
                     found.append(self.guess(batch, ids, mask))

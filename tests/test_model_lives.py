@@ -27,6 +27,7 @@ from torch import Tensor
 import kvengine
 from kvengine.errors import CacheError, PolicyError
 from kvengine.policies import catalogue
+from kvengine.stack import Stack
 
 MODELS = (
     "grouped", "every head its own", "one head", "three layers", "softcap", "sinks", "windows", "latents", "shared keys",
@@ -42,7 +43,7 @@ MORE = {
         "d2o(budget=24, shares='measured')", "elastic(budget=0.4)", "elastic(budget=24, offset=3)",
     ],
     "routing": ["duo(sparsity=0.25, sinks=1, recent=8)", "duo(sinks=2, recent=10, prompt='streaming')"],
-    "prefill": ["ashape(sinks=0, local=8)"],
+    "prefill": ["ashape(sinks=0, local=8)", "xattention(threshold=0.3, stride=2, block=16)"],
     "representation": [
         "kivi(bits=2, group=8, residual=8)", "quantspec(bits=4, group=8, residual=8)",
         "turboquant(bits=3, residual=8)", "zipcache(block=8, probes=0.5)",
@@ -148,6 +149,11 @@ def close(name: str, found: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(found, want, rtol=0, atol=5e-2 if name == "softcap" else 1e-3)
 
 
+def chooses(text: str) -> bool:
+    """Whether it matters where chunks of a prompt end."""
+    return Stack.parse(text).prefill.chooses
+
+
 def live(name: str, text: str, lossless: bool, script: Script, seed: int) -> None:
     here = kvengine.unpatch(model(name))
     try:
@@ -157,7 +163,7 @@ def live(name: str, text: str, lossless: bool, script: Script, seed: int) -> Non
         return
     with tempfile.TemporaryDirectory() as folder:
         try:
-            lived = Detours(here, Random(seed), Path(folder)).live(script)
+            lived = Detours(here, Random(seed), Path(folder), chunks=not chooses(text)).live(script)
         except CacheError as error:
             assert "in an earlier chunk" in str(error)
             return
@@ -203,6 +209,7 @@ def talk(name: str, text: str, rows: int, ways: list[str], seed: int) -> None:
     here = kvengine.unpatch(model(name))
     try:
         kvengine.patch(here, text)
+        ways = ["plain" if way == "chunks" and chooses(text) else way for way in ways]
         with tempfile.TemporaryDirectory() as folder:
             conversation(here, rows, ways, Random(seed), Path(folder), ragged=name not in WINDOWS)
     except PolicyError:

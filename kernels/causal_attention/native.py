@@ -25,7 +25,7 @@ class Causal(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in (
-            "sequences", "heads", "group", "queries", "tokens", "dim", "dim_v", "threads", "dtype",
+            "sequences", "share", "heads", "group", "queries", "tokens", "dim", "dim_v", "threads", "dtype",
         )),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
@@ -62,9 +62,10 @@ def _by_pairs(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, position: Tensor | None = None, **more: Any
+    q: Tensor, k: Tensor, v: Tensor, scale: float, position: Tensor | None = None, share: int = 1, **more: Any
 ) -> Float[Tensor, "seq query q_head dim_v"]:
-    """See `kvengine.kernels.causal_attention`. `more`: the members of `Causal` that say which tokens are seen."""
+    """See `kvengine.kernels.causal_attention`. `share`: sequences of `q`, one after the other, that read one of `k` and `v`.
+    `more`: the members of `Causal` that say which tokens are seen."""
     sequences, q_heads, queries, dim = q.shape
     heads, tokens, dim_v = k.shape[1], k.shape[2], v.shape[3]
     out = q.new_empty(sequences, queries, q_heads, dim_v)
@@ -78,9 +79,9 @@ def attention(
         position = position if position.stride(1) == 1 else position.contiguous()
         strides |= {"position": position.data_ptr(), "position_sequence": position.stride(0)}
     call = Causal(
-        sequences=sequences, heads=heads, group=q_heads // heads, queries=queries, tokens=tokens, dim=dim, dim_v=dim_v,
-        threads=torch.get_num_threads(), dtype=DTYPES[q.dtype], scale=scale, q=q.data_ptr(), k=k.data_ptr(),
-        v=v.data_ptr(), out=out.data_ptr(), **strides, **more,
+        sequences=sequences, share=share, heads=heads, group=q_heads // heads, queries=queries, tokens=tokens, dim=dim,
+        dim_v=dim_v, threads=torch.get_num_threads(), dtype=DTYPES[q.dtype], scale=scale, q=q.data_ptr(),
+        k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(), **strides, **more,
     )  # fmt: skip
     if library.needed().kv_causal(ctypes.byref(call)):
         raise KernelError("the native causal kernel could not allocate its buffers")

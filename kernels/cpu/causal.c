@@ -14,7 +14,8 @@
 #define NEAR (1 << 20) /* bytes of them that are not */
 
 typedef struct {
-  int64_t sequences, heads, group, queries, tokens, dim, dim_v, threads;
+  int64_t sequences, share; /* of q; `share` of them read the same keys and values */
+  int64_t heads, group, queries, tokens, dim, dim_v, threads;
   int64_t dtype; /* as in call.py: floats, or bfloat16 where `kv_causal_halves` */
   float scale;
   const void *q, *k, *v;
@@ -22,8 +23,8 @@ typedef struct {
   int64_t q_sequence, q_head, q_token, k_sequence, k_head, k_token, v_sequence, v_head, v_token, out_sequence, out_head,
       out_token;
   const int64_t *spans;    /* [sequence, block, span, 2]: tokens that a block of `queries_per` reads; NULL: all */
-  const int32_t *position; /* [sequence, token]: negative where there is no token; NULL: there are no such */
-  const int64_t *first;    /* [sequence]: the first token; NULL: nothing is hidden but what comes later */
+  const int32_t *position; /* [sequence of k, token]: negative where there is no token; NULL: there are no such */
+  const int64_t *first;    /* [sequence of k]: the first token; NULL: nothing is hidden but what comes later */
   int64_t queries_per, spans_per, spans_sequence, position_sequence, sinks, local; /* seen: `sinks` first, `local` last ones */
   const float *logits; /* [sequence, head, query head]: of an attention sink, which has no value; NULL: there is none */
   float softcap;       /* 0: none */
@@ -49,11 +50,11 @@ INLINE void attend_as(const Causal *a, int64_t sequence, int64_t head, int64_t f
                       int halves) {
   const int64_t dim = a->dim, dim_v = a->dim_v, rows = a->group * block, start = a->tokens - a->queries + first;
   const int64_t count = first + block < a->queries ? block : a->queries - first, last = start + count;
-  const int64_t sinks = a->first ? a->first[sequence] + a->sinks : 0, local = a->first ? a->local : last;
+  const int64_t held = sequence / a->share, sinks = a->first ? a->first[held] + a->sinks : 0, local = a->first ? a->local : last;
   const int64_t whole[2] = {0, last}, size = halves ? 2 : 4;
   const int64_t *span = a->spans ? a->spans + sequence * a->spans_sequence + first / a->queries_per * a->spans_per * 2 : whole;
-  const char *keys = (const char *)a->k + (sequence * a->k_sequence + head * a->k_head) * size;
-  const char *values = (const char *)a->v + (sequence * a->v_sequence + head * a->v_head) * size;
+  const char *keys = (const char *)a->k + (held * a->k_sequence + head * a->k_head) * size;
+  const char *values = (const char *)a->v + (held * a->v_sequence + head * a->v_head) * size;
   float *q = space, *out = q + rows * dim, *total = out + rows * dim_v, *top = total + rows * LANES;
   float *key = top + rows, *value = key + TILE * dim, *s = value + TILE * dim_v;
   uint16_t weight[EIGHT * TILE];
@@ -73,7 +74,7 @@ INLINE void attend_as(const Causal *a, int64_t sequence, int64_t head, int64_t f
     for (int64_t t = span[0]; t < end; t += TILE) {
       const int64_t n = t + TILE < end ? TILE : end - t, columns = (n + PIECE - 1) / PIECE * PIECE;
       if (t >= sinks && t + n <= start - local + 1) continue;
-      const int64_t none = a->position ? gaps(a->position + sequence * a->position_sequence + t, n, gap) : 0;
+      const int64_t none = a->position ? gaps(a->position + held * a->position_sequence + t, n, gap) : 0;
       if (none == n) continue;
       const float *v = (const float *)(values + t * a->v_token * size);
       int64_t v_token = a->v_token;
@@ -154,7 +155,7 @@ int kv_causal_halves(void) {
   return HALVES;
 }
 
-/* q [sequence, head * group, query, dim], k [sequence, head, token, dim], v, out [sequence, query, head * group, dim_v],
+/* q [sequence, head * group, query, dim], k [sequence / share, head, token, dim], v, out [sequence, query, head * group, dim_v],
    any strides but the last, which is 1; the queries are those of the last tokens. `dim` and `dim_v` are multiples of LANES;
    of bfloat16 of 32, and the strides of k are even.
    Spans of a block do not overlap, and a block of queries is a multiple of EIGHT. Returns 0, or 1 if memory for the

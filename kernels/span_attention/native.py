@@ -18,10 +18,13 @@ def span_attention(
     spans = spans.to(torch.int64).contiguous()
     first = None if band is None else band.first.to(torch.int64).contiguous()
     logits = None if sinks is None else sinks.float().contiguous()
+    rows, share = len(q), len(spans) // len(q) if len(spans) > len(q) else 1
+    if share > 1:  # each query head reads for itself
+        q = q.flatten(0, 1)[:, None]
     out = native.attention(
-        q, k[:, None], v[:, None], scale, position, spans=spans.data_ptr(), queries_per=block, spans_per=spans.shape[2],
-        spans_sequence=spans.stride(0) if len(spans) > 1 else 0, first=None if first is None else first.data_ptr(),
-        sinks=0 if band is None else band.sinks, local=0 if band is None else band.local,
-        logits=call.address(logits), softcap=softcap or 0.0,
+        q, k[:, None], v[:, None], scale, position, share, spans=spans.data_ptr(), queries_per=block,
+        spans_per=spans.shape[2], spans_sequence=spans.stride(0) if len(spans) > 1 else 0,
+        first=None if first is None else first.data_ptr(), sinks=0 if band is None else band.sinks,
+        local=0 if band is None else band.local, logits=call.address(logits), softcap=softcap or 0.0,
     )  # fmt: skip
-    return out.transpose(1, 2)
+    return out.transpose(1, 2).reshape(rows, -1, *out.shape[1:2], out.shape[3])

@@ -18,11 +18,14 @@ def span_attention(
     """See `kvengine.kernels.span_attention`."""
     queries, tokens = q.shape[2], k.shape[1]
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
-    for r, of_row in enumerate(spans.tolist()):
+    share = max(1, len(spans) // len(q))  # lines of spans for a row: one for each query head, or one for all
+    for line, of_line in enumerate(spans.tolist()):
+        r, h = divmod(line, share)
         rows = slice(None) if len(spans) == 1 else slice(r, r + 1)
+        heads = slice(None) if share == 1 else slice(h, h + 1)
         mine = None if band is None else band._replace(first=band.first[rows])
-        logits = None if sinks is None else sinks[rows]
-        for b, ranges in enumerate(of_row):
+        logits = None if sinks is None else sinks[rows, heads]
+        for b, ranges in enumerate(of_line):
             some = slice(b * block, min((b + 1) * block, queries))
             at = torch.arange(tokens - queries + some.start, tokens - queries + some.stop, device=q.device)
             parts = [slice(start, end) for start, end in ranges if end > start]
@@ -32,7 +35,7 @@ def span_attention(
             if bool((place < 0).any()):  # what is no token may hold anything
                 keys, values = (x.masked_fill((place < 0)[..., None], 0) for x in (keys, values))
             visible = _visible(at, place, mine)
-            out[rows, :, some] = _attend(q[rows, :, some], keys, values, visible, scale, softcap, logits)
+            out[rows, heads, some] = _attend(q[rows, heads, some], keys, values, visible, scale, softcap, logits)
     return out
 
 

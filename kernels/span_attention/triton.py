@@ -19,7 +19,7 @@ TILE = 64
 @triton.jit(do_not_specialize=["queries", "tokens", "position_row", "spans_row"])
 def span_kernel(
     q, k, v, position, spans, first, sink_logits, out, k_row, k_token, v_row, v_token, position_row, spans_row,
-    group, queries, tokens, block, count, band_sinks, band_local, scale, softcap,
+    share, group, queries, tokens, block, count, band_sinks, band_local, scale, softcap,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, BAND: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -40,18 +40,19 @@ def span_kernel(
         total = tl.where(there, 1.0, 0.0)
     begin = 0
     if BAND:
-        begin = tl.load(first + row).to(tl.int32)
+        begin = tl.load(first + row // share).to(tl.int32)
     here = spans + row * spans_row + (part * QUERIES // block) * count * 2
+    held = row // share
     for s in range(0, count):
         start, end = tl.load(here + 2 * s), tl.load(here + 2 * s + 1)
         for column in range(start, end, BLOCK):
             t = column + tl.arange(0, BLOCK)
             ok = t < end
-            place = tl.load(position + row * position_row + t, mask=ok, other=-1)
+            place = tl.load(position + held * position_row + t, mask=ok, other=-1)
             ok = ok & (place >= 0)
             token = t.to(tl.int64)[:, None]
             key = tl.load(
-                k + row * k_row + token * k_token + d[None, :], mask=ok[:, None] & (d < DIM)[None, :], other=0.0
+                k + held * k_row + token * k_token + d[None, :], mask=ok[:, None] & (d < DIM)[None, :], other=0.0
             )
             scores = tl.dot(x, tl.trans(key.to(COMPUTE)), input_precision="ieee") * scale
             if SOFTCAP:
@@ -62,7 +63,7 @@ def span_kernel(
                 seen = seen & ((place < begin + band_sinks)[None, :] | (distance < band_local))
             scores = tl.where(seen, scores, -float("inf"))
             value = tl.load(
-                v + row * v_row + token * v_token + e[None, :], mask=ok[:, None] & (e < DIM_V)[None, :], other=0.0
+                v + held * v_row + token * v_token + e[None, :], mask=ok[:, None] & (e < DIM_V)[None, :], other=0.0
             )
             acc, top, total = absorb(scores, value.to(COMPUTE), acc, top, total)
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -77,6 +78,9 @@ def span_attention(
     q, (k, v) = q.contiguous(), (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     position = position if position.stride(-1) == 1 else position.contiguous()
     spans = spans.to(torch.int32).contiguous()
+    shape, share = q.shape, len(spans) // len(q) if len(spans) > len(q) else 1
+    if share > 1:  # each query head reads for itself
+        q = q.flatten(0, 1)[:, None]
     (rows, group, queries, dim), dim_v, count = q.shape, v.shape[-1], spans.shape[2]
     heads = triton.next_power_of_2(group)
     wide, exact = max(triton.next_power_of_2(dim), 16), k.dtype == torch.float32
@@ -86,14 +90,14 @@ def span_attention(
     span_kernel[(triton.cdiv(queries, each), rows)](
         q, k, v, position, spans, spans if band is None else band.first, spans if sinks is None else sinks.contiguous(),
         out, k.stride(0), k.stride(1), v.stride(0), v.stride(1), position.stride(0),
-        0 if len(spans) == 1 else spans.stride(0), group, queries, k.shape[1], block, count,
+        0 if len(spans) == 1 else spans.stride(0), share, group, queries, k.shape[1], block, count,
         0 if band is None else band.sinks, 0 if band is None else band.local, scale, softcap or 1.0,
         QUERIES=each, HEADS=heads, DIM=dim, BLOCK_D=wide, DIM_V=dim_v, BLOCK_V=max(triton.next_power_of_2(dim_v), 16),
         BLOCK=16 if wide > 256 else 64 if wide <= 128 and not exact else 32, BAND=band is not None,
         SOFTCAP=softcap is not None, SINKS=sinks is not None,
         COMPUTE=compute_type(k.dtype), num_warps=8 if wide > 128 else 4, num_stages=2,
     )  # fmt: skip
-    return out
+    return out.view(*shape[:3], dim_v)
 
 
 def compute_type(dtype: torch.dtype) -> tl.dtype:

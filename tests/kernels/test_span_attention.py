@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvengine.errors import KernelError
 from kvengine.kernels.causal_attention.native import fits
-from kvengine.kernels.span_attention import Band, band_spans, causal_spans, span_attention
+from kvengine.kernels.span_attention import Band, band_spans, block_spans, causal_spans, span_attention
 
 ROWS, GROUP, DIM = 3, 2, 16
 HERE = torch.zeros(1, 1, 1, DIM)
@@ -31,16 +31,18 @@ def drawn(queries: int, tokens: int, dtype: torch.dtype = torch.float32) -> tupl
 
 
 def allowed(position: Tensor, queries: int, spans: Tensor, block: int, band: Band | None) -> Tensor:
-    """Which tokens each query sees, one pair at a time."""
+    """Which tokens each query sees, one pair at a time; by query head if `spans` are."""
     rows, tokens = position.shape
-    seen = torch.zeros(rows, queries, tokens, dtype=torch.bool)
-    for r in range(rows):
+    seen = torch.zeros(max(rows, len(spans)), queries, tokens, dtype=torch.bool)
+    share = len(seen) // rows
+    for line in range(len(seen)):
+        r = line // share
         for i in range(queries):
             at = tokens - queries + i
-            for start, end in spans[r % len(spans), i // block].tolist():
+            for start, end in spans[line % len(spans), i // block].tolist():
                 for j in range(start, min(end, at + 1)):
                     inside = band is None or j < int(band.first[r]) + band.sinks or at - j < band.local
-                    seen[r, i, j] |= inside and bool(position[r, j] >= 0)
+                    seen[line, i, j] |= inside and bool(position[r, j] >= 0)
     return seen
 
 
@@ -88,15 +90,46 @@ def test_matches_a_loop(backend: str, kind: str, shape: tuple[int, int, int]) ->
         assert oracle.error(got, other.out) > 1e-3
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(200, 333, 64), (21, 60, 8)], ids=["several tiles", "later chunk"])
+def test_every_query_head_may_have_its_own_spans(shape: tuple[int, int, int], backend: str) -> None:
+    queries, tokens, block = shape
+    q, k, v, position, first = drawn(queries, tokens)
+    keep = torch.rand(ROWS * GROUP, -(-queries // block), -(-tokens // block)) < 0.5
+    keep[0], keep[1] = False, True
+    spans, sinks = block_spans(keep, block, tokens), torch.randn(ROWS, GROUP)
+    band = Band(first, 2, 30) if queries > tokens // 2 else None
+
+    def call(q: Tensor, k: Tensor, v: Tensor, position: Tensor, spans: Tensor, first: Tensor, sinks: Tensor) -> Tensor:
+        mine = None if band is None else band._replace(first=first)
+        more = {"scale": 0.3, "band": mine, "sinks": sinks, "block": block, "backend": backend}
+        return span_attention(q, k, v, position, spans, **more)
+
+    got = oracle.on(backend, call)(q, k, v, position, spans, first, sinks)
+    sees = allowed(position, queries, spans, block, band)
+    for h in range(GROUP):
+        mine = oracle.attend(q[:, h : h + 1], k, v, sees[h::GROUP], 0.3, None, sinks[:, h : h + 1])
+        assert oracle.error(got[:, h : h + 1], mine.out) <= 1e-5
+    blocks = torch.arange(tokens) // block  # what was kept is what spans say
+    wanted = keep.repeat_interleave(block, 1)[:, :queries].gather(2, blocks.expand(len(keep), queries, -1))
+    every = torch.tensor([0, tokens]).expand(1, -(-queries // block), 1, 2)
+    causal = allowed(position, queries, every, block, band).repeat_interleave(GROUP, 0)
+    assert torch.equal(sees, wanted & causal)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("backend", WIDE)
+@pytest.mark.parametrize("backend", [*WIDE, None])
 def test_in_sixteen_bits(backend: str, dtype: torch.dtype) -> None:
     q, k, v, position, first = drawn(24, 40, dtype)
     spans = causal_spans(24, 40, q.device, 8)
-    got = oracle.on(backend, span_attention)(q, k, v, position, spans, scale=0.3, block=8, backend=backend)
+    run = span_attention if backend is None else oracle.on(backend, span_attention)
+    got = run(q, k, v, position, spans, scale=0.3, block=8, backend=backend)
     assert got.dtype == dtype
     want = oracle.attend(q, k, v, allowed(position, 24, spans, 8, None), 0.3)
     assert oracle.error(got, want.out) <= 1e-2
+    by_head = spans.repeat(ROWS * GROUP, 1, 1, 1)
+    same = run(q, k, v, position, by_head, scale=0.3, block=8, backend=backend)
+    assert oracle.error(same, want.out) <= 1e-2
 
 
 @pytest.mark.parametrize("softcap", [None, 0.5, 2.0])
@@ -129,7 +162,7 @@ def test_what_is_capped_in_sixteen_bits(dtype: torch.dtype) -> None:
 
 def test_refusals_say_why() -> None:
     q, k, v, position, first = drawn(9, 20)
-    with pytest.raises(KernelError, match=r"\[1 or 3, 3, span, 2\]"):
+    with pytest.raises(KernelError, match=r"\[1, 3 or 6, 3, span, 2\]"):
         span_attention(q, k, v, position, causal_spans(9, 20, q.device, 8), scale=1.0, block=4)
     with pytest.raises(KernelError, match="at most as many queries"):
         span_attention(q, k[:, :5], v[:, :5], position[:, :5], causal_spans(9, 5, q.device, 4), scale=1.0, block=4)

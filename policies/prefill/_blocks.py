@@ -1,0 +1,37 @@
+"""Blocks of queries and of tokens: which are before which, and the fewest that hold a share of the attention."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def causal(
+    queries: int, tokens: int, block: int, device: torch.device
+) -> tuple[Bool[Tensor, "block columns"], Bool[Tensor, "block columns"]]:
+    """For each block with a query of the last of so many tokens: the blocks of tokens up to it, and its own.
+
+    >>> causal(3, 7, 2, torch.device("cpu"))[0].int().tolist()
+    [[1, 1, 1, 0], [1, 1, 1, 1]]
+    """
+    columns = torch.arange(-(-tokens // block), device=device)
+    own = columns[(tokens - queries) // block :, None]
+    return columns <= own, columns == own
+
+
+def fewest(
+    mass: Float[Tensor, "*line columns"], share: float, always: Bool[Tensor, "*lines columns"]
+) -> Bool[Tensor, "*line columns"]:
+    """The columns in `always`, and the fewest of the others with which they hold `share` of the whole mass, heaviest first.
+
+    >>> fewest(torch.tensor([5.0, 1.0, 3.0, 1.0]), 0.7, torch.tensor([False, True, False, False])).tolist()
+    [True, True, True, False]
+    >>> fewest(torch.tensor([5.0, 1.0, 3.0, 1.0]), 0.6, torch.tensor([False, True, False, False])).tolist()
+    [True, True, False, False]
+    """
+    heavy, order = mass.masked_fill(always, torch.inf).sort(-1, descending=True)
+    ranked = mass.gather(-1, order)
+    before = ranked.cumsum(-1) - ranked
+    enough = before >= share * mass.sum(-1, keepdim=True)
+    return torch.zeros_like(always.expand_as(mass)).scatter(-1, order, ~enough | heavy.isinf())

@@ -1,0 +1,104 @@
+"""XAttention (Xu et al., ICML 2025, arXiv:2503.16428): blocks of tokens whose antidiagonals weigh most.
+
+    s(t, u) = 1 / (sqrt(d) S) * sum over r of q[S t + r] · k[S u + c]    where c = S - 1 - r, of odd u one more (mod S)
+    p(t, ·) = softmax of s(t, u) over u <= t
+    m(b, c) = sum of p over the tiles of query block b and token block c
+
+    block b reads the fewest blocks c <= b that hold `threshold` of sum_c m(b, c); the first and its own among them
+
+A tile's sum is a product of two vectors of S d numbers, so the estimate costs 1 / (2 S) of the attention it is made of.
+
+Deviations: the paper says that every vertical and every slanted line of a map crosses each tile's antidiagonal, but where
+S is even, query and token are an odd distance apart on all of these: a line at an even distance is never met. Here every
+second tile's antidiagonal is moved by one token, so that each line is met, the slanted ones in every second tile. The
+official `keep_sink` marks the first block's queries, here it is the first block of tokens that all read, as the paper says.
+One threshold for all heads; the tables found per head of Llama are not in here. Blocks count from a row's first token and
+rows of a batch choose by themselves, so that padding changes nothing; the code takes one sequence. A prompt may come in
+chunks: where these end with blocks the choices are those of the whole prompt, and a block that a chunk's end divides
+chooses twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvengine.errors import PolicyError
+from kvengine.kernels.span_attention import block_spans
+from kvengine.policies._budget import check_count, check_share
+from kvengine.policies.prefill import Choice, Prefill, _blocks
+
+ROOM = 1 << 24
+"""Scores of tiles that are held at a time."""
+
+
+@dataclass(frozen=True)
+class XAttention(Prefill):
+    """The prompt's queries read, block by block, the blocks of tokens that antidiagonal sums say weigh most.
+
+    Args:
+        threshold: share of a block's estimated attention that the blocks it reads hold. A fraction; 1 reads everything.
+        stride: S, side of the tiles that are summed along their antidiagonals. Tokens; a part of `block`.
+        block: tokens of a block. A multiple of 8.
+    """
+
+    chooses: ClassVar[bool] = True
+
+    threshold: float = 0.9
+    stride: int = 8
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        check_share(self, threshold=self.threshold)
+        check_count(self, least=1, stride=self.stride)
+        check_count(self, least=8, block=self.block)
+        if self.block % 8 or self.block % self.stride:
+            raise PolicyError(
+                f"XAttention: block={self.block} must be a multiple of 8 and of stride={self.stride}; "
+                "the paper has block=128 and stride=4, 8 or 16"
+            )
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def choose(
+        self, q: Float[Tensor, "row group query dim"], k: Float[Tensor, "row token dim"], scale: float
+    ) -> Choice:
+        before, own = _blocks.causal(q.shape[2], k.shape[1], self.block, k.device)
+        if self.threshold == 1:  # sums of roundings do not decide
+            keep = before.expand(len(k), *before.shape)
+        else:
+            first = torch.arange(before.shape[1], device=k.device) == 0
+            mass = self.mass(q, k, scale)
+            keep = (_blocks.fewest(mass, self.threshold, first | own) & before).flatten(0, 1)
+        return Choice(block_spans(keep, self.block, k.shape[1]), self.block)
+
+    def mass(
+        self, q: Float[Tensor, "row group query dim"], k: Float[Tensor, "row token dim"], scale: float
+    ) -> Float[Tensor, "row group block columns"]:
+        """m(b, c), of blocks with a query."""
+        (rows, group, queries, _), tokens, s = q.shape, k.shape[1], self.stride
+        lead, per = (tokens - queries) % self.block, self.block // s
+        q = F.pad(q, (0, 0, lead, -(lead + queries) % self.block))
+        q = q.unflatten(2, (-1, s)).flip(3).flatten(3)  # [row, group, tile, S dim], each tile from its last query
+        k = F.pad(k, (0, 0, 0, -tokens % self.block)).unflatten(1, (-1, s))
+        k = torch.where(torch.arange(k.shape[1], device=k.device)[:, None, None] % 2 == 1, k.roll(-1, 2), k).flatten(2)
+        there = torch.arange(q.shape[2], device=q.device)
+        there = (there >= lead // s) & (there < -(-(lead + queries) // s))
+        at = torch.arange(k.shape[1] - q.shape[2], k.shape[1], device=q.device)
+        out = q.new_zeros(rows, group, q.shape[2] // per, k.shape[1] // per, dtype=torch.float32)
+        step = max(1, ROOM // (rows * group * k.shape[1] * per))
+        for b in range(0, out.shape[2], step):
+            some = slice(b * per, min((b + step) * per, q.shape[2]))
+            end = int(k.shape[1] - q.shape[2]) + some.stop
+            seen = torch.arange(end, device=q.device) <= at[some, None]
+            scores = (q[:, :, some].flatten(1, 2) @ k[:, :end].mT).float().mul_(scale / s).unflatten(1, (group, -1))
+            p = scores.masked_fill_(~seen, -torch.inf).softmax(3) * there[some, None]
+            out[:, :, b : b + step, : end // per] = p.unflatten(3, (-1, per)).sum(4).unflatten(2, (-1, per)).sum(3)
+        return out
