@@ -33,8 +33,10 @@ from kvengine.kernels.span_attention import block_spans
 from kvengine.policies._budget import check_count, check_share
 from kvengine.policies.prefill import Choice, Prefill, _blocks
 
-ROOM = 1 << 24
+ROOM = 1 << 26
 """Scores of tiles that are held at a time."""
+NEAR = 1 << 22
+"""The same on a CPU, where caches are to hold them."""
 
 
 @dataclass(frozen=True)
@@ -85,20 +87,23 @@ class XAttention(Prefill):
         """m(b, c), of blocks with a query."""
         (rows, group, queries, _), tokens, s = q.shape, k.shape[1], self.stride
         lead, per = (tokens - queries) % self.block, self.block // s
-        q = F.pad(q, (0, 0, lead, -(lead + queries) % self.block))
+        q = F.pad(q * (scale / s), (0, 0, lead, -(lead + queries) % self.block))
         q = q.unflatten(2, (-1, s)).flip(3).flatten(3)  # [row, group, tile, S dim], each tile from its last query
         k = F.pad(k, (0, 0, 0, -tokens % self.block)).unflatten(1, (-1, s))
         k = torch.where(torch.arange(k.shape[1], device=k.device)[:, None, None] % 2 == 1, k.roll(-1, 2), k).flatten(2)
-        there = torch.arange(q.shape[2], device=q.device)
+        tiles, before = q.shape[2], k.shape[1] - q.shape[2]
+        out = q.new_zeros(rows, group, tiles, k.shape[1] // per, dtype=torch.float32)
+        room = ROOM if q.is_cuda else NEAR
+        step = min(max(1, room // (rows * group * k.shape[1] * per)) * per, tiles)
+        late = torch.ones(step, step, dtype=torch.bool, device=q.device).triu(1)
+        for t in range(0, tiles, step):
+            n = min(step, tiles - t)
+            scores = (q[:, :, t : t + n].flatten(1, 2) @ k[:, : before + t + n].mT).float().unflatten(1, (group, n))
+            scores[..., before + t :].masked_fill_(late[:n, :n], -torch.inf)
+            scores.sub_(scores.amax(3, keepdim=True)).exp_()
+            blocks = scores.unflatten(3, (-1, per)).sum(4)
+            out[:, :, t : t + n, : blocks.shape[3]] = blocks / blocks.sum(3, keepdim=True)
+        there = torch.arange(tiles, device=q.device)
         there = (there >= lead // s) & (there < -(-(lead + queries) // s))
-        at = torch.arange(k.shape[1] - q.shape[2], k.shape[1], device=q.device)
-        out = q.new_zeros(rows, group, q.shape[2] // per, k.shape[1] // per, dtype=torch.float32)
-        step = max(1, ROOM // (rows * group * k.shape[1] * per))
-        for b in range(0, out.shape[2], step):
-            some = slice(b * per, min((b + step) * per, q.shape[2]))
-            end = int(k.shape[1] - q.shape[2]) + some.stop
-            seen = torch.arange(end, device=q.device) <= at[some, None]
-            scores = (q[:, :, some].flatten(1, 2) @ k[:, :end].mT).float().mul_(scale / s).unflatten(1, (group, -1))
-            p = scores.masked_fill_(~seen, -torch.inf).softmax(3) * there[some, None]
-            out[:, :, b : b + step, : end // per] = p.unflatten(3, (-1, per)).sum(4).unflatten(2, (-1, per)).sum(3)
+        out = (out * there[:, None]).unflatten(2, (-1, per)).sum(3)
         return out
