@@ -69,7 +69,7 @@ SMALL: dict[str, str] = {
     "duo": "duo(sinks=2, recent=10)",
     "exact": "exact",
     "ashape": "ashape(sinks=2, local=12)",
-    "xattention": "xattention(threshold=0.6, stride=4, block=8)",
+    "xattention": "xattention(threshold=0.6, stride=4, block=8, last=4)",
     "dense": "dense",
     "kivi": "kivi(bits=4, group=8, residual=8)",
     "quantspec": "quantspec(group=8, residual=8)",

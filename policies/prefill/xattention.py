@@ -5,17 +5,19 @@
     m(b, c) = sum of p over the tiles of query block b and token block c
 
     block b reads the fewest blocks c <= b that hold `threshold` of sum_c m(b, c); the first and its own among them
+    the prompt's last `last` queries read everything
 
 A tile's sum is a product of two vectors of S d numbers, so the estimate costs 1 / (2 S) of the attention it is made of.
 
 Deviations: the paper says that every vertical and every slanted line of a map crosses each tile's antidiagonal, but where
 S is even, query and token are an odd distance apart on all of these: a line at an even distance is never met. Here every
-second tile's antidiagonal is moved by one token, so that each line is met, the slanted ones in every second tile. The
-official `keep_sink` marks the first block's queries, here it is the first block of tokens that all read, as the paper says.
-One threshold for all heads; the tables found per head of Llama are not in here. Blocks count from a row's first token and
-rows of a batch choose by themselves, so that padding changes nothing; the code takes one sequence. A prompt may come in
-chunks: where these end with blocks the choices are those of the whole prompt, and a block that a chunk's end divides
-chooses twice.
+second tile's antidiagonal is moved by one token, so that each line is met, the slanted ones in every second tile. A block
+reads what most of its queries look at, and the few that look something up for an answer are outvoted; the last queries, a
+question among them, therefore read everything, as in SeerAttention (arXiv:2410.13276). `last=0` is the paper's. The official
+`keep_sink` marks the first block's queries, here it is the first block of tokens that all read, as the paper says. One
+threshold for all heads; the tables found per head of Llama are not in here. Blocks count from a row's first token and rows
+of a batch choose by themselves, so that padding changes nothing; the code takes one sequence. A prompt may come in chunks:
+where these end with blocks the choices are those of the whole prompt, and a block that a chunk's end divides chooses twice.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class XAttention(Prefill):
         threshold: share of a block's estimated attention that the blocks it reads hold. A fraction; 1 reads everything.
         stride: S, side of the tiles that are summed along their antidiagonals. Tokens; a part of `block`.
         block: tokens of a block. A multiple of 8.
+        last: a prompt's last queries, which read everything. Tokens.
     """
 
     chooses: ClassVar[bool] = True
@@ -54,11 +57,13 @@ class XAttention(Prefill):
     threshold: float = 0.9
     stride: int = 8
     block: int = 128
+    last: int = 128
 
     def __post_init__(self) -> None:
         check_share(self, threshold=self.threshold)
         check_count(self, least=1, stride=self.stride)
         check_count(self, least=8, block=self.block)
+        check_count(self, last=self.last)
         if self.block % 8 or self.block % self.stride:
             raise PolicyError(
                 f"XAttention: block={self.block} must be a multiple of 8 and of stride={self.stride}; "
@@ -68,6 +73,10 @@ class XAttention(Prefill):
     @property
     def exact(self) -> bool:
         return False
+
+    @property
+    def whole(self) -> int:
+        return self.last
 
     def choose(
         self, q: Float[Tensor, "row group query dim"], k: Float[Tensor, "row token dim"], scale: float
