@@ -123,8 +123,9 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, prefill: Prefill, last: int, call: 
         k, v = (torch.cat([x.gather(1, at.expand(-1, -1, x.shape[2])), x], 1) for x in (k, v))
         place = torch.arange(k.shape[1], device=k.device, dtype=torch.int32).expand(k.shape[:2])
     q = F.pad(q[:, :, :some], (0, 0, lead, 0))
-    options = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks, "block": block}
-    out = span_attention(q, k, v, place[:, : k.shape[1]], spans, **options)[:, :, lead:]
+    out = span_attention(
+        q, k, v, place[:, : k.shape[1]], spans, scale=call.scale, softcap=call.softcap, sinks=call.sinks, block=block
+    )[:, :, lead:]
     return out if whole is None else torch.cat([out, whole], 2)
 
 

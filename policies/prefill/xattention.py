@@ -101,7 +101,9 @@ class XAttention(Prefill):
         k = F.pad(k, (0, 0, 0, -tokens % self.block)).unflatten(1, (-1, s))
         k = torch.where(torch.arange(k.shape[1], device=k.device)[:, None, None] % 2 == 1, k.roll(-1, 2), k).flatten(2)
         tiles, before = q.shape[2], k.shape[1] - q.shape[2]
-        out = q.new_zeros(rows, group, tiles, k.shape[1] // per, dtype=torch.float32)
+        out = q.new_zeros(rows, group, tiles // per, k.shape[1] // per, dtype=torch.float32)
+        there = torch.arange(tiles, device=q.device)
+        there = (there >= lead // s) & (there < -(-(lead + queries) // s))
         room = ROOM if q.is_cuda else NEAR
         step = min(max(1, room // (rows * group * k.shape[1] * per)) * per, tiles)
         late = torch.ones(step, step, dtype=torch.bool, device=q.device).triu(1)
@@ -111,8 +113,6 @@ class XAttention(Prefill):
             scores[..., before + t :].masked_fill_(late[:n, :n], -torch.inf)
             scores.sub_(scores.amax(3, keepdim=True)).exp_()
             blocks = scores.unflatten(3, (-1, per)).sum(4)
-            out[:, :, t : t + n, : blocks.shape[3]] = blocks / blocks.sum(3, keepdim=True)
-        there = torch.arange(tiles, device=q.device)
-        there = (there >= lead // s) & (there < -(-(lead + queries) // s))
-        out = (out * there[:, None]).unflatten(2, (-1, per)).sum(3)
+            blocks *= there[t : t + n, None] / blocks.sum(3, keepdim=True)
+            out[:, :, t // per : (t + n) // per, : blocks.shape[3]] = blocks.unflatten(2, (-1, per)).sum(3)
         return out
