@@ -35,7 +35,12 @@ class Evidence(Recall):
             return (position >= 0)[:, None]  # the newest token comes after all others
         seen = (position >= 0)[:, None] & (position[:, None] <= at[:, None])
         allowed = self.stack.prefill.visible(at, position, self.first) if prompt else None
-        return seen if allowed is None else seen & allowed
+        return seen if allowed is None else seen & (allowed | (at >= self.exact_from)[:, None])
+
+    @property
+    def exact_from(self) -> int:
+        """Where the prompt's last queries begin, which read everything under any prefill method."""
+        return max(self.seen, self.session.prompt_end or 0) - self.stack.prefill.whole
 
     def observe(
         self, q: Float[Tensor, "row group query dim"], call: Call, valid: Bool[Tensor, "row query"] | None = None
@@ -79,7 +84,15 @@ class Evidence(Recall):
         by_slot, band = self.banded()
         if by_slot:
             slots = at - (self.seen - k.shape[1])
-            mass = column_mass(q, k, position, slots, real, band=band, **call._asdict())
+            late = at >= self.exact_from if band is not None and self.stack.prefill.whole else None
+
+            def count(some: Tensor | slice, band: Band | None) -> Tensor:
+                return column_mass(q[:, :, some], k, position, slots[some], real[:, some], band=band, **call._asdict())
+
+            if late is None or not bool(late.any()):
+                mass = count(slice(None), band)
+            else:
+                mass = count(late, None) + (0 if bool(late.all()) else count(~late, band))
         else:
             mass = masked(q, k, lambda n: self.visible(at[n], position, prompt=True) & real[:, n, None], *call)
         if before is not None:

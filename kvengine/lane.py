@@ -95,11 +95,14 @@ class Lane(Evidence):
         k, v, position, _ = self.everything()
         k, v = self.turned(k, self.shift()).to(q.dtype), v.to(q.dtype)  # codes are decoded in more than the model has
         clean = self.tail.clean and (self.pages is None or self.pages.clean)
-        if (prefill := self.stack.prefill).chooses:
-            to_come = max(0, (self.session.prompt_end or 0) - self.seen)
-            last = max(0, prefill.whole - to_come)
-            return ops.chosen(q, k, v, None if clean else position >= 0, prefill, last, call)
-        return ops.by_slot(q, k, v, position, clean, *call, band)
+        some, n = max(0, min(q.shape[2], self.exact_from - self.seen + q.shape[2])), q.shape[2]
+        if self.stack.prefill.chooses:
+            return ops.chosen(q, k, v, None if clean else position >= 0, self.stack.prefill, n - some, call)
+        if band is None or some in (0, n):
+            return ops.by_slot(q, k, v, position, clean, *call, band if some else None)
+        held = k.shape[1] - (n - some)
+        first = ops.by_slot(q[:, :, :some], k[:, :held], v[:, :held], position[:, :held], clean, *call, band)
+        return torch.cat([first, ops.by_slot(q[:, :, some:], k, v, position, clean, *call)], 2)
 
     def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
         """The prompt has ended: judge it, and seal what overflows the tail."""

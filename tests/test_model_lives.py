@@ -43,7 +43,9 @@ MORE = {
         "d2o(budget=24, shares='measured')", "elastic(budget=0.4)", "elastic(budget=24, offset=3)",
     ],
     "routing": ["duo(sparsity=0.25, sinks=1, recent=8)", "duo(sinks=2, recent=10, prompt='streaming')"],
-    "prefill": ["ashape(sinks=0, local=8)", "xattention(threshold=0.3, stride=2, block=16, last=0)"],
+    "prefill": [
+        "ashape(sinks=0, local=8)", "ashape(sinks=1, local=6, last=5)", "xattention(threshold=0.3, stride=2, block=16, last=0)",
+    ],
     "representation": [
         "kivi(bits=2, group=8, residual=8)", "quantspec(bits=4, group=8, residual=8)",
         "turboquant(bits=3, residual=8)", "zipcache(block=8, probes=0.5)",
@@ -150,8 +152,9 @@ def close(name: str, found: Tensor, want: Tensor) -> None:
 
 
 def chooses(text: str) -> bool:
-    """Whether it matters where chunks of a prompt end."""
-    return Stack.parse(text).prefill.chooses
+    """Whether it matters where chunks of a prompt end, if only to rows with padding to come."""
+    prefill = Stack.parse(text).prefill
+    return prefill.chooses or prefill.whole > 0
 
 
 def live(name: str, text: str, lossless: bool, script: Script, seed: int) -> None:

@@ -23,6 +23,7 @@ STACKS = {  # and whether the kernel reads their first prompt, and those after i
     "tova(budget=24)": (True, True),
     "zipcache(block=16)": (True, True),
     "ashape(sinks=2, local=9) + h2o(budget=24)": (True, False),
+    "ashape(sinks=2, local=9, last=6) + h2o(budget=24)": (True, False),
 }
 CALLS = {
     "plain": Call(0.25),

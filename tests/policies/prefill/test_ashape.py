@@ -18,6 +18,18 @@ def test_the_prompt_sees_sinks_and_a_band(chunks: tuple[int, ...]) -> None:
     torch.testing.assert_close(out[:, 60:], plain(tokens, 60))  # decoding reads everything
 
 
+@pytest.mark.parametrize("chunks", [(), (11, 30), (50,), (57,)])
+@pytest.mark.parametrize("last", [1, 5, 60, 100])
+def test_the_last_queries_read_everything(last: int, chunks: tuple[int, ...]) -> None:
+    tokens, text = draw(61), f"ashape(sinks=3, local=7, last={last})"
+    band, full = (run(policy, tokens, 60).out for policy in ("ashape(sinks=3, local=7)", "full"))
+    out, some = run(text, tokens, 60, chunks=chunks).out, max(0, 60 - last)
+    torch.testing.assert_close(out[:, :some], band[:, :some])
+    torch.testing.assert_close(out[:, some:], full[:, some:])
+    longer, valid = padded(tokens, 13)
+    torch.testing.assert_close(run(text, longer, 73, valid=valid).out[:, 13:], out)
+
+
 def test_padding_is_no_sink() -> None:
     tokens = draw(60)
     longer, valid = padded(tokens, 13)
