@@ -110,7 +110,7 @@ def chosen(
 def _chosen(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, sinks: Tensor | None, prefill: Prefill
 ) -> Tensor:
-    spans, block, columns = prefill.choose(q, k, scale)
+    spans, block, columns = prefill.choose(q.detach(), k.detach(), scale)
     lead = (k.shape[1] - q.shape[2]) % block  # blocks begin before the queries
     if columns is not None:
         at = columns[..., None].long()

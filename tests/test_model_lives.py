@@ -43,7 +43,10 @@ MORE = {
         "d2o(budget=24, shares='measured')", "elastic(budget=0.4)", "elastic(budget=24, offset=3)",
     ],
     "routing": ["duo(sparsity=0.25, sinks=1, recent=8)", "duo(sinks=2, recent=10, prompt='streaming')"],
-    "prefill": ["ashape(sinks=0, local=8)", "xattention(threshold=0.3, stride=2, block=16)"],
+    "prefill": [
+        "ashape(sinks=0, local=8)", "xattention(threshold=0.3, stride=2, block=16)",
+        "vertical_slash(vertical=0.2, slash=0.1, sinks=0, recent=1, block=16)",
+    ],
     "representation": [
         "kivi(bits=2, group=8, residual=8)", "quantspec(bits=4, group=8, residual=8)",
         "turboquant(bits=3, residual=8)", "zipcache(block=8, probes=0.5)",

@@ -33,11 +33,6 @@ from kvengine.kernels.span_attention import block_spans
 from kvengine.policies._budget import check_count, check_share
 from kvengine.policies.prefill import Choice, Prefill, _blocks
 
-ROOM = 1 << 26
-"""Scores of tiles that are held at a time."""
-NEAR = 1 << 22
-"""The same on a CPU, where caches are to hold them."""
-
 
 @dataclass(frozen=True)
 class XAttention(Prefill):
@@ -93,8 +88,7 @@ class XAttention(Prefill):
         k = torch.where(torch.arange(k.shape[1], device=k.device)[:, None, None] % 2 == 1, k.roll(-1, 2), k).flatten(2)
         tiles, before = q.shape[2], k.shape[1] - q.shape[2]
         out = q.new_zeros(rows, group, tiles, k.shape[1] // per, dtype=torch.float32)
-        room = ROOM if q.is_cuda else NEAR
-        step = min(max(1, room // (rows * group * k.shape[1] * per)) * per, tiles)
+        step = min(max(1, _blocks.room(q) // (rows * group * k.shape[1] * per)) * per, tiles)
         late = torch.ones(step, step, dtype=torch.bool, device=q.device).triu(1)
         for t in range(0, tiles, step):
             n = min(step, tiles - t)
