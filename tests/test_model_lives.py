@@ -46,6 +46,7 @@ MORE = {
     "prefill": [
         "ashape(sinks=0, local=8)", "xattention(threshold=0.3, stride=2, block=16)",
         "vertical_slash(vertical=0.2, slash=0.1, sinks=0, recent=1, block=16)",
+        "flexprefill(gamma=0.63, tau=0.0, min_budget=0.1, block=16)",
     ],
     "representation": [
         "kivi(bits=2, group=8, residual=8)", "quantspec(bits=4, group=8, residual=8)",

@@ -12,6 +12,8 @@ are one span, and columns inside of these are not read twice. The other columns 
 
 Defaults: its configuration for Llama 3.1 8B, which has 512 columns and 2048 diagonals for every head; 30 and 100 of them
 always, 64 queries, blocks of 64, as in the code for all models. Budgets per head that its search found are not in here.
+They are for long prompts: windows of 2048 diagonals that are far apart cover 131072 tokens, so a shorter prompt is read
+nearly whole unless `slash` is less.
 
 Differs from the official code: where windows overlap, it reads whole blocks of 64 from the first one on, up to 63 tokens
 more than their union, and the first 64 tokens whole if a diagonal ends in them; here a span is the union. All of the
