@@ -1,15 +1,16 @@
-"""Everything that needs a GPU, in one run: the tests on the device, the kernels against their peers, a whole model.
+"""Everything that needs a GPU, in one run: the tests on the device, the kernels against their peers, prompts, a whole model.
 
     python -P benchmarks/gpu.py --out benchmarks/results
-    python -P benchmarks/gpu.py --only kernels --out ...    one part; parts: tests, kernels, model, tune
+    python -P benchmarks/gpu.py --only kernels --out ...    one part; parts: tests, kernels, prefill, model, tune
     python -P benchmarks/gpu.py --dry --out DRY              the same on a CPU, small: to see that every part runs
 
-Writes `gpu_tests.txt`, `gpu_kernel_tests.txt`, `kernels_cuda.json`, `end_to_end.json`, what both should reach:
-`gpu_targets.json`, and which launches would be faster: `gpu_tune.json`. Each file grows as its part runs, so a run that is
-cut off keeps what it found. `kernels` and `model` take shapes that do not fit into the device's memory out, and name them.
-Where a command may last only minutes, give each part its own: by estimate `tests` take four, most of them for compiling,
-`kernels` six, `model` seven and `tune` two, on 16 cores. `--batches` and `--contexts` divide the longer two further; each such
-run wants an `--out` of its own, as it writes its files anew.
+Writes `gpu_tests.txt`, `gpu_kernel_tests.txt`, `kernels_cuda.json`, `prefill_cuda.json`, `end_to_end.json`, what kernels and
+model should reach: `gpu_targets.json`, and which launches would be faster: `gpu_tune.json`. Each file grows as its part runs,
+so a run that is cut off keeps what it found (but `prefill_cuda.json` is written at its end). `kernels` and `model` take shapes
+that do not fit into the device's memory out, and name them. Where a command may last only minutes, give each part its own:
+by estimate `tests` take four, most of them for compiling, `kernels` six, `prefill` one, `model` seven and `tune` two, on 16
+cores. `--batches` and `--contexts` divide the longer two further; each such run wants an `--out` of its own, as it writes its
+files anew.
 
 What must be there: torch with CUDA, triton, transformers, numpy, safetensors, jaxtyping (and its wadler-lindig), pytest
 and hypothesis; matplotlib for a picture, pytest-xdist to compile the tests' kernels on several cores, and pytest-timeout to
@@ -37,12 +38,13 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = 131072
-PARTS = ("tests", "kernels", "model", "tune")
-KERNELS, MODEL = "kernels_cuda.json", "end_to_end.json"
+PARTS = ("tests", "kernels", "prefill", "model", "tune")
+KERNELS, PREFILL, MODEL = "kernels_cuda.json", "prefill_cuda.json", "end_to_end.json"
 MOST_FAILURES = "40"
 MARK = "pytest.mark." + "gpu"
 DRY = {
     "kernels": ["--device", "cpu", "--lengths", "2048", "--dtypes", "bfloat16", "--rounds", "2", "--cold", "1"],
+    "prefill": ["--lengths", "512"],
     "model": ["--device", "cpu", "--shape", "tiny", "--lengths", "96", "--steps", "2"],
 }
 
@@ -84,8 +86,10 @@ def measure(out: Path, args: argparse.Namespace) -> None:
     cold = ["--rounds", "50", "--cold", str(1 << 30)]  # many times what any last-level cache holds
     shapes = ["--device", "cuda", "--batches", *args.batches, "--lengths", *args.lengths, "--dtypes", "bfloat16", *cold]
     model = ["--device", "cuda", "--lengths", args.contexts]
+    prompts = ["--device", "cuda", "--lengths", f"8192,32768,{LONG}"]
     commands = {
         "kernels": ["benchmarks/kernels.py", "--out", str(out / KERNELS), *(DRY["kernels"] if args.dry else shapes)],
+        "prefill": ["benchmarks/prefill.py", "--out", str(out / PREFILL), *(DRY["prefill"] if args.dry else prompts)],
         "model": ["benchmarks/end_to_end.py", "--out", str(out / MODEL), *(DRY["model"] if args.dry else model)],
         "tune": ["benchmarks/gpu_tune.py", "--out", str(out / "gpu_tune.json"), *(["--dry"] if args.dry else [])],
     }

@@ -1,9 +1,18 @@
-"""What skipping saves of a prompt's attention: bands (A-shape, streaming heads) and block-sparse spans against causal.
+"""What skipping saves of a prompt's attention: bands (A-shape, streaming heads), blocks, and methods that choose what to read.
 
     python -P benchmarks/prefill.py [--lengths 4096,8192,16384,32768] [--threads 2] [--cpu-time] [--out FILE.json]
+    python -P benchmarks/prefill.py --device cuda [--lengths 8192,32768,131072] --out FILE.json
 
-8 query and 2 KV heads of 128, float32, one sequence. Dense is torch's fused causal attention of the whole prompt. The
-ideal is the ratio of (query, token) pairs. Candidates take turns; the best of three rounds up to 8192 tokens, one after.
+One sequence; on a CPU 8 query and 2 KV heads of 128 in float32, on a GPU 32 and 8 in bfloat16. Dense is torch's fused causal
+attention of the whole prompt. The ideal is the ratio of (query, token) pairs. Candidates take turns; the best of three
+rounds up to 8192 tokens, one after; on a GPU always three.
+
+Methods that choose are given what they were made for: each query head looks at two tokens, and along three lines at fixed
+distances, which hold about nine tenths of its attention. Their times include choosing, and `error` is how far their output
+is from dense attention's (of whole vectors, relative).
+
+On a CPU, also the bundled model's whole prompts, of a novel, under the full cache and under prefill methods; the ideal is of
+its attention alone.
 """
 
 from __future__ import annotations
@@ -12,37 +21,79 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import kvengine
+from kvengine import _ops as ops
 from kvengine.kernels.causal_attention import causal_attention
 from kvengine.kernels.span_attention import BLOCK, Band, band_spans, causal_spans, span_attention
+from kvengine.policies.prefill import Choice, Prefill
+from kvengine.session import Call
+from kvengine.stack import Stack
 
-HEADS, GROUP, DIM = 2, 4, 128
+GROUP, DIM, HEADS = 4, 128, {"cpu": 2, "cuda": 8}
 SHAPES = {"A-shape, 128 + 1024": (128, 1024), "streaming heads, 64 + 256": (64, 256)}
 SPARSE, KEPT, CHUNKS = "block-sparse, 1/8 of the blocks", 8, 8
+METHODS = ("xattention",)
+MODEL = ("ashape", "xattention(threshold=0.8)", "xattention", "xattention(threshold=0.95)")
+LOOKS = 1.3  # how strongly a query looks at each of its tokens
 
 
-def sparse_spans(length: int) -> Tensor:
+def sparse_spans(heads: int, length: int) -> Tensor:
     """Per row and block of queries: the first and its own block, and every eighth between, another for each row."""
     blocks = length // BLOCK
-    spans = torch.zeros(HEADS, blocks, blocks // KEPT + 3, 2, dtype=torch.int64)
-    for row in range(HEADS):
+    spans = torch.zeros(heads, blocks, blocks // KEPT + 3, 2, dtype=torch.int64)
+    for row in range(heads):
         for b in range(blocks):
             chosen = sorted({0, b, *range((row + b) % KEPT, b, KEPT)})
             spans[row, b, : len(chosen)] = torch.tensor([[c * BLOCK, (c + 1) * BLOCK] for c in chosen])
     return spans
 
 
-def pairs(spans: Tensor, length: int) -> float:
+def planted(heads: int, length: int, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries that look at two tokens and along three lines, other ones for each head; keys, values."""
+    k, v = (torch.randn(heads, length, DIM, generator=rng) for _ in range(2))
+    q = 0.3 * torch.randn(heads, GROUP, length, DIM, generator=rng)
+    for r in range(heads):
+        for h in range(GROUP):
+            for column in torch.randint(0, length // 8, (2,), generator=rng):
+                q[r, h] += LOOKS * k[r, column]
+            for distance in torch.randint(0, length // 2, (3,), generator=rng):
+                q[r, h, distance:] += LOOKS * k[r, : length - int(distance)]
+    return q, k, v
+
+
+def pairs(spans: Tensor, block: int, length: int) -> float:
     """Of the causal (query, token) pairs, the share that the spans hold; whole blocks are counted."""
-    return float((spans[..., 1] - spans[..., 0]).clamp(min=0).sum()) / len(spans) * BLOCK / (length * length / 2)
+    return float((spans[..., 1] - spans[..., 0]).clamp(min=0).sum()) / len(spans) * block / (length * length / 2)
+
+
+@contextmanager
+def counting(text: str) -> Iterator[list[float]]:
+    """Collects, wherever the policy chooses what a prompt reads, the share of pairs that are read."""
+    shares: list[float] = []
+    prefill = Stack.parse(text).prefill
+    choose = type(prefill).choose
+
+    def counted(self: Prefill, q: Tensor, k: Tensor, scale: float) -> Choice:
+        found, length = choose(self, q, k, scale), k.shape[1]
+        last = min(length, self.whole)
+        shares.append(
+            pairs(found.spans[:, : -(-(length - last) // found.block)], found.block, length) + 2 * last / length
+        )
+        return found
+
+    with mock.patch.object(type(prefill), "choose", counted):
+        yield shares
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Tensor:
@@ -58,7 +109,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
         return torch.cat([attend(q[:, :, end - step : end], k[:, :end], v[:, :end]) for end in ends], 2)
 
     def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = torch.ones(q.shape[2], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[2])
+        mask = torch.ones(q.shape[2], k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - q.shape[2])
         wide = (q.flatten(0, 1)[None], k[None], v[None])
         return F.scaled_dot_product_attention(*wide, attn_mask=mask, enable_gqa=True)[0].view_as(q)
 
@@ -69,46 +120,115 @@ def chunked(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def cases(length: int) -> dict[str, tuple[float, Callable[[], Tensor]]]:
+Way = tuple[float, Callable[[], Tensor]]
+
+
+def cases(length: int, device: str) -> dict[str, Way]:
     """For each way: the share of pairs it computes, and the call."""
-    rng = torch.Generator().manual_seed(0)
-    q = torch.randn(HEADS, GROUP, length, DIM, generator=rng)
-    k, v = (torch.randn(HEADS, length, DIM, generator=rng) for _ in range(2))
-    position, first = torch.arange(length, dtype=torch.int32).repeat(HEADS, 1), torch.zeros(HEADS, dtype=torch.int64)
+    rng, heads = torch.Generator().manual_seed(0), HEADS[device]
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = (x.to(device, dtype) for x in planted(heads, length, rng))
+    position = torch.arange(length, dtype=torch.int32, device=device).repeat(heads, 1)
+    first = torch.zeros(heads, dtype=torch.int64, device=device)
     stock = q.flatten(0, 1)[None], k[None], v[None]
 
-    def way(spans: Tensor, band: Band | None) -> tuple[float, Callable[[], Tensor]]:
-        return pairs(spans, length), lambda: span_attention(q, k, v, position, spans, scale=DIM**-0.5, band=band)
+    def way(spans: Tensor, band: Band | None) -> Way:
+        call = partial(span_attention, q, k, v, position, spans.to(device), scale=DIM**-0.5, band=band)
+        return pairs(spans, BLOCK, length), call
 
-    found = {"dense": (1.0, lambda: F.scaled_dot_product_attention(*stock, is_causal=True, enable_gqa=True))}
-    found["dense, our kernel"] = 1.0, lambda: ours(q, k, v)
-    found |= {f"dense, in {CHUNKS} chunks, {how}": (1.0, call) for how, call in chunked(q, k, v).items()}
+    def dense() -> Tensor:
+        return F.scaled_dot_product_attention(*stock, is_causal=True, enable_gqa=True)[0].view_as(q)
+
+    found: dict[str, Way] = {"dense": (1.0, dense)}
+    if device == "cpu":
+        found["dense, our kernel"] = 1.0, lambda: ours(q, k, v)
+        found |= {f"dense, in {CHUNKS} chunks, {how}": (1.0, call) for how, call in chunked(q, k, v).items()}
     found["causal, in blocks"] = way(causal_spans(length, length, q.device), None)
     for name, shape in SHAPES.items():
         band = Band(first, *shape)
         found[name] = way(band_spans(length, length, band), band)
-    found[SPARSE] = way(sparse_spans(length), None)
+    found[SPARSE] = way(sparse_spans(heads, length), None)
+    for text in METHODS:
+        method = Stack.parse(text).prefill
+        call = partial(ops.chosen, q, k, v, None, method, method.whole, Call(DIM**-0.5))
+        with counting(text) as shares:
+            call()
+        found[f"`{text}`, lines"] = shares[0], call
     return found
 
 
 @torch.inference_mode()
-def at(length: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
+def at(length: int, device: str, clock: Callable[[], float]) -> list[dict[str, Any]]:
     """All ways at one length."""
-    found, best = cases(length), {}
-    for _ in range(3 if length <= 8192 else 1):
+    found, best, error = cases(length, device), {}, {}
+    want = found["dense"][1]()
+    for name in (name for name in found if name.startswith("`")):
+        error[name] = float((found[name][1]() - want).norm() / want.norm())
+
+    def now() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return clock()
+
+    for _ in range(3 if length <= 8192 or device == "cuda" else 1):
         for name, (_, call) in found.items():
-            begin = clock()
+            begin = now()
             call()
-            best[name] = min(best.get(name, float("inf")), clock() - begin)
+            best[name] = min(best.get(name, float("inf")), now() - begin)
     return [
-        {"way": name, "length": length, "ms": 1e3 * best[name], "speed": best["dense"] / best[name], "ideal": 1 / share}
+        {"way": name, "length": length, "ms": 1e3 * best[name], "speed": best["dense"] / best[name], "ideal": 1 / share,
+         "error": error.get(name)}
         for name, (share, _) in found.items()
-    ]
+    ]  # fmt: skip
+
+
+def prose(tokens: int) -> Tensor:
+    """A prompt of so many tokens of the novel that the evaluation's needles are put into."""
+    from transformers import AutoTokenizer
+
+    from kvengine.evals import bundled_model  # what it needs may not be on a machine with a GPU
+
+    text = (Path(kvengine.__file__).parents[1] / "evals/tasks/data/alice.txt").read_text(encoding="utf-8")
+    return AutoTokenizer.from_pretrained(bundled_model())(text, return_tensors="pt").input_ids[:, :tokens]
+
+
+def skipped(text: str, length: int) -> float:
+    """The share of pairs that a band leaves."""
+    band = Stack.parse(text).prefill.band(torch.zeros(1, dtype=torch.int64))
+    return 1.0 if band is None else pairs(band_spans(length, length, band), BLOCK, length)
+
+
+@torch.inference_mode()
+def model(lengths: list[int], clock: Callable[[], float]) -> list[dict[str, Any]]:
+    """Whole prompts of the bundled model."""
+    from transformers import AutoModelForCausalLM
+
+    from kvengine.evals import bundled_model
+
+    rows, bundled = [], AutoModelForCausalLM.from_pretrained(bundled_model())
+    for length in lengths:
+        ids, seconds, share = prose(length), dict[str, float](), dict[str, float]()
+        for _ in range(3 if length <= 8192 else 2):
+            for text in ("full", *MODEL):
+                patched = kvengine.patch(bundled, text)
+                with counting(text) as shares:
+                    begin = clock()
+                    patched(ids, past_key_values=kvengine.EngineCache(patched), logits_to_keep=1)
+                    taken = clock() - begin  # choices are counted in it: some microseconds
+                seconds[text] = min(seconds.get(text, float("inf")), taken)
+                share[text] = sum(shares) / len(shares) if shares else skipped(text, length)
+        rows += [
+            {"way": f"bundled model, `{text}`", "length": length, "ms": 1e3 * s, "speed": seconds["full"] / s,
+             "ideal": 1 / share[text], "error": None}
+            for text, s in seconds.items()
+        ]  # fmt: skip
+    return rows
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=HEADS, default="cpu")
     parser.add_argument("--lengths", default="4096,8192,16384,32768")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true", help="processor time, for one thread on a busy machine")
@@ -116,20 +236,30 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     clock, rows = time.process_time if given.cpu_time else time.perf_counter, []
-    for length in map(int, given.lengths.split(",")):
-        for row in at(length, clock):
-            rows.append(row)
-            print(
-                f"{length:6} {row['way']:34} {row['ms']:9.1f} ms {row['speed']:6.2f} x, ideal {row['ideal']:6.2f}",
-                flush=True,
-            )
+    lengths = [int(length) for length in given.lengths.split(",")]
+
+    def add(found: list[dict[str, Any]]) -> None:
+        rows.extend(found)
+        for row in found:
+            error = "" if row["error"] is None else f", error {row['error']:.3f}"
+            about = f"{row['ms']:9.1f} ms {row['speed']:6.2f} x, ideal {row['ideal']:6.2f}{error}"
+            print(f"{row['length']:6} {row['way']:42} {about}", flush=True)
+
+    for length in lengths:
+        add(at(length, given.device, clock))
+    if given.device == "cpu":
+        add(model([length for length in lengths if length <= 16384], clock))
+    heads = HEADS[given.device]
+    where = f"{given.threads} CPU cores" if given.device == "cpu" else torch.cuda.get_device_name()
     result = {
-        "command": f"python -P benchmarks/prefill.py --lengths {given.lengths} --threads {given.threads}"
+        "command": f"python -P benchmarks/prefill.py --lengths {given.lengths}"
+        + (f" --threads {given.threads}" if given.device == "cpu" else " --device cuda")
         + " --cpu-time" * given.cpu_time,
-        "machine": f"{given.threads} CPU cores, torch {torch.__version__}, Python {platform.python_version()}; "
-        f"{HEADS * GROUP} query and {HEADS} KV heads of {DIM}, float32{', processor time' * given.cpu_time}",
+        "machine": f"{where}, torch {torch.__version__}, Python {platform.python_version()}; "
+        f"{heads * GROUP} query and {heads} KV heads of {DIM}, "
+        f"{'float32' if given.device == 'cpu' else 'bfloat16'}{', processor time' * given.cpu_time}",
         "columns": {"attention of the prompt": "way", "tokens": "length", "time (ms)": "ms:.0f",
-                    "speed-up over dense": "speed:.2f", "ideal by pairs": "ideal:.2f"},
+                    "speed-up over dense": "speed:.2f", "ideal by pairs": "ideal:.2f", "error": "error:.3f"},
         "rows": rows,
     }  # fmt: skip
     given.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -13,6 +13,7 @@ from kvengine.kernels.dispatch import native_refusal
 from kvengine.kernels.span_attention import Band, band_spans, causal_spans, span_attention
 from kvengine.kernels.state import State, rescaled
 from kvengine.policies.prefill import Prefill
+from kvengine.session import Call
 
 
 def whole(
@@ -85,40 +86,47 @@ def chosen(
     k: Float[Tensor, "row token dim"],
     v: Float[Tensor, "row token dim_v"],
     there: Bool[Tensor, "row token"] | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Float[Tensor, "row group"] | None,
     prefill: Prefill,
+    last: int,
+    call: Call,
 ) -> Float[Tensor, "row group query dim_v"]:
     """Attention of the last tokens to those that a prefill method chooses. `there`: which slots hold a token; None: all.
 
-    Rows whose tokens are in the same slots go together, without the empty ones: so padding can change nothing.
+    `last`: of each row's queries, the last ones that read everything. Rows whose tokens are in the same slots go together,
+    without the empty ones: so padding can change nothing.
     """
     if there is None:
-        return _chosen(q, k, v, scale, softcap, sinks, prefill)
-    out, n = q.new_zeros(*q.shape[:3], v.shape[-1]), q.shape[2]
+        return _chosen(q, k, v, prefill, last, call)
+    out, before = q.new_zeros(*q.shape[:3], v.shape[-1]), k.shape[1] - q.shape[2]
     ends = [*((there[1:] != there[:-1]).any(1).nonzero()[:, 0] + 1).tolist(), len(there)]
     for start, end in zip([0, *ends], ends, strict=False):
         rows, held = slice(start, end), there[start].nonzero()[:, 0]
-        asked = held[held >= len(there[0]) - n] - (len(there[0]) - n)
+        asked = held[held >= before] - before
         if len(asked):
-            mine = q[rows, :, asked], k[rows, held], v[rows, held]
-            out[rows, :, asked] = _chosen(*mine, scale, softcap, None if sinks is None else sinks[rows], prefill)
+            mine = call if call.sinks is None else call._replace(sinks=call.sinks[rows])
+            out[rows, :, asked] = _chosen(q[rows, :, asked], k[rows, held], v[rows, held], prefill, last, mine)
     return out
 
 
-def _chosen(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, sinks: Tensor | None, prefill: Prefill
-) -> Tensor:
-    spans, block, columns = prefill.choose(q.detach(), k.detach(), scale)
-    lead = (k.shape[1] - q.shape[2]) % block  # blocks begin before the queries
+def _chosen(q: Tensor, k: Tensor, v: Tensor, prefill: Prefill, last: int, call: Call) -> Tensor:
+    some, tokens = max(0, q.shape[2] - last), k.shape[1]
+    place = torch.arange(tokens, device=k.device, dtype=torch.int32).expand(k.shape[:2])
+    whole = by_slot(q[:, :, some:], k, v, place, True, *call) if some < q.shape[2] else None
+    if whole is not None and not some:
+        return whole
+    spans, block, columns = prefill.choose(q, k, call.scale)
+    lead = (tokens - q.shape[2]) % block  # blocks begin before the queries
+    held = tokens - (q.shape[2] - some)
+    spans, k, v = spans[:, : -(-(lead + some) // block)], k[:, :held], v[:, :held]
     if columns is not None:
         at = columns[..., None].long()
         k, v = (torch.cat([x.gather(1, at.expand(-1, -1, x.shape[2])), x], 1) for x in (k, v))
-    position = torch.arange(k.shape[1], device=k.device, dtype=torch.int32).expand(k.shape[:2])
-    q = F.pad(q, (0, 0, lead, 0)) if lead else q
-    out = span_attention(q, k, v, position, spans, scale=scale, softcap=softcap, sinks=sinks, block=block)
-    return out[:, :, lead:]
+        place = torch.arange(k.shape[1], device=k.device, dtype=torch.int32).expand(k.shape[:2])
+    q = F.pad(q[:, :, :some], (0, 0, lead, 0))
+    out = span_attention(
+        q, k, v, place[:, : k.shape[1]], spans, scale=call.scale, softcap=call.softcap, sinks=call.sinks, block=block
+    )[:, :, lead:]
+    return out if whole is None else torch.cat([out, whole], 2)
 
 
 def causal_pays(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -95,8 +95,10 @@ class Lane(Evidence):
         k, v, position, _ = self.everything()
         k, v = self.turned(k, self.shift()).to(q.dtype), v.to(q.dtype)  # codes are decoded in more than the model has
         clean = self.tail.clean and (self.pages is None or self.pages.clean)
-        if self.stack.prefill.chooses:
-            return ops.chosen(q, k, v, None if clean else position >= 0, *call, self.stack.prefill)
+        if (prefill := self.stack.prefill).chooses:
+            to_come = max(0, (self.session.prompt_end or 0) - self.seen)
+            last = max(0, prefill.whole - to_come)
+            return ops.chosen(q, k, v, None if clean else position >= 0, prefill, last, call)
         return ops.by_slot(q, k, v, position, clean, *call, band)
 
     def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:

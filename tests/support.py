@@ -69,7 +69,7 @@ SMALL: dict[str, str] = {
     "duo": "duo(sinks=2, recent=10)",
     "exact": "exact",
     "ashape": "ashape(sinks=2, local=12)",
-    "xattention": "xattention(threshold=0.6, stride=4, block=8)",
+    "xattention": "xattention(threshold=0.6, stride=4, block=8, last=4)",
     "vertical_slash": "vertical_slash(vertical=5, slash=4, sinks=2, recent=2, window=16, block=8)",
     "flexprefill": "flexprefill(gamma=0.57, tau=0.25, min_budget=8, block=8)",
     "dense": "dense",

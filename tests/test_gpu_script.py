@@ -107,7 +107,10 @@ def test_red_tests_stop_it(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(gpu, "run", lambda command, log=None: 1)
     with pytest.raises(SystemExit, match="Nothing was measured"):
         gpu.tests(tmp_path, False)
-    with pytest.raises(SystemExit, match=r"kernels\.py, benchmarks/end_to_end\.py, benchmarks/gpu_tune\.py failed"):
+    with pytest.raises(
+        SystemExit,
+        match=r"kernels\.py, benchmarks/prefill\.py, benchmarks/end_to_end\.py, benchmarks/gpu_tune\.py failed",
+    ):
         gpu.measure(tmp_path, options(gpu, gpu.PARTS))
     with pytest.raises(SystemExit, match=r"^benchmarks/end_to_end\.py failed"):
         gpu.measure(tmp_path, options(gpu, ("model",)))

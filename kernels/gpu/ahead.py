@@ -140,10 +140,13 @@ def cases() -> dict[str, Callable[[], object]]:
         visible = torch.ones(ROWS, query, 256, dtype=torch.bool) if masked else None
         return lambda: attention(q, k, k, visible, 0.1, None if masked else 30.0, None, not masked)
 
-    def prompt(dtype: torch.dtype = bf16, dim: int = 128, local: int | None = None) -> Callable[[], object]:
+    def prompt(
+        dtype: torch.dtype = bf16, dim: int = 128, local: int | None = None, by_head: bool = False
+    ) -> Callable[[], object]:
         q, k = torch.zeros(ROWS, 4, 256, dim, dtype=dtype), torch.zeros(ROWS, 256, dim, dtype=dtype)
         band = None if local is None else Band(torch.zeros(ROWS, dtype=torch.int64), 16, local)
         spans = causal_spans(256, 256, k.device) if band is None else band_spans(256, 256, band)
+        spans = spans.repeat(4 * ROWS, 1, 1, 1) if by_head else spans
         return lambda: span_attention(q, k, k, position, spans, 0.1, band, None, None, 128)
 
     def mass(dtype: torch.dtype = bf16, dim: int = 128, band: Band | None = None) -> Callable[[], object]:
@@ -194,6 +197,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "zipcache, dim 256": pages("zipcache", 256),
         "zipcache, dim 512": pages("zipcache", 512),
         "prompt, causal": prompt(),
+        "prompt, each query head's spans": prompt(by_head=True),
         "prompt, band": prompt(local=64),
         "prompt, band, fp32": prompt(torch.float32, local=64),
         "prompt, dim 256": prompt(dim=256),

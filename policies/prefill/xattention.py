@@ -5,17 +5,19 @@
     m(b, c) = sum of p over the tiles of query block b and token block c
 
     block b reads the fewest blocks c <= b that hold `threshold` of sum_c m(b, c); the first and its own among them
+    the prompt's last `last` queries read everything
 
 A tile's sum is a product of two vectors of S d numbers, so the estimate costs 1 / (2 S) of the attention it is made of.
 
 Deviations: the paper says that every vertical and every slanted line of a map crosses each tile's antidiagonal, but where
 S is even, query and token are an odd distance apart on all of these: a line at an even distance is never met. Here every
-second tile's antidiagonal is moved by one token, so that each line is met, the slanted ones in every second tile. The
-official `keep_sink` marks the first block's queries, here it is the first block of tokens that all read, as the paper says.
-One threshold for all heads; the tables found per head of Llama are not in here. Blocks count from a row's first token and
-rows of a batch choose by themselves, so that padding changes nothing; the code takes one sequence. A prompt may come in
-chunks: where these end with blocks the choices are those of the whole prompt, and a block that a chunk's end divides
-chooses twice.
+second tile's antidiagonal is moved by one token, so that each line is met, the slanted ones in every second tile. A block
+reads what most of its queries look at, and the few that look something up for an answer are outvoted; the last queries, a
+question among them, therefore read everything, as in SeerAttention (arXiv:2410.13276). `last=0` is the paper's. The official
+`keep_sink` marks the first block's queries, here it is the first block of tokens that all read, as the paper says. One
+threshold for all heads; the tables found per head of Llama are not in here. Blocks count from a row's first token and rows
+of a batch choose by themselves, so that padding changes nothing; the code takes one sequence. A prompt may come in chunks:
+where these end with blocks the choices are those of the whole prompt, and a block that a chunk's end divides chooses twice.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class XAttention(Prefill):
         threshold: share of a block's estimated attention that the blocks it reads hold. A fraction; 1 reads everything.
         stride: S, side of the tiles that are summed along their antidiagonals. Tokens; a part of `block`.
         block: tokens of a block. A multiple of 8.
+        last: a prompt's last queries, which read everything. Tokens.
     """
 
     chooses: ClassVar[bool] = True
@@ -49,11 +52,13 @@ class XAttention(Prefill):
     threshold: float = 0.9
     stride: int = 8
     block: int = 128
+    last: int = 128
 
     def __post_init__(self) -> None:
         check_share(self, threshold=self.threshold)
         check_count(self, least=1, stride=self.stride)
         check_count(self, least=8, block=self.block)
+        check_count(self, last=self.last)
         if self.block % 8 or self.block % self.stride:
             raise PolicyError(
                 f"XAttention: block={self.block} must be a multiple of 8 and of stride={self.stride}; "
@@ -63,6 +68,10 @@ class XAttention(Prefill):
     @property
     def exact(self) -> bool:
         return False
+
+    @property
+    def whole(self) -> int:
+        return self.last
 
     def choose(
         self, q: Float[Tensor, "row group query dim"], k: Float[Tensor, "row token dim"], scale: float
@@ -87,7 +96,9 @@ class XAttention(Prefill):
         k = F.pad(k, (0, 0, 0, -tokens % self.block)).unflatten(1, (-1, s))
         k = torch.where(torch.arange(k.shape[1], device=k.device)[:, None, None] % 2 == 1, k.roll(-1, 2), k).flatten(2)
         tiles, before = q.shape[2], k.shape[1] - q.shape[2]
-        out = q.new_zeros(rows, group, tiles, k.shape[1] // per, dtype=torch.float32)
+        out = q.new_zeros(rows, group, tiles // per, k.shape[1] // per, dtype=torch.float32)
+        there = torch.arange(tiles, device=q.device)
+        there = (there >= lead // s) & (there < -(-(lead + queries) // s))
         step = min(max(1, _blocks.room(q) // (rows * group * k.shape[1] * per)) * per, tiles)
         late = torch.ones(step, step, dtype=torch.bool, device=q.device).triu(1)
         for t in range(0, tiles, step):
@@ -96,8 +107,6 @@ class XAttention(Prefill):
             scores[..., before + t :].masked_fill_(late[:n, :n], -torch.inf)
             scores.sub_(scores.amax(3, keepdim=True)).exp_()
             blocks = scores.unflatten(3, (-1, per)).sum(4)
-            out[:, :, t : t + n, : blocks.shape[3]] = blocks / blocks.sum(3, keepdim=True)
-        there = torch.arange(tiles, device=q.device)
-        there = (there >= lead // s) & (there < -(-(lead + queries) // s))
-        out = (out * there[:, None]).unflatten(2, (-1, per)).sum(3)
+            blocks *= there[t : t + n, None] / blocks.sum(3, keepdim=True)
+            out[:, :, t // per : (t + n) // per, : blocks.shape[3]] = blocks.unflatten(2, (-1, per)).sum(3)
         return out

@@ -98,7 +98,7 @@ def attended(tokens: Tokens, end: int, method: XAttention) -> Tensor:
     return torch.stack(outs, 1)[None]
 
 
-TEXT = "xattention(threshold=0.6, stride=4, block=8)"
+TEXT = "xattention(threshold=0.6, stride=4, block=8, last=0)"
 
 
 def test_the_prompt_reads_its_blocks_and_decoding_everything() -> None:
@@ -107,6 +107,20 @@ def test_the_prompt_reads_its_blocks_and_decoding_everything() -> None:
     torch.testing.assert_close(out[:, :61], attended(tokens, 61, method))
     assert (out[:, :61] - run("full", tokens, 61).out[:, :61]).abs().max() > 1e-2
     torch.testing.assert_close(out[:, 61:], plain(tokens, 61))
+
+
+@pytest.mark.parametrize("chunks", [(), (32,), (56,), (24, 40, 56)])
+@pytest.mark.parametrize("last", [1, 9, 100])
+def test_the_last_queries_read_everything(last: int, chunks: tuple[int, ...]) -> None:
+    tokens = draw(61)
+    first, want = run(TEXT, tokens, 60).out, run("full", tokens, 60).out
+    out = run(TEXT.replace("last=0", f"last={last}"), tokens, 60, chunks=chunks).out
+    some = max(0, 60 - last)
+    torch.testing.assert_close(out[:, :some], first[:, :some])
+    torch.testing.assert_close(out[:, some:], want[:, some:])
+    longer, valid = padded(tokens, 13)
+    late = run(TEXT.replace("last=0", f"last={last}"), longer, 73, valid=valid).out[:, 13:]
+    torch.testing.assert_close(late, out)
 
 
 def test_chunks_that_end_with_blocks_do_not_matter() -> None:
@@ -140,7 +154,8 @@ def test_a_greater_threshold_reads_more_and_one_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"block": 20}, {"stride": 3}, {"stride": 0}, {"threshold": 1.5}, {"block": 0}, {"stride": 256}]
+    "options",
+    [{"block": 20}, {"stride": 3}, {"stride": 0}, {"threshold": 1.5}, {"block": 0}, {"stride": 256}, {"last": -1}],
 )
 def test_refusals(options: dict[str, float]) -> None:
     with pytest.raises(PolicyError, match="XAttention"):
