@@ -98,7 +98,7 @@ class Lane(Evidence):
         if (prefill := self.stack.prefill).chooses:
             to_come = max(0, (self.session.prompt_end or 0) - self.seen)
             last = max(0, prefill.whole - to_come)
-            return ops.chosen(q, k, v, None if clean else position >= 0, prefill, last, call)
+            return ops.chosen(q, k, v, position, clean, prefill, last, call)
         return ops.by_slot(q, k, v, position, clean, *call, band)
 
     def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
