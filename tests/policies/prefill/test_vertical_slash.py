@@ -45,6 +45,11 @@ def test_the_official_index() -> None:
     assert sorted(int(columns[0, x]) for a, b in runs[0, 0].tolist() for x in range(a, b)) == [90, 130, 320, 400]
 
 
+def test_windows_that_touch_are_one() -> None:
+    _, windows = vertical_slash.lines(torch.tensor([[0]]), torch.tensor([[0, 8, 9, 18]]), torch.tensor([40]), 8)
+    assert windows.tolist() == [[[[31, 48], [22, 30]]]]
+
+
 @pytest.mark.parametrize(("queries", "tokens"), [(40, 40), (61, 61), (16, 80), (9, 61), (1, 33), (3, 61)])
 @pytest.mark.parametrize(
     "method",
@@ -52,6 +57,7 @@ def test_the_official_index() -> None:
     ids=["few", "parts", "other"],
 )
 def test_the_choice_is_the_papers(method: VerticalSlash, queries: int, tokens: int) -> None:
+    torch.manual_seed(queries)
     q, k = torch.randn(2, 3, queries, 16), torch.randn(2, tokens, 16)
     choice = method.choose(q, k, 0.5)
     found = read(choice, queries, tokens, 3)
