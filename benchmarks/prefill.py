@@ -43,8 +43,10 @@ from kvengine.stack import Stack
 GROUP, DIM, HEADS = 4, 128, {"cpu": 2, "cuda": 8}
 SHAPES = {"A-shape, 128 + 1024": (128, 1024), "streaming heads, 64 + 256": (64, 256)}
 SPARSE, KEPT, CHUNKS = "block-sparse, 1/8 of the blocks", 8, 8
-METHODS = ("xattention",)
-MODEL = ("ashape", "xattention(threshold=0.8)", "xattention", "xattention(threshold=0.95)")
+METHODS = ("xattention", "vertical_slash(slash=512)", "flexprefill")
+MODEL = (
+    "ashape", "ashape(last=128)", "xattention(threshold=0.8)", "xattention", "vertical_slash(slash=512)", "flexprefill",
+)  # fmt: skip
 LOOKS = 1.3  # how strongly a query looks at each of its tokens
 
 
@@ -150,7 +152,7 @@ def cases(length: int, device: str) -> dict[str, Way]:
     found[SPARSE] = way(sparse_spans(heads, length), None)
     for text in METHODS:
         method = Stack.parse(text).prefill
-        call = partial(ops.chosen, q, k, v, None, method, method.whole, Call(DIM**-0.5))
+        call = partial(ops.chosen, q, k, v, position, True, method, method.whole, Call(DIM**-0.5))
         with counting(text) as shares:
             call()
         found[f"`{text}`, lines"] = shares[0], call

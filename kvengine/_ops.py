@@ -85,48 +85,54 @@ def chosen(
     q: Float[Tensor, "row group query dim"],
     k: Float[Tensor, "row token dim"],
     v: Float[Tensor, "row token dim_v"],
-    there: Bool[Tensor, "row token"] | None,
+    position: Int[Tensor, "row token"],
+    clean: bool,
     prefill: Prefill,
     last: int,
     call: Call,
 ) -> Float[Tensor, "row group query dim_v"]:
-    """Attention of the last tokens to those that a prefill method chooses. `there`: which slots hold a token; None: all.
+    """Attention of the last tokens to those that a prefill method chooses. `clean`: no slot is without a token.
 
     `last`: of each row's queries, the last ones that read everything. Rows whose tokens are in the same slots go together,
-    without the empty ones: so padding can change nothing.
+    without the empty ones, and what was there before comes by position: so padding can change nothing, nor can the slots
+    that evictions have left.
     """
-    if there is None:
-        return _chosen(q, k, v, prefill, last, call)
-    out, before = q.new_zeros(*q.shape[:3], v.shape[-1]), k.shape[1] - q.shape[2]
+    if clean:
+        return _chosen(q, k, v, position, prefill, last, call)
+    out, before, there = q.new_zeros(*q.shape[:3], v.shape[-1]), k.shape[1] - q.shape[2], position >= 0
     ends = [*((there[1:] != there[:-1]).any(1).nonzero()[:, 0] + 1).tolist(), len(there)]
     for start, end in zip([0, *ends], ends, strict=False):
         rows, held = slice(start, end), there[start].nonzero()[:, 0]
         asked = held[held >= before] - before
         if len(asked):
             mine = call if call.sinks is None else call._replace(sinks=call.sinks[rows])
-            out[rows, :, asked] = _chosen(q[rows, :, asked], k[rows, held], v[rows, held], prefill, last, mine)
+            given = q[rows, :, asked], k[rows, held], v[rows, held], position[rows, held]
+            out[rows, :, asked] = _chosen(*given, prefill, last, mine)
     return out
 
 
-def _chosen(q: Tensor, k: Tensor, v: Tensor, prefill: Prefill, last: int, call: Call) -> Tensor:
-    some, tokens = max(0, q.shape[2] - last), k.shape[1]
+def _chosen(q: Tensor, k: Tensor, v: Tensor, position: Tensor, prefill: Prefill, last: int, call: Call) -> Tensor:
+    some, tokens, before = max(0, q.shape[2] - last), k.shape[1], k.shape[1] - q.shape[2]
+    if bool((position[:, :before].diff(dim=1) < 0).any()):
+        order = position[:, :before].argsort(1)
+        k, v = (torch.cat([_taken(x, order), x[:, before:]], 1) for x in (k, v))
     place = torch.arange(tokens, device=k.device, dtype=torch.int32).expand(k.shape[:2])
     whole = by_slot(q[:, :, some:], k, v, place, True, *call) if some < q.shape[2] else None
     if whole is not None and not some:
         return whole
-    spans, block, columns = prefill.choose(q, k, call.scale)
-    lead = (tokens - q.shape[2]) % block  # blocks begin before the queries
-    held = tokens - (q.shape[2] - some)
-    spans, k, v = spans[:, : -(-(lead + some) // block)], k[:, :held], v[:, :held]
-    if columns is not None:
-        at = columns[..., None].long()
-        k, v = (torch.cat([x.gather(1, at.expand(-1, -1, x.shape[2])), x], 1) for x in (k, v))
-        place = torch.arange(k.shape[1], device=k.device, dtype=torch.int32).expand(k.shape[:2])
+    spans, block, columns = prefill.choose(q.detach(), k.detach(), call.scale)
+    lead, held = before % block, before + some  # blocks begin before the queries
+    k, v = (x[:, :held] if columns is None else torch.cat([_taken(x, columns), x[:, :held]], 1) for x in (k, v))
+    spans = spans[:, : -(-(lead + some) // block)].clamp(max=k.shape[1])
+    place = torch.arange(k.shape[1], device=k.device, dtype=torch.int32).expand(k.shape[:2])
     q = F.pad(q[:, :, :some], (0, 0, lead, 0))
-    out = span_attention(
-        q, k, v, place[:, : k.shape[1]], spans, scale=call.scale, softcap=call.softcap, sinks=call.sinks, block=block
-    )[:, :, lead:]
+    options = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks, "block": block}
+    out = span_attention(q, k, v, place, spans, **options)[:, :, lead:]  # type: ignore[arg-type]
     return out if whole is None else torch.cat([out, whole], 2)
+
+
+def _taken(x: Tensor, at: Tensor) -> Tensor:
+    return x.gather(1, at[..., None].long().expand(-1, -1, x.shape[2]))
 
 
 def causal_pays(q: Tensor, k: Tensor, v: Tensor) -> bool:

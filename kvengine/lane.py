@@ -97,7 +97,7 @@ class Lane(Evidence):
         clean = self.tail.clean and (self.pages is None or self.pages.clean)
         some, n = max(0, min(q.shape[2], self.exact_from - self.seen + q.shape[2])), q.shape[2]
         if self.stack.prefill.chooses:
-            return ops.chosen(q, k, v, None if clean else position >= 0, self.stack.prefill, n - some, call)
+            return ops.chosen(q, k, v, position, clean, self.stack.prefill, n - some, call)
         if band is None or some in (0, n):
             return ops.by_slot(q, k, v, position, clean, *call, band if some else None)
         held = k.shape[1] - (n - some)

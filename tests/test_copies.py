@@ -24,7 +24,7 @@ STACKS = [
 ]  # fmt: skip
 WHOLE = {"oracle_topk", "d2o", "host", "disk", "remote"}
 """They read or merge what is held, as they say."""
-NOTHING = {"ashape", "xattention", "uniform", "exact", "all", "dense", "device"}
+NOTHING = {"ashape", "xattention", "vertical_slash", "flexprefill", "uniform", "exact", "all", "dense", "device"}
 """What they do to a decoded token."""
 TOUCHING = {
     f"aten::{name}"

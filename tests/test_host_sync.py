@@ -30,7 +30,7 @@ STACKS = [
     "kvzip(budget=64)", "kivi(bits=4)", "zipcache", "quantspec", "turboquant",
     "lowrank(rank=8)", "quest(budget=64)", "tidal(budget=64)", "landmarks(budget=64)",
     "retrieval(budget=64)", "oracle_topk(budget=64)", "duo(sparsity=0.5, sinks=4, recent=32)", "ashape(sinks=4, local=32)",
-    "xattention(last=8)",
+    "xattention(last=8)", "vertical_slash(vertical=16, slash=16)", "flexprefill(min_budget=128)",
     "host + quest(budget=64)", "duo(sparsity=0.5, sinks=4, recent=32) + quest(budget=64) + kivi(bits=4)",
 ]  # fmt: skip
 ELSEWHERE = {"uniform", "exact", "dense", "all", "device", "ann", "disk", "remote"}

@@ -45,6 +45,8 @@ MORE = {
     "routing": ["duo(sparsity=0.25, sinks=1, recent=8)", "duo(sinks=2, recent=10, prompt='streaming')"],
     "prefill": [
         "ashape(sinks=0, local=8)", "ashape(sinks=1, local=6, last=5)", "xattention(threshold=0.3, stride=2, block=16, last=0)",
+        "vertical_slash(vertical=0.2, slash=0.1, sinks=0, recent=1, block=16)",
+        "flexprefill(gamma=0.63, tau=0.0, min_budget=0.1, block=16)",
     ],
     "representation": [
         "kivi(bits=2, group=8, residual=8)", "quantspec(bits=4, group=8, residual=8)",

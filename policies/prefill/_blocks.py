@@ -5,6 +5,17 @@ from __future__ import annotations
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn import functional as F
+
+ROOM = 1 << 26
+"""Scores that are held at a time."""
+NEAR = 1 << 22
+"""The same on a CPU, where caches are to hold them."""
+
+
+def room(x: Tensor) -> int:
+    """How many scores made of this are to be held at a time."""
+    return ROOM if x.is_cuda else NEAR
 
 
 def causal(
@@ -35,3 +46,16 @@ def fewest(
     before = ranked.cumsum(-1) - ranked
     enough = before >= share * mass.sum(-1, keepdim=True)
     return torch.zeros_like(always.expand_as(mass)).scatter(-1, order, ~enough | heavy.isinf())
+
+
+def means(x: Float[Tensor, "*line token dim"], block: int, lead: int = 0) -> Float[Tensor, "*lines block dim"]:
+    """Of each block's vectors, in float32; the first one begins `lead` places before them.
+
+    >>> means(torch.tensor([[1.0], [2.0], [4.0], [7.0]]), 2, 1)[:, 0].tolist()
+    [1.0, 3.0, 7.0]
+    """
+    n = x.shape[-2]
+    place = torch.arange(-lead, n + -(lead + n) % block, device=x.device)
+    there = ((place >= 0) & (place < n)).unflatten(0, (-1, block)).sum(1, keepdim=True)
+    sums = F.pad(x, (0, 0, lead, -(lead + n) % block)).unflatten(-2, (-1, block)).sum(-2, dtype=torch.float32)
+    return sums / there

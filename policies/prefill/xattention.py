@@ -35,11 +35,6 @@ from kvengine.kernels.span_attention import block_spans
 from kvengine.policies._budget import check_count, check_share
 from kvengine.policies.prefill import Choice, Prefill, _blocks
 
-ROOM = 1 << 26
-"""Scores of tiles that are held at a time."""
-NEAR = 1 << 22
-"""The same on a CPU, where caches are to hold them."""
-
 
 @dataclass(frozen=True)
 class XAttention(Prefill):
@@ -104,8 +99,7 @@ class XAttention(Prefill):
         out = q.new_zeros(rows, group, tiles // per, k.shape[1] // per, dtype=torch.float32)
         there = torch.arange(tiles, device=q.device)
         there = (there >= lead // s) & (there < -(-(lead + queries) // s))
-        room = ROOM if q.is_cuda else NEAR
-        step = min(max(1, room // (rows * group * k.shape[1] * per)) * per, tiles)
+        step = min(max(1, _blocks.room(q) // (rows * group * k.shape[1] * per)) * per, tiles)
         late = torch.ones(step, step, dtype=torch.bool, device=q.device).triu(1)
         for t in range(0, tiles, step):
             n = min(step, tiles - t)
