@@ -56,6 +56,7 @@ FURTHER = (
         "duo(pattern='tiny')",
         "lowrank(rank=16)",
     ),
+    *("ashape(last=128)", "xattention(last=0)", "xattention(threshold=0.8)", "vertical_slash(slash=512)"),
     *("quest(budget=0.125)+kivi(bits=4)", *TURNS, *MEANS, *SHARED),
 )
 # What README shows: a sixteenth of the tokens, the question asked afterwards.

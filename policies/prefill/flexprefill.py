@@ -105,7 +105,7 @@ class FlexPrefill(Prefill):
         )
         crossing = (
             torch.arange(self.block, device=q.device) / self.block
-        )  # queries of a block that look at a block before
+        )  # of a block's queries, those that look further back
         far = F.pad((slash * crossing).sum(3), (1, 0))[..., :-1]
         return vertical.sum(3), (slash * (1 - crossing)).sum(3) + far
 

@@ -90,9 +90,7 @@ class VerticalSlash(Prefill):
         start = torch.arange(first, tokens, self.block, device=k.device)
         runs, windows = lines(columns, offsets, start, self.block)
         group, laid = q.shape[1], q.shape[1] * vertical
-        before = (
-            torch.arange(len(runs), device=k.device) % group * vertical
-        )  # the part of the row's columns that is a head's
+        before = torch.arange(len(runs), device=k.device) % group * vertical  # each head has its part of what is laid
         windows = windows.clamp(max=tokens) + laid
         return Choice(torch.cat([runs + before[:, None, None, None], windows], 2), self.block, columns.view(-1, laid))
 
@@ -114,16 +112,13 @@ def lines(
     edge = gap.new_ones(len(gap), 1)
     opens, closes = torch.cat([edge, gap], 1), torch.cat([gap, edge], 1)
     rank, count = opens.cumsum(1) - 1, int(opens.sum(1).max())
-    nearest, farthest = (
-        offsets.new_full((len(offsets), count), 1 << 40) for _ in range(2)
-    )  # what is not there lies before all
+    nothing = offsets.new_full((len(offsets), count), 1 << 40)  # so far that it lies before all
+    nearest, farthest = nothing, nothing.clone()
     for ends, found in ((opens, nearest), (closes, farthest)):
         line, at = ends.nonzero(as_tuple=True)
         found[line, rank[line, at]] = offsets[line, at]
-    begin, end = (
-        (start[:, None] - farthest[:, None]).clamp(min=0),
-        (start[:, None] + block - nearest[:, None]).clamp(min=0),
-    )
+    begin = (start[:, None] - farthest[:, None]).clamp(min=0)
+    end = (start[:, None] + block - nearest[:, None]).clamp(min=0)
     known = torch.searchsorted(columns, torch.stack([end, begin], 3).flatten(1)).view(*begin.shape, 2)
     behind = torch.cat([known[:, :, 1:, 0], torch.zeros_like(known[:, :, :1, 0])], 2)  # where the next window ends
     return torch.stack([behind, known[..., 1]], 3), torch.stack([begin, end], 3)
