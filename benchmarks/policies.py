@@ -35,6 +35,8 @@ HEADS, GROUP, DIM, BUDGET, STEPS, WARM = 2, 4, 64, 1024, 24, 4
 LATER, TURNS = 512, 3
 
 TIERS = {"disk", "remote"}  # benchmarks/prefix.py measures these
+PREFILL = {"ashape", "xattention", "vertical_slash", "flexprefill"}  # and benchmarks/prefill.py these
+NOTHING = {"uniform", "exact", "dense", "all", "device"}
 STACKS = [
     "full",
     f"streaming(recent={BUDGET - 4})",
@@ -71,7 +73,7 @@ STACKS = [
 def missing() -> set[str]:
     """Methods that no stack above names."""
     named = {word for text in STACKS for word in text.replace("(", " ").split()}
-    return set(catalogue()) - named - {"uniform", "exact", "dense", "all", "device", "ashape"} - TIERS
+    return set(catalogue()) - named - NOTHING - PREFILL - TIERS
 
 
 def draw(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

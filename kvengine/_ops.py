@@ -113,7 +113,7 @@ def chosen(
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, position: Tensor, prefill: Prefill, last: int, call: Call) -> Tensor:
     some, tokens, before = max(0, q.shape[2] - last), k.shape[1], k.shape[1] - q.shape[2]
-    if bool((position[:, :before].diff(dim=1) < 0).any()):
+    if before and bool((position[:, :before].diff(dim=1) < 0).any()):
         order = position[:, :before].argsort(1)
         k, v = (torch.cat([_taken(x, order), x[:, before:]], 1) for x in (k, v))
     place = torch.arange(tokens, device=k.device, dtype=torch.int32).expand(k.shape[:2])
