@@ -26,7 +26,8 @@ class Asked(LayerCache):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *rest: Any) -> Tensor:
         out = super().forward(q, k, v, call, *rest)
-        for n in (q.shape[2], max(1, q.shape[2] // 3)):
+        some = q.shape[2] if self.stack.prefill.chooses else max(1, q.shape[2] // 3)  # else others' queries choose
+        for n in (q.shape[2], some):
             again = read(self, q[:, :, q.shape[2] - n :], call, rest[-1] if len(rest) == 2 else None)
             real = torch.ones_like(out[:, -n:], dtype=torch.bool)
             if rest and rest[0] is not None:
