@@ -12,11 +12,12 @@ from torch import Tensor
 from kvengine.errors import KernelError
 from kvengine.kernels.causal_attention import native, reference
 from kvengine.kernels.causal_attention.reference import follows
+from kvengine.kernels.cpu import library
 from kvengine.kernels.dispatch import chosen
 
 FAR = 8 << 20
-"""Bytes of a head's keys and values in float32 up to which the C version was measured to be faster: 8192 tokens of 128
-channels."""
+"""Bytes of a head's keys and values in float32 up to which the C version was measured to be faster on a processor with a
+matrix unit: 8192 tokens of 128 channels. On one without (AMD Zen 4) it was at every length tried, to 32768: 1.22 times."""
 
 
 def causal_attention(
@@ -32,9 +33,9 @@ def causal_attention(
 
     `position`: negative where there is no token, whatever memory holds there; None: everywhere is one. Any strides;
     the result's dtype is the queries'. The library's fused kernels do this, on a CPU in two calls where there are
-    earlier tokens; on a CPU with AVX-512 C does it in less time than they take: in float32 up to `FAR`, and in bfloat16
-    where the processor multiplies pairs of it and has no matrix unit. `backend` is "reference" or "native". Raises
-    KernelError on shapes that do not fit.
+    earlier tokens; on a CPU with AVX-512 C does it in less time than they take: where the processor multiplies pairs of
+    bfloat16 and has no matrix unit, in either dtype, on others in float32 up to `FAR`. `backend` is "reference" or "native".
+    Raises KernelError on shapes that do not fit.
     """
     placed = position is None or position.shape == (len(k), k.shape[2])
     if q.shape[2] > k.shape[2] or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3] or not placed:
@@ -54,12 +55,13 @@ def causal_attention(
 
 def quicker(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the C version runs on these, and faster than the library's."""
-    return q.is_cpu and near(k, v) and native.fits(q, k, v) and chosen((q, k, v), None) == "native"
+    return q.is_cpu and native.fits(q, k, v) and near(k, v) and chosen((q, k, v), None) == "native"
 
 
 def near(k: Tensor, v: Tensor) -> bool:
-    """Whether a head's keys and values are few enough: of more in float32, the library reads more queries' worth at a time."""
-    return k.dtype != torch.float32 or k.shape[2] * (k.shape[3] + v.shape[3]) * 4 <= FAR
+    """Whether a head's keys and values, which the C version knows, are few enough for it to be faster than the library."""
+    few = k.shape[2] * (k.shape[3] + v.shape[3]) * 4 <= FAR
+    return few or k.dtype != torch.float32 or bool(library.needed().kv_causal_halves())
 
 
 __all__ = ["causal_attention", "follows", "quicker"]

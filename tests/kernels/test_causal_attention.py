@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvengine.errors import KernelError
 from kvengine.kernels.causal_attention import FAR, causal_attention, follows, native, quicker
+from kvengine.kernels.cpu import library
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 HERE = torch.zeros(1, 1, 1, 32)
@@ -189,11 +190,12 @@ def test_in_bfloat16_hardly_more_is_lost_than_by_the_library(shape: tuple[int, .
 
 
 @NATIVE
-def test_long_texts_are_the_librarys() -> None:
+@pytest.mark.parametrize("pairs", [0, 1])
+def test_long_texts_are_the_librarys_where_it_is_faster(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.needed(), "kv_causal_halves", lambda: pairs)
     q, k = torch.zeros(1, 1, 1, 128), torch.zeros(1, 1, 1, 128).expand(1, 1, FAR // 1024, 128)
-    assert quicker(q, k, k) and not quicker(
-        q, k.expand(1, 1, -1, -1).repeat_interleave(2, 2), k.repeat_interleave(2, 2)
-    )
+    more = torch.zeros(1, 1, 1, 128).expand(1, 1, FAR // 1024 + 1, 128)
+    assert quicker(q, k, k) and quicker(q, more, more) == bool(pairs)
 
 
 @pytest.mark.parametrize("change", [dict(queries=10), dict(heads=3), dict(values=8)])
