@@ -96,9 +96,9 @@ def agree(ids: np.ndarray, logits: np.ndarray, count: int) -> np.ndarray:
         return ids[:0, 0] if ids.size else np.zeros(0, dtype=np.int64)
     top = logits.max(1, keepdims=True)
     share = logits - top - np.log(np.exp(logits - top).sum(1, keepdims=True))
-    best: dict[int, float] = {}
-    for token, value in zip(ids.ravel().tolist(), share.ravel().tolist(), strict=True):
-        if token >= 0 and value > best.get(token, -np.inf):
-            best[token] = value
-    order = sorted(best, key=lambda token: (-best[token], token))
-    return np.asarray(order[:count], dtype=np.int64)
+    best = np.full(int(ids.max()) + 1, -np.inf, dtype=share.dtype)
+    for tokens, values in zip(ids, share, strict=True):  # a head names a token once
+        there = tokens >= 0
+        best[tokens[there]] = np.maximum(best[tokens[there]], values[there])
+    found = np.nonzero(best > -np.inf)[0]
+    return found[np.argsort(-best[found], kind="stable")[:count]]
