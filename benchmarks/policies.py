@@ -50,6 +50,7 @@ STACKS = [
     f"expected_attention(budget={BUDGET})",
     f"d2o(budget={BUDGET})",
     f"kvzip(budget={BUDGET})",
+    f"rkv(budget={BUDGET})",
     f"elastic(budget={BUDGET})",
     "kivi(bits=4)",
     "kivi(bits=2)",

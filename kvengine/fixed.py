@@ -100,7 +100,8 @@ class FixedLane(Lane):
 
         Keys and values it would, a token being written to the same place, unless it also merges others.
         """
-        return [x for x in self.state() if self.retention.remerges or x.dim() < 3]
+        noted = [x for owner, _, x in self.pins if owner is self.notes and x.dim() > 2]
+        return noted + [x for x in self.state() if self.retention.remerges or x.dim() < 3]
 
     def pin(self) -> None:
         """Where the step has put a new tensor in a place, copy it into the one that was there."""
@@ -123,6 +124,13 @@ class FixedLane(Lane):
 
     def newest(self, n: int) -> Int[Tensor, "query"]:
         return self.now
+
+    def judge_step(self, q: Tensor, valid: Tensor | None, mass: Tensor | None, call: Call) -> None:
+        self.call = call
+        if self.waits:
+            self.ask(q, valid)  # `advance` judges
+        else:
+            super().judge_step(q, valid, mass, call)
 
     def near(self, q: Tensor, k: Tensor, v: Tensor, call: Call, mass: bool) -> State:
         if not self.counted:
@@ -159,6 +167,9 @@ class FixedLane(Lane):
         self.end += 1
         self.lengths = [(n + 1, rows) for n, rows in self.lengths]
         self.saw = None
+        if self.waits and self.seen >= self.due:
+            self.judge_full(self.call)
+            self.pin()
         if not self.ring:
             return
         if any(n >= self.ring for n, _ in self.lengths):
@@ -266,7 +277,7 @@ class FixedLayer:
 def check(layer: LayerCache) -> None:
     if (why := refusal(layer.stack)) is not None:
         raise UnsupportedPolicy(f"a decode step of '{layer.stack}' cannot be recorded: {why}. Decode without it")
-    if layer.readers.count and any(part.lane.retention.decodes for part in layer.parts):
+    if layer.readers.count and any(part.lane.retention.decodes and not part.lane.waits for part in layer.parts):
         raise UnsupportedPolicy(
             f"a decode step of '{layer.stack}' cannot be recorded here: later layers of the model read what this one held before "
             "it judged its last token. Decode without it, or with decode=False where the policy takes that"

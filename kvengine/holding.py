@@ -58,6 +58,7 @@ class Holding(Padded):
         self.firm = 0  # tokens that shortening the tail does not take back: what came as a prompt, or with padding
         self.whole = True  # the tail holds every token seen, each at its position
         self.limit: int | None = None
+        self.due = 0  # tokens seen before which no row is full, if the retention waits for that
         self.notes: Notes = {}  # the retention's
         self.lengths: list[tuple[int, Tensor | None]] = [
             (0, None)
@@ -372,6 +373,7 @@ class Holding(Padded):
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows (beam search, batch selection)."""
+        self.due = 0
         self.tail.rows(index)
         count = self.open()
         if isinstance(count, Tensor):

@@ -9,7 +9,6 @@ with it the result, is that of decoding. While `recording`, a state is remembere
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from kvengine import _ops as ops
 from kvengine.errors import CacheError
-from kvengine.evidence import Evidence
 from kvengine.gradients import watched
 from kvengine.kernels.attention import attention
 from kvengine.kernels.column_mass import blocks
@@ -31,23 +29,20 @@ from kvengine.kernels.state import State
 from kvengine.kernels.step import Ends
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
-from kvengine.policies.retention import Retention, Seen
+from kvengine.policies.retention import Retention
 from kvengine.policies.selection import Where
 from kvengine.session import Call
 from kvengine.tokens import breaks
+from kvengine.verdicts import Verdicts
 
 Steps = list[tuple[int, "Lane"]]
 """Tokens taken together, and the lane as it was when their queries asked."""
 
 
-class Lane(Evidence):
+class Lane(Verdicts):
     """What the heads of a lane hold, and how queries read it."""
 
     whole_tail: ClassVar[bool] = True  # a tail that is all there is may be read without a state to join
-
-    @property
-    def judges(self) -> bool:
-        return type(self.retention).keep is not Retention.keep
 
     def enter(
         self,
@@ -104,32 +99,6 @@ class Lane(Evidence):
         first = ops.by_slot(q[:, :, :some], k[:, :held], v[:, :held], position[:, :held], clean, *call, band)
         return torch.cat([first, ops.by_slot(q[:, :, some:], k, v, position, clean, *call)], 2)
 
-    def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
-        """The prompt has ended: judge it, and seal what overflows the tail."""
-        self.prompt_most, idle = int(self.prompt_length.max()), self.idle
-        if self.judges:
-            window = self.window if self.window is not None else q[:, :, -1:]
-            seen, replays = self.show(window, self.mass, call, prompt=True), self.retention.replay is not None
-            seen = seen if replays else self.scored(seen)
-            measure = None if replays else self.retention.measure(seen)
-            if measure is None and not replays:
-                self.conclude(seen)
-            else:
-                self.session.waiting.append((self, seen, measure))
-        elif self.stack.paged:
-            self.settle(self.weighed(self.show(q, None, call, prompt=True)), None)
-        self.window = self.mass = self.units = self.saw = None
-        self.end_judged(idle)
-        self.reading = False
-
-    def scored(self, seen: Seen) -> Seen:
-        """With the retention's score; rows without a token in this prompt keep what they had."""
-        known, idle = seen, self.idle
-        if not self.retention.remembers:  # saliency may be stored, of which the retention knows nothing
-            known = replace(seen, score=torch.zeros_like(seen.score))
-        score = self.retention.score(known)
-        return replace(seen, score=score if idle is None else torch.where(idle[:, None], seen.score, score))
-
     def resume(
         self,
         q: Tensor,
@@ -146,15 +115,6 @@ class Lane(Evidence):
         self.ahead = None
         self.unpad(rows)
         return out
-
-    def conclude(self, seen: Seen) -> None:
-        keep, idle = self.retention.keep(seen), self.idle
-        if keep is not None and idle is not None:
-            keep = torch.where(idle[:, None], seen.valid, keep)
-        self.restore(idle)
-        self.limit = self.retention.limit(seen)
-        self.settle(self.weighed(seen), keep)
-        self.restore(idle)
 
     def take(
         self,
@@ -189,11 +149,15 @@ class Lane(Evidence):
         """
         if self.reads:
             return self.quick_paged(q, k, v, Call(scale))
-        if self.marks or not (self.plain or (self.rolls and not self.session.recording)):
+        if self.marks or not (self.plain or ((self.rolls or self.still_waits) and not self.session.recording)):
             return None
         full = not self.plain and self.limit is not None and len(self.tail) > self.limit
-        out = self.tail.step(q, k, v, self.seen, scale, full, None if self.plain else self.ends())
+        if full:
+            self.tail.place()
+        out = self.tail.step(q, k, v, self.seen, scale, full, self.ends() if self.rolls else None)
         if out is not None:
+            if self.waits:
+                self.ask(q.reshape(len(self.first), -1, 1, q.shape[-1]), None)
             self.whole &= self.plain
             self.since = self.seen
             self.seen += 1
@@ -232,11 +196,12 @@ class Lane(Evidence):
     def stride(self) -> int:
         """Tokens that may be taken together: up to the next one after which something changes."""
         selects = self.stack.selects and not self.session.dense
-        if self.retention.decodes or selects or (self.weighs and self.session.recording):
+        if (self.retention.decodes and not self.waits) or selects or (self.weighs and self.session.recording):
             return 1
+        most = self.patience() if self.waits else 1 << 30
         if self.stack.paged and not self.stack.representation.joint:
-            return max(1, self.stack.room + self.stack.page - max(n for n, _ in self.lengths))
-        return 1 << 30
+            return min(most, max(1, self.stack.room + self.stack.page - max(n for n, _ in self.lengths)))
+        return most
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call, steps: Steps | None = None
@@ -248,14 +213,7 @@ class Lane(Evidence):
         if steps is not None:
             steps.append((q.shape[2], self if self.plain and valid is None else self.still()))
         if self.retention.decodes:
-            if mass is not None and valid is not None:  # padding says nothing
-                mass = mass * valid[:, :1, None]
-            seen = self.show(q, mass, call, prompt=False)
-            seen = replace(seen, score=self.retention.score(seen))
-            keep = self.retention.keep(seen)
-            if keep is not None and self.retention.remerges:
-                self.tail.rewrite(*self.retention.refold(seen, keep))
-            self.judge(seen, keep)
+            self.judge_step(q, valid, mass, call)
         if self.weighs:
             self.weigh(q, valid, call)
         self.seal()

@@ -105,7 +105,7 @@ class Padded:
         if self.placing:
             self.move(-others * late)
         self.first = torch.where(late, self.first, self.first - others)
-        self.seen, self.whole = self.seen - 1, False
+        self.seen, self.whole, self.due = self.seen - 1, False, 0
 
     def hide(self, hidden: Bool[Tensor, "row earlier"]) -> None:
         """Drop those of the tokens seen that are `hidden`, if they are still held. Padding is hidden anyway."""

@@ -103,7 +103,7 @@ class Recall(Holding):
             self.tail, self.pages, self.lengths, self.seen = mark.tail, mark.pages, mark.lengths, mark.seen
             self.notes, self.first, self.judged, self.firm = mark.notes, mark.first, mark.judged, mark.firm
             self.pool = None if self.pages is None else self.pages.pool
-            self.saw = None
+            self.saw, self.due = None, 0
             self.share(bool(self.marks))
         if mark is not None and goal > self.seen:
             self.again(mark, goal - mark.seen)

@@ -90,6 +90,7 @@ def measure(layers: list[LayerCache]) -> Stats:
 
 def lane_bytes(lane: Lane) -> dict[str, dict[str, int]]:
     own = {f"tail.{name}": x.nbytes for name, x in lane.tail.tensors().items()}
+    own |= {f"notes.{name}": x.nbytes for name, x in lane.notes.items()}
     if lane.pages is not None and lane.pool is not None:
         own |= {f"pages.{name}": x.nbytes for name, x in lane.pages.tensors().items()}
         stored = {tier: {f"page.{n}": b for n, b in f.items()} for tier, f in lane.pool.nbytes().items()}

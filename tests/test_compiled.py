@@ -32,6 +32,7 @@ KIVI = "kivi(bits=4, group=8, residual=8)"
 MIXED = [
     f"duo(sinks=2, recent=10) + quest(budget=24, page=4) + {KIVI}",
     f"h2o(budget=24) + {KIVI}",
+    f"rkv(budget=24, buffer=7, window=4) + {KIVI}",
     f"streaming(sinks=2, recent=14) + {KIVI}",
     "streaming(sinks=2, recent=14, positions='in-cache')",
     "streaming(sinks=2, recent=14, decode=False)",

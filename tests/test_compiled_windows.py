@@ -16,7 +16,7 @@ from kvengine.hf_compiled import CompiledDecode, Steps
 FAMILIES = ("gpt_oss", "gemma2", "gemma3", "gemma3n", "gemma4", "mistral_window")
 STACKS = [
     "full", "snapkv(budget=12, window=4)", "quest(budget=12, page=4)", "kivi(bits=4, group=8, residual=8)",
-    "streaming(sinks=2, recent=8, decode=False)", "h2o(budget=12)",
+    "streaming(sinks=2, recent=8, decode=False)", "h2o(budget=12)", "rkv(budget=12, buffer=4, window=3)",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ STACKS = [
     "streaming(sinks=2, recent=12, positions='in-cache')",
     "h2o(budget=16)",
     "tova(budget=16, recent=4)",
+    "rkv(budget=14, buffer=5, window=4)",
     "snapkv(budget=0.3, window=8)",
     "pyramidkv(budget=20, window=8)",
     "adakv(budget=20, window=8)",
@@ -44,6 +45,7 @@ SILENT = [  # and these, of rows without a token in a turn
     "keydiff(budget=16, recent=4) + kivi(bits=4, group=8, residual=8)",
     "duo(sinks=2, recent=10) + snapkv(budget=20, window=8)",
     "h2o(budget=16, decode=False)",
+    "rkv(budget=0.3, buffer=5, window=3) + kivi(bits=4, group=8, residual=8)",
 ]
 
 

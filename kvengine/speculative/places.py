@@ -45,7 +45,7 @@ def why_not(middle: Stack, stack: Stack) -> str | None:
     if type(r).shift is not Retention.shift and getattr(r, "needs_rope", False):
         return "it reads keys at other positions than the target's"
     if r.decodes and not isinstance(r, Streaming):
-        return "it judges at every token, by attention that only its own passes see"
+        return "it judges while decoding, by attention that only its own passes see"
     if middle.placed:
         return "it asks for a place of its own"
     if not isinstance(r, Full) and not isinstance(middle.selection, All):

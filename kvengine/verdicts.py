@@ -1,0 +1,143 @@
+"""When a lane's retention judges: at a prompt's end, and while decoding.
+
+Most methods that judge while decoding do so after every token. One that `waits` does where a row is full
+(`Retention.full`), by the last queries, which are noted as they come. Whether a row is full is a matter of what it holds
+and of nothing else; that none can be before `due` saves looking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvengine.evidence import Evidence
+from kvengine.policies.retention import Retention, Seen
+from kvengine.session import Call
+from kvengine.tokens import behind
+
+if TYPE_CHECKING:
+    from kvengine.lane import Lane
+
+
+class Verdicts(Evidence):
+    """The part of a lane that has its retention judge."""
+
+    @property
+    def judges(self) -> bool:
+        return type(self.retention).keep is not Retention.keep
+
+    def finish(self, q: Float[Tensor, "row group query dim"], call: Call) -> None:
+        """The prompt has ended: judge it, and seal what overflows the tail."""
+        self.prompt_most, idle = int(self.prompt_length.max()), self.idle
+        if self.judges:
+            window = self.window if self.window is not None else q[:, :, -1:]
+            seen, replays = self.show(window, self.mass, call, prompt=True), self.retention.replay is not None
+            seen = seen if replays else self.scored(seen)
+            measure = None if replays else self.retention.measure(seen)
+            if measure is None and not replays:
+                self.conclude(seen)
+            else:
+                self.session.waiting.append((cast("Lane", self), seen, measure))
+        elif self.stack.paged:
+            self.settle(self.weighed(self.show(q, None, call, prompt=True)), None)
+        self.window = self.mass = self.units = self.saw = None
+        self.end_judged(idle)
+        self.reading = False
+
+    def scored(self, seen: Seen) -> Seen:
+        """With the retention's score; rows without a token in this prompt keep what they had."""
+        known, idle = seen, self.idle
+        if not self.retention.remembers:  # saliency may be stored, of which the retention knows nothing
+            known = replace(seen, score=torch.zeros_like(seen.score))
+        score = self.retention.score(known)
+        return replace(seen, score=score if idle is None else torch.where(idle[:, None], seen.score, score))
+
+    def conclude(self, seen: Seen) -> None:
+        keep, idle = self.retention.keep(seen), self.idle
+        if keep is not None and idle is not None:
+            keep = torch.where(idle[:, None], seen.valid, keep)
+        self.restore(idle)
+        self.limit = self.retention.limit(seen)
+        self.begin_waiting(seen, keep)
+        self.settle(self.weighed(seen), keep)
+        self.restore(idle)
+
+    def judge_step(
+        self,
+        q: Float[Tensor, "row group query dim"],
+        valid: Bool[Tensor, "row query"] | None,
+        mass: Float[Tensor, "row group token"] | None,
+        call: Call,
+    ) -> None:
+        """After decoded tokens, with these queries and the attention that they paid."""
+        if self.waits:
+            self.ask(q, valid)
+            if self.seen >= self.due:
+                self.judge_full(call)
+            return
+        if mass is not None and valid is not None:  # padding says nothing
+            mass = mass * valid[:, :1, None]
+        seen = self.show(q, mass, call, prompt=False)
+        seen = replace(seen, score=self.retention.score(seen))
+        keep = self.retention.keep(seen)
+        if keep is not None and self.retention.remerges:
+            self.tail.rewrite(*self.retention.refold(seen, keep))
+        self.judge(seen, keep)
+
+    # one that waits
+
+    @cached_property
+    def waits(self) -> bool:
+        return self.retention.decodes and type(self.retention).full is not Retention.full
+
+    def begin_waiting(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
+        """After a prompt. The verdicts to come have other queries than its own."""
+        most = self.retention.full(seen) if self.waits else None
+        if most is not None:
+            rows, group, _, dim = seen.queries.shape
+            self.notes["asked"] = seen.queries.new_zeros(rows, group, self.retention.observes, dim)
+            self.wait(most, seen.valid if keep is None else keep)
+
+    def wait(self, most: Int[Tensor, "row"], held: Bool[Tensor, "row token"]) -> None:
+        """Rows hold these tokens: none has `most` before so many more have come. The host waits for the device here."""
+        self.due = self.seen + max(1, int((most - held.sum(1)).min()))
+
+    def ask(self, q: Float[Tensor, "row group query dim"], valid: Bool[Tensor, "row query"] | None) -> None:
+        """Note the queries of decoded tokens, as many as a verdict asks."""
+        asked, n = self.notes["asked"], self.retention.observes
+        found = torch.cat([asked[:, :, q.shape[2] :], q], 2) if valid is None else behind(asked, q, valid)
+        self.notes["asked"] = found[:, :, -n:].contiguous()
+        self.whole = False  # what was noted is not forgotten with a token
+
+    @property
+    def still_waits(self) -> bool:
+        """Whether the next token makes no row full, and is added to the tail, which is all there is."""
+        bare = not (self.stack.paged or self.stack.representation.probes)
+        return self.waits and bare and self.seen + 1 < self.due and not self.tail.shared
+
+    def patience(self) -> int:
+        """Tokens that may come together: up to the next verdict, and one where they go to slots that became free."""
+        if self.session.recording or (self.limit is not None and not self.stack.paged and len(self.tail) > self.limit):
+            return 1
+        return max(1, self.due - self.seen)
+
+    def judge_full(self, call: Call) -> None:
+        """Judge the rows that are full."""
+        seen = Verdicts.show(self, self.notes["asked"], None, call, prompt=False)
+        seen = replace(seen, begin=None)  # of a row without a token in the last turns, queries are from before those
+        most = self.retention.full(seen)
+        if most is None:
+            return
+        held, full = seen.valid, seen.valid.sum(1) >= most
+        if bool(full.any()):
+            seen = replace(seen, score=self.retention.score(seen))
+            keep = self.retention.keep(seen)
+            if keep is not None:
+                held = torch.where(full[:, None], keep, held)
+                self.judge(seen, held)
+        self.wait(most, held)

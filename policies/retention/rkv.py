@@ -1,0 +1,154 @@
+"""R-KV (Cai et al., NeurIPS 2025, arXiv:2505.24133): drop what says the same as something newer, while a model thinks.
+
+    paid_j     =  mean over the last `window` queries of softmax_j(max over the group of q k_j / sqrt(d))
+    I_j        =  the largest paid among j and its neighbours                          (a window of `kernel` tokens)
+    S_ij       =  cos(k_i, k_j), but 0 for i = j, and 0 if j is the newest of the tokens with cos(k_i, k_j) > `alike`
+    R          =  softmax over j of the mean over i of S_ij
+    keep       =  the newest `window` tokens, and the best others by  mix I - (1 - mix) R,  up to `budget`
+
+Tokens are judged when `buffer` more than the budget are held, and at a prompt's end: a text may become as long as it
+likes, in memory that does not grow. Defaults are the paper's: mix 0.1, a window of 8, buffers of 128, and those of its
+code where it names none: pooling over 7, alike from 0.5.
+
+Of several tokens that are alike the newest counts as the one that says it, so the others are redundant. Its sum over
+pairs is found without a matrix of pairs: the mean of unit vectors once, and for each token its newest likeness, looked
+for from the newest tokens on.
+
+Differs from the official code: a prompt beyond the budget is judged at its end (the code keeps it whole until the first
+buffer is full); a token unlike all others counts nothing as its newest likeness (the code takes the first token, which
+then is never redundant); heads that hold different numbers of tokens, padding and batches are each judged as alone.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvengine.errors import PolicyError
+from kvengine.policies._budget import Budget, check_budget, check_count, check_share
+from kvengine.policies.retention import Retention, Seen, keep_top
+from kvengine.tokens import pack, take
+
+BLOCK, SPAN = 512, 1024  # tokens that are compared at once: the newer ones, and those that look for a likeness
+
+
+@dataclass(frozen=True)
+class RKV(Retention):
+    """Keep what is attended to and said once, while decoding too.
+
+    Args:
+        budget: tokens kept per KV head at each verdict, or a fraction of the prompt.
+        buffer: how many more are held before the next verdict. Tokens.
+        window: the last queries that are asked, their tokens kept. Tokens.
+        kernel: width of the pooling, so that neighbours of a good token stay with it. Tokens, odd.
+        mix: how much attention counts, and how much less being redundant does. A share.
+        alike: from what cosine on two keys say the same.
+    """
+
+    decodes: ClassVar[bool] = True
+    remembers: ClassVar[bool] = False
+    budget: Budget = 1024
+    buffer: int = 128
+    window: int = 8
+    kernel: int = 7
+    mix: float = 0.1
+    alike: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_budget(self, budget=self.budget)
+        check_count(self, least=1, buffer=self.buffer, window=self.window, kernel=self.kernel)
+        check_share(self, mix=self.mix)
+        if not 0 <= self.alike < 1:
+            raise PolicyError(f"RKV: alike={self.alike!r} is a cosine, and must lie between 0 and below 1")
+        if self.kernel % 2 == 0:
+            raise PolicyError(f"RKV: kernel={self.kernel} must be odd, so that pooling keeps the length")
+        if isinstance(self.budget, int) and self.budget <= self.window:
+            raise PolicyError(
+                f"RKV: budget={self.budget} must exceed window={self.window}: the window's tokens are kept too"
+            )
+        if self.buffer < self.window:
+            raise PolicyError(
+                f"RKV: buffer={self.buffer} must not be less than window={self.window}: each verdict asks new queries"
+            )
+
+    @property
+    def observes(self) -> int:
+        return self.window
+
+    def full(self, seen: Seen) -> Int[Tensor, "row"]:
+        return seen.count(self.budget) + self.buffer
+
+    def limit(self, seen: Seen) -> int | None:
+        return int(seen.count(self.budget).max()) + self.buffer - 1
+
+    def score(self, seen: Seen) -> Float[Tensor, "row token"]:
+        index = in_order(seen.position)
+        keys, position = take(seen.read()[0].float(), index), take(seen.position, index, -1)
+        found = self.mix * self.importance(seen, keys, position) - (1 - self.mix) * redundancy(
+            keys, position >= 0, self.alike
+        )
+        slots = index.masked_fill(index < 0, seen.position.shape[1])
+        return F.pad(torch.zeros_like(seen.score), (0, 1)).scatter_(1, slots, found)[:, :-1]
+
+    def importance(
+        self, seen: Seen, keys: Float[Tensor, "row token dim"], position: Int[Tensor, "row token"]
+    ) -> Float[Tensor, "row token"]:
+        """What the last queries pay to each token but their own, the largest among its neighbours."""
+        logits = torch.einsum("rgqd,rtd->rgqt", seen.queries.float() * seen.scale, keys)
+        if seen.softcap is not None:
+            logits = torch.tanh(logits / seen.softcap) * seen.softcap
+        others = (position >= 0) & (position <= seen.newest - self.window)
+        paid = logits.amax(1).masked_fill(~others[:, None], float("-inf")).softmax(-1).nan_to_num_(0.0)
+        asks = (seen.query_position >= seen.asking[:, None]).float()
+        mean = torch.einsum("rqt,rq->rt", paid, asks) / asks.sum(1, keepdim=True).clamp(min=1)
+        return F.max_pool1d(mean[:, None], self.kernel, 1, self.kernel // 2)[:, 0] if keys.shape[1] else mean
+
+    def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
+        return keep_top(seen, seen.score, self.budget, seen.recent(self.window))
+
+
+def in_order(position: Int[Tensor, "row token"]) -> Int[Tensor, "row held"]:
+    """The slots of each row's tokens, oldest first, flush right; -1 before them in rows that hold fewer.
+
+    >>> in_order(torch.tensor([[7, -1, 3], [-1, 4, -1]])).tolist()
+    [[2, 0], [-1, 1]]
+    """
+    order = position.argsort(dim=1, stable=True)
+    index = pack(position.gather(1, order) >= 0)
+    return take(order, index, -1)
+
+
+def redundancy(
+    keys: Float[Tensor, "row token dim"], there: Bool[Tensor, "row token"], alike: float
+) -> Float[Tensor, "row token"]:
+    """R, of tokens from the oldest to the newest; 0 where there is none."""
+    unit = F.normalize(keys, dim=-1, eps=1e-8).masked_fill(~there[..., None], 0)
+    total = torch.einsum("rtd,rd->rt", unit, unit.sum(1)) - (unit * unit).sum(-1)
+    newest = newest_alike(unit, there, alike)
+    apart = (unit * take(unit, newest)).sum(-1)
+    total = F.pad(total, (0, 1)).scatter_add_(1, newest.masked_fill(newest < 0, total.shape[1]), -apart)[:, :-1]
+    mean = total / there.sum(1, keepdim=True).clamp(min=1)
+    return mean.masked_fill(~there, float("-inf")).softmax(-1).nan_to_num_(0.0)
+
+
+def newest_alike(
+    unit: Float[Tensor, "row token dim"], there: Bool[Tensor, "row token"], alike: float
+) -> Int[Tensor, "row token"]:
+    """For each token the newest other one whose cosine with it exceeds `alike`; -1 if there is none.
+
+    >>> newest_alike(torch.tensor([[[1.0, 0], [0, 1], [1, 0], [1, 0]]]), torch.ones(1, 4, dtype=torch.bool), 0.5)
+    tensor([[ 3, -1,  3,  2]])
+    """
+    found = torch.full((len(there), there.shape[1] + 1), -1, device=unit.device)  # the last for what is no token
+    for begin in range((unit.shape[1] - 1) // BLOCK * BLOCK, -1, -BLOCK):
+        some = unit[:, begin : begin + BLOCK]
+        column = torch.arange(begin, begin + some.shape[1], device=unit.device)
+        for index in pack(there & (found[:, :-1] < 0)).split(SPAN, 1):  # most have found one by now
+            same = torch.bmm(take(unit, index), some.transpose(1, 2)) > alike
+            same &= index[..., None] != column
+            newest = torch.where(same, column, -1).amax(-1)
+            found.scatter_(1, index.masked_fill(index < 0, there.shape[1]), newest)
+    return found[:, :-1]

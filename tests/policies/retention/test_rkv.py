@@ -1,0 +1,129 @@
+"""R-KV against a loop that follows the paper, token by token."""
+
+import pytest
+import torch
+from support_retention import Case, attended, best, output, positions, same_source
+from torch.nn import functional as F
+
+from kvengine.errors import PolicyError
+from kvengine.policies import load
+from kvengine.policies.retention.rkv import newest_alike, redundancy
+from kvengine.stack import Stack
+
+OPTIONS = {"budget": 14, "buffer": 6, "window": 4, "kernel": 3, "mix": 0.3, "alike": 0.4}
+TEXT = "rkv(" + ", ".join(f"{name}={value}" for name, value in OPTIONS.items()) + ")"
+
+
+def importance(case: Case, row: int, newest: int, tokens: list[int], window: int, kernel: int) -> dict[int, float]:
+    """I of a row's tokens but the newest `window`."""
+    q, k, _, pad = case.row(row)
+    others = [t for t in tokens if t <= newest - window]
+    asked = [t for t in range(newest - window + 1, newest + 1) if t >= pad]
+    paid = [((q[:, t] @ k[others].T) * case.call.scale).amax(0).softmax(0) for t in asked]
+    mean = torch.stack(paid).mean(0).tolist() if others else []
+    half = kernel // 2
+    return {t: max(mean[max(0, i - half) : i + half + 1]) for i, t in enumerate(others)}
+
+
+def redundant(keys: torch.Tensor, alike: float) -> torch.Tensor:
+    """R of tokens from the oldest to the newest, by the matrix of pairs."""
+    unit = F.normalize(keys, dim=-1)
+    pairs = (unit @ unit.T).fill_diagonal_(0)
+    for i in range(len(pairs)):
+        same = [j for j in range(len(pairs)) if j != i and pairs[i, j] > alike]
+        if same:
+            pairs[i, same[-1]] = 0
+    return pairs.mean(0).softmax(0)
+
+
+def verdict(case: Case, row: int, tokens: list[int], newest: int, options: dict[str, float]) -> list[int]:
+    o = OPTIONS | options
+    paid = importance(case, row, newest, tokens, o["window"], o["kernel"])  # type: ignore[arg-type]
+    said = redundant(case.row(row)[1][tokens], o["alike"]).tolist()
+    score = {t: o["mix"] * paid.get(t, 0) - (1 - o["mix"]) * r for t, r in zip(tokens, said, strict=True)}
+    return best(score, int(o["budget"]), lambda t: t > newest - o["window"])
+
+
+@pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (25, 0), 2)])
+@pytest.mark.parametrize("length, budget", [(37, 14), (9, 14), (37, 30)])
+def test_it_judges_where_a_row_is_full(
+    heads: int, group: int, pads: tuple[int, ...], chunks: int, length: int, budget: int
+) -> None:
+    pads = tuple(min(p, length - 2) for p in pads)
+    case = Case(heads, group, length, steps=41, pads=pads)
+    layer = case.prompt(TEXT.replace("budget=14", f"budget={budget}"), chunks)
+    want, verdicts = {}, 0
+    for row in range(case.rows):
+        want[row] = verdict(case, row, list(range(case.row(row)[3], length)), length - 1, {"budget": budget})
+        assert positions(layer, row) == want[row]
+    for t, out in case.decode(layer):
+        for row in range(case.rows):
+            torch.testing.assert_close(output(case, out, row), attended(case, row, t, [*want[row], t]))
+            want[row] = [*want[row], t]
+            if len(want[row]) == budget + OPTIONS["buffer"]:
+                want[row], verdicts = verdict(case, row, want[row], t, {"budget": budget}), verdicts + 1
+            assert positions(layer, row) == want[row]
+    assert verdicts
+    same_source(case, layer)
+
+
+@pytest.mark.parametrize("block, span", [(3, 4), (512, 1024)])
+@pytest.mark.parametrize("alike", [0.0, 0.4, 0.99])
+def test_redundancy_needs_no_matrix(block: int, span: int, alike: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvengine.policies.retention import rkv
+
+    monkeypatch.setattr(rkv, "BLOCK", block)
+    monkeypatch.setattr(rkv, "SPAN", span)
+    random = torch.Generator().manual_seed(3)
+    keys = torch.randn(3, 17, 4, generator=random)
+    keys[:, 5] = keys[:, 11]
+    there = torch.ones(3, 17, dtype=torch.bool)
+    there[1, :6], there[2] = False, False
+    found = redundancy(keys.masked_fill(~there[..., None], float("nan")).nan_to_num(7), there, alike)
+    for row, mine in enumerate(there):
+        assert (found[row, ~mine] == 0).all()
+        if mine.any():
+            torch.testing.assert_close(found[row, mine], redundant(keys[row, mine], alike))
+
+
+def test_of_tokens_that_are_alike_the_newest_stays() -> None:
+    """Two keys that say the same, and no query that cares: the older one goes."""
+    case = Case(heads=1, group=1, length=12, dim=16)
+    case.q *= 0
+    case.k[0, 0, 6] = case.k[0, 0, 2] * 3
+    layer = case.prompt("rkv(budget=11, buffer=4, window=2, mix=0.5)")
+    assert positions(layer, 0) == [t for t in range(12) if t != 2]
+
+
+def test_nothing_alike_has_no_newest() -> None:
+    one = torch.eye(4)[None]
+    assert newest_alike(one, torch.ones(1, 4, dtype=torch.bool), 0.5).tolist() == [[-1] * 4]
+
+
+def test_what_is_held_stays_below_budget_and_buffer() -> None:
+    case = Case(length=20, steps=100, pads=(0, 3))
+    layer, most = case.prompt(TEXT), 0
+    for _ in case.decode(layer):
+        most = max(most, *(len(positions(layer, row)) for row in range(case.rows)))
+    assert most == OPTIONS["budget"] + OPTIONS["buffer"] - 1
+    assert layer.parts[0].lane.tail.capacity == OPTIONS["budget"] + OPTIONS["buffer"]
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("rkv(budget=8)", "must exceed window=8"),
+        ("rkv(buffer=7)", "buffer=7 must not be less than window=8"),
+        ("rkv(kernel=4)", "must be odd"),
+        ("rkv(alike=1.0)", "is a cosine"),
+        ("rkv(mix=2)", "between 0 and 1"),
+        ("rkv(buffer=0)", "buffer=0"),
+    ],
+)
+def test_what_cannot_be_is_refused(text: str, said: str) -> None:
+    with pytest.raises(PolicyError, match=said):
+        Stack.parse(text)
+
+
+def test_it_is_found_by_its_name() -> None:
+    assert load("rkv")[0] == "retention"
