@@ -7,8 +7,8 @@
     keep       =  the newest `window` tokens, and the best others by  mix I - (1 - mix) R,  up to `budget`
 
 Tokens are judged when `buffer` more than the budget are held, and at a prompt's end: a text may become as long as it
-likes, in memory that does not grow. Defaults are the paper's: mix 0.1, a window of 8, buffers of 128, and those of its
-code where it names none: pooling over 7, alike from 0.5.
+likes, in memory that does not grow. With `mix=1` attention alone decides, as in SnapKV. Defaults are the paper's: mix 0.1,
+a window of 8, buffers of 128, and those of its code where it names none: pooling over 7, alike from 0.5.
 
 Of several tokens that are alike the newest counts as the one that says it, so the others are redundant. Its sum over
 pairs is found without a matrix of pairs: the mean of unit vectors once, and for each token its newest likeness, looked
@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
 from kvengine.errors import PolicyError
+from kvengine.kernels.best_tokens import best_tokens
 from kvengine.policies._budget import Budget, check_budget, check_count, check_share
-from kvengine.policies.retention import Retention, Seen, keep_top
+from kvengine.policies.retention import Retention, Seen
 from kvengine.tokens import pack, take
 
 BLOCK, SPAN = 512, 1024  # tokens that are compared at once: the newer ones, and those that look for a likeness
@@ -87,11 +88,10 @@ class RKV(Retention):
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
         index = in_order(seen.position)
         keys, position = take(seen.read()[0].float(), index), take(seen.position, index, -1)
-        found = self.mix * self.importance(seen, keys, position) - (1 - self.mix) * redundancy(
-            keys, position >= 0, self.alike
-        )
-        slots = index.masked_fill(index < 0, seen.position.shape[1])
-        return F.pad(torch.zeros_like(seen.score), (0, 1)).scatter_(1, slots, found)[:, :-1]
+        found = self.mix * self.importance(seen, keys, position)
+        if self.mix < 1:
+            found = found - (1 - self.mix) * redundancy(keys, position >= 0, self.alike)
+        return put_back(found, index, seen.position)
 
     def importance(
         self, seen: Seen, keys: Float[Tensor, "row token dim"], position: Int[Tensor, "row token"]
@@ -107,7 +107,9 @@ class RKV(Retention):
         return F.max_pool1d(mean[:, None], self.kernel, 1, self.kernel // 2)[:, 0] if keys.shape[1] else mean
 
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
-        return keep_top(seen, seen.score, self.budget, seen.recent(self.window))
+        index = in_order(seen.position)  # neighbours may share a score: the newer one stays, wherever it lies
+        want = take(seen.score.masked_fill(seen.recent(self.window), float("inf")), index, float("-inf"))
+        return put_back(best_tokens(want, seen.count(self.budget)), index, seen.position)
 
 
 def in_order(position: Int[Tensor, "row token"]) -> Int[Tensor, "row held"]:
@@ -119,6 +121,14 @@ def in_order(position: Int[Tensor, "row token"]) -> Int[Tensor, "row held"]:
     order = position.argsort(dim=1, stable=True)
     index = pack(position.gather(1, order) >= 0)
     return take(order, index, -1)
+
+
+def put_back(
+    x: Shaped[Tensor, "row held"], index: Int[Tensor, "row held"], slots: Int[Tensor, "row token"]
+) -> Shaped[Tensor, "row token"]:
+    """What was found for tokens in order, in their slots; 0 in the others."""
+    out = x.new_zeros(slots.shape[0], slots.shape[1] + 1)
+    return out.scatter_(1, index.masked_fill(index < 0, slots.shape[1]), x)[:, :-1]
 
 
 def redundancy(
@@ -146,9 +156,10 @@ def newest_alike(
     for begin in range((unit.shape[1] - 1) // BLOCK * BLOCK, -1, -BLOCK):
         some = unit[:, begin : begin + BLOCK]
         column = torch.arange(begin, begin + some.shape[1], device=unit.device)
+        rank = column.float()  # half the bytes
         for index in pack(there & (found[:, :-1] < 0)).split(SPAN, 1):  # most have found one by now
-            same = torch.bmm(take(unit, index), some.transpose(1, 2)) > alike
-            same &= index[..., None] != column
-            newest = torch.where(same, column, -1).amax(-1)
-            found.scatter_(1, index.masked_fill(index < 0, there.shape[1]), newest)
+            unlike = torch.bmm(take(unit, index), some.transpose(1, 2)) <= alike
+            unlike |= index[..., None] == column
+            newest = rank.expand(unlike.shape).masked_fill(unlike, -1).amax(-1)
+            found.scatter_(1, index.masked_fill(index < 0, there.shape[1]), newest.long())
     return found[:, :-1]

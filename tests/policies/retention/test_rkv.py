@@ -45,23 +45,23 @@ def verdict(case: Case, row: int, tokens: list[int], newest: int, options: dict[
 
 
 @pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (25, 0), 2)])
-@pytest.mark.parametrize("length, budget", [(37, 14), (9, 14), (37, 30)])
+@pytest.mark.parametrize("length, budget, mix", [(37, 14, 0.3), (9, 14, 0.3), (37, 30, 0.0), (37, 14, 1.0)])
 def test_it_judges_where_a_row_is_full(
-    heads: int, group: int, pads: tuple[int, ...], chunks: int, length: int, budget: int
+    heads: int, group: int, pads: tuple[int, ...], chunks: int, length: int, budget: int, mix: float
 ) -> None:
     pads = tuple(min(p, length - 2) for p in pads)
     case = Case(heads, group, length, steps=41, pads=pads)
-    layer = case.prompt(TEXT.replace("budget=14", f"budget={budget}"), chunks)
-    want, verdicts = {}, 0
+    layer = case.prompt(TEXT.replace("budget=14", f"budget={budget}").replace("mix=0.3", f"mix={mix}"), chunks)
+    want, verdicts, options = {}, 0, {"budget": budget, "mix": mix}
     for row in range(case.rows):
-        want[row] = verdict(case, row, list(range(case.row(row)[3], length)), length - 1, {"budget": budget})
+        want[row] = verdict(case, row, list(range(case.row(row)[3], length)), length - 1, options)
         assert positions(layer, row) == want[row]
     for t, out in case.decode(layer):
         for row in range(case.rows):
             torch.testing.assert_close(output(case, out, row), attended(case, row, t, [*want[row], t]))
             want[row] = [*want[row], t]
             if len(want[row]) == budget + OPTIONS["buffer"]:
-                want[row], verdicts = verdict(case, row, want[row], t, {"budget": budget}), verdicts + 1
+                want[row], verdicts = verdict(case, row, want[row], t, options), verdicts + 1
             assert positions(layer, row) == want[row]
     assert verdicts
     same_source(case, layer)

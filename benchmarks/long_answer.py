@@ -1,0 +1,118 @@
+"""What stays of a long answer: text that comes token by token, as when a model thinks, and questions about it afterwards.
+
+    OMP_NUM_THREADS=1 python -P benchmarks/long_answer.py [--length 2048] [--contexts 8] [--prompt 128]
+
+The first tokens of a text with needles are the prompt; the others are taken as decoding takes them, one after the other,
+whatever a policy then judges. Each question is asked on a copy of the cache. Beside the answers stands what was held at
+most. Policies that judge prompts alone hold everything here, and are left out; `full` is the ceiling. `rkv` with `mix=1`
+looks at attention alone. Writes benchmarks/results/long_answer.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from kvengine.evals import loading
+from kvengine.evals.engine import Session, opened
+from kvengine.evals.prompt import Prompter
+from kvengine.evals.protocol import greedy
+from kvengine.evals.statistics import interval
+from kvengine.evals.tasks import Plan, choose
+
+BUDGETS, STEP = (512, 256), 32
+TASKS = "quiz_single,quiz_multikey_1"
+STACKS = (
+    "full",
+    *(
+        text.format(budget=budget, recent=budget - 4)
+        for budget in BUDGETS
+        for text in (
+            "streaming(recent={recent})", "h2o(budget={budget})", "h2o(budget={budget},recent=0,average=True)",
+            "tova(budget={budget})", "elastic(budget={budget})", "rkv(budget={budget},buffer=64)",
+            "rkv(budget={budget},buffer=64,mix=1)",
+        )
+    ),
+)  # fmt: skip
+
+
+def think(session: Session, ids: list[int], prompt: int) -> tuple[float, float]:
+    """Take these ids but the first `prompt` of them as decoding does: most tokens held per head, seconds."""
+    session.read(ids[:prompt])
+    session.follow_up()
+    held, seconds = 0.0, 0.0
+    for i in range(prompt, len(ids), STEP):
+        begin = time.perf_counter()
+        session.read(ids[i : i + STEP])
+        seconds += time.perf_counter() - begin
+        held = max(held, session.usage().held)
+    return held, seconds
+
+
+def measure(model: Any, tokenizer: Any, policy: str, given: argparse.Namespace) -> dict[str, Any]:
+    prompter = Prompter(tokenizer)
+    stop = loading.stop_ids(model, tokenizer, "")
+    plan = Plan(length=given.length, count=given.contexts, seed=given.seed, measure=prompter.measure)
+    row: dict[str, Any] = {"policy": f"`{policy}`"}
+    thought, means = [], []
+    with opened(model, policy) as engine:
+        for task in choose("quiz", given.tasks):
+            right: list[float] = []
+            contexts: list[str] = []
+            for sample in task.samples(plan):
+                session = engine.session()
+                thought.append(think(session, prompter.context(sample), given.prompt))
+                for turn in sample.turns:
+                    branch = session.branch()
+                    logits = branch.read(prompter.asked(turn))
+                    new, _, _ = greedy(branch, logits, stop, turn.max_new_tokens, 0.0)
+                    right.append(task.score(turn, prompter.text(new))[task.metric])
+                    contexts.append(sample.id)
+            found, name = interval(right, contexts), task.name.removeprefix("quiz_")
+            row[name] = f"{100 * found.mean:.0f} ({100 * found.low:.0f}–{100 * found.high:.0f})"
+            means.append(100 * found.mean)
+            print(f"{policy}: {name} {row[name]}", flush=True)
+    held, seconds = zip(*thought, strict=True)
+    return row | {
+        "mean": statistics.mean(means), "held": max(held),
+        "ms": 1e3 * statistics.mean(seconds) / (given.length - given.prompt),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--contexts", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--tasks", default=TASKS)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--policies", default=";".join(STACKS), help="separated by semicolons")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/long_answer.json"))
+    given = parser.parse_args()
+    model, tokenizer = loading.load("bundled", device="cpu", dtype="float32")
+    rows = [measure(model, tokenizer, policy, given) for policy in given.policies.split(";")]
+    names = [task.name.removeprefix("quiz_") for task in choose("quiz", given.tasks)]
+    result = {
+        "command": f"python -P benchmarks/long_answer.py --length {given.length} --contexts {given.contexts}",
+        "machine": f"the bundled model, {given.length} tokens of which {given.prompt} are the prompt, {given.contexts} contexts "
+        f"per task, seed {given.seed}; CPU, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"Python {platform.python_version()}; percent right with 95 % interval",
+        "columns": {
+            "policy": "policy", **{name: name for name in names}, "mean": "mean:.0f", 
+            "most held (tokens per head)": "held:.0f",
+        },
+        "rows": rows,
+    }  # fmt: skip
+    given.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
