@@ -21,12 +21,10 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -35,8 +33,7 @@ from torch.nn import functional as F
 import kvengine
 from kvengine import _ops as ops
 from kvengine.kernels.causal_attention import causal_attention
-from kvengine.kernels.span_attention import BLOCK, Band, band_spans, causal_spans, span_attention
-from kvengine.policies.prefill import Choice, Prefill
+from kvengine.kernels.span_attention import BLOCK, Band, band_spans, causal_spans, pairs, span_attention
 from kvengine.session import Call
 from kvengine.stack import Stack
 
@@ -72,30 +69,6 @@ def planted(heads: int, length: int, rng: torch.Generator) -> tuple[Tensor, Tens
             for distance in torch.randint(0, length // 2, (3,), generator=rng):
                 q[r, h, distance:] += LOOKS * k[r, : length - int(distance)]
     return q, k, v
-
-
-def pairs(spans: Tensor, block: int, length: int) -> float:
-    """Of the causal (query, token) pairs, the share that the spans hold; whole blocks are counted."""
-    return float((spans[..., 1] - spans[..., 0]).clamp(min=0).sum()) / len(spans) * block / (length * length / 2)
-
-
-@contextmanager
-def counting(text: str) -> Iterator[list[float]]:
-    """Collects, wherever the policy chooses what a prompt reads, the share of pairs that are read."""
-    shares: list[float] = []
-    prefill = Stack.parse(text).prefill
-    choose = type(prefill).choose
-
-    def counted(self: Prefill, q: Tensor, k: Tensor, scale: float) -> Choice:
-        found, length = choose(self, q, k, scale), k.shape[1]
-        last = min(length, self.whole)
-        shares.append(
-            pairs(found.spans[:, : -(-(length - last) // found.block)], found.block, length) + 2 * last / length
-        )
-        return found
-
-    with mock.patch.object(type(prefill), "choose", counted):
-        yield shares
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Tensor:
@@ -136,7 +109,7 @@ def cases(length: int, device: str) -> dict[str, Way]:
 
     def way(spans: Tensor, band: Band | None) -> Way:
         call = partial(span_attention, q, k, v, position, spans.to(device), scale=DIM**-0.5, band=band)
-        return pairs(spans, BLOCK, length), call
+        return pairs(spans, length, length) / (length * (length + 1) / 2), call
 
     def dense() -> Tensor:
         return F.scaled_dot_product_attention(*stock, is_causal=True, enable_gqa=True)[0].view_as(q)
@@ -152,10 +125,10 @@ def cases(length: int, device: str) -> dict[str, Way]:
     found[SPARSE] = way(sparse_spans(heads, length), None)
     for text in METHODS:
         method = Stack.parse(text).prefill
-        call = partial(ops.chosen, q, k, v, position, True, method, method.whole, Call(DIM**-0.5))
-        with counting(text) as shares:
-            call()
-        found[f"`{text}`, lines"] = shares[0], call
+        tally = ops.Tally()
+        call = partial(ops.chosen, q, k, v, position, True, method, method.whole, Call(DIM**-0.5), tally)
+        call()
+        found[f"`{text}`, lines"] = tally.computed / tally.every, call
     return found
 
 
@@ -194,12 +167,6 @@ def prose(tokens: int) -> Tensor:
     return AutoTokenizer.from_pretrained(bundled_model())(text, return_tensors="pt").input_ids[:, :tokens]
 
 
-def skipped(text: str, length: int) -> float:
-    """The share of pairs that a band leaves."""
-    band = Stack.parse(text).prefill.band(torch.zeros(1, dtype=torch.int64))
-    return 1.0 if band is None else pairs(band_spans(length, length, band), BLOCK, length)
-
-
 @torch.inference_mode()
 def model(lengths: list[int], clock: Callable[[], float]) -> list[dict[str, Any]]:
     """Whole prompts of the bundled model."""
@@ -213,12 +180,10 @@ def model(lengths: list[int], clock: Callable[[], float]) -> list[dict[str, Any]
         for _ in range(3 if length <= 8192 else 2):
             for text in ("full", *MODEL):
                 patched = kvengine.patch(bundled, text)
-                with counting(text) as shares:
-                    begin = clock()
-                    patched(ids, past_key_values=kvengine.EngineCache(patched), logits_to_keep=1)
-                    taken = clock() - begin  # choices are counted in it: some microseconds
-                seconds[text] = min(seconds.get(text, float("inf")), taken)
-                share[text] = sum(shares) / len(shares) if shares else skipped(text, length)
+                begin, cache = clock(), kvengine.EngineCache(patched)
+                patched(ids, past_key_values=cache, logits_to_keep=1)
+                seconds[text] = min(seconds.get(text, float("inf")), clock() - begin)
+                share[text] = cache.stats().computed or 1.0
         rows += [
             {"way": f"bundled model, `{text}`", "length": length, "ms": 1e3 * s, "speed": seconds["full"] / s,
              "ideal": 1 / share[text], "error": None}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -10,10 +12,24 @@ from torch.nn import functional as F
 from kvengine.kernels.attention import attention
 from kvengine.kernels.causal_attention import causal_attention, follows, quicker
 from kvengine.kernels.dispatch import native_refusal
-from kvengine.kernels.span_attention import Band, band_spans, causal_spans, span_attention
+from kvengine.kernels.span_attention import Band, band_spans, causal_spans, pairs, span_attention
 from kvengine.kernels.state import State, rescaled
 from kvengine.policies.prefill import Prefill
 from kvengine.session import Call
+
+
+@dataclass
+class Tally:
+    """Of a prompt's (query, token) pairs, those that were computed, and all."""
+
+    computed: float = 0.0
+    every: float = 0.0
+
+    def add(self, rows: int, begin: int, end: int, computed: float | None = None) -> None:
+        """Queries `begin` to `end` of so many rows, which see all tokens up to themselves; None: all was computed."""
+        every = (end * (end + 1) - begin * (begin + 1)) / 2
+        self.every += rows * every
+        self.computed += rows * (every if computed is None else computed)
 
 
 def whole(
@@ -90,15 +106,16 @@ def chosen(
     prefill: Prefill,
     last: int,
     call: Call,
+    tally: Tally,
 ) -> Float[Tensor, "row group query dim_v"]:
     """Attention of the last tokens to those that a prefill method chooses. `clean`: no slot is without a token.
 
     `last`: of each row's queries, the last ones that read everything. Rows whose tokens are in the same slots go together,
     without the empty ones, and what was there before comes by position: so padding can change nothing, nor can the slots
-    that evictions have left.
+    that evictions have left. What is computed is added to the `tally`.
     """
     if clean:
-        return _chosen(q, k, v, position, prefill, last, call)
+        return _chosen(q, k, v, position, prefill, last, call, tally)
     out, before, there = q.new_zeros(*q.shape[:3], v.shape[-1]), k.shape[1] - q.shape[2], position >= 0
     ends = [*((there[1:] != there[:-1]).any(1).nonzero()[:, 0] + 1).tolist(), len(there)]
     for start, end in zip([0, *ends], ends, strict=False):
@@ -107,16 +124,19 @@ def chosen(
         if len(asked):
             mine = call if call.sinks is None else call._replace(sinks=call.sinks[rows])
             given = q[rows, :, asked], k[rows, held], v[rows, held], position[rows, held]
-            out[rows, :, asked] = _chosen(*given, prefill, last, mine)
+            out[rows, :, asked] = _chosen(*given, prefill, last, mine, tally)
     return out
 
 
-def _chosen(q: Tensor, k: Tensor, v: Tensor, position: Tensor, prefill: Prefill, last: int, call: Call) -> Tensor:
+def _chosen(
+    q: Tensor, k: Tensor, v: Tensor, position: Tensor, prefill: Prefill, last: int, call: Call, tally: Tally
+) -> Tensor:
     some, tokens, before = max(0, q.shape[2] - last), k.shape[1], k.shape[1] - q.shape[2]
     if before and bool((position[:, :before].diff(dim=1) < 0).any()):
         order = position[:, :before].argsort(1)
         k, v = (torch.cat([_taken(x, order), x[:, before:]], 1) for x in (k, v))
     place = torch.arange(tokens, device=k.device, dtype=torch.int32).expand(k.shape[:2])
+    tally.add(len(q), tokens - q.shape[2] + some, tokens)
     whole = by_slot(q[:, :, some:], k, v, place, True, *call) if some < q.shape[2] else None
     if whole is not None and not some:
         return whole
@@ -125,6 +145,7 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, position: Tensor, prefill: Prefill,
     k, v = (x[:, :held] if columns is None else torch.cat([_taken(x, columns), x[:, :held]], 1) for x in (k, v))
     spans = spans[:, : -(-(lead + some) // block)].clamp(max=k.shape[1])
     place = torch.arange(k.shape[1], device=k.device, dtype=torch.int32).expand(k.shape[:2])
+    tally.add(len(q), before, held, pairs(spans, lead + some, k.shape[1], lead, block))
     q = F.pad(q[:, :, :some], (0, 0, lead, 0))
     options = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks, "block": block}
     out = span_attention(q, k, v, place, spans, **options)[:, :, lead:]  # type: ignore[arg-type]

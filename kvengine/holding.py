@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvengine._ops import Tally
 from kvengine.beside import Beside
 from kvengine.joint import join
 from kvengine.kernels.step import Ends
@@ -58,6 +59,7 @@ class Holding(Padded):
         self.firm = 0  # tokens that shortening the tail does not take back: what came as a prompt, or with padding
         self.whole = True  # the tail holds every token seen, each at its position
         self.limit: int | None = None
+        self.tally = Tally()  # of prompts, if a prefill method leaves something out
         self.due = 0  # tokens seen before which no row is full, if the retention waits for that
         self.notes: Notes = {}  # the retention's
         self.lengths: list[tuple[int, Tensor | None]] = [

@@ -24,7 +24,7 @@ from kvengine.kernels.column_mass import blocks
 from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.paged_attention import paged_attention
-from kvengine.kernels.span_attention import Band
+from kvengine.kernels.span_attention import Band, band_spans, pairs
 from kvengine.kernels.state import State
 from kvengine.kernels.step import Ends
 from kvengine.pages import Pages
@@ -78,6 +78,10 @@ class Lane(Verdicts):
         out = []
         for span in blocks(q, k.shape[1]):
             visible = self.visible(at[span], position, prompt=True)
+            sees = (position >= 0)[:, None] & (position[:, None] <= at[span, None])
+            self.tally.every, self.tally.computed = (
+                x + float(y.sum()) for x, y in ((self.tally.every, sees), (self.tally.computed, visible))
+            )
             state = attention(q[:, :, span], k, v, visible, call.scale, softcap=call.softcap)
             out.append(self.with_sinks([state], call).out)
         return watched(torch.cat(out, 2).to(q.dtype), self.tail, self.pages)
@@ -92,10 +96,13 @@ class Lane(Verdicts):
         clean = self.tail.clean and (self.pages is None or self.pages.clean)
         some, n = max(0, min(q.shape[2], self.exact_from - self.seen + q.shape[2])), q.shape[2]
         if self.stack.prefill.chooses:
-            return ops.chosen(q, k, v, position, clean, self.stack.prefill, n - some, call)
+            return ops.chosen(q, k, v, position, clean, self.stack.prefill, n - some, call, self.tally)
+        if band is not None:
+            held = k.shape[1] - (n - some)
+            self.tally.add(len(q), held - some, held, pairs(band_spans(some, held, band), some, held) if some else None)
+            self.tally.add(len(q), held, k.shape[1])
         if band is None or some in (0, n):
             return ops.by_slot(q, k, v, position, clean, *call, band if some else None)
-        held = k.shape[1] - (n - some)
         first = ops.by_slot(q[:, :, :some], k[:, :held], v[:, :held], position[:, :held], clean, *call, band)
         return torch.cat([first, ops.by_slot(q[:, :, some:], k, v, position, clean, *call)], 2)
 

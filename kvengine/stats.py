@@ -32,6 +32,8 @@ class Stats:
         served: pieces of pages that were read where pages are placed below the device, by the tier that had them
             ("device": already there; "ahead": fetched from a lower tier before they were asked for), all layers.
         faults: times that a tier failed to take or to give pages, all layers.
+        computed: of the pairs of a prompt's queries and the tokens up to them, the share whose attention was computed; None
+            where no prefill method leaves any out. Of what came since the cache was made or loaded.
     """
 
     bytes: dict[str, dict[str, int]]
@@ -43,6 +45,7 @@ class Stats:
     seen: int
     served: dict[str, int] = field(default_factory=dict)
     faults: int = 0
+    computed: float | None = None
 
     @property
     def hits(self) -> int:
@@ -65,26 +68,29 @@ class Stats:
     def __str__(self) -> str:
         tiers = ", ".join(f"{tier} {sum(fields.values()) / 2**20:.2f} MiB" for tier, fields in self.bytes.items())
         held, read = self.held.float().mean(), self.attended.float().mean()
-        return f"{self.seen} tokens seen; per head {held:.0f} held, {read:.0f} read; {tiers or 'nothing held'}"
+        prompt = "" if self.computed is None else f"; {self.computed:.0%} of the prompt's attention computed"
+        return f"{self.seen} tokens seen; per head {held:.0f} held, {read:.0f} read; {tiers or 'nothing held'}{prompt}"
 
 
 def measure(layers: list[LayerCache]) -> Stats:
     """Count what these layers hold."""
     held: dict[str, dict[str, int]] = {}
     used = free = read = faults = 0
+    computed = every = 0.0
     served = Counter[str]()
     for lane, times in ((part.lane, 1 + layer.readers.count) for layer in layers for part in layer.parts):
         for tier, fields in lane_bytes(lane).items():
             for name, size in fields.items():
                 held.setdefault(tier, {})[name] = held.setdefault(tier, {}).get(name, 0) + size
         read += lane_reads(lane) * times
+        computed, every = computed + lane.tally.computed, every + lane.tally.every
         if lane.pages is not None and lane.pool is not None:
             mine = len(set(lane.pages.pages_in_use()))
             used, free = used + mine, free + lane.pool.pages - mine
             served, faults = served + lane.pool.served(), faults + lane.pool.faults
     return Stats(
         held, by_head(layers, live), by_head(layers, attended), read, used, free, layers[0].seen if layers else 0,
-        dict(served), faults,
+        dict(served), faults, computed / every if every else None,
     )  # fmt: skip
 
 

@@ -232,3 +232,38 @@ def test_what_moves_to_the_host_is_counted_there() -> None:
 def test_an_empty_cache_has_empty_statistics() -> None:
     cache = kvengine.EngineCache(patched("full"))
     assert cache.stats().bytes_held == 0 and Stack() == cache.stack
+
+
+def computed(text: str, ids: Tensor, mask: Tensor | None = None, **options: int) -> float | None:
+    model = patched(text)
+    cache = kvengine.EngineCache(model)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
+    greedy(model, batch, 1, past_key_values=cache, **options)
+    return cache.stats().computed
+
+
+def test_what_is_computed_of_a_prompt() -> None:
+    ids = torch.randint(2, 100, (1, 300), generator=torch.Generator().manual_seed(5))
+    assert computed("snapkv(budget=24, window=6)", ids) is None
+    assert computed("xattention(threshold=1.0)", ids) == 1
+    band, every = 0, 300 * 301 // 2
+    for start in range(0, 300, 128):  # a block computes what any of its queries sees of the tokens up to each
+        near = max(0, start - 8 + 1)
+        band += sum(min(2, near) + i + 1 - near for i in range(start, min(300, start + 128)))
+    assert computed("ashape(sinks=2, local=8)", ids) == pytest.approx(band / every)
+    some = computed("xattention(threshold=0.3, stride=4, block=16, last=8)", ids)
+    assert some is not None and 0.1 < some < 0.9
+    assert computed(
+        "xattention(threshold=0.3, stride=4, block=16, last=8)", ids, prefill_chunk_size=160
+    ) == pytest.approx(some)
+
+
+def test_padding_is_not_counted_as_computed() -> None:
+    ids = torch.randint(2, 100, (2, 200), generator=torch.Generator().manual_seed(6))
+    text, mask = "xattention(threshold=0.3, stride=4, block=16, last=8)", torch.ones_like(ids)
+    mask[1, :70] = 0
+    first, second = computed(text, ids[:1]), computed(text, ids[1:, 70:])
+    assert first is not None and second is not None
+    pairs = 200 * 201 / 2, 130 * 131 / 2
+    together = (first * pairs[0] + second * pairs[1]) / sum(pairs)
+    assert computed(text, ids, mask=mask) == pytest.approx(together)

@@ -123,5 +123,24 @@ def block_spans(keep: Bool[Tensor, "line block columns"], block: int, tokens: in
     return spans.unflatten(2, (-1, 2))
 
 
+def pairs(
+    spans: Int[Tensor, "line block span 2"], queries: int, tokens: int, skip: int = 0, block: int = BLOCK
+) -> float:
+    """How many (query, token) pairs causal attention of the last `queries` of these tokens computes, the mean of lines.
+
+    `skip`: the first queries, which are not counted.
+
+    >>> pairs(torch.tensor([[[[0, 1], [3, 4]], [[4, 6], [0, 0]]]]), 4, 6, block=2), pairs(causal_spans(4, 6, "cpu"), 4, 6)
+    (6.0, 18.0)
+    """
+    start = _starts(queries, tokens, spans.device, block)[:, None]
+    first, end = start.clamp(min=tokens - queries + skip), (start + block).clamp(max=tokens)
+    asked, a, b = (end - first).clamp(min=0), spans[..., 0], spans[..., 1].maximum(spans[..., 0])
+    early = (b.minimum(first) - a.minimum(first)) * asked
+    a, b = a.maximum(first).minimum(end), b.maximum(first).minimum(end)
+    own = (b - a) * (2 * end - a - b + 1) // 2  # each token is read by the block's queries from its own on
+    return float((early + own * (asked > 0)).sum()) / len(spans)
+
+
 def _starts(queries: int, tokens: int, device: torch.device, block: int) -> Int[Tensor, "block"]:
     return tokens - queries + torch.arange(0, queries, block, device=device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvengine.errors import KernelError
 from kvengine.kernels.causal_attention.native import fits
-from kvengine.kernels.span_attention import Band, band_spans, block_spans, causal_spans, span_attention
+from kvengine.kernels.span_attention import Band, band_spans, block_spans, causal_spans, pairs, span_attention
 
 ROWS, GROUP, DIM = 3, 2, 16
 HERE = torch.zeros(1, 1, 1, DIM)
@@ -186,3 +186,15 @@ def test_wide_bands_over_many_tiles(group: int, sinks: int, local: int) -> None:
     got = span_attention(q, k, v, position, spans, backend="native", **about)
     want = span_attention(q.double(), k.double(), v.double(), position, spans, backend="reference", **about)
     assert oracle.error(got, want) <= 1e-5
+
+
+@pytest.mark.parametrize("queries, tokens, skip, block", [(7, 7, 0, 3), (5, 11, 2, 4), (9, 9, 3, 8), (1, 6, 0, 2)])
+def test_pairs_are_those_that_causal_spans_hold(queries: int, tokens: int, skip: int, block: int) -> None:
+    rng = torch.Generator().manual_seed(queries)
+    edges = torch.randint(0, tokens + 1, (2, -(-queries // block), 4), generator=rng).sort(-1).values
+    spans = edges.unflatten(2, (2, 2))
+    want = 0
+    for line in spans:
+        for i in range(skip, queries):
+            want += sum(a <= t < b for t in range(tokens - queries + i + 1) for a, b in line[i // block].tolist())
+    assert pairs(spans, queries, tokens, skip, block) == want / 2
