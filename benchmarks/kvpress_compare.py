@@ -20,7 +20,8 @@ environment's transformers with its own cache of as many tokens.
 
 kvpress judges the prompt only, so `decode=False` has StreamingLLM, TOVA and H2O do the same here. It has no H2O; its
 ObservedAttentionPress (mean attention received, no recent window) is the nearest, and needs eager attention: beside it
-stand the same rule and the paper's (sums, half of the budget recent). Its AdaKV masks what it drops and keeps the bytes.
+stand the same rule and the paper's (sums, half of the budget recent). Its AdaKV and its KVzip mask what they drop
+and keep the bytes; from a second chunk of 2048 tokens on its KVzip asks to repeat a part in other words, and ours in the same.
 
 Writes benchmarks/results/kvpress.json (every cell) and kvpress_methods.json (all cells of a method together), and every
 cell to RUN/kvpress.jsonl as it is done. Run again, it goes on there, so `--contexts` may be raised later; `--minutes`
@@ -54,6 +55,8 @@ STEPS = 24  # decoded tokens that are timed
 ANSWER = 10  # tokens of an answer
 QUESTIONS = 4  # about each context
 
+REPEAT, SUFFIX = (json.dumps(words) for words in ("\n\nRepeat the previous context exactly.", "\n"))
+"""What kvpress feeds before a text that is to be repeated; in a policy they stand for their ids."""
 OBSERVED = "recent=0, average=True, decode=False"
 
 Job = dict[str, Any]
@@ -93,6 +96,7 @@ METHODS: dict[str, Method] = {
     "ExpectedAttention": Method(
         lambda p, r: p.ExpectedAttentionPress(r), lambda n, s: f"expected_attention(budget={s})"
     ),
+    "KVzip": Method(lambda p, r: p.KVzipPress(r), lambda n, s: f"kvzip(budget={s}, prompt={REPEAT}, suffix={SUFFIX})"),
     "H2O": Method(lambda p, r: p.ObservedAttentionPress(r), lambda n, s: f"h2o(budget={s}, {OBSERVED})", "eager"),
     "H2O, half recent": Method(
         lambda p, r: p.ObservedAttentionPress(r), lambda n, s: f"h2o(budget={s}, decode=False)", "eager"
@@ -236,10 +240,14 @@ class Peer:
 def ours(path: str) -> Side:
     import kvengine
 
-    model = load(path)
+    model, tokenizer = load(path), AutoTokenizer.from_pretrained(path)
+    ids = {words: tuple(tokenizer(json.loads(words), add_special_tokens=False).input_ids) for words in (REPEAT, SUFFIX)}
 
     def around(model: Any, method: Method, removed: float, n: int) -> Any:
-        return kvengine.patched(model, method.policy(n, 1 - removed))
+        policy = method.policy(n, 1 - removed)
+        for words, found in ids.items():
+            policy = policy.replace(words, str(found))
+        return kvengine.patched(model, policy)
 
     def size(cache: Any) -> tuple[int, float]:
         stats = cache.stats()
@@ -289,7 +297,7 @@ def jobs(given: argparse.Namespace, path: str) -> Iterator[tuple[str, Job, Any, 
             asked = [prompter.asked(turn) for turn in sample.turns]
             job = {"prompt": prompter.context(sample), "asked": asked, "stop": stop}
             score = lambda new, i, t=task, s=sample: t.score(s.turns[i], prompter.text(new))[t.metric]  # noqa: E731
-            for name in METHODS:
+            for name in given.methods.split(";"):
                 for removed in REMOVED if name != "none" else (0.0,):
                     key = f"{task.name}/{length}/{index}/{name}/{removed}"
                     yield key, {**job, "method": name, "removed": removed, "length": length}, score, index
@@ -399,6 +407,15 @@ def by_method(rows: list[Row]) -> list[Row]:
     return [{"method": name, **compared(found)} for name, found in some.items() if found]
 
 
+def beside(found: list[Row], place: Path) -> list[Row]:
+    """With the rows that are there of methods that were not measured now."""
+    new = {row["method"] for row in found}
+    there = json.loads(place.read_text(encoding="utf-8"))["rows"] if place.exists() else []
+    order = list(METHODS)
+    rows = [row for row in there if row["method"] not in new and row["method"] in order] + found
+    return sorted(rows, key=lambda r: (r.get("length", 0), order.index(r["method"]), r.get("removed", 0)))
+
+
 def compared(rows: list[Row]) -> Row:
     """Scores, the ratios of times pair by pair, and those of bytes, of these cells."""
     from kvengine.evals.statistics import paired
@@ -454,6 +471,7 @@ def main() -> None:
     parser.add_argument(
         "--again", action="store_true", help="add to the times of cells that are done, in new processes"
     )
+    parser.add_argument("--methods", default=";".join(METHODS), help="separated by semicolons; others stay as they are")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no more cells after so long")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -477,7 +495,7 @@ def main() -> None:
         (given.out, COLUMNS, summary(rows)),
         (given.out.with_stem(f"{given.out.stem}_methods"), METHOD_COLUMNS, by_method(rows)),
     ):
-        text = json.dumps({**result, "columns": columns, "rows": found}, indent=1, ensure_ascii=False)
+        text = json.dumps({**result, "columns": columns, "rows": beside(found, place)}, indent=1, ensure_ascii=False)
         place.write_text(text + "\n", encoding="utf-8")
 
 

@@ -107,7 +107,7 @@ def main() -> None:
         f"Python {platform.python_version()}; percent right with 95 % interval",
         "columns": {
             "policy": "policy", **{name: name for name in names}, "mean": "mean:.0f", 
-            "most held (tokens per head)": "held:.0f",
+            "held at most (tokens per head, looked at every 32)": "held:.0f",
         },
         "rows": rows,
     }  # fmt: skip
