@@ -168,7 +168,16 @@ def _delta(cell: CellResult | None) -> str:
 
 def costs(found: list[CellResult]) -> str:
     """Memory and time by policy, over the tasks."""
-    head = ["policy", "tokens held", "attended", "bytes held", "read per token", "TTFT s", "tokens/s", "peak memory"]
+    head = [
+        "policy",
+        "tokens held",
+        "attended",
+        "bytes held",
+        "read per token",
+        "first token s",
+        "tokens/s",
+        "peak memory",
+    ]
     rows = []
     for policy in unique(cell.policy for cell in found if cell.score):
         mine = [cell for cell in found if cell.policy == policy and cell.score]
@@ -228,7 +237,7 @@ def in_short(found: list[CellResult], within: float = 5.0) -> list[str]:
     cells = {policy: [cell for cell in found if cell.policy == policy and cell.score] for policy in means}
     roles = {policy: mine[0].role for policy, mine in cells.items()}
     top = [policy for policy, role in roles.items() if role == "ceiling"]
-    if not top:
+    if not top or "policy" not in roles.values():
         return []
     good = [p for p, role in roles.items() if role == "policy" and means[p] >= means[top[0]] - within]
     lines = [] if good else [f"No policy comes within {within:g} points of the full cache here."]

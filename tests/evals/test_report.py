@@ -247,6 +247,7 @@ def test_who_is_as_good_for_less_is_said_in_a_sentence() -> None:
     worse = [one | {"score": 0.0} if one["policy"] != "full" else one for one in rows]
     assert tables.in_short(cells(worse)) == ["No policy comes within 5 points of the full cache here."]
     assert tables.in_short(cells([one for one in rows if one["policy"] != "full"])) == []
+    assert tables.in_short(cells([one for one in rows if one["policy"] == "full"])) == []  # nobody to judge
 
 
 def test_the_oracle_is_not_on_the_line_of_the_best() -> None:
