@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine import _ops as ops
+from kvengine import answers
 from kvengine.errors import CacheError
 from kvengine.evidence import Evidence
 from kvengine.gradients import watched
@@ -127,7 +128,7 @@ class Lane(Evidence):
         known, idle = seen, self.idle
         if not self.retention.remembers:  # saliency may be stored, of which the retention knows nothing
             known = replace(seen, score=torch.zeros_like(seen.score))
-        score = self.retention.score(known)
+        score = answers.score(self.retention, known)
         return replace(seen, score=score if idle is None else torch.where(idle[:, None], seen.score, score))
 
     def resume(
@@ -148,7 +149,7 @@ class Lane(Evidence):
         return out
 
     def conclude(self, seen: Seen) -> None:
-        keep, idle = self.retention.keep(seen), self.idle
+        keep, idle = answers.keep(self.retention, seen), self.idle
         if keep is not None and idle is not None:
             keep = torch.where(idle[:, None], seen.valid, keep)
         self.restore(idle)
@@ -251,8 +252,8 @@ class Lane(Evidence):
             if mass is not None and valid is not None:  # padding says nothing
                 mass = mass * valid[:, :1, None]
             seen = self.show(q, mass, call, prompt=False)
-            seen = replace(seen, score=self.retention.score(seen))
-            keep = self.retention.keep(seen)
+            seen = replace(seen, score=answers.score(self.retention, seen))
+            keep = answers.keep(self.retention, seen)
             if keep is not None and self.retention.remerges:
                 self.tail.rewrite(*self.retention.refold(seen, keep))
             self.judge(seen, keep)
@@ -385,7 +386,9 @@ class Lane(Evidence):
         most = (budget - min(lengths)) // selection.unit
         count = (tokens_by_row(selection.reads, self.prompt_length) - self.open()) // selection.unit
         where = self.where(pages, call, count.clamp(min=1), max(1, most), same and len(lengths) == 1)
-        return selection.select(q[:, :, 0], pages.summary, pages.alive, where)
+        return answers.units(
+            selection, selection.select(q[:, :, 0], pages.summary, pages.alive, where), len(q), pages.units
+        )
 
     def where(self, pages: Pages, call: Call, count: Int[Tensor, "row"], most: int, even: bool) -> Where:
         return Where(
