@@ -108,6 +108,13 @@ def provenance(found: list[CellResult], manifest: dict[str, Any]) -> str:
         f"Model hash `{manifest['model']}`, {manifest['parameters']:,} parameters; {device}.",
         f"Seed of the data: {manifest['config']['seed']}.",
         "Scores are percent with 95 % intervals; bytes are means per sample; times are medians.",
+        *(
+            ["Losses (nll) are nats per token, the mean negative log-likelihood; less is better."]
+            if any(cell.metric == "nll" for cell in found)
+            else []
+        ),
+        "Held: tokens per layer and KV head. Attended: those that a decoded token reads. Read per token: the bytes of these, and "
+        "of what is looked at to choose them.",
         *shared(manifest),
         "multi-turn: the question is part of the compressed prompt. multi-request: it is asked after compression.",
     ]

@@ -7,12 +7,16 @@ here waits for a device.
 
 from __future__ import annotations
 
+import sys
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvengine import policies
 from kvengine.errors import PolicyError
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.representation import Fields, Representation
@@ -61,9 +65,16 @@ def units(selection: Selection, found: Any, rows: int, most: int) -> Int[Tensor,
     right = isinstance(found, Tensor) and found.dtype in (torch.int32, torch.int64) and found.ndim == 2
     if not right or len(found) != rows:
         raise refuse(selection, "select", found, wanted)
-    if found.device.type == "cpu" and found.numel() and int(found.max()) >= most:
+    if found.is_cpu and found.numel() and not ours(type(selection)) and int(found.max()) >= most:
         raise PolicyError(f"{type(selection).__name__}.select returned unit {int(found.max())}, expected {wanted}")
     return found
+
+
+@cache
+def ours(policy: type[Any]) -> bool:
+    """Whether a policy came with the package: its units are held to what they may be by tests, not at every step."""
+    file = getattr(sys.modules.get(policy.__module__), "__file__", None) or ""
+    return Path(file).parent.parent == Path(policies.__file__ or "").parent
 
 
 def summary(selection: Selection, k: Float[Tensor, "page token dim"], there: Bool[Tensor, "page unit _"]) -> Fields:

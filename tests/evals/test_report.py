@@ -393,3 +393,9 @@ def test_lengths_are_summarised() -> None:
     assert "| `full` | multi-turn | 100.0 | 100.0 | 100.0 | 100.0 | 100.0 | 2048 |" in tables.markdown(
         cells(rows), MANIFEST
     )
+
+
+def test_a_report_says_what_its_figures_are() -> None:
+    manifest = {"device": "cpu", "threads": 1, "dtype": "float32", "model": "m", "parameters": 1, "config": {"seed": 1}}
+    scored, lost = (tables.provenance(cells([row("p", "full", 0, 1.0, metric=m)]), manifest) for m in ("f1", "nll"))
+    assert "Held: tokens per layer" in scored and "nats per token" in lost and "nats" not in scored

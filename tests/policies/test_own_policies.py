@@ -14,6 +14,7 @@ from support import llama
 
 import kvengine
 from kvengine import policies
+from kvengine.answers import ours
 from kvengine.errors import CacheError, PolicyError
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.representation import Representation
@@ -156,6 +157,12 @@ def test_a_policy_in_a_folder_of_ones_own_goes_by_its_name(elsewhere: Path, mode
         assert (cache.stats().held == 20).all()
         save(cache, elsewhere / "session.kv", model)
         assert load(model, elsewhere / "session.kv").stack == cache.stack
+
+
+def test_own_policies_are_told_from_those_of_the_package(elsewhere: Path) -> None:
+    mine = policies.load("own_newest")[1]
+    assert not ours(mine) and not ours(type(of(Retention)))
+    assert all(ours(policies.load(name)[1]) for name in ("quest", "retrieval", "oracle_topk"))
 
 
 def test_a_folder_without_policies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
