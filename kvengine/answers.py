@@ -65,15 +65,15 @@ def units(selection: Selection, found: Any, rows: int, most: int) -> Int[Tensor,
     right = isinstance(found, Tensor) and found.dtype in (torch.int32, torch.int64) and found.ndim == 2
     if not right or len(found) != rows:
         raise refuse(selection, "select", found, wanted)
-    if found.is_cpu and found.numel() and not ours(type(selection)) and int(found.max()) >= most:
+    if found.is_cpu and found.numel() and not ours(selection.__class__.__module__) and int(found.max()) >= most:
         raise PolicyError(f"{type(selection).__name__}.select returned unit {int(found.max())}, expected {wanted}")
     return found
 
 
 @cache
-def ours(policy: type[Any]) -> bool:
-    """Whether a policy came with the package: its units are held to what they may be by tests, not at every step."""
-    file = getattr(sys.modules.get(policy.__module__), "__file__", None) or ""
+def ours(module: str) -> bool:
+    """Whether a policy's module came with the package: its units are held to what they may be by tests, not at every step."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
     return Path(file).parent.parent == Path(policies.__file__ or "").parent
 
 
