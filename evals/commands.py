@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,47 +12,70 @@ from rich.console import Console
 from kvengine.command_errors import readable_errors, resumable
 from kvengine.evals import compare, drive
 from kvengine.evals import report as reports
-from kvengine.evals.config import RunConfig, build
+from kvengine.evals.config import DATA, RunConfig, build
 from kvengine.evals.records import ROWS
 
 app = typer.Typer(help="Measure quality, memory and speed of policies on the same data.", no_args_is_help=True)
 console = Console()
 
-Model = Annotated[str | None, typer.Option(help="folder, hub id, or 'bundled'")]
-Policies = Annotated[str | None, typer.Option(help='"full;snapkv(budget=0.25);quest(budget=1024)", or "all"')]
-Budget = Annotated[str | None, typer.Option(help="of the policies that 'all' stands for: tokens, or a fraction")]
-Tasks = Annotated[str | None, typer.Option(help="comma-separated names, or 'all'")]
-Lengths = Annotated[str | None, typer.Option(help="tokens, comma-separated; prompt and generated together")]
-Samples = Annotated[int | None, typer.Option(help="samples per cell")]
-Limit = Annotated[int | None, typer.Option(help="do only the first so many samples of each cell now")]
+DEFAULTS = {one.name: one.default for one in fields(RunConfig)}
+
+
+def setting(name: str, about: str, *flags: str) -> Any:
+    """The option of a setting of `RunConfig`, whose default is shown though the command line leaves it open."""
+    usual = DEFAULTS[name]
+    if isinstance(usual, bool):
+        shown: str | bool = flags[0].split("/")[not usual].removeprefix("--")
+    elif isinstance(usual, tuple):
+        shown = ",".join(map(str, usual))
+    else:
+        shown = str(usual) if isinstance(usual, int | float | str) else False
+    return typer.Option(*flags, help=about, show_default=shown)
+
+
+Model = Annotated[str | None, setting("model", "folder, hub id, or 'bundled'")]
+Policies = Annotated[str | None, setting("policies", '"full;snapkv(budget=0.25);quest(budget=1024)", or "all"')]
+Budget = Annotated[str | None, setting("budget", "of the policies that 'all' stands for: tokens, or a fraction")]
+Tasks = Annotated[str | None, setting("tasks", "comma-separated names, or 'all'; --dry-run shows them")]
+Lengths = Annotated[str | None, setting("lengths", "tokens, comma-separated; prompt and generated together")]
+Samples = Annotated[int | None, setting("samples", "samples per cell")]
+Limit = Annotated[int | None, setting("limit", "do only the first so many samples of each cell now")]
 Minutes = Annotated[
-    float | None, typer.Option(help="stop after about so long; samples then go in rounds over all cells")
+    float | None, setting("minutes", "stop after about so long; samples then go in rounds over all cells")
 ]
 Shared = Annotated[
     bool | None,
-    typer.Option("--shared/--no-shared", help="read a context once for all policies, ask several samples in lockstep"),
+    setting("shared", "read a context once for all policies, ask several samples in lockstep", "--shared/--no-shared"),
 ]
-Batch = Annotated[int | None, typer.Option(help="with --shared: samples in lockstep, at most")]
+Batch = Annotated[int | None, setting("batch", "with --shared: samples in lockstep, at most")]
 Few = Annotated[
     int | None,
-    typer.Option(help="with --shared: leave tasks that the full cache cannot do after so many samples of it"),
+    setting("few", "with --shared: leave tasks that the full cache cannot do after so many samples of it"),
 ]
 Modes = Annotated[
-    str | None, typer.Option("--mode", help="multi-turn (question in the prompt), multi-request (asked after), or both")
+    str | None,
+    setting("modes", "multi-turn (question in the prompt), multi-request (asked after), or both", "--mode"),
 ]
-Seed = Annotated[int | None, typer.Option(help="seed of the data")]
-Out = Annotated[Path | None, typer.Option(help="run folder, by default runs/SUITE-HASH; one that exists is resumed")]
+Seed = Annotated[int | None, setting("seed", "seed of the data")]
+Out = Annotated[
+    Path | None, typer.Option(help="run folder; one that exists is resumed", show_default="runs/SUITE-HASH")
+]
 Config = Annotated[Path | None, typer.Option(help="YAML file with any of these settings")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda")]
-Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16")]
-Chat = Annotated[str | None, typer.Option(help="chat template: auto, on, off")]
-Ceiling = Annotated[bool | None, typer.Option("--ceiling/--no-ceiling", help="add the full cache")]
-Oracle = Annotated[bool | None, typer.Option("--oracle/--no-oracle", help="add exact top-k at each budget")]
-Golden = Annotated[bool | None, typer.Option("--golden/--own-answers", help="history of multi-turn sessions")]
-Retry = Annotated[bool | None, typer.Option("--retry/--no-retry", help="do refused cells again")]
-Report = Annotated[bool | None, typer.Option("--report/--no-report", help="write tables and pictures at the end")]
-Data = Annotated[list[str] | None, typer.Option(help="NAME=PATH of local data (essays, squad, hotpotqa, …)")]
-FailUnder = Annotated[list[str] | None, typer.Option(help="TASK=SCORE or POLICY:TASK=SCORE in percent; exit 1 below")]
+Device = Annotated[str | None, setting("device", "auto, cpu, cuda")]
+Dtype = Annotated[str | None, setting("dtype", "auto, float32, bfloat16, float16")]
+Chat = Annotated[str | None, setting("chat", "chat template: auto, on, off")]
+Ceiling = Annotated[bool | None, setting("ceiling", "add the full cache", "--ceiling/--no-ceiling")]
+Oracle = Annotated[bool | None, setting("oracle", "add exact top-k at each budget", "--oracle/--no-oracle")]
+Golden = Annotated[
+    bool | None,
+    setting("golden", "multi-turn: later questions follow the right answers, or the model's", "--golden/--own-answers"),
+]
+Retry = Annotated[bool | None, setting("retry", "do refused cells again", "--retry/--no-retry")]
+Report = Annotated[bool | None, setting("report", "write tables and pictures at the end", "--report/--no-report")]
+Data = Annotated[list[str] | None, typer.Option(help=f"NAME=PATH of local data: {', '.join(DATA)}; may be repeated")]
+FailUnder = Annotated[
+    list[str] | None, typer.Option(help="TASK=SCORE or POLICY:TASK=SCORE in percent; exit 1 below; may be repeated")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print the matrix and stop")]
 
 
@@ -103,8 +127,6 @@ def suite_command(suite: str, about: str) -> None:
 
 def perform(suite: str, config: Path | None, dry_run: bool, given: dict[str, Any]) -> None:
     """Run or preview a suite with the settings given, and leave with its exit code."""
-    mode = given.pop("mode")
-    given["modes"] = "multi-turn,multi-request" if mode == "both" else mode
     with readable_errors():
         settings: RunConfig = build(suite, config, given)
         with resumable(settings.out / ROWS):

@@ -14,6 +14,10 @@ from kvengine.errors import EvaluationError, unknown
 from kvengine.evals.policies import Arm, arms, everything, split
 from kvengine.evals.protocol import MODES
 from kvengine.evals.records import key_of
+from kvengine.evals.tasks import catalogue
+
+DATA = ("essays", "book", "squad", "hotpotqa", "scbench", "longbench")
+"""What local files may be given as; docs/evaluation.md says what each has in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +56,23 @@ class RunConfig:
                 raise EvaluationError(unknown("mode", mode, MODES))
         if self.chat not in ("auto", "on", "off"):
             raise EvaluationError(f"chat is {self.chat!r}, expected auto, on or off")
+        if not self.tasks.strip():
+            raise EvaluationError("no task given: write names separated by commas, or all")
         if self.samples < 1 or not self.lengths or min(self.lengths) < 1:
             raise EvaluationError(f"samples={self.samples}, lengths={self.lengths}: both must be positive")
-        if self.batch < 1 or (self.few is not None and self.few < 1):
-            raise EvaluationError(f"batch={self.batch}, few={self.few}: must be positive")
+        for name, count in {"batch": self.batch, "few": self.few, "limit": self.limit}.items():
+            if count is not None and count < 1:
+                raise EvaluationError(f"{name}={count}: must be 1 or more")
         if self.few is not None and not self.shared:
             raise EvaluationError("few wants shared: only then the full cache goes first; add --shared")
         if self.minutes is not None and not 0 < self.minutes < inf:
             raise EvaluationError(f"minutes={self.minutes}: must be positive")
+        for name, bar in self.fail_under.items():
+            if not 0 <= bar <= 100:
+                raise EvaluationError(f"fail_under {name}={bar}: a score in percent, between 0 and 100")
         for name, path in self.data.items():
+            if name not in DATA and name not in catalogue("scbench"):  # one task's file may be given by its name
+                raise EvaluationError(unknown("data", name, DATA))
             if str(path) != "hub" and not path.exists():
                 raise EvaluationError(f"data {name}={path}: there is no such file or folder")
 
@@ -88,6 +100,10 @@ class RunConfig:
 def build(suite: str, file: Path | None, given: Mapping[str, Any]) -> RunConfig:
     """A configuration from a YAML file and from what was given on the command line (None: not given)."""
     merged: dict[str, Any] = {**_load(file), **{name: value for name, value in given.items() if value is not None}}
+    if "mode" in merged:  # as the command line calls it
+        merged.setdefault("modes", merged.pop("mode"))
+    if merged.get("modes") == "both":
+        merged["modes"] = ",".join(MODES)
     known = [one.name for one in fields(RunConfig)]
     for name in merged:
         if name not in known:
@@ -140,11 +156,11 @@ def _typed(name: str, value: Any) -> Any:
             if not isinstance(value, bool):
                 raise EvaluationError(f"{name} is true or false, got {value!r}")
         case "minutes":
-            return _float(value)
+            return _float(name, value)
         case "budget":
-            number = _float(value)
-            if not number > 0:
-                raise EvaluationError(f"budget={value}: must be tokens, or a fraction between 0 and 1")
+            number = _float(name, value)
+            if not number > 0 or (number > 1 and number % 1):
+                raise EvaluationError(f"budget={value}: must be whole tokens, or a fraction between 0 and 1")
             return int(number) if number > 1 else number
         case "lengths":
             return tuple(_integers(value))
@@ -153,7 +169,7 @@ def _typed(name: str, value: Any) -> Any:
         case "data":
             return {key: Path(path) for key, path in pairs(value).items()}
         case "fail_under":
-            return {key: _float(number) for key, number in pairs(value, last=True).items()}
+            return {key: _float(f"{name} {key}", number) for key, number in pairs(value, last=True).items()}
     return value
 
 
@@ -192,8 +208,8 @@ def _integer(name: str, value: Any) -> int:
     return value
 
 
-def _float(value: Any) -> float:
+def _float(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise EvaluationError(f"expected a number, got {value!r}") from error
+        raise EvaluationError(f"{name} is a number, got {value!r}") from error

@@ -30,13 +30,28 @@ def prepare(config: RunConfig) -> Run:
     model, tokenizer = loading.load(config.model, device=config.device, dtype=config.dtype)
     made = Run(config, model, tokenizer, Journal.open(config.out / ROWS))
     if not made.cells():
-        raise EvaluationError(f"no {config.suite} task can run without data; give --data {config.suite}=FOLDER")
+        raise EvaluationError(_no_data(config, made))
+    for name in config.fail_under:
+        if not any(_barred(name, cell.task.name, cell.arm.policy) for cell in made.cells()):
+            raise EvaluationError(
+                f"fail_under {name}: this run has no such cell; name a task, or POLICY:TASK with the policy as it was given"
+            )
     return made
+
+
+def _no_data(config: RunConfig, made: Run) -> str:
+    wanted = f"{made.tasks()[0].name}.jsonl"
+    if config.suite in config.data:
+        return f"no {config.suite} task can run: {config.data[config.suite]} holds no file such as {wanted}"
+    return (
+        f"no {config.suite} task can run without data; give --data {config.suite}=FOLDER, with files such as {wanted}"
+    )
 
 
 def run(config: RunConfig, console: Console) -> int:
     """Run to the end and report. Exit code 0, or 1 if a score is below `fail_under`."""
     task = prepare(config)
+    config.out.mkdir(parents=True, exist_ok=True)
     manifest.write(config.out / "manifest.json", task)
     if task.left_out():
         console.print(
@@ -101,7 +116,7 @@ def summarise(found: list[CellResult], console: Console) -> None:
         chosen = [cell for cell in found if (cell.suite, cell.length, cell.mode) == (suite, length, mode)]
         means = {policy: tables.figure(mean) for policy, mean in tables.policy_means(chosen).items()}
         losses = {cell.policy: tables.loss(cell) for cell in chosen if cell.metric == "nll"}
-        head = ["NLL" if losses else "score", "attended", "held", "read/token", "TTFT s", "tokens/s"]
+        head = ["NLL" if losses else "score", "attended", "held", "read/token", "first token s", "tokens/s"]
         shown = Table(
             Column("policy", overflow="fold"),
             *(Column(name, justify="right") for name in head),
@@ -122,14 +137,18 @@ def below(found: list[CellResult], config: RunConfig) -> list[str]:
     """Cells under their bar. A bar is named TASK, or POLICY:TASK; a bar that matches nothing counts as missed."""
     lines = []
     for name, bar in config.fail_under.items():
-        policy, _, task = name.rpartition(":")
-        chosen = [cell for cell in found if cell.task == task and (not policy or cell.policy == policy)]
-        chosen = chosen if policy else [cell for cell in chosen if cell.role != "oracle"]
+        chosen = [cell for cell in found if _barred(name, cell.task, cell.policy)]
+        chosen = chosen if name.rpartition(":")[0] else [cell for cell in chosen if cell.role != "oracle"]
         lines += [f"{name}: no such cell"] if not chosen else []
         lines += [
             f"{cell.policy} on {cell.task}: {tables.score_text(cell)} < {bar}" for cell in chosen if _under(cell, bar)
         ]
     return lines
+
+
+def _barred(name: str, task: str, policy: str) -> bool:
+    only, _, wanted = name.rpartition(":")
+    return task == wanted and only in ("", policy)
 
 
 def _under(cell: CellResult, bar: float) -> bool:

@@ -17,7 +17,16 @@ from kvengine.evals import plots, tables
 from kvengine.evals.aggregate import CellResult, named
 from kvengine.evals.records import Row
 
-COST_HEAD = ("policy", "tokens held", "attended", "bytes held", "read per token", "TTFT s", "tokens/s", "peak memory")
+COST_HEAD = (
+    "policy",
+    "tokens held",
+    "attended",
+    "bytes held",
+    "read per token",
+    "first token s",
+    "tokens/s",
+    "peak memory",
+)
 PLACEMENT = {
     "multi-turn": "The question is part of the prompt, so compression sees it (of several, the first).",
     "multi-request": "The context is compressed before any question is known; every question meets the same cache.",

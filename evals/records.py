@@ -52,7 +52,6 @@ class Journal:
             if size < path.stat().st_size:
                 os.truncate(path, size)
             journal._remember(whole)
-        path.parent.mkdir(parents=True, exist_ok=True)
         return journal
 
     def holds(self, key: str, sample: Sample) -> bool:
@@ -71,6 +70,7 @@ class Journal:
     def append(self, rows: list[Row]) -> None:
         """Write the rows of one sample (or of a refused cell) and wait until they are on the disk."""
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             file.write(text.encode())
             file.flush()

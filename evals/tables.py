@@ -108,6 +108,13 @@ def provenance(found: list[CellResult], manifest: dict[str, Any]) -> str:
         f"Model hash `{manifest['model']}`, {manifest['parameters']:,} parameters; {device}.",
         f"Seed of the data: {manifest['config']['seed']}.",
         "Scores are percent with 95 % intervals; bytes are means per sample; times are medians.",
+        *(
+            ["Losses (nll) are nats per token, the mean negative log-likelihood; less is better."]
+            if any(cell.metric == "nll" for cell in found)
+            else []
+        ),
+        "Held: tokens per layer and KV head. Attended: those that a decoded token reads. Read per token: the bytes of these, and "
+        "of what is looked at to choose them.",
         *shared(manifest),
         "multi-turn: the question is part of the compressed prompt. multi-request: it is asked after compression.",
     ]
@@ -168,7 +175,16 @@ def _delta(cell: CellResult | None) -> str:
 
 def costs(found: list[CellResult]) -> str:
     """Memory and time by policy, over the tasks."""
-    head = ["policy", "tokens held", "attended", "bytes held", "read per token", "TTFT s", "tokens/s", "peak memory"]
+    head = [
+        "policy",
+        "tokens held",
+        "attended",
+        "bytes held",
+        "read per token",
+        "first token s",
+        "tokens/s",
+        "peak memory",
+    ]
     rows = []
     for policy in unique(cell.policy for cell in found if cell.score):
         mine = [cell for cell in found if cell.policy == policy and cell.score]
@@ -228,7 +244,7 @@ def in_short(found: list[CellResult], within: float = 5.0) -> list[str]:
     cells = {policy: [cell for cell in found if cell.policy == policy and cell.score] for policy in means}
     roles = {policy: mine[0].role for policy, mine in cells.items()}
     top = [policy for policy, role in roles.items() if role == "ceiling"]
-    if not top:
+    if not top or "policy" not in roles.values():
         return []
     good = [p for p, role in roles.items() if role == "policy" and means[p] >= means[top[0]] - within]
     lines = [] if good else [f"No policy comes within {within:g} points of the full cache here."]

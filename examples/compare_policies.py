@@ -9,9 +9,9 @@ hard way. Without a file, a text with hidden numbers is made up.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,17 @@ def measure(model: Any, tokenizer: Any, policy: str, task: dict[str, Any]) -> tu
 
 
 def main() -> None:
-    task = json.loads(Path(sys.argv[1]).read_text()) if len(sys.argv) > 1 else made_up()
-    name = sys.argv[2] if len(sys.argv) > 2 else bundled_model()
-    model, tokenizer = (auto.from_pretrained(name) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    given.add_argument("file", nargs="?", type=Path)
+    given.add_argument("model", nargs="?", default=bundled_model(), help="folder or hub id; by default the bundled one")
+    args = given.parse_args()
+    try:
+        task = json.loads(args.file.read_text()) if args.file else made_up()
+        if not task["text"] or not all(one["question"] and isinstance(one["answer"], str) for one in task["questions"]):
+            raise ValueError("a text or a question is empty")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        given.error(f"{args.file} is not such a file: {error!r}")
+    model, tokenizer = (auto.from_pretrained(args.model) for auto in (AutoModelForCausalLM, AutoTokenizer))
     found = {policy: measure(model, tokenizer, policy, task) for policy in POLICIES}
     full, count = found["full"], len(task["questions"])
     table = Table("policy", "right", "bytes held", "bytes read per token")
@@ -74,6 +82,9 @@ def main() -> None:
             policy, f"{right} of {count}", *(f"{100 * x / f:.0f} %" for x, f in ((held, full[1]), (read, full[2])))
         )
     Console(width=80).print(table)
+    if not full[0]:
+        print("The full cache answers none of the questions, so this tells nothing about policies.")
+        return
     good = {policy: read for policy, (right, _, read) in found.items() if right >= full[0]}
     best = min(good, key=lambda policy: good[policy])
     print(

@@ -8,7 +8,7 @@ a prompt of its own, so that the policy's budget is spent once, on the long text
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvengine
 from kvengine.evals import bundled_model
 
-policy = sys.argv[1] if len(sys.argv) > 1 else "snapkv(budget=256)"
-name = sys.argv[2] if len(sys.argv) > 2 else bundled_model()
+given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+given.add_argument("policy", nargs="?", default="snapkv(budget=256)")
+given.add_argument("model", nargs="?", default=bundled_model(), help="folder or hub id; by default the bundled one")
+policy, name = vars(given.parse_args()).values()
 model, tokenizer = (auto.from_pretrained(name) for auto in (AutoModelForCausalLM, AutoTokenizer))
 kvengine.patch(model, policy)
 

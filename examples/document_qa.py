@@ -31,14 +31,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from torch import Tensor
+from transformers import StoppingCriteriaList
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}: pip install starlette uvicorn") from None
 
 import kvengine
 from kvengine.evals import loading
@@ -46,6 +51,7 @@ from kvengine.offload.stores import Store, chain
 from kvengine.offload.stores.urls import backend
 from kvengine.prefix import Prefix
 
+USE = "POST a text to /documents, a question to /documents/ID/questions; DELETE /documents/ID; GET /health"
 ROOM = 1024  # tokens for a question and its answer
 NAME = re.compile(r"[0-9a-f]{16}")
 
@@ -178,8 +184,8 @@ class Library:
             "warning": "the store cannot be reached; questions work, and are computed from scratch",
         }
 
-    def ask(self, name: str, question: str, most: int) -> dict[str, Any]:
-        """Answer a question on a document. Raises HTTPException 404, 413 or 500."""
+    def ask(self, name: str, question: str, most: int, gone: threading.Event | None = None) -> dict[str, Any]:
+        """Answer a question on a document, unless the client is `gone`. Raises HTTPException 404, 413 or 500."""
         begin = time.perf_counter()
         document = self.read(self.text(name), begins=True)
         asked = self.read(question, begins=False)
@@ -190,9 +196,11 @@ class Library:
         with self.lock:
             cache = self.prefix.fetch(ids, self.policy)
             reused = cache.seen
+            left = lambda so_far, _: torch.full((1,), gone is not None and gone.is_set(), device=so_far.device)  # noqa: E731
             out = self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=most, do_sample=False
-            )
+                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=most, do_sample=False,
+                stopping_criteria=StoppingCriteriaList([left]),
+            )  # fmt: skip
             stats = cache.stats()
         return {
             "answer": self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip(),
@@ -230,6 +238,13 @@ async def turn(request: Request, work: Callable[..., dict[str, Any]], *given: An
         return await run_in_threadpool(work, *given)
 
 
+async def watch(request: Request, gone: threading.Event) -> None:
+    """Set `gone` when the client leaves: others wait for what nobody would read."""
+    while not await request.is_disconnected():
+        await asyncio.sleep(0.1)
+    gone.set()
+
+
 async def add(request: Request) -> Response:
     library: Library = request.app.state.library
     body = await limited(request, library.max_bytes)
@@ -247,12 +262,21 @@ async def ask(request: Request) -> Response:
         question, most = given["question"], given.get("max_new_tokens", 64)
         if not isinstance(question, str) or type(most) is not int:
             raise TypeError(f"a question of {type(question).__name__}, {type(most).__name__} tokens")
+        if strange := given.keys() - {"question", "max_new_tokens"}:
+            raise TypeError(f"unknown: {', '.join(sorted(strange))}")
         question.encode()  # half of a surrogate pair is no text
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise HTTPException(400, 'expected JSON like {"question": "…", "max_new_tokens": 64}') from error
+        raise HTTPException(
+            400, 'expected JSON like {"question": "…", "max_new_tokens": 64}, with nothing else in it'
+        ) from error
     if not question.strip() or not 1 <= most <= 512:
         raise HTTPException(400, "the question must not be empty, and max_new_tokens lies between 1 and 512")
-    return JSONResponse(await turn(request, library.ask, request.path_params["name"], question, most))
+    gone = threading.Event()
+    watching = asyncio.create_task(watch(request, gone))
+    try:
+        return JSONResponse(await turn(request, library.ask, request.path_params["name"], question, most, gone))
+    finally:
+        watching.cancel()
 
 
 async def health(request: Request) -> Response:
@@ -270,7 +294,10 @@ async def health(request: Request) -> Response:
 async def failed(request: Request, error: Exception) -> Response:
     """Every error is JSON with a sentence that says what to do."""
     known = isinstance(error, HTTPException)
-    return JSONResponse({"error": error.detail if known else "internal error"}, error.status_code if known else 500)
+    told = error.detail if known else "internal error; the service's log says more"
+    if told in ("Not Found", "Method Not Allowed"):  # the framework's own, for a path or a method that is not there
+        told = f"{told}: {USE}"
+    return JSONResponse({"error": told}, error.status_code if known else 500)
 
 
 def application(library: Library, patience: float = 60.0) -> Starlette:
@@ -318,6 +345,8 @@ def main() -> None:
     given.add_argument("--host", default="127.0.0.1")
     given.add_argument("--port", type=int, default=8000)
     args = given.parse_args()
+    if not 0 <= args.port < 1 << 16:
+        given.error(f"--port {args.port} is not a port: 0 to 65535")
     try:
         made = library(
             args.model, args.store, args.folder, args.policy, cap=args.cap,

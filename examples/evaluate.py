@@ -5,17 +5,21 @@ python examples/evaluate.py [FOLDER [MODEL]]          a folder that exists is re
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
 from kvengine.evals import report, tables
 from kvengine.evals.measure import measure
 
-folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
+given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+given.add_argument("folder", nargs="?", type=Path, help="of the run; by default a temporary one")
+given.add_argument("model", nargs="?", default="bundled", help="folder or hub id")
+args = given.parse_args()
+folder = args.folder or Path(tempfile.mkdtemp())
 cells = measure(
     "scbench",
-    model=sys.argv[2] if len(sys.argv) > 2 else "bundled",
+    model=args.model,
     policies="snapkv(budget=0.125); quest(budget=0.125)",
     tasks="scbench_needles",
     lengths=1024,

@@ -7,15 +7,17 @@ The policy is by default "quest(budget=128, page=4, reduce='each') + kivi(bits=4
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvengine
 from kvengine.evals import bundled_model
 
-policy = sys.argv[1] if len(sys.argv) > 1 else "quest(budget=128, page=4, reduce='each') + kivi(bits=4, residual=32)"
-name = sys.argv[2] if len(sys.argv) > 2 else bundled_model()
+given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+given.add_argument("policy", nargs="?", default="quest(budget=128, page=4, reduce='each') + kivi(bits=4, residual=32)")
+given.add_argument("model", nargs="?", default=bundled_model(), help="folder or hub id; by default the bundled one")
+policy, name = vars(given.parse_args()).values()
 model, tokenizer = (auto.from_pretrained(name) for auto in (AutoModelForCausalLM, AutoTokenizer))
 
 grass = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."

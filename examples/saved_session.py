@@ -5,7 +5,7 @@ python examples/saved_session.py [POLICY [MODEL]]          by default "kivi(bits
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -17,8 +17,10 @@ import kvengine
 from kvengine.evals import bundled_model
 from kvengine.saved import extra, load, save
 
-policy = sys.argv[1] if len(sys.argv) > 1 else "kivi(bits=4)"
-name = sys.argv[2] if len(sys.argv) > 2 else bundled_model()
+given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+given.add_argument("policy", nargs="?", default="kivi(bits=4)")
+given.add_argument("model", nargs="?", default=bundled_model(), help="folder or hub id; by default the bundled one")
+policy, name = vars(given.parse_args()).values()
 model, tokenizer = (auto.from_pretrained(name) for auto in (AutoModelForCausalLM, AutoTokenizer))
 kvengine.patch(model, policy)
 

@@ -7,7 +7,7 @@ Prints the text of plain and of speculative decoding, which are the same, and wh
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from pathlib import Path
 
@@ -17,8 +17,11 @@ import kvengine
 from kvengine.evals import bundled_model
 from kvengine.speculative.triforce import TriForce
 
-name = sys.argv[1] if len(sys.argv) > 1 else bundled_model()
-text = Path(sys.argv[2] if len(sys.argv) > 2 else __file__).read_text()
+given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+given.add_argument("model", nargs="?", default=bundled_model(), help="folder or hub id; by default the bundled one")
+given.add_argument("file", nargs="?", type=Path, default=__file__, help="a text; by default this script")
+name, file = vars(given.parse_args()).values()
+text = Path(file).read_text()
 
 model = kvengine.patch(AutoModelForCausalLM.from_pretrained(name))
 tokenizer = AutoTokenizer.from_pretrained(name)

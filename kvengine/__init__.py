@@ -8,3 +8,11 @@ from kvengine.hf_compiled import compile_decode as compile_decode
 from kvengine.stack import Stack as Stack
 
 __all__ = ["EngineCache", "Stack", "compile_decode", "patch", "patched", "unpatch"]
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("kvengine")
+    raise AttributeError(f"module 'kvengine' has no attribute {name!r}")

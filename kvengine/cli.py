@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+import kvengine
 from kvengine.command_errors import readable_errors, resumable
 from kvengine.evals.commands import app as eval_app
 from kvengine.evals.duo.commands import app as duo_app
@@ -21,8 +22,18 @@ app.add_typer(bench_app, name="bench")
 app.command()(generate)
 
 
+def say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvengine {kvengine.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=say_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """KV-cache management for long contexts."""
 
 

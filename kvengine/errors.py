@@ -75,3 +75,11 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, 1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"no {kind} is called {name!r}.{hint} Known: {', '.join(names)}"
+
+
+def missing(policy: object, method: str) -> PolicyError:
+    """The error for a method that an interface names and a policy has not written, though the engine asks for it."""
+    interface = type(policy).__mro__[-2].__name__
+    return PolicyError(
+        f"{type(policy).__name__} defines no `{method}`; the docstring of `{interface}` says what it returns"
+    )

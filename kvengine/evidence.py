@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine import _ops as ops
+from kvengine import answers
 from kvengine.kernels.attention import attention
 from kvengine.kernels.column_mass import column_mass, columns, masked
 from kvengine.kernels.span_attention import Band
@@ -34,7 +35,7 @@ class Evidence(Recall):
         if len(at) == 1 and not prompt:
             return (position >= 0)[:, None]  # the newest token comes after all others
         seen = (position >= 0)[:, None] & (position[:, None] <= at[:, None])
-        allowed = self.stack.prefill.visible(at, position, self.first) if prompt else None
+        allowed = answers.visible(self.stack.prefill, at, position, self.first) if prompt else None
         return seen if allowed is None else seen & (allowed | (at >= self.exact_from)[:, None])
 
     @property

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine import _ops as ops
+from kvengine import answers
 from kvengine.errors import CacheError
 from kvengine.gradients import watched
 from kvengine.kernels.attention import attention
@@ -350,7 +351,9 @@ class Lane(Verdicts):
         most = (budget - min(lengths)) // selection.unit
         count = (tokens_by_row(selection.reads, self.prompt_length) - self.open()) // selection.unit
         where = self.where(pages, call, count.clamp(min=1), max(1, most), same and len(lengths) == 1)
-        return selection.select(q[:, :, 0], pages.summary, pages.alive, where)
+        return answers.units(
+            selection, selection.select(q[:, :, 0], pages.summary, pages.alive, where), len(q), pages.units
+        )
 
     def where(self, pages: Pages, call: Call, count: Int[Tensor, "row"], most: int, even: bool) -> Where:
         return Where(

@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvengine import answers
 from kvengine.gradients import live, passes
 from kvengine.joint import Joint
 from kvengine.kernels.codecs import HOST_ONLY
@@ -176,14 +177,13 @@ class Pages(User):
         k, v, position, score = flat
         if not len(k):
             return
-        dead = position < 0
-        want = score
+        dead, want = position < 0, score
         if not full:
             k, v = k.masked_fill(dead[..., None], 0), v.masked_fill(dead[..., None], 0)
             want = score.masked_fill(dead, float("-inf"))
         shape = (lambda x: x) if m is None else (lambda x: x.unflatten(0, (-1, m)))
         with torch.autocast(k.device.type, enabled=False):  # what is kept is not to be rounded on its way into a code
-            fields = self.representation.encode(k, v, want)
+            fields = answers.fields(self.representation, k, v, want)
         if self.inner is not None:
             del fields["v"]
         ids = self.pool.put(fields)
@@ -198,7 +198,7 @@ class Pages(User):
         by_page(self._alive, per)[at] = shape(there.any(2))
         if self.bounds.done:
             self.bounds.changed(per * int(at[1].start if isinstance(at[1], slice) else at[1].min()))
-        for name, x in self.selection.summarise(k.unflatten(1, (per, -1)).flatten(0, 1), there.flatten(0, 1)).items():
+        for name, x in answers.summary(self.selection, k, there).items():
             if self.joint is not None and name in self.selection.spare:
                 continue
             if name not in self._summary:
@@ -335,7 +335,7 @@ class Pages(User):
         arriving = self.pool.start(self.pool.pieces(table.clamp(min=0).flatten().long()), self.without)
 
         def finish() -> tuple[Tensor, Tensor]:
-            k, v = self.representation.decode(self.whole(self.pool.joined(arriving())))
+            k, v = answers.decoded(self.representation, self.whole(self.pool.joined(arriving())))
             shape = (len(table), -1)
             keys = k.flatten(0, 1).unflatten(0, shape) if self.joint is None else self.joint.keys(self.span(columns))
             return keys, v.flatten(0, 1).unflatten(0, shape)
@@ -371,7 +371,7 @@ class Pages(User):
     ) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"], Int[Tensor, "row token"]]:
         """What `choosing` began, from the fields of whole pages or of the units alone."""
         unit, per = self.selection.unit, self.page // self.selection.unit
-        k, v = self.representation.decode(self.whole(self.pool.joined(fields) if whole else fields))
+        k, v = answers.decoded(self.representation, self.whole(self.pool.joined(fields) if whole else fields))
         if whole:
             every = torch.arange(len(part), device=part.device)
             k, v = (x.unflatten(1, (per, unit))[every, part] for x in (k, v))

@@ -36,6 +36,7 @@ from kvengine.pages import Pages
 from kvengine.pool import Pool
 from kvengine.saliency import Saliency
 from kvengine.saved_beside import check_same_rows, restore
+from kvengine.session import BROKEN
 from kvengine.sound import check_fields, check_kinds, check_lengths, check_pages, check_rows, check_tail, expect
 from kvengine.tail import Nested, Tail
 from kvengine.text import Text
@@ -105,6 +106,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
 
     Raises:
         CacheError: the cache is in the middle of something, or of another model, or `extra` is not plain JSON.
+        PolicyError: its policy is of the caller's own, and has no name that `load` would find.
         OSError: of the file system; nothing is left half-written.
     """
     if not isinstance(cache, EngineCache):
@@ -113,13 +115,15 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         raise CacheError("this cache was made for another model; a file that names this one would be taken for its own")
     if any(part.lane.marks for layer in cache.engines for part in layer.parts) or cache.session.waiting:
         raise CacheError("the cache remembers states to roll back to; call cache.commit() before saving it")
+    if cache.session.torn:
+        raise CacheError(BROKEN)
     beside, cache.unread = plain({} if extra is None else extra, "extra"), None
     out = Writer()
     header = {
         "kind": "session",
         "format": FORMAT,
         "identity": identity(model).as_json(),
-        "stack": cache.stack.spelled(),
+        "stack": cache.stack.lasting(),
         "session": {name: getattr(cache.session, name) for name in SESSION},
         "layers": [
             out.layer(layer.cache) if isinstance(layer, EngineLayer) else out.value(vars(layer))

@@ -23,6 +23,7 @@ from kvengine.policies.selection import Selection
 from kvengine.policies.selection.all import All
 from kvengine.presets import PRESETS
 
+NAMED = "put its file where policies are looked for (KVENGINE_POLICIES, see CONTRIBUTING.md)"
 PAGE = 16  # tokens of a page, when no method asks for more
 
 
@@ -48,6 +49,17 @@ class Stack:
     placement: Placement = Device()
 
     def __post_init__(self) -> None:
+        for axis in fields(self):
+            check_kind(axis.name, getattr(self, axis.name), type(axis.default).__mro__[-2])
+        if self.prefill.exact and type(self.prefill).visible is not Prefill.visible:
+            raise PolicyError(f"{name_of(self.prefill)!r} hides tokens (`visible`), so its `exact` must be False")
+        chooses = (
+            type(self.selection).select is not Selection.select or type(self.selection).score is not Selection.score
+        )
+        if chooses and type(self.selection).reads is Selection.reads:
+            raise PolicyError(
+                f"{name_of(self.selection)!r} chooses, but its `reads` says that all is read: return a budget"
+            )
         r, s = self.retention, self.selection
         if r.at(0, 1).counts and self.selects:
             raise UnsupportedPolicy(
@@ -138,6 +150,24 @@ class Stack:
     def spelled(self) -> str:
         """The stack with every option written out, for records that outlive a default."""
         return " + ".join(spell(getattr(self, axis.name), every=True) for axis in fields(self))
+
+    def lasting(self) -> str:
+        """`spelled`, for what will be read again, by `parse`. Raises PolicyError if that would not give this stack."""
+        text = self.spelled()
+        try:
+            same = Stack.parse(text) == self
+        except PolicyError as error:
+            raise PolicyError(f"{self} cannot be named in a file: {error}; {NAMED}") from error
+        if not same:
+            raise PolicyError(f"{self} cannot be named in a file: that is the name of another policy; {NAMED}")
+        return text
+
+
+def check_kind(axis: str, policy: object, interface: type[Any]) -> None:
+    """Raises PolicyError for what is no policy of this axis: a string, a class, another axis's policy."""
+    if not isinstance(policy, interface):
+        what = f"the class {policy.__name__}: call it" if isinstance(policy, type) else repr(policy)
+        raise PolicyError(f"{axis} takes an object of a class derived from {interface.__name__}, got {what}")
 
 
 def spell(policy: Any, every: bool = False) -> str:

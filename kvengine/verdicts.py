@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvengine import answers
 from kvengine.evidence import Evidence
 from kvengine.policies.retention import Retention, Seen
 from kvengine.session import Call
@@ -54,11 +55,11 @@ class Verdicts(Evidence):
         known, idle = seen, self.idle
         if not self.retention.remembers:  # saliency may be stored, of which the retention knows nothing
             known = replace(seen, score=torch.zeros_like(seen.score))
-        score = self.retention.score(known)
+        score = answers.score(self.retention, known)
         return replace(seen, score=score if idle is None else torch.where(idle[:, None], seen.score, score))
 
     def conclude(self, seen: Seen) -> None:
-        keep, idle = self.retention.keep(seen), self.idle
+        keep, idle = answers.keep(self.retention, seen), self.idle
         if keep is not None and idle is not None:
             keep = torch.where(idle[:, None], seen.valid, keep)
         self.restore(idle)
@@ -83,8 +84,8 @@ class Verdicts(Evidence):
         if mass is not None and valid is not None:  # padding says nothing
             mass = mass * valid[:, :1, None]
         seen = self.show(q, mass, call, prompt=False)
-        seen = replace(seen, score=self.retention.score(seen))
-        keep = self.retention.keep(seen)
+        seen = replace(seen, score=answers.score(self.retention, seen))
+        keep = answers.keep(self.retention, seen)
         if keep is not None and self.retention.remerges:
             self.tail.rewrite(*self.retention.refold(seen, keep))
         self.judge(seen, keep)
@@ -135,8 +136,8 @@ class Verdicts(Evidence):
             return
         held, full = seen.valid, seen.valid.sum(1) >= most
         if bool(full.any()):
-            seen = replace(seen, score=self.retention.score(seen))
-            keep = self.retention.keep(seen)
+            seen = replace(seen, score=answers.score(self.retention, seen))
+            keep = answers.keep(self.retention, seen)
             if keep is not None:
                 held = torch.where(full[:, None], keep, held)
                 self.judge(seen, held)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+import kvengine
 from kvengine.cli import app
 from kvengine.errors import EvaluationError, StoreError
 from kvengine.evals.config import build
@@ -33,6 +35,20 @@ def test_brackets_are_shown_as_they_were_given(name: str, tmp_path: Path) -> Non
     assert name in refused("cache", "info", name, "-s", tmp_path / "kv")
     assert name in refused("eval", "report", name)
     assert name in refused("generate", "bundled", "hi", "--policy", name)
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["--policy", "snapkw"], "Did you mean 'snapkv'"),
+    (["--speculate", "--middle", "snapkw"], "Did you mean 'snapkv'"),
+    (["--speculate", "--gamma", "3"], "--gamma is 'auto' or two numbers"),
+])  # fmt: skip
+def test_what_is_typed_wrong_is_said_before_a_model_is_loaded(words: list[str], says: str) -> None:
+    assert says in refused("generate", "no/such-model", "hi", *words)
+
+
+def test_the_version_is_the_packages() -> None:
+    assert run("--version").stdout == f"kvengine {version('kvengine')}\n"
+    assert kvengine.__version__ == version("kvengine")
 
 
 def test_a_prompt_that_is_no_text() -> None:

@@ -1,5 +1,7 @@
 """Examples in docstrings run, and what docs/build.py writes is what the files hold."""
 
+import ast
+import builtins
 import doctest
 import importlib
 import importlib.util
@@ -143,11 +145,40 @@ def python_blocks(page: str) -> list[str]:
     return [textwrap.dedent(block) for block in blocks]
 
 
-@pytest.mark.skipif(not hasattr(kvengine.evals, "bundled_model"), reason="no bundled model in the tree yet")
-def test_the_first_screen_of_the_readme_runs() -> None:
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+SNIPPETS = {f"{page}-{i}": (page, block) for page in PAGES for i, block in enumerate(python_blocks(page))}
+RUN = {"README.md-0": "answer", "docs/speculation.md-0": "out", "docs/performance.md-0": "decoder"}
+"""Snippets that are run, with a name that is there afterwards. The others: a policy's file, looked at below, and what needs
+lm-evaluation-harness and its data, looked at where that is installed (tests/evals/test_lm_eval.py)."""
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_a_snippet_binds_what_it_uses(name: str) -> None:
+    """Who pastes it has nothing but it."""
+    tree = ast.parse(SNIPPETS[name][1])
+    nodes = list(ast.walk(tree))
+    bound = {
+        alias.asname or alias.name.partition(".")[0] for n in nodes if isinstance(n, ast.Import) for alias in n.names
+    }
+    bound |= {alias.asname or alias.name for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names}
+    bound |= {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)} | set(dir(builtins))
+    bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    used = [n for n in nodes if isinstance(n, ast.Name)]
+    bound |= {n.id for n in used if isinstance(n.ctx, ast.Store)}
+    assert {n.id for n in used} - bound == set()
+
+
+def test_every_snippet_is_run_or_looked_at() -> None:
+    assert SNIPPETS.keys() == RUN.keys() | {"CONTRIBUTING.md-0", "docs/evaluation.md-0"}
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_a_snippet_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
-    exec(compile(python_blocks("README.md")[0], "README.md", "exec"), names)
-    assert names["answer"].shape[0] == 1  # type: ignore[attr-defined]
+    exec(compile(SNIPPETS[name][1], name, "exec"), names)
+    assert names[RUN[name]] is not None
+    if name == "README.md-0":
+        assert "4817263" in capsys.readouterr().out
 
 
 def test_the_policy_of_contributing_fits_the_interface() -> None:

@@ -29,7 +29,9 @@ Pattern = Annotated[str, typer.Argument(help="pattern folder or .tsv file, or th
 Out = Annotated[Path, typer.Option(help="pattern folder to write")]
 Style = Annotated[str, typer.Option(help="wording of the passkeys: passkey (as published) or magic (RULER's)")]
 Keys = Annotated[int, typer.Option(help="passkeys in a context")]
-Text = Annotated[Path | None, typer.Option(help="file or folder of prose to hide them in; default: a bundled novel")]
+Text = Annotated[
+    Path | None, typer.Option(help="file or folder of prose to hide them in; default: a bundled novel", exists=True)
+]
 Sinks = Annotated[int, typer.Option(help="first tokens that a streaming head sees")]
 Recent = Annotated[int, typer.Option(help="newest tokens that it sees")]
 Sparsity = Annotated[float, typer.Option(help="share of the heads that stream")]

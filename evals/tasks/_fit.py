@@ -23,7 +23,9 @@ def largest(fits: Callable[[int], bool], start: int, most: int = 10_000_000) -> 
     official loops spin for ever there).
     """
     if not fits(start):
-        raise TooShort(f"the length is too small: not even {start} units of context fit; ask for a longer one")
+        raise TooShort(
+            f"the length is too small: not even {start} pieces of context (sentences, lines, words) fit; ask for a longer one"
+        )
     good, bad = start, 2 * start + 1
     while bad < most and fits(bad):
         good, bad = bad, 2 * bad

@@ -54,6 +54,10 @@ def distinct_words(source: random.Random, count: int) -> list[str]:
     return source.sample(words, len(words)) + list(extra)
 
 
+LONGEST = 1000
+"""Letters of a word in prose. A text without spaces is one word, of which thousands would take all memory."""
+
+
 @functools.cache
 def prose(path: Path | None = None) -> tuple[str, ...]:
     """The words of the essay haystack: the user's text file or folder of them, else the bundled public-domain novel.
@@ -71,6 +75,11 @@ def prose(path: Path | None = None) -> tuple[str, ...]:
     words = tuple(text.split())
     if not words:
         raise EvaluationError(f"no essay text at {path}: give a .txt file, or a folder of them")
+    if len(longest := max(words, key=len)) > LONGEST:
+        raise EvaluationError(
+            f"the essay text at {path} has a word of {len(longest)} letters ({longest[:20]}…); "
+            "a haystack is counted in words, so give prose with spaces between them"
+        )
     return words
 
 

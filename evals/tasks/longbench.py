@@ -175,12 +175,19 @@ class LongBench(Task):
 
 def _row(path: Path, line: str) -> dict[str, Any]:
     try:
-        row = dict(json.loads(line))
+        row: Any = json.loads(line)
     except ValueError as error:
         raise EvaluationError(f"{path} is not JSON lines: {error}") from error
-    if not {"input", "context", "answers"} <= row.keys():
+    if not isinstance(row, dict) or not {"input", "context", "answers"} <= row.keys():
         raise EvaluationError(f"{path}: a row lacks input, context or answers; expected LongBench's schema")
+    answers = row["answers"]
+    if not isinstance(answers, list) or not answers or not _texts(row["input"], row["context"], *answers):
+        raise EvaluationError(f"{path}: input and context are texts, answers a list of some, in LongBench's schema")
     return row
+
+
+def _texts(*values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 TASKS = (

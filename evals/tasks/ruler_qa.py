@@ -65,7 +65,13 @@ class DocumentQA(RulerTask):
     def library(self, plan: Plan) -> Library:
         """The user's file, else generated facts (two-hop for HotpotQA's place)."""
         if self.source in plan.data:
-            return READERS[self.source](plan.data[self.source])
+            path = plan.data[self.source]
+            try:
+                return READERS[self.source](path)
+            except EvaluationError:
+                raise
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise EvaluationError(f"{path} is not the published {self.source} file: {error!r}") from error
         return facts(plan.seed, hops=2 if self.source == "hotpotqa" else 1)
 
     def recipe(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from kvengine.hf import patch
 from kvengine.speculative import bench
 from kvengine.speculative.check import Gamma
 from kvengine.speculative.triforce import TriForce
+from kvengine.stack import Stack
 
 bench_app = typer.Typer(help="Measure speed.", no_args_is_help=True)
 console = Console()
@@ -60,6 +61,8 @@ def generate(
         said = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
         if said and not speculate:
             raise EvaluationError(f"--{said[0]} says how to draft; it needs --speculate")
+        middle_policy, drafted = named(middle), steps(gamma)
+        Stack.parse(policy)  # before the model, which may take minutes to load
         target, tokenizer = load(model, device, dtype)
         ids = tokenizer(given(prompt), return_tensors="pt").input_ids
         if not ids.numel():
@@ -74,7 +77,7 @@ def generate(
             patch(target, policy)
             target.generate(ids.to(target.device), **options, **sampling)
             return
-        decoder = TriForce(target, drafter(draft, device, dtype), named(middle), steps(gamma), stack=policy)
+        decoder = TriForce(target, drafter(draft, device, dtype), middle_policy, drafted, stack=policy)
         decoder.generate(ids.to(target.device), seed=seed, **options)
         if report:
             console.print(str(decoder.report), highlight=False, markup=False)
@@ -102,10 +105,11 @@ def speculate(
         lengths = numbers(contexts)
         if min(lengths) < 1:
             raise EvaluationError(f"--contexts are lengths of prompts, 1 or more, not {contexts!r}")
+        middles, drafted = [named(name.strip()) for name in middle.split(";")], steps(gamma)
         target, tokenizer = load(model, device, dtype)
         tokens = tokenizer(contents(text), verbose=False).input_ids
         below = drafter(draft, device, dtype)
-        settings = [bench.Setting(below, named(name.strip()), steps(gamma)) for name in middle.split(";")]
+        settings = [bench.Setting(below, one, drafted) for one in middles]
         sampling = {"temperature": temperature} if temperature else {}
         found: list[bench.Result] = []
         for context in lengths:
@@ -174,7 +178,11 @@ def drafter(name: str, device: str, dtype: str) -> Any:
 
 
 def named(policy: str) -> str | None:
-    return None if policy == "none" else policy
+    """A middle's policy, None for "none". Raises PolicyError."""
+    if policy == "none":
+        return None
+    Stack.parse(policy)
+    return policy
 
 
 def steps(text: str) -> Gamma:

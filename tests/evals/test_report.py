@@ -247,6 +247,7 @@ def test_who_is_as_good_for_less_is_said_in_a_sentence() -> None:
     worse = [one | {"score": 0.0} if one["policy"] != "full" else one for one in rows]
     assert tables.in_short(cells(worse)) == ["No policy comes within 5 points of the full cache here."]
     assert tables.in_short(cells([one for one in rows if one["policy"] != "full"])) == []
+    assert tables.in_short(cells([one for one in rows if one["policy"] == "full"])) == []  # nobody to judge
 
 
 def test_the_oracle_is_not_on_the_line_of_the_best() -> None:
@@ -392,3 +393,9 @@ def test_lengths_are_summarised() -> None:
     assert "| `full` | multi-turn | 100.0 | 100.0 | 100.0 | 100.0 | 100.0 | 2048 |" in tables.markdown(
         cells(rows), MANIFEST
     )
+
+
+def test_a_report_says_what_its_figures_are() -> None:
+    manifest = {"device": "cpu", "threads": 1, "dtype": "float32", "model": "m", "parameters": 1, "config": {"seed": 1}}
+    scored, lost = (tables.provenance(cells([row("p", "full", 0, 1.0, metric=m)]), manifest) for m in ("f1", "nll"))
+    assert "Held: tokens per layer" in scored and "nats per token" in lost and "nats" not in scored

@@ -416,8 +416,13 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     ({"data": ["squad=/no/such"]}, "there is no such file"),
     ({"chat": "maybe"}, "expected auto, on or off"),
     ({"samples": "many"}, "samples is a whole number, got 'many'"),
-    ({"minutes": [1]}, "expected a number"),
-    ({"budget": "0"}, "budget=0: must be tokens, or a fraction"),
+    ({"minutes": [1]}, "minutes is a number"),
+    ({"budget": "0"}, "budget=0: must be whole tokens, or a fraction"),
+    ({"budget": "2.5"}, "budget=2.5: must be whole tokens, or a fraction"),
+    ({"limit": 0}, "limit=0: must be 1 or more"),
+    ({"tasks": " "}, "no task given"),
+    ({"data": ["essay=."]}, "no data is called 'essay'. Did you mean 'essays'"),
+    ({"fail_under": ["vt=900"]}, "between 0 and 100"),
     ({"fail_under": ["vt"]}, "expected NAME=VALUE, got 'vt'"),
 ])  # fmt: skip
 def test_bad_settings_are_explained(tmp_path: Path, given: dict[str, Any], message: str) -> None:
@@ -503,7 +508,6 @@ def test_fail_under_decides_the_exit_code(tmp_path: Path, model_folder: Path) ->
     assert invoke("ruler", *words, "--fail-under", "fwe=0")[0] == 0
     code, text = invoke("ruler", *words, "--fail-under", "fwe=50")
     assert code == 1 and "below the bar" in text
-    assert invoke("ruler", *words, "--fail-under", "no_task=0")[0] == 1
 
 
 def test_a_bar_may_be_set_for_one_policy(tmp_path: Path, model_folder: Path) -> None:
@@ -512,6 +516,40 @@ def test_a_bar_may_be_set_for_one_policy(tmp_path: Path, model_folder: Path) -> 
     assert invoke("ruler", *words, "--fail-under", "streaming(recent=60):fwe=0")[0] == 0
     code, text = invoke("ruler", *words, "--fail-under", "streaming(recent=60):fwe=50")
     assert code == 1 and "streaming(recent=60) on fwe" in text and "full on fwe" not in text
+
+
+@pytest.mark.parametrize("name", ["no_task", "nobody:fwe", "streaming(recent=61):fwe"])
+def test_a_bar_for_nothing_is_told_before_the_run(tmp_path: Path, model_folder: Path, name: str) -> None:
+    out = tmp_path / "run"
+    words = ["--model", str(model_folder), "--out", str(out), "--tasks", "fwe", "--lengths", "1024"]
+    words += ["--policies", "full;streaming(recent=60)", "--samples", "1"]
+    code, text = invoke("ruler", *words, "--fail-under", f"{name}=0")
+    assert code == 2 and f"fail_under {name}: this run has no such cell" in text and not out.exists()
+
+
+def test_both_modes_are_named_alike_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("mode: both\n")
+    both = ("multi-turn", "multi-request")
+    assert build("ruler", tmp_path / "run.yaml", {"out": tmp_path}).modes == both
+    assert build("ruler", None, {"out": tmp_path, "modes": "both"}).modes == both
+    found = [build("ruler", None, {"modes": text}).out for text in ("both", "multi-turn,multi-request")]
+    assert found[0] == found[1]
+
+
+def test_looking_leaves_no_folder(tmp_path: Path, model_folder: Path) -> None:
+    out = tmp_path / "run"
+    words = ["--model", str(model_folder), "--out", str(out), "--lengths", "512", "--samples", "1"]
+    assert invoke("ruler", *words, "--tasks", "fwe", "--dry-run")[0] == 0
+    (tmp_path / "data").mkdir()
+    code, text = invoke("longbench", *words, "--data", f"longbench={tmp_path / 'data'}")
+    assert code == 2 and "holds no file such as narrativeqa.jsonl" in text.replace("\n", "")
+    assert not out.exists()
+
+
+def test_help_shows_what_is_done_if_nothing_is_given() -> None:
+    text = invoke("ruler", "--help")[1]
+    for usual in ("(bundled)", "(full)", "(4096)", "(20)", "(multi-turn)", "(0.125)", "(no-shared)", "(ceiling)"):
+        assert f"[default: {usual}]" in text
 
 
 def test_a_run_may_be_given_minutes(tmp_path: Path, model_folder: Path) -> None:

@@ -78,6 +78,34 @@ def test_longbench_refuses_other_schemas(tmp_path: Path) -> None:
         next(iter(catalogue("longbench")["qasper"].samples(plan(longbench=tmp_path))))
 
 
+@pytest.mark.parametrize("row", [
+    [1, 2],
+    {"input": "q", "context": "c", "answers": "4817"},
+    {"input": "q", "context": "c", "answers": []},
+    {"input": None, "context": "c", "answers": ["4817"]},
+])  # fmt: skip
+def test_longbench_refuses_rows_that_are_not_what_they_should_be(tmp_path: Path, row: object) -> None:
+    """A text in place of a list of answers would be taken letter by letter, and each letter for a right answer."""
+    (tmp_path / "qasper.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(EvaluationError, match=r"qasper\.jsonl: (a row lacks|input and context are texts)"):
+        next(iter(catalogue("longbench")["qasper"].samples(plan(longbench=tmp_path))))
+
+
+@pytest.mark.parametrize(("task", "source"), [("qa_1", "squad"), ("qa_2", "hotpotqa")])
+@pytest.mark.parametrize("given", [{"data": 3}, [1], [{"context": [["a"]]}]])
+def test_another_file_than_the_published_one_is_named(tmp_path: Path, task: str, source: str, given: object) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(given))
+    with pytest.raises(EvaluationError, match=rf"mine\.json is not the published {source} file"):
+        next(iter(catalogue("ruler")[task].samples(plan(**{source: path}))))
+
+
+def test_prose_without_spaces_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "essay.txt").write_text("字" * 5000)
+    with pytest.raises(EvaluationError, match=r"a word of 5000 letters .* prose with spaces"):
+        next(iter(catalogue("ruler")["niah_single_2"].samples(plan(essays=tmp_path))))
+
+
 def test_longbench_prompts_have_a_context_and_sixteen_tasks() -> None:
     assert set(lb.PROMPTS) == set(catalogue("longbench")) and len(lb.PROMPTS) == 16
     assert all(prompt.count("{context}") == 1 for prompt in lb.PROMPTS.values())

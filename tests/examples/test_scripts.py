@@ -48,3 +48,31 @@ def test_policies_are_compared_on_a_file_of_the_users(
     (tmp_path / "task.json").write_text(json.dumps(task))
     run("compare_policies", monkeypatch, str(tmp_path / "task.json"))
     assert "1 of 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_says_what_it_takes(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        run(name, monkeypatch, "--help")
+    assert left.value.code == 0 and f"python examples/{name}.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["{", '{"text": "a b"}', '{"text": "", "questions": []}', "[1]"])
+def test_another_file_than_texts_and_questions_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "task.json").write_text(text)
+    with pytest.raises(SystemExit):
+        run("compare_policies", monkeypatch, str(tmp_path / "task.json"))
+    assert "task.json is not such a file" in capsys.readouterr().err
+
+
+def test_nobody_wins_where_the_full_cache_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = {"text": "The sky is blue. " * 20, "questions": [{"question": "Who?", "answer": "no such words"}]}
+    (tmp_path / "task.json").write_text(json.dumps(task))
+    run("compare_policies", monkeypatch, str(tmp_path / "task.json"))
+    assert "tells nothing about policies" in capsys.readouterr().out.replace("\n", " ")

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -129,7 +130,7 @@ def test_nothing_is_computed_for_a_client_that_left(served: Served, monkeypatch:
     client, library, _ = served
     made, asked = client("/documents", document("asked"))[1], []
 
-    def ask(name: str, question: str, most: int) -> dict[str, Any]:
+    def ask(name: str, question: str, most: int, gone: threading.Event) -> dict[str, Any]:
         asked.append(question)
         time.sleep(0.5)
         return {}
@@ -145,6 +146,37 @@ def test_nothing_is_computed_for_a_client_that_left(served: Served, monkeypatch:
             assert answer.status == 200
         one.close()
     assert asked == ["0", "2"]
+
+
+def test_an_answer_ends_when_its_client_leaves(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, library, _ = served
+    made, plain, told = client("/documents", document("leaving"))[1], library.ask, []
+
+    def ask(name: str, question: str, most: int, gone: threading.Event) -> dict[str, Any]:
+        told.append(gone.wait(20))  # where it would compute
+        return plain(name, question, most, gone)
+
+    monkeypatch.setattr(library, "ask", ask)
+    one = connection(client)
+    one.request("POST", f"/documents/{made['id']}/questions", json.dumps({"question": "Who?", "max_new_tokens": 512}))
+    time.sleep(0.3)
+    one.close()
+    deadline = time.monotonic() + 20
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert told == [True]
+
+
+def test_nothing_more_is_generated_for_a_client_that_is_gone(served: Served) -> None:
+    client, library, module = served
+    made, gone = client("/documents", document("half said"))[1], threading.Event()
+    seen: list[int] = []
+    library.model.register_forward_pre_hook(lambda *_: seen.append(1) or gone.set())
+    try:
+        library.ask(made["id"], "\nWhat is said?", 64, gone)
+    finally:
+        library.model._forward_pre_hooks.clear()
+    assert len(seen) == 1  # the pass under way ends, and no other begins
 
 
 def test_limits_that_let_nothing_in(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,118 @@
+"""What a policy's methods return, looked at where it comes in.
+
+A shape that is wrong by one slot would end in an error of torch somewhere in the engine, a missing axis would be broadcast, and
+a number that is no unit would have a kernel read memory that is not the cache's. The message names the method instead. Nothing
+here waits for a device.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvengine import policies
+from kvengine.errors import PolicyError
+from kvengine.policies.prefill import Prefill
+from kvengine.policies.representation import Fields, Representation
+from kvengine.policies.retention import Retention, Seen
+from kvengine.policies.selection import Selection
+
+
+def shown(x: object) -> str:
+    """A value as messages name it.
+
+    >>> shown(torch.zeros(2, 3)), shown((torch.zeros(1), None)), shown([True])
+    ('float32 [2, 3]', '(float32 [1], NoneType)', 'list')
+    """
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+    return f"({', '.join(map(shown, x))})" if isinstance(x, tuple) else type(x).__name__
+
+
+def refuse(policy: object, method: str, found: object, expected: str) -> PolicyError:
+    return PolicyError(f"{type(policy).__name__}.{method} returned {shown(found)}, expected {expected}")
+
+
+def score(retention: Retention, seen: Seen) -> Float[Tensor, "row token"]:
+    """`Retention.score`, of every slot. Raises PolicyError."""
+    found: Any = retention.score(seen)
+    if not isinstance(found, Tensor) or found.shape != seen.position.shape or not found.is_floating_point():
+        raise refuse(retention, "score", found, f"floats {list(seen.position.shape)}, one for each slot")
+    return found
+
+
+def keep(retention: Retention, seen: Seen) -> Bool[Tensor, "row token"] | None:
+    """`Retention.keep`, of every slot. Raises PolicyError."""
+    found: Any = retention.keep(seen)
+    if found is not None and (
+        not isinstance(found, Tensor) or found.shape != seen.position.shape or found.dtype != torch.bool
+    ):
+        raise refuse(retention, "keep", found, f"bool {list(seen.position.shape)}, one for each slot, or None")
+    return found
+
+
+def units(selection: Selection, found: Any, rows: int, most: int) -> Int[Tensor, "row chosen"] | None:
+    """What `Selection.select` returned: units of each row, of which there are `most`. Raises PolicyError."""
+    if found is None:
+        return None
+    wanted = f"int32 or int64 [{rows}, chosen]: units from 0 to {most - 1}, or -1; or None"
+    right = isinstance(found, Tensor) and found.dtype in (torch.int32, torch.int64) and found.ndim == 2
+    if not right or len(found) != rows:
+        raise refuse(selection, "select", found, wanted)
+    if found.is_cpu and found.numel() and not ours(selection.__class__.__module__) and int(found.max()) >= most:
+        raise PolicyError(f"{type(selection).__name__}.select returned unit {int(found.max())}, expected {wanted}")
+    return found
+
+
+@cache
+def ours(module: str) -> bool:
+    """Whether a policy's module came with the package: its units are held to what they may be by tests, not at every step."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return Path(file).parent.parent == Path(policies.__file__ or "").parent
+
+
+def summary(selection: Selection, k: Float[Tensor, "page token dim"], there: Bool[Tensor, "page unit _"]) -> Fields:
+    """`Selection.summarise` of the units of pages. Raises PolicyError."""
+    found = selection.summarise(k.unflatten(1, (there.shape[1], -1)).flatten(0, 1), there.flatten(0, 1))
+    return named(selection, "summarise", found, there.shape[:2].numel(), "unit")
+
+
+def visible(
+    prefill: Prefill, query: Int[Tensor, "query"], position: Int[Tensor, "row token"], first: Int[Tensor, "row"]
+) -> Bool[Tensor, "row query token"] | None:
+    """`Prefill.visible`. Raises PolicyError."""
+    found: Any = prefill.visible(query, position, first)
+    shape = (len(position), len(query), position.shape[1])
+    if found is not None and (not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != shape):
+        raise refuse(prefill, "visible", found, f"bool {list(shape)}, [row, query, token], or None")
+    return found
+
+
+def fields(representation: Representation, k: Tensor, v: Tensor, score: Tensor) -> Fields:
+    """`Representation.encode`. Raises PolicyError."""
+    return named(representation, "encode", representation.encode(k, v, score), len(k), "page")
+
+
+def named(policy: object, method: str, found: Any, count: int, what: str) -> Fields:
+    wanted = f"tensors by name, with {count} {what}s as the first axis of each"
+    if not isinstance(found, dict):
+        raise refuse(policy, method, found, f"a dict of {wanted}")
+    for name, x in found.items():
+        if not isinstance(x, Tensor) or not x.ndim or len(x) != count:
+            raise refuse(policy, f"{method} ({name!r})", x, wanted)
+    return found
+
+
+def decoded(representation: Representation, given: Fields) -> tuple[Tensor, Tensor]:
+    """`Representation.decode`. Raises PolicyError."""
+    found: Any = representation.decode(given)
+    right = isinstance(found, tuple) and len(found) == 2 and all(isinstance(x, Tensor) and x.ndim == 3 for x in found)
+    if not right:
+        raise refuse(representation, "decode", found, "keys [page, token, dim] and values [page, token, dim_v]")
+    return found

@@ -1,0 +1,201 @@
+"""Policies of one's own: found in folders that the environment names, and told by method what they did wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import llama
+
+import kvengine
+from kvengine import policies
+from kvengine.answers import ours
+from kvengine.errors import CacheError, PolicyError
+from kvengine.policies.prefill import Prefill
+from kvengine.policies.representation import Representation
+from kvengine.policies.retention import Retention
+from kvengine.policies.selection import Selection
+from kvengine.saved import load, save
+
+IDS = torch.arange(3, 103)[None].repeat(2, 1)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return llama()
+
+
+def of(interface: type[Any], **methods: Any) -> Any:
+    """A policy of this axis with these methods; a plain value becomes a property."""
+    named = {name: x if callable(x) else property(lambda self, x=x: x) for name, x in methods.items()}
+    return dataclass(frozen=True)(type("Mine", (interface,), named))()
+
+
+def mean(self: Any, k: torch.Tensor, valid: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"mean": k.mean(1)}
+
+
+def dense(self: Any, k: torch.Tensor, v: torch.Tensor, score: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"k": k, "v": v}
+
+
+RETENTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "a slot short": ({"keep": lambda s, seen: seen.valid[:, 1:]}, r"Mine\.keep returned bool .* expected bool"),
+    "no rows": ({"keep": lambda s, seen: seen.valid[0]}, r"Mine\.keep returned bool \[\d+\], expected bool"),
+    "numbers": ({"keep": lambda s, seen: seen.valid.long()}, r"Mine\.keep returned int64"),
+    "a list": ({"keep": lambda s, seen: seen.valid.tolist()}, r"Mine\.keep returned list"),
+    "scores by group": ({"score": lambda s, seen: seen.score[..., None]}, r"Mine\.score returned float32 .* expected floats"),
+    "scores that are ranks": ({"score": lambda s, seen: seen.position}, r"Mine\.score returned int32"),
+}  # fmt: skip
+SELECTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no score": ({}, r"Mine defines no `score`; the docstring of `Selection`"),
+    "scores without group": ({"score": lambda s, q, m, at: m["mean"].sum(-1)}, r"Mine\.score returned .* \[row, group, unit\]"),
+    "a tensor for a summary": ({"summarise": lambda s, k, v: k}, r"Mine\.summarise returned .* expected a dict"),
+    "one summary for all": ({"summarise": lambda s, k, v: {"mean": k.mean((0, 1))}}, r"Mine\.summarise \('mean'\) returned"),
+    "units that are not there": (
+        {"select": lambda s, q, m, alive, at: torch.full((len(q), 2), alive.shape[1])},
+        r"Mine\.select returned unit \d+, expected .* units from 0 to \d+, or -1",
+    ),
+    "units as floats": ({"select": lambda s, q, m, alive, at: torch.zeros(len(q), 2)}, r"Mine\.select returned float32"),
+    "units of one row": ({"select": lambda s, q, m, alive, at: torch.zeros(1, 2).long()}, r"Mine\.select returned int64"),
+}  # fmt: skip
+REPRESENTATIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no encode": ({}, r"Mine defines no `encode`"),
+    "no decode": ({"encode": dense}, r"Mine defines no `decode`"),
+    "a tuple of fields": ({"encode": lambda s, k, v, score: (k, v)}, r"Mine\.encode returned \(float32 .* a dict"),
+    "no page axis": ({"encode": lambda s, k, v, score: {"k": k[0], "v": v}}, r"Mine\.encode \('k'\) returned .* \d+ pages"),
+    "keys alone": ({"encode": dense, "decode": lambda s, f: f["k"]}, r"Mine\.decode returned float32 .* expected keys"),
+}  # fmt: skip
+PREFILLS: dict[str, tuple[dict[str, Any], str]] = {
+    "no choose": ({"chooses": True}, r"Mine defines no `choose`"),
+    "no rows": ({"visible": lambda s, query, token, first: query[:, None] >= token[0]}, r"Mine\.visible returned bool"),
+}  # fmt: skip
+
+
+def newest(self: Any, seen: Any) -> torch.Tensor:
+    return seen.recent(20)  # type: ignore[no-any-return]
+
+
+def told(model: Any, axis: str, make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message), kvengine.patched(model, kvengine.Stack(**{axis: make()})):
+        model.generate(IDS, max_new_tokens=4, do_sample=False)
+
+
+@pytest.mark.parametrize("mistake", RETENTIONS)
+def test_a_retention_that_is_wrong_is_told_which_method(model: Any, mistake: str) -> None:
+    methods, message = RETENTIONS[mistake]
+    told(model, "retention", lambda: of(Retention, **{"keep": newest} | methods), message)
+
+
+@pytest.mark.parametrize("mistake", SELECTIONS)
+def test_a_selection_that_is_wrong_is_told_which_method(model: Any, mistake: str) -> None:
+    methods, message = SELECTIONS[mistake]
+    told(model, "selection", lambda: of(Selection, **{"unit": 8, "reads": 32, "summarise": mean} | methods), message)
+
+
+@pytest.mark.parametrize("mistake", REPRESENTATIONS)
+def test_a_representation_that_is_wrong_is_told_which_method(model: Any, mistake: str) -> None:
+    methods, message = REPRESENTATIONS[mistake]
+    told(model, "representation", lambda: of(Representation, **methods), message)
+
+
+@pytest.mark.parametrize("mistake", PREFILLS)
+def test_a_prefill_that_is_wrong_is_told_which_method(model: Any, mistake: str) -> None:
+    methods, message = PREFILLS[mistake]
+    told(model, "prefill", lambda: of(Prefill, exact=False, **methods), message)
+
+
+@pytest.mark.parametrize(("axis", "given", "message"), [
+    ("retention", Retention, "retention takes an object of a class derived from Retention, got the class Retention: call it"),
+    ("selection", Retention(), r"selection takes .* Selection, got Retention\(\)"),
+    ("retention", "snapkv", "retention takes .* got 'snapkv'"),
+    ("prefill", of(Prefill, visible=lambda s, q, t, f: None), "its `exact` must be False"),
+    ("selection", of(Selection, score=lambda s, q, m, at: None), "its `reads` says that all is read"),
+])  # fmt: skip
+def test_a_stack_takes_policies_of_its_axes(axis: str, given: Any, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        kvengine.Stack(**{axis: given})
+
+
+SOURCE = """
+from dataclasses import dataclass
+from kvengine.policies.retention import Retention
+
+@dataclass(frozen=True)
+class Newest(Retention):
+    recent: int = 16
+
+    def keep(self, seen):
+        return seen.recent(self.recent)
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the policy `own_newest`, which the environment names; forgotten afterwards."""
+    package = sys.modules["kvengine.policies.retention"]
+    monkeypatch.setattr(package, "__path__", list(package.__path__))
+    monkeypatch.setenv("KVENGINE_POLICIES", str(tmp_path))
+    (tmp_path / "retention").mkdir()
+    (tmp_path / "retention" / "own_newest.py").write_text(SOURCE)
+    monkeypatch.delitem(sys.modules, "kvengine.policies.retention.own_newest", raising=False)
+    return tmp_path
+
+
+def test_a_policy_in_a_folder_of_ones_own_goes_by_its_name(elsewhere: Path, model: Any) -> None:
+    assert policies.catalogue()["own_newest"] == "retention"
+    stack = kvengine.Stack.parse("own_newest(recent=20) + kivi")
+    assert str(stack) == "own_newest(recent=20) + kivi" and stack.lasting() == stack.spelled()
+    with kvengine.patched(model, "own_newest(recent=20)"):
+        cache = kvengine.EngineCache(model)
+        model.generate(IDS, max_new_tokens=1, do_sample=False, past_key_values=cache)
+        assert (cache.stats().held == 20).all()
+        save(cache, elsewhere / "session.kv", model)
+        assert load(model, elsewhere / "session.kv").stack == cache.stack
+
+
+def test_own_policies_are_told_from_those_of_the_package(elsewhere: Path) -> None:
+    mine = policies.load("own_newest")[1]
+    assert not ours(mine.__module__) and not ours(__name__)
+    assert all(ours(policies.load(name)[1].__module__) for name in ("quest", "retrieval", "oracle_topk"))
+
+
+def test_a_folder_without_policies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVENGINE_POLICIES", str(tmp_path / "nowhere"))
+    with pytest.raises(PolicyError, match=r"KVENGINE_POLICIES names .*nowhere, which has none of the folders routing"):
+        kvengine.Stack.parse("full")
+
+
+@pytest.mark.parametrize(("source", "message"), [
+    ("", "must hold one public class derived from Retention, has none"),
+    (SOURCE + SOURCE.replace("Newest", "Other"), "has Newest, Other"),
+    (SOURCE.replace("@dataclass(frozen=True)\n", ""), r"Newest in .*own_newest\.py is no dataclass"),
+])  # fmt: skip
+def test_a_file_that_is_no_policy_is_told(elsewhere: Path, source: str, message: str) -> None:
+    (elsewhere / "retention" / "own_newest.py").write_text(source)
+    with pytest.raises(PolicyError, match=message):
+        kvengine.Stack.parse("own_newest")
+
+
+def test_a_session_that_could_not_be_loaded_is_not_saved(model: Any, tmp_path: Path) -> None:
+    """An object's class may stand anywhere, and a file knows it by name alone."""
+    with kvengine.patched(model, kvengine.Stack(retention=of(Retention, keep=lambda s, seen: seen.recent(20)))):
+        cache = kvengine.EngineCache(model)
+        model(IDS, past_key_values=cache)
+        with pytest.raises(PolicyError, match=r"cannot be named in a file: .*KVENGINE_POLICIES"):
+            save(cache, tmp_path / "session.kv", model)
+    assert not (tmp_path / "session.kv").exists()
+
+
+def test_a_cache_whose_pass_broke_off_is_not_saved(model: Any, tmp_path: Path) -> None:
+    with kvengine.patched(model, "kivi"), torch.no_grad():
+        cache = kvengine.EngineCache(model)
+        model(IDS, past_key_values=cache)
+        cache.session.torn = True
+        with pytest.raises(CacheError, match="broke off"):
+            save(cache, tmp_path / "session.kv", model)
