@@ -36,6 +36,7 @@ from kvengine.pages import Pages
 from kvengine.pool import Pool
 from kvengine.saliency import Saliency
 from kvengine.saved_beside import check_same_rows, restore
+from kvengine.session import BROKEN
 from kvengine.sound import check_fields, check_kinds, check_lengths, check_pages, check_rows, check_tail, expect
 from kvengine.tail import Nested, Tail
 from kvengine.text import Text
@@ -104,14 +105,17 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         extra: anything else, as plain JSON (the tokens so far, for instance).
 
     Raises:
-        CacheError: the cache is in the middle of something, or of another model, or `extra` is not plain JSON.
+        CacheError: the cache is in the middle of something, a pass over it broke off, it is of another model, or `extra` is
+            not plain JSON.
         OSError: of the file system; nothing is left half-written.
     """
     if not isinstance(cache, EngineCache):
         raise CacheError(f"a session is saved from an EngineCache, not from a {type(cache).__name__}")
     if cache.config is not model.config.get_text_config(decoder=True):  # type: ignore[operator, union-attr]
         raise CacheError("this cache was made for another model; a file that names this one would be taken for its own")
-    if any(part.lane.marks for layer in cache.engines for part in layer.parts) or cache.session.waiting:
+    if cache.session.torn or cache.session.waiting:
+        raise CacheError(BROKEN)
+    if any(part.lane.marks for layer in cache.engines for part in layer.parts):
         raise CacheError("the cache remembers states to roll back to; call cache.commit() before saving it")
     beside, cache.unread = plain({} if extra is None else extra, "extra"), None
     out = Writer()
