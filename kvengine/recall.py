@@ -109,6 +109,8 @@ class Recall(Holding):
             self.again(mark, goal - mark.seen)
         elif goal < self.seen:
             self.unread(goal)
+            if self.padded:  # rows of which nothing is left have yet to begin
+                self.first, self.begin = self.first.clamp(max=goal), self.begin.clamp(max=goal)
             self.tail.shorten(self.seen - goal)
             self.lengths = [(max(0, m - self.seen + goal), rows) for m, rows in self.lengths]
             self.seen = goal

@@ -382,3 +382,18 @@ def test_a_prompt_whose_queries_left_scores_is_not_taken_back() -> None:
     step(model, cache, one(10, seed=2)["input_ids"])
     with pytest.raises(CacheError, match="cannot go back from 40 to 30.*has noted"):
         cache.crop(-10)
+
+
+@pytest.mark.parametrize("text", ["ashape(sinks=2, local=12)", "kvzip(budget=24, chunk=16)"])
+@torch.no_grad()
+def test_rows_of_which_nothing_is_left_begin_anew(text: str) -> None:
+    model, batch, found = patched(text), prompts(), []
+    late = (torch.arange(20) >= torch.tensor([[0], [5], [12]])).long()
+    for detour in (False, True):
+        cache = kvengine.EngineCache(model)
+        cache.announce(61)
+        if detour:
+            model(batch["input_ids"].flip(1)[:, :20], attention_mask=late, past_key_values=cache)
+            cache.crop(-20)
+        found.append(greedy(model, batch, 9, past_key_values=cache))
+    assert torch.equal(*found)
