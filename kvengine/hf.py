@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationMixin, PreTrainedModel
 
-from kvengine.errors import ModelError, UnsupportedPolicy
+from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
 from kvengine.hf_attention import Seam, engine_attention
 from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
 from kvengine.hf_forward import caching, hook_passes
@@ -231,6 +231,12 @@ def check_stack(stack: Stack, text: Any) -> None:
         raise UnsupportedPolicy(
             f"{name} has no layer with a plain, growing key-value cache (sliding windows and layers with a recurrent "
             f"state keep transformers' own), so there is nothing for '{stack}' to do. Use 'full'"
+        )
+    again, known = stack.retention.replay, getattr(text, "vocab_size", None)
+    if again is not None and known is not None and max((*again.prompt, *again.suffix), default=0) >= known:
+        raise PolicyError(
+            f"'{stack}' feeds ids of another tokenizer: {name} knows {known}, from 0 on. Take prompt and suffix from the "
+            "model's own tokenizer"
         )
     if getattr(text, "kv_lora_rank", None) and stack.routing != Stack().routing:
         raise UnsupportedPolicy(

@@ -201,12 +201,17 @@ class EngineCache(Cache):
         engines = self.engines
         return engines[0].seen if engines else int(self.get_seq_length())
 
+    @property
+    def half_read(self) -> bool:
+        """Whether a prompt was read in part, and its end is still to come."""
+        return self.stack != Stack() and any(part.lane.reading for layer in self.engines for part in layer.parts)
+
     def announce(self, total: int | None, drafting: bool = False) -> None:
         """The next tokens, up to `total` in all, are one prompt, in however many chunks they come.
 
         Unless they follow up on a context, or a single token resumes where decoding stopped: the only one of all, or of
-        a row, in a batch whose turn comes in one pass. `drafting`: for another model, so they are what that has accepted,
-        and only the first are a prompt.
+        a row, in a batch whose turn comes in one pass. (Behind a part of a prompt, a single token ends that.) `drafting`:
+        for another model, so they are what that has accepted, and only the first are a prompt.
 
         Raises:
             CacheError: no token is new, or an earlier pass broke off.
@@ -224,9 +229,10 @@ class EngineCache(Cache):
         elif self.session.recording and self.seen:
             self.commit()
         self.session.turn = self.seen
-        new = 0 if total is None else total - self.seen
-        prompt = self.seen == 0 or (new > 1 and not drafting)
-        self.session.prompt_end = total if prompt and not self.session.following else None
+        new, half = 0 if total is None else total - self.seen, self.half_read
+        prompt = self.seen == 0 or half or (new > 1 and not drafting)
+        end = self.seen + 1 if half and total is None else total
+        self.session.prompt_end = end if prompt and not self.session.following else None
         if self.session.prompt_end is not None and drafting:
             self.session.prompt_end -= 1  # an assistant is asked to forget the prompt's last token
 
@@ -253,8 +259,10 @@ class EngineCache(Cache):
                 mine.is_initialized = True
             else:
                 self.layers[i] = layer
-        if self.session.prompt_end is not None:
-            self.session.prompt_end += self.seen
+        end = self.session.prompt_end
+        self.session.prompt_end = self.seen + (
+            1 if end is None else end
+        )  # one token ends the prompt, if more are not announced
         self.session.turn = self.seen
 
     def follow_up(self, following: bool = True) -> None:
@@ -262,8 +270,17 @@ class EngineCache(Cache):
 
         For a question on a context that is compressed already: it may come in one forward pass, yet nothing is
         dropped that decoding would not drop, and a selection chooses for each of its tokens.
+
+        Raises:
+            CacheError: a prompt was read in part only, so that the policy has not acted on it.
         """
-        self.session.following, self.session.prompt_end = following, None
+        half = self.half_read
+        if half and following:
+            raise CacheError(
+                f"a prompt was read in part only ({self.seen} tokens were seen), and '{self.stack}' has yet to act on it. Give "
+                "the rest of it first, one token at the least"
+            )
+        self.session.following, self.session.prompt_end = following, self.session.prompt_end if half else None
 
     def reset(self) -> None:
         """Forget everything, what was announced of a prompt or asked of its reading included."""

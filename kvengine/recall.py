@@ -108,9 +108,32 @@ class Recall(Holding):
         if mark is not None and goal > self.seen:
             self.again(mark, goal - mark.seen)
         elif goal < self.seen:
+            self.unread(goal)
+            if self.padded:  # rows of which nothing is left have yet to begin
+                self.first, self.begin = self.first.clamp(max=goal), self.begin.clamp(max=goal)
             self.tail.shorten(self.seen - goal)
             self.lengths = [(max(0, m - self.seen + goal), rows) for m, rows in self.lengths]
             self.seen = goal
+
+    def unread(self, goal: int) -> None:
+        """The tokens from there on are taken back: what was counted of a prompt whose end is still to come."""
+        if not self.reading:
+            return
+        gone = self.tail.position[:, self.tail.span][:, max(goal, self.turn) - self.seen :] >= 0
+        self.prompt_length = self.prompt_length - gone.sum(1)
+        if goal <= self.turn:
+            self.reading, self.notes = False, dict(self.past)
+            self.window = self.mass = self.saliency = None
+
+    @property
+    def heard(self) -> int:
+        """Tokens of which none can be taken back by shortening the tail, as what their queries looked at has been noted."""
+        r = self.retention
+        listens = r.wants_mass or r.watches or r.observes > 0 or self.stack.representation.probes > 0
+        if self.reading and listens:
+            return self.seen
+        judged = self.judged if isinstance(self.judged, int) else int(self.judged.max())
+        return judged if r.wants_mass and r.remembers else 0
 
     def again(self, mark: Mark, count: int) -> None:
         """Take back the first `count` of the tokens that came after a mark (nothing changed between them)."""
@@ -120,6 +143,11 @@ class Recall(Holding):
             self.add(mark.k[:, :count], mark.v[:, :count], valid)
 
     def check_shortening(self, goal: int, firm: int) -> None:
+        if self.heard > goal and not (self.reading and goal == self.turn):
+            raise CacheError(
+                f"cannot go back from {self.seen} to {goal} tokens: those between belong to a prompt, and '{self.stack}' has "
+                "noted what their queries look at. Call cache.reset() and give the text anew"
+            )
         if goal < 0 or not (self.whole or (self.plain and goal >= firm)):
             raise CacheError(
                 f"cannot go back from {self.seen} to {goal} tokens: the policy has dropped or sealed some of them "

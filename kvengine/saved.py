@@ -105,7 +105,8 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         extra: anything else, as plain JSON (the tokens so far, for instance).
 
     Raises:
-        CacheError: the cache is in the middle of something, or of another model, or `extra` is not plain JSON.
+        CacheError: the cache is in the middle of something, a pass over it broke off, it is of another model, or `extra` is
+            not plain JSON.
         PolicyError: its policy is of the caller's own, and has no name that `load` would find.
         OSError: of the file system; nothing is left half-written.
     """
@@ -113,10 +114,10 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         raise CacheError(f"a session is saved from an EngineCache, not from a {type(cache).__name__}")
     if cache.config is not model.config.get_text_config(decoder=True):  # type: ignore[operator, union-attr]
         raise CacheError("this cache was made for another model; a file that names this one would be taken for its own")
-    if any(part.lane.marks for layer in cache.engines for part in layer.parts) or cache.session.waiting:
-        raise CacheError("the cache remembers states to roll back to; call cache.commit() before saving it")
-    if cache.session.torn:
+    if cache.session.torn or cache.session.waiting:
         raise CacheError(BROKEN)
+    if any(part.lane.marks for layer in cache.engines for part in layer.parts):
+        raise CacheError("the cache remembers states to roll back to; call cache.commit() before saving it")
     beside, cache.unread = plain({} if extra is None else extra, "extra"), None
     out = Writer()
     header = {

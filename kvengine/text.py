@@ -1,7 +1,7 @@
 """What the tokens of a cache were made of, as long as a replay may have to feed them again.
 
-Kept pass by pass, by reference, and dropped once they were replayed. Passes follow each other; after a gap (tokens that came
-without ids, a step that was recorded) only what comes behind it is known, and what was taken back is forgotten.
+Kept pass by pass, vectors by reference, and dropped once they were replayed. Passes follow each other; after a gap (tokens
+that came without ids, a step that was recorded) only what comes behind it is known, and what was taken back is forgotten.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class Text:
     mask: Tensor | None = None
 
     def add(self, begin: int, made_of: Tensor, position: Tensor | None, mask: Tensor | None) -> None:
-        """The pass that begins with token number `begin`. What is small is copied: it may be a view of all there is."""
+        """The pass that begins with token number `begin`. What is small is copied: it may be a view of all there is, and
+        whoever gives ids in pieces may give each in the same memory."""
         if begin > self.end or (self.pieces and len(self.pieces[0].made_of) != len(made_of)):
             self.pieces.clear()
         while self.pieces and self.end > begin:
@@ -103,7 +104,8 @@ class Text:
             position = torch.arange(begin, begin + n, device=made_of.device)
         position = position.view(-1, *position.shape[-2:]) if position.ndim > 1 else position[None, None]
         fresh = None if mask is None else self.here(mask, begin, n)
-        self.pieces.append(Piece(made_of.detach().clone() if n == 1 else made_of.detach(), position.clone(), fresh))
+        small = n == 1 or made_of.ndim == 2
+        self.pieces.append(Piece(made_of.detach().clone() if small else made_of.detach(), position.clone(), fresh))
         self.end, self.mask = begin + n, mask
         if len(self.pieces) > MANY and all(piece.tokens == 1 for piece in self.pieces[-MANY:]):
             self.pieces[-MANY:] = [joined(self.pieces[-MANY:], None)]

@@ -344,3 +344,56 @@ def test_only_tokens_that_were_seen_are_taken_back(text: str, count: int) -> Non
         with pytest.raises(CacheError, match=f"cannot take back {count} tokens"):
             cache.rollback(count)
     assert cache.seen == ids.shape[1]
+
+
+PARTLY = [
+    SMALL[name] for name in ("full", "h2o", "snapkv", "expected_attention", "keydiff", "kivi", "xattention", "zipcache")
+]
+
+
+@pytest.mark.parametrize("text", [*PARTLY, "snapkv(budget=0.3, window=6)", "kvzip(budget=0.3, chunk=16)"])
+def test_a_part_of_a_prompt_taken_back_leaves_no_trace_or_is_refused(text: str) -> None:
+    """All of what came of the turn always can; some of it unless what its queries look at was noted."""
+    model, ids, other = patched(text), one(90)["input_ids"], one(90, seed=2)["input_ids"]
+    found = []
+    for detour in (False, True):
+        cache = kvengine.EngineCache(model)
+        cache.announce(60)
+        if detour:
+            step(model, cache, other[:, :25])
+            cache.crop(-25)
+        step(model, cache, ids[:, :30])
+        if detour:
+            step(model, cache, other[:, :10])
+            try:
+                cache.crop(-10)
+            except CacheError as error:
+                assert "40 to 30" in str(error) and "cache.reset()" in str(error)
+                cache.crop(-40)
+                step(model, cache, ids[:, :30])
+        step(model, cache, ids[:, 30:60])
+        found.append(torch.cat([step(model, cache, i) for i in ids[:, 60:].split(1, 1)], 1))
+    torch.testing.assert_close(*found)
+
+
+def test_a_prompt_whose_queries_left_scores_is_not_taken_back() -> None:
+    """Though the budget holds all of it still."""
+    cache = started(model := patched("h2o(budget=60)"), one(30)["input_ids"])
+    step(model, cache, one(10, seed=2)["input_ids"])
+    with pytest.raises(CacheError, match="cannot go back from 40 to 30.*has noted"):
+        cache.crop(-10)
+
+
+@pytest.mark.parametrize("text", ["ashape(sinks=2, local=12)", "kvzip(budget=24, chunk=16)"])
+@torch.no_grad()
+def test_rows_of_which_nothing_is_left_begin_anew(text: str) -> None:
+    model, batch, found = patched(text), prompts(), []
+    late = (torch.arange(20) >= torch.tensor([[0], [5], [12]])).long()
+    for detour in (False, True):
+        cache = kvengine.EngineCache(model)
+        cache.announce(61)
+        if detour:
+            model(batch["input_ids"].flip(1)[:, :20], attention_mask=late, past_key_values=cache)
+            cache.crop(-20)
+        found.append(greedy(model, batch, 9, past_key_values=cache))
+    assert torch.equal(*found)

@@ -52,16 +52,31 @@ def stored(model: Any, folder: Path, ids: torch.Tensor, **options: Any) -> tuple
         "quest(budget=64)",
         "streaming(sinks=2, recent=14)",
         "kvzip(budget=24, chunk=16)",
+        "snapkv(budget=24, window=1)",
+        "turboquant(bits=2, residual=8) + host",
     ],
 )
 def test_a_warm_run_gives_the_text_of_a_cold_one(model: Any, tmp_path: Path, stack: str) -> None:
     ids = prompt(100)
     reuse, _ = stored(model, tmp_path, ids)
     longer = torch.cat([ids[:, :70], prompt(30, 1)], 1)
-    for asked, hits in ((ids, 96), (longer, 64), (ids[:, :96], 80), (prompt(50, 2), 0)):
+    for asked, hits in ((ids, 96), (longer, 64), (ids[:, :96], 80), (ids[:, :97], 96), (prompt(50, 2), 0)):
         warm = reuse.fetch(asked, stack)
         assert warm.seen == hits
         assert text(model, asked, warm) == text(model, asked, kvengine.EngineCache(model, stack))
+    reuse.store.close()
+
+
+def test_a_question_on_a_reused_part_of_a_prompt_is_refused(model: Any, tmp_path: Path) -> None:
+    """The policy would never act on it, nor find it where it seeks what it has sealed."""
+    ids = prompt(100)
+    reuse, _ = stored(model, tmp_path, ids)
+    for stack in ("kivi(bits=4, group=16)", "keydiff(budget=24)"):
+        warm = reuse.fetch(ids, stack)
+        with pytest.raises(CacheError, match="read in part only"):
+            warm.follow_up()
+        warm.follow_up(False)
+        assert text(model, ids, warm) == text(model, ids, kvengine.EngineCache(model, stack))
     reuse.store.close()
 
 

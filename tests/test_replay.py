@@ -12,6 +12,7 @@ from torch import Tensor
 
 import kvengine
 from kvengine import saved
+from kvengine.errors import CacheError
 from kvengine.hf_cache import EngineCache
 from kvengine.policies.retention import Replay
 from kvengine.policies.retention.kvzip import KVzip
@@ -122,6 +123,36 @@ def test_a_restored_session_repeats_what_was_not_yet(model: Any, tmp_path: Path)
         cache = saved.load(model, tmp_path / "talk.kv")
         assert kept(cache) == kept(whole)
     assert sum(len(h) for x in kept(whole) for h in x[0]) == 12 * 4
+
+
+@torch.no_grad()
+def test_a_session_whose_replay_broke_off_is_not_saved(model: Any, tmp_path: Path) -> None:
+    """There is nothing to commit: the text has to be read anew."""
+    cache, calls = EngineCache(model), []
+
+    def interrupt(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(one()["input_ids"], past_key_values=cache)
+    hook.remove()
+    with pytest.raises(CacheError, match="broke off.*cache.reset()"):
+        saved.save(cache, tmp_path / "talk.kv", model)
+    assert not (tmp_path / "talk.kv").exists()
+
+
+@torch.no_grad()
+def test_chunks_may_come_in_the_same_memory(model: Any) -> None:
+    cache, other, ids = EngineCache(model), EngineCache(model), one(64)["input_ids"]
+    memory = torch.empty_like(ids[:, :16])
+    cache.announce(64)
+    for chunk in ids.split(16, 1):
+        model(memory.copy_(chunk), past_key_values=cache)
+    model(ids, past_key_values=other)
+    assert kept(cache) == kept(other)
 
 
 @torch.no_grad()

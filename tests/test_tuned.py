@@ -68,9 +68,10 @@ def test_a_prefix_is_judged_with_its_prompt(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", SMALL["snapkv"], SMALL["quest"], SMALL["streaming"]])
-def test_a_loop_of_ones_own_begins_with_a_prefix(policy: str) -> None:
-    ids = one()["input_ids"]
-    want = text(tuned(kvengine.patch(llama(), policy)), one()).sequences[:, 61:]
+@pytest.mark.parametrize("length", [1, 61])
+def test_a_loop_of_ones_own_begins_with_a_prefix(policy: str, length: int) -> None:
+    ids = one(length)["input_ids"]
+    want = text(tuned(kvengine.patch(llama(), policy)), one(length)).sequences[:, length:]
     model, found = kvengine.patch(llama(), policy), []
     cache = EngineCache(model)
     cache.adopt(prefix(model.config, 1))

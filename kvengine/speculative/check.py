@@ -15,6 +15,7 @@ from kvengine.hf import check_model
 from kvengine.hf_back import goes_back
 from kvengine.hf_cache import EngineCache, engine_layers
 from kvengine.hf_generate import check_mode
+from kvengine.policies.routing.uniform import Uniform
 from kvengine.readers import sources
 from kvengine.speculative.law import REMEMBERING
 from kvengine.speculative.places import why_not
@@ -110,6 +111,28 @@ def check_gamma(gamma: Gamma) -> None:
         )
 
 
+def drawn_trees(draft: Any, widths: tuple[int, ...] | None) -> list[str]:
+    """The arguments that ask for drafts which are trees."""
+    return [x for x, drawn in (("draft='recycling'", draft == "recycling"), ("widths", widths)) if drawn]
+
+
+def check_nodes(draft: Any, widths: tuple[int, ...] | None, middle: Stack | None, stack: Stack) -> None:
+    """Refuse trees for a target whose stack acts on each token that it takes: their nodes look, and take nothing."""
+    trees = drawn_trees(draft, widths)
+    if trees and middle is None and not only_adds(stack):
+        raise UnsupportedPolicy(
+            f"{trees[0]} drafts trees, whose nodes only look at what the target holds, but '{stack}' drops, seals or selects "
+            "with each token that it takes, so the text would not have its law. Use draft='lookup', a draft model without "
+            "widths, or a middle, which drafts chains"
+        )
+
+
+def only_adds(stack: Stack) -> bool:
+    """Whether a decoded token is added to what is held, and reads all of it, and that is all that happens."""
+    form, judges = stack.representation, stack.retention.at(0, 1).decodes or not isinstance(stack.routing, Uniform)
+    return not (judges or stack.selects) and (form.lossless or form.joint)
+
+
 def check_models(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None, widths: tuple[int, ...] | None) -> None:
     """Refuse models that the tiers cannot be built of, before anything is computed."""
     check_model(target)
@@ -121,7 +144,7 @@ def check_models(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None, wi
                 f"{type(model).__name__} has layers with a recurrent state, which has absorbed a draft when it is rejected. "
                 "Use models whose layers have key-value caches, plain or of a window"
             )
-    trees = [x for x, drawn in (("draft='recycling'", draft == "recycling"), ("widths", widths)) if drawn]
+    trees = drawn_trees(draft, widths)
     for model in (target, draft) if trees else ():
         if isinstance(model, PreTrainedModel) and not all(engine_layers(model.config.get_text_config(decoder=True))):
             raise ModelError(

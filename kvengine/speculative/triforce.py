@@ -29,6 +29,7 @@ from kvengine.speculative.check import (
     check_arguments,
     check_gamma,
     check_models,
+    check_nodes,
     check_places,
     check_places_given,
     check_processors,
@@ -87,7 +88,8 @@ class TriForce(Decoder):
     Raises:
         ModelError: models that cannot be used, or with different tokenizers.
         PolicyError: a policy that is wrong, gamma below 1, or a cache too small for the drafts.
-        UnsupportedPolicy: what the middle reads is no set of the target's tokens, so it cannot read them in place.
+        UnsupportedPolicy: what the middle reads is no set of the target's tokens, so it cannot read them in place; or the
+            target's stack does more with a token than add it, and the draft is a tree.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class TriForce(Decoder):
         check_gamma(gamma)
         check_models(target, draft, tokenizers, widths)
         check_stack(self.stack, text := target.config.get_text_config(decoder=True))
+        check_nodes(draft, widths, self.middle, self.stack)
         if self.middle is not None:
             check_stack(self.middle, text)
             check_room("middle", self.middle, gamma)

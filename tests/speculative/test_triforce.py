@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast, SynthIDTextWa
 from transformers.generation.streamers import BaseStreamer
 
 import kvengine
-from kvengine.errors import ModelError, PolicyError, UnknownPolicy
+from kvengine.errors import ModelError, PolicyError, UnknownPolicy, UnsupportedPolicy
 from kvengine.hf_cache import EngineCache
 from kvengine.speculative.law import Text
 from kvengine.speculative.session import Session
@@ -80,6 +80,30 @@ def test_trees_below_the_target_and_below_the_middle(target: Any, small: Any, mi
     assert out.tolist() == greedy(target, prompt(), 16)
     sampled = decoder.generate(prompt(), max_new_tokens=16, temperature=1.0, seed=5, coupled=True)
     assert sampled.tolist() == [plain_sampling(target, prompt(), 16, seed=5)]
+
+
+@pytest.mark.parametrize("tree", ["recycling", (3, 2, 1)])
+@pytest.mark.parametrize(
+    "stack", ["streaming(sinks=2, recent=14)", "duo(sinks=2, recent=10)", "turboquant(bits=2, residual=8)", QUEST]
+)
+def test_trees_only_look_so_a_target_that_acts_on_each_token_takes_chains(
+    target: Any, small: Any, stack: str, tree: Any
+) -> None:
+    draft, widths = ("recycling", None) if tree == "recycling" else (small, tree)
+    with pytest.raises(UnsupportedPolicy, match="drafts trees.*would not have its law.*or a middle"):
+        TriForce(target, draft, None, stack=stack, widths=widths)
+    plain = TriForce(target, None, None, stack=stack).generate(prompt(), max_new_tokens=24, do_sample=False)
+    decoder = TriForce(target, draft, "retrieval(budget=24, chunk=4)", (3, 3), stack=stack, widths=widths)
+    assert torch.equal(decoder.generate(prompt(), max_new_tokens=24, do_sample=False), plain)
+
+
+@pytest.mark.parametrize(
+    "stack", ["snapkv(budget=24, window=4) + host", "kvzip(budget=24)", "flexprefill(gamma=0.5, min_budget=8, block=8)"]
+)
+def test_a_target_that_only_adds_tokens_judges_trees(target: Any, stack: str) -> None:
+    plain = TriForce(target, None, None, stack=stack).generate(prompt(), max_new_tokens=24, do_sample=False)
+    decoder = TriForce(target, "recycling", None, stack=stack)
+    assert torch.equal(decoder.generate(prompt(), max_new_tokens=24, do_sample=False), plain)
 
 
 @pytest.mark.parametrize("middle", [None, QUEST, *MIDDLES[3:5]])

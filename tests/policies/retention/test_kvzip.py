@@ -214,3 +214,13 @@ def test_arguments_beside_the_text_are_refused() -> None:
     model = kvengine.patch(llama(), "kvzip(budget=12)")
     with torch.no_grad(), pytest.raises(UnsupportedPolicy, match="'strange' beside its tokens"):
         model(**one(), past_key_values=kvengine.EngineCache(model), strange=torch.zeros(1))
+
+
+@pytest.mark.parametrize("option", ["prompt", "suffix"])
+def test_ids_that_the_model_does_not_know_are_refused_at_once(option: str) -> None:
+    """They would be looked up when the first prompt exceeds the budget."""
+    with pytest.raises(PolicyError, match="another tokenizer: llama knows 128"):
+        kvengine.patch(llama(), f"kvzip({option}=(5, 128))")
+    model = kvengine.patch(llama(), f"kvzip({option}=(5, 127))")
+    with pytest.raises(PolicyError, match="another tokenizer"):
+        kvengine.EngineCache(model, f"kvzip({option}=(128,))")
