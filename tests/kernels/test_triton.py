@@ -15,7 +15,7 @@ import torch
 HERE = Path(__file__).parent
 SMALL = (
     "merged or unseen or not_named or softcap_and_sinks or survivors or dead_tokens or matches_a_loop or far_apart "
-    "or (own_spans and later)"
+    "or (own_spans and later) or (turned and pages)"
 )
 LIMITS = {80: 163 * 1024, 90: 227 * 1024}
 """Shared memory a block can have, in bytes."""
