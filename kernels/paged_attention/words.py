@@ -68,8 +68,6 @@ def words_kernel(
     K_TILES: tl.constexpr = 16 // K_BITS
     V_TILES: tl.constexpr = 16 // V_BITS
     V_GROUPS: tl.constexpr = V_DIM // V_GROUP
-    # Not where channels have ranges by group: these would have to be moved instead.
-    BY_TOKEN: tl.constexpr = TURNED or SALIENT is not None
     program, programs = tl.program_id(0), tl.num_programs(0)
     ends, _length = row_ends(units, rows, columns, LENGTHS, ROWS, BLOCK)
     blocks = tl.max(ends, 0)
@@ -78,7 +76,7 @@ def words_kernel(
     n = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     some, t = n < heads, tl.arange(0, BLOCK)
     k_at, v_at = channels(K_DIM, K_BITS), channels(V_DIM, V_BITS)
-    if BY_TOKEN:
+    if TURNED:  # whose values stay in registers; others' ranges would have to be moved instead
         c = tl.arange(0, 2 * V_WORDS)
         v_at = 32 // V_BITS * (c % V_WORDS) + 16 // V_BITS * (c // V_WORDS)
     while at < stop:  # one turn per row that this program has a share of
@@ -169,7 +167,7 @@ def words_kernel(
                     words = rows_at(v_code, token, have[:, None], V_WORDS)
                 v_sizes = tl.load(v_scale + token, mask=ok, other=0.0).to(tl.float32)
                 before_v, unit_v = unit_v, tl.maximum(unit_v, tl.max(v_sizes, 0))
-                of_unit = 1.0 / tl.where(unit_v > 0, unit_v, 1.0)
+                of_unit = 1.0 / tl.where(unit_v > 1e-30, unit_v, 1.0)  # of less nothing is left
                 p, shrink = p * (v_sizes * of_unit)[:, None], shrink * (before_v * of_unit)
             elif SALIENT is None:
                 words = rows_at(v_code + first * V_WORDS, t, there, V_WORDS)
@@ -179,20 +177,21 @@ def words_kernel(
                 v_scales, v_zeros = spread(v_scales, 2 * V_WORDS), spread(v_zeros, 2 * V_WORDS)
             else:
                 words = mixed(v_code, v_low, high_at, low_at, plain, there, V_WORDS)
-                v_scales = tl.load(v_scale + first + t, mask=ok, other=0.0)[None, :]
-                v_zeros = tl.load(v_zero + first + t, mask=ok, other=0.0)[None, :]
+                v_scales = tl.load(v_scale + first + t, mask=ok, other=0.0)[:, None]
+                v_zeros = tl.load(v_zero + first + t, mask=ok, other=0.0)[:, None]
                 some_live = tl.max(ok.to(tl.int32), 0) > 0
                 factors = tiles(channel + number * V_DIM + v_at, some_live, 0.0, V_TILES)
-            if BY_TOKEN:
+            if TURNED:
                 one, two = shared(words)
             p, now = p.to(tl.float16), ()
             for i in tl.static_range(V_TILES):
                 if TURNED:
                     value = by_token(one, two, i, V_BITS, V_ASM, TURNED)
-                elif SALIENT is not None:
-                    value = (by_token(one, two, i, V_BITS, V_ASM, TURNED) * v_scales + v_zeros) * factors[i][:, None]
                 else:
-                    value = tl.trans(by_channel(words, i, V_BITS, V_ASM, TURNED) * v_scales + v_zeros)
+                    value = by_channel(words, i, V_BITS, V_ASM, TURNED) * v_scales + v_zeros
+                    if SALIENT is not None:
+                        value = value * factors[i][None, :]
+                    value = tl.trans(value)
                 now = now + (tl.dot(value, p, acc[i] * shrink[None, :], input_precision="ieee"),)
             acc = now
         out = (program + row).to(tl.int64) * heads + n
