@@ -2,12 +2,14 @@
 
     python -P benchmarks/gpu.py --out benchmarks/results
     python -P benchmarks/gpu.py --only kernels --out ...    one part; parts: tests, kernels, prefill, model, tune
+    python -P benchmarks/gpu.py --only targets --out ...    what is reached, of files that were brought together (no GPU)
     python -P benchmarks/gpu.py --dry --out DRY              the same on a CPU, small: to see that every part runs
 
 Writes `gpu_tests.txt`, `gpu_kernel_tests.txt`, `kernels_cuda.json`, `prefill_cuda.json`, `end_to_end.json`, what kernels and
 model should reach: `gpu_targets.json`, and which launches would be faster: `gpu_tune.json`. Each file grows as its part runs,
-so a run that is cut off keeps what it found (but `prefill_cuda.json` is written at its end). `kernels` and `model` take shapes
-that do not fit into the device's memory out, and name them. Where a command may last only minutes, give each part its own:
+so a run that is cut off keeps what it found, and what the targets speak of is measured before the rest. `kernels` and `model`
+take shapes that do not fit into the device's memory out, and name them. A case, a candidate or a peer that fails or is missing
+is named too, and the others go on. Where a command may last only minutes, give each part its own:
 by estimate `tests` take four, most of them for compiling, `kernels` six, `prefill` one, `model` seven and `tune` two, on 16
 cores. `--batches` and `--contexts` divide the longer two further; each such run wants an `--out` of its own, as it writes its
 files anew.
@@ -152,10 +154,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--batches", nargs="+", default=["1", "8", "32"], help="sequences")
     parser.add_argument("--lengths", nargs="+", default=["4096", "8192", "32768", str(LONG), "262144"], help="tokens")
-    parser.add_argument("--contexts", default=f"8192,{LONG}", help="of the whole model. Tokens, with commas")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
+    parser.add_argument("--contexts", default=f"{LONG},8192", help="of the whole model. Tokens, with commas")
+    parser.add_argument("--only", nargs="+", choices=(*PARTS, "targets"), default=PARTS, help="parts to run")
     parser.add_argument("--dry", action="store_true", help="every part on a CPU, small; tests are only collected")
     args = parser.parse_args()
+    if args.only == ["targets"]:
+        targets(args.out.resolve(), "python -P benchmarks/gpu.py")
+        return
     if not args.dry and not torch.cuda.is_available():
         sys.exit("no CUDA device: nothing was run (--dry runs every part on a CPU, small)")
     out = args.out.resolve()

@@ -48,6 +48,23 @@ COUNTS = (
     Count("latents, 128 heads, in two passes", "latents, 128 heads", "attend_kernel", 4, 64 * (2 * 576 + POSITION)),
     Count("bounds of 64 units", "bounds", "score_kernel", 0, 64 * 512),
     *(Count(f"KIVI, {bits} bits", f"kivi, {bits} bits", "words_kernel", 2, 64 * kivi(bits)) for bits in (8, 4, 2)),
+    *(
+        Count(
+            f"TurboQuant, {bits} bits",
+            f"turboquant, {bits} bits",
+            "words_kernel",
+            2,
+            64 * (2 * 128 * bits / 8 + 4 + POSITION),
+        )
+        for bits in (4, 2)
+    ),
+    Count(
+        "TurboQuant, 4 bits, chosen units of 16",
+        "turboquant, 4 bits, units of 16",
+        "words_kernel",
+        2,
+        64 * (128 + 4 + POSITION),
+    ),
     Count("ZipCache, 60 % 4 bits, 40 % 2", "zipcache", "words_kernel", 2, 64 * (2 * 128 * 3.2 / 8 + 5 + POSITION)),
 )
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import triton
 
-from kvengine.kernels import codecs
+from kvengine.kernels import codecs, turboquant
 from kvengine.kernels.gpu import stream
 from kvengine.kernels.gpu.ahead import only_compiling
 from kvengine.kernels.paged_attention import triton as dense
@@ -32,6 +32,7 @@ HEADS, GROUP, DIM, PAGE = 8, 4, 128, 64
 TRIED = {  # programs for each multiprocessor, stages, warps
     "full": (dense, "attend_kernel", ((2, 5, 4), *itertools.product((2, 3, 4), (3, 5, 7), (4, 8)))),
     "KIVI, 4 bits": (words, "words_kernel", ((12, 3, 1), *itertools.product((6, 8, 12), (2, 3, 5), (1, 2)))),
+    "TurboQuant, 4 bits": (words, "words_kernel", ((12, 3, 1), *itertools.product((8, 12), (2, 5), (1, 2)))),
 }
 
 
@@ -68,6 +69,9 @@ def call(what: str, batch: int, length: int, device: str) -> Callable[[], object
     x = torch.randn(pages, PAGE, DIM, device=device).bfloat16()
     if what == "full":
         fields, codec = {"k": x, "v": x.clone()}, "dense"
+    elif what.startswith("TurboQuant"):
+        code, scale = turboquant.encode(x, 4, "unbiased", x.dtype)
+        fields, codec = {"k_code": code, "k_scale": scale, "v_code": code, "v_scale": scale}, "turboquant"
     else:  # ranges as the policy has them
         fields, codec = codecs.encode_kivi(x, x, 4, 32, scale_dtype=x.dtype), "kivi"
     rest = (None, PAGE, codec, DIM, None, None, None, None, False)  # all pages, no window, softcap, sinks or scores

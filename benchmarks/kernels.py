@@ -17,10 +17,7 @@ import argparse
 import gc
 import itertools
 import json
-import platform
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -35,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvengine import memory
-from kvengine.kernels import codecs, dispatch
+from kvengine.kernels import codecs
 from kvengine.kernels.attention import attention
 from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.page_scores import best_units, page_bounds
@@ -48,6 +45,8 @@ HEADS, GROUP, DIM, PAGE, UNIT, BUDGET, RANK = 8, 4, 128, 64, 16, 2048, 160
 SCALE = DIM**-0.5
 MIDDLE, LONG = 32768, 131072
 """Lengths that the targets speak of."""
+FIRST = ((32, 4096), (1, LONG), (8, LONG))
+"""Batches and lengths that a GPU's targets speak of: measured before the others, as a device is lent for minutes."""
 CHOICE = "quest 2048: bounds and choice"
 AT_ONCE = 16384
 """Pages that are encoded at once."""
@@ -122,7 +121,8 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
     def quest(fields: dict[str, Tensor], codec: str) -> object:
         return read(q, fields, units=choice(), unit=UNIT, codec=codec)
 
-    choice()  # makes the coarse bounds, where they are used
+    if not k.is_cuda:
+        choice()  # makes the coarse bounds
     bounds = coarse.reads(length // UNIT, 2 * x["low"].numel() * size)
 
     found: dict[str, Case] = {
@@ -158,11 +158,18 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
     def turned(keys: Tensor, values: Tensor, bits: int) -> dict[str, Tensor]:
         return TurboQuant(bits).encode(keys.to(k.dtype), values.to(k.dtype), keys[..., 0])
 
-    for name, codec, fields in (
-        *((name, "kivi", encoded(pages, kivi, *options)) for name, *options in groups),
-        *((f"turboquant {bits} bits", "turboquant", encoded(pages, turned, bits)) for bits in (4, 2)),
-        ("zipcache 4/2 bits", "zipcache", encoded(pages, codecs.encode_zipcache, (4, 2), mixed)),
+    for name, codec, encode, *options in (
+        *((name, "kivi", kivi, *options) for name, *options in groups),
+        *((f"turboquant {bits} bits", "turboquant", turned, bits) for bits in (4, 2)),
+        ("zipcache 4/2 bits", "zipcache", codecs.encode_zipcache, (4, 2), mixed),
     ):
+        try:
+            fields = encoded(pages, encode, *options)
+        except Exception as error:
+            if not k.is_cuda or isinstance(error, torch.OutOfMemoryError):
+                raise
+            print(f"FAILED {name}: {type(error).__name__}: {str(error)[:500]}", flush=True)  # the others go on
+            continue
         held = sum(t.numel() * t.element_size() for t in fields.values())
         found[name] = held + rows * length * slot, partial(read, q, fields, codec=codec)
         if name == "kivi 4 bits":
@@ -218,6 +225,12 @@ def latents(x: dict[str, Tensor], batch: int, length: int) -> dict[str, Case]:
     return found
 
 
+def beside() -> None:
+    """Make the files of this folder importable, behind everything: kernels.py must not hide another package."""
+    if (here := str(Path(__file__).parent)) not in sys.path:
+        sys.path.append(here)
+
+
 def once(call: Callable[[], object], device: str, cpu_time: bool) -> float:
     """Milliseconds of one call."""
     if device == "cuda":
@@ -228,12 +241,6 @@ def once(call: Callable[[], object], device: str, cpu_time: bool) -> float:
     began = clock()
     call()
     return (clock() - began) * 1e3
-
-
-def last_level() -> int:
-    """Bytes of the processor's last-level cache; 128 MiB where the system does not say."""
-    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    return max((int(file.read_text().strip().removesuffix("K")) << 10 for file in sizes), default=128 << 20)
 
 
 class TooLarge(Exception):
@@ -261,7 +268,7 @@ def measure(
     made = [inputs(batch, length, dtype, device, seed) for seed in range(copies)]
     sets = [cases(x, batch) for x in made]
     if device == "cuda":
-        sys.path.append(str(Path(__file__).parent))  # behind everything: kernels.py must not hide another package
+        beside()
         from peers import capture, peers
 
         sets = [found | peers(x, batch, HEADS, PAGE) for found, x in zip(sets, made, strict=True)]
@@ -292,22 +299,6 @@ def compare(rows: dict[str, Row]) -> None:
         if copy is not None:
             row.of_copy, row.byte_ratio = row.gb_per_s / (copy.bytes / copy.ms / 1e6), copy.bytes / row.bytes
         row.over_sdpa, row.over_full = (0.0 if x is None else x.ms / row.ms for x in (sdpa, full))
-
-
-def machine(device: str, cpu_time: bool) -> dict[str, str]:
-    """Where and with what this was measured."""
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    chip = torch.cuda.get_device_name() if device == "cuda" else f"{cpu}, {torch.get_num_threads()} threads"
-    return {
-        "commit": commit,
-        "machine": chip,
-        "clock": "processor" if cpu_time else "wall",
-        "torch": torch.__version__,
-        "backends": json.dumps(dispatch.info()),
-    }
 
 
 def targets(rows: list[Row]) -> list[dict[str, Any]]:
@@ -343,14 +334,20 @@ def summary(rows: list[Row], about: dict[str, str], command: str, picture: str) 
 
 
 def draw(rows: list[Row], file: Path) -> None:
-    sys.path.append(str(Path(__file__).parent))  # behind everything: kernels.py must not hide another package
-    from plot_kernels import plot
-
-    plot([SimpleNamespace(**asdict(row)) for row in rows], file)
+    beside()
+    try:
+        from plot_kernels import plot
+    except ImportError as error:
+        print(f"no picture is drawn: {error}")
+        return
+    plot([SimpleNamespace(**asdict(row)) for row in sorted(rows, key=lambda r: (r.dtype, r.batch, r.length))], file)
 
 
 def main() -> None:
     """Measure, print, write."""
+    beside()
+    from where import last_level, machine
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
@@ -368,7 +365,10 @@ def main() -> None:
     failed = False
     print(HEADER)
     about = machine(args.device, args.cpu_time)
-    for dtype, batch, length in itertools.product(args.dtypes, args.batches, args.lengths):
+    shapes = list(itertools.product(args.dtypes, args.batches, args.lengths))
+    if args.device == "cuda":
+        shapes.sort(key=lambda shape: FIRST.index(shape[1:]) if shape[1:] in FIRST else len(FIRST))
+    for dtype, batch, length in shapes:
         try:
             new = measure(batch, length, getattr(torch, dtype), args.device, args.rounds, args.cold, args.cpu_time)
         except Exception as error:  # a device is lent for minutes: the other shapes are measured

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -44,6 +45,7 @@ METHODS = ("xattention", "vertical_slash(slash=512)", "flexprefill")
 MODEL = (
     "ashape", "ashape(last=128)", "xattention(threshold=0.8)", "xattention", "vertical_slash(slash=512)", "flexprefill",
 )  # fmt: skip
+FAILED: list[str] = []
 LOOKS = 1.3  # how strongly a query looks at each of its tokens
 
 
@@ -127,18 +129,37 @@ def cases(length: int, device: str) -> dict[str, Way]:
         method = Stack.parse(text).prefill
         tally = ops.Tally()
         call = partial(ops.chosen, q, k, v, position, True, method, method.whole, Call(DIM**-0.5), tally)
-        call()
+        try:
+            call()
+        except Exception as error:
+            if device == "cpu":
+                raise
+            failed(f"`{text}`, {length} tokens", error)
+            continue
         found[f"`{text}`, lines"] = tally.computed / tally.every, call
     return found
 
 
+def failed(what: str, error: Exception) -> None:
+    FAILED.append(f"{what}: {type(error).__name__}: {str(error)[:300]}")
+    print("FAILED", FAILED[-1], flush=True)
+    torch.cuda.empty_cache()
+
+
 @torch.inference_mode()
 def at(length: int, device: str, clock: Callable[[], float]) -> list[dict[str, Any]]:
-    """All ways at one length."""
+    """All ways at one length; on a GPU one that fails is named, and the others go on."""
     found, best, error = cases(length, device), {}, {}
     want = found["dense"][1]()
-    for name in (name for name in found if name.startswith("`")):
-        error[name] = float((found[name][1]() - want).norm() / want.norm())
+    for name in list(found):
+        try:
+            got = found[name][1]()
+            error[name] = float((got - want).norm() / want.norm()) if name.startswith("`") else None
+        except Exception as failure:
+            if device == "cpu":
+                raise
+            failed(f"{name}, {length} tokens", failure)
+            del found[name]
 
     def now() -> float:
         if device == "cuda":
@@ -152,7 +173,7 @@ def at(length: int, device: str, clock: Callable[[], float]) -> list[dict[str, A
             best[name] = min(best.get(name, float("inf")), now() - begin)
     return [
         {"way": name, "length": length, "ms": 1e3 * best[name], "speed": best["dense"] / best[name], "ideal": 1 / share,
-         "error": error.get(name)}
+         "error": error[name]}
         for name, (share, _) in found.items()
     ]  # fmt: skip
 
@@ -213,9 +234,21 @@ def main() -> None:
             print(f"{row['length']:6} {row['way']:42} {about}", flush=True)
 
     for length in lengths:
-        add(at(length, given.device, clock))
+        try:
+            add(at(length, given.device, clock))
+        except Exception as error:
+            if given.device == "cpu":
+                raise
+            failed(f"{length} tokens", error)
+        write(rows, given)  # after each length, so that a run that is cut off loses one
     if given.device == "cpu":
         add(model([length for length in lengths if length <= 16384], clock))
+        write(rows, given)
+    if FAILED:
+        sys.exit(f"not all was measured; the rest is in {given.out}")
+
+
+def write(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
     heads = HEADS[given.device]
     where = f"{given.threads} CPU cores" if given.device == "cpu" else torch.cuda.get_device_name()
     result = {
@@ -228,7 +261,7 @@ def main() -> None:
         "columns": {"attention of the prompt": "way", "tokens": "length", "time (ms)": "ms:.0f",
                     "speed-up over dense": "speed:.2f", "ideal by pairs": "ideal:.2f", "error": "error:.3f"},
         "rows": rows,
-    }  # fmt: skip
+    } | ({"failed": FAILED} if FAILED else {})  # fmt: skip
     given.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -92,7 +92,7 @@ def width(code: UInt8[Tensor, "*batch byte"], dim: int) -> int:
 
 
 def encode(
-    x: Float[Tensor, "*batch dim"], bits: int, form: Form, scale_dtype: torch.dtype
+    x: Float[Tensor, "*batch dim"], bits: int, form: Form, scale_dtype: torch.dtype, *, backend: str | None = None
 ) -> tuple[UInt8[Tensor, "*batch byte"], Float[Tensor, "*batch 1"]]:
     """Codes and scales. Raises KernelError if `bits` is not 1, 2, 3 or 4, or the codes do not fill whole bytes.
 
@@ -103,9 +103,9 @@ def encode(
     if bits not in BITS or dim * (1 if bits == 3 else bits) % 8:
         raise KernelError(f"bits must be one of {BITS} and fill whole bytes; got bits={bits} for {dim} channels")
     y = turned(x)
-    if chosen((y,), None, laid(dim)) == "native":
-        run = pick("quantise", (y,), "native")
-        code, scale = run.turned_codes(y.reshape(-1, dim), bits, FORMS.index(form), levels(bits))
+    if (which := chosen((y,), backend, laid(dim))) != "reference":
+        run = pick("quantise", (y,), which)
+        code, scale = run.turned_codes(y.reshape(-1, dim), bits, FORMS.index(form), levels(bits, x.device))
         return code.view(*x.shape[:-1], -1), scale.view(*x.shape[:-1], 1).to(scale_dtype)
     square = y.square().sum(-1, keepdim=True)
     size = (square / dim).sqrt()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +70,16 @@ def test_missing_files_and_cases_are_left_out(gpu: ModuleType, tmp_path: Path) -
     gpu.targets(tmp_path, "gpu.py")
     found = json.loads((tmp_path / "gpu_targets.json").read_text())
     assert [row["wanted"] for row in found["rows"]] == [">= 9"] and found["machine"] == "a chip"
+
+
+def test_what_is_reached_is_told_without_a_gpu(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of files that several commands have brought home."""
+    (tmp_path / gpu.KERNELS).write_text(json.dumps({"rows": kernels(8, gpu.LONG, full=80.0, quest=8.0)}))
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--only", "targets", "--out", str(tmp_path)])
+    gpu.main()
+    assert [row["reached"] for row in json.loads((tmp_path / "gpu_targets.json").read_text())["rows"]] == [10.0]
 
 
 def test_a_case_that_failed_takes_no_other_with_it(
@@ -248,6 +258,72 @@ def test_pages_are_encoded_in_parts_as_at_once(monkeypatch: pytest.MonkeyPatch) 
     parts = [measured.encoded(pages, *how) for how in ((encode_kivi, 4, 16), (encode_zipcache, (4, 2), salient))]
     for one, other in zip(at_once, parts, strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_peers_that_are_missing_or_broken_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise RuntimeError("nvcc was not found")
+
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=broken))
+    x = {"q": torch.zeros(2, 4, 1, 16), "k": torch.zeros(2, 64, 16), "v": torch.zeros(2, 64, 16)}
+    found = script("peers").peers(x, 1, 2, 16)
+    assert set(found) == {"2048 values from the host"}
+    said = capsys.readouterr().out
+    assert "left out flash-attn: ModuleNotFoundError" in said and "left out flashinfer: RuntimeError: nvcc" in said
+
+
+def test_what_targets_speak_of_is_measured_first(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured, shapes = script("kernels"), list[tuple[int, int]]()
+
+    def measure(batch: int, length: int, *rest: object) -> list[Any]:
+        shapes.append((batch, length))
+        return [measured.Row("copy", "bfloat16", batch, length, 2.0, 1.0, 3.0, 100)]
+
+    monkeypatch.setattr(measured, "measure", measure)
+    monkeypatch.setattr(measured, "draw", lambda rows, file: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a chip")
+    given = [
+        "--device",
+        "cuda",
+        "--dtypes",
+        "bfloat16",
+        "--batches",
+        "1",
+        "8",
+        "32",
+        "--lengths",
+        "4096",
+        "8192",
+        "131072",
+    ]
+    monkeypatch.setattr("sys.argv", ["kernels.py", *given, "--out", str(tmp_path / "out.json")])
+    measured.main()
+    assert shapes[:3] == [(32, 4096), (1, gpu.LONG), (8, gpu.LONG)] and len(set(shapes)) == len(shapes) == 9
+
+
+def test_prompts_are_written_length_by_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    prompts, out = script("prefill"), tmp_path / "out.json"
+    row = {"way": "dense", "length": 8, "ms": 1.0, "speed": 1.0, "ideal": 1.0, "error": None}
+
+    def at(length: int, *rest: object) -> list[dict[str, Any]]:
+        if length == 16:
+            assert json.loads(out.read_text())["rows"] == [row], "it could be cut off here"
+            raise RuntimeError("out of resource: shared memory")
+        return [row | {"length": length}]
+
+    monkeypatch.setattr(prompts, "at", at)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a chip")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr("sys.argv", ["prefill.py", "--device", "cuda", "--lengths", "8,16,32", "--out", str(out)])
+    with pytest.raises(SystemExit, match="not all was measured"):
+        prompts.main()
+    found = json.loads(out.read_text())
+    assert [r["length"] for r in found["rows"]] == [8, 32] and "shared memory" in found["failed"][0]
 
 
 def test_a_candidate_that_fails_is_named_and_the_others_go_on(

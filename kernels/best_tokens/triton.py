@@ -12,7 +12,7 @@ from kvengine.kernels.best_tokens import reference
 from kvengine.kernels.gpu.select import MOST, ordered, threshold, warps
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def best_kernel(score, count, keep, tokens, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, BLOCK)

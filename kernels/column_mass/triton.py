@@ -1,4 +1,5 @@
-"""Two Triton kernels: the log-sum-exp of each query, and then, per block of tokens, the sum over the queries after it."""
+"""Two Triton kernels: the log-sum-exp of each query, and then, per block of tokens, the sum over the queries after it (or the
+most that one of them pays)."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -6,6 +7,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from jaxtyping import Float
 from torch import Tensor
 
 from kvengine.kernels.gpu.stream import LOG2E
@@ -81,7 +83,7 @@ def mass_kernel(
     q, k, position, at, real, first, later, lse, out, k_row, k_token, position_row,
     group, queries, tokens, band_sinks, band_local, scale, softcap,
     QUERIES: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BAND: tl.constexpr,
-    SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
+    SOFTCAP: tl.constexpr, MOST: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """One program per block of tokens and query head: every query from the first on whose slot is not before them."""
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -107,7 +109,11 @@ def mass_kernel(
         x = tl.load(q + line[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(COMPUTE)
         scores = scored(x, key, t, place, asked, begin, band_sinks, band_local, scale, softcap, BAND, SOFTCAP)
         total = tl.load(lse + line, mask=n < end, other=float("inf"))
-        mass += tl.sum(tl.exp2((scores - total[:, None]) * LOG2E), 0)
+        paid = tl.exp2((scores - total[:, None]) * LOG2E)
+        if MOST:
+            mass = tl.maximum(mass, tl.max(paid, 0))
+        else:
+            mass += tl.sum(paid, 0)
     tl.store(out + head * tokens + t, mass, mask=t < tokens)
 
 
@@ -116,6 +122,14 @@ def column_mass(
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """See `kvengine.kernels.column_mass`."""
+    return received(q, k, position, at, real, scale, band, softcap, sinks)
+
+
+def received(
+    q: Tensor, k: Tensor, position: Tensor, at: Tensor, real: Tensor, scale: float, band: Band | None,
+    softcap: float | None, sinks: Tensor | None, most: bool = False,
+) -> Float[Tensor, "row group token"]:  # fmt: skip
+    """What each token receives from all queries of a head; or the `most` that one of these pays."""
     q, k = q.contiguous(), k if k.stride(-1) == 1 else k.contiguous()
     position = position if position.stride(-1) == 1 else position.contiguous()
     at, real = at.to(torch.int32).contiguous(), real.contiguous().view(torch.uint8)
@@ -142,6 +156,6 @@ def column_mass(
         SINKS=sinks is not None, **shape,
     )  # fmt: skip
     mass_kernel[(triton.cdiv(tokens, some), rows * group)](
-        q, k, position, at, real, first, later, lse, out, *strides, *numbers, **shape
+        q, k, position, at, real, first, later, lse, out, *strides, *numbers, MOST=most, **shape
     )
     return out

@@ -5,7 +5,7 @@ For the query heads g of a KV head's group, with s_it = scale q_i . k_t (capped 
     peak_t  =  max over g, i of exp(s_it - lse_i),        lse_i  =  log sum_t exp(s_it)
 
 The values take no part, and nothing of size queries times tokens is made. It is what evictions by a replay of the prompt ask
-for (KVzip). In C it is the kernel of `column_mass`, which keeps the most instead of the sum; on a GPU it is plain torch.
+for (KVzip). In C and on a GPU they are the kernels of `column_mass`, which keep the most instead of the sum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvengine.errors import KernelError
 from kvengine.kernels.column_mass import fits
-from kvengine.kernels.dispatch import native_refusal, pick
+from kvengine.kernels.dispatch import pick
 
 
 def column_peak(
@@ -48,10 +48,7 @@ def column_peak(
         raise KernelError(f"column_peak takes real [{rows}, {queries}] and sinks [{rows}, {group}]; got {what}")
     if not q.numel() or not k.numel():
         return torch.zeros(k.shape[:2], device=q.device)
-    if backend == "triton":
-        raise KernelError("column_peak has no Triton kernel; leave backend=None to take what there is")
-    which = backend or ("reference" if native_refusal((q, k), q.is_cpu and fits(q, k)) else "native")
-    run = pick("column_peak", (q, k), which, which == "reference" or fits(q, k))
+    run = pick("column_peak", (q, k), backend, fits(q, k), dim)
     return run.column_peak(q, k, position, at, real, scale, softcap, sinks)  # type: ignore[no-any-return]
 
 

@@ -27,14 +27,14 @@ from triton.runtime.jit import JITFunction
 from kvengine.kernels import codecs, turboquant
 from kvengine.kernels.attention.triton import attention
 from kvengine.kernels.best_tokens.triton import best_tokens
-from kvengine.kernels.column_mass.triton import column_mass
+from kvengine.kernels.column_mass.triton import received
 from kvengine.kernels.compact.triton import compact
 from kvengine.kernels.fetch_pages.triton import fetch
 from kvengine.kernels.lowrank_attention.triton import lowrank_attention
 from kvengine.kernels.merge_states.triton import merge_states
 from kvengine.kernels.page_scores.triton import page_scores, top_units
 from kvengine.kernels.paged_attention.triton import paged_attention
-from kvengine.kernels.quantise.triton import pack, quantise
+from kvengine.kernels.quantise.triton import pack, quantise, turned_codes
 from kvengine.kernels.span_attention import Band, band_spans, causal_spans
 from kvengine.kernels.span_attention.triton import span_attention
 from kvengine.kernels.state import State
@@ -149,18 +149,21 @@ def cases() -> dict[str, Callable[[], object]]:
         spans = spans.repeat(4 * ROWS, 1, 1, 1) if by_head else spans
         return lambda: span_attention(q, k, k, position, spans, 0.1, band, None, None, 128)
 
-    def mass(dtype: torch.dtype = bf16, dim: int = 128, band: Band | None = None) -> Callable[[], object]:
+    def mass(
+        dtype: torch.dtype = bf16, dim: int = 128, band: Band | None = None, most: bool = False
+    ) -> Callable[[], object]:
         q, k = torch.zeros(ROWS, 4, 256, dim, dtype=dtype), torch.zeros(ROWS, 256, dim, dtype=dtype)
         real, sinks = torch.ones(ROWS, 256, dtype=torch.bool), torch.zeros(ROWS, 4)
         cap = None if band is None else 30.0
-        return lambda: column_mass(
-            q, k, position, torch.arange(256), real, 0.1, band, cap, None if band is None else sinks
+        return lambda: received(
+            q, k, position, torch.arange(256), real, 0.1, band, cap, None if band is None else sinks, most
         )
 
     bounds, x = torch.zeros(ROWS, 64, 128, dtype=bf16), torch.zeros(ROWS * TABLE, PAGE, 128, dtype=bf16)
     q, dense = torch.zeros(ROWS, 4, 1, 128, dtype=bf16), pool("dense", 128, bf16, 0)
     basis, frequency = torch.zeros(ROWS, 160, 128, dtype=bf16), torch.ones(64)
     u = torch.zeros(ROWS * TABLE, PAGE, 160, dtype=bf16)
+    turned, levels = torch.zeros(64, 128), turboquant.levels(4)
     return {
         "tail, 1 query": tail(1),
         "tail, tree of 16 queries": tail(16),
@@ -188,9 +191,11 @@ def cases() -> dict[str, Callable[[], object]]:
         "kivi, dim 256": pages("kivi", 256),
         "kivi, dim 512": pages("kivi", 512),
         "kivi, units of 1": pages("kivi", chosen=True, unit=1),
+        "turboquant, 2 bits": pages("turboquant", bits=2),
         "turboquant, 3 bits": pages("turboquant", bits=3),
         "turboquant, 4 bits": pages("turboquant"),
         "turboquant, 4 bits, units of 16": pages("turboquant", chosen=True),
+        "turboquant, units of 1": pages("turboquant", chosen=True, unit=1),
         "turboquant, dim 256": pages("turboquant", 256),
         "turboquant, dim 512": pages("turboquant", 512),
         "zipcache": pages("zipcache"),
@@ -206,6 +211,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "mass": mass(),
         "mass, fp32": mass(torch.float32),
         "mass, band, softcap, sinks": mass(band=Band(torch.zeros(ROWS, dtype=torch.int64), 16, 64)),
+        "peak": mass(most=True),
         "mass, dim 256": mass(dim=256),
         "mass, dim 256, fp32": mass(torch.float32, dim=256),
         "mass, dim 512": mass(dim=512),
@@ -220,6 +226,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "best 1024 of 1025": lambda: best_tokens(torch.zeros(ROWS, 1025), torch.full((ROWS,), 1024)),
         "quantise keys": lambda: quantise(x, 4, 32, "tokens", None, torch.float16),
         "quantise values": lambda: quantise(x, 2, 32, "channels", None, torch.float16),
+        "turned codes": lambda: turned_codes(turned, 4, 0, levels),
         "pack": lambda: pack(torch.zeros(64, 128, dtype=torch.uint8), 4),
         "fetch": lambda: fetch(x, table[0].long(), x.device),
         "compact": lambda: compact({"k": x}, table, position, table[:, :2], PAGE),

@@ -39,12 +39,11 @@ def score_kernel(
     tl.store(out + row * units + u, tl.where(live, result, -float("inf")), mask=u < units)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units", "candidates", "count"])
 def top_kernel(
-    scores, among, ids, units, candidates, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr, BLOCK: tl.constexpr,
-    AMONG: tl.constexpr,
+    scores, among, ids, units, candidates, count, BLOCK_COUNT: tl.constexpr, BLOCK: tl.constexpr, AMONG: tl.constexpr,
 ):  # fmt: skip
-    """Of a row's candidates from here to BLOCK further (units, or what `among` names of them) the best COUNT."""
+    """Of a row's candidates from here to BLOCK further (units, or what `among` names of them) the best `count`."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
     here = at < candidates
@@ -53,15 +52,15 @@ def top_kernel(
         unit = tl.load(among + row * candidates + at, mask=here, other=-1)
     score = tl.load(scores + row * units + unit, mask=here & (unit >= 0), other=-float("inf"))
     key = ordered(score)
-    least = threshold(key, COUNT)
+    least = threshold(key, count)
     above, equal = key > least, (key == least).to(tl.int32)
-    room = COUNT - tl.sum(above.to(tl.int32), 0)
+    room = count - tl.sum(above.to(tl.int32), 0)
     chosen = (above | ((equal != 0) & (tl.cumsum(equal, 0) <= room))) & (score > -float("inf"))
     place = tl.cumsum(chosen.to(tl.int32), 0)
-    out = ids + (row * tl.num_programs(1) + part) * COUNT
+    out = ids + (row * tl.num_programs(1) + part) * count
     tl.store(out + place - 1, unit, mask=chosen)
     rest = tl.arange(0, BLOCK_COUNT)
-    tl.store(out + rest, -1, mask=(rest >= tl.sum(chosen.to(tl.int32), 0)) & (rest < COUNT))
+    tl.store(out + rest, -1, mask=(rest >= tl.sum(chosen.to(tl.int32), 0)) & (rest < count))
 
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
@@ -104,7 +103,7 @@ def _top(scores: Tensor, among: Tensor | None, candidates: int, count: int, part
     ids = torch.empty(rows, parts * count, device=scores.device, dtype=torch.int64)
     block = MOST if parts > 1 else triton.next_power_of_2(candidates)
     top_kernel[(rows, parts)](
-        scores, scores if among is None else among, ids, units, candidates, COUNT=count,
+        scores, scores if among is None else among, ids, units, candidates, count,
         BLOCK_COUNT=triton.next_power_of_2(count), BLOCK=block, AMONG=among is not None,
         num_warps=warps(block),
     )  # fmt: skip

@@ -75,6 +75,65 @@ def quantise_kernel(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def turned_kernel(
+    y, levels, code_out, scale_out, tokens,
+    DIM: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """TurboQuant's codes and scales of vectors that are turned: what they are next to is found by comparing with all
+    middles between levels, which are few."""
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    c = tl.arange(0, CHANNELS)
+    there, ok = t < tokens, (t < tokens)[:, None] & (c < DIM)[None, :]
+    x = tl.load(y + t[:, None] * DIM + c[None, :], mask=ok, other=0.0)
+    square = tl.sum(x * x, 1)
+    size = tl.sqrt(square / DIM)
+    z = x / tl.maximum(size, 1.1754943508222875e-38)[:, None]
+    code = tl.zeros([TOKENS, CHANNELS], tl.int32)
+    level = tl.load(levels)
+    near = tl.zeros([TOKENS, CHANNELS], tl.float32) + level
+    for i in tl.static_range(1, 1 << BITS):
+        above = tl.load(levels + i)
+        further = z > (above + level) / 2
+        code += further.to(tl.int32)
+        near = tl.where(further, above, near)
+        level = above
+    near = tl.where((c < DIM)[None, :], near, 0.0)
+    scale = size
+    if FORM != 2:
+        along = tl.sum(x * near, 1)  # positive, as a number and its level have one sign; 0 for zeros
+        if FORM == 1:
+            scale = along / tl.sum(near * near, 1)
+        else:
+            scale = square / tl.where(along > 0, along, 1.0)
+        scale = tl.where(size > 0, scale, 0.0)
+    tl.store(scale_out + t, scale, mask=there)
+    if BITS == 3:
+        b, u = tl.arange(0, CHANNELS // 4), tl.arange(0, CHANNELS // 8)
+        at = code_out + t[:, None] * (3 * DIM // 8)
+        tl.store(at + b[None, :], packed(code & 3, TOKENS, CHANNELS, 2), mask=there[:, None] & (b < DIM // 4)[None, :])
+        upper = packed(code >> 2, TOKENS, CHANNELS, 1)
+        tl.store(at + DIM // 4 + u[None, :], upper, mask=there[:, None] & (u < DIM // 8)[None, :])
+    else:
+        b = tl.arange(0, CHANNELS * BITS // 8)
+        at = code_out + t[:, None] * (DIM * BITS // 8) + b[None, :]
+        tl.store(at, packed(code, TOKENS, CHANNELS, BITS), mask=there[:, None] & (b < DIM * BITS // 8)[None, :])
+
+
+def turned_codes(y: Tensor, bits: int, form: int, levels: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [n, dim * bits / 8] and scales [n] of turned vectors (`kvengine.kernels.turboquant`)."""
+    tokens, dim = y.shape
+    code = torch.empty(tokens, dim * bits // 8, dtype=torch.uint8, device=y.device)
+    scale = torch.empty(tokens, dtype=torch.float32, device=y.device)
+    channels = max(8, triton.next_power_of_2(dim))
+    block = max(1, 2048 // channels)
+    if y.numel():
+        turned_kernel[(triton.cdiv(tokens, block),)](
+            y.contiguous(), levels, code, scale, tokens, DIM=dim, BITS=bits, FORM=form, TOKENS=block, CHANNELS=channels
+        )
+    return code, scale
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
     """See `kvengine.kernels.quantise.pack`."""
     codes = codes.contiguous()

@@ -16,7 +16,7 @@ TILE = 64
 """Rows of a tile: query heads of a group times queries."""
 
 
-@triton.jit(do_not_specialize=["queries", "tokens", "position_row", "spans_row"])
+@triton.jit(do_not_specialize=["queries", "tokens", "position_row", "spans_row", "count"])
 def span_kernel(
     q, k, v, position, spans, first, sink_logits, out, k_row, k_token, v_row, v_token, position_row, spans_row,
     share, group, queries, tokens, block, count, band_sinks, band_local, scale, softcap,

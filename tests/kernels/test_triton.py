@@ -15,7 +15,7 @@ import torch
 HERE = Path(__file__).parent
 SMALL = (
     "merged or unseen or not_named or softcap_and_sinks or survivors or dead_tokens or matches_a_loop or far_apart "
-    "or (own_spans and later)"
+    "or (own_spans and later) or (turned and pages) or as_the_loop or turned_codes"
 )
 LIMITS = {80: 163 * 1024, 90: 227 * 1024}
 """Shared memory a block can have, in bytes."""
@@ -74,15 +74,24 @@ def compiles(capability: int, only: list[str] | None) -> None:
 
 
 @pytest.mark.usefixtures("as_written")
-def test_codes_cost_fewer_instructions_than_their_bytes_leave_time_for() -> None:
-    """What a multiprocessor of an H200 issues (4 a cycle) while its 132nd of 4.2 TB/s delivers 64 tokens of 128 channels."""
+@pytest.mark.parametrize(
+    ("case", "ranges", "most"),
+    [
+        ("kivi, 4 bits", 2 * 4 * 128 / 32, 1.0),  # in float16 for 32 numbers each
+        ("turboquant, 4 bits", 2 * 2, 1.6),  # one scale for a key, one for a value
+        ("turboquant, 4 bits, units of 16", 2 * 2, 1.6),
+    ],
+)
+def test_codes_cost_few_instructions_for_their_bytes(case: str, ranges: float, most: float) -> None:
+    """Beside what a multiprocessor of an H200 issues (4 a cycle) while its 132nd of 4.2 TB/s delivers 64 tokens of 128
+    channels."""
     from kvengine.kernels.gpu.ahead import compile_all
     from kvengine.kernels.paged_attention.words import EACH_OF_FOUR_BITS
 
-    per_token = 2 * 64 + 2 * 4 * 128 / 32 + 4  # codes, ranges in float16 for 32 numbers each, a position
+    per_token = 2 * 64 + ranges + 4  # codes, their ranges, a position
     room = 4 * 1.755e9 * 64 * per_token / (4.2e12 / 132)
-    (read,) = [row for row in compile_all(90, ["kivi, 4 bits"]) if row.kernel == "words_kernel"]
-    assert 0 < 2 * read.loop * read.warps < room  # 32 tokens a turn
+    (read,) = [row for row in compile_all(90, [case]) if row.kernel == "words_kernel"]
+    assert 0 < 2 * read.loop * read.warps < most * room  # 32 tokens a turn
     assert read.registers * 32 * EACH_OF_FOUR_BITS <= 65536  # all programs run at once
 
 
@@ -124,11 +133,12 @@ def test_lengths_do_not_decide_what_is_compiled() -> None:
     """Triton compiles apart for numbers that are 1 or a multiple of 16. As a text grows its lengths become all of these,
     and a decode step in the middle of it would wait for the compiler."""
     from kvengine.kernels.attention.triton import attention
+    from kvengine.kernels.best_tokens.triton import best_tokens
     from kvengine.kernels.column_mass.triton import column_mass
     from kvengine.kernels.fetch_pages.triton import fetch
     from kvengine.kernels.gpu.ahead import only_compiling
     from kvengine.kernels.lowrank_attention.triton import lowrank_attention
-    from kvengine.kernels.page_scores.triton import page_scores
+    from kvengine.kernels.page_scores.triton import page_scores, top_units
     from kvengine.kernels.paged_attention.triton import paged_attention
     from kvengine.kernels.span_attention import causal_spans
     from kvengine.kernels.span_attention.triton import span_attention
@@ -151,11 +161,17 @@ def test_lengths_do_not_decide_what_is_compiled() -> None:
                 *[torch.zeros(2, n + 16, 32)] * 2,
                 torch.zeros(2, n + 16, dtype=torch.int32),
             )
-            span_attention(*few, causal_spans(n, n + 16, k.device), 0.1, None, None, None, 128)
+            spans = causal_spans(n, n + 16, k.device).repeat(1, 1, n, 1)
+            span_attention(*few, spans, 0.1, None, None, None, 128)
+            top_units(torch.zeros(2, 32 + n), 8 + n % 7)
+            best_tokens(torch.zeros(2, 32 + n), torch.ones(2))
             at, real = torch.arange(n), torch.ones(2, n, dtype=torch.bool)
             column_mass(few[0], few[1], few[3], at, real, 0.1, None, None, None)
     kinds = Counter(kernel.name for kernel in {id(kernel): kernel for kernel in compiled}.values())
     # The tail's and the pages' attention differ, and so does what joins their parts.
     assert kinds.pop("attend_kernel") == 2 and kinds.pop("join_kernel") <= 3
-    assert set(kinds) == {"lowrank_kernel", "score_kernel", "fetch_kernel", "span_kernel", "lse_kernel", "mass_kernel"}
+    assert set(kinds) == {
+        "lowrank_kernel", "score_kernel", "fetch_kernel", "span_kernel", "lse_kernel", "mass_kernel", "top_kernel",
+        "best_kernel",
+    }  # fmt: skip
     assert set(kinds.values()) == {1}, kinds

@@ -11,7 +11,7 @@ import support_kernels as oracle
 import torch
 from torch import Tensor
 
-from kvengine.kernels import codecs
+from kvengine.kernels import codecs, turboquant
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.slots import resolve, visible_to
 from kvengine.stack import Stack
@@ -37,6 +37,21 @@ CASES: dict[str, dict[str, Any]] = {
     "units, causal": {"unit": 32, "query": 2, "seen": True},
     "softcap and sinks": {"softcap": 2.0, "sinks": True},
     "large queries": {"large": True},
+    "turned": {"turned": True},
+    "turned, 2 bits": {"turned": True, "bits": 2, "dim": 128, "dim_v": 128},
+    "turned, keys 4, values 2, scales in bfloat16": {
+        "turned": True,
+        "bits": (4, 2),
+        "dim_v": 128,
+        "ranges": torch.bfloat16,
+    },
+    "turned, small values that grow": {"turned": True, "grow": True},
+    "turned, units, window": {"turned": True, "unit": 32, "query": 2, "seen": True, "window": 50},
+    "turned, pages of half a block": {"turned": True, "page": 16},
+    "turned, units of half a block": {"turned": True, "unit": 16, "query": 2, "seen": True},
+    "turned, single tokens, 2 bits": {"turned": True, "unit": 1, "bits": 2, "dim": 128, "dim_v": 128},
+    "turned, forty rows": {"turned": True, "heads": 5, "query": 8, "seen": True, "softcap": 2.0, "sinks": True},
+    "turned, large queries": {"turned": True, "large": True, "page": 32},
     "mixed": {"salient": 0.6},
     "mixed, long pages": {"salient": 0.3, "page": 128, "dim_v": 128, "heads": 9},
     "mixed, units, window": {"salient": 0.9, "unit": 32, "query": 2, "seen": True, "window": 50},
@@ -49,12 +64,19 @@ def case(
     *, bits: Any = 4, dim: int = 64, dim_v: int = 64, page: int = 64, group: int = 32, heads: int = 4, query: int = 1,
     seen: bool = False, window: int | None = None, unit: int | None = None, softcap: float | None = None,
     sinks: bool = False, large: bool = False, salient: float | None = None,
-    ranges: torch.dtype = torch.float16,
+    ranges: torch.dtype = torch.float16, turned: bool = False, grow: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, dict[str, Any]]:  # fmt: skip
     """Queries, fields, table, position and options; one full row, one with missing pages, one without any."""
     rng = torch.Generator().manual_seed(dim + page)
     k, v = (torch.randn(ROWS * TABLE + 2, page, d, generator=rng) for d in (dim, dim_v))
-    if salient is None:
+    if grow:  # from page to page
+        v = v * 10.0 ** -(torch.arange(len(v)) % 5)[:, None, None]
+    if turned:
+        k_bits, v_bits = bits if isinstance(bits, tuple) else (bits, bits)
+        fields = {}
+        for side, x, n in (("k", k, k_bits), ("v", v, v_bits)):
+            fields[f"{side}_code"], fields[f"{side}_scale"] = turboquant.encode(x, n, "unbiased", ranges)
+    elif salient is None:
         fields = codecs.encode_kivi(k, v, bits, group, scale_dtype=ranges)
     else:
         chosen = torch.rand(len(k), page, generator=rng).argsort(1) < round(salient * page)
@@ -73,7 +95,7 @@ def case(
         options["query_position"] = torch.tensor([[120], [30], [5]]) + torch.arange(query)
     if sinks:
         options["sinks"] = torch.randn(ROWS, heads, generator=rng)
-    codec = "kivi" if salient is None else "zipcache"
+    codec = "turboquant" if turned else "kivi" if salient is None else "zipcache"
     return q, fields, table, position, options | {"codec": codec, "dim_v": dim_v}
 
 
@@ -89,15 +111,19 @@ def test_words_match_the_oracle(backend: str, name: str) -> None:
     visible = visible_to(at, options.get("query_position"), options["window"], q.shape[2])
     k, v = (x.double().flatten(0, 1)[where] for x in codecs.decode(codec, fields, q.shape[-1], options["dim_v"]))
     want = oracle.attend(q, k, v, visible, options["scale"], options["softcap"], options.get("sinks"))
-    oracle.close(got, want, 5e-3 if backend == "native" else 2e-3)  # products of bfloat16 there, of float16 on a GPU
+    # Products of bfloat16 in C, of float16 on a GPU, where turned codes stand for levels to as many digits as bfloat16 has.
+    bound = 5e-3 if backend == "native" or codec == "turboquant" else 2e-3
+    oracle.close(got, want, 1e-2 if backend == "native" and codec == "turboquant" else bound)
     if "sinks" not in options:
         assert not got.out[2].any()  # the row without pages
 
 
-@pytest.mark.parametrize("salient", [None, 0.6])
+@pytest.mark.parametrize(
+    ("salient", "turned"), [(None, False), (0.6, False), (None, True)], ids=["kivi", "mixed", "turned"]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_words_of_what_is_dead_may_hold_anything(backend: str, salient: float | None) -> None:
-    q, fields, table, position, options = case(page=64, unit=32, salient=salient)
+def test_words_of_what_is_dead_may_hold_anything(backend: str, salient: float | None, turned: bool) -> None:
+    q, fields, table, position, options = case(page=64, unit=32, salient=salient, turned=turned)
     position[0, :32] = -1  # a whole key group
     position[1, 64:128] = -1  # a whole page
     run = oracle.on(backend, paged_attention)
@@ -106,6 +132,7 @@ def test_words_of_what_is_dead_may_hold_anything(backend: str, salient: float | 
     live = torch.zeros(ROWS * TABLE + 2, 64, dtype=torch.bool)
     live.flatten()[where[at >= 0]] = True
     spans = {"v_scale": 1, "v_zero": 1, "v_channel": 64}  # slots that a range is for
+    spans |= {"k_scale": 1} if turned else {}
     for name, field in fields.items():
         if field.is_floating_point():
             span = spans.get(name, 64 if salient else 32)
@@ -115,12 +142,42 @@ def test_words_of_what_is_dead_may_hold_anything(backend: str, salient: float | 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("bits", [4, 2])
+def test_the_polynomial_goes_through_the_levels(bits: int) -> None:
+    """Every code in every place of a word, in the arithmetic of float16 that a GPU does."""
+    from kvengine.kernels.gpu.halves import CURVE, LINE, SIZE, place
+
+    code, want = torch.arange(1 << bits), turboquant.levels(bits)[: 1 << bits].double()
+    wide = lambda x, y, then: (x.double() * y.double() + then).half()  # noqa: E731  as one step
+    for k in range(16 // bits):
+        at, middle = place(k, bits, True), ((1 << bits) - 1) / 2
+        eighth = 8 if bits == 4 else 1
+        x = (0x6400 | code << at).to(torch.int16).view(torch.float16)
+        u = wide(x, torch.tensor(1.0 / (eighth << at)), -(1024.0 / (1 << at) + middle) / eighth)
+        assert torch.equal(u.double() * eighth, code - middle), "exact"
+        s = u * u
+        level = u * (
+            wide(wide(s + CURVE.value[2], s, CURVE.value[1]), s, CURVE.value[0])
+            if bits == 4
+            else wide(u, u, LINE.value)
+        )
+        found = level.double() * SIZE[bits]
+        cut = torch.cat([want.new_tensor([-torch.inf]), (want[1:] + want[:-1]) / 2, want.new_tensor([torch.inf])])
+        share = torch.special.ndtr(cut).diff()  # of normal numbers
+        assert float((share * (found - want) ** 2).sum().sqrt()) <= 1e-3
+        assert torch.equal(found, -found.flip(0)) and float((found / want - 1).abs().max()) <= 4e-3
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_other_pages_are_read_code_by_code() -> None:
     from kvengine.kernels.paged_attention.words import fits
 
     for other in ({"group": 16}, {"unit": 16}, {"dim": 32}, {"bits": 2}, {"dim_v": 96, "group": 32}):
         q, fields, *_, options = case(**other)
         assert not fits(q, fields, options["page"], options.get("unit", 64), "kivi", options["dim_v"], False)
+    for other in ({"bits": 3, "dim": 128}, {"bits": 1, "dim": 128}, {"dim": 32}, {"bits": 2}):
+        q, fields, *_, options = case(turned=True, **other)
+        assert not fits(q, fields, options["page"], options.get("unit", 64), "turboquant", options["dim_v"], False)
     q, fields, *_ = case()
     assert not fits(q.float(), fields, 64, 64, "kivi", 64, False)
     assert not fits(q, fields, 64, 64, "kivi", 64, True)
@@ -138,6 +195,10 @@ def test_the_policys_pages_are_read_by_the_word(bits: int, dim: int, dtype: torc
     k = torch.randn(3, stack.page, dim).to(dtype)
     fields = stack.representation.encode(k, k, torch.zeros(3, stack.page))
     assert fits(k[:, None, :1], fields, stack.page, stack.page, "kivi", dim, False)
+    stack = Stack.parse(f"turboquant(bits={bits})" if bits < 8 else "turboquant(values=2)")
+    k = torch.randn(3, stack.page, dim).to(dtype)
+    fields = stack.representation.encode(k, k, torch.zeros(3, stack.page))
+    assert fits(k[:, None, :1], fields, stack.page, stack.page, "turboquant", dim, False)
 
 
 def taken(q: Tensor, fields: dict[str, Tensor], options: dict[str, Any]) -> None:
