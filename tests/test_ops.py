@@ -49,24 +49,28 @@ def test_a_choice_is_by_position_not_by_slot(prefill: Prefill, last: int) -> Non
     """Evictions leave tokens in any order, and slots without one between them."""
     q, k, v = torch.randn(2, 3, 21, 16), torch.randn(2, 60, 16), torch.randn(2, 60, 16)
     position = (torch.arange(60, dtype=torch.int32) * 3).expand(2, -1)
-    want = ops.chosen(q, k, v, position, True, prefill, last, Call(0.4))
+    want = ops.chosen(q, k, v, position, True, prefill, last, Call(0.4), ops.Tally())
     assert (want - ops.by_slot(q, k, v, position, True, 0.4)).abs().max() > 1e-2
     slot = torch.stack([torch.cat([torch.randperm(39), torch.arange(39, 60)]) for _ in range(2)])
     row = torch.arange(2)[:, None]
     mixed = q, k[row, slot], v[row, slot], position[row, slot]
-    torch.testing.assert_close(ops.chosen(*mixed, True, prefill, last, Call(0.4)), want)
+    torch.testing.assert_close(ops.chosen(*mixed, True, prefill, last, Call(0.4), ops.Tally()), want)
     where = torch.tensor([*range(4), *range(9, 65)])  # slots 4 to 8 are empty, and hold anything
     wider = [torch.full((2, 65, *x.shape[2:]), -1, dtype=x.dtype).index_copy(1, where, x) for x in mixed[1:]]
-    torch.testing.assert_close(ops.chosen(q, *wider, False, prefill, last, Call(0.4)), want)
+    torch.testing.assert_close(ops.chosen(q, *wider, False, prefill, last, Call(0.4), ops.Tally()), want)
 
 
 @pytest.mark.parametrize("prefill", CHOOSING, ids=lambda x: type(x).__name__)
 def test_the_last_queries_may_read_everything(prefill: Prefill) -> None:
     q, k, v = torch.randn(2, 3, 21, 16), torch.randn(2, 60, 16), torch.randn(2, 60, 16)
     position = torch.arange(60, dtype=torch.int32).expand(2, -1)
-    all_choose, whole = (ops.chosen(q, k, v, position, True, prefill, n, Call(0.4)) for n in (0, 99))
+    tally = ops.Tally(), ops.Tally()
+    all_choose, whole = (
+        ops.chosen(q, k, v, position, True, prefill, n, Call(0.4), mine) for n, mine in zip((0, 99), tally, strict=True)
+    )
+    assert tally[0].computed < tally[0].every == tally[1].every == tally[1].computed
     for last in (1, 5, 20):
-        found = ops.chosen(q, k, v, position, True, prefill, last, Call(0.4))
+        found = ops.chosen(q, k, v, position, True, prefill, last, Call(0.4), ops.Tally())
         torch.testing.assert_close(found[:, :, :-last], all_choose[:, :, :-last])
         torch.testing.assert_close(found[:, :, -last:], whole[:, :, -last:])
     torch.testing.assert_close(whole, ops.by_slot(q, k, v, position, True, 0.4))
