@@ -14,7 +14,6 @@ import argparse
 import json
 import platform
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +43,15 @@ STACKS = (
 )  # fmt: skip
 
 
-def think(session: Session, ids: list[int], prompt: int) -> tuple[float, float]:
-    """Take these ids but the first `prompt` of them as decoding does: most tokens held per head, seconds."""
+def think(session: Session, ids: list[int], prompt: int) -> float:
+    """Take these ids but the first `prompt` of them as decoding does. The most tokens held per head."""
     session.read(ids[:prompt])
     session.follow_up()
-    held, seconds = 0.0, 0.0
+    held = 0.0
     for i in range(prompt, len(ids), STEP):
-        begin = time.perf_counter()
         session.read(ids[i : i + STEP])
-        seconds += time.perf_counter() - begin
         held = max(held, session.usage().held)
-    return held, seconds
+    return held
 
 
 def measure(model: Any, tokenizer: Any, policy: str, given: argparse.Namespace) -> dict[str, Any]:
@@ -62,14 +59,14 @@ def measure(model: Any, tokenizer: Any, policy: str, given: argparse.Namespace) 
     stop = loading.stop_ids(model, tokenizer, "")
     plan = Plan(length=given.length, count=given.contexts, seed=given.seed, measure=prompter.measure)
     row: dict[str, Any] = {"policy": f"`{policy}`"}
-    thought, means = [], []
+    held, means = [], []
     with opened(model, policy) as engine:
         for task in choose("quiz", given.tasks):
             right: list[float] = []
             contexts: list[str] = []
             for sample in task.samples(plan):
                 session = engine.session()
-                thought.append(think(session, prompter.context(sample), given.prompt))
+                held.append(think(session, prompter.context(sample), given.prompt))
                 for turn in sample.turns:
                     branch = session.branch()
                     logits = branch.read(prompter.asked(turn))
@@ -80,11 +77,7 @@ def measure(model: Any, tokenizer: Any, policy: str, given: argparse.Namespace) 
             row[name] = f"{100 * found.mean:.0f} ({100 * found.low:.0f}–{100 * found.high:.0f})"
             means.append(100 * found.mean)
             print(f"{policy}: {name} {row[name]}", flush=True)
-    held, seconds = zip(*thought, strict=True)
-    return row | {
-        "mean": statistics.mean(means), "held": max(held),
-        "ms": 1e3 * statistics.mean(seconds) / (given.length - given.prompt),
-    }  # fmt: skip
+    return row | {"mean": statistics.mean(means), "held": max(held)}
 
 
 def main() -> None:
@@ -106,7 +99,7 @@ def main() -> None:
         f"per task, seed {given.seed}; CPU, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}; percent right with 95 % interval",
         "columns": {
-            "policy": "policy", **{name: name for name in names}, "mean": "mean:.0f", 
+            "policy": "policy", **{name: name for name in names}, "mean": "mean:.0f",
             "held at most (tokens per head, looked at every 32)": "held:.0f",
         },
         "rows": rows,

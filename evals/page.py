@@ -17,16 +17,6 @@ from kvengine.evals import plots, tables
 from kvengine.evals.aggregate import CellResult, named
 from kvengine.evals.records import Row
 
-COST_HEAD = (
-    "policy",
-    "tokens held",
-    "attended",
-    "bytes held",
-    "read per token",
-    "first token s",
-    "tokens/s",
-    "peak memory",
-)
 PLACEMENT = {
     "multi-turn": "The question is part of the prompt, so compression sees it (of several, the first).",
     "multi-request": "The context is compressed before any question is known; every question meets the same cache.",
@@ -94,7 +84,7 @@ class Section:
 
     @property
     def cost_head(self) -> tuple[str, ...]:
-        return COST_HEAD
+        return tables.COST_HEAD
 
     @property
     def costs(self) -> list[list[str]]:

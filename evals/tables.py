@@ -20,6 +20,17 @@ COLUMNS = (
     *("peak_bytes", "turns", "message"),
 )
 
+COST_HEAD = (
+    "policy",
+    "tokens held",
+    "attended",
+    "bytes held",
+    "read per token",
+    "first token s",
+    "tokens/s",
+    "peak memory",
+)
+
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
@@ -175,21 +186,11 @@ def _delta(cell: CellResult | None) -> str:
 
 def costs(found: list[CellResult]) -> str:
     """Memory and time by policy, over the tasks."""
-    head = [
-        "policy",
-        "tokens held",
-        "attended",
-        "bytes held",
-        "read per token",
-        "first token s",
-        "tokens/s",
-        "peak memory",
-    ]
     rows = []
     for policy in unique(cell.policy for cell in found if cell.score):
         mine = [cell for cell in found if cell.policy == policy and cell.score]
         rows.append([f"`{policy}`", *cost_texts(mine)])
-    return "### Memory and speed\n\n" + table(head, rows)
+    return "### Memory and speed\n\n" + table(list(COST_HEAD), rows)
 
 
 def cost_texts(mine: list[CellResult]) -> list[str]:
