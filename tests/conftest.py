@@ -7,6 +7,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import ast
+import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,12 @@ def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         return poison(allocate(*args, **options))
 
     return allocate_poisoned
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays; to look through it takes half a second for each `gc.collect`."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

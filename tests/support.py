@@ -1,7 +1,9 @@
 """What many tests share: a tiny model, prompts, greedy text, and a cache driven without a model."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -150,6 +152,11 @@ MIXED = [
     "duo(sinks=2, recent=10) + kvzip(budget=0.4, chunk=16) + quest(budget=16, page=4) + host",
     "kvzip(budget=24, chunk=20, prompt=(3, 4), suffix=(5,)) + zipcache(block=16)",
 ]
+
+
+def every(which: int, cases: Iterable[Any]) -> list[Any]:
+    """All cases for `make test-slow`, and every so many-th for `make test`."""
+    return [case if i % which == 0 else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)]
 
 
 def methods() -> list[str]:

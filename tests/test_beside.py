@@ -60,7 +60,9 @@ def talk(
 
 
 @pytest.mark.parametrize("text", STACKS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", ["GQA", "odd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MHA", "wide"))]
+)
 @pytest.mark.parametrize(("dtype", "pad"), [(torch.float32, 0), (torch.float32, 7), (torch.bfloat16, 5)])
 def test_one_call_changes_nothing(
     text: str, shape: str, dtype: torch.dtype, pad: int, monkeypatch: pytest.MonkeyPatch

@@ -100,9 +100,8 @@ print(held() - before, held("VmHWM") - before)
 
 
 @LINUX
-@pytest.mark.parametrize(
-    "policy", ["snapkv(budget=256)", *(pytest.param(text, marks=pytest.mark.slow) for text in ("kivi(bits=2)", "full"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["snapkv(budget=256)", "kivi(bits=2)", "full"])
 def test_a_process_is_as_small_as_what_it_holds(policy: str) -> None:
     """32 layers of 4096 tokens bring 268 MB of keys and values; 256 of them are 17 MB, two bits of all about 30."""
     run = subprocess.run([sys.executable, "-P", "-c", PROMPT, policy], capture_output=True, text=True, timeout=300)

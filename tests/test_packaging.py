@@ -19,6 +19,7 @@ import pytest
 import view
 from layout import FOLDERS, PYPROJECT, ROOT, files_in_packages, packages_on_disk
 from packaging.requirements import Requirement
+from support import every
 
 STRANGERS = {"policies", "offload", "kernels", "evals"}
 
@@ -164,7 +165,7 @@ def commands() -> list[tuple[str | Path, ...]]:
     ]
 
 
-@pytest.mark.parametrize("command", commands(), ids=["kvengine", "python -P"])
+@pytest.mark.parametrize("command", every(2, commands()), ids=["kvengine", "python -P"])
 def test_the_installed_kernels_is_found_from_the_root(command: tuple[str | Path, ...], site_with_kernels: Path) -> None:
     done = run(*command, PYTHONPATH=str(site_with_kernels))
     assert f"AVAILABLE True {site_with_kernels / 'kernels' / '__init__.py'}" in done.stdout, done.stderr

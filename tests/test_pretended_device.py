@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import configs
-from support import MIXED, SMALL, greedy, llama, prompts
+from support import MIXED, SMALL, every, greedy, llama, prompts
 from support_device import CUDA, Device, Elsewhere, Pretended, pretended, there
 from test_compiled import DIM, EVERY, PROMPT, STEPS, at, tokens
 from torch import Tensor
@@ -49,9 +49,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return pretended(monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "text", [pytest.param(text, marks=[] if i % 2 else [pytest.mark.slow]) for i, text in enumerate(STACKS)]
-)
+@pytest.mark.parametrize("text", every(3, STACKS))
 def test_the_text_is_that_of_the_cpu(text: str, device: Device) -> None:
     model, batch = llama(), prompts(2)
     with kvengine.patched(model, text):

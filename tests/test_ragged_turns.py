@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import MIXED, SMALL, patched
+from support import MIXED, SMALL, every, patched
 from torch import Tensor
 
 from kvengine import EngineCache
@@ -88,7 +88,7 @@ def talk(
 
 
 @pytest.mark.parametrize("follow", [False, True])
-@pytest.mark.parametrize("text", STACKS)
+@pytest.mark.parametrize("text", every(2, STACKS))
 def test_a_row_of_a_ragged_turn_is_as_alone(text: str, follow: bool) -> None:
     model = patched(text).double()
     together = talk(model, [0, 1, 2], follow)
@@ -121,7 +121,7 @@ def test_a_turn_of_padding_alone_leaves_no_trace(text: str) -> None:
     torch.testing.assert_close(*out, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("text", [*SMALL.values(), *MIXED])
+@pytest.mark.parametrize("text", every(2, [*SMALL.values(), *MIXED]))
 def test_a_batch_that_begins_with_padding_alone_begins_behind_it(text: str) -> None:
     model, out, (ids, _) = patched(text).double(), [], ragged(2, 40, (0,), 1)
     for first in (0, 9):
@@ -144,7 +144,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("text", [*STACKS, *SILENT, *MORE])
+@pytest.mark.parametrize("text", every(2, [*STACKS, *SILENT, *MORE]))
 def test_a_row_with_one_token_in_a_turn_goes_on_decoding(text: str) -> None:
     """As it does alone, where one token resumes what was said before."""
     model = patched(text).double()

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EVERY_MODULE = """
 import importlib, pkgutil, sys
 from jaxtyping import install_import_hook
@@ -64,5 +66,6 @@ def test_every_signature_can_be_checked_at_run_time() -> None:
     assert int(checked(EVERY_MODULE)[-1]) > 150
 
 
+@pytest.mark.slow
 def test_signatures_say_what_they_are_given() -> None:
     assert len(checked(A_FEW_TEXTS)) == 19

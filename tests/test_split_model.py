@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from families import configs
-from support import MIXED, SMALL, greedy, llama, prompts
+from support import MIXED, SMALL, every, greedy, llama, prompts
 from support_device import CPU, CUDA, Device, Pretended, pretended, there
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -60,9 +60,7 @@ def split(model: Any, first: bool = False) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    "text", [pytest.param(text, marks=[pytest.mark.slow] if i % 2 else []) for i, text in enumerate(STACKS)]
-)
+@pytest.mark.parametrize("text", every(3, STACKS))
 @pytest.mark.parametrize(
     "first", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["the last layer", "the first layer"]
 )

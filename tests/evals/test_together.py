@@ -75,7 +75,7 @@ def lasting(rows: list[Row]) -> dict[tuple[Any, ...], Row]:
     return {at: {name: x for name, x in row.items() if name not in free} for at, row in found.items()}
 
 
-@pytest.mark.parametrize("task", [QUIZ, TALK], ids=["quiz", "conversation"])
+@pytest.mark.parametrize("task", [QUIZ, pytest.param(TALK, marks=pytest.mark.slow)], ids=["quiz", "conversation"])
 def test_rows_are_those_of_the_runner(task: Task, tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     modes = {"modes": ("multi-request", "multi-turn")}
     alone, shared = (run(tmp_path / name, model, monkeypatch, task, **modes) for name in ("alone", "shared"))

@@ -63,6 +63,7 @@ def test_built_once_and_loaded_again(cache: Path, quick: None) -> None:
     assert list(cache.iterdir()) == [file]  # nothing half-made is left
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_processes_that_build_at_once_all_get_a_whole_library(cache: Path, quick: None) -> None:
     files = [str(Path(library.__file__)), str(Path(kvengine.__file__).parent)]

@@ -14,8 +14,9 @@ import torch
 
 HERE = Path(__file__).parent
 SMALL = (
-    "merged or unseen or not_named or softcap_and_sinks or survivors or dead_tokens or matches_a_loop or far_apart "
-    "or (own_spans and later) or (turned and pages) or as_the_loop or turned_codes"
+    "merged or unseen or not_named or (softcap_and_sinks and not False) or survivors or dead_tokens or as_the_loop "
+    "or (matches_a_loop and not (several and (causal or sparse))) or turned_codes or (own_spans and later) or far_apart "
+    "or (turned and pages)"
 )
 LIMITS = {80: 163 * 1024, 90: 227 * 1024}
 """Shared memory a block can have, in bytes."""

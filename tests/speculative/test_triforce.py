@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import every
 from support_spec import llama, plain_sampling, prompt
 from tokenizers import Tokenizer, decoders, models
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, SynthIDTextWatermarkingConfig
@@ -82,7 +83,7 @@ def test_trees_below_the_target_and_below_the_middle(target: Any, small: Any, mi
     assert sampled.tolist() == [plain_sampling(target, prompt(), 16, seed=5)]
 
 
-@pytest.mark.parametrize("tree", ["recycling", (3, 2, 1)])
+@pytest.mark.parametrize("tree", every(2, [(3, 2, 1), "recycling"]), ids=str)
 @pytest.mark.parametrize(
     "stack", ["streaming(sinks=2, recent=14)", "duo(sinks=2, recent=10)", "turboquant(bits=2, residual=8)", QUEST]
 )
