@@ -41,6 +41,7 @@ STACKS = [
     f"snapkv(budget={BUDGET})",
     f"pyramidkv(budget={BUDGET})",
     f"adakv(budget={BUDGET})",
+    f"chunkkv(budget={BUDGET})",
     f"keydiff(budget={BUDGET})",
     f"expected_attention(budget={BUDGET})",
     f"d2o(budget={BUDGET})",

@@ -18,7 +18,7 @@ STACKS = [
     "full", "kivi", "zipcache", "quantspec", "turboquant", "lowrank(rank=16)", "duo(sparsity=0.5)", "adakv(budget=256) + kivi",
     f"streaming(recent={BUDGET - 4})", "streaming(recent=252) + quest(budget=64)", "lowrank(rank=16) + landmarks(budget=128)",
     *(f"{name}(budget={BUDGET})" for name in (
-        "h2o", "tova", "snapkv", "pyramidkv", "adakv", "keydiff", "expected_attention", "elastic", "kvzip", "rkv",
+        "h2o", "tova", "snapkv", "pyramidkv", "adakv", "keydiff", "expected_attention", "elastic", "kvzip", "rkv", "chunkkv",
         "quest", "tidal", "landmarks", "retrieval", "ann",
     )),
 ]  # fmt: skip

@@ -27,7 +27,7 @@ HEADS, GROUP, DIM, PROMPT, STEPS = 2, 2, 16, 330, 12
 STACKS = [
     "full", "streaming(recent=60)", "h2o(budget=64)", "tova(budget=64)", "snapkv(budget=64)", "pyramidkv(budget=64)",
     "adakv(budget=64)", "keydiff(budget=64)", "expected_attention(budget=64)", "elastic(budget=64)", "d2o(budget=64)",
-    "kvzip(budget=64)", "rkv(budget=64)", "kivi(bits=4)", "zipcache", "quantspec", "turboquant",
+    "kvzip(budget=64)", "rkv(budget=64)", "chunkkv(budget=64)", "kivi(bits=4)", "zipcache", "quantspec", "turboquant",
     "lowrank(rank=8)", "quest(budget=64)", "tidal(budget=64)", "landmarks(budget=64)",
     "retrieval(budget=64)", "oracle_topk(budget=64)", "duo(sparsity=0.5, sinks=4, recent=32)", "ashape(sinks=4, local=32)",
     "xattention(last=8)", "vertical_slash(vertical=16, slash=16)", "flexprefill(min_budget=128)",

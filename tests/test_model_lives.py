@@ -41,7 +41,8 @@ MORE = {
         "pyramidkv(budget=0.4, window=6)", "adakv(budget=0.4, window=6)", "adakv(budget=24, base='expected_attention')",
         "keydiff(budget=20, recent=6)", "expected_attention(budget=0.4)", "d2o(budget=0.4)", "d2o(budget=24, form='official')",
         "d2o(budget=24, shares='measured')", "elastic(budget=0.4)", "elastic(budget=24, offset=3)",
-        "rkv(budget=0.4, buffer=5, window=5)", "rkv(budget=20, buffer=30, window=3, mix=0.5)",
+        "chunkkv(budget=0.4, window=5, chunk=7)", "rkv(budget=0.4, buffer=5, window=5)",
+        "rkv(budget=20, buffer=30, window=3, mix=0.5)",
     ],
     "routing": ["duo(sparsity=0.25, sinks=1, recent=8)", "duo(sinks=2, recent=10, prompt='streaming')"],
     "prefill": [

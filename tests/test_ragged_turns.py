@@ -17,6 +17,7 @@ STACKS = [
     "rkv(budget=14, buffer=5, window=4)",
     "snapkv(budget=0.3, window=8)",
     "pyramidkv(budget=20, window=8)",
+    "chunkkv(budget=20, window=8, chunk=5)",
     "adakv(budget=20, window=8)",
     "keydiff(budget=16, recent=4)",
     "expected_attention(budget=16)",

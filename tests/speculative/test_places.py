@@ -31,6 +31,7 @@ MIDDLES = [
     "pyramidkv(budget=24, window=6)",
     "adakv(budget=24, window=6)",
     "keydiff(budget=24)",
+    "chunkkv(budget=24, window=4)",
     "expected_attention(budget=24)",
 ]
 
