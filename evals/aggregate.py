@@ -128,7 +128,7 @@ def _over(how: Callable[[list[float]], float], rows: list[Row], name: str) -> fl
 
 def _flag(found: list[Row], ceiling: float | None, floor: float) -> str:
     if found[0]["metric"] == "nll":
-        return ""
+        return "not discriminative" if ceiling is not None and 0 < floor <= ceiling else ""
     if ceiling is None:
         return "no ceiling"
     return "not discriminative" if ceiling - floor < MARGIN else ""

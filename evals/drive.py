@@ -49,8 +49,9 @@ def _no_data(config: RunConfig, made: Run) -> str:
 
 
 def run(config: RunConfig, console: Console) -> int:
-    """Run to the end and report. Exit code 0, or 1 if a score is below `fail_under`."""
+    """Run to the end and report. Exit code 0, or 1 if a score is below `fail_under` or no cell has one."""
     task = prepare(config)
+    warn(task, console)
     config.out.mkdir(parents=True, exist_ok=True)
     manifest.write(config.out / "manifest.json", task)
     if task.left_out():
@@ -69,10 +70,22 @@ def run(config: RunConfig, console: Console) -> int:
     found = report.write(config.out) if config.report else report.found(config.out)
     summarise(found, console)
     console.print(f"rows, tables and report: {config.out}", highlight=False, markup=False)
+    if found and not any(cell.score for cell in found):
+        console.print(
+            f"[red]nothing was measured[/red]: {', '.join(tables.unique(cell.status for cell in found))}",
+            highlight=False,
+        )
+        return 1
     failures = below(found, config)
     for line in failures:
         console.print(f"[red]below the bar[/red]: {escape(line)}", highlight=False)
     return int(bool(failures))
+
+
+def warn(run: Run, console: Console) -> None:
+    """Of lengths that the model was not made for."""
+    for line in tables.beyond(list(run.config.lengths), manifest.positions(run.model)):
+        console.print(line, style="yellow", highlight=False, markup=False)
 
 
 def rounds(run: Run, end: float, console: Console) -> int:
@@ -89,6 +102,7 @@ def rounds(run: Run, end: float, console: Console) -> int:
 def preview(config: RunConfig, console: Console) -> int:
     """Print the matrix with prompt tokens, and what is done already."""
     task = prepare(config)
+    warn(task, console)
     rows = []
     for cell in task.cells():
         tokens, state = foreseen(task, cell)

@@ -49,6 +49,8 @@ def describe(run: Any) -> dict[str, Any]:
         "dtype": str(model.dtype),
         "model_name": run.config.model,
         "parameters": sum(weight.numel() for weight in model.parameters()),
+        "positions": positions(model),
+        "vocabulary": getattr(model.config.get_text_config(decoder=True), "vocab_size", None),
         "chat": run.prompter.chat,
         "wrapper": asdict(run.prompter.wrapper),
         "bos": int(run.prompter.bos is not None),
@@ -63,6 +65,11 @@ def describe(run: Any) -> dict[str, Any]:
         "config": asdict(run.config),
         "data": run.data_hashes(),
     }
+
+
+def positions(model: Any) -> int | None:
+    """Tokens that the model's configuration speaks of, if it says so."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def versions() -> dict[str, str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, get_type_hints
 
 from kvengine.errors import EvaluationError, PolicyError, UnsupportedPolicy
 
@@ -53,18 +52,17 @@ def everything(budget: float) -> list[str]:
     from kvengine.policies import catalogue, load
 
     idle = set(kvengine.Stack().spelled().replace(" ", "").split("+"))
-    return [_at_budget(name, load(name)[1], budget) for name in catalogue() if name not in idle]
+    return [_at_budget(name, *load(name), budget) for name in catalogue() if name not in idle]
 
 
-def _at_budget(name: str, cls: type[Any], budget: float) -> str:
+def _at_budget(name: str, axis: str, cls: type[Any], budget: float) -> str:
     """With the budget in whichever option takes one. A method that cannot have that budget is refused, not changed."""
-    options = {one.name for one in fields(cls)}
+    options = get_type_hints(cls)
     if "budget" in options:
         return f"{name}(budget={budget})"
-    if "recent" in options:
-        with contextlib.suppress(PolicyError):  # duo counts the newest tokens, and knows no fraction of them
-            cls(recent=budget)
-            return f"{name}(recent={budget})"
+    # duo counts the newest tokens, and knows no fraction of them; of a prompt that is read sparsely all are held
+    if axis != "prefill" and isinstance(budget, options.get("recent", ())):
+        return f"{name}(recent={budget})"
     return name
 
 

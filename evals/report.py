@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,22 @@ def read(folder: Path) -> tuple[list[Row], dict[str, Any]]:
     return rows, manifest
 
 
-def floors() -> dict[str, float]:
-    """What guessing earns, by task."""
-    return {name: task.floor for name, task in catalogue().items()}
+def floors(manifest: dict[str, Any]) -> dict[str, float]:
+    """What guessing earns, by task; of losses, what it costs: every token as likely as any."""
+    words = manifest.get("vocabulary")
+    return {name: log(words) if task.metric == "nll" and words else task.floor for name, task in catalogue().items()}
 
 
 def found(folder: Path) -> list[CellResult]:
     """The cells of a run folder."""
-    return cells(read(folder)[0], floors())
+    rows, manifest = read(folder)
+    return cells(rows, floors(manifest))
 
 
 def write(folder: Path) -> list[CellResult]:
     """Write every report of a run folder."""
     rows, manifest = read(folder)
-    made = cells(rows, floors())
+    made = cells(rows, floors(manifest))
     (folder / "report.md").write_text(tables.markdown(made, manifest), encoding="utf-8")
     (folder / "cells.csv").write_text(tables.long_csv(made), encoding="utf-8")
     page.write(folder, made, rows, manifest)

@@ -127,6 +127,7 @@ def provenance(found: list[CellResult], manifest: dict[str, Any]) -> str:
         "Held: tokens per layer and KV head. Attended: those that a decoded token reads. Read per token: the bytes of these, and "
         "of what is looked at to choose them.",
         *shared(manifest),
+        *beyond(unique(cell.length for cell in found), manifest.get("positions")),
         "multi-turn: the question is part of the compressed prompt. multi-request: it is asked after compression.",
     ]
     return "\n".join(f"- {line}" for line in lines) + "\n"
@@ -137,6 +138,16 @@ def shared(manifest: dict[str, Any]) -> list[str]:
     if not manifest["config"].get("shared"):
         return []
     return ["Contexts were read once for all policies; times and peak memory are those of one sample asked alone."]
+
+
+def beyond(lengths: list[int], positions: int | None) -> list[str]:
+    """Lengths that the model's configuration does not speak of: its scores there are not the policies' fault.
+
+    >>> beyond([1024, 4096], 2048)
+    ["Beyond the 2048 positions of the model's configuration: 4096 tokens."]
+    """
+    over = [str(length) for length in lengths if positions is not None and length > positions]
+    return [f"Beyond the {positions} positions of the model's configuration: {', '.join(over)} tokens."] if over else []
 
 
 def scores(found: list[CellResult]) -> str:

@@ -22,10 +22,11 @@ app.add_typer(bench_app, name="bench")
 app.command()(generate)
 
 
-def say_version(wanted: bool) -> None:
+def say_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(f"kvengine {kvengine.__version__}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback()

@@ -71,7 +71,7 @@ class Sample:
     """A context, then each question with its answer."""
 
     context: Int[Tensor, "token"]
-    turns: list[tuple[Int[Tensor, "token"], Int[Tensor, "token"]]]
+    turns: list[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]]
 
     @property
     def ids(self) -> Int[Tensor, "token"]:

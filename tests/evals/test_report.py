@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import shutil
 from html.parser import HTMLParser
@@ -17,6 +18,7 @@ from kvengine.errors import EvaluationError
 from kvengine.evals import compare, page, peers, plots, report, ruler_summary, tables
 from kvengine.evals.aggregate import cells, overall
 from kvengine.evals.records import Row
+from kvengine.evals.tasks import catalogue
 
 MANIFEST = {
     "started": "2026-01-01T00:00:00+00:00",
@@ -152,15 +154,23 @@ def test_the_mean_leaves_out_tasks_that_a_policy_lacks() -> None:
     assert set(overall(cells(rows)).values()) == {1.0}
 
 
-def test_perplexity_is_neither_flagged_nor_averaged() -> None:
+def test_perplexity_is_not_averaged_and_flagged_where_guessing_is_as_good() -> None:
     rows = [
         row("p", policy, i, 2.0 + 0.5 * (policy != "full"), metric="nll") for policy in ("full", "x") for i in range(4)
     ]
     full, x = cells(rows)
     assert x.delta is not None and x.delta.mean == 0.5 and x.flag == ""
+    assert [cells(rows, {"p": guessing})[1].flag for guessing in (2.1, 2.0, 1.9)] == ["", *2 * ["not discriminative"]]
     assert overall([full, x]) == {}
     assert tables.score_text(x).startswith("2.500 [")
     assert (tables.loss(full), tables.loss(x)) == ("2.000", "2.500 (+0.500)")
+
+
+def test_a_loss_is_held_against_the_models_vocabulary() -> None:
+    tasks = catalogue()
+    told, untold = report.floors({"vocabulary": 64}), report.floors({})
+    assert told["ppl_book"] == math.log(64) and untold["ppl_book"] == tasks["ppl_book"].floor
+    assert all(told[name] == task.floor for name, task in tasks.items() if task.metric != "nll")
 
 
 def test_markdown_says_it_all() -> None:

@@ -502,6 +502,21 @@ def test_a_data_file_without_a_row_ends_its_cell_only(tmp_path: Path, model_fold
     )
 
 
+def test_lengths_beyond_the_models_positions_are_named(tmp_path: Path, model_folder: Path) -> None:
+    most = json.loads((model_folder / "config.json").read_text())["max_position_embeddings"]
+    words = ["--model", str(model_folder), "--out", str(tmp_path), "--tasks", "fwe", "--policies", "full", "--dry-run"]
+    said = f"Beyond the {most} positions of the model's configuration"
+    assert said not in " ".join(invoke("ruler", *words, "--lengths", str(most))[1].split())
+    code, text = invoke("ruler", *words, "--lengths", f"{most},{most + 8}")
+    assert code == 0 and f"{said}: {most + 8} tokens." in " ".join(text.split())
+
+
+def test_a_run_that_measured_nothing_has_failed(tmp_path: Path, model_folder: Path) -> None:
+    words = ["--model", str(model_folder), "--out", str(tmp_path), "--tasks", "fwe", "--policies", "full"]
+    code, text = invoke("ruler", *words, "--lengths", "64", "--samples", "1")
+    assert code == 1 and "nothing was measured: too short" in text
+
+
 def test_fail_under_decides_the_exit_code(tmp_path: Path, model_folder: Path) -> None:
     words = ["--model", str(model_folder), "--out", str(tmp_path), "--tasks", "fwe", "--lengths", "1024"]
     words += ["--policies", "full", "--samples", "1", "--no-oracle", "--no-report"]
@@ -618,6 +633,7 @@ def test_all_stands_for_every_method_in_the_tree_at_one_budget(tmp_path: Path) -
     assert names == set(catalogue()) - {"full", "dense", "all", "device", "uniform", "exact"}
     assert not [arm.policy for arm in arms(found) if arm.refused]
     small = build("ruler", None, {"out": tmp_path, "policies": "all", "budget": "16"})
+    assert {"duo(recent=16)", "vertical_slash"} <= set(small.wanted)
     assert "snapkv(budget=16)" in small.wanted  # not its default: a table of one budget would hold another
     assert "must exceed window" in str([arm.refused for arm in small.arms() if arm.policy == "snapkv(budget=16)"])
 

@@ -24,6 +24,7 @@ from kvengine.offload.placement._file import File
 from kvengine.offload.placement._levels import Layout, Memory, Unwritable
 from kvengine.offload.placement._remote import Remote
 from kvengine.offload.placement._tiered import Tiered
+from kvengine.offload.stores.backend import Backend
 from kvengine.offload.stores.record import Buffer
 
 LIKE = {"a": torch.zeros(0, 3), "b": torch.zeros(0, 2, dtype=torch.int16)}
@@ -31,7 +32,7 @@ SIZE = 16  # bytes of a piece
 ROOM = 8  # pieces that may wait
 
 
-class Gated:
+class Gated(Backend):
     """A store in a dictionary whose puts can be held up, or made to fail: the N-th, or all."""
 
     def __init__(self, fails: Callable[[int], bool] = lambda n: False) -> None:
