@@ -24,6 +24,10 @@ class Beside:
         """A copy describes pages of its own."""
         return type(self), ()
 
+    def forget(self) -> None:
+        """Let go of the tensors, which are about to be replaced by others."""
+        self.made, self.of = None, []
+
     def reading(self, pages: Pages, units: Tensor | None, dim: int, dim_v: int) -> int | None:
         """Where the description of these units lies (None: of all pages); None, from then on too, if there can be none."""
         fields, made = pages.readable(units), self.made

@@ -98,7 +98,7 @@ class LayerCache:
         """
         if self.fixed is not None:
             return self.fixed.step(q, k, v, call)
-        if q.shape[2] == 1 and valid is None and call.softcap is None and call.sinks is None:
+        if call.bare and q.shape[2] == 1 and valid is None:
             out = self.quick(q, k, v, call.scale)
             if out is not None:
                 return out
@@ -163,7 +163,7 @@ class LayerCache:
         lane = first.lane
         if first.index is not None or (end is not None and self.seen < end):
             return None
-        if not (lane.plain or (lane.rolls and not self.readers.count)):
+        if not (lane.plain or ((lane.rolls or lane.pays) and not self.readers.count)):
             return None
         if k.shape[0] != self.sequences:
             return None

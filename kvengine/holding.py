@@ -15,7 +15,7 @@ from torch import Tensor
 from kvengine._ops import Tally
 from kvengine.beside import Beside
 from kvengine.joint import join
-from kvengine.kernels.step import Ends
+from kvengine.kernels.step import Rule
 from kvengine.offload.placement import Site
 from kvengine.padding import Padded, over
 from kvengine.pages import Pages
@@ -82,7 +82,7 @@ class Holding(Padded):
         self.saliency: Saliency | None = None  # of this prompt's tokens, for a representation that asks
         self.judged: int | Tensor = 0  # tokens at the end of the last prompt; [row, 1] where rows differ
         self.units: Tensor | None = None  # what the last query read; None: everything
-        self.known: tuple[Tensor, Tensor, Ends] | None = None  # `Lane.ends`, and what it was made from
+        self.known: tuple[Tensor, Tensor, Rule | None] | None = None  # `Lane.rule`, and what it was made from
         self.beside = Beside()
         self.saw: Tensor | None = None  # the positions of that, where some of it has been sealed since
 
@@ -251,6 +251,7 @@ class Holding(Padded):
 
     def sealed(self, k: Tensor | None = None, position: Tensor | None = None, new: Tensor | None = None) -> Pages:
         """The pages; made, if there are none yet, for a prompt of these tokens, of which the `new` rows seal some."""
+        self.beside.forget()
         if self.pages is None:
             self.pool = self.new_pool()
             s, rope = self.stack, self.session.rope
@@ -376,6 +377,7 @@ class Holding(Padded):
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows (beam search, batch selection)."""
         self.due = 0
+        self.beside.forget()
         self.tail.rows(index)
         count = self.open()
         if isinstance(count, Tensor):

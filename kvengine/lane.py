@@ -27,7 +27,7 @@ from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.span_attention import Band, band_spans, pairs
 from kvengine.kernels.state import State
-from kvengine.kernels.step import Ends
+from kvengine.kernels.step import Ends, Rule
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.retention import Retention
@@ -58,6 +58,7 @@ class Lane(Verdicts):
         if not self.reading:
             self.reading, self.begin = True, torch.full_like(self.first, self.seen)
             self.turn, self.past = self.seen, dict(self.notes)
+            self.beside.forget()
         if valid is not None:
             self.check_padding(valid)
             self.pad(valid, resumed)
@@ -135,7 +136,7 @@ class Lane(Verdicts):
         steps: Steps | None = None,
     ) -> Float[Tensor, "row group query dim_v"]:
         """Take tokens as decoding does, in as large steps as give the same result, which are added to `steps`."""
-        if q.shape[2] == 1 and valid is None and steps is None and call.softcap is None and call.sinks is None:
+        if call.bare and q.shape[2] == 1 and valid is None and steps is None:
             one = self.quick(q.contiguous(), k.contiguous(), v.contiguous(), call.scale)
             if one is not None:
                 return one.transpose(1, 2)
@@ -151,18 +152,23 @@ class Lane(Verdicts):
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
     def quick(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
-        """`take` for one token of a lane that is `plain` or `rolls`, in one call; None if that cannot be.
+        """`take` for one token of a lane that is `plain`, `rolls` or `pays`, in one call; None if that cannot be.
 
         Heads may be rows, or there may be several in a row, [seq, head, 1, dim].
         """
         if self.reads:
             return self.quick_paged(q, k, v, Call(scale))
-        if self.marks or not (self.plain or ((self.rolls or self.still_waits) and not self.session.recording)):
+        once = self.rolls or self.pays or self.still_waits
+        if self.marks or not (self.plain or (once and not self.session.recording)):
+            return None
+        return self.at_once(q, k, v, scale)
+
+    def at_once(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
+        rule = self.rule() if self.rolls or self.pays else None
+        if self.pays and rule is None:
             return None
         full = not self.plain and self.limit is not None and len(self.tail) > self.limit
-        if full:
-            self.tail.place()
-        out = self.tail.step(q, k, v, self.seen, scale, full, self.ends() if self.rolls else None)
+        out = self.tail.step(q, k, v, self.seen, scale, full, rule)
         if out is not None:
             if self.waits:
                 self.ask(q.reshape(len(self.first), -1, 1, q.shape[-1]), None)
@@ -177,7 +183,7 @@ class Lane(Verdicts):
         pages, tail = self.pages, self.tail
         if self.marks or self.session.recording or self.beside.refused or pages is None or not len(pages):
             return None
-        if len(self.lengths) > 1 or not tail.takes(q, k, v):
+        if not tail.takes(q, k, v):
             return None
         before, self.since = self.lengths, self.seen
         self.seen, self.lengths = self.seen + 1, [(n + 1, rows) for n, rows in before]
@@ -193,13 +199,17 @@ class Lane(Verdicts):
         self.seal()
         return out
 
-    def ends(self) -> Ends:
-        """Of each row, which first and how many newest tokens the retention keeps, if it `rolls`."""
-        known, (first, recent) = self.known, self.retention.ends or (0, 0)
-        if known is None or known[0] is not self.first or known[1] is not self.prompt_length:
-            found = (self.first + first).contiguous(), tokens_by_row(recent, self.prompt_length).long().contiguous()
-            known = self.known = self.first, self.prompt_length, found
-        return known[2]
+    def rule(self) -> Rule | None:
+        """What the retention keeps of each row when a token is decoded, for C to know; None if it does not say so."""
+        if self.known is None or self.known[0] is not self.first or self.known[1] is not self.prompt_length:
+            rule: Rule | None = None
+            if self.pays:
+                rule = self.retention.paid(self.prompt_length, self.heads)
+            elif self.retention.ends is not None:
+                first, recent = self.retention.ends
+                rule = Ends((self.first + first).contiguous(), tokens_by_row(recent, self.prompt_length).contiguous())
+            self.known = self.first, self.prompt_length, rule
+        return self.known[2]
 
     def stride(self) -> int:
         """Tokens that may be taken together: up to the next one after which something changes."""
@@ -216,6 +226,10 @@ class Lane(Verdicts):
     ) -> Float[Tensor, "row group query dim_v"]:
         if self.session.recording:
             self.remember(k, v, valid)
+        if (self.rolls or self.pays) and call.bare and q.shape[2] == 1 and valid is None and steps is None:
+            one = self.at_once(q.contiguous(), k.contiguous(), v.contiguous(), call.scale)
+            if one is not None:
+                return one.transpose(1, 2)
         self.add(k, v, valid)
         out, mass = self.attend(q, call, self.retention.decodes and self.retention.counts)
         if steps is not None:
@@ -230,7 +244,7 @@ class Lane(Verdicts):
     def attend(self, q: Tensor, call: Call, mass: bool) -> tuple[Tensor, Float[Tensor, "row group token"] | None]:
         k, v = self.open_slots()
         stored = self.pages if self.pages is not None and len(self.pages) else None
-        if stored is None and not mass and call.softcap is None and call.sinks is None and self.whole_tail:
+        if stored is None and not mass and call.bare and self.whole_tail:
             ordered = self.tail.clean and not self.retention.decodes  # slots are, as their tokens
             fast = ordered and ops.causal_pays(q, k, v)
             out = ops.causal(q, k, v, call.scale) if fast else ops.whole(q, k, v, self.sees(q), call.scale)

@@ -55,13 +55,20 @@ class Recall(Holding):
         """Whether a decoded token is added to the tail and reads that and pages, and some of the tail may be sealed then."""
         r, form = self.retention, self.stack.representation
         turns = type(r).shift is not Retention.shift and r.needs_rope
-        return self.stack.paged and not (r.decodes or r.remembers or turns or form.joint)
+        return self.stack.paged and not (r.decodes or turns or form.joint)
 
     @cached_property
     def rolls(self) -> bool:
         """Whether a decoded token takes the place of one that leaves the newest tokens, and that is all that happens."""
         r = self.retention
         return r.decodes and r.ends is not None and not (self.stack.paged or self.stack.representation.probes)
+
+    @cached_property
+    def pays(self) -> bool:
+        """Whether the attention that a decoded token pays may say which token goes for it, and that is all that happens."""
+        r = self.retention
+        bare = not (self.stack.paged or self.stack.representation.probes or r.remerges)
+        return bare and r.decodes and type(r).paid is not Retention.paid
 
     @cached_property
     def marks(self) -> list[Mark]:

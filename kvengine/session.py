@@ -31,6 +31,11 @@ class Call(NamedTuple):
     softcap: float | None = None
     sinks: Float[Tensor, "row group"] | None = None  # a logit that takes part in the softmax, without a value
 
+    @property
+    def bare(self) -> bool:
+        """Whether it is the plain softmax."""
+        return self.softcap is None and self.sinks is None
+
 
 @dataclass
 class Session:

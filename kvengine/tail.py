@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine.kernels.step import Ends, Slots, ready
+from kvengine.kernels.step import Rule, Slots, ready
 from kvengine.tokens import moved, take
 
 GROWTH = 8  # slots: the least that a tail grows by
@@ -115,6 +115,7 @@ class Tail:
     def keep(self, k: Tensor, v: Tensor, slots: int) -> None:
         """Have copies of these at the front of `slots` slots."""
         self.k, self.v = moved(k, slots), moved(v, slots)
+        self.ready = None  # it would keep what was there until the next token is decoded, through a prompt
 
     def append(
         self,
@@ -146,7 +147,7 @@ class Tail:
         at: int,
         scale: float,
         fill: bool = False,
-        ends: Ends | None = None,
+        rule: Rule | None = None,
         far: int | None = None,
     ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
         """Append a token of position `at` and attend from it to all that is held, in one call of the C kernels.
@@ -154,24 +155,28 @@ class Tail:
         Sequences with their heads, or rows: then q is [row, group, 1, dim], k and v have no axis of heads, and what comes
         back is [row, 1, group, dim_v].
 
-        `fill`: put it into a free slot instead, as `fill` does. `ends`: then drop the tokens between the row's first ones,
-        those before that position, and so many of the newest. `far`: pages to read too, see `Slots.step`. None, with
-        nothing done, where they cannot.
+        `fill`: put it into a free slot instead, as `fill` does. `rule`: then drop what that does not keep. `far`: pages to
+        read too, see `Slots.step`. None, with nothing done, where they cannot.
         """
-        if ends is not None and (self.scored or self.shared or not self.placed):
+        if self.shared and (fill or rule is not None) and not self.takes(q, k, v):
             return None
+        if fill:
+            self.own()
+        elif rule is not None:
+            self.own_small()
+        if fill or rule is not None:
+            self.place()
         if self.end == self.k.shape[1] and not fill:
             self.reserve(1)
         slots = self.slots()
         if slots is None:
             return None
-        out = slots.step(q, k, v, self.start, self.end, at, not self.clean, scale, fill, ends, far)
+        score = self.score if self.scored else None
+        out = slots.step(q, k, v, self.start, self.end, at, not self.clean, scale, fill, rule, far, score)
         if out is not None:
-            if self.scored:
-                self.score[:, self.end] = 0
             self.end += not fill
             self.next += 1
-            self.clean &= ends is None
+            self.clean &= rule is None
         return out
 
     def slots(self) -> Slots | None:
@@ -306,7 +311,7 @@ class Tail:
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows."""
         self.k, self.v, self._position, self.score = (x[index] for x in (self.k, self.v, self._position, self.score))
-        self.shared = False
+        self.shared, self.ready = False, None
 
     def tensors(self) -> dict[str, Tensor]:
         return {"k": self.k, "v": self.v, "position": self._position, "score": self.score}
@@ -328,7 +333,7 @@ class Nested(Tail):
         """Nothing to keep: it is a part of the keys that come with it."""
 
     def keep(self, k: Tensor, v: Tensor, slots: int) -> None:
-        self.k = moved(k, slots)
+        self.k, self.ready = moved(k, slots), None
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: x for name, x in super().tensors().items() if name != "v"}

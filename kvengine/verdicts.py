@@ -67,6 +67,7 @@ class Verdicts(Evidence):
         self.begin_waiting(seen, keep)
         self.settle(self.weighed(seen), keep)
         self.restore(idle)
+        self.past = {}
 
     def judge_step(
         self,

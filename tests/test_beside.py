@@ -1,4 +1,7 @@
-"""A decoded token that reads sealed pages beside the tail: one call of the C kernels gives the bits of the general path."""
+"""A decoded token in one call of the C kernels, against the general path.
+
+Where it reads sealed pages beside the tail, they give the same bits; where its attention judges, the same tokens stay.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from torch import Tensor
 
 from kvengine.beside import Beside
 from kvengine.cache import LayerCache
+from kvengine.lane import Lane
+from kvengine.replay import rerun, tell
 from kvengine.rope import Rope
 from kvengine.session import Call, Session
 from kvengine.stack import Stack
@@ -31,6 +36,7 @@ STACKS = [
     "host",
     "host + quest(budget=40, page=8)",
     "adakv(budget=40, window=4)",
+    "kvzip(budget=40, chunk=32)",
     "snapkv(budget=40, window=4) + kivi(group=8, residual=8)",
     "duo(sinks=2, recent=9) + quest(budget=40, page=8) + kivi(group=8, residual=8)",
 ]
@@ -48,7 +54,10 @@ def talk(
     valid = torch.ones(2, prompt, dtype=torch.bool)
     valid[1, :pad] = False
     layer = LayerCache(Stack.parse(text), 0, 2, Session(rope=Rope(torch.ones(dim // 2))))
+    if "kvzip" in text:
+        tell(layer, 0, prompt, valid)
     layer.forward(*(x[:, :, :prompt] for x in qkv), Call(0.2), valid if pad else None)
+    rerun([layer], [tuple(qkv)], Call(0.2))
     out = []
     for i in range(prompt, prompt + steps):
         if i == prompt + steps // 3:
@@ -72,7 +81,7 @@ def test_one_call_changes_nothing(
     got, layer = talk(text, shape, dtype, 90, pad, 40)
     found = [measure([layer])]
     used = [part.lane.beside.made for part in layer.parts if part.lane.reads]
-    assert used and (all(used) or pad or "adakv" in text)  # rows whose tails differ in length go the general way
+    assert used and all(used)
     monkeypatch.setattr(Beside, "reading", lambda *_: None)
     want, layer = talk(text, shape, dtype, 90, pad, 40)
     found.append(measure([layer]))
@@ -81,3 +90,29 @@ def test_one_call_changes_nothing(
         torch.testing.assert_close(mine, theirs, rtol=0, atol=apart)
     assert found[0].bytes == found[1].bytes and found[0].read_per_token == found[1].read_per_token
     assert torch.equal(found[0].attended, found[1].attended) and torch.equal(found[0].held, found[1].held)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["h2o(budget=20)", "h2o(budget=0.3, recent=0.2, reduce='max')", "h2o(budget=30, reduce='sum')", "tova(budget=20)",
+     "tova(budget=9, recent=4)", "duo(sinks=2, recent=9) + tova(budget=0.2)"],
+)  # fmt: skip
+@pytest.mark.parametrize("shape", ["GQA", "odd", "MHA"])
+@pytest.mark.parametrize(("dtype", "pad"), [(torch.float32, 0), (torch.float32, 7), (torch.bfloat16, 5)])
+@pytest.mark.parametrize("prompt", [12, 40])  # within the budget at first, and beyond it
+def test_one_call_keeps_the_same_tokens(
+    text: str, shape: str, dtype: torch.dtype, pad: int, prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, once = [], Lane.at_once
+    monkeypatch.setattr(Lane, "at_once", lambda *args: calls.append(found := once(*args)) or found)
+    got, layer = talk(text, shape, dtype, prompt, pad, 40)
+    assert len(calls) == 40 * len(layer.parts) and all(x is not None for x in calls)
+    monkeypatch.setattr(Lane, "at_once", lambda *_: None)
+    want, other = talk(text, shape, dtype, prompt, pad, 40)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-2)
+    for part, twin in zip(layer.parts, other.parts, strict=True):
+        mine, theirs = part.lane.tail, twin.lane.tail
+        assert torch.equal(mine.position[:, mine.span], theirs.position[:, theirs.span])
+        held = mine.position[:, mine.span] >= 0
+        torch.testing.assert_close(mine.scores(mine.span)[held], theirs.scores(theirs.span)[held])

@@ -18,6 +18,10 @@ typedef struct {
   char *out;
   const int64_t *first, *recent; /* [row] or NULL */
   const Attention *far;          /* sealed pages: their fields and columns; the rest is filled in here. Or NULL */
+  const int64_t *budget;         /* [row], with `recent`, or NULL */
+  float *score;                  /* [row, slot] or NULL */
+  int64_t adds, together, most;
+  float part;
 } Step;
 
 void kv_merge(const float *out_a, const float *lse_a, const float *out_b, const float *lse_b, int64_t rows, int64_t dim,
@@ -38,12 +42,53 @@ static int64_t free_slot(const Step *s, int64_t row) {
   return slot;
 }
 
+/* What each token was paid by the row's queries, from their logits: the sum over them and over the rows that judge
+   `together`, or the `most` of the row's own, times `part`. */
+static void payments(const Step *s, const float *logits, const float *lse, int64_t columns, int64_t wide, int64_t threads,
+                     float *paid) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t g = 0; g < s->rows / s->together; g++) {
+    float *to = paid + g * s->together * wide;
+    memset(to, 0, sizeof(float) * wide);
+    for (int64_t n = g * s->together * s->group; n < (g + 1) * s->together * s->group; n++)
+      for (int64_t c = 0; c < columns; c += LANES) {
+        const vf x = exponential(load(logits + n * columns + c) - lse[n]) * s->part, before = load(to + c);
+        store(to + c, s->most ? larger(x, before) : (vf)(before + x));
+      }
+    for (int64_t r = 1; r < s->together; r++) memcpy(to + r * wide, to, sizeof(float) * wide);
+  }
+}
+
+/* The slots of a row from `start` on are judged by what was paid to each: `paid` becomes what decides. */
+static void judge(const Step *s, int64_t row, int64_t columns, float *paid) {
+  int32_t *position = s->position + row * s->slots + s->start;
+  float *score = s->score ? s->score + row * s->slots + s->start : NULL;
+  const int32_t newest = (int32_t)(s->at - s->recent[row]);
+  int64_t over = -s->budget[row];
+  for (int64_t c = 0; c < columns; c++) {
+    const float x = (score && s->adds ? score[c] : 0) + paid[c];
+    if (score) score[c] = x;
+    paid[c] = position[c] < 0 || position[c] > newest ? INFINITY : x;
+    over += position[c] >= 0;
+  }
+  for (; over > 0; over--) { /* one, as a rule; the earlier slot of two that are equal */
+    float low = INFINITY;
+    int64_t least = 0;
+    for (int64_t c = 0; c < columns; c++) low = paid[c] < low ? paid[c] : low;
+    while (least < columns && (position[least] < 0 || !(paid[least] <= low))) least++;
+    if (least == columns) return;
+    position[least] = -1;
+    paid[least] = INFINITY;
+  }
+}
+
 /* One decoded token: its key, value and position go into slot `end` of every row, or into one that is free if `fill`,
    and its query attends to the slots from `start` on. q [row, group, dim], k [row, dim], v [row, dim_v] and out [row,
    group, dim_v] are contiguous; keys, values and position (NULL: nobody keeps them) have `slots` slots per row. Where
    `holes`, slots of position -1 are not seen. With `first` and `recent`, only tokens at positions below the one and the
-   newest so many stay then. Returns 0; 1 if memory for the buffers cannot be had; 2, with nothing done, if a row has no
-   free slot. */
+   newest so many stay then. With `budget` and `recent`, of each row the newest so many stay, and the best others up to the
+   budget, by what the query paid to each, on top of its score if it `adds`. Returns 0; 1 if memory for the buffers cannot
+   be had; 2, with nothing done, if a row has no free slot. */
 int kv_step(const Step *s) {
   const int64_t rows = s->rows, dim = s->dim, dim_v = s->dim_v, dtype = s->dtype, slots = s->slots, start = s->start;
   const int64_t end = s->end;
@@ -59,6 +104,7 @@ int kv_step(const Step *s) {
     memcpy(s->keys + (r * slots + to) * dim * size, s->k + r * dim * size, dim * size);
     memcpy(s->values + (r * slots + to) * dim_v * size, s->v + r * dim_v * size, dim_v * size);
     if (s->position) s->position[r * slots + to] = (int32_t)s->at;
+    if (s->score) s->score[r * slots + to] = 0;
   }
   for (int64_t r = 0; s->holes && r < rows; r++) { /* there may be none left */
     int32_t dead = 0;
@@ -67,7 +113,13 @@ int kv_step(const Step *s) {
   }
   const int64_t results = rows * heads * (wide_v + 1);
   float *scaled = calloc(rows * padded * wide + parts * results + (holes ? rows * columns / 4 + 1 : 0), 4);
-  if (!scaled) return 1;
+  const int64_t across = (columns + LANES - 1) / LANES * LANES, logits = s->budget ? rows * heads * columns + LANES : 0;
+  float *paid = s->budget ? malloc(sizeof(float) * (logits + rows * across)) : NULL;
+  if (!scaled || (s->budget && !paid)) {
+    free(scaled);
+    free(paid);
+    return 1;
+  }
   float *found = scaled + rows * padded * wide, *lse = found + rows * heads * wide_v;
   uint8_t *visible = (uint8_t *)(found + parts * results);
   kv_queries(s->q, dtype, rows, heads, heads * dim, dim, dim, padded, wide, 0, s->scale, scaled);
@@ -80,6 +132,8 @@ int kv_step(const Step *s) {
                 .data = s->keys + start * dim * size};
   a.v = (Field){.layout = DENSE, .dim = dim_v, .dtype = dtype, .row_stride = slots * dim_v, .token_stride = dim_v,
                 .data = s->values + start * dim_v * size};
+  a.scores = paid;
+  for (int64_t i = 0; paid && holes && i < logits; i++) paid[i] = -INFINITY; /* nothing is written for no token */
   if (holes) a.visible = visible, a.visible_row = columns, a.visible_column = 1;
   share_work(&a, s->threads);
   int failed = kv_attention(&a);
@@ -98,6 +152,11 @@ int kv_step(const Step *s) {
       if (dtype == F32) ((float *)s->out)[i * dim_v + d] = x;
       else ((uint16_t *)s->out)[i * dim_v + d] = to_bf16(x);
     }
+  if (paid && !failed) {
+    payments(s, paid, a.lse, columns, across, a.threads, paid + logits);
+    for (int64_t r = 0; r < rows; r++) judge(s, r, columns, paid + logits + r * across);
+  }
+  free(paid);
   free(scaled);
   for (int64_t r = 0; s->first && !failed && r < rows; r++) {
     int32_t *position = s->position + r * slots + start;

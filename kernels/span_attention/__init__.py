@@ -130,8 +130,10 @@ def pairs(
 
     `skip`: the first queries, which are not counted.
 
-    >>> pairs(torch.tensor([[[[0, 1], [3, 4]], [[4, 6], [0, 0]]]]), 4, 6, block=2), pairs(causal_spans(4, 6, "cpu"), 4, 6)
-    (6.0, 18.0)
+    >>> pairs(torch.tensor([[[[0, 1], [3, 4]], [[4, 6], [0, 0]]]]), 4, 6, block=2)
+    6.0
+    >>> pairs(causal_spans(4, 6, torch.device("cpu")), 4, 6)
+    18.0
     """
     start = _starts(queries, tokens, spans.device, block)[:, None]
     first, end = start.clamp(min=tokens - queries + skip), (start + block).clamp(max=tokens)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvengine.errors import KernelError
 from kvengine.kernels.dispatch import DENSE_DIM, native_refusal, pick
-from kvengine.kernels.step.native import DTYPES, Ends, Slots
+from kvengine.kernels.step.native import DTYPES, Ends, Paid, Rule, Slots
 
 
 def step(
@@ -28,22 +28,28 @@ def step(
     holes: bool,
     scale: float,
     fill: bool = False,
-    ends: Ends | None = None,
+    rule: Rule | None = None,
+    score: Float[Tensor, "row slot"] | None = None,
     backend: str | None = None,
 ) -> Float[Tensor, "seq 1 q_head dim_v"]:
     """Put a token of position `at` into slot `end` of every row, and attend from it to the slots from `start` on.
 
     `keys`, `values`, `position` (int32; None: nobody keeps them) are written to; a row is a KV head of a sequence,
     `row = seq * heads + head`. `holes`: slots whose position is -1 hold no token; what is in them is ignored. `fill`:
-    it goes into a free slot before `end`, which every row has. `ends` (first, recent; int64 [row]): after it, only the
-    tokens at positions below `first` and the newest `recent` stay. Returns the queries' dtype, computed in float32.
-    Raises KernelError on shapes that do not fit.
+    it goes into a free slot before `end`, which every row has. `rule`: what stays after it. `score` (float32, contiguous)
+    is written to: 0 for the new token, then, if the rule is `Paid`, all that it makes of them. Returns the queries' dtype,
+    computed in float32. Raises KernelError on shapes that do not fit.
     """
     rows, slots = keys.shape[:2] if position is None else position.shape
-    if (holes or fill or ends is not None) and position is None:
+    if (holes or fill or rule is not None) and position is None:
         raise KernelError(
-            "holes=True, fill=True and ends need the positions that tell which slots hold a token; got position=None"
+            "holes=True, fill=True and rules need the positions that tell which slots hold a token; got position=None"
         )
+    paid = rule if isinstance(rule, Paid) else None
+    if paid is not None and (rows % paid.together or (paid.together > 1 and paid.reduce != "mean")):
+        raise KernelError(f"{rows} rows cannot judge {paid.together} together by their {paid.reduce}")
+    if paid is not None and paid.adds and score is None:
+        raise KernelError("a verdict that adds to scores needs them; got score=None")
     if keys.shape[:2] != (rows, slots) or values.shape[:2] != (rows, slots) or k.shape[0] * k.shape[1] != rows:
         raise KernelError(
             f"step needs keys, values and position of {k.shape[0] * k.shape[1]} rows and the same slots; got "
@@ -54,7 +60,7 @@ def step(
     if fill and not bool((position[:, start:end] < 0).any(1).all()):  # type: ignore[index]
         raise KernelError(f"fill=True needs a free slot in every row between start={start} and end={end}")
     run = pick("step", (q, k, v, keys), backend, fits(q, k, v, keys, values))
-    return run.step(q, k, v, keys, values, position, start, end, at, holes, scale, fill, ends)  # type: ignore[no-any-return]
+    return run.step(q, k, v, keys, values, position, start, end, at, holes, scale, fill, rule, score)  # type: ignore[no-any-return]
 
 
 def ready(keys: Tensor, values: Tensor, position: Tensor | None) -> Slots | None:
@@ -76,4 +82,4 @@ def fits(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-__all__ = ["Ends", "Slots", "ready", "step"]
+__all__ = ["Ends", "Paid", "Rule", "Slots", "ready", "step"]

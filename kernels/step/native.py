@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +11,29 @@ from torch import Tensor
 from kvengine.errors import KernelError
 from kvengine.kernels.cpu import library
 
-Ends = tuple[Tensor, Tensor]
-"""Of each row, int64: the position before which tokens stay, and how many of the newest do."""
+
+class Ends(NamedTuple):
+    """Which tokens stay, if where they are decides: of each row those before position `first`, and the `recent` newest."""
+
+    first: Tensor  # int64 [row]
+    recent: Tensor  # int64 [row]
+
+
+class Paid(NamedTuple):
+    """How a decoded token's attention judges: of each row the `recent` newest tokens stay, and the best others, `budget` in all.
+
+    A token's score is what its row's queries paid to it, on top of the score that it had if this `adds`. Of equal ones those
+    in later slots are better.
+    """
+
+    budget: Tensor  # int64 [row]
+    recent: Tensor  # int64 [row]
+    reduce: Literal["mean", "max", "sum"] = "mean"  # over the queries of a row
+    adds: bool = False
+    together: int = 1  # rows, one after the other, that judge by the mean over all of them; with "mean" only
+
+
+Rule = Ends | Paid
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -23,7 +45,11 @@ class Step(ctypes.Structure):
             "rows", "group", "dim", "dim_v", "dtype", "slots", "start", "end", "at", "holes", "threads", "fill",
         )),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "keys", "values", "position", "out", "first", "recent", "far")),
+        *((name, ctypes.c_void_p) for name in (
+            "q", "k", "v", "keys", "values", "position", "out", "first", "recent", "far", "budget", "score",
+        )),
+        *((name, ctypes.c_int64) for name in ("adds", "together", "most")),
+        ("part", ctypes.c_float),
     ]  # fmt: skip
 
 
@@ -60,7 +86,7 @@ class Slots:
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, at: int, holes: bool, scale: float,
-        fill: bool = False, ends: Ends | None = None, far: int | None = None,
+        fill: bool = False, rule: Rule | None = None, far: int | None = None, score: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """See `kvengine.kernels.step`; None, with nothing done, if the C version cannot run on this token.
 
@@ -74,8 +100,15 @@ class Slots:
         call.group, call.start, call.end, call.at, call.holes = q.numel() // self.sizes[0], start, end, at, holes
         call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         call.scale, call.threads, call.fill = scale, torch.get_num_threads(), fill
-        call.first, call.recent = (None, None) if ends is None else (ends[0].data_ptr(), ends[1].data_ptr())
-        call.far = far
+        call.far, call.score, call.first, call.budget = far, None if score is None else score.data_ptr(), None, None
+        if rule is not None:
+            call.recent = rule.recent.data_ptr()
+        if isinstance(rule, Ends):
+            call.first = rule.first.data_ptr()
+        elif rule is not None:
+            call.budget, call.adds, call.together = rule.budget.data_ptr(), rule.adds, rule.together
+            call.most = rule.reduce == "max"
+            call.part = 1 / (call.group * rule.together) if rule.reduce == "mean" else 1
         failed = self.run(self.where)
         if failed == 1:
             raise KernelError("the native step kernel could not allocate its buffers")
@@ -84,10 +117,10 @@ class Slots:
 
 def step(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: Tensor | None, start: int, end: int,
-    at: int, holes: bool, scale: float, fill: bool, ends: Ends | None,
+    at: int, holes: bool, scale: float, fill: bool, rule: Rule | None, score: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """See `kvengine.kernels.step`."""
-    out = Slots(keys, values, position).step(q, k, v, start, end, at, holes, scale, fill, ends)
+    out = Slots(keys, values, position).step(q, k, v, start, end, at, holes, scale, fill, rule, None, score)
     if out is None:
         raise KernelError("the native step kernel cannot run on this token")
     return out

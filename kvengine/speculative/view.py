@@ -154,7 +154,7 @@ class LayerView:
         self.tail.append(k, v, at.expand(len(k), -1), True)
         self.seen += k.shape[1]
         k, v, position, clean = self.held()
-        visible, plain = None, call.softcap is None and call.sinks is None
+        visible, plain = None, call.bare
         if plain and clean and ops.causal_pays(q, k, v):
             return ops.causal(q, k, v, call.scale)
         if len(at) > 1 or not clean:

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_share, tokens_by_row
-from kvengine.policies.retention import REDUCE, Reduce, Retention, Seen, keep_top, over_group
+from kvengine.policies.retention import REDUCE, Paid, Reduce, Retention, Seen, keep_top, over_group
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,16 @@ class H2O(Retention):
         return seen.score + over_group(seen.mass, self.reduce)
 
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
-        newest = (tokens_by_row(self.budget, seen.prompt_length) * self.recent).long().clamp(min=1)
-        recent = seen.position > seen.newest - newest[:, None]
+        recent = seen.position > seen.newest - self.newest(seen.prompt_length)[:, None]
         return keep_top(seen, seen.score / self._queries(seen) if self.average else seen.score, self.budget, recent)
+
+    def newest(self, prompt_length: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
+        return (tokens_by_row(self.budget, prompt_length) * self.recent).long().clamp(min=1)
+
+    def paid(self, prompt_length: Int[Tensor, "row"], heads: int) -> Paid | None:
+        if self.average or type(self).keep is not H2O.keep or type(self).score is not H2O.score:
+            return None
+        return Paid(tokens_by_row(self.budget, prompt_length), self.newest(prompt_length), self.reduce, adds=True)
 
     def _queries(self, seen: Seen) -> Int[Tensor, "row token"]:
         """How many queries could see each token, of those that the scores are sums over."""

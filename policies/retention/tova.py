@@ -14,11 +14,11 @@ the mean is over the heads that follow this method.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine.policies._budget import Budget, check_budget, check_count
-from kvengine.policies.retention import Retention, Seen, keep_top, over_heads
+from kvengine.policies._budget import Budget, check_budget, check_count, tokens_by_row
+from kvengine.policies.retention import Paid, Retention, Seen, keep_top, over_heads
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,17 @@ class TOVA(Retention):
         return over_heads(seen.mass.mean(1), seen.heads)
 
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
-        newest = seen.count(self.budget).clamp(max=self.recent)  # no more than fit: slots are in no order by age
+        newest = self.newest(seen.prompt_length)
         return keep_top(seen, seen.score, self.budget, seen.valid & (seen.position > seen.newest - newest[:, None]))
+
+    def newest(self, prompt_length: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
+        """No more than fit: slots are in no order by age."""
+        return tokens_by_row(self.budget, prompt_length).clamp(max=self.recent)
+
+    def paid(self, prompt_length: Int[Tensor, "row"], heads: int) -> Paid | None:
+        if type(self).keep is not TOVA.keep or type(self).score is not TOVA.score:
+            return None
+        return Paid(tokens_by_row(self.budget, prompt_length), self.newest(prompt_length), together=heads)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import support_kernels as oracle
@@ -15,7 +15,7 @@ from torch import Tensor
 from kvengine.cache import LayerCache
 from kvengine.errors import KernelError
 from kvengine.kernels.attention import attention
-from kvengine.kernels.step import Slots, ready, step
+from kvengine.kernels.step import Ends, Paid, Slots, ready, step
 from kvengine.session import Call
 from kvengine.stack import Stack
 
@@ -92,10 +92,74 @@ def test_a_token_takes_the_place_of_one_that_leaves_the_newest(
             if first[r] <= want[2][r, s] <= shape[-1] - recent[r]:
                 want[2][r, s] = -1
     about: dict[str, Any] = dict(start=start, end=end, at=shape[-1], holes=True, scale=0.3, backend=backend)
-    got = step(q, k, v, keys, values, position, fill=fill, ends=(first, recent), **about)
+    got = step(q, k, v, keys, values, position, fill=fill, rule=Ends(first, recent), **about)
     assert oracle.error(got.transpose(1, 2), out.unflatten(0, shape[:2]).flatten(1, 2)) <= BOUND[dtype]
     for mine, theirs in zip((keys, values, position), want, strict=True):
         assert torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 1, 24, 40, 9), *SHAPES[2:]])
+@pytest.mark.parametrize("reduce", ["mean", "max", "sum"])
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_goes_for_one_that_was_paid_least(
+    backend: str,
+    fill: bool,
+    adds: bool,
+    reduce: Literal["mean", "max", "sum"],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> None:
+    """Rows differ in budget and in what is recent; slots lie in no order, and some tokens are paid alike."""
+    q, k, v, keys, values, position = case(shape, dtype)
+    rows, start, end, at = len(keys), shape[-1] // 5, shape[-1] - 1, shape[-1] + 1
+    position = position[:, torch.randperm(shape[-1], generator=torch.Generator().manual_seed(1))].contiguous()
+    position[torch.arange(rows), start + torch.arange(rows) % (end - start)] = -1
+    keys[:, start + 2 : start + 5] = keys[:, start + 2 : start + 3]
+    keys[position < 0], values[position < 0] = math.nan, math.nan
+    together = shape[1] if reduce == "mean" else 1
+    score = torch.rand(rows, shape[-1], generator=torch.Generator().manual_seed(2))
+    score[:, start + 2 : start + 5] = 0
+    used = slice(start, end + (not fill))
+    held = (position[:, used] >= 0).sum(1) + 1
+    paid = Paid((held - torch.arange(rows) % 3).clamp(min=1), torch.arange(rows) % 4, reduce, adds, together)
+    before = position.clone(), score.clone()
+    about: dict[str, Any] = dict(start=start, end=end, at=at, holes=True, scale=0.3, backend=backend)
+    out = step(q, k, v, keys, values, position, fill=fill, rule=paid, score=score, **about)
+    spot = [next(s for s in range(start, end) if before[0][r, s] < 0) if fill else end for r in range(rows)]
+    before[0][range(rows), spot], before[1][range(rows), spot] = at, 0
+    grouped = q.unflatten(1, (shape[1], -1)).flatten(0, 1)
+    seen = before[0][:, used] >= 0
+    want = oracle.attend(grouped, keys[:, used], values[:, used], seen[:, None], 0.3)
+    assert oracle.error(out.transpose(1, 2), want.out.unflatten(0, shape[:2]).flatten(1, 2)) <= BOUND[dtype]
+    logits = (grouped[:, :, 0].double() @ keys[:, used].double().nan_to_num().mT * 0.3).masked_fill(
+        ~seen[:, None], -math.inf
+    )
+    mass = {"mean": torch.Tensor.mean, "sum": torch.Tensor.sum, "max": torch.Tensor.amax}[reduce](logits.softmax(-1), 1)
+    if together > 1:
+        mass = mass.unflatten(0, (-1, together)).mean(1).repeat_interleave(together, 0)
+    mass += before[1][:, used] * adds
+    assert torch.equal(score[:, : used.start], before[1][:, : used.start])
+    torch.testing.assert_close(score[:, used], mass.float(), rtol=1e-5, atol=1e-6)
+    worth = score[:, used].masked_fill(before[0][:, used] > at - paid.recent[:, None], math.inf)
+    for r in range(rows):
+        best = sorted((float(worth[r, s]), s) for s in range(worth.shape[1]) if seen[r, s])[-int(paid.budget[r]) :]
+        stays = torch.zeros_like(seen[r]).scatter_(0, torch.tensor([s for _, s in best]), True)
+        assert torch.equal(position[r, used], before[0][r, used].masked_fill(~stays, -1))
+
+
+def test_a_verdict_that_cannot_be_is_refused() -> None:
+    q, k, v, keys, values, position = case((1, 2, 3, 64, 64, 40), torch.float32)
+    count = torch.tensor([3, 3])
+    for paid, said in (
+        (Paid(count, count, "mean", together=3), "2 rows cannot judge 3 together by their mean"),
+        (Paid(count, count, "max", together=2), "2 rows cannot judge 2 together by their max"),
+        (Paid(count, count, adds=True), "got score=None"),
+    ):
+        with pytest.raises(KernelError, match=said):
+            step(q, k, v, keys, values, position, start=0, end=3, at=1, holes=True, scale=1.0, rule=paid)
 
 
 @pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
@@ -118,7 +182,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for more in (
         {"holes": True},
         {"holes": False, "fill": True},
-        {"holes": False, "ends": (position[:, 0].long(),) * 2},
+        {"holes": False, "rule": Ends(*(position[:, 0].long(),) * 2)},
     ):
         with pytest.raises(KernelError, match="need the positions"):
             step(q, k, v, keys, values, None, start=0, end=3, at=1, scale=1.0, **more)
