@@ -21,7 +21,8 @@ class Stats:
     them still; bytes are then those of the slots that the recording has reserved.
 
     Attributes:
-        bytes: bytes allocated in all layers, by tier ("device", "host", "disk", …) and field ("tail.k", "page.k_code", …).
+        bytes: bytes allocated in all layers, by tier ("device", "host", "disk", …) and field ("tail.k", "page.k_code", …). "text":
+            what tokens were made of that a retention will have read again.
         held: tokens held, [layer, sequence, kv head].
         attended: tokens that the last decoded token read, without those that were dropped after it, [layer, sequence,
             kv head]; after a prompt, those held.
@@ -88,6 +89,8 @@ def measure(layers: list[LayerCache]) -> Stats:
             mine = len(set(lane.pages.pages_in_use()))
             used, free = used + mine, free + lane.pool.pages - mine
             served, faults = served + lane.pool.served(), faults + lane.pool.faults
+    if text := layers[0].session.text.nbytes if layers else 0:
+        held.setdefault("device", {})["text"] = text
     return Stats(
         held, by_head(layers, live), by_head(layers, attended), read, used, free, layers[0].seen if layers else 0,
         dict(served), faults, computed / every if every else None,

@@ -110,6 +110,11 @@ class Text:
         if len(self.pieces) > MANY and all(piece.tokens == 1 for piece in self.pieces[-MANY:]):
             self.pieces[-MANY:] = [joined(self.pieces[-MANY:], None)]
 
+    @property
+    def nbytes(self) -> int:
+        parts = [x for piece in self.pieces for x in (piece.made_of, piece.position, piece.fresh)]
+        return sum(x.nbytes for x in (*parts, self.mask) if x is not None)
+
     @staticmethod
     def here(mask: Tensor, begin: int, n: int) -> Bool[Tensor, "seq token"]:
         """What a mask over all tokens says of these; of those that it does not reach, that they are tokens."""

@@ -145,6 +145,16 @@ def test_a_session_whose_replay_broke_off_is_not_saved(model: Any, tmp_path: Pat
 
 
 @torch.no_grad()
+def test_what_waits_to_be_repeated_is_counted(model: Any) -> None:
+    cache = EngineCache(model)
+    turns(model, cache, parts(40))
+    assert "text" not in cache.stats().bytes["device"]  # repeated, and let go of
+    turns(model, cache, parts(6), (0,))
+    assert cache.stats().bytes["device"]["text"] == 6 * 2 * 8  # an id and a position each
+    turns(model, cache, parts(9))
+    assert "text" not in cache.stats().bytes["device"]
+
+
 def test_chunks_may_come_in_the_same_memory(model: Any) -> None:
     cache, other, ids = EngineCache(model), EngineCache(model), one(64)["input_ids"]
     memory = torch.empty_like(ids[:, :16])

@@ -18,7 +18,7 @@ def tensors_of(cache: kvengine.EngineCache) -> dict[int, int]:
     """Bytes of every storage that can be reached from the cache's lanes, found by walking objects."""
     found: dict[int, int] = {}
     seen: set[int] = set()
-    todo: list[object] = [part.lane for layer in cache.engines for part in layer.parts]
+    todo: list[object] = [cache.session.text, *(part.lane for layer in cache.engines for part in layer.parts)]
     while todo:
         x = todo.pop()
         if id(x) in seen or isinstance(x, (type, str, int, float, torch.dtype, torch.device)):
