@@ -21,8 +21,8 @@ class Stats:
     them still; bytes are then those of the slots that the recording has reserved.
 
     Attributes:
-        bytes: bytes allocated in all layers, by tier ("device", "host", "disk", …) and field ("tail.k", "page.k_code", …). "text":
-            what tokens were made of that a retention will have read again.
+        bytes: bytes allocated in all layers, by tier ("device", "host", "disk", …) and field ("tail.k", "page.k_code", …);
+            "text" is what tokens were made of that a retention will have read again.
         held: tokens held, [layer, sequence, kv head].
         attended: tokens that the last decoded token read, without those that were dropped after it, [layer, sequence,
             kv head]; after a prompt, those held.

@@ -85,11 +85,11 @@ class Verdicts(Evidence):
         if mass is not None and valid is not None:  # padding says nothing
             mass = mass * valid[:, :1, None]
         seen = self.show(q, mass, call, prompt=False)
-        seen = replace(seen, score=answers.score(self.retention, seen))
-        keep = answers.keep(self.retention, seen)
+        judged = replace(seen, score=answers.score(self.retention, seen))
+        keep = answers.keep(self.retention, judged)
         if keep is not None and self.retention.remerges:
-            self.tail.rewrite(*self.retention.refold(seen, keep))
-        self.judge(seen, keep)
+            self.tail.rewrite(*self.retention.refold(judged, keep))
+        self.judge(seen if self.weighs else judged, keep)  # saliency goes on as it was
 
     # one that waits
 
@@ -137,9 +137,10 @@ class Verdicts(Evidence):
             return
         held, full = seen.valid, seen.valid.sum(1) >= most
         if bool(full.any()):
-            seen = replace(seen, score=answers.score(self.retention, seen))
-            keep = answers.keep(self.retention, seen)
+            judged = replace(seen, score=answers.score(self.retention, seen))
+            keep = answers.keep(self.retention, judged)
             if keep is not None:
                 held = torch.where(full[:, None], keep, held)
-                self.judge(seen, held)
+                score = seen.score if self.weighs else torch.where(full[:, None], judged.score, seen.score)
+                self.judge(replace(seen, score=score), held)
         self.wait(most, held)

@@ -3,10 +3,13 @@
 import pytest
 import torch
 from support_retention import Case, attended, best, output, positions, same_source
+from torch import Tensor
 from torch.nn import functional as F
 
 from kvengine.errors import PolicyError
+from kvengine.lane import Lane
 from kvengine.policies import load
+from kvengine.policies.retention import Seen
 from kvengine.policies.retention.rkv import newest_alike, redundancy
 from kvengine.stack import Stack
 
@@ -98,6 +101,26 @@ def test_of_tokens_that_are_alike_the_newest_stays() -> None:
 def test_nothing_alike_has_no_newest() -> None:
     one = torch.eye(4)[None]
     assert newest_alike(one, torch.ones(1, 4, dtype=torch.bool), 0.5).tolist() == [[-1] * 4]
+
+
+@pytest.mark.parametrize("pads", [(0,), (0, 11)])
+def test_verdicts_leave_saliency_alone(pads: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ZipCache weighs tokens by is the attention they got, whenever and in whichever row R-KV judges."""
+    case, told, judge = Case(length=20, steps=40, pads=pads), [], Lane.judge
+    layer = case.prompt("rkv(budget=14, buffer=7, window=3) + zipcache(block=8, probes=0.5)")
+    lane = layer.parts[0].lane
+
+    def judged(self: Lane, seen: Seen, keep: Tensor) -> None:
+        before = self.tail.scores(self.tail.span).clone()
+        judge(self, seen, keep)
+        told.append(((seen.valid & ~keep).any(1).tolist(), torch.equal(self.tail.scores(self.tail.span), before)))
+
+    monkeypatch.setattr(Lane, "judge", judged)
+    for _ in case.decode(layer):
+        pass
+    assert len(told) > 2 and all(same for _, same in told)
+    assert lane.pages is not None and len(lane.pages)
+    assert len(pads) == 1 or any(len(set(rows)) == 2 for rows, _ in told)  # one row is judged, and the other is not
 
 
 def test_what_is_held_stays_below_budget_and_buffer() -> None:
