@@ -4,9 +4,9 @@
 
 One layer of a model of 8 query and 2 KV heads of 64, in float32, fed with random tokens through the engine's own layer
 cache. Prompt work is what the policy adds to the prompt's attention, as a share of that attention's time (torch's
-fused causal attention on the same tensors). A later prompt of 512 tokens is timed whole, attention and policy, and set
-against torch's fused attention of its queries over everything. Candidates take turns step by step, so that a busy
-machine slows all alike.
+fused causal attention on the same tensors), both medians of three. A later prompt of 512 tokens is timed whole, attention
+and policy, and set against torch's fused attention of its queries over everything. Candidates take turns step by step, so
+that a busy machine slows all alike.
 """
 
 from __future__ import annotations
@@ -125,10 +125,14 @@ def later_prompts(caches: dict[str, LayerCache], qkv: tuple[torch.Tensor, ...], 
 def at(length: int) -> list[dict[str, Any]]:
     qkv = draw(length + STEPS + WARM + LATER * TURNS)
     nothing = torch.zeros(1, length, HEADS * GROUP, DIM)
-    base = attention_time(qkv, length)
+    base = statistics.median([attention_time(qkv, length) for _ in range(TURNS)])
     caches, prompt = {}, {}
     for text in STACKS:
-        caches[text], prompt[text] = start(text, length, qkv, nothing)
+        found = []
+        for _ in range(TURNS):
+            caches[text], seconds = start(text, length, qkv, nothing)
+            found.append(seconds)
+        prompt[text] = statistics.median(found)
         print(f"{length} {text}: prompt work {prompt[text]:.2f} s of {base:.2f}", flush=True)
     times: dict[str, list[float]] = {text: [] for text in STACKS}
     for step in range(STEPS + WARM):

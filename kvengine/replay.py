@@ -150,6 +150,8 @@ def tell(
     cache: LayerCache, begin: int, end: int, valid: Bool[Tensor, "seq token"] | None = None, rows: int = 1
 ) -> None:
     """For a layer without a model (`rerun`): the next tokens are made of their numbers among those that there are."""
+    if cache.stack.retention.replay is None:
+        return
     ids = torch.arange(begin, end).expand(rows if valid is None else len(valid), -1)
     mask = None if valid is None else torch.cat([valid.new_ones(len(valid), cache.seen), valid], 1)
     cache.session.text.add(cache.seen, ids, None, mask)
