@@ -14,6 +14,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -118,13 +119,10 @@ def compare(name: str, model: Any, length: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def processor() -> str:
-    """Its name, where the system says it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((f" ({line.split(':')[1].strip()})" for line in lines if line.startswith("model name")), "")
-
-
 def main() -> None:
+    sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
+    from where import processor
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)

@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,9 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
 
 
 def main() -> None:
+    sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
+    from where import processor
+
     """Measure, print, write, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="2048,8192,32768,65536")
@@ -157,7 +161,7 @@ def main() -> None:
     result = {
         "command": f"python -P benchmarks/growth.py --lengths {given.lengths} --threads {given.threads}"
         + " --cpu-time" * given.cpu_time,
-        "machine": f"{given.threads} CPU core(s) that read {speed / 1e9:.1f} GB/s, torch {torch.__version__}, "
+        "machine": f"{given.threads} CPU core(s){processor()} that read {speed / 1e9:.1f} GB/s, torch {torch.__version__}, "
         f"Python {platform.python_version()}; one layer of {HEADS * GROUP} query and {HEADS} KV heads of {DIM}, "
         f"bfloat16, medians of {STEPS}{', processor time' * given.cpu_time}",
         "columns": {

@@ -88,6 +88,9 @@ def pages(length: int, dtype: torch.dtype, rounds: int, copies: int) -> dict[str
 
 
 def main() -> None:
+    sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
+    from where import processor
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=30)
@@ -101,7 +104,7 @@ def main() -> None:
         return
     shared = {
         "command": f"python -P benchmarks/memory.py --length {given.length} --rounds {given.rounds} --threads {given.threads}",
-        "machine": f"{given.threads} CPU cores, torch {torch.__version__}, transformers {transformers.__version__}, "
+        "machine": f"{given.threads} CPU cores{processor()}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}",
     }
     processes = []

@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,9 @@ def at(length: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
+    from where import processor
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="2048,8192,32768")
     parser.add_argument("--threads", type=int, default=2)
@@ -180,8 +184,8 @@ def main() -> None:
     rows = [row for length in given.lengths.split(",") for row in at(int(length))]
     result = {
         "command": f"python -P benchmarks/policies.py --lengths {given.lengths} --threads {given.threads}",
-        "machine": f"{given.threads} CPU cores, torch {torch.__version__}, Python {platform.python_version()}; one layer of "
-        f"{HEADS * GROUP} query and {HEADS} KV heads of {DIM}, float32, medians of {STEPS}",
+        "machine": f"{given.threads} CPU cores{processor()}, torch {torch.__version__}, Python {platform.python_version()}; "
+        f"one layer of {HEADS * GROUP} query and {HEADS} KV heads of {DIM}, float32, medians of {STEPS}",
         "columns": {
             "policy": "policy",
             "context": "context",

@@ -249,8 +249,11 @@ def main() -> None:
 
 
 def write(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
+    sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
+    from where import processor
+
     heads = HEADS[given.device]
-    where = f"{given.threads} CPU cores" if given.device == "cpu" else torch.cuda.get_device_name()
+    where = f"{given.threads} CPU cores{processor()}" if given.device == "cpu" else torch.cuda.get_device_name()
     result = {
         "command": f"python -P benchmarks/prefill.py --lengths {given.lengths}"
         + (f" --threads {given.threads}" if given.device == "cpu" else " --device cuda")

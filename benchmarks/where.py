@@ -19,12 +19,17 @@ def last_level() -> int:
     return max((int(file.read_text().strip().removesuffix("K")) << 10 for file in sizes), default=128 << 20)
 
 
+def processor() -> str:
+    """The processor's name in brackets; nothing where the system does not say."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((f" ({line.split(':')[1].strip()})" for line in lines if line.startswith("model name")), "")
+
+
 def machine(device: str, cpu_time: bool) -> dict[str, str]:
     """Where and with what this was measured."""
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    cpu = processor().strip(" ()") or platform.processor()
     chip = torch.cuda.get_device_name() if device == "cuda" else f"{cpu}, {torch.get_num_threads()} threads"
     return {
         "commit": commit,
