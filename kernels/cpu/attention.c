@@ -130,7 +130,9 @@ static void soften(const Attention *a, int64_t row, const Batch *b, float *s, fl
         if (!b->seen[n % a->queries][t]) p[t] = -INFINITY;
     if (a->scores)
       for (int t = 0; t < b->is.count; t++) a->scores[(row * a->heads + n) * a->columns + b->column[t]] = p[t];
-    float high = peak(larger(load(p), load(p + LANES)));
+    vf most = load(p), all = {0};
+    for (int t = LANES; t < TILE; t += LANES) most = larger(most, load(p + t));
+    const float high = peak(most);
     if (high > top[n]) {
       float shrink = expf(top[n] - high);
       total[n] *= shrink;
@@ -138,10 +140,12 @@ static void soften(const Attention *a, int64_t row, const Batch *b, float *s, fl
       top[n] = high;
     }
     vf shift = splat(top[n] == -INFINITY ? 0 : top[n]);
-    vf p0 = exponential(load(p) - shift), p1 = exponential(load(p + LANES) - shift);
-    total[n] += sum(p0 + p1);
-    store(p, p0);
-    store(p + LANES, p1);
+    for (int t = 0; t < TILE; t += LANES) {
+      const vf weight = exponential(load(p + t) - shift);
+      all += weight;
+      store(p + t, weight);
+    }
+    total[n] += sum(all);
   }
 }
 

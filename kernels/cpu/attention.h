@@ -6,7 +6,7 @@
 
 typedef struct {
   int64_t rows, heads, padded, queries; /* `heads` = group * query rows of q, `padded` up to a multiple of 4 */
-  int64_t dim, dim_v;                   /* multiples of LANES: the padded widths of q and out */
+  int64_t dim, dim_v;                   /* multiples of MULTIPLE: the padded widths of q and out */
   int64_t columns, splits, threads;
   const float *q; /* [row, padded, dim], scaled */
   Field k, v;

@@ -27,7 +27,7 @@ typedef struct {
 /* Codes of LANES units stand together, so that each lane scores a unit: of 64 channels, four of each unit, then the
    next four. The address of a unit's channel in its block. */
 INLINE int64_t code_of(int64_t stride, int64_t unit, int64_t d) {
-  return unit / LANES * LANES * stride + d / 64 * 1024 + d % 64 / 4 * 64 + unit % LANES * 4 + d % 4;
+  return unit / LANES * LANES * stride + d / 64 * 64 * LANES + d % 64 / 4 * 4 * LANES + unit % LANES * 4 + d % 4;
 }
 
 /* Codes of one block. Dead units, whose bounds may hold anything, take no part. */
@@ -119,7 +119,7 @@ INLINE void add_up(const uint8_t *code, const Weight *w, int64_t lines, const fl
   (void)size;
   for (int i = 0; i < 4; i++) total[i] = splat(0);
   for (int64_t line = 0; line < lines; line++, w += 4)
-    for (int k = 0; k < 16; k++, code += 64) {
+    for (int k = 0; k < 16; k++, code += 4 * LANES) {
       __builtin_prefetch(code + AHEAD, 0, 2);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) {

@@ -1,12 +1,14 @@
 /* Scores against keys that are codes, and sums of values that are codes, without decoding them into a tile.
 
-   A line is up to 64 bytes of one token: 16 words of 32 bits. Field j of every word, shifted under the exponent of 1,
+   A line is a register of one token, or less: LANES words of 32 bits. Field j of every word, shifted under the exponent of 1,
    makes a register of 1 + code / 2^bits; so the channels stand in an order of their own (`channel_of`), in which
-   queries and results are kept meanwhile. A token of fewer than 16 words is repeated, and each copy gives other fields.
-   Nibbles that refine nibbles make bytes with these first, of even channels in the first 8 words and of odd ones behind.
+   queries and results are kept meanwhile. A token of fewer words is repeated, and each copy gives other fields.
+   Nibbles that refine nibbles make bytes with these first, of even channels in the first words and of odd ones behind.
    Scales do not touch the codes: those of keys go into the queries, once for a group of tokens, and those of values
    into the weights. Zeros, and the 1, are a term of their own. */
 #include "codes.h"
+
+#define GROUPS 16 /* of a token, at most */
 
 /* How a token's codes lie. `fields`: registers per line; with `bits`, constants, so that each loop is specialised. */
 typedef struct {
@@ -18,15 +20,15 @@ typedef struct {
 INLINE int refined(const Field *f) { return f->low && f->layout != MIXED; }
 
 static Shape shape_of(const Field *f) {
-  if (refined(f)) return (Shape){.lines = f->dim / 64, .words = 16, .copies = 1, .fields = 4};
-  const int64_t all = f->dim * f->bits / 32, words = all < 16 ? all : 16;
-  Shape s = {.lines = words ? all / words : 0, .words = words, .copies = words ? 16 / words : 0};
+  if (refined(f)) return (Shape){.lines = f->dim / (4 * LANES), .words = LANES, .copies = 1, .fields = 4};
+  const int64_t all = f->dim * f->bits / 32, words = all < LANES ? all : LANES;
+  Shape s = {.lines = words ? all / words : 0, .words = words, .copies = words ? LANES / words : 0};
   s.fields = words ? (int)(32 / f->bits / s.copies) : 0;
   return s;
 }
 
 INLINE int64_t channel_of(const Field *f, const Shape *s, int64_t line, int64_t lane, int64_t field) {
-  if (refined(f)) return line * 64 + lane % 8 * 8 + 2 * field + lane / 8;
+  if (refined(f)) return line * 4 * LANES + lane % (LANES / 2) * 8 + 2 * field + lane / (LANES / 2);
   return (line * s->words + lane % s->words) * (32 / f->bits) + lane / s->words * s->fields + field;
 }
 
@@ -34,11 +36,11 @@ INLINE int64_t channel_of(const Field *f, const Shape *s, int64_t line, int64_t 
 int codes_lie(const Field *f, int64_t dim, int64_t rows) {
   if ((f->layout != PER_CHANNEL && f->layout != PER_TOKEN) || f->dim != dim || rows > CODED_QUERIES) return 0;
   if (f->bits == 1 || f->dim % 64) return 0;
-  if (refined(f)) return f->bits == 4 && (f->layout == PER_CHANNEL || (f->group % 8 == 0 && f->dim / f->group <= LANES));
+  if (refined(f)) return f->bits == 4 && (f->layout == PER_CHANNEL || (f->group % 8 == 0 && f->dim / f->group <= GROUPS));
   const Shape s = shape_of(f);
-  if (s.words * s.copies != 16 || s.lines * s.words * 32 != f->dim * f->bits) return 0;
-  if (s.fields != 4 && s.fields != 8) return 0;
-  return f->layout == PER_CHANNEL || (f->group % s.fields == 0 && f->dim / f->group <= LANES);
+  if (s.words * s.copies != LANES || s.lines * s.words * 32 != f->dim * f->bits) return 0;
+  if (s.fields != 4 && s.fields != 8 && s.fields != 16) return 0;
+  return f->layout == PER_CHANNEL || (f->group % s.fields == 0 && f->dim / f->group <= GROUPS);
 }
 
 void sort_channels(const Field *f, const float *x, int64_t rows, float *out) {
@@ -69,9 +71,9 @@ INLINE vu line_of(const uint8_t *p, int bits, int fields) {
   const int copies = 32 / bits / fields;
   vu words;
   if (copies == 1) return *(const vu *)p;
-  for (int i = 0; i < copies; i++) memcpy((char *)&words + i * (64 / copies), p, 64 / copies);
-  const vu lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return words >> (lane / (uint32_t)(16 / copies) * (uint32_t)(bits * fields));
+  for (int i = 0; i < copies; i++) memcpy((char *)&words + i * (4 * LANES / copies), p, 4 * LANES / copies);
+  const vu lane = EACH_LANE;
+  return words >> (lane / (uint32_t)(LANES / copies) * (uint32_t)(bits * fields));
 }
 
 INLINE vu placed(vu words, int field, int bits) {
@@ -79,22 +81,25 @@ INLINE vu placed(vu words, int field, int bits) {
   return (up >= 0 ? words << up : words >> -up) & (((1u << bits) - 1) << (23 - bits));
 }
 
-/* The bytes 16 code + low of 64 channels, from their nibbles. */
+/* The bytes 16 code + low of 4 * LANES channels, from their nibbles. */
 INLINE vu bytes_of(const uint8_t *code, const uint8_t *low) {
-  const vu first = {4, 4, 4, 4, 4, 4, 4, 4}, then = 4 - first;
+  const vu lane = EACH_LANE, first = (vu)(lane < LANES / 2) & 4, then = 4 - first;
 #if defined(__AVX512F__)
   const vu a = (vu)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)code));
   const vu b = (vu)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)low));
 #else
   vu a, b;
-  for (int i = 0; i < 2; i++) memcpy((char *)&a + 32 * i, code, 32), memcpy((char *)&b + 32 * i, low, 32);
+  for (int i = 0; i < 2; i++) {
+    memcpy((char *)&a + 2 * LANES * i, code, 2 * LANES);
+    memcpy((char *)&b + 2 * LANES * i, low, 2 * LANES);
+  }
 #endif
   return ((a << first) & 0xf0f0f0f0u) | ((b >> then) & 0x0f0f0f0fu);
 }
 
 /* The words of a line of codes of `bits`, or of bytes that two nibbles make. */
 INLINE vu read_line(const uint8_t *code, const uint8_t *low, int64_t line, int bits, int fields, int fine) {
-  return fine ? bytes_of(code + line * 32, low + line * 32) : line_of(code + line * 64, bits, fields);
+  return fine ? bytes_of(code + line * 2 * LANES, low + line * 2 * LANES) : line_of(code + line * 4 * LANES, bits, fields);
 }
 
 /* 1 + code / 2^bits */
@@ -108,16 +113,16 @@ INLINE void dots_as(const KeyGroup *g, int64_t rows, int64_t dim, const uint8_t 
                     const uint8_t *const *fine_at, int count, float *scores, int bits, int fields, int fine) {
   const int64_t lines = dim / LANES / fields;
   for (int64_t n = 0; n < rows; n += 4) {
-    vf s[16] = {{0}};
+    vf s[AT_ONCE] = {{0}};
     for (int64_t line = 0; line < lines; line++) {
       const float *a = g->q + n * dim + line * fields * LANES;
-      vu words[4];
-      for (int j = 0; j < 4; j++) words[j] = read_line(at[j], fine_at[j], line, bits, fields, fine);
-#pragma GCC unroll 8
+      vu words[ACROSS];
+      for (int j = 0; j < ACROSS; j++) words[j] = read_line(at[j], fine_at[j], line, bits, fields, fine);
+#pragma GCC unroll 16
       for (int field = 0; field < fields; field++) {
-        vf k[4];
+        vf k[ACROSS];
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < ACROSS; j++) {
           k[j] = fraction(words[j], field, bits);
           KEEP(k[j]);
         }
@@ -125,58 +130,59 @@ INLINE void dots_as(const KeyGroup *g, int64_t rows, int64_t dim, const uint8_t 
         for (int i = 0; i < 4; i++) {
           vf x = load(a + i * dim + field * LANES);
 #pragma GCC unroll 4
-          for (int j = 0; j < 4; j++) s[4 * i + j] += x * k[j];
+          for (int j = 0; j < ACROSS; j++) s[ACROSS * i + j] += x * k[j];
         }
       }
     }
-    union { vf v; vf4 row[4]; } total = {sums(s)};
+    const Totals total = totals(s);
     for (int i = 0; i < 4; i++) {
-      vf4 score = total.row[i] + g->add[n + i];
-      if (count == 4) *(vf4 *)(scores + (n + i) * TILE) = score;
+      const va score = total.row[i] + g->add[n + i];
+      if (count == ACROSS) *(va *)(scores + (n + i) * TILE) = score;
       else memcpy(scores + (n + i) * TILE, &score, sizeof(float) * count);
     }
   }
 }
 
 typedef struct {
-  float scale[TILE * LANES + LANES], zero[TILE * LANES + LANES]; /* [token, group] */
+  float scale[TILE * GROUPS + LANES], zero[TILE * GROUPS + LANES]; /* [token, group] */
   const uint8_t *at[TILE], *fine_at[TILE];
 } Values;
 
-/* out += sum_t p[t] * values[t], four registers of a line at a time */
+/* out += sum_t p[t] * values[t], ACROSS registers of a line at a time */
 INLINE void weigh_as(const Values *x, const float *p, int64_t rows, int64_t dim, int64_t group, int count, float *out,
                      int bits, int fields, int fine) {
   const int64_t lines = dim / LANES / fields, groups = dim / group;
   for (int64_t line = 0; line < lines; line++) {
-    vi of; /* the group of a lane's channels */
+    const int64_t begin = line * LANES * fields, base = begin / group;
+    vi of; /* the group of a lane's channels, from the line's first on */
     for (int lane = 0; lane < LANES; lane++) {
-      const int words = 16 * fields * bits / 32;
-      const int64_t from = fine ? line * 64 + lane % 8 * 8 : (line * words + lane % words) * (32 / bits) + lane / words * fields;
-      of[lane] = (int32_t)(from / group);
+      const int words = LANES * fields * bits / 32;
+      const int64_t at = fine ? lane % (LANES / 2) * 8 : lane % words * (32 / bits) + lane / words * fields;
+      of[lane] = (int32_t)((begin + at) / group - base);
     }
     for (int64_t n = 0; n < rows; n += 4) {
       const float *w = p + n * TILE;
       vf add[4] = {{0}};
       for (int t = 0; t < count; t++) {
-        vf z = spread(load(x->zero + t * groups), of);
+        vf z = spread(load(x->zero + t * groups + base), of);
         for (int i = 0; i < 4; i++) add[i] += z * w[i * TILE + t];
       }
-#pragma GCC unroll 2
-      for (int first = 0; first < fields; first += 4) {
+#pragma GCC unroll 8
+      for (int first = 0; first < fields; first += ACROSS) {
         float *to = out + n * dim + (line * fields + first) * LANES;
-        vf s[4][4];
+        vf s[4][ACROSS];
         for (int i = 0; i < 4; i++)
-          for (int j = 0; j < 4; j++) s[i][j] = load(to + i * dim + j * LANES) + add[i];
+          for (int j = 0; j < ACROSS; j++) s[i][j] = load(to + i * dim + j * LANES) + add[i];
         for (int t = 0; t < count; t++) {
           vu words = read_line(x->at[t], x->fine_at[t], line, bits, fields, fine);
-          vf scale = spread(load(x->scale + t * groups), of), weight[4];
+          vf scale = spread(load(x->scale + t * groups + base), of), weight[4];
 #pragma GCC unroll 4
           for (int i = 0; i < 4; i++) {
             weight[i] = scale * w[i * TILE + t];
             KEEP(weight[i]);
           }
 #pragma GCC unroll 4
-          for (int j = 0; j < 4; j++) {
+          for (int j = 0; j < ACROSS; j++) {
             vf value = fraction(words, first + j, bits);
             KEEP(value);
 #pragma GCC unroll 4
@@ -184,7 +190,7 @@ INLINE void weigh_as(const Values *x, const float *p, int64_t rows, int64_t dim,
           }
         }
         for (int i = 0; i < 4; i++)
-          for (int j = 0; j < 4; j++) store(to + i * dim + j * LANES, s[i][j]);
+          for (int j = 0; j < ACROSS; j++) store(to + i * dim + j * LANES, s[i][j]);
       }
     }
   }
@@ -193,13 +199,13 @@ INLINE void weigh_as(const Values *x, const float *p, int64_t rows, int64_t dim,
 #define CALL(name, bits, fields, fine) \
   static void name##_##bits##_##fields##_##fine(ARGUMENTS) { name##_as(PASSED, bits, fields, fine); }
 #define SPECIALISE(name)                                                                        \
-  CALL(name, 2, 4, 0) CALL(name, 2, 8, 0) CALL(name, 4, 4, 0) CALL(name, 4, 8, 0)               \
+  CALL(name, 2, 4, 0) CALL(name, 2, 8, 0) CALL(name, 2, 16, 0) CALL(name, 4, 4, 0) CALL(name, 4, 8, 0) \
   CALL(name, 8, 4, 0) CALL(name, 8, 4, 1)                                                       \
   static void name(const Field *f, ARGUMENTS) {                                                 \
-    const int wide = shape_of(f).fields == 8;                                                   \
+    const int fields = shape_of(f).fields;                                                      \
     if (f->low) name##_8_4_1(PASSED);                                                           \
-    else if (f->bits == 2) (wide ? name##_2_8_0 : name##_2_4_0)(PASSED);                        \
-    else if (f->bits == 4) (wide ? name##_4_8_0 : name##_4_4_0)(PASSED);                        \
+    else if (f->bits == 2) (fields == 16 ? name##_2_16_0 : fields == 8 ? name##_2_8_0 : name##_2_4_0)(PASSED); \
+    else if (f->bits == 4) (fields == 8 ? name##_4_8_0 : name##_4_4_0)(PASSED);                 \
     else name##_8_4_0(PASSED);                                                                  \
   }
 #define ARGUMENTS                                                                                              \
@@ -244,15 +250,15 @@ void dots_codes(const Field *f, KeyGroup *g, const float *q, const float *sorted
                 float *scores) {
   const int64_t *token = x->token;
   const int count = x->count;
-  const uint8_t *at[4], *low[4];
+  const uint8_t *at[ACROSS], *low[ACROSS];
   for (int t = 0, n; t < count; t += n) {
     if (token[t] < g->from || token[t] >= g->to) {
       open_group(f, g, q, sorted, rows, token[t] / f->group, steps_of(f), under_of(f));
       g->from = token[t] / f->group * f->group;
       g->to = g->from + f->group;
     }
-    for (n = 1; n < 4 && t + n < count && token[t + n] >= g->from && token[t + n] < g->to;) n++;
-    for (int j = 0; j < 4; j++) {
+    for (n = 1; n < ACROSS && t + n < count && token[t + n] >= g->from && token[t + n] < g->to;) n++;
+    for (int j = 0; j < ACROSS; j++) {
       at[j] = code_at(f, token[t + (j < n ? j : 0)]);
       low[j] = fine_at(f, token[t + (j < n ? j : 0)]);
     }
@@ -307,7 +313,7 @@ int of_page(const Field *f, const Tokens *x, int t, int64_t *page) {
 /* As `dots_codes`; `g`: the queries scaled for the page's salient tokens, and for its others */
 void dots_mixed(const Field *f, KeyGroup g[2], const float *q, const float *sorted, int64_t rows, const Tokens *x,
                 float *scores) {
-  uint8_t room[4][128] __attribute__((aligned(64)));
+  uint8_t room[ACROSS][128] __attribute__((aligned(64)));
   float found[CODED_QUERIES * TILE];
   Field four = *f;
   four.low = NULL;
@@ -322,11 +328,11 @@ void dots_mixed(const Field *f, KeyGroup g[2], const float *q, const float *sort
         g[i].from = page * f->page;
         g[i].to = g[i].from + f->page;
       }
-      for (int j = 0; j < n[i]; j += 4) {
-        const int some = n[i] - j < 4 ? n[i] - j : 4, *which = of[i] + j;
-        const uint8_t *at[4];
-        for (int k = 0; k < 4; k++) at[k] = codes_of(f, x, which[k < some ? k : 0], 0, room[k]);
-        dots(&four, g + i, rows, f->dim, at, at, 4, found);
+      for (int j = 0; j < n[i]; j += ACROSS) {
+        const int some = n[i] - j < ACROSS ? n[i] - j : ACROSS, *which = of[i] + j;
+        const uint8_t *at[ACROSS];
+        for (int k = 0; k < ACROSS; k++) at[k] = codes_of(f, x, which[k < some ? k : 0], 0, room[k]);
+        dots(&four, g + i, rows, f->dim, at, at, ACROSS, found);
         for (int64_t r = 0; r < rows; r++)
           for (int k = 0; k < some; k++) scores[r * TILE + which[k]] = found[r * TILE + k];
       }

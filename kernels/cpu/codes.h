@@ -28,7 +28,7 @@ int of_page(const Field *f, const Tokens *x, int t, int64_t *page);
 /* 8 codes of 2 bits in each half word become the upper halves of a word's 8 nibbles, and `rest` their lower ones: 4 code
    + rest of 16, so 1 + code / 4 all the same, if there is no rest. */
 INLINE void widen_codes(const uint8_t *from, int64_t dim, uint32_t rest, uint8_t *to) {
-  for (; dim; dim -= 128, from += 32, to += 64) {
+  for (; dim; dim -= 8 * LANES, from += 2 * LANES, to += 4 * LANES) {
     vu x = words_of((const uint16_t *)from);
     x = (x | x << 8) & 0x00ff00ffu;
     x = (x | x << 4) & 0x0f0f0f0fu;

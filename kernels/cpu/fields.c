@@ -34,16 +34,16 @@ static void read_dense(const Field *f, int64_t row, const int64_t *token, int co
    token; or to a token, with a factor per channel. */
 enum { EACH, BLOCKS, ONE };
 
-/* One token's vector. A vector register's codes are bit fields of the 64 bytes that hold them: pick each lane's 32-bit
+/* One token's vector. A vector register's codes are bit fields of the register that holds them: pick each lane's 32-bit
    word, shift its field down, mask. Whole registers are written, so `out` must be padded. */
 INLINE vu wide_load(const uint8_t *p, int64_t bytes) {
 #if defined(__AVX512BW__)
-  if (bytes < 64) return (vu)_mm512_maskz_loadu_epi8((1ull << bytes) - 1, p);
+  if (bytes < 4 * LANES) return (vu)_mm512_maskz_loadu_epi8((1ull << bytes) - 1, p);
 #endif
   vu words = {0};
-  if (bytes >= 64) words = *(const vu *)p;
-  else if (bytes == 32) memcpy(&words, p, 32);
-  else if (bytes == 16) memcpy(&words, p, 16);
+  if (bytes >= 4 * LANES) words = *(const vu *)p;
+  else if (bytes == 2 * LANES) memcpy(&words, p, 2 * LANES);
+  else if (bytes == LANES) memcpy(&words, p, LANES);
   else memcpy(&words, p, bytes);
   return words;
 }
@@ -51,19 +51,19 @@ INLINE vu wide_load(const uint8_t *p, int64_t bytes) {
 INLINE void unpack(const uint8_t *restrict code, const uint8_t *restrict fine, int64_t dim, int bits, int how,
                    const float *restrict scale, const float *restrict zero, const float *restrict channel, int shift,
                    float *restrict out) {
-  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const vi lane = EACH_LANE;
   const int64_t bytes = dim * bits / 8;
   int64_t d = 0;
-  for (int64_t at = 0; at < bytes; at += 64) {
+  for (int64_t at = 0; at < bytes; at += 4 * LANES) {
     vu words = wide_load(code + at, bytes - at), rest = fine ? wide_load(fine + at, bytes - at) : (vu){0};
 #pragma GCC unroll 32
-    for (int first = 0; first < 512 / bits; first += LANES, d += LANES) {
+    for (int first = 0; first < 32 * LANES / bits; first += LANES, d += LANES) {
       if (d >= dim) return;
       vi place = (lane + first) * bits;
-      vi field = (vi)(__builtin_shuffle(words, (vu)(place >> 5)) >> (vu)(place & 31)) & ((1 << bits) - 1);
+      vi field = (vi)((vu)spread((vf)words, place >> 5) >> (vu)(place & 31)) & ((1 << bits) - 1);
       vf value = __builtin_convertvector(field, vf);
       if (fine) {
-        vi lower = (vi)(__builtin_shuffle(rest, (vu)(place >> 5)) >> (vu)(place & 31)) & 15;
+        vi lower = (vi)((vu)spread((vf)rest, place >> 5) >> (vu)(place & 31)) & 15;
         value += (__builtin_convertvector(lower, vf) - 8) * 0.0625f;
       }
       if (how == EACH) store(out + d, value * load(scale + d) + load(zero + d));
@@ -184,7 +184,7 @@ INLINE void turn(vf x, vf *sine, vf *cosine) {
   *cosine = choose(((quarter + 1) & 2) != 0, -b, b);
 }
 
-#define ROWS 8
+#define ROWS (2 * ACROSS)
 
 /* U @ basis for ROWS tokens: the registers of channels from `d` on and, if `two`, from `e` on, by which each u serves both. */
 INLINE void rebuild(const float *const *u, const float *basis, int64_t rank, int64_t dim, int64_t d, int64_t e, int two,

@@ -12,6 +12,7 @@
 #define ROWS 256       /* query rows of a block, about */
 #define SIXTEEN 16     /* rows that are multiplied together in bfloat16 */
 #define MOST (4 << 20) /* weights of a block, about: 16 MB */
+#define LINE 16        /* floats of a cache line */
 
 typedef struct {
   int64_t rows, group, queries, tokens, dim, parts, threads, q_dtype, k_dtype;
@@ -158,9 +159,10 @@ static void add_up(const Mass *a, int64_t k, int64_t size, const Block *b, float
   const float *top = b->top + k * (rows + LANES), *weight = b->weight + k * rows * TILE;
   for (int64_t head = 0; head < a->group; head++) {
     vf all[TILE / LANES] = {0};
-    float sum[TILE], factor[LANES], *to = sums + head * a->tokens + t;
+    float sum[TILE], factor[EIGHT + LANES], *to = sums + head * a->tokens + t;
     for (int64_t m = head * size; m < (head + 1) * size; m += EIGHT) {
-      store(factor, fading(load(top + m) - load(b->last + m)) * load(b->share + m));
+      for (int i = 0; i < EIGHT; i += LANES)
+        store(factor + i, fading(load(top + m + i) - load(b->last + m + i)) * load(b->share + m + i));
       for (int i = 0; i < EIGHT; i++) {
         if (top[m + i] == -INFINITY) continue;
         for (int j = 0; j < TILE / LANES; j++) {
@@ -202,14 +204,14 @@ static void take(const Mass *a, int64_t row, int64_t first, int64_t size, Block 
 /* The next `n` numbers of a buffer, from a cache line's start. */
 static float *part(float **from, int64_t n) {
   float *at = *from;
-  *from += (n + LANES - 1) / LANES * LANES;
+  *from += (n + LINE - 1) / LINE * LINE;
   return at;
 }
 
 static float *place(Block *b, const Mass *a, int64_t rows) {
   const int64_t tiles = (a->tokens + TILE - 1) / TILE, wide = rows + LANES;
-  const int64_t need = (rows + TILE) * a->dim + rows * LANES + 4 * wide + tiles * (wide + rows * TILE + 2) + 9 * LANES;
-  float *all = aligned_alloc(64, sizeof(float) * ((need + 2 * rows) / LANES + 1) * LANES), *at = all;
+  const int64_t need = (rows + TILE) * a->dim + rows * LANES + 4 * wide + tiles * (wide + rows * TILE + 2) + 9 * LINE;
+  float *all = aligned_alloc(64, sizeof(float) * ((need + 2 * rows) / LINE + 1) * LINE), *at = all;
   if (!all) return NULL;
   b->q = part(&at, rows * a->dim);
   b->key = part(&at, TILE * a->dim);
@@ -223,7 +225,7 @@ static float *place(Block *b, const Mass *a, int64_t rows) {
   return all;
 }
 
-/* q [row, head, query, dim] and k [row, token, dim] by strides, the last of which is 1; `dim` is a multiple of LANES. Part
+/* q [row, head, query, dim] and k [row, token, dim] by strides, the last of which is 1; `dim` is a multiple of MULTIPLE. Part
    i of n takes every n-th block, from the i-th on. Returns 0, or 1 if memory for the buffers cannot be had. */
 int kv_mass(const Mass *a) {
   const int halves = paired(a), matrix = halves && matrix_there();

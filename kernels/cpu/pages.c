@@ -5,7 +5,7 @@
 #define WIDE (256 + LANES)
 
 /* Numbers [batch, token, dim], any strides but the last, which is 1. A group is `group` tokens of a channel if `along`,
-   else `group` channels of a token. `dim` is a multiple of LANES, and so is a group of channels. Mirrored in native.py. */
+   else `group` channels of a token. `dim` is a multiple of MULTIPLE, and so is a group of channels. Mirrored in native.py. */
 typedef struct {
   int64_t batch, tokens, dim, group, along, bits, dtype, x_batch, x_token, threads;
   const void *x;
@@ -59,7 +59,7 @@ INLINE void pack_as(const uint8_t *restrict code, int64_t bytes, int bits, uint8
   }
 }
 
-typedef uint8_t v16u8 __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef uint8_t vb __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 static void codes(const Groups *g, int64_t batch, int64_t token, const float *zero, const float *step) {
   const vf top = splat((1 << g->bits) - 1);
@@ -72,7 +72,7 @@ static void codes(const Groups *g, int64_t batch, int64_t token, const float *ze
     vf at = (load(x + d) - (g->along ? load(zero + i) : splat(zero[i]))) / (g->along ? load(step + i) : splat(step[i]));
     at = smaller(choose(at > 0, at, splat(0)), top); /* and what is no number becomes 0 */
     vi whole = (vi)(at + 12582912.0f) & 0xff;        /* the sum's low bits are the nearest integer, ties to even */
-    *(v16u8 *)(code + d) = __builtin_convertvector(whole, v16u8);
+    *(vb *)(code + d) = __builtin_convertvector(whole, vb);
   }
   switch (g->bits) { /* constants, so that each loop is specialised */
     case 1: pack_as(code, bytes, 1, out); break;
@@ -98,7 +98,7 @@ void kv_codes(const Groups *g) {
       codes(g, i / parts, token, g->low + i * n, g->high + i * n);
 }
 
-/* All tokens of a field's pages, `dim` floats each, a multiple of LANES. */
+/* All tokens of a field's pages, `dim` floats each, a multiple of MULTIPLE. */
 void kv_decode(const Field *f, int64_t tokens, float *out, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t first = 0; first < tokens; first += f->page) {

@@ -6,6 +6,7 @@
 
 #define TILE 64
 #define EIGHT 8
+#define BOTH (2 * ACROSS) /* rows of two registers of columns that there are sums for */
 #define PIECE (2 * LANES)
 
 /* LANES numbers from the i-th on, as floats; `dtype` as in call.py. */
@@ -20,28 +21,36 @@ INLINE float value_at(const void *p, int64_t i, int dtype) {
 }
 
 /* From memory to every lane; the compiler makes a slower thing of splat(*p). */
+#if LANES == 16
 INLINE vf every(const float *p) { return (vf){*p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p, *p}; }
+#elif LANES == 8
+INLINE vf every(const float *p) { return (vf){*p, *p, *p, *p, *p, *p, *p, *p}; }
+#else
+INLINE vf every(const float *p) { return (vf){*p, *p, *p, *p}; }
+#endif
 
 /* c[i][j] = sum over d of a[i * a_row + d * a_step] b[d][j], for EIGHT rows and `wide` registers of columns, two at most;
    added to c if `more`. */
 INLINE void product(const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_step, int64_t n, float *c,
                     int64_t c_row, int wide, int more) {
-  vf s[EIGHT][2];
+  for (int row = 0; row < EIGHT; row += BOTH, a += BOTH * a_row, c += BOTH * c_row) {
+    vf s[BOTH][2];
 #pragma GCC unroll 8
-  for (int i = 0; i < EIGHT; i++)
-    for (int j = 0; j < wide; j++) s[i][j] = more ? load(c + i * c_row + j * LANES) : (vf){0};
-  for (int64_t d = 0; d < n; d++, a += a_step, b += b_step) {
-    vf x = load(b), y = wide > 1 ? load(b + LANES) : x;
+    for (int i = 0; i < BOTH; i++)
+      for (int j = 0; j < wide; j++) s[i][j] = more ? load(c + i * c_row + j * LANES) : (vf){0};
+    for (int64_t d = 0; d < n; d++) {
+      const vf x = load(b + d * b_step), y = wide > 1 ? load(b + d * b_step + LANES) : x;
 #pragma GCC unroll 8
-    for (int i = 0; i < EIGHT; i++) {
-      vf z = every(a + i * a_row);
-      s[i][0] += z * x;
-      if (wide > 1) s[i][1] += z * y;
+      for (int i = 0; i < BOTH; i++) {
+        const vf z = every(a + d * a_step + i * a_row);
+        s[i][0] += z * x;
+        if (wide > 1) s[i][1] += z * y;
+      }
     }
-  }
 #pragma GCC unroll 8
-  for (int i = 0; i < EIGHT; i++)
-    for (int j = 0; j < wide; j++) store(c + i * c_row + j * LANES, s[i][j]);
+    for (int i = 0; i < BOTH; i++)
+      for (int j = 0; j < wide; j++) store(c + i * c_row + j * LANES, s[i][j]);
+  }
 }
 
 /* Products of bfloat16 are exact, their sums float32. What stands on its side is pairs of channels, or of tokens, which lie
@@ -128,33 +137,28 @@ INLINE void pair_values(const uint16_t *from, int64_t stride, int64_t n, const i
 INLINE void store_halves(uint16_t *to, vf x) { (void)to, (void)x; }
 #endif
 
+/* Two rows that are `n` apart among LANES change pieces of `n` lanes: a step of a transposition. */
+#define SWAP(n, from, to)                                                       \
+  _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) if (!(i & n)) {      \
+    to[i] = EVEN_##n(from[i], from[i + n]);                                     \
+    to[i + n] = ODD_##n(from[i], from[i + n]);                                  \
+  }
+
 /* to[j][i] = from[start + i * from_row + j], LANES by LANES. */
 INLINE void transpose(const void *from, int64_t start, int64_t from_row, int dtype, float *to, int64_t to_row) {
   vf a[LANES], b[LANES];
 #pragma GCC unroll 16
   for (int i = 0; i < LANES; i++) a[i] = widened(from, start + i * from_row, dtype);
+  SWAP(1, a, b)
+  SWAP(2, b, a)
+#if LANES >= 8
+  SWAP(4, a, b)
+#endif
+#if LANES == 16
+  SWAP(8, b, a)
+#endif
 #pragma GCC unroll 16
-  for (int i = 0; i < LANES; i += 2) {
-    b[i] = PICK(a[i], a[i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-    b[i + 1] = PICK(a[i], a[i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < LANES; i++)
-    if (!(i & 2)) {
-      a[i] = PICK(b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-      a[i + 2] = PICK(b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-#pragma GCC unroll 16
-  for (int i = 0; i < LANES; i++)
-    if (!(i & 4)) {
-      b[i] = PICK(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-      b[i + 4] = PICK(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    }
-#pragma GCC unroll 8
-  for (int i = 0; i < LANES / 2; i++) {
-    store(to + i * to_row, PICK(b[i], b[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23));
-    store(to + (i + 8) * to_row, PICK(b[i], b[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
-  }
+  for (int i = 0; i < LANES; i++) store(to + i * to_row, LANES == 8 ? b[i] : a[i]);
 }
 
 /* e^x for x <= 0; 0 where that is no normal number. */

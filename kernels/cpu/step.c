@@ -95,7 +95,8 @@ int kv_step(const Step *s) {
   int64_t holes = 0;
   const int64_t size = dtype == F32 ? 4 : 2, columns = end - start + !s->fill, heads = s->group;
   const int64_t padded = (heads + 3) / 4 * 4;
-  const int64_t wide = (dim + LANES - 1) / LANES * LANES, wide_v = (dim_v + LANES - 1) / LANES * LANES;
+  const int64_t wide = (dim + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
+  const int64_t wide_v = (dim_v + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
   const int direct = dtype == F32 && wide_v == dim_v, parts = s->far ? 2 : 1;
   for (int64_t r = 0; s->fill && r < rows; r++)
     if (free_slot(s, r) == end) return 2;

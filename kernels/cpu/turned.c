@@ -1,9 +1,9 @@
 /* Codes of turned vectors (kernels/turboquant.py): a code's low bits choose a level in a register, one scale per token.
 
    Scores are taken against turned queries, and sums of values are turned back when a row is done: nothing is turned per
-   token. 16 channels are the bits of 2 * bits bytes; those bytes go to every lane, which shifts its own code down. What
-   is left above the code's bits does no harm, as levels repeat up to 16. Of 4 bits, even lanes get the first 8 channels
-   and odd ones the others, so queries and results are kept in that order meanwhile (`channel_of`).
+   token. The codes of a register's channels go to every lane, which shifts its own down. What is left above the code's bits
+   does no harm, as levels repeat up to 16. 16 channels of 4 bits are two words: even lanes get the first 8 channels and
+   odd ones the others, so queries and results are kept in that order meanwhile (`channel_of`).
    Queries that were bfloat16 meet levels as bfloat16, in pairs: of channels for keys, of tokens for values. */
 #include "turned.h"
 #include "pairs_inner.h"
@@ -26,44 +26,56 @@ void turn_rows(const Field *f, const float *x, int64_t rows, int64_t stride, flo
 
 /* ---- floats ------------------------------------------------------------------------------------------------------- */
 
-typedef uint64_t vd __attribute__((vector_size(64)));
+INLINE int64_t channel_of(int64_t lane, int bits) { return LANES == 16 && bits == 4 ? lane / 2 + lane % 2 * 8 : lane; }
 
-INLINE int64_t channel_of(int64_t lane, int bits) { return bits == 4 ? lane / 2 + lane % 2 * 8 : lane; }
+/* The bits of LANES channels, `bits` of each and 32 in all at most, in every lane. */
+INLINE vu words_at(const uint8_t *at, int64_t block, int bits) {
+  const int64_t from = block * LANES * bits;
+  uint32_t x = 0;
+  memcpy(&x, at + from / 8, (LANES * bits + 7) / 8);
+  return (LANES * bits % 8 ? x >> from % 8 : x) + (vu){0};
+}
 
-/* The code of each of 16 channels in the lowest bits of its lane. `at`: the token's codes; of 3 bits, `top` as well. */
+/* The code of each of LANES channels in the lowest bits of its lane. `at`: the token's codes; of 3 bits, `top` as well. */
 INLINE vu codes_at(const uint8_t *at, const uint8_t *top, int64_t block, int bits) {
-  const vu lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const vu lane = EACH_LANE;
+#if LANES == 16
   if (bits == 4) {
+    typedef uint64_t vd __attribute__((vector_size(64)));
     uint64_t x;
     memcpy(&x, at + block * 8, 8);
     return (vu)(x + (vd){0}) >> (lane >> 1 << 2);
   }
-  uint32_t x = 0, y = 0;
-  if (bits == 1) {
-    memcpy(&x, at + block * 2, 2);
-    return (x + (vu){0}) >> lane;
-  }
-  memcpy(&x, at + block * 4, 4);
-  const vu low = (x + (vu){0}) >> (lane << 1);
-  if (bits == 2) return low;
-  memcpy(&y, top + block * 2, 2);
-  const vu high = ((y << 16) + (vu){0}) >> (lane + 14); /* with its bit above the two others */
-  return (low & 3) | (high & ~3u);
+#endif
+  if (bits != 3) return words_at(at, block, bits) >> lane * (uint32_t)bits;
+  const vu high = words_at(top, block, 1) << 16 >> (lane + 14); /* with its bit above the two others */
+  return ((words_at(at, block, 2) >> (lane << 1)) & 3) | (high & ~3u);
 }
 
-INLINE vf level_of(vu code, vf levels) {
+/* 16 levels; of fewer than 4 bits, they repeat. */
+typedef struct { vf part[16 / LANES]; } Levels;
+
+INLINE Levels levels_at(const float *p) {
+  Levels x;
+  for (int i = 0; i < 16 / LANES; i++) x.part[i] = load(p + i * LANES);
+  return x;
+}
+
+INLINE vf level_of(vu code, Levels levels, int bits) {
 #if defined(__AVX512F__)
-  return (vf)_mm512_permutexvar_ps((__m512i)code, (__m512)levels);
-#elif defined(__AVX2__)
-  union { vf v; __m256 h[2]; } table = {levels}, out;
-  union { vu v; __m256i h[2]; } which = {code};
-  for (int i = 0; i < 2; i++) {
-    const __m256 low = _mm256_permutevar8x32_ps(table.h[0], which.h[i]), high = _mm256_permutevar8x32_ps(table.h[1], which.h[i]);
-    out.h[i] = _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(which.h[i], 28)));
-  }
-  return out.v;
+  (void)bits;
+  return (vf)_mm512_permutexvar_ps((__m512i)code, (__m512)levels.part[0]);
+#elif LANES == 8
+  const __m256 low = _mm256_permutevar8x32_ps((__m256)levels.part[0], (__m256i)code);
+  if (bits < 4) return (vf)low;
+  const __m256 high = _mm256_permutevar8x32_ps((__m256)levels.part[1], (__m256i)code);
+  return (vf)_mm256_blendv_ps(low, high, (__m256)(code << 28));
 #else
-  return spread(levels, (vi)(code & 15));
+  const int parts = 1 << bits > LANES ? (1 << bits) / LANES : 1;
+  vf out = spread(levels.part[0], (vi)(code & (LANES - 1)));
+  for (int i = 1; i < parts; i++)
+    out = choose((vi)((code / LANES & (uint32_t)(parts - 1)) == (uint32_t)i), spread(levels.part[i], (vi)(code & (LANES - 1))), out);
+  return out;
 #endif
 }
 
@@ -81,37 +93,37 @@ INLINE void scales_of(const Field *f, const Tokens *x, float *scale) {
 
 INLINE void dots_as(const Field *f, const Turned *x, int64_t rows, const uint8_t *const *at, float *found, int bits) {
   const int64_t dim = f->dim;
-  const vf levels = load(f->zero);
+  const Levels levels = levels_at(f->zero);
   for (int64_t n = 0; n < rows; n += 4) {
-    vf s[16] = {{0}};
+    vf s[AT_ONCE] = {{0}};
     for (int64_t block = 0; block < dim / LANES; block++) {
-      vf k[4];
+      vf k[ACROSS];
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) {
-        k[j] = level_of(codes_at(at[j], at[j] + dim / 4, block, bits), levels);
+      for (int j = 0; j < ACROSS; j++) {
+        k[j] = level_of(codes_at(at[j], at[j] + dim / 4, block, bits), levels, bits);
         KEEP(k[j]);
       }
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
         const vf a = load(x->q + (n + i) * dim + block * LANES);
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) s[4 * i + j] += a * k[j];
+        for (int j = 0; j < ACROSS; j++) s[ACROSS * i + j] += a * k[j];
       }
     }
-    store(found + n * 4, sums(s));
+    *(Totals *)(found + n * ACROSS) = totals(s);
   }
 }
 
-/* out += sum_t w[t] * level[t], 64 channels at a time; `w` [row, TILE] has the tokens' scales in it */
+/* out += sum_t w[t] * level[t], ACROSS registers of channels at a time; `w` [row, TILE] has the tokens' scales in it */
 INLINE void weigh_as(const Field *f, const float *w, int64_t rows, const uint8_t *const *at, int count, float *out, int bits) {
   const int64_t dim = f->dim;
-  const vf levels = load(f->zero);
+  const Levels levels = levels_at(f->zero);
   for (int64_t n = 0; n < rows; n += 4)
-    for (int64_t first = 0; first < dim / LANES; first += 4) {
+    for (int64_t first = 0; first < dim / LANES; first += ACROSS) {
       float *to = out + n * dim + first * LANES;
-      vf s[4][4];
+      vf s[4][ACROSS];
       for (int i = 0; i < 4; i++)
-        for (int j = 0; j < 4; j++) s[i][j] = load(to + i * dim + j * LANES);
+        for (int j = 0; j < ACROSS; j++) s[i][j] = load(to + i * dim + j * LANES);
       for (int t = 0; t < count; t++) {
         vf weight[4];
 #pragma GCC unroll 4
@@ -120,15 +132,15 @@ INLINE void weigh_as(const Field *f, const float *w, int64_t rows, const uint8_t
           KEEP(weight[i]);
         }
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-          vf value = level_of(codes_at(at[t], at[t] + dim / 4, first + j, bits), levels);
+        for (int j = 0; j < ACROSS; j++) {
+          vf value = level_of(codes_at(at[t], at[t] + dim / 4, first + j, bits), levels, bits);
           KEEP(value);
 #pragma GCC unroll 4
           for (int i = 0; i < 4; i++) s[i][j] += value * weight[i];
         }
       }
       for (int i = 0; i < 4; i++)
-        for (int j = 0; j < 4; j++) store(to + i * dim + j * LANES, s[i][j]);
+        for (int j = 0; j < ACROSS; j++) store(to + i * dim + j * LANES, s[i][j]);
     }
 }
 
@@ -290,12 +302,12 @@ void turned_open(const Field *k, const Field *v, const float *q, int64_t rows, i
 }
 
 void turned_dots(const Field *k, int64_t rows, const Tokens *tokens, const Turned *x, float *scores) {
-  float found[CODED_QUERIES * 4], scale[TILE + LANES];
+  float found[CODED_QUERIES * ACROSS], scale[TILE + LANES];
   scales_of(k, tokens, scale);
-  for (int t = 0; t < tokens->count; t += 4) {
-    const int n = tokens->count - t < 4 ? tokens->count - t : 4;
-    const uint8_t *at[4];
-    for (int j = 0; j < 4; j++) at[j] = bytes_at(k, tokens->token[t + (j < n ? j : 0)]);
+  for (int t = 0; t < tokens->count; t += ACROSS) {
+    const int n = tokens->count - t < ACROSS ? tokens->count - t : ACROSS;
+    const uint8_t *at[ACROSS];
+    for (int j = 0; j < ACROSS; j++) at[j] = bytes_at(k, tokens->token[t + (j < n ? j : 0)]);
 #if HALVES
     if (x->k_halves && k->bits == 4) half_dots_as(k, x, rows, at, found, 4);
     else if (x->k_halves && k->bits == 3) half_dots_as(k, x, rows, at, found, 3);
@@ -309,7 +321,7 @@ void turned_dots(const Field *k, int64_t rows, const Tokens *tokens, const Turne
         default: dots_as(k, x, rows, at, found, 4);
       }
     for (int64_t i = 0; i < rows; i++)
-      for (int j = 0; j < n; j++) scores[i * TILE + t + j] = found[i * 4 + j] * scale[t + j];
+      for (int j = 0; j < n; j++) scores[i * TILE + t + j] = found[i * ACROSS + j] * scale[t + j];
   }
 }
 
@@ -351,22 +363,25 @@ void read_turned(const Field *f, int64_t token, float *out) {
   const uint8_t *at = bytes_at(f, token), *top = at + dim / 4;
   float scale[LANES];
   widen_run(f->scale, token, 1, f->dtype, scale);
-  const vf levels = load(f->zero) * *scale;
-  const vi order = {0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15};
+  Levels levels = levels_at(f->zero);
+  for (int i = 0; i < 16 / LANES; i++) levels.part[i] *= *scale;
   for (int64_t block = 0; block < dim / LANES; block++) {
     vf x;
     switch (bits) {
-      case 1: x = level_of(codes_at(at, top, block, 1), levels); break;
-      case 2: x = level_of(codes_at(at, top, block, 2), levels); break;
-      case 3: x = level_of(codes_at(at, top, block, 3), levels); break;
-      default: x = spread(level_of(codes_at(at, top, block, 4), levels), order);
+      case 1: x = level_of(codes_at(at, top, block, 1), levels, 1); break;
+      case 2: x = level_of(codes_at(at, top, block, 2), levels, 2); break;
+      case 3: x = level_of(codes_at(at, top, block, 3), levels, 3); break;
+      default: x = level_of(codes_at(at, top, block, 4), levels, 4);
+#if LANES == 16
+        x = PICK(x, x, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+#endif
     }
     store(out + block * LANES, x);
   }
   for (int64_t d = dim & -LANES; d < dim; d++) {
     int code = at[d * (bits == 3 ? 2 : bits) / 8] >> d * (bits == 3 ? 2 : bits) % 8;
     if (bits == 3) code = (code & 3) | (top[d / 8] >> d % 8 & 1) << 2;
-    out[d] = levels[code & ((1 << bits) - 1)];
+    out[d] = ((const float *)f->zero)[code & ((1 << bits) - 1)] * *scale;
   }
 }
 
@@ -382,11 +397,11 @@ typedef struct {
   float *scale;
 } Coding;
 
-/* The codes of 16 numbers: a search among the borders between levels, the lower half first. */
-INLINE vu nearest(vf x, vf borders, int bits) {
+/* The codes of LANES numbers: a search among the borders between levels, the lower half first. */
+INLINE vu nearest(vf x, Levels borders, int bits) {
   vu code = {0};
   for (int step = 1 << (bits - 1); step; step >>= 1) {
-    const vf border = level_of(code + (uint32_t)(step - 1), borders);
+    const vf border = level_of(code + (uint32_t)(step - 1), borders, bits);
     code += (vu)(x > border) & (uint32_t)step;
   }
   return code;
@@ -414,10 +429,11 @@ INLINE void pack_codes(const uint8_t *code, int64_t dim, int bits, int shift, ui
 
 void kv_turned_codes(const Coding *c) {
   const int64_t dim = c->dim, bits = c->bits, bytes = dim * bits / 8;
-  const vf levels = load(c->levels);
-  float after[LANES + 1] = {0};
+  const Levels levels = levels_at(c->levels);
+  Levels borders; /* of those there are, all but the last are asked for */
+  float after[17] = {0};
   memcpy(after, c->levels, sizeof levels);
-  const vf borders = (levels + load(after + 1)) * 0.5f; /* of those there are, all but the last are asked for */
+  for (int i = 0; i < 16 / LANES; i++) borders.part[i] = (levels.part[i] + load(after + i * LANES + 1)) * 0.5f;
 #pragma omp parallel for schedule(static) num_threads(c->threads)
   for (int64_t n = 0; n < c->vectors; n++) {
     const float *x = c->x + n * dim;
@@ -429,7 +445,7 @@ void kv_turned_codes(const Coding *c) {
     for (int64_t d = 0; d < dim; d += LANES) {
       const vf y = load(x + d) * inverse;
       const vu is = bits == 4 ? nearest(y, borders, 4) : bits == 3 ? nearest(y, borders, 3) : bits == 2 ? nearest(y, borders, 2) : nearest(y, borders, 1);
-      const vf level = level_of(is, levels);
+      const vf level = level_of(is, levels, (int)bits);
       along += load(x + d) * level;
       chosen += level * level;
       for (int i = 0; i < LANES; i++) code[d + i] = (uint8_t)is[i];

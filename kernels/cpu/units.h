@@ -7,7 +7,7 @@
 #define STEP 8
 
 typedef struct {
-  int64_t rows, group, padded, dim, units, threads, mean; /* dim: padded to LANES; `padded`: group up to a multiple of 4 */
+  int64_t rows, group, padded, dim, units, threads, mean; /* dim: padded to MULTIPLE; `padded`: group up to a multiple of 4 */
   const float *q; /* [row, padded, 2 * dim]: the positive part, then the negative part */
   Field high, low;
   const uint8_t *alive; /* [row, unit], rows `alive_row` apart */

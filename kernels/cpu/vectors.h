@@ -4,48 +4,50 @@
 
 #include "fields.h"
 
-/* Register `j` of a stored vector from channel `d` on, as floats. Of 32 bf16, which fill a register in pairs, the even
+#define PAIRED (2 * LANES)
+
+/* Register `j` of a stored vector from channel `d` on, as floats. Of PAIRED bf16, which fill a register in pairs, the even
    ones come first and then the odd ones: a shift and a mask instead of spreading. `sort`, `unsort`: the other side. */
 INLINE vf channels(const char *p, int64_t d, int j, int64_t dtype) {
   if (dtype == F32) return load((const float *)p + d + j * LANES);
   if (dtype == F16) return from_f16((const uint16_t *)p + d + j * LANES);
-  vu pairs = *(const vu *)(p + 2 * d + j / 2 * 64);
+  vu pairs = *(const vu *)(p + 2 * (d + j / 2 * PAIRED));
   return j & 1 ? (vf)(pairs & 0xffff0000u) : (vf)(pairs << 16);
 }
 #define TOGETHER(dtype) ((dtype) == BF16 ? 2 : 1) /* registers of channels that are read at once */
 
 static void sort(const float *x, int64_t n, float *out) {
-  for (int64_t i = 0; i < n; i++) out[(i & -32) + (i & 1) * 16 + (i & 31) / 2] = x[i];
+  for (int64_t i = 0; i < n; i++) out[(i & -PAIRED) + (i & 1) * LANES + i % PAIRED / 2] = x[i];
 }
 
 static void unsort(float *x, int64_t n) {
-  for (int64_t d = 0; d < n; d += 32) {
-    float pairs[32];
-    for (int i = 0; i < 32; i++) pairs[i] = x[d + (i & 1) * 16 + i / 2];
+  for (int64_t d = 0; d < n; d += PAIRED) {
+    float pairs[PAIRED];
+    for (int i = 0; i < PAIRED; i++) pairs[i] = x[d + (i & 1) * LANES + i / 2];
     memcpy(x + d, pairs, sizeof pairs);
   }
 }
 
-/* Ask for the line that this register begins, to be read soon. */
+/* Ask for the line that this register begins, if it does, to be read soon. */
 INLINE void ask(const char *p, int64_t d, int j, int64_t dtype) {
-  if (dtype == F32) __builtin_prefetch(p + 4 * d + 64 * j, 0, 2);
-  else if ((d / LANES + j) % 2 == 0) __builtin_prefetch(p + 2 * d + 32 * j, 0, 2);
+  const int64_t at = (d + j * LANES) * (dtype == F32 ? 4 : 2);
+  if (at % 64 == 0) __builtin_prefetch(p + at, 0, 2);
 }
 
-/* scores[n][t] = q[n] . at[t]; four query rows by four tokens at a time, so each load serves four products. For each
+/* scores[n][t] = q[n] . at[t]; four query rows by ACROSS tokens at a time, so that loads serve several products. For each
    line that is read, one of the next batch (`soon`) is asked for: requests in one burst would have to wait for each
    other, and computing for them. */
 INLINE void dots_as(const float *q, int64_t rows, const char *const *at, const char *const *soon, int count, int64_t dim,
                     float *scores, int64_t dtype) {
-  for (int t = 0; t < count; t += 4)
+  for (int t = 0; t < count; t += ACROSS)
     for (int64_t n = 0; n < rows; n += 4) {
       const float *a = q + n * dim;
-      vf s[16] = {{0}};
+      vf s[AT_ONCE] = {{0}};
       for (int64_t d = 0; d < dim; d += TOGETHER(dtype) * LANES)
         for (int part = 0; part < TOGETHER(dtype); part++) {
-          vf k[4];
+          vf k[ACROSS];
 #pragma GCC unroll 4
-          for (int j = 0; j < 4; j++) {
+          for (int j = 0; j < ACROSS; j++) {
             if (n == 0 && soon) ask(soon[t + j], d, part, dtype);
             k[j] = channels(at[t + j], d, part, dtype);
             KEEP(k[j]);
@@ -54,18 +56,18 @@ INLINE void dots_as(const float *q, int64_t rows, const char *const *at, const c
           for (int i = 0; i < 4; i++) {
             vf x = load(a + i * dim + d + part * LANES);
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) s[4 * i + j] += x * k[j];
+            for (int j = 0; j < ACROSS; j++) s[ACROSS * i + j] += x * k[j];
           }
         }
-      union { vf v; vf4 row[4]; } total = {sums(s)};
-      for (int i = 0; i < 4; i++) *(vf4 *)(scores + (n + i) * TILE + t) = total.row[i];
+      const Totals total = totals(s);
+      for (int i = 0; i < 4; i++) *(va *)(scores + (n + i) * TILE + t) = total.row[i];
     }
 }
 
 /* out[n] += sum_t p[n][t] at[t], for `wide` registers of channels at once: 4 * wide independent sums hide latency */
 INLINE void weigh_part(const float *p, const char *const *at, const char *const *soon, int64_t from, int count,
                        int64_t dim, float *out, int wide, int64_t dtype) {
-  vf s[4][4];
+  vf s[4][ACROSS];
   for (int i = 0; i < 4; i++)
     for (int j = 0; j < wide; j++) s[i][j] = load(out + i * dim + j * LANES);
   for (int t = 0; t < count; t++)
@@ -85,7 +87,7 @@ INLINE void weigh_as(const float *p, int64_t rows, const char *const *at, const 
     const float *w = p + n * TILE;
     float *to = out + n * dim;
     int64_t d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) weigh_part(w, at, soon, d, count, dim, to + d, 4, dtype);
+    for (; d + ACROSS * LANES <= dim; d += ACROSS * LANES) weigh_part(w, at, soon, d, count, dim, to + d, ACROSS, dtype);
     for (; d + 2 * LANES <= dim; d += 2 * LANES) weigh_part(w, at, soon, d, count, dim, to + d, 2, dtype);
     if (d < dim) weigh_part(w, at, soon, d, count, dim, to + d, 1, dtype);
   }

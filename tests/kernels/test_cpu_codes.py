@@ -31,6 +31,7 @@ PROCESSORS = {
     "this one": "-march=native",
     "no matrix unit": "-mno-amx-bf16",
     "no bfloat16": "-mno-amx-bf16 -mno-avx512bf16",
+    "512 bits, by halves": "-march=x86-64-v3 -DLANES=16",
     "256 bits": "-march=x86-64-v3",
     "128 bits": "-march=x86-64",
 }
@@ -86,7 +87,11 @@ def built(flag: str) -> library.Loaded:
         return library.Loaded(None, error.stderr)
 
 
-@pytest.fixture(params=PROCESSORS)
+HALVED = "512 bits, by halves"
+"""Layouts of the widest registers, on a processor without them: minutes to compile."""
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name == HALVED else name for name in PROCESSORS])
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     name = request.param
     if name != "this one":
