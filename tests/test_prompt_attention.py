@@ -18,7 +18,7 @@ from kvengine.hf_mask import LazyMask
 from kvengine.kernels.causal_attention import causal_attention, quicker
 
 HEAD = torch.zeros(1, 1, 1, 16)
-pytestmark = pytest.mark.skipif(not quicker(HEAD, HEAD, HEAD), reason="no C compiler, or vectors of less than 512 bits")
+pytestmark = pytest.mark.skipif(not quicker(HEAD, HEAD, HEAD), reason="no C compiler, or vectors of less than 256 bits")
 
 
 @pytest.fixture

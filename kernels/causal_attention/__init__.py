@@ -33,8 +33,8 @@ def causal_attention(
 
     `position`: negative where there is no token, whatever memory holds there; None: everywhere is one. Any strides;
     the result's dtype is the queries'. The library's fused kernels do this, on a CPU in two calls where there are
-    earlier tokens; on a CPU with AVX-512 C does it in less time than they take: where the processor multiplies pairs of
-    bfloat16 and has no matrix unit, in either dtype, on others in float32 up to `FAR`. `backend` is "reference" or "native".
+    earlier tokens; on a CPU with AVX2 or AVX-512 C does it in less time than they take: in bfloat16 where there is no
+    matrix unit, and in float32 up to `FAR`, or at all lengths where pairs of bfloat16 are multiplied. `backend` is "reference" or "native".
     Raises KernelError on shapes that do not fit.
     """
     placed = position is None or position.shape == (len(k), k.shape[2])

@@ -51,14 +51,14 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         and library.load().library is not None
         and bool(library.needed().kv_causal_wide())
-        and (q.dtype == torch.float32 or _by_pairs(q, k, v))
+        and (q.dtype == torch.float32 or _bfloat16_fits(q, k, v))
     )
 
 
-def _by_pairs(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the processor multiplies pairs of bfloat16, and has no matrix unit, which the library uses."""
+def _bfloat16_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether numbers lie in pairs, and the processor has no matrix unit, which the library uses."""
     even = all(step % 2 == 0 for step in k.stride()[:-1])
-    return even and q.shape[-1] % PAIRED == v.shape[-1] % PAIRED == 0 and bool(library.needed().kv_causal_halves())
+    return even and q.shape[-1] % PAIRED == v.shape[-1] % PAIRED == 0 and bool(library.needed().kv_causal_bfloat16())
 
 
 def attention(

@@ -4,7 +4,7 @@
    are turned on their side, the scores of EIGHT query rows are made and softened, and their values weighed, while all
    of that is in the nearer caches. Tiles of tokens that no query of a block sees are not touched. Where the processor
    multiplies pairs of bfloat16, products of queries and keys in it are exact, and weights are rounded for theirs with
-   values, as by the library's kernel; all sums are float32. */
+   values, as by the library's kernel; elsewhere bfloat16 is widened tile by tile. All sums are float32. */
 #include <stdlib.h>
 #include "matrix.h"
 #include "prompt.h"
@@ -16,7 +16,7 @@
 typedef struct {
   int64_t sequences, share; /* of q; `share` of them read the same keys and values */
   int64_t heads, group, queries, tokens, dim, dim_v, threads;
-  int64_t dtype; /* as in call.py: floats, or bfloat16 where `kv_causal_halves` */
+  int64_t dtype; /* as in call.py: floats, or bfloat16 where `kv_causal_bfloat16` */
   float scale;
   const void *q, *k, *v;
   void *out;
@@ -35,36 +35,39 @@ INLINE int64_t query_at(const Causal *a, int64_t sequence, int64_t head, int64_t
   return sequence * a->q_sequence + head * a->q_head + i * a->q_token;
 }
 
+enum { FLOATS, WIDENED, PAIRS }; /* how numbers are read and multiplied: floats; bfloat16 as floats; or by pairs */
+
 /* EIGHT rows side by side, so that `product` reads them in order; pairs one after the other. */
-INLINE void lay_query(const Causal *a, const void *from, int64_t n, float *q, int halves) {
+INLINE void lay_query(const Causal *a, const void *from, int64_t n, float *q, int how) {
   const int64_t dim = a->dim;
   float *to = q + n / EIGHT * EIGHT * dim + n % EIGHT;
-  if (halves && from) memcpy((uint16_t *)q + n * dim, from, sizeof(uint16_t) * dim);
-  else if (halves) memset((uint16_t *)q + n * dim, 0, sizeof(uint16_t) * dim);
+  if (how == PAIRS && from) memcpy((uint16_t *)q + n * dim, from, sizeof(uint16_t) * dim);
+  else if (how == PAIRS) memset((uint16_t *)q + n * dim, 0, sizeof(uint16_t) * dim);
   else
-    for (int64_t d = 0; d < dim; d++) to[d * EIGHT] = from ? ((const float *)from)[d] * a->scale : 0;
+    for (int64_t d = 0; d < dim; d++) to[d * EIGHT] = from ? value_at(from, d, how) * a->scale : 0;
 }
 
 /* Queries [first, first + block) of a head's group; `space` as `need` says. */
 INLINE void attend_as(const Causal *a, int64_t sequence, int64_t head, int64_t first, int64_t block, float *space,
-                      int halves) {
+                      int how) {
   const int64_t dim = a->dim, dim_v = a->dim_v, rows = a->group * block, start = a->tokens - a->queries + first;
   const int64_t count = first + block < a->queries ? block : a->queries - first, last = start + count;
   const int64_t held = sequence / a->share, sinks = a->first ? a->first[held] + a->sinks : 0, local = a->first ? a->local : last;
-  const int64_t whole[2] = {0, last}, size = halves ? 2 : 4;
+  const int64_t whole[2] = {0, last}, size = how ? 2 : 4;
   const int64_t *span = a->spans ? a->spans + sequence * a->spans_sequence + first / a->queries_per * a->spans_per * 2 : whole;
   const char *keys = (const char *)a->k + (held * a->k_sequence + head * a->k_head) * size;
   const char *values = (const char *)a->v + (held * a->v_sequence + head * a->v_head) * size;
-  float *q = space, *out = q + rows * dim, *total = out + rows * dim_v, *top = total + rows * LANES;
-  float *key = top + rows, *value = key + TILE * dim, *s = value + TILE * dim_v;
+  float *q = space, *out = q + rows * dim, *key = out + rows * dim_v, *value = key + TILE * dim; /* whole lines, all */
+  float *s = value + TILE * dim_v, *total = s + EIGHT * TILE, *top = total + rows * LANES;
   uint16_t weight[EIGHT * TILE];
   int32_t gap[TILE];
   for (int64_t n = 0; n < rows; n++) {
     const int64_t at = query_at(a, sequence, head * a->group + n / block, first + n % block);
-    lay_query(a, n % block < count ? (const char *)a->q + at * size : NULL, n, q, halves);
+    lay_query(a, n % block < count ? (const char *)a->q + at * size : NULL, n, q, how);
     top[n] = -INFINITY;
   }
-  memset(out, 0, sizeof(float) * rows * (dim_v + LANES)); /* and total */
+  memset(out, 0, sizeof(float) * rows * dim_v);
+  memset(total, 0, sizeof(float) * rows * LANES);
   for (int64_t n = 0; a->logits && n < rows; n++) {
     top[n] = a->logits[(sequence * a->heads + head) * a->group + n / block];
     total[n * LANES] = top[n] > -INFINITY;
@@ -78,26 +81,25 @@ INLINE void attend_as(const Causal *a, int64_t sequence, int64_t head, int64_t f
       if (none == n) continue;
       const float *v = (const float *)(values + t * a->v_token * size);
       int64_t v_token = a->v_token;
-      if (halves) {
+      if (how == PAIRS) {
         lay(keys, t * a->k_token / 2, a->k_token / 2, 0, n, dim / 2, key);
         pair_values((const uint16_t *)v, a->v_token, n, none ? gap : NULL, dim_v, value);
-      } else lay(keys, t * a->k_token, a->k_token, 0, n, dim, key);
-      if (!halves && (n < columns || none)) { /* weights of 0 must not meet what is no token */
+      } else lay(keys, t * a->k_token, a->k_token, how, n, dim, key);
+      if (how == WIDENED || (how == FLOATS && (n < columns || none))) { /* weights of 0 must not meet what is no token */
         for (int64_t j = 0; j < columns; j++)
-          for (int64_t d = 0; d < dim_v; d++)
-            value[j * dim_v + d] = j < n && !(none && gap[j]) ? v[j * v_token + d] : 0;
+          for (int64_t d = 0; d < dim_v; d += LANES)
+            store(value + j * dim_v + d, j < n && !(none && gap[j]) ? widened(v, j * v_token + d, how) : splat(0));
         v = value;
         v_token = dim_v;
       }
       for (int64_t m = 0; m < rows; m += EIGHT) {
         const int64_t at = start + m % block - t; /* column of the first of these rows' own token */
         if (at + EIGHT <= 0 || m % block >= count || (t >= sinks && n <= at - local + 1)) continue;
-        if (halves) pairs_product((const uint16_t *)q + m * dim, EIGHT, key, dim, s);
-        for (int64_t j = 0; !halves && j < columns; j += PIECE)
-          product(q + m * dim, 1, EIGHT, key + j, TILE, dim, s + j, TILE, 2, 0);
+        if (how == PAIRS) pairs_product((const uint16_t *)q + m * dim, EIGHT, key, dim, s);
+        else products(q + m * dim, 1, EIGHT, key, TILE, dim, s, TILE, columns, 0);
         for (int i = 0; i < EIGHT; i++) {
           float *mine = s + i * TILE;
-          for (int64_t j = 0; halves && j < columns; j += LANES) store(mine + j, load(mine + j) * a->scale);
+          for (int64_t j = 0; how == PAIRS && j < columns; j += LANES) store(mine + j, load(mine + j) * a->scale);
           if (a->softcap > 0) cap(mine, columns, a->softcap);
           hide(mine, at + i + 1 < n ? at + i + 1 : n, columns);
           if (a->first) hide(mine, sinks - t, at + i - local + 1 < n ? at + i - local + 1 : n);
@@ -105,15 +107,12 @@ INLINE void attend_as(const Causal *a, int64_t sequence, int64_t head, int64_t f
             store(mine + j, choose(*(const vi *)(gap + j), splat(-INFINITY), load(mine + j)));
           soften(mine, columns, top + m + i, total + (m + i) * LANES, out + (m + i) * dim_v, dim_v);
         }
-        if (halves) {
+        if (how == PAIRS) {
           round_weights(s, weight);
           for (int64_t d = 0; d < dim_v; d += PIECE) add_pairs(weight, value + d, dim_v, n, out + m * dim_v + d, dim_v);
           continue;
         }
-        int64_t d = 0;
-        for (; d + PIECE <= dim_v; d += PIECE)
-          product(s, TILE, 1, v + d, v_token, columns, out + m * dim_v + d, dim_v, 2, 1);
-        if (d < dim_v) product(s, TILE, 1, v + d, v_token, columns, out + m * dim_v + d, dim_v, 1, 1);
+        products(s, TILE, 1, v, v_token, columns, out + m * dim_v, dim_v, dim_v, 1);
       }
     }
   }
@@ -124,36 +123,35 @@ INLINE void attend_as(const Causal *a, int64_t sequence, int64_t head, int64_t f
     const float all = sum(load(total + n * LANES)), share = all > 0 ? 1 / all : 0;
     for (int64_t d = 0; d < dim_v; d += LANES) {
       const vf x = load(out + n * dim_v + d) * share;
-      if (halves) store_halves((uint16_t *)a->out + to + d, x);
+      if (how) store_halves((uint16_t *)a->out + to + d, x);
       else store((float *)a->out + to + d, x);
     }
   }
 }
 
 static void attend(const Causal *a, int64_t sequence, int64_t head, int64_t first, int64_t block, float *space) {
-  attend_as(a, sequence, head, first, block, space, 0);
+  attend_as(a, sequence, head, first, block, space, FLOATS);
 }
 
 static void attend_halves(const Causal *a, int64_t sequence, int64_t head, int64_t first, int64_t block, float *space) {
-  attend_as(a, sequence, head, first, block, space, HALVES);
+  attend_as(a, sequence, head, first, block, space, HALVES ? PAIRS : WIDENED);
 }
 
 /* 1 where vectors are wide enough for this to be worth it. */
 int kv_causal_wide(void) {
-#if defined(__AVX512F__)
-  return 1;
-#else
-  return 0;
-#endif
+  return LANES >= 8;
 }
 
 /* 1 where bfloat16 is known too, and the library has no matrix unit for it. */
-int kv_causal_halves(void) {
+int kv_causal_bfloat16(void) {
 #ifdef MATRIX_UNIT
   if (matrix_allowed()) return 0;
 #endif
-  return HALVES;
+  return kv_causal_wide();
 }
+
+/* 1 where that is by pairs. */
+int kv_causal_halves(void) { return HALVES && kv_causal_bfloat16(); }
 
 /* q [sequence, head * group, query, dim], k [sequence / share, head, token, dim], v, out [sequence, query, head * group, dim_v],
    any strides but the last, which is 1; the queries are those of the last tokens. `dim` and `dim_v` are multiples of MULTIPLE
@@ -169,7 +167,7 @@ int kv_causal(const Causal *a) {
   int failed = 0;
 #pragma omp parallel num_threads(a->threads)
   {
-    float *space = malloc(sizeof(float) * need);
+    float *space = aligned_alloc(64, sizeof(float) * ((need + 15) & -16));
     if (!space) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < blocks * heads; i++) /* the longest first */

@@ -162,10 +162,16 @@ INLINE void weigh_as(const Values *x, const float *p, int64_t rows, int64_t dim,
     }
     for (int64_t n = 0; n < rows; n += 4) {
       const float *w = p + n * TILE;
+      float weight[TILE][4][LANES] __attribute__((aligned(64)));
       vf add[4] = {{0}};
       for (int t = 0; t < count; t++) {
-        vf z = spread(load(x->zero + t * groups + base), of);
-        for (int i = 0; i < 4; i++) add[i] += z * w[i * TILE + t];
+        const vf z = spread(load(x->zero + t * groups + base), of), scale = spread(load(x->scale + t * groups + base), of);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+          const vf by = splat(w[i * TILE + t]);
+          add[i] += z * by;
+          store(weight[t][i], scale * by);
+        }
       }
 #pragma GCC unroll 8
       for (int first = 0; first < fields; first += ACROSS) {
@@ -174,19 +180,13 @@ INLINE void weigh_as(const Values *x, const float *p, int64_t rows, int64_t dim,
         for (int i = 0; i < 4; i++)
           for (int j = 0; j < ACROSS; j++) s[i][j] = load(to + i * dim + j * LANES) + add[i];
         for (int t = 0; t < count; t++) {
-          vu words = read_line(x->at[t], x->fine_at[t], line, bits, fields, fine);
-          vf scale = spread(load(x->scale + t * groups + base), of), weight[4];
-#pragma GCC unroll 4
-          for (int i = 0; i < 4; i++) {
-            weight[i] = scale * w[i * TILE + t];
-            KEEP(weight[i]);
-          }
+          const vu words = read_line(x->at[t], x->fine_at[t], line, bits, fields, fine);
 #pragma GCC unroll 4
           for (int j = 0; j < ACROSS; j++) {
             vf value = fraction(words, first + j, bits);
             KEEP(value);
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) s[i][j] += value * weight[i];
+            for (int i = 0; i < 4; i++) s[i][j] += value * load(weight[t][i]);
           }
         }
         for (int i = 0; i < 4; i++)

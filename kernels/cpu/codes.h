@@ -9,7 +9,7 @@
 /* The scaled queries of the key group that was read last. */
 typedef struct {
   int64_t from, to; /* its tokens */
-  float q[CODED_QUERIES * 256], add[CODED_QUERIES];
+  float q[CODED_QUERIES * 256] __attribute__((aligned(64))), add[CODED_QUERIES];
 } KeyGroup;
 
 int codes_lie(const Field *f, int64_t dim, int64_t rows);

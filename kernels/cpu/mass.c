@@ -139,8 +139,7 @@ static void weigh(const Mass *a, int64_t row, int64_t m, int64_t t, int64_t n, c
   const uint16_t *q = (const uint16_t *)b->q + m * a->dim;
   if (b->matrix) multiply(q, b->key, a->dim, s);
   else if (halves) pairs_product(q, SIXTEEN, b->key, a->dim, s);
-  for (int64_t j = 0; !halves && j < TILE; j += PIECE)
-    product(b->q + m * a->dim, 1, EIGHT, b->key + j, TILE, a->dim, s + j, TILE, 2, 0);
+  else products(b->q + m * a->dim, 1, EIGHT, b->key, TILE, a->dim, s, TILE, TILE, 0);
   for (int64_t i = 0; i < b->together; i++, s += TILE) {
     const int64_t seen = b->seen[m + i], far = seen + 1 - t, near = far - a->local;
     for (int64_t j = 0; halves && j < TILE; j += LANES) store(s + j, load(s + j) * a->scale);

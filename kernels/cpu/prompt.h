@@ -6,7 +6,8 @@
 
 #define TILE 64
 #define EIGHT 8
-#define BOTH (2 * ACROSS) /* rows of two registers of columns that there are sums for */
+#define BESIDE (LANES == 8 ? 4 : 8) /* rows of WIDE registers of columns that there are sums for */
+#define WIDE (LANES == 8 ? 3 : 2)
 #define PIECE (2 * LANES)
 
 /* LANES numbers from the i-th on, as floats; `dtype` as in call.py. */
@@ -29,28 +30,46 @@ INLINE vf every(const float *p) { return (vf){*p, *p, *p, *p, *p, *p, *p, *p}; }
 INLINE vf every(const float *p) { return (vf){*p, *p, *p, *p}; }
 #endif
 
-/* c[i][j] = sum over d of a[i * a_row + d * a_step] b[d][j], for EIGHT rows and `wide` registers of columns, two at most;
-   added to c if `more`. */
+/* c[i][j] = sum over d of a[i * a_row + d * a_step] b[d][j], for EIGHT rows and `wide` registers of columns; added to c if
+   `more`. */
 INLINE void product(const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_step, int64_t n, float *c,
                     int64_t c_row, int wide, int more) {
-  for (int row = 0; row < EIGHT; row += BOTH, a += BOTH * a_row, c += BOTH * c_row) {
-    vf s[BOTH][2];
+  for (int row = 0; row < EIGHT; row += BESIDE, a += BESIDE * a_row, c += BESIDE * c_row) {
+    vf s[BESIDE][WIDE];
 #pragma GCC unroll 8
-    for (int i = 0; i < BOTH; i++)
+    for (int i = 0; i < BESIDE; i++)
       for (int j = 0; j < wide; j++) s[i][j] = more ? load(c + i * c_row + j * LANES) : (vf){0};
     for (int64_t d = 0; d < n; d++) {
-      const vf x = load(b + d * b_step), y = wide > 1 ? load(b + d * b_step + LANES) : x;
+      vf x[WIDE];
+#pragma GCC unroll 3
+      for (int j = 0; j < wide; j++) {
+        x[j] = load(b + d * b_step + j * LANES);
+        KEEP(x[j]);
+      }
 #pragma GCC unroll 8
-      for (int i = 0; i < BOTH; i++) {
+      for (int i = 0; i < BESIDE; i++) {
         const vf z = every(a + d * a_step + i * a_row);
-        s[i][0] += z * x;
-        if (wide > 1) s[i][1] += z * y;
+#pragma GCC unroll 3
+        for (int j = 0; j < wide; j++) s[i][j] += z * x[j];
       }
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < BOTH; i++)
+    for (int i = 0; i < BESIDE; i++)
       for (int j = 0; j < wide; j++) store(c + i * c_row + j * LANES, s[i][j]);
   }
+}
+
+/* The same for all `columns`, a multiple of LANES. */
+INLINE void products(const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_step, int64_t n, float *c,
+                     int64_t c_row, int64_t columns, int more) {
+  int64_t j = 0;
+  for (; j + WIDE * LANES <= columns; j += WIDE * LANES)
+    product(a, a_row, a_step, b + j, b_step, n, c + j, c_row, WIDE, more);
+  if (WIDE > 2 && j + 2 * LANES <= columns) {
+    product(a, a_row, a_step, b + j, b_step, n, c + j, c_row, 2, more);
+    j += 2 * LANES;
+  }
+  if (j < columns) product(a, a_row, a_step, b + j, b_step, n, c + j, c_row, 1, more);
 }
 
 /* Products of bfloat16 are exact, their sums float32. What stands on its side is pairs of channels, or of tokens, which lie
@@ -134,7 +153,12 @@ INLINE void round_weights(const float *s, uint16_t *to) { (void)s, (void)to; }
 INLINE void pair_values(const uint16_t *from, int64_t stride, int64_t n, const int32_t *gap, int64_t dim, float *to) {
   (void)from, (void)stride, (void)n, (void)gap, (void)dim, (void)to;
 }
-INLINE void store_halves(uint16_t *to, vf x) { (void)to, (void)x; }
+/* To the nearest, ties to even. */
+INLINE void store_halves(uint16_t *to, vf x) {
+  const vu bits = (vu)x;
+  const vu near = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  *(vh *)to = __builtin_convertvector((vu)choose(x == x, (vf)near, (vf)((vu){0} + 0x7fc0)), vh);
+}
 #endif
 
 /* Two rows that are `n` apart among LANES change pieces of `n` lanes: a step of a transposition. */

@@ -39,8 +39,8 @@ INLINE void ask(const char *p, int64_t d, int j, int64_t dtype) {
    other, and computing for them. */
 INLINE void dots_as(const float *q, int64_t rows, const char *const *at, const char *const *soon, int count, int64_t dim,
                     float *scores, int64_t dtype) {
-  for (int t = 0; t < count; t += ACROSS)
-    for (int64_t n = 0; n < rows; n += 4) {
+  for (int64_t n = 0; n < rows; n += 4)
+    for (int t = 0; t < count; t += ACROSS) {
       const float *a = q + n * dim;
       vf s[AT_ONCE] = {{0}};
       for (int64_t d = 0; d < dim; d += TOGETHER(dtype) * LANES)

@@ -19,7 +19,7 @@ from kvengine.kernels.span_attention import Band
 
 ROWS, DIM = 3, 16
 HERE = torch.zeros(1, 1, 1, DIM)
-NATIVE = pytest.mark.skipif(not fits(HERE, HERE[0]), reason="no C compiler, or vectors of less than 512 bits")
+NATIVE = pytest.mark.skipif(not fits(HERE, HERE[0]), reason="no C compiler, or vectors of less than 256 bits")
 BACKENDS = [name for name in oracle.backends() if name != "native" or fits(HERE, HERE[0])]
 CASES = {  # query heads of a group, queries, tokens, each how many-th of the last is asked
     "whole": (2, 40, 40, 1),

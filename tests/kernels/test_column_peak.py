@@ -51,7 +51,7 @@ def test_as_the_loop(
     torch.testing.assert_close(found.cpu(), want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler, or vectors of less than 512 bits")
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler, or vectors of less than 256 bits")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("queries", "tokens", "group"), [(300, 700, 4), (1, 130, 2), (257, 257, 1)])
 def test_in_c_as_in_torch(dtype: torch.dtype, queries: int, tokens: int, group: int) -> None:

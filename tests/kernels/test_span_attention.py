@@ -168,7 +168,7 @@ def test_refusals_say_why() -> None:
         span_attention(q, k[:, :5], v[:, :5], position[:, :5], causal_spans(9, 5, q.device, 4), scale=1.0, block=4)
 
 
-@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler, or vectors of less than 512 bits")
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler, or vectors of less than 256 bits")
 @pytest.mark.parametrize(("sinks", "local"), [(0, 1), (4, 70), (64, 64), (200, 130)])
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_wide_bands_over_many_tiles(group: int, sinks: int, local: int) -> None:
