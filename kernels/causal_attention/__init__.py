@@ -34,8 +34,8 @@ def causal_attention(
     `position`: negative where there is no token, whatever memory holds there; None: everywhere is one. Any strides;
     the result's dtype is the queries'. The library's fused kernels do this, on a CPU in two calls where there are
     earlier tokens; on a CPU with AVX2 or AVX-512 C does it in less time than they take: in bfloat16 where there is no
-    matrix unit, and in float32 up to `FAR`, or at all lengths where pairs of bfloat16 are multiplied. `backend` is "reference" or "native".
-    Raises KernelError on shapes that do not fit.
+    matrix unit, and in float32 up to `FAR`, or at all lengths where pairs of bfloat16 are multiplied. `backend` is
+    "reference" or "native". Raises KernelError on shapes that do not fit.
     """
     placed = position is None or position.shape == (len(k), k.shape[2])
     if q.shape[2] > k.shape[2] or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3] or not placed:

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,15 +98,17 @@ def _built(compiler: str, flags: tuple[str, ...]) -> Path:
 
 
 def _build(compiler: str, flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
-    handle, partial = tempfile.mkstemp(suffix=".so", dir=target.parent)
-    os.close(handle)
-    inputs = [str(path) for path in sources if path.suffix == ".c"]
-    command = [compiler, *flags, *inputs, *LINK, "-o", partial]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-        os.replace(partial, target)  # atomic: another process sees no library, or a whole one
-    finally:
-        Path(partial).unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+
+        def run(*arguments: str, out: str) -> str:
+            path = str(Path(folder) / out)
+            command = [compiler, *flags, *arguments, "-o", path]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+            return path
+
+        inputs = [path for path in sources if path.suffix == ".c"]
+        objects = list(pool.map(lambda path: run("-c", str(path), out=f"{path.stem}.o"), inputs))
+        os.replace(run(*objects, *LINK, out="whole.so"), target)  # atomic: others see no library, or a whole one
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...], sources: list[Path]) -> str:
