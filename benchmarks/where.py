@@ -19,10 +19,17 @@ def last_level() -> int:
     return max((int(file.read_text().strip().removesuffix("K")) << 10 for file in sizes), default=128 << 20)
 
 
+WIDEST = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 with bfloat16", "avx512f": "AVX-512", "avx2": "AVX2"}
+
+
 def processor() -> str:
-    """The processor's name in brackets; nothing where the system does not say."""
+    """The processor's name, and the widest of what it multiplies with, in brackets; nothing where the system does not say."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((f" ({line.split(':')[1].strip()})" for line in lines if line.startswith("model name")), "")
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = said.get("flags", "").split()
+    known = [said[name] for name in ("model name",) if name in said]
+    known += [label for flag, label in WIDEST.items() if flag in flags][:1]
+    return f" ({', '.join(known)})" if known else ""
 
 
 def machine(device: str, cpu_time: bool) -> dict[str, str]:

@@ -235,8 +235,10 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     q = sorted;
   }
   if (k_turned || v_turned) turned_open(&a->k, &a->v, q, a->padded, a->halves != 0, &turned);
-  group[0].from = group[0].to = group[1].from = group[1].to = 0;
-  if (k_coded || k_mixed) sort_channels(&a->k, q, a->padded, sorted);
+  if (k_coded || k_mixed) {
+    open_codes(&a->k, group);
+    sort_channels(&a->k, q, a->padded, sorted);
+  }
   if (tiled) tiles_open(&a->k, q, a->padded, &tiles);
   if (k_paired) pairs_keys(&a->k, q, a->padded, &pairs);
   if (v_paired) pairs_values(&a->v, &pairs);

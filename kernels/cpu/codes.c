@@ -54,6 +54,17 @@ void sort_channels(const Field *f, const float *x, int64_t rows, float *out) {
       }
 }
 
+/* Groups that hold nothing yet; of mixed codes each width has its own. */
+void open_codes(const Field *f, KeyGroup g[2]) {
+  float number[256], sorted[256];
+  for (int i = 0; i < 256; i++) number[i] = (float)i;
+  sort_channels(f, number, 1, sorted);
+  for (int width = 0; width < 2; width++) {
+    g[width].from = g[width].to = 0;
+    for (int64_t i = 0; i < f->dim; i++) g[width].channel[i] = (uint8_t)sorted[i];
+  }
+}
+
 void unsort_channels(const Field *f, float *x, int64_t rows) {
   const Shape s = shape_of(f);
   float sorted[256];
@@ -234,7 +245,7 @@ static void open_group(const Field *f, KeyGroup *g, const float *q, const float 
   float order[256] __attribute__((aligned(64)));
   widen_run(f->scale, group * dim, dim, f->dtype, scale);
   widen_run(f->zero, group * dim, dim, f->dtype, zero);
-  sort_channels(f, scale, 1, order);
+  for (int64_t i = 0; i < dim; i++) order[i] = scale[g->channel[i]];
   for (int64_t n = 0; n < rows; n++) {
     vf add = {0};
     for (int64_t d = 0; d < dim; d += LANES) {

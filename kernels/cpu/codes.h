@@ -8,12 +8,14 @@
 
 /* The scaled queries of the key group that was read last. */
 typedef struct {
-  int64_t from, to; /* its tokens */
+  int64_t from, to;     /* its tokens */
+  uint8_t channel[256]; /* the order of the codes */
   float q[CODED_QUERIES * 256] __attribute__((aligned(64))), add[CODED_QUERIES];
 } KeyGroup;
 
 int codes_lie(const Field *f, int64_t dim, int64_t rows);
 int mixed_lie(const Field *f, int64_t dim, int64_t rows);
+void open_codes(const Field *f, KeyGroup g[2]);
 void sort_channels(const Field *f, const float *x, int64_t rows, float *out);
 void unsort_channels(const Field *f, float *x, int64_t rows);
 void dots_codes(const Field *f, KeyGroup *g, const float *q, const float *sorted, int64_t rows, const Tokens *x,

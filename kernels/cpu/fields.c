@@ -186,16 +186,26 @@ INLINE void turn(vf x, vf *sine, vf *cosine) {
 
 #define ROWS (2 * ACROSS)
 
-/* U @ basis for ROWS tokens: the registers of channels from `d` on and, if `two`, from `e` on, by which each u serves both. */
-INLINE void rebuild(const float *const *u, const float *basis, int64_t rank, int64_t dim, int64_t d, int64_t e, int two,
-                    vf *one, vf *other) {
+/* The registers of a basis's channels from `d` on and from `e` on, side by side: where they lie, rows that are a power of two
+   of bytes apart push each other out of the first-level cache. */
+static void lay_panel(const float *basis, int64_t rank, int64_t dim, int64_t d, int64_t e, float *panel) {
+  for (int64_t r = 0; r < rank; r++, panel += 2 * LANES) {
+    store(panel, load(basis + r * dim + d));
+    store(panel + LANES, load(basis + r * dim + e));
+  }
+}
+
+/* U @ panel for ROWS tokens. */
+INLINE void rebuild(const float *const *u, const float *panel, int64_t rank, vf *one, vf *other) {
   vf a[ROWS] = {{0}}, b[ROWS] = {{0}};
   for (int64_t r = 0; r < rank; r++) {
-    const vf x = load(basis + r * dim + d), y = two ? load(basis + r * dim + e) : x;
+    vf x = load(panel + 2 * r * LANES), y = load(panel + 2 * r * LANES + LANES);
+    KEEP(x);
+    KEEP(y);
 #pragma GCC unroll 8
     for (int j = 0; j < ROWS; j++) {
       a[j] += x * u[j][r];
-      if (two) b[j] += y * u[j][r];
+      b[j] += y * u[j][r];
     }
   }
   for (int j = 0; j < ROWS; j++) one[j] = a[j], other[j] = b[j];
@@ -222,38 +232,46 @@ static void turn_key(const float *frequency, int64_t half, float place, float fa
 static void read_lowrank(const Field *f, int64_t row, const int64_t *place, int count, float *tile, int64_t stride) {
   const int64_t rank = f->token_stride, dim = f->dim, half = f->bits, first = row / f->group * f->row_stride;
   const int64_t paired = half % LANES ? 0 : half; /* channels whose partners are in a register of their own */
-  const float *basis = (const float *)f->scale + row * rank * dim;
+  const int64_t step = rank + LANES;
+  const float *basis = (const float *)f->scale + row * rank * dim, *u[TILE + ROWS];
   const float factor = (float)f->factor;
-  float wide[f->dtype == F32 ? 1 : ROWS * (rank + LANES)], frequency[256 + LANES] = {0};
+  float wide[f->dtype == F32 ? 1 : TILE * step], panel[2 * LANES * rank] __attribute__((aligned(64)));
+  float frequency[256 + LANES] = {0};
+  vf a[ROWS], b[ROWS];
   memcpy(frequency, f->zero, half * sizeof(float));
-  for (int i = 0; i < count; i += ROWS) {
-    const int n = count - i < ROWS ? count - i : ROWS;
-    const float *u[ROWS];
-    vf a[ROWS], b[ROWS];
-    for (int j = 0; j < n; j++) {
-      const int64_t at = first + place[i + j] * rank;
-      u[j] = f->dtype == F32 ? (const float *)f->data + at : wide + j * (rank + LANES);
-      if (f->dtype != F32) widen(f->data, at, rank, f->dtype, wide + j * (rank + LANES));
-    }
-    for (int j = n; j < ROWS; j++) u[j] = u[0];
-    float *keys = tile + i * stride;
-    for (int64_t d = 0; d < paired; d += LANES) {
-      rebuild(u, basis, rank, dim, d, d + half, 1, a, b);
-      for (int j = 0; j < n; j++) {
+  for (int i = 0; i < count; i++) {
+    const int64_t at = first + place[i] * rank;
+    u[i] = f->dtype == F32 ? (const float *)f->data + at : wide + i * step;
+    if (f->dtype != F32) widen(f->data, at, rank, f->dtype, wide + i * step);
+  }
+  for (int i = count; i < count + ROWS; i++) u[i] = u[0];
+  for (int64_t d = 0; d < paired; d += LANES) {
+    lay_panel(basis, rank, dim, d, d + half, panel);
+    for (int i = 0; i < count; i += ROWS) {
+      rebuild(u + i, panel, rank, a, b);
+      for (int j = 0; j < ROWS && i + j < count; j++) {
+        float *key = tile + (i + j) * stride + d;
         vf s, c;
         turn((float)place[i + j] * load(frequency + d), &s, &c);
         s *= factor;
         c *= factor;
-        store(keys + j * stride + d, a[j] * c - b[j] * s);
-        store(keys + j * stride + d + half, b[j] * c + a[j] * s);
+        store(key, a[j] * c - b[j] * s);
+        store(key + half, b[j] * c + a[j] * s);
       }
     }
-    for (int64_t d = 2 * paired; d < dim; d += LANES) {
-      rebuild(u, basis, rank, dim, d, d, 0, a, b);
-      for (int j = 0; j < n; j++) store(keys + j * stride + d, a[j]);
-    }
-    for (int j = 0; j < n && !paired; j++) turn_key(frequency, half, (float)place[i + j], factor, keys + j * stride);
   }
+  for (int64_t d = 2 * paired; d < dim; d += 2 * LANES) {
+    const int64_t e = d + LANES < dim ? d + LANES : d;
+    lay_panel(basis, rank, dim, d, e, panel);
+    for (int i = 0; i < count; i += ROWS) {
+      rebuild(u + i, panel, rank, a, b);
+      for (int j = 0; j < ROWS && i + j < count; j++) {
+        store(tile + (i + j) * stride + d, a[j]);
+        store(tile + (i + j) * stride + e, b[j]);
+      }
+    }
+  }
+  for (int i = 0; i < count && !paired; i++) turn_key(frequency, half, (float)place[i], factor, tile + i * stride);
 }
 
 void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile,

@@ -7,6 +7,7 @@ Plain C and ctypes: no torch headers, hence no build against a torch version.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,10 +93,21 @@ def cache_dir() -> Path:
 def _built(compiler: str, flags: tuple[str, ...]) -> Path:
     sources = sorted(Path(__file__).parent.glob("*.[ch]"))
     target = cache_dir() / f"kernels-{_fingerprint(compiler, flags, sources)}.so"
-    with BUILDING:
+    with BUILDING, _alone(target.with_name("building.lock")):
         if not target.exists():
             _build(compiler, flags, sources, target)
     return target
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While no other process is here: those that begin together (ranks, test workers) build once as well."""
+    import fcntl  # not on Windows
+
+    with path.open("w") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks: both build, and the later one stays
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _build(compiler: str, flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
