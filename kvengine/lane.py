@@ -27,7 +27,7 @@ from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.span_attention import Band, band_spans, pairs
 from kvengine.kernels.state import State
-from kvengine.kernels.step import Ends, Rule
+from kvengine.kernels.step import Ends, Merged, Rule
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.retention import Retention
@@ -204,12 +204,16 @@ class Lane(Verdicts):
         if self.known is None or self.known[0] is not self.first or self.known[1] is not self.prompt_length:
             rule: Rule | None = None
             if self.pays:
-                rule = self.retention.paid(self.prompt_length, self.heads)
+                rule = self.retention.rule(self.first, self.prompt_length, self.heads, self.notes)
             elif self.retention.ends is not None:
                 first, recent = self.retention.ends
                 rule = Ends((self.first + first).contiguous(), tokens_by_row(recent, self.prompt_length).contiguous())
             self.known = self.first, self.prompt_length, rule
-        return self.known[2]
+        rule = self.known[2]
+        if isinstance(rule, Merged):  # C writes, and a state to go back to may have the note that is there
+            self.notes["threshold"] = moving = self.notes["threshold"].clone()
+            return rule._replace(threshold=moving)
+        return rule
 
     def stride(self) -> int:
         """Tokens that may be taken together: up to the next one after which something changes."""

@@ -65,10 +65,10 @@ class Recall(Holding):
 
     @cached_property
     def pays(self) -> bool:
-        """Whether the attention that a decoded token pays may say which token goes for it, and that is all that happens."""
+        """Whether a decoded token takes the place of one by a rule that C may know, and that is all that happens."""
         r = self.retention
-        bare = not (self.stack.paged or self.stack.representation.probes or r.remerges)
-        return bare and r.decodes and type(r).paid is not Retention.paid
+        bare = not (self.stack.paged or self.stack.representation.probes)
+        return bare and r.decodes and type(r).rule is not Retention.rule
 
     @cached_property
     def marks(self) -> list[Mark]:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from kvengine.kernels.step import Rule, Slots, ready
+from kvengine.kernels.step import Merged, Rule, Slots, ready
 from kvengine.tokens import moved, take
 
 GROWTH = 8  # slots: the least that a tail grows by
@@ -160,7 +161,7 @@ class Tail:
         """
         if self.shared and (fill or rule is not None) and not self.takes(q, k, v):
             return None
-        if fill:
+        if fill or isinstance(rule, Merged):
             self.own()
         elif rule is not None:
             self.own_small()
@@ -174,6 +175,8 @@ class Tail:
         score = self.score if self.scored else None
         out = slots.step(q, k, v, self.start, self.end, at, not self.clean, scale, fill, rule, far, score)
         if out is not None:
+            if isinstance(rule, Merged):
+                increment_version([self.k, self.v])  # torch sees no C write; `watched` has to
             self.end += not fill
             self.next += 1
             self.clean &= rule is None

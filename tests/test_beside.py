@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvengine.beside import Beside
 from kvengine.cache import LayerCache
+from kvengine.errors import CacheError
 from kvengine.lane import Lane
 from kvengine.replay import rerun, tell
 from kvengine.rope import Rope
@@ -53,7 +54,8 @@ def talk(
     qkv = [torch.randn(2, h, prompt + steps, d, generator=rng).to(dtype) for h, d in sizes]
     valid = torch.ones(2, prompt, dtype=torch.bool)
     valid[1, :pad] = False
-    layer = LayerCache(Stack.parse(text), 0, 2, Session(rope=Rope(torch.ones(dim // 2))))
+    place = (2, 4) if "official" in text else (0, 2)  # which spares the first layers, and the last
+    layer = LayerCache(Stack.parse(text), *place, Session(rope=Rope(torch.ones(dim // 2))))
     if "kvzip" in text:
         tell(layer, 0, prompt, valid)
     layer.forward(*(x[:, :, :prompt] for x in qkv), Call(0.2), valid if pad else None)
@@ -93,11 +95,32 @@ def test_one_call_changes_nothing(
     assert torch.equal(found[0].attended, found[1].attended) and torch.equal(found[0].held, found[1].held)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["h2o(budget=20)", "h2o(budget=0.3, recent=0.2, reduce='max')", "h2o(budget=30, reduce='sum')", "tova(budget=20)",
-     "tova(budget=9, recent=4)", "duo(sinks=2, recent=9) + tova(budget=0.2)"],
-)  # fmt: skip
+ONCE = [
+    "h2o(budget=20)", "h2o(budget=0.3, recent=0.2, reduce='max')", "h2o(budget=30, reduce='sum')", "tova(budget=20)",
+    "tova(budget=9, recent=4)", "duo(sinks=2, recent=9) + tova(budget=0.2)",
+    "d2o(budget=20)", "d2o(budget=0.3, sinks=1, recent=0.6, beta=0.2, reduce='max')", "d2o(budget=3, sinks=4)",
+    "d2o(budget=20, form='official')", "duo(sinks=2, recent=9) + d2o(budget=0.4, shares='measured')",
+    "elastic(budget=20, offset=-5)", "elastic(budget=0.3, offset=3, sinks=2, recent=2)",
+    "duo(sinks=2, recent=9) + elastic(budget=9, offset=0)",
+]  # fmt: skip
+
+
+def same_tokens(mine: LayerCache, theirs: LayerCache, dtype: torch.dtype) -> None:
+    """The same tokens lie in the same slots, with the same scores, keys, values and notes, to rounding."""
+    about = {"rtol": 0, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
+    for part, twin in zip(mine.parts, theirs.parts, strict=True):
+        a, b = part.lane.tail, twin.lane.tail
+        assert torch.equal(a.position[:, a.span], b.position[:, b.span])
+        held = a.position[:, a.span] >= 0
+        torch.testing.assert_close(a.scores(a.span)[held], b.scores(b.span)[held], **about)
+        for x, y in ((a.k, b.k), (a.v, b.v)):
+            torch.testing.assert_close(x[:, a.span][held], y[:, b.span][held], **about)
+        assert part.lane.notes.keys() == twin.lane.notes.keys()
+        for name, note in part.lane.notes.items():
+            torch.testing.assert_close(note, twin.lane.notes[name], equal_nan=True, **about)
+
+
+@pytest.mark.parametrize("text", ONCE)
 @pytest.mark.parametrize("shape", ["GQA", "odd", "MHA"])
 @pytest.mark.parametrize(("dtype", "pad"), [(torch.float32, 0), (torch.float32, 7), (torch.bfloat16, 5)])
 @pytest.mark.parametrize("prompt", [12, 40])  # within the budget at first, and beyond it
@@ -112,8 +135,51 @@ def test_one_call_keeps_the_same_tokens(
     want, other = talk(text, shape, dtype, prompt, pad, 40)
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-2)
-    for part, twin in zip(layer.parts, other.parts, strict=True):
-        mine, theirs = part.lane.tail, twin.lane.tail
-        assert torch.equal(mine.position[:, mine.span], theirs.position[:, theirs.span])
-        held = mine.position[:, mine.span] >= 0
-        torch.testing.assert_close(mine.scores(mine.span)[held], theirs.scores(theirs.span)[held])
+    same_tokens(layer, other, dtype)
+
+
+@pytest.mark.parametrize("text", [text for text in ONCE if "d2o" in text or "elastic" in text])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ahead", [0, 5])  # tokens before the draft: the first needs a slot more than the prompt left
+def test_what_one_call_merged_is_taken_back(
+    text: str, dtype: torch.dtype, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a draft, token by token, all is rejected, of another one half; then decoding goes on, and another turn."""
+    lives = []
+    for used in (True, False):
+        if not used:
+            monkeypatch.setattr(Lane, "at_once", lambda *_: None)
+        rng = torch.Generator().manual_seed(3)
+        feed = lambda n: [torch.randn(2, h, n, 32, generator=rng).to(dtype) for h in (6, 2, 2)]  # noqa: E731, B023
+        layer = LayerCache(Stack.parse(text), *((2, 4) if "official" in text else (0, 1)), Session())
+        layer.forward(*feed(30), Call(0.2))
+        out = [layer.forward(*feed(1), Call(0.2)) for _ in range(ahead)]
+        layer.session.recording = True
+        before = copy.deepcopy(layer)
+        for _ in range(6):
+            layer.forward(*feed(1), Call(0.2))
+        layer.rollback(6)
+        same_tokens(layer, before, dtype)
+        out += [layer.forward(*feed(1), Call(0.2)) for _ in range(4)]
+        layer.rollback(2)
+        layer.commit()
+        layer.session.recording = False
+        out += [layer.forward(*feed(n), Call(0.2)) for n in (1, 1, 12, 1, 1)]
+        lives.append((out, layer))
+    for mine, theirs in zip(lives[0][0], lives[1][0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
+    same_tokens(lives[0][1], lives[1][1], dtype)
+
+
+def test_a_gradient_that_one_call_has_merged_over_is_refused() -> None:
+    """A prompt that the budget holds stays where its last chunk has read it, and there is room for a token."""
+    rng = torch.Generator().manual_seed(5)
+    feed = lambda n: [torch.randn(1, h, n, 32, generator=rng) for h in (6, 2, 2)]  # noqa: E731
+    layer = LayerCache(Stack.parse("d2o(budget=20)"), 0, 1, Session(prompt_end=20))
+    layer.forward(*feed(10), Call(0.2))
+    q, k, v = feed(10)
+    out = layer.forward(q.requires_grad_(), k, v, Call(0.2))
+    with torch.no_grad():
+        layer.forward(*feed(1), Call(0.2))
+    with pytest.raises(CacheError, match="has written there since"):
+        out.sum().backward()

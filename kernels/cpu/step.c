@@ -1,28 +1,6 @@
 /* A decode step in one call: store the token, attend to the tail and, where there are some, to sealed pages. */
 #include <stdlib.h>
-#include "attention.h"
-
-static uint16_t to_bf16(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  if (x != x) return 0x7fc0;
-  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16); /* to nearest, ties to even */
-}
-
-typedef struct {
-  int64_t rows, group, dim, dim_v, dtype, slots, start, end, at, holes, threads, fill;
-  float scale;
-  const char *q, *k, *v;
-  char *keys, *values;
-  int32_t *position;
-  char *out;
-  const int64_t *first, *recent; /* [row] or NULL */
-  const Attention *far;          /* sealed pages: their fields and columns; the rest is filled in here. Or NULL */
-  const int64_t *budget;         /* [row], with `recent`, or NULL */
-  float *score;                  /* [row, slot] or NULL */
-  int64_t adds, together, most;
-  float part;
-} Step;
+#include "step.h"
 
 void kv_merge(const float *out_a, const float *lse_a, const float *out_b, const float *lse_b, int64_t rows, int64_t dim,
               float *out, float *lse);
@@ -42,53 +20,27 @@ static int64_t free_slot(const Step *s, int64_t row) {
   return slot;
 }
 
-/* What each token was paid by the row's queries, from their logits: the sum over them and over the rows that judge
-   `together`, or the `most` of the row's own, times `part`. */
-static void payments(const Step *s, const float *logits, const float *lse, int64_t columns, int64_t wide, int64_t threads,
-                     float *paid) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t g = 0; g < s->rows / s->together; g++) {
-    float *to = paid + g * s->together * wide;
-    memset(to, 0, sizeof(float) * wide);
-    for (int64_t n = g * s->together * s->group; n < (g + 1) * s->together * s->group; n++)
-      for (int64_t c = 0; c < columns; c += LANES) {
-        const vf x = exponential(load(logits + n * columns + c) - lse[n]) * s->part, before = load(to + c);
-        store(to + c, s->most ? larger(x, before) : (vf)(before + x));
-      }
-    for (int64_t r = 1; r < s->together; r++) memcpy(to + r * wide, to, sizeof(float) * wide);
-  }
-}
-
-/* The slots of a row from `start` on are judged by what was paid to each: `paid` becomes what decides. */
-static void judge(const Step *s, int64_t row, int64_t columns, float *paid) {
-  int32_t *position = s->position + row * s->slots + s->start;
-  float *score = s->score ? s->score + row * s->slots + s->start : NULL;
-  const int32_t newest = (int32_t)(s->at - s->recent[row]);
-  int64_t over = -s->budget[row];
-  for (int64_t c = 0; c < columns; c++) {
-    const float x = (score && s->adds ? score[c] : 0) + paid[c];
-    if (score) score[c] = x;
-    paid[c] = position[c] < 0 || position[c] > newest ? INFINITY : x;
-    over += position[c] >= 0;
-  }
-  for (; over > 0; over--) { /* one, as a rule; the earlier slot of two that are equal */
-    float low = INFINITY;
-    int64_t least = 0;
-    for (int64_t c = 0; c < columns; c++) low = paid[c] < low ? paid[c] : low;
-    while (least < columns && (position[least] < 0 || !(paid[least] <= low))) least++;
-    if (least == columns) return;
-    position[least] = -1;
-    paid[least] = INFINITY;
+/* What stays. With `place`, of each row that has more than its `budget` one goes, by where it is; with `budget` alone, the
+   `recent` newest and those before `first` stay, and the best others, by what the query paid to each, on top of its
+   score if it `adds`; with a `threshold`, what goes may be merged. With `first` and `recent`, only these stay. */
+static void verdict(const Step *s, int64_t columns, int64_t wide, const float *logits, float *paid, const float *lse,
+                    int64_t threads) {
+  if (s->budget && !s->place) payments(s, logits, lse, columns, wide, threads, paid);
+#pragma omp parallel for schedule(static) num_threads(threads) if (s->threshold != NULL)
+  for (int64_t r = 0; r < s->rows; r++) {
+    if (s->place) judge_places(s, r, columns);
+    else if (s->budget) {
+      const int64_t lost = judge(s, r, columns, paid + r * wide);
+      if (s->threshold && lost >= 0) merge_away(s, r, lost, columns);
+    } else if (s->first) judge_ends(s, r, columns);
   }
 }
 
 /* One decoded token: its key, value and position go into slot `end` of every row, or into one that is free if `fill`,
    and its query attends to the slots from `start` on. q [row, group, dim], k [row, dim], v [row, dim_v] and out [row,
    group, dim_v] are contiguous; keys, values and position (NULL: nobody keeps them) have `slots` slots per row. Where
-   `holes`, slots of position -1 are not seen. With `first` and `recent`, only tokens at positions below the one and the
-   newest so many stay then. With `budget` and `recent`, of each row the newest so many stay, and the best others up to the
-   budget, by what the query paid to each, on top of its score if it `adds`. Returns 0; 1 if memory for the buffers cannot
-   be had; 2, with nothing done, if a row has no free slot. */
+   `holes`, slots of position -1 are not seen. Then `verdict`. Returns 0; 1 if memory for the buffers cannot be had; 2,
+   with nothing done, if a row has no free slot. */
 int kv_step(const Step *s) {
   const int64_t rows = s->rows, dim = s->dim, dim_v = s->dim_v, dtype = s->dtype, slots = s->slots, start = s->start;
   const int64_t end = s->end;
@@ -97,7 +49,7 @@ int kv_step(const Step *s) {
   const int64_t padded = (heads + 3) / 4 * 4;
   const int64_t wide = (dim + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
   const int64_t wide_v = (dim_v + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
-  const int direct = dtype == F32 && wide_v == dim_v, parts = s->far ? 2 : 1;
+  const int direct = dtype == F32 && wide_v == dim_v, parts = s->far ? 2 : 1, judges = s->budget && !s->place;
   for (int64_t r = 0; s->fill && r < rows; r++)
     if (free_slot(s, r) == end) return 2;
   for (int64_t r = 0; r < rows; r++) {
@@ -114,9 +66,9 @@ int kv_step(const Step *s) {
   }
   const int64_t results = rows * heads * (wide_v + 1);
   float *scaled = calloc(rows * padded * wide + parts * results + (holes ? rows * columns / 4 + 1 : 0), 4);
-  const int64_t across = (columns + LANES - 1) / LANES * LANES, logits = s->budget ? rows * heads * columns + LANES : 0;
-  float *paid = s->budget ? malloc(sizeof(float) * (logits + rows * across)) : NULL;
-  if (!scaled || (s->budget && !paid)) {
+  const int64_t across = (columns + LANES - 1) / LANES * LANES, logits = judges ? rows * heads * columns + LANES : 0;
+  float *paid = judges ? malloc(sizeof(float) * (logits + rows * across)) : NULL;
+  if (!scaled || (judges && !paid)) {
     free(scaled);
     free(paid);
     return 1;
@@ -148,21 +100,9 @@ int kv_step(const Step *s) {
     if (!failed) kv_merge(far.out, far.lse, found, lse, rows * heads, wide_v, direct ? (float *)s->out : found, lse);
   }
   for (int64_t i = 0; !direct && !failed && i < rows * heads; i++)
-    for (int64_t d = 0; d < dim_v; d++) {
-      float x = found[i * wide_v + d];
-      if (dtype == F32) ((float *)s->out)[i * dim_v + d] = x;
-      else ((uint16_t *)s->out)[i * dim_v + d] = to_bf16(x);
-    }
-  if (paid && !failed) {
-    payments(s, paid, a.lse, columns, across, a.threads, paid + logits);
-    for (int64_t r = 0; r < rows; r++) judge(s, r, columns, paid + logits + r * across);
-  }
+    for (int64_t d = 0; d < dim_v; d++) put(s->out, i * dim_v + d, dtype, found[i * wide_v + d]);
+  if (!failed) verdict(s, columns, across, paid, paid + logits, a.lse, a.threads);
   free(paid);
   free(scaled);
-  for (int64_t r = 0; s->first && !failed && r < rows; r++) {
-    int32_t *position = s->position + r * slots + start;
-    const int32_t from = (int32_t)s->first[r], to = (int32_t)(s->at - s->recent[r]);
-    for (int64_t c = 0; c < columns; c++) position[c] = position[c] >= from && position[c] <= to ? -1 : position[c];
-  }
   return failed;
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvengine.errors import KernelError
 from kvengine.kernels.dispatch import DENSE_DIM, native_refusal, pick
-from kvengine.kernels.step.native import DTYPES, Ends, Paid, Rule, Slots
+from kvengine.kernels.step.native import DTYPES, Ends, Merged, Paid, Placed, Rule, Slots
 
 
 def step(
@@ -37,15 +37,15 @@ def step(
     `keys`, `values`, `position` (int32; None: nobody keeps them) are written to; a row is a KV head of a sequence,
     `row = seq * heads + head`. `holes`: slots whose position is -1 hold no token; what is in them is ignored. `fill`:
     it goes into a free slot before `end`, which every row has. `rule`: what stays after it. `score` (float32, contiguous)
-    is written to: 0 for the new token, then, if the rule is `Paid`, all that it makes of them. Returns the queries' dtype,
-    computed in float32. Raises KernelError on shapes that do not fit.
+    is written to: 0 for the new token, then, if the rule is `Paid` or `Merged`, all that it makes of them. Returns the
+    queries' dtype, computed in float32. Raises KernelError on shapes that do not fit.
     """
     rows, slots = keys.shape[:2] if position is None else position.shape
     if (holes or fill or rule is not None) and position is None:
         raise KernelError(
             "holes=True, fill=True and rules need the positions that tell which slots hold a token; got position=None"
         )
-    paid = rule if isinstance(rule, Paid) else None
+    paid = rule.paid if isinstance(rule, Merged) else rule if isinstance(rule, Paid) else None
     if paid is not None and (rows % paid.together or (paid.together > 1 and paid.reduce != "mean")):
         raise KernelError(f"{rows} rows cannot judge {paid.together} together by their {paid.reduce}")
     if paid is not None and paid.adds and score is None:
@@ -82,4 +82,4 @@ def fits(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-__all__ = ["Ends", "Paid", "Rule", "Slots", "ready", "step"]
+__all__ = ["Ends", "Merged", "Paid", "Placed", "Rule", "Slots", "ready", "step"]

@@ -31,14 +31,36 @@ class Paid(NamedTuple):
     reduce: Literal["mean", "max", "sum"] = "mean"  # over the queries of a row
     adds: bool = False
     together: int = 1  # rows, one after the other, that judge by the mean over all of them; with "mean" only
+    first: Tensor | None = None  # int64 [row]: tokens before this position go last, after those that are recent
 
 
-Rule = Ends | Paid
+class Merged(NamedTuple):
+    """A verdict, and the token that goes is merged into that of those left whose key is most `like` its own, by the cosine.
+
+    `threshold` moves on, to like if it was NaN, else to beta like + (1 - beta) threshold; a token is merged if like reaches
+    it. Keys and values then are (e x + exp(like) gone) / (e + exp(like)), or, if this `shrinks`, (x + like gone) / 2.
+    """
+
+    paid: Paid
+    threshold: Tensor  # float32 [row], written to
+    beta: float
+    shrinks: bool = False
+    spares: bool = True  # tokens before `paid.first` take none in
+
+
+class Placed(NamedTuple):
+    """Of each row that holds more than `budget` tokens, that goes which comes `place`-th by position, counted from 0."""
+
+    budget: Tensor  # int64 [row]
+    place: Tensor  # int64 [row]
+
+
+Rule = Ends | Paid | Merged | Placed
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class Step(ctypes.Structure):
-    """One call; mirrors step.c."""
+    """One call; mirrors step.h."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in (
@@ -46,10 +68,12 @@ class Step(ctypes.Structure):
         )),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in (
-            "q", "k", "v", "keys", "values", "position", "out", "first", "recent", "far", "budget", "score",
+            "q", "k", "v", "keys", "values", "position", "out", "first", "recent", "far", "budget", "place",
+            "score", "threshold",
         )),
-        *((name, ctypes.c_int64) for name in ("adds", "together", "most")),
+        *((name, ctypes.c_int64) for name in ("adds", "together", "most", "shrinks", "spares")),
         ("part", ctypes.c_float),
+        ("beta", ctypes.c_float),
     ]  # fmt: skip
 
 
@@ -100,19 +124,29 @@ class Slots:
         call.group, call.start, call.end, call.at, call.holes = q.numel() // self.sizes[0], start, end, at, holes
         call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         call.scale, call.threads, call.fill = scale, torch.get_num_threads(), fill
-        call.far, call.score, call.first, call.budget = far, None if score is None else score.data_ptr(), None, None
-        if rule is not None:
-            call.recent = rule.recent.data_ptr()
-        if isinstance(rule, Ends):
-            call.first = rule.first.data_ptr()
-        elif rule is not None:
-            call.budget, call.adds, call.together = rule.budget.data_ptr(), rule.adds, rule.together
-            call.most = rule.reduce == "max"
-            call.part = 1 / (call.group * rule.together) if rule.reduce == "mean" else 1
+        call.far, call.score = far, None if score is None else score.data_ptr()
+        self.follow(rule)
         failed = self.run(self.where)
         if failed == 1:
             raise KernelError("the native step kernel could not allocate its buffers")
         return None if failed else out
+
+    def follow(self, rule: Rule | None) -> None:
+        """Describe what stays."""
+        call = self.call
+        call.first = call.budget = call.place = call.threshold = None
+        if isinstance(rule, Merged):
+            call.threshold, call.beta = rule.threshold.data_ptr(), rule.beta
+            call.shrinks, call.spares, rule = rule.shrinks, rule.spares, rule.paid
+        if isinstance(rule, Paid):
+            call.budget, call.recent, call.adds = rule.budget.data_ptr(), rule.recent.data_ptr(), rule.adds
+            call.first = None if rule.first is None else rule.first.data_ptr()
+            call.together, call.most = rule.together, rule.reduce == "max"
+            call.part = 1 / (call.group * rule.together) if rule.reduce == "mean" else 1
+        elif isinstance(rule, Placed):
+            call.budget, call.place = rule.budget.data_ptr(), rule.place.data_ptr()
+        elif rule is not None:
+            call.first, call.recent = rule.first.data_ptr(), rule.recent.data_ptr()
 
 
 def step(

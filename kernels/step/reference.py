@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvengine.kernels.attention.reference import attention
 from kvengine.kernels.best_tokens.reference import best_tokens
-from kvengine.kernels.step.native import Ends, Paid, Rule
+from kvengine.kernels.step.native import Ends, Merged, Paid, Placed, Rule
 
 
 def step(
@@ -26,19 +26,57 @@ def step(
         score[row, to] = 0
     grouped = q.unflatten(1, (k.shape[1], -1)).flatten(0, 1)
     visible = (position[:, None, used] >= 0) if holes and position is not None else None
-    state = attention(grouped, keys[:, used], values[:, used], visible, scale, None, None, isinstance(rule, Paid))
+    paid = rule.paid if isinstance(rule, Merged) else rule if isinstance(rule, Paid) else None
+    state = attention(grouped, keys[:, used], values[:, used], visible, scale, None, None, paid is not None)
     out = state.out.to(q.dtype)
     if isinstance(rule, Ends) and position is not None:
         held = position[:, used]
         held.masked_fill_((held >= rule.first[:, None]) & (held <= at - rule.recent[:, None]), -1)
-    if isinstance(rule, Paid) and position is not None and state.probs is not None:
-        held, received = position[:, used], state.probs[:, :, 0]
-        mass = received.amax(1) if rule.reduce == "max" else received.sum(1)
-        if rule.reduce == "mean":
-            mass = mass.div(received.shape[1]).unflatten(0, (-1, rule.together)).mean(1)
-            mass = mass.repeat_interleave(rule.together, 0)
-        if score is not None:
-            mass = score[:, used] = mass + (score[:, used] if rule.adds else 0)
-        mass = mass.masked_fill(held > at - rule.recent[:, None], float("inf")).masked_fill(held < 0, float("-inf"))
-        held.masked_fill_(~best_tokens(mass, rule.budget), -1)
+    if isinstance(rule, Placed) and position is not None:
+        drop_placed(position[:, used], rule)
+    if paid is not None and position is not None and state.probs is not None:
+        held = position[:, used]
+        gone = judge(held, state.probs[:, :, 0], None if score is None else score[:, used], at, paid)
+        if isinstance(rule, Merged):
+            merge(keys[:, used], values[:, used], held, gone, rule)
     return out.unflatten(0, k.shape[:2]).flatten(1, 2).transpose(1, 2)
+
+
+def drop_placed(held: Tensor, rule: Placed) -> None:
+    there = torch.where(held < 0, held.new_full((), torch.iinfo(held.dtype).max), held).sort(1).values
+    at = there.gather(1, rule.place[:, None].clamp(max=held.shape[1] - 1))
+    held.masked_fill_(((held >= 0).sum(1) > rule.budget)[:, None] & (held == at), -1)
+
+
+def judge(held: Tensor, received: Tensor, score: Tensor | None, at: int, rule: Paid) -> Tensor:
+    """Which tokens go, for what they `received` [row, group, slot]."""
+    mass = received.amax(1) if rule.reduce == "max" else received.sum(1)
+    if rule.reduce == "mean":
+        mass = mass.div(received.shape[1]).unflatten(0, (-1, rule.together)).mean(1)
+        mass = mass.repeat_interleave(rule.together, 0)
+    if score is not None:
+        mass += score if rule.adds else 0
+        score.copy_(mass)
+    rank = (held > at - rule.recent[:, None]).float()
+    if rule.first is not None:
+        rank += 2 * (held < rule.first[:, None])
+    worth = torch.where(rank > 0, 1e30 * rank, mass).masked_fill(held < 0, float("-inf"))
+    gone = (held >= 0) & ~best_tokens(worth, rule.budget)
+    held.masked_fill_(gone, -1)
+    return gone
+
+
+def merge(keys: Tensor, values: Tensor, held: Tensor, gone: Tensor, rule: Merged) -> None:
+    """The first token of each row that is gone goes into the one most like it."""
+    target = held >= (rule.paid.first[:, None] if rule.spares and rule.paid.first is not None else 0)
+    for r in torch.nonzero(gone.any(1) & target.any(1))[:, 0].tolist():
+        lost = int(gone[r].to(torch.int8).argmax())
+        length = keys[r].float().norm(dim=1).clamp(min=1e-12)
+        cosine = (keys[r].float() @ keys[r, lost].float()) / (length * length[lost])
+        like, mate = cosine.masked_fill(~target[r], -2).max(0)
+        before = rule.threshold[r].clone()
+        rule.threshold[r] = like if before.isnan() else rule.beta * like + (1 - rule.beta) * before
+        if like >= rule.threshold[r]:
+            own, weight, part = (1, like, 1) if rule.shrinks else (torch.e, like.exp(), like.exp())
+            for x in (keys[r], values[r]):
+                x[mate] = (own * x[mate].float() + weight * x[lost].float()) / (own + part)

@@ -44,7 +44,7 @@ from torch.nn import functional as F
 
 from kvengine.kernels.best_tokens import best_tokens
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, check_share
-from kvengine.policies.retention import REDUCE, Reduce, Retention, Seen, over_group
+from kvengine.policies.retention import REDUCE, Merged, Notes, Paid, Reduce, Retention, Seen, over_group
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,23 @@ class D2O(Retention):
         if seen.prompt:
             seen.notes["size"] = seen.count(self.budget) if seen.share is None else seen.share
         size = seen.notes["size"]
-        room = (size - self.sinks).minimum((size * self.recent).long()).clamp(min=1)  # beside the sinks, which go last
-        rank = (seen.position > seen.newest - room[:, None]).float() + 2 * seen.sinks(self.sinks)
+        rank = (seen.position > seen.newest - self.newest(size)[:, None]).float() + 2 * seen.sinks(self.sinks)
         want = torch.where(rank > 0, 1e30 * rank, seen.score.float()).masked_fill(~seen.valid, float("-inf"))
         return best_tokens(want, size)
+
+    def newest(self, size: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
+        """How many of the newest tokens stay beside the sinks, which go last."""
+        return (size - self.sinks).minimum((size * self.recent).long()).clamp(min=1)
+
+    def rule(
+        self, first: Int[Tensor, "row"], prompt_length: Int[Tensor, "row"], heads: int, notes: Notes
+    ) -> Merged | None:
+        said = ("score", "keep", "newest", "refold", "targets", "threshold", "merged")
+        if any(getattr(type(self), name) is not getattr(D2O, name) for name in said):
+            return None
+        size, official = notes["size"], self.form == "official"
+        paid = Paid(size.contiguous(), self.newest(size), self.reduce, adds=True, first=first + self.sinks)
+        return Merged(paid, notes["threshold"], self.pace, shrinks=official, spares=not official)
 
     def fold(
         self, seen: Seen, keep: Bool[Tensor, "row token"]
@@ -166,14 +179,18 @@ class D2O(Retention):
         """The survivors that may take others in."""
         return keep & seen.valid if self.form == "official" else keep & seen.valid & ~seen.sinks(self.sinks)
 
+    @property
+    def pace(self) -> float:
+        """beta."""
+        return self.beta if self.beta is not None else 0.5 if self.form == "official" else 0.7
+
     def threshold(
         self, seen: Seen, like: Float[Tensor, "row gone"], real: Bool[Tensor, "row gone"]
     ) -> Float[Tensor, "row"]:
         """tau, brought up to date and noted; rows that drop nothing keep theirs. NaN before the first drop."""
         mean = like.masked_fill(~real, 0).sum(1) / real.sum(1).clamp(min=1)
         most = mean if self.form == "official" else like.masked_fill(~real, -2).amax(1)
-        beta = self.beta if self.beta is not None else 0.5 if self.form == "official" else 0.7
-        fresh = torch.full_like(mean, float("nan"))
+        beta, fresh = self.pace, torch.full_like(mean, float("nan"))
         before = fresh if seen.prompt else seen.notes.get("threshold", fresh)
         after = torch.where(before.isnan(), mean, beta * most + (1 - beta) * before)
         seen.notes["threshold"] = torch.where(real.any(1), after, before)

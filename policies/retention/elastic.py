@@ -26,8 +26,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import PolicyError
-from kvengine.policies._budget import Budget, check_budget, check_count
-from kvengine.policies.retention import Retention, Seen, keep_top, over_heads
+from kvengine.policies._budget import Budget, check_budget, check_count, tokens_by_row
+from kvengine.policies.retention import Notes, Placed, Retention, Seen, keep_top, over_heads
 
 FAR = 1 << 30  # beyond all positions
 
@@ -74,17 +74,25 @@ class Elastic(Retention):
             kept = keep_top(seen, seen.score, self.budget, self.protected(seen))
             seen.notes["left"] = kept.sum(1)
             return kept
-        place = self.place(seen)[:, None]
-        at = seen.position.masked_fill(~seen.valid, FAR).sort(1).values.gather(1, place)
-        over = seen.valid.sum(1) > seen.count(self.budget)
+        budget = seen.count(self.budget)
+        place = self.place(budget, seen.notes["left"]).clamp(max=seen.position.shape[1] - 1)
+        at = seen.position.masked_fill(~seen.valid, FAR).sort(1).values.gather(1, place[:, None])
+        over = seen.valid.sum(1) > budget
         return seen.valid & ~(over[:, None] & (seen.position == at))
 
-    def place(self, seen: Seen) -> Int[Tensor, "row"]:
+    def place(self, budget: Int[Tensor, "row"], left: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
         """Which place goes, between the sinks and the newest."""
-        budget, left = seen.count(self.budget), seen.notes["left"]
         place = left + self.offset if self.offset <= 0 else torch.full_like(left, self.offset)
         last = torch.maximum(budget - self.recent, torch.zeros_like(budget))
-        return torch.minimum(place.clamp(min=self.sinks), last).clamp(max=seen.position.shape[1] - 1)
+        return torch.minimum(place.clamp(min=self.sinks), last)
+
+    def rule(
+        self, first: Int[Tensor, "row"], prompt_length: Int[Tensor, "row"], heads: int, notes: Notes
+    ) -> Placed | None:
+        if any(getattr(type(self), name) is not getattr(Elastic, name) for name in ("score", "keep", "place")):
+            return None
+        budget = tokens_by_row(self.budget, prompt_length)
+        return Placed(budget, self.place(budget, notes["left"]))
 
     def fold(
         self, seen: Seen, keep: Bool[Tensor, "row token"]

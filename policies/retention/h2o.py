@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_share, tokens_by_row
-from kvengine.policies.retention import REDUCE, Paid, Reduce, Retention, Seen, keep_top, over_group
+from kvengine.policies.retention import REDUCE, Notes, Paid, Reduce, Retention, Seen, keep_top, over_group
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ class H2O(Retention):
     def newest(self, prompt_length: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
         return (tokens_by_row(self.budget, prompt_length) * self.recent).long().clamp(min=1)
 
-    def paid(self, prompt_length: Int[Tensor, "row"], heads: int) -> Paid | None:
+    def rule(
+        self, first: Int[Tensor, "row"], prompt_length: Int[Tensor, "row"], heads: int, notes: Notes
+    ) -> Paid | None:
         if self.average or type(self).keep is not H2O.keep or type(self).score is not H2O.score:
             return None
         return Paid(tokens_by_row(self.budget, prompt_length), self.newest(prompt_length), self.reduce, adds=True)

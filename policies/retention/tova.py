@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.policies._budget import Budget, check_budget, check_count, tokens_by_row
-from kvengine.policies.retention import Paid, Retention, Seen, keep_top, over_heads
+from kvengine.policies.retention import Notes, Paid, Retention, Seen, keep_top, over_heads
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ class TOVA(Retention):
         """No more than fit: slots are in no order by age."""
         return tokens_by_row(self.budget, prompt_length).clamp(max=self.recent)
 
-    def paid(self, prompt_length: Int[Tensor, "row"], heads: int) -> Paid | None:
+    def rule(
+        self, first: Int[Tensor, "row"], prompt_length: Int[Tensor, "row"], heads: int, notes: Notes
+    ) -> Paid | None:
         if type(self).keep is not TOVA.keep or type(self).score is not TOVA.score:
             return None
         return Paid(tokens_by_row(self.budget, prompt_length), self.newest(prompt_length), together=heads)

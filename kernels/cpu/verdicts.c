@@ -1,0 +1,72 @@
+/* Which tokens stay after a decoded one, see `Ends`, `Paid` and `Placed` in step/native.py. */
+#include "step.h"
+
+/* What each token was paid by the row's queries, from their logits: the sum over them and over the rows that judge
+   `together`, or the `most` of the row's own, times `part`. */
+void payments(const Step *s, const float *logits, const float *lse, int64_t columns, int64_t wide, int64_t threads,
+              float *paid) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t g = 0; g < s->rows / s->together; g++) {
+    float *to = paid + g * s->together * wide;
+    memset(to, 0, sizeof(float) * wide);
+    for (int64_t n = g * s->together * s->group; n < (g + 1) * s->together * s->group; n++)
+      for (int64_t c = 0; c < columns; c += LANES) {
+        const vf x = exponential(load(logits + n * columns + c) - lse[n]) * s->part, before = load(to + c);
+        store(to + c, s->most ? larger(x, before) : (vf)(before + x));
+      }
+    for (int64_t r = 1; r < s->together; r++) memcpy(to + r * wide, to, sizeof(float) * wide);
+  }
+}
+
+/* The slots of a row from `start` on are judged by what was paid to each: `paid` becomes what decides. Returns the first
+   of those that lose their token; -1 if none does. */
+int64_t judge(const Step *s, int64_t row, int64_t columns, float *paid) {
+  int32_t *position = s->position + row * s->slots + s->start;
+  float *score = s->score ? s->score + row * s->slots + s->start : NULL;
+  const int32_t newest = (int32_t)(s->at - s->recent[row]), first = s->first ? (int32_t)s->first[row] : 0;
+  int64_t over = -s->budget[row], lost = -1;
+  for (int64_t c = 0; c < columns; c++) {
+    const float x = (score && s->adds ? score[c] : 0) + paid[c];
+    const int rank = (position[c] > newest) + 2 * (position[c] < first);
+    if (score) score[c] = x;
+    paid[c] = position[c] < 0 ? INFINITY : rank ? 1e30f * rank : x;
+    over += position[c] >= 0;
+  }
+  for (; over > 0; over--) { /* one, as a rule; the earlier slot of two that are equal */
+    float low = INFINITY;
+    int64_t least = 0;
+    for (int64_t c = 0; c < columns; c++) low = paid[c] < low ? paid[c] : low;
+    while (least < columns && (position[least] < 0 || !(paid[least] <= low))) least++;
+    if (least == columns) break;
+    position[least] = -1;
+    paid[least] = INFINITY;
+    lost = lost < 0 || least < lost ? least : lost;
+  }
+  return lost;
+}
+
+/* Of a row that holds more than its budget, the token goes whose position is the `place`-th: it is found by halving the
+   range in which it lies, as slots are in no order. */
+void judge_places(const Step *s, int64_t row, int64_t columns) {
+  int32_t *position = s->position + row * s->slots + s->start, low = 0, high = 0, held = 0;
+  for (int64_t c = 0; c < columns; c++) {
+    high = position[c] > high ? position[c] : high;
+    held += position[c] >= 0;
+  }
+  if (held <= s->budget[row]) return;
+  while (low < high) {
+    const int32_t middle = low + (high - low) / 2;
+    int32_t upto = 0;
+    for (int64_t c = 0; c < columns; c++) upto += (uint32_t)position[c] <= (uint32_t)middle; /* no token: beyond all */
+    if (upto > s->place[row]) high = middle;
+    else low = middle + 1;
+  }
+  for (int64_t c = 0; c < columns; c++) position[c] = position[c] == low ? -1 : position[c];
+}
+
+/* Only a row's first tokens and its newest stay. */
+void judge_ends(const Step *s, int64_t row, int64_t columns) {
+  int32_t *position = s->position + row * s->slots + s->start;
+  const int32_t from = (int32_t)s->first[row], to = (int32_t)(s->at - s->recent[row]);
+  for (int64_t c = 0; c < columns; c++) position[c] = position[c] >= from && position[c] <= to ? -1 : position[c];
+}

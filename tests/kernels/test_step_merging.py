@@ -1,0 +1,128 @@
+"""The token that goes for a decoded one: merged into the one most like it, or chosen by its place; against lists and doubles."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import support_kernels as oracle
+import torch
+from torch import Tensor
+
+from kvengine.kernels.step import Merged, Paid, Placed, step
+
+BACKENDS = [name for name in oracle.backends() if name != "triton"]
+SHAPES = [  # sequences, heads, group, dim, dim_v, slots
+    (1, 2, 3, 64, 64, 40),
+    (2, 3, 1, 24, 40, 11),
+    (2, 2, 4, 128, 16, 601),
+    (3, 2, 5, 8, 8, 33),
+    (2, 2, 2, 37, 29, 50),
+    (1, 3, 4, 512, 512, 70),
+]
+BETA = 0.6
+
+
+def case(shape: tuple[int, ...], dtype: torch.dtype, fill: bool) -> tuple[dict[str, Any], slice]:
+    """The new token of every head, and slots in no order, of which some hold what nobody may read; and those in use."""
+    seq, heads, group, dim, dim_v, slots = shape
+    rng, rows, start, end = torch.Generator().manual_seed(slots), seq * heads, slots // 5, slots - 1
+    draw = lambda *size: torch.randn(*size, generator=rng).to(dtype)  # noqa: E731
+    position = torch.stack([torch.randperm(slots, generator=rng) for _ in range(rows)]).int()
+    position[torch.rand(position.shape, generator=rng) < 0.2] = -1
+    position[range(rows), [start + r % (end - start) for r in range(rows)]] = -1
+    keys, values, score = draw(rows, slots, dim), draw(rows, slots, dim_v), torch.rand(rows, slots, generator=rng)
+    keys[position < 0], values[position < 0] = math.nan, math.nan
+    about = dict(
+        q=draw(seq, heads * group, 1, dim), k=draw(seq, heads, 1, dim), v=draw(seq, heads, 1, dim_v), keys=keys,
+        values=values, position=position, score=score, start=start, end=end, at=slots, holes=True, scale=0.2, fill=fill,
+    )  # fmt: skip
+    return about, slice(start, end + (not fill))
+
+
+def after_token(about: dict[str, Any], used: slice) -> dict[str, Tensor]:
+    """Copies of what is there when the new token has been written."""
+    out = {name: about[name].clone() for name in ("keys", "values", "position")}
+    for r, free in enumerate(about["position"][:, used] < 0):
+        spot = used.start + int(free.nonzero()[0]) if about["fill"] else about["end"]
+        for name, x in (("keys", about["k"]), ("values", about["v"])):
+            out[name][r, spot] = x.flatten(0, 2)[r]
+        out["position"][r, spot] = about["at"]
+    return out
+
+
+def same(got: Tensor, want: Tensor) -> bool:
+    return torch.equal(got.nan_to_num(7), want.nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shrinks, spares", [(False, True), (True, False)])
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_goes_is_merged_into_the_most_alike(
+    backend: str, fill: bool, shrinks: bool, spares: bool, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Rows differ in budget, thresholds and in what goes last; one keeps all, and in one nothing may take others in.
+
+    In the first, what goes is like two others to the bit: the earlier of them takes it in.
+    """
+    about, used = case(shape, dtype, fill)
+    alike = slice(used.start + 2, used.start + 5)
+    about["position"][0, alike] = shape[-1] // 2 + torch.arange(3, dtype=torch.int32)
+    about["score"][0, alike] = torch.tensor([-9.0, 1.0, 1.0])
+    about["keys"][0, alike], about["values"][0, alike] = torch.ones(shape[3]), torch.randn(3, shape[4]).to(dtype)
+    want, row = after_token(about, used), torch.arange(shape[0] * shape[1])
+    budget = (want["position"][:, used] >= 0).sum(1) - (row != 3).long()
+    first, recent = torch.where(row == 4, shape[-1] + 5, shape[-1] // 3 + row), 2 + row
+    threshold = torch.tensor([math.nan, -1.0, 2.0, 0.25, math.nan, 0.0])[: len(row)].clone()
+    taus = threshold.tolist()
+    rule = Merged(Paid(budget, recent, "mean", True, 1, first), threshold, BETA, shrinks, spares)
+    step(rule=rule, backend=backend, **about)
+    merges = 0
+    for r in row.tolist():
+        there = [s for s in range(used.start, used.stop) if want["position"][r, s] >= 0]
+        at = {s: int(want["position"][r, s]) for s in there}
+        rank = {s: 2 * (at[s] < first[r]) + (at[s] > about["at"] - recent[r]) for s in there}
+        worst = sorted(there, key=lambda s: (rank[s], 0.0 if rank[s] else float(about["score"][r, s]), s))
+        gone = worst[: len(there) - int(budget[r])]
+        targets = [s for s in there if s not in gone and (not spares or at[s] >= first[r])]
+        assert len(gone) == (r != 3) and bool(targets) == (r != 4 or not spares)
+        if gone and targets:
+            vectors = want["keys"][r].double()
+            likes = torch.cosine_similarity(vectors[gone], vectors[targets], dim=1)
+            like, mate = float(likes.max()), targets[int(likes.argmax())]
+            taus[r] = like if math.isnan(taus[r]) else BETA * like + (1 - BETA) * taus[r]
+            if like >= taus[r]:
+                merges += 1
+                own, weight, part = (1, like, 1) if shrinks else (math.e, math.exp(like), math.exp(like))
+                for name in ("keys", "values"):
+                    x = want[name][r]
+                    made = ((own * x[mate].double() + weight * x[gone[0]].double()) / (own + part)).to(dtype)
+                    assert torch.equal(x[mate], made) == (r == 0 and name == "keys")
+                    torch.testing.assert_close(about[name][r, mate], made)
+                    x[mate] = about[name][r, mate]
+        want["position"][r, gone] = -1
+    assert merges >= 2
+    assert all(same(about[name], x) for name, x in want.items())
+    torch.testing.assert_close(threshold, torch.tensor(taus), equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_goes_is_chosen_by_its_place(backend: str, fill: bool, shape: tuple[int, ...]) -> None:
+    """The first, the last, or one between them, in rows that hold more than their budget by one, by three, or not at all."""
+    about, used = case(shape, torch.float32, fill)
+    want, row = after_token(about, used), torch.arange(shape[0] * shape[1])
+    budget = (want["position"][:, used] >= 0).sum(1) - torch.tensor([1, 1, 3, 0, 1, -2])[row]
+    place = torch.tensor([0, 4, 1 << 20, 2, 1, 0])[row].minimum(budget)
+    score = about["score"].clone()
+    step(rule=Placed(budget, place), backend=backend, **about)
+    for r in row.tolist():
+        order = sorted(int(p) for p in want["position"][r, used] if p >= 0)
+        if len(order) > budget[r]:
+            want["position"][r][want["position"][r] == order[int(place[r])]] = -1
+    assert all(same(about[name], x) for name, x in want.items())
+    assert torch.equal(about["score"] != score, want["position"] == about["at"]) or not fill
