@@ -27,7 +27,11 @@ from kvengine.errors import KernelError
 
 log = logging.getLogger(__name__)
 
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-std=gnu11", "-fPIC", "-shared")
+NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+"""For this processor. On ARM, several clangs refuse `-march=native`."""
+# Without the early scheduling, which only ARM's gcc does: it moves so many loads ahead that the sums are spilled.
+PLAIN = ("-O3", "-fno-math-errno", "-ffp-contract=fast", "-fno-schedule-insns", "-std=gnu11", "-fPIC", "-shared")
+FLAGS = (*PLAIN, NATIVE)
 OPENMP = ("-fopenmp",)
 LINK = ("-lm",)
 BUILDING = threading.Lock()
@@ -56,17 +60,22 @@ def _load() -> Loaded:
     if platform.system() == "Windows" or compiler is None:
         return Loaded(None, "no C compiler (cc, gcc or clang) on the PATH")
     reason = ""
-    for flags in ((*FLAGS, *OPENMP), FLAGS):
+    for flags in ((*FLAGS, *OPENMP), FLAGS, (*PLAIN, *OPENMP), PLAIN):
         try:
             found = Loaded(ctypes.CDLL(str(_built(compiler, flags))), None)
             if reason:
-                log.warning("the C kernels use one thread, as %s does not know OpenMP: %s", compiler, reason)
+                log.warning("the C kernels %s: %s", _lacking(flags), reason)
             return found
         except subprocess.CalledProcessError as error:
             reason = f"{compiler} failed: {error.stderr.strip()[-500:]}"
         except (OSError, subprocess.TimeoutExpired) as error:
             reason = f"the C kernels could not be built or loaded: {error}"
     return Loaded(None, reason)
+
+
+def _lacking(flags: tuple[str, ...]) -> str:
+    lacks = [] if NATIVE in flags else [f"are not made for this processor, without {NATIVE}"]
+    return " and ".join(lacks if OPENMP[0] in flags else [*lacks, "use one thread, without OpenMP"])
 
 
 def needed() -> ctypes.CDLL:
@@ -135,7 +144,7 @@ def _fingerprint(compiler: str, flags: tuple[str, ...], sources: list[Path]) -> 
 
 
 def _processor() -> bytes:
-    """What `-march=native` depends on."""
+    """What NATIVE depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:

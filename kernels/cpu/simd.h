@@ -8,6 +8,8 @@
 #include <string.h>
 #if defined(__F16C__) || defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -23,6 +25,12 @@
 #define LANES 8
 #else
 #define LANES 4
+#endif
+
+#if defined(__aarch64__) && LANES == 4
+#define NEON 1
+#else
+#define NEON 0
 #endif
 
 /* Of a product of four rows, how many columns' sums there are registers for: AVX2 has 16 of them, the others 32. */
@@ -94,9 +102,15 @@ INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
 #define ODD_2(a, b) PICK(a, b, 2, 3, 6, 7)
 #endif
 
+#if NEON
+INLINE uint8x16_t bytes_at_lanes(vu lanes) { return (uint8x16_t)(lanes * 0x04040404u + 0x03020100u); }
+#endif
+
 /* Lane i of the result is lane `lanes[i]` of x. */
 INLINE vf spread(vf x, vi lanes) {
-#ifdef __clang__
+#if NEON /* both compilers would go through memory */
+  return (vf)vqtbl1q_u8((uint8x16_t)x, bytes_at_lanes((vu)lanes));
+#elif defined(__clang__)
   vf out;
   for (int i = 0; i < LANES; i++) out[i] = x[lanes[i]];
   return out;
@@ -201,6 +215,10 @@ INLINE float bf16_value(uint16_t x) {
 INLINE float f16_value(uint16_t x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x);
+#elif defined(__aarch64__)
+  __fp16 half;
+  memcpy(&half, &x, 2);
+  return half;
 #else
   uint32_t sign = (uint32_t)(x & 0x8000) << 16, magnitude = x & 0x7fff, bits;
   if (magnitude >= 0x7c00) bits = (magnitude << 13) + 0x70000000; /* infinity, NaN */
@@ -221,6 +239,8 @@ INLINE vf from_f16(const uint16_t *p) {
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #elif LANES == 8 && defined(__F16C__)
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif NEON
+  return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
   vf out;
   for (int i = 0; i < LANES; i++) out[i] = f16_value(p[i]);

@@ -70,6 +70,12 @@ INLINE vf level_of(vu code, Levels levels, int bits) {
   if (bits < 4) return (vf)low;
   const __m256 high = _mm256_permutevar8x32_ps((__m256)levels.part[1], (__m256i)code);
   return (vf)_mm256_blendv_ps(low, high, (__m256)(code << 28));
+#elif NEON
+  const uint8x16_t at = bytes_at_lanes(code & ((1u << bits) - 1)), first = (uint8x16_t)levels.part[0];
+  if (bits <= 2) return (vf)vqtbl1q_u8(first, at);
+  const uint8x16_t second = (uint8x16_t)levels.part[1];
+  if (bits == 3) return (vf)vqtbl2q_u8((uint8x16x2_t){{first, second}}, at);
+  return (vf)vqtbl4q_u8((uint8x16x4_t){{first, second, (uint8x16_t)levels.part[2], (uint8x16_t)levels.part[3]}}, at);
 #else
   const int parts = 1 << bits > LANES ? (1 << bits) / LANES : 1;
   vf out = spread(levels.part[0], (vi)(code & (LANES - 1)));

@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from kvengine.errors import CorruptBitstream, StoreError
-from kvengine.kernels.cpu.library import cache_dir
+from kvengine.kernels.cpu.library import NATIVE, cache_dir
 from kvengine.offload.cachegen.reference import I16, LANES, U32
 from kvengine.offload.cachegen.tables import F32, I64, TOTAL, U8, U16, Tables
 
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # No contraction: a fused multiply-add would make decoded numbers differ from the reference's in the last bit.
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off")
+FLAGS = ("-O3", NATIVE, "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off")
 
 
 @cache
@@ -49,7 +49,7 @@ def load(flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
 
 
 def _processor() -> list[str]:
-    """What -march=native depends on; a home folder may be shared by different machines."""
+    """What NATIVE depends on; a home folder may be shared by different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

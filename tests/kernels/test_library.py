@@ -108,6 +108,17 @@ def test_no_openmp(
     assert "one thread" in caplog.text and "no OpenMP here" in caplog.text
 
 
+@needs_compiler
+def test_no_flag_for_this_processor(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = f'case "$*" in *=native*) echo "no such processor" >&2; exit 1;; esac; exec {shutil.which("cc")} "$@" -O0'
+    monkeypatch.setenv("CC", str(fake_compiler(tmp_path, script)))
+    assert build().reason is None
+    assert "not made for this processor" in caplog.text and "no such processor" in caplog.text
+    assert "one thread" not in caplog.text
+
+
 def test_a_compiler_that_fails_is_quoted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = 'case "$1" in --version) echo fake;; *) echo "no such flag" >&2; exit 1;; esac'
     monkeypatch.setenv("CC", str(fake_compiler(tmp_path, script)))
