@@ -183,7 +183,7 @@ def test_a_pass_that_broke_off_between_layers_is_noticed(text: str, prompt: bool
 
 
 def test_a_layer_that_broke_off_within_itself_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = patched("d2o(budget=24)", num_hidden_layers=1), one()["input_ids"]
+    model, ids = patched("h2o(budget=24, average=True)", num_hidden_layers=1), one()["input_ids"]
     cache = started(model, ids)
     lane = cache.engines[0].parts[0].lane
     monkeypatch.setattr(lane, "seal", lambda: (_ for _ in ()).throw(Stop))
