@@ -137,10 +137,10 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
 
 
 def main() -> None:
+    """Measure, print, write, draw."""
     sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
     from where import processor
 
-    """Measure, print, write, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="2048,8192,32768,65536")
     parser.add_argument("--threads", type=int, default=1)

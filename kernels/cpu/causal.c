@@ -154,7 +154,7 @@ int kv_causal_bfloat16(void) {
 int kv_causal_halves(void) { return HALVES && kv_causal_bfloat16(); }
 
 /* q [sequence, head * group, query, dim], k [sequence / share, head, token, dim], v, out [sequence, query, head * group, dim_v],
-   any strides but the last, which is 1; the queries are those of the last tokens. `dim` and `dim_v` are multiples of MULTIPLE
+   any strides but the last, which is 1; the queries are those of the last tokens. `dim` and `dim_v` are multiples of MULTIPLE;
    of bfloat16 of 32, and the strides of k are even.
    Spans of a block do not overlap, and a block of queries is a multiple of EIGHT. Returns 0, or 1 if memory for the
    buffers cannot be had. */

@@ -46,6 +46,17 @@ void fetch_start(const Field *f, int64_t row, int64_t token);
 void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count);
 void fetch_batch(const Field *f, int64_t row, const Tokens *x);
 
+#define PAIRED (2 * LANES)
+
+/* Register `j` of a stored vector from channel `d` on, as floats. Of PAIRED bf16, which fill a register in pairs, the even
+   ones come first and then the odd ones: a shift and a mask instead of spreading. `sort`, `unsort` in vectors.h: the other side. */
+INLINE vf channels(const char *p, int64_t d, int j, int64_t dtype) {
+  if (dtype == F32) return load((const float *)p + d + j * LANES);
+  if (dtype == F16) return from_f16((const uint16_t *)p + d + j * LANES);
+  vu pairs = *(const vu *)(p + 2 * (d + j / 2 * PAIRED));
+  return j & 1 ? (vf)(pairs & 0xffff0000u) : (vf)(pairs << 16);
+}
+
 /* How many of a page's slots before this one are salient. */
 INLINE int64_t salient_before(const uint8_t *mask, int64_t slot) {
   int64_t count = 0, byte = 0;

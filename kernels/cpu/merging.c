@@ -6,28 +6,13 @@ typedef struct {
   int64_t slot;
 } Mate;
 
-#define STRIDE (2 * LANES)
-
-/* STRIDE channels from `d` on, in two registers: bfloat16 in pairs, of which the even ones come first, as `laid_out` has
-   them. */
-INLINE void widen(const char *p, int64_t d, int64_t dtype, vf *x, vf *y) {
-  if (dtype == F32) {
-    *x = load((const float *)p + d);
-    *y = load((const float *)p + d + LANES);
-    return;
-  }
-  const vu pairs = *(const vu *)(p + 2 * d);
-  *x = (vf)(pairs << 16);
-  *y = (vf)(pairs & 0xffff0000u);
-}
-
-/* A key as floats, in the order in which `widen` reads another. Returns its length. */
+/* A key as floats, in the order in which `channels` reads another. Returns its length. */
 static float laid_out(const char *p, int64_t dim, int64_t dtype, float *key) {
-  const int64_t whole = dim / STRIDE * STRIDE;
+  const int64_t whole = dim / PAIRED * PAIRED;
   float norm = 0;
   for (int64_t d = 0; d < dim; d++) {
     const float x = number(p, d, dtype);
-    const int64_t sorted = d / STRIDE * STRIDE + (d & 1) * LANES + d % STRIDE / 2;
+    const int64_t sorted = d / PAIRED * PAIRED + (d & 1) * LANES + d % PAIRED / 2;
     key[dtype == F32 || d >= whole ? d : sorted] = x;
     norm += x * x;
   }
@@ -36,10 +21,10 @@ static float laid_out(const char *p, int64_t dim, int64_t dtype, float *key) {
 
 /* The products of a token's key with `key`, and with itself. */
 INLINE void products(const char *at, const float *key, int64_t dim, int64_t dtype, vf *with, vf *own) {
-  vf a = {0}, b = {0}, c = {0}, e = {0}, x, y;
+  vf a = {0}, b = {0}, c = {0}, e = {0};
   int64_t d = 0;
-  for (; d + STRIDE <= dim; d += STRIDE) {
-    widen(at, d, dtype, &x, &y);
+  for (; d + PAIRED <= dim; d += PAIRED) {
+    const vf x = channels(at, d, 0, dtype), y = channels(at, d, 1, dtype);
     a += x * load(key + d);
     b += y * load(key + d + LANES);
     c += x * x;

@@ -4,16 +4,6 @@
 
 #include "fields.h"
 
-#define PAIRED (2 * LANES)
-
-/* Register `j` of a stored vector from channel `d` on, as floats. Of PAIRED bf16, which fill a register in pairs, the even
-   ones come first and then the odd ones: a shift and a mask instead of spreading. `sort`, `unsort`: the other side. */
-INLINE vf channels(const char *p, int64_t d, int j, int64_t dtype) {
-  if (dtype == F32) return load((const float *)p + d + j * LANES);
-  if (dtype == F16) return from_f16((const uint16_t *)p + d + j * LANES);
-  vu pairs = *(const vu *)(p + 2 * (d + j / 2 * PAIRED));
-  return j & 1 ? (vf)(pairs & 0xffff0000u) : (vf)(pairs << 16);
-}
 #define TOGETHER(dtype) ((dtype) == BF16 ? 2 : 1) /* registers of channels that are read at once */
 
 static void sort(const float *x, int64_t n, float *out) {
