@@ -26,6 +26,7 @@ import kvengine
 from kvengine.evals.loading import load, model_digest
 from kvengine.evals.prompt import Prompter
 from kvengine.evals.tasks._words import essay, prose
+from kvengine.hf_names import CACHE
 from kvengine.policies.selection._index import Row
 
 PAGE = 16
@@ -55,7 +56,7 @@ def heads(model: Any, ids: torch.Tensor, queries: int) -> list[tuple[np.ndarray,
     for layer in cache.layers:
         layer.listener = listen  # type: ignore[union-attr]
     with torch.inference_mode():
-        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     return found
 
 

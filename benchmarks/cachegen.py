@@ -30,6 +30,7 @@ from transformers import DynamicCache
 from kvengine.evals.loading import load, model_digest
 from kvengine.evals.prompt import Prompter
 from kvengine.evals.tasks._words import essay, prose
+from kvengine.hf_names import CACHE
 from kvengine.offload import cachegen
 from kvengine.offload.cachegen import codec, coder, lossy, native, tables
 from kvengine.offload.cachegen.levels import NAMES
@@ -53,7 +54,7 @@ def model_kv(model: Any, tokenizer: Any, tokens: int) -> Pairs:
     ids = Prompter(tokenizer).first(essay(prose(), tokens))[:tokens]
     cache = DynamicCache()
     with torch.inference_mode():
-        model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=torch.tensor([ids]), **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     return [(layer.keys[0].bfloat16(), layer.values[0].bfloat16()) for layer in cache.layers]
 
 

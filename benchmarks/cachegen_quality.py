@@ -40,6 +40,7 @@ from kvengine.evals.statistics import interval, paired
 from kvengine.evals.tasks import Sample, Turn
 from kvengine.evals.tasks._words import NOISE, number, pair, prose, sentences
 from kvengine.evals.tasks.ruler_niah import NEEDLE, among_lines, among_sentences, wording
+from kvengine.hf_names import CACHE
 from kvengine.offload import cachegen
 from kvengine.offload.cachegen.levels import LEVELS, LOSSLESS, NAMES, Level
 from kvengine.offload.links import SimulatedLink, Trace
@@ -101,7 +102,7 @@ class Read:
     @torch.inference_mode()
     def of(cls, model: Any, ids: list[int]) -> Read:
         cache = DynamicCache()
-        model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=torch.tensor([ids]), **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         return cls([(layer.keys[0].bfloat16(), layer.values[0].bfloat16()) for layer in cache.layers])
 
     def coded(self, level: str | Level, dtype: torch.dtype) -> tuple[DynamicCache, float]:
@@ -145,7 +146,7 @@ class Asker:
     def says(self, cache: DynamicCache, question: list[int], words: list[int]) -> bool:
         """Whether greedy decoding would begin with these tokens; one pass instead of one per token."""
         n, ids = cache.get_seq_length(), torch.tensor([question + words[:-1]])
-        out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=len(words))
+        out = self.model(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=len(words))
         cut(cache, n)
         return bool(out.logits[0].argmax(-1).tolist() == words)
 
@@ -206,7 +207,7 @@ def tuning(model: Any, prompter: Prompter, length: int, texts: int = 4) -> Itera
 
     def follow(at: int, level: str | Level) -> tuple[torch.Tensor, float]:
         cache, bits = reads[at].coded(level, model.dtype)
-        out = model(input_ids=torch.tensor([parts[at][length:]]), past_key_values=cache, use_cache=True)
+        out = model(input_ids=torch.tensor([parts[at][length:]]), **{CACHE: cache}, use_cache=True)
         return out.logits[0].float().log_softmax(-1), bits
 
     exact = [follow(at, "")[0] for at in range(texts)]

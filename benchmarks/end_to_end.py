@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import kvengine
+from kvengine.hf_names import CACHE
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -73,7 +74,7 @@ def timed(step: Step, first: Tensor, at: int, steps: int, device: str) -> list[f
 
 def plain(model: Any, cache: Any) -> Step:
     def step(token: Tensor, at: int) -> Tensor:
-        logits: Tensor = model(token, position_ids=torch.full_like(token, at), past_key_values=cache).logits
+        logits: Tensor = model(token, position_ids=torch.full_like(token, at), **{CACHE: cache}).logits
         return logits
 
     return step
@@ -85,7 +86,7 @@ def stock(model: Any, ids: Tensor, steps: int, device: str) -> Iterator[dict[str
     for attention in attentions:
         model.set_attn_implementation(attention)
         length, growing = ids.shape[1], DynamicCache(config=model.config)
-        first = model(ids, past_key_values=growing, logits_to_keep=1).logits.argmax(-1)
+        first = model(ids, **{CACHE: growing}, logits_to_keep=1).logits.argmax(-1)
         ms = timed(plain(model, growing), first, length, steps, device)
         yield row(f"stock, {attention}, growing cache", "–", ids, ms)
         # The static cache gets its prompt from the other: reading it would take a mask of prompt times room.
@@ -103,7 +104,7 @@ def ours(model: Any, ids: Tensor, text: str, steps: int, device: str) -> Iterato
     with kvengine.patched(model, text):
         cache = kvengine.EngineCache(model)
         cache.announce(ids.shape[1])
-        first = model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+        first = model(ids, **{CACHE: cache}, logits_to_keep=1).logits.argmax(-1)
         ms = timed(plain(model, cache), first, ids.shape[1], steps, device)
         yield row(f"`{text}`", "eager", ids, ms) | held(cache)
         decoder = kvengine.compile_decode(model).open(cache, WARM + steps)

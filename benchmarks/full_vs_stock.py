@@ -36,6 +36,7 @@ from transformers import (
 
 import kvengine
 from kvengine.evals import bundled_model
+from kvengine.hf_names import CACHE
 
 STEPS = 32
 OTHERS: list[tuple[str, tuple[Any, str, tuple[str, str]], dict[str, int]]] = [
@@ -74,11 +75,11 @@ def random_other(kind: Callable[..., Any], attention: str, types: tuple[str, str
 def run(model: Any, ids: torch.Tensor, cache: Any) -> tuple[float, float, list[int]]:
     """Seconds of the prompt, seconds per decoded token (median), and the tokens."""
     start = time.perf_counter()
-    token = model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+    token = model(ids, **{CACHE: cache}, logits_to_keep=1).logits.argmax(-1)
     prefill, steps, tokens = time.perf_counter() - start, [], [int(token)]
     for _ in range(STEPS):
         start = time.perf_counter()
-        token = model(token, past_key_values=cache).logits.argmax(-1)
+        token = model(token, **{CACHE: cache}).logits.argmax(-1)
         steps.append(time.perf_counter() - start)
         tokens.append(int(token))
     return prefill, statistics.median(steps), tokens

@@ -49,6 +49,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from kvengine.hf_names import CACHE
+
 TASKS = "quiz_multikey_1,quiz_multikey_2"
 REMOVED = (0.5, 0.75, 0.875)
 STEPS = 24  # decoded tokens that are timed
@@ -148,7 +150,7 @@ def decoded(model: Any, cache: Any, logits: torch.Tensor, at: int) -> float:
 
 def step(model: Any, cache: Any, ids: list[int], at: int) -> torch.Tensor:
     positions = torch.arange(at, at + len(ids))[None]
-    out = model(input_ids=torch.tensor([ids]), position_ids=positions, past_key_values=cache, logits_to_keep=1)
+    out = model(input_ids=torch.tensor([ids]), position_ids=positions, **{CACHE: cache}, logits_to_keep=1)
     last: torch.Tensor = out.logits[0, -1]
     return last
 

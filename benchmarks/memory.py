@@ -23,6 +23,7 @@ import transformers
 
 import kvengine
 from kvengine import memory
+from kvengine.hf_names import CACHE
 from kvengine.kernels.attention import attention
 
 POLICIES = ["stock", "full", "snapkv(budget=512)", "streaming(recent=508)", "kivi(bits=4)", "kivi(bits=2)",
@@ -50,7 +51,7 @@ def one(policy: str, length: int) -> dict[str, float]:
     def generate(tokens: torch.Tensor, new: int) -> object:
         cache = transformers.DynamicCache(config=model.config) if policy == "stock" else kvengine.EngineCache(model)
         model.generate(
-            tokens, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, past_key_values=cache
+            tokens, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, **{CACHE: cache}
         )
         return cache
 

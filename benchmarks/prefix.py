@@ -33,6 +33,7 @@ import kvengine
 from kvengine.evals.loading import load, model_digest
 from kvengine.evals.prompt import Prompter
 from kvengine.evals.tasks._words import essay, prose
+from kvengine.hf_names import CACHE
 from kvengine.offload import stores
 from kvengine.offload.placement._tiered import Tiered
 from kvengine.prefix import Prefix
@@ -60,7 +61,7 @@ def seconds(work: Callable[[], Any]) -> float:
 def first_token(model: Any, ids: torch.Tensor, cache: Any) -> int:
     with torch.inference_mode():
         cache.announce(ids.shape[1])
-        out = model(input_ids=ids[:, cache.seen :], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(input_ids=ids[:, cache.seen :], **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     return int(out.logits[0, -1].argmax())
 
 
@@ -149,7 +150,7 @@ def live(model: Any, ids: torch.Tensor, where: str, policy: str, steps: int = 64
     with torch.inference_mode():
         for i in range(steps):
             start = time.perf_counter()
-            out = model(input_ids=rest[:, i : i + 1], past_key_values=cache, use_cache=True)
+            out = model(input_ids=rest[:, i : i + 1], **{CACHE: cache}, use_cache=True)
             tokens.append(int(out.logits[0, -1].argmax()))
             spent.append(time.perf_counter() - start)
     written(cache)

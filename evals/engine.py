@@ -50,15 +50,21 @@ class Engine(Protocol):
 
 @dataclass
 class CacheSession:
-    """A session on any cache that Hugging Face models take as `past_key_values`."""
+    """A session on any cache that Hugging Face models take."""
 
     model: Any
     cache: Any
 
+    @property
+    def passed(self) -> dict[str, Any]:
+        from kvengine.hf_names import passed
+
+        return passed(self.model, self.cache)
+
     @torch.inference_mode()
     def read(self, ids: list[int], *, every: bool = False) -> Tensor:
         tokens = torch.tensor([ids], device=self.model.device)
-        out = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=0 if every else 1)
+        out = self.model(input_ids=tokens, **self.passed, use_cache=True, logits_to_keep=0 if every else 1)
         logits: Tensor = out.logits[0].float()
         return logits
 
@@ -66,7 +72,7 @@ class CacheSession:
     def rows(self, tokens: Tensor) -> Tensor:
         """Logits [sequence vocabulary] after the last of these tokens [sequence token]: several conversations at once."""
         ids = tokens.to(self.model.device)
-        out = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        out = self.model(input_ids=ids, **self.passed, use_cache=True, logits_to_keep=1)
         logits: Tensor = out.logits[:, -1].float()
         return logits
 

@@ -56,6 +56,7 @@ def read(model: Any, contexts: list[list[int]]) -> Reading:
     """Read contexts of one size. Raises `EvaluationError` for a model of which the engine does not serve every layer."""
     import kvengine
     from kvengine.hf_layer import EngineLayer
+    from kvengine.hf_names import passed
 
     with kvengine.patched(model, "full"):
         cache = kvengine.EngineCache(model)
@@ -68,7 +69,7 @@ def read(model: Any, contexts: list[list[int]]) -> Reading:
             layer.listener = lambda *found, i=i: kept.__setitem__(i, found)
         cache.announce(len(contexts[0]))
         tokens = torch.tensor(contexts, device=model.device)
-        out = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(input_ids=tokens, **passed(model, cache), use_cache=True, logits_to_keep=1)
     return Reading(contexts, kept, out.logits[:, -1].float())
 
 

@@ -50,13 +50,13 @@ def measure(model: Any, tokenizer: Any, policy: str, task: dict[str, Any]) -> tu
     with kvengine.patched(model, policy), torch.inference_mode():
         ids = tokenizer(task["text"], return_tensors="pt").input_ids
         cache = kvengine.EngineCache(model)
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, cache=cache, logits_to_keep=1)
         cache.follow_up()
         for question in task["questions"]:
             asked = tokenizer(question["question"], return_tensors="pt", add_special_tokens=False).input_ids
             mine = copy.deepcopy(cache)
             whole = torch.cat([ids, asked], 1)
-            out = model.generate(whole, past_key_values=mine, max_new_tokens=16, do_sample=False)
+            out = model.generate(whole, cache=mine, max_new_tokens=16, do_sample=False)
             right += question["answer"] in tokenizer.decode(out[0, whole.shape[1] :])
         stats = mine.stats()
     return right, stats.bytes_held, stats.read_per_token

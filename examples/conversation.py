@@ -41,7 +41,7 @@ for turn, (key, fact) in enumerate(facts.items(), 1):
     ids = torch.cat([ids, question], 1)
     seen, before = cache.seen, ids.shape[1]
     # The whole conversation goes in; what the cache has seen is not read again.
-    ids = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    ids = model.generate(ids, cache=cache, max_new_tokens=8, do_sample=False)
     cache.follow_up()
     answer = tokenizer.decode(ids[0, before:], skip_special_tokens=True)
     right += str(fact) in answer

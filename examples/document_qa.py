@@ -130,7 +130,7 @@ class Library:
             self.write(name, body)
             cache = self.prefix.fetch(ids, "full")
             known = cache.seen
-            self.model(ids[:, known:], past_key_values=cache, logits_to_keep=1)
+            self.model(ids[:, known:], cache=cache, logits_to_keep=1)
             self.prefix.keep(ids, cache)
             stored = self.stored()  # `poll` hands out every finished job: nobody else may have one under way
         return {"id": name, "tokens": ids.shape[1], "already_known": known, **stored}
@@ -198,7 +198,7 @@ class Library:
             reused = cache.seen
             left = lambda so_far, _: torch.full((1,), gone is not None and gone.is_set(), device=so_far.device)  # noqa: E731
             out = self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=most, do_sample=False,
+                ids, attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=most, do_sample=False,
                 stopping_criteria=StoppingCriteriaList([left]),
             )  # fmt: skip
             stats = cache.stats()

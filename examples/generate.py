@@ -28,7 +28,7 @@ prompt = tokenizer(grass * 12 + needle + grass * 12 + question + begin, return_t
 
 kvengine.patch(model, policy)  # the one line
 cache = kvengine.EngineCache(model)  # only to look into it afterwards; generate makes its own otherwise
-text = model.generate(**prompt, max_new_tokens=10, do_sample=False, past_key_values=cache)
+text = model.generate(**prompt, max_new_tokens=10, do_sample=False, cache=cache)
 
 new = tokenizer.decode(text[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)
 print(f"{prompt.input_ids.shape[1]} tokens of prompt; hidden: 4817263; answer:{new}")

@@ -33,7 +33,7 @@ begin = time.perf_counter()
 ids = tokenizer(text, return_tensors="pt").input_ids
 cache = kvengine.EngineCache(model)
 with torch.no_grad():
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, cache=cache, logits_to_keep=1)
 cache.follow_up()
 print(f"read {ids.shape[1]} tokens in {time.perf_counter() - begin:.2f} s; {cache.stats()}")
 
@@ -48,7 +48,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 asked = torch.cat([seen, tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids], 1)
 answers = [
-    model.generate(asked, past_key_values=one, max_new_tokens=8, do_sample=False)[0, asked.shape[1] :].tolist()
+    model.generate(asked, cache=one, max_new_tokens=8, do_sample=False)[0, asked.shape[1] :].tolist()
     for one in (restored, cache)
 ]
 same = "the same as" if answers[0] == answers[1] else "other than"

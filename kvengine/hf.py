@@ -28,6 +28,7 @@ from kvengine.hf_forward import caching, hook_passes
 from kvengine.hf_generate import METHODS, Method
 from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_mask import LazyMask
+from kvengine.hf_names import CACHE
 from kvengine.hf_replay import hook_replays
 from kvengine.hf_rope import rope_for
 from kvengine.hf_trial import check_modules
@@ -264,7 +265,7 @@ def enter(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], previous: str
 ) -> tuple[Any, dict[str, Any]]:
     """Before an attention module runs: say which layer of which cache it is to use."""
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE)
     if type(cache) is not EngineCache:  # some models call it otherwise
         cache = next((x for x in kwargs.values() if isinstance(x, EngineCache)), None)
     layer = None if cache is None else cache.layer_for(module)

@@ -21,6 +21,7 @@ from kvengine.errors import CacheError, ModelError
 from kvengine.hf_back import back, check_back, empty, repeat, settle
 from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import BREAKS, EngineLayer
+from kvengine.hf_names import passed
 from kvengine.hf_rope import needs_rope, rope_for
 from kvengine.readers import sources
 from kvengine.rope import Rope
@@ -42,13 +43,13 @@ class Chosen:
 
 
 class EngineCache(Cache):
-    """A cache under a policy, to pass as `past_key_values`.
+    """A cache under a policy, to pass as `cache`, or by its older name, as `past_key_values`.
 
     Layers that hold little by themselves (sliding windows, recurrent states) stay transformers' own.
 
         cache = EngineCache(model, "snapkv(budget=1024)")
-        model.generate(ids, past_key_values=cache)          # the prompt is judged at its end
-        model.generate(longer_ids, past_key_values=cache)   # the next turn of the same conversation
+        model.generate(ids, cache=cache)          # the prompt is judged at its end
+        model.generate(longer_ids, cache=cache)   # the next turn of the same conversation
 
     Args:
         model: a patched model.
@@ -242,7 +243,7 @@ class EngineCache(Cache):
         In `generate`, prefixes that PEFT has tuned come so by themselves; for a loop of one's own:
 
             cache.adopt(peft_model.get_prompt(rows))
-            peft_model.get_base_model()(ids, past_key_values=cache)
+            peft_model.get_base_model()(ids, cache=cache)
 
         Raises:
             ModelError: the model caches latents.
@@ -378,7 +379,7 @@ class EngineCache(Cache):
         self.crop(-ids.shape[1])
         session.dense, session.following, session.recording = True, True, False
         try:
-            return model(input_ids=ids, past_key_values=self, use_cache=True, **inputs)
+            return model(input_ids=ids, **passed(model, self), use_cache=True, **inputs)
         finally:
             session.dense, (session.following, session.recording) = False, before
 

@@ -31,6 +31,7 @@ from kvengine.hf_devices import offloaded
 from kvengine.hf_generate import Decoder, check_mode
 from kvengine.hf_held import HeldWindow, can_hold, empty
 from kvengine.hf_layer import EngineLayer
+from kvengine.hf_names import CACHE
 from kvengine.kernels import dispatch
 from kvengine.rope import Rope
 
@@ -116,7 +117,7 @@ class Steps:
     def run(self) -> Tensor:
         """The step itself: reads and changes tensors that stay where they are."""
         out: Any = self.model(
-            input_ids=self.ids, position_ids=self.position, past_key_values=self.cache, use_cache=True, return_dict=True
+            input_ids=self.ids, position_ids=self.position, **{CACHE: self.cache}, use_cache=True, return_dict=True
         )
         self.now.add_(1)
         logits: Tensor = out.logits
@@ -251,7 +252,7 @@ class StandIn:
         return getattr(self._model, name)
 
     def __call__(self, **inputs: Any) -> Any:
-        ids, cache, position = (inputs.get(x) for x in ("input_ids", "past_key_values", "position_ids"))
+        ids, cache, position = (inputs.get(x) for x in ("input_ids", CACHE, "position_ids"))
         if not isinstance(cache, EngineCache) or ids is None or ids.shape[1] != 1:
             raise ModelError(
                 "a compiled decoder replays steps of one token over the engine's cache; use model.generate"
@@ -265,7 +266,7 @@ class StandIn:
             position = torch.full_like(ids, cache.seen) if mask is None else mask.long().sum(1, keepdim=True) - 1
         if self._steps is None:
             self._steps = self._decoder.open(cache, self._end - cache.seen, mask)
-        return CausalLMOutputWithPast(logits=self._steps(ids, position), past_key_values=cache)
+        return CausalLMOutputWithPast(**{"logits": self._steps(ids, position), CACHE: cache})  # type: ignore[arg-type]
 
     def close(self) -> None:
         if self._steps is not None:

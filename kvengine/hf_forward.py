@@ -17,16 +17,15 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from kvengine.errors import ModelError
 from kvengine.hf_cache import NAME, Chosen, EngineCache
 from kvengine.hf_layer import BREAKS
+from kvengine.hf_names import NAMES, OTHER, name_of_cache, own_name, renamed
 from kvengine.stack import Stack
 
 PREPARED: ContextVar[EngineCache | None] = ContextVar("prepared", default=None)
 """The cache that `generate` has just made, while it reads the prompt: PEFT puts one with a tuned prefix in its place."""
-STOCK = (
-    "A pass without past_key_values makes the engine's cache under torch.no_grad(), or if it is given use_cache=True"
-)
+STOCK = "A pass without a cache makes the engine's cache under torch.no_grad(), or if it is given use_cache=True"
 TUNED = (
     ". Outside of generate(), PEFT brings a tuned prefix in a cache of its own to every pass; to go on from one under the "
-    "policy: cache = kvengine.EngineCache(base); cache.adopt(peft_model.get_prompt(rows)); base(ids, past_key_values=cache), "
+    "policy: cache = kvengine.EngineCache(base); cache.adopt(peft_model.get_prompt(rows)); base(ids, cache=cache), "
     "where base is peft_model.get_base_model() and an attention_mask covers the prefix"
 )
 log = logging.getLogger(__name__)
@@ -36,9 +35,9 @@ PAGED = (
 )
 LONE = 3
 """Passes in a row whose caches are dropped, until somebody is told that such passes say nothing of a policy."""
-CACHE = "past_key_values"
-ASKED = (CACHE, "use_cache", "encoder_hidden_states")
-"""What decides. Who gives `encoder_hidden_states` wants a cache of two, one of them for what is not text."""
+IMAGES = "encoder_hidden_states"
+ASKED = ("use_cache", IMAGES)
+"""What decides beside a cache. Who gives `encoder_hidden_states` wants a cache of two, one of them for what is not text."""
 
 
 def caching(model: PreTrainedModel, text: Any) -> list[tuple[PreTrainedModel, list[str]]]:
@@ -47,7 +46,7 @@ def caching(model: PreTrainedModel, text: Any) -> list[tuple[PreTrainedModel, li
         m for m in model.modules() if isinstance(m, PreTrainedModel) and (m.config is text or makes(m, text))
     ]
     named = [(part, list(inspect.signature(type(part).forward).parameters)[1:]) for part in parts]
-    return [(part, names) for part, names in named if CACHE in names]
+    return [(part, names) for part, names in named if set(NAMES) & set(names)]
 
 
 def makes(part: PreTrainedModel, text: Any) -> bool:
@@ -59,17 +58,38 @@ def makes(part: PreTrainedModel, text: Any) -> bool:
 
 def hook_passes(model: PreTrainedModel, text: Any, chosen: Chosen) -> list[Any]:
     """Hooks on the parts that take a cache; what undoes them."""
-    hooks = []
-    for part, names in caching(model, text):
-        at = {name: names.index(name) for name in ASKED if name in names}
-        hooks.append(part.register_forward_pre_hook(partial(provide, chosen=chosen, at=at), with_kwargs=True))
+    parts, hooks = caching(model, text), []
+    for part, names in parts:
+        name = name_of_cache(names)
+        at = {x: names.index(x) for x in (name, *ASKED) if x in names}
+        hooks.append(part.register_forward_pre_hook(partial(before, chosen=chosen, at=at, name=name), with_kwargs=True))
+    if model not in [part for part, _ in parts]:  # the whole, which hands it on
+        hooks.append(model.register_forward_pre_hook(rename, with_kwargs=True))
     return hooks
 
 
-def provide(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Chosen, at: dict[str, int]
+def rename(
+    module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before a part runs: give it the engine's cache if it has none and wants one.
+    if (other := OTHER[own_name(module)]) not in kwargs:
+        return None
+    return args, renamed(kwargs, OTHER[other])
+
+
+def before(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Chosen, at: dict[str, int], name: str
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before a part runs: `provide`, and its cache by the name that it takes it by."""
+    if OTHER[name] not in kwargs:
+        return provide(module, args, kwargs, chosen, at, name)
+    kwargs = renamed(kwargs, name)
+    return provide(module, args, kwargs, chosen, at, name) or (args, kwargs)
+
+
+def provide(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Chosen, at: dict[str, int], name: str
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give a part the engine's cache if it has none and wants one.
 
     Left alone are training, passes with gradients that do not ask for a cache in so many words, and a model whose attention
     is not the engine's any more.
@@ -78,41 +98,41 @@ def provide(
         ModelError: it runs for a manager of continuous batches, made before the patch or without asking the model; or its
             layers would drop the cache that it was given.
     """
-    if (cache := kwargs.get(CACHE)) is not None:  # nearly always, so it comes first
+    if (cache := kwargs.get(name)) is not None:  # nearly always, so it comes first
         if type(cache) is DynamicCache:
-            return stock(module, args, kwargs, cache, chosen)
+            return stock(module, args, kwargs, cache, chosen, name)
+        if isinstance(cache, PagedAttentionCache):
+            raise ModelError(PAGED)
         if module.training and isinstance(cache, EngineCache):
             check_kept(module)
         if getattr(cache, "unread", None) is not None and cache.seen:
             cache.unread = None  # not its first pass
             chosen.lone = chosen.lone if chosen.lone >= LONE else 0
         return None
-    if isinstance(kwargs.get("cache"), PagedAttentionCache):
-        raise ModelError(PAGED)
-    given = {name: args[place] for name, place in at.items() if place < len(args)} | kwargs
+    given = {x: args[place] for x, place in at.items() if place < len(args)} | kwargs
     asked, config = given.get("use_cache"), cast(Any, module.config)
     wanted = getattr(config, "use_cache", False) and not torch.is_grad_enabled() if asked is None else asked
-    if not wanted or module.training or any(given.get(name) is not None for name in (CACHE, ASKED[2])):
+    if not wanted or module.training or any(given.get(x) is not None for x in (name, IMAGES)):
         return None
     text = config.get_text_config(decoder=True)
     if text._attn_implementation != NAME:
         return None
-    cache, place = made(text, chosen), at[CACHE]
+    cache, place = made(text, chosen), at[name]
     if chosen.lone < LONE and chosen.stack != Stack() and not torch.compiler.is_compiling():
         cache.unread = partial(unread, chosen=chosen)
     if place < len(args):
         return (*args[:place], cache, *args[place + 1 :]), kwargs
-    return args, kwargs | {CACHE: cache}
+    return args, kwargs | {name: cache}
 
 
 def stock(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: DynamicCache, chosen: Chosen
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: DynamicCache, chosen: Chosen, name: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A cache of transformers' was given: a prefix within `generate`, or the model is to run as it did before."""
     mine = PREPARED.get()
     if mine is not None and mine.config is cast(Any, module.config).get_text_config(decoder=True) and not mine.seen:
         mine.adopt(cache)
-        return args, kwargs | {CACHE: mine}
+        return args, kwargs | {name: mine}
     if (
         not module.training and cache.get_seq_length()
     ):  # a loop that forgot to turn gradients off goes on without the policy

@@ -16,6 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_forward import PAGED, PREPARED
+from kvengine.hf_names import CACHE, renamed
 from kvengine.stack import Stack
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
@@ -61,11 +62,11 @@ def prepare_cache(
     if model_kwargs is None:
         raise ModelError(OWN.format(type(self).__name__))
     stock: Any = type(self)._prepare_cache_for_generation  # type: ignore[attr-defined]
-    given = model_kwargs.get("past_key_values")
+    given = model_kwargs.get(CACHE)
     if getattr(given, "is_compileable", False):
         raise ModelError(
             f"{type(given).__name__} on a patched model: generate() would make its masks ahead, which the engine's attention "
-            "does not take. Leave past_key_values out, or call kvengine.unpatch(model)"
+            "does not take. Leave the cache out, or call kvengine.unpatch(model)"
         )
     stock(self, generation_config, model_kwargs, *args, **kwargs)
     if generation_config.use_cache is False and isinstance(given, EngineCache):
@@ -76,9 +77,9 @@ def prepare_cache(
     if generation_config.use_cache is False or (given is not None and not isinstance(given, EngineCache)):
         return
     if given is None:
-        if type(model_kwargs.get("past_key_values")) is not DynamicCache:
+        if type(model_kwargs.get(CACHE)) is not DynamicCache:
             raise ModelError(OWN.format(type(self).__name__))
-        given = model_kwargs["past_key_values"] = EngineCache(self, getattr(self, STATE).chosen.stack)
+        given = model_kwargs[CACHE] = EngineCache(self, getattr(self, STATE).chosen.stack)
         given.nameless = True
     assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
     if generation_config.is_assistant:
@@ -124,7 +125,7 @@ def prefill(
     **kw: Any,
 ) -> Any:
     """Stands in for `_prefill`, and says meanwhile which cache was prepared."""
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     token = PREPARED.set(cache if isinstance(cache, EngineCache) else None)
     try:
         return read(self, input_ids, generation_config, model_kwargs, *args, **kw)
@@ -142,7 +143,7 @@ def read(
 ) -> Any:
     """`_prefill`: earlier versions read a later turn's text from its first token on, if in chunks."""
     stock: Any = type(self)._prefill  # type: ignore[attr-defined]
-    cache, size = model_kwargs.get("past_key_values"), generation_config.prefill_chunk_size
+    cache, size = model_kwargs.get(CACHE), generation_config.prefill_chunk_size
     total = prompt_length(generation_config, model_kwargs)
     seen = cache.seen if isinstance(cache, EngineCache) else 0
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -191,7 +192,7 @@ def check_mode(what: str, config: Any, assistant: Any) -> None:
 def chosen_options(self: PreTrainedModel, generation_config: Any = None, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """Stands in for `_prepare_generation_config`: who has not asked for a policy to do nothing is told that it would."""
     stock: Any = type(self)._prepare_generation_config  # type: ignore[attr-defined]
-    options, rest = stock(self, generation_config, **kwargs)
+    options, rest = stock(self, generation_config, **renamed(kwargs, CACHE))
     stack, own = getattr(self, STATE).chosen.stack, cast(Any, self).generation_config
     given = None if generation_config is own else getattr(generation_config, "use_cache", None)
     if options.use_cache is False and given is None and "use_cache" not in kwargs and stack != Stack():

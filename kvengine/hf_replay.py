@@ -20,15 +20,16 @@ from transformers import PreTrainedModel
 from kvengine import hf_states
 from kvengine.errors import UnsupportedPolicy
 from kvengine.hf_cache import EngineCache
-from kvengine.hf_forward import CACHE, caching
+from kvengine.hf_forward import caching
 from kvengine.hf_layer import BREAKS, EngineLayer
 from kvengine.hf_mask import LazyMask
+from kvengine.hf_names import NAMES, cache_among, name_of_cache
 from kvengine.replay import conclude
 from kvengine.text import Fed
 
 IDS, VECTORS, MASK, PLACES = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
 COUNTED = "cache_position"  # of every token, where transformers still says so
-KNOWN = frozenset((IDS, VECTORS, MASK, PLACES, COUNTED, CACHE))
+KNOWN = frozenset((IDS, VECTORS, MASK, PLACES, COUNTED, *NAMES))
 REFUSED = "'{}' reads the prompt a second time, and cannot: {}"
 
 
@@ -51,8 +52,8 @@ def hook_replays(model: PreTrainedModel, text: Any) -> list[Any]:
 
 def replaying(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> EngineCache | None:
     """The cache of a pass, if its policy asks for replays and this is not one of those."""
-    cache = kwargs.get(CACHE)
-    if cache is None and len(args) > (at := names.index(CACHE) if CACHE in names else len(args)):
+    cache, name = cache_among(kwargs), name_of_cache(names)
+    if cache is None and len(args) > (at := names.index(name) if name in names else len(args)):
         cache = args[at]
     if type(cache) is not EngineCache or cache.stack.retention.replay is None or cache.session.again is not None:
         return None
@@ -188,7 +189,7 @@ def spare(layer: Any) -> Any:
 
 def inputs(cache: EngineCache, fed: Fed, names: list[str]) -> dict[str, Any]:
     """The arguments of a pass of a replay."""
-    given = {CACHE: cache, IDS if fed.made_of.ndim == 2 else VECTORS: fed.made_of}
+    given = {name_of_cache(names): cache, IDS if fed.made_of.ndim == 2 else VECTORS: fed.made_of}
     if PLACES in names:
         given[PLACES] = fed.position if len(fed.position) > 1 else fed.position[0]
     text = cache.session.text

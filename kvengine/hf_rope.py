@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_devices import first_device
+from kvengine.hf_names import passed
 from kvengine.policies import name_of
 from kvengine.rope import Rope
 from kvengine.stack import Stack
@@ -117,7 +118,7 @@ def cached_keys(model: nn.Module, start: int) -> list[Tensor]:
     training = model.training
     model.eval()
     try:
-        model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=ids, position_ids=at, **passed(model, cache), use_cache=True, logits_to_keep=1)
     finally:
         model.train(training)
     plain = [layer.keys for layer in cache.layers if type(layer) is DynamicLayer]

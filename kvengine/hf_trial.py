@@ -20,6 +20,7 @@ from kvengine.hf_attention import check_brought
 from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
 from kvengine.hf_devices import device_of, hooks
 from kvengine.hf_mask import UNPATCH, LazyMask
+from kvengine.hf_names import CACHE, name_of_cache
 from kvengine.hf_rope import frequencies_of
 from kvengine.stack import Stack
 
@@ -73,14 +74,13 @@ def attempt(model: PreTrainedModel, text: Any, module: nn.Module) -> None:
         "attention_mask": LazyMask(
             {**mask, "mask_function": causal_mask_function, "device": x.device, "dtype": x.dtype}
         ),
-        "past_key_values": cache,
         "kvengine": cache,
     }
     if frequencies := frequencies_of(model):
         given["position_embeddings"] = unrotated(x, 2 * len(frequencies[0]))
-    taken = inspect.signature(type(module).forward).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in taken):  # else `reached` would not know the cache
-        module.forward(x, **given)
+    taken = inspect.signature(type(module).forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in taken.values()):  # else `reached` would not know the cache
+        module.forward(x, **given, **{name_of_cache(taken, CACHE): cache})
 
 
 def unrotated(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
     reuse = Prefix(model, store, tokenizer)
     cache = reuse.fetch(ids)              # the longest stored chain of chunks; maybe nothing
-    model.generate(ids, past_key_values=cache)
+    model.generate(ids, cache=cache)
     reuse.keep(ids, cache)                # what was computed, for the next prompt
 
 A chunk is named by a hash over the model, the tokenizer, the policy and all tokens up to its end

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from kvengine.errors import ModelError, StoreError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_ended import Ended, Padding, ended
+from kvengine.hf_names import CACHE, NAMES, cache_among
 from kvengine.stack import Stack
 
 log = logging.getLogger(__name__)
@@ -77,15 +78,15 @@ def generate(
     check(model, inputs, options)
     ids: Tensor = inputs["input_ids"]
     mask, prompt = inputs.get("attention_mask", torch.ones_like(ids)), ids.shape[1]
-    options.pop("past_key_values", None)
+    options = {name: value for name, value in options.items() if name not in NAMES}  # which may be None
     most, given, said = prompt + max_new_tokens, options, Said(streamer)
     while True:
         attempts, cache = attempts - 1, EngineCache(model, stack)  # type: ignore[arg-type]
         said.again()
         try:
             found: Tensor = model.generate(  # type: ignore[operator]
-                input_ids=ids, attention_mask=mask, past_key_values=cache, streamer=said,
-                max_new_tokens=most - ids.shape[1], **options,
+                input_ids=ids, attention_mask=mask, streamer=said, max_new_tokens=most - ids.shape[1],
+                **options, **{CACHE: cache},
             )  # fmt: skip
             return found
         except StoreError as error:
@@ -115,8 +116,8 @@ def check(model: Any, inputs: Any, options: Mapping[str, Any]) -> None:
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         raise ModelError(f"{what} begins with tokens: input_ids are a tensor [sequence, token] in `inputs`")
-    if options.get("past_key_values") is not None:
-        raise ModelError(f"{what} makes caches of its own from the whole text; leave past_key_values out")
+    if cache_among(options) is not None:
+        raise ModelError(f"{what} makes caches of its own from the whole text; leave out the one that is given")
     if own := sorted(options.keys() & {"input_ids", "attention_mask", "inputs", "inputs_embeds"}):
         raise ModelError(f"{what} does not take {own[0]} as an option: input_ids and attention_mask go in `inputs`")
     config = options.get("generation_config") or model.generation_config

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LEAST = torch.finfo(torch.float32).tiny  # of what has been repeated: 0 means that it has not
 UNSEEN = (
     "'{}' reads the prompt a second time, and this cache was given keys and values without the tokens that made them. Let the "
-    "patched model read the prompt: model(ids, past_key_values=cache), or model.generate()"
+    "patched model read the prompt: model(ids, cache=cache), or model.generate()"
 )
 LOST = "'{}' has lost track of which tokens it has not repeated yet; call cache.reset() and give the whole text again"
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvengine import EngineCache, saved
+from kvengine.hf_names import CACHE
 
 TOKENS = 128
 
@@ -75,7 +76,7 @@ class Batch:
         ids, out = ids[self.order], []
         for i, cache in enumerate(self.caches):
             some = slice(i, i + 1) if len(self.caches) > 1 else slice(None)
-            inputs = {"attention_mask": self.mask[some], "position_ids": at[some], "past_key_values": cache}
+            inputs = {"attention_mask": self.mask[some], "position_ids": at[some], CACHE: cache}
             out.append(self.model(ids[some], **inputs, use_cache=True).logits)
         found = torch.cat(out)
         back = torch.tensor(self.order).argsort()
@@ -263,7 +264,7 @@ def by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor, count: int) -> Te
     while True:
         new = ids[:, cache.seen :]
         at = (mask.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
-        logits = model(new, attention_mask=mask, position_ids=at, past_key_values=cache).logits[:, -1]
+        logits = model(new, attention_mask=mask, position_ids=at, cache=cache).logits[:, -1]
         ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
         count -= 1
         if not count:
@@ -288,7 +289,7 @@ def conversation(model: Any, rows: int, ways: list[str], chance: Random, folder:
         if way == "recording":
             cache.activate_past_recording()
         count = chance.randint(1, 12)
-        options |= {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": count, "do_sample": False}
+        options |= {"attention_mask": mask, CACHE: cache, "max_new_tokens": count, "do_sample": False}
         found = model.generate(ids, **options)
         ids = by_hand(model, hand, ids, mask, count)
         assert torch.equal(found, ids)

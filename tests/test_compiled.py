@@ -240,7 +240,7 @@ def test_a_recording_is_not_made_in_inference_mode(model: Any) -> None:
         with torch.inference_mode():
             assert torch.equal(decode(model, decoder, one(), 8), want)
             cache = kvengine.EngineCache(model)
-            model(**one(), past_key_values=cache)
+            model(**one(), cache=cache)
             with pytest.raises(CacheError, match="cannot be recorded in torch.inference_mode"):
                 decoder.open(cache, 4)
 
@@ -254,7 +254,7 @@ def test_a_conversation_goes_on_after_it(model: Any) -> None:
             for question in ([], [[5, 6, 7]]):
                 ids = torch.cat([ids, torch.tensor(question, dtype=torch.long).view(1, -1)], 1)
                 options = {"custom_generate": decoder} if decoder else {}
-                ids = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, **options)
+                ids = model.generate(ids, cache=cache, max_new_tokens=12, do_sample=False, **options)
             texts.append(ids)
         assert torch.equal(*texts)
 
@@ -291,11 +291,11 @@ def test_wrong_uses_are_refused(model: Any) -> None:
         cache = kvengine.EngineCache(model)
         with pytest.raises(CacheError, match="read its prompt"):
             decoder.open(cache, 4)
-        model(one()["input_ids"], past_key_values=cache, use_cache=True)
+        model(one()["input_ids"], cache=cache, use_cache=True)
         steps = decoder.open(cache, 1)
         ids = torch.ones(1, 1, dtype=torch.long)
         with pytest.raises(CacheError, match="one token"):
-            model(ids.expand(1, 2), past_key_values=cache, use_cache=True)
+            model(ids.expand(1, 2), cache=cache, use_cache=True)
         cache.layers[0].incoming = None
         steps(ids, 61 * ids)
         with pytest.raises(CacheError, match="fewer tokens"):

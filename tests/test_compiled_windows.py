@@ -46,9 +46,9 @@ def say(model: Any, count: int, **options: Any) -> Tensor:
 def test_the_text_is_that_of_eager_decoding_and_the_next_turns_too(name: str, text: str, how: Any) -> None:
     model, batch = built(name, text), configs.padded_batch()
     eager, held = kvengine.EngineCache(model), kvengine.EngineCache(model)
-    want = say(model, 24, **batch, past_key_values=eager)
+    want = say(model, 24, **batch, cache=eager)
     decoder = kvengine.compile_decode(model, how)
-    assert torch.equal(say(model, 24, **batch, past_key_values=held, custom_generate=decoder), want)
+    assert torch.equal(say(model, 24, **batch, cache=held, custom_generate=decoder), want)
     for mine, its in zip(held.others, eager.others, strict=True):
         assert type(mine) is type(its)
         if getattr(its, "sliding_window", None):
@@ -57,7 +57,7 @@ def test_the_text_is_that_of_eager_decoding_and_the_next_turns_too(name: str, te
         "input_ids": torch.cat([want, want[:, 3:9]], 1),
         "attention_mask": torch.nn.functional.pad(batch["attention_mask"], (0, 30), value=1),
     }
-    again = [say(model, 8, **more, past_key_values=cache) for cache in (eager, held)]
+    again = [say(model, 8, **more, cache=cache) for cache in (eager, held)]
     assert torch.equal(*again)
 
 
@@ -99,7 +99,7 @@ def test_padding_has_to_be_told_of() -> None:
     model, batch = built("gemma3"), configs.padded_batch()
     cache, place = kvengine.EngineCache(model), lambda mask: (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        model(**batch, position_ids=place(batch["attention_mask"]), past_key_values=cache, use_cache=True)
+        model(**batch, position_ids=place(batch["attention_mask"]), cache=cache, use_cache=True)
     decoder = kvengine.compile_decode(model)
     with pytest.raises(CacheError, match="give attention_mask"):
         decoder.open(cache, 4)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvengine import EngineCache
 from kvengine.errors import CacheError
+from kvengine.hf_names import CACHE
 from kvengine.kernels.span_attention import causal_spans, span_attention
 
 STACKS = {name: text for name, text in SMALL.items() if text not in ("uniform", "exact", "dense", "all", "device")}
@@ -31,10 +32,10 @@ def loss(model: Any, before: Tensor, after: Tensor, steps: bool = False, follow:
     """Of what follows. `steps`: token by token. `follow`: in one pass, taken one by one."""
     cache = EngineCache(model)
     with torch.set_grad_enabled(before.requires_grad):
-        model(inputs_embeds=before, past_key_values=cache)
+        model(inputs_embeds=before, cache=cache)
     cache.follow_up(follow)
     parts = after.split(1, 1) if steps else [after]
-    found = [model(inputs_embeds=x, past_key_values=cache).logits for x in parts]
+    found = [model(inputs_embeds=x, cache=cache).logits for x in parts]
     return torch.cat(found, 1).log_softmax(-1)[..., :5].sum()
 
 
@@ -102,22 +103,22 @@ def test_frozen_tokens_are_read_with_the_gradients_of_earlier_ones() -> None:
     model, ids = frozen("full"), one(ALL)["input_ids"]
     cache, soft = EngineCache(model), vectors(model)[1][:, :1].clone().requires_grad_()
     with torch.no_grad():
-        model(ids[:, :READ], past_key_values=cache)
+        model(ids[:, :READ], cache=cache)
         for i in range(3):
-            model(ids[:, READ + i : READ + i + 1], past_key_values=cache)
-    model(inputs_embeds=soft, past_key_values=cache)
+            model(ids[:, READ + i : READ + i + 1], cache=cache)
+    model(inputs_embeds=soft, cache=cache)
     layer = cache.engines[0].parts[0].lane
     assert layer.tail.k.requires_grad
     with pytest.raises(CacheError, match="has written there since"):
-        model(ids[:, -1:], past_key_values=cache).logits.sum().backward()
+        model(ids[:, -1:], cache=cache).logits.sum().backward()
 
 
 def test_a_loop_that_forgot_its_gradients_goes_on_and_its_cache_is_not_copied() -> None:
     model, ids = patched(SMALL["snapkv"]), one()["input_ids"]
     out = model(ids, use_cache=True)
-    model(ids[:, :1], past_key_values=out.past_key_values)
+    model(ids[:, :1], cache=out[CACHE])
     with pytest.raises(CacheError, match=r"gradients, which cannot be copied.*no_grad"):
-        copy.deepcopy(out.past_key_values)
+        copy.deepcopy(out[CACHE])
 
 
 def test_a_sink_alone_may_want_its_gradient() -> None:

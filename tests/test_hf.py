@@ -10,6 +10,7 @@ from support import SMALL, Bare, greedy, llama, one, patched, prompts
 import kvengine
 from kvengine.errors import CacheError, ModelError, PolicyError, UnknownPolicy, UnsupportedPolicy
 from kvengine.hf import STATE
+from kvengine.hf_names import CACHE
 
 WAYS = {
     "greedy": {},
@@ -42,7 +43,7 @@ def test_beam_search_with_one_beam_each_is_greedy(text: str) -> None:
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
         position = (doubled["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        logits = model(**doubled, position_ids=position, past_key_values=cache).logits[:, -1]
+        logits = model(**doubled, position_ids=position, cache=cache).logits[:, -1]
         cache.reorder_cache(torch.tensor([1, 0, 3, 2, 5, 4]))
         cache.batch_select_indices(torch.tensor([0, 2, 4]))
         found = []
@@ -52,7 +53,7 @@ def test_beam_search_with_one_beam_each_is_greedy(text: str) -> None:
             found.append(next_token)
             mask = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], 1)
             position = mask.cumsum(1)[:, -1:] - 1
-            out = model(next_token, attention_mask=mask, position_ids=position, past_key_values=cache)
+            out = model(next_token, attention_mask=mask, position_ids=position, cache=cache)
             next_token = out.logits[:, -1].argmax(-1, keepdim=True)
     assert torch.equal(torch.cat(found, 1), greedy(model, batch, 20))
 
@@ -63,9 +64,9 @@ def test_a_count_of_tokens_may_be_a_tensor() -> None:
     cache, ids = kvengine.EngineCache(model), one()["input_ids"]
     cache.activate_past_recording()
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         cache.crop(torch.tensor(-2))
-        again = model(ids[:, -2:], past_key_values=cache).logits
+        again = model(ids[:, -2:], cache=cache).logits
         assert torch.allclose(again, llama()(ids).logits[:, -2:], atol=1e-5)
 
 
@@ -82,11 +83,9 @@ def test_a_conversation_goes_on_in_one_cache(text: str) -> None:
     """The second turn comes with all ids; what is cached is not read again."""
     model, batch = patched(text), one()
     cache = kvengine.EngineCache(model)
-    first = model.generate(**batch, max_new_tokens=10, do_sample=False, past_key_values=cache)
+    first = model.generate(**batch, max_new_tokens=10, do_sample=False, cache=cache)
     turn = torch.cat([first, one(9, seed=3)["input_ids"]], 1)
-    second = model.generate(
-        turn, attention_mask=torch.ones_like(turn), max_new_tokens=10, do_sample=False, past_key_values=cache
-    )
+    second = model.generate(turn, attention_mask=torch.ones_like(turn), max_new_tokens=10, do_sample=False, cache=cache)
     assert cache.seen == turn.shape[1] + 9
     if text == "full":
         assert torch.equal(
@@ -98,10 +97,8 @@ def test_a_conversation_goes_on_in_one_cache(text: str) -> None:
 def test_resuming_is_as_if_never_stopped(text: str) -> None:
     model, batch = patched(text), one()
     cache = kvengine.EngineCache(model)
-    part = model.generate(**batch, max_new_tokens=7, do_sample=False, past_key_values=cache)
-    rest = model.generate(
-        part, attention_mask=torch.ones_like(part), max_new_tokens=13, do_sample=False, past_key_values=cache
-    )
+    part = model.generate(**batch, max_new_tokens=7, do_sample=False, cache=cache)
+    rest = model.generate(part, attention_mask=torch.ones_like(part), max_new_tokens=13, do_sample=False, cache=cache)
     assert torch.equal(rest[:, 61:], greedy(model, batch, 20))
 
 
@@ -121,7 +118,7 @@ def test_a_stock_cache_on_a_patched_model_is_stock() -> None:
     from transformers import DynamicCache
 
     model = patched("streaming(recent=12)")
-    found = greedy(model, prompts(), past_key_values=DynamicCache(config=model.config))
+    found = greedy(model, prompts(), cache=DynamicCache(config=model.config))
     assert torch.equal(found, greedy(llama(), prompts()))
 
 
@@ -153,16 +150,16 @@ def test_a_deep_copy_is_a_model_of_its_own() -> None:
     twin = copy.deepcopy(model)
     assert torch.equal(greedy(twin, prompts()), greedy(model, prompts()))
     with pytest.raises(CacheError, match="another model"), torch.no_grad():
-        twin(one()["input_ids"], past_key_values=kvengine.EngineCache(model))
+        twin(one()["input_ids"], cache=kvengine.EngineCache(model))
 
 
 def test_after_a_reset_a_shorter_prompt_is_judged_at_its_own_end() -> None:
     model = patched("snapkv(budget=12, window=4)")
     cache = kvengine.EngineCache(model)
-    greedy(model, one(200), 1, past_key_values=cache)
+    greedy(model, one(200), 1, cache=cache)
     cache.reset()
     with torch.no_grad():
-        model(**one(50), past_key_values=cache)
+        model(**one(50), cache=cache)
     assert (cache.stats().held == 12).all()
 
 
@@ -176,14 +173,14 @@ def test_vectors_before_a_prompt_are_part_of_it() -> None:
 
     def tuned(ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         inputs = prepare(ids, **kwargs)
-        if kwargs["past_key_values"].seen:
+        if kwargs[CACHE].seen:
             return inputs | {"attention_mask": None, "position_ids": None}
         vectors = torch.cat([soft, model.get_input_embeddings()(inputs["input_ids"])], 1)
-        return {"inputs_embeds": vectors, "past_key_values": kwargs["past_key_values"], "use_cache": True}
+        return {"inputs_embeds": vectors, CACHE: kwargs[CACHE], "use_cache": True}
 
     model.prepare_inputs_for_generation = tuned
     cache = kvengine.EngineCache(model)
-    greedy(model, one(), 4, past_key_values=cache)
+    greedy(model, one(), 4, cache=cache)
     assert cache.seen == 61 + 5 + 3 and (cache.stats().held == 24 + 3).all()
 
 
@@ -193,8 +190,8 @@ def test_a_mask_of_ones_costs_no_masked_attention() -> None:
     cache = kvengine.EngineCache(model)
     mask = torch.ones(1, 61, dtype=torch.long)
     with torch.no_grad():
-        model(one()["input_ids"], attention_mask=mask, past_key_values=cache)
-        model(one(1)["input_ids"], attention_mask=torch.ones(1, 62, dtype=torch.long), past_key_values=cache)
+        model(one()["input_ids"], attention_mask=mask, cache=cache)
+        model(one(1)["input_ids"], attention_mask=torch.ones(1, 62, dtype=torch.long), cache=cache)
     assert all(part.lane.tail.clean for layer in cache.engines for part in layer.parts)
 
 
@@ -204,7 +201,7 @@ def test_a_mask_given_as_a_tensor_works_where_everything_is_kept() -> None:
     model = patched("full")
     with torch.no_grad():
         want = llama()(ids).logits
-        found = model(ids, attention_mask=mask, past_key_values=kvengine.EngineCache(model)).logits
+        found = model(ids, attention_mask=mask, cache=kvengine.EngineCache(model)).logits
     torch.testing.assert_close(found, want)
 
 
@@ -213,25 +210,25 @@ def test_a_mask_given_as_a_tensor_is_refused_where_a_policy_would_be_passed_over
     ids, model = one(40)["input_ids"], patched(SMALL[name])
     mask = torch.zeros(1, 1, 40, 40).masked_fill(torch.ones(40, 40).triu(1).bool(), torch.finfo(torch.float32).min)
     with torch.no_grad(), pytest.raises(UnsupportedPolicy, match="a mask given as a tensor is read by the model's own"):
-        model(ids, attention_mask=mask, past_key_values=kvengine.EngineCache(model))
+        model(ids, attention_mask=mask, cache=kvengine.EngineCache(model))
 
 
 def test_a_cache_may_be_cropped_while_it_is_whole() -> None:
     model, ids = patched("full"), one()["input_ids"]
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         cache.crop(-20)
-        again = model(ids[:, 41:], past_key_values=cache).logits
+        again = model(ids[:, 41:], cache=cache).logits
         torch.testing.assert_close(again, llama()(ids).logits[:, 41:])
 
 
 def test_reset_empties_a_cache() -> None:
     model, batch = patched("h2o(budget=24)"), one()
     cache = kvengine.EngineCache(model)
-    want = greedy(model, batch, past_key_values=cache)
+    want = greedy(model, batch, cache=cache)
     cache.reset()
-    assert cache.seen == 0 and torch.equal(greedy(model, batch, past_key_values=cache), want)
+    assert cache.seen == 0 and torch.equal(greedy(model, batch, cache=cache), want)
 
 
 @pytest.mark.slow
@@ -260,7 +257,7 @@ def test_generate_refuses(options: dict[str, object], match: str) -> None:
 def test_forward_with_attentions_is_refused() -> None:
     model = patched("full")
     with pytest.raises(ModelError, match="never forms"), torch.no_grad():
-        model(one()["input_ids"], past_key_values=kvengine.EngineCache(model), output_attentions=True)
+        model(one()["input_ids"], cache=kvengine.EngineCache(model), output_attentions=True)
 
 
 def test_unpatchable_models_are_refused() -> None:
@@ -280,8 +277,8 @@ def test_a_cache_needs_a_patched_model() -> None:
     cache = kvengine.EngineCache(kvengine.patch(model))
     kvengine.unpatch(model)
     with torch.no_grad(), pytest.raises(ModelError, match="not patched"):
-        model(one()["input_ids"], past_key_values=cache)
-        model(one()["input_ids"], past_key_values=cache)
+        model(one()["input_ids"], **{CACHE: cache})
+        model(one()["input_ids"], **{CACHE: cache})
 
 
 @pytest.mark.parametrize(
@@ -325,19 +322,19 @@ def test_another_batch_or_dtype_is_refused() -> None:
     model = patched("full")
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        model(one()["input_ids"], past_key_values=cache)
+        model(one()["input_ids"], cache=cache)
         with pytest.raises(CacheError, match="holds 1 sequences"):
-            model(prompts(2, 1)["input_ids"], past_key_values=cache)
+            model(prompts(2, 1)["input_ids"], cache=cache)
 
 
 def test_a_cache_of_another_dtype_is_refused() -> None:
     model = patched("full")
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        model(one()["input_ids"], past_key_values=cache)
+        model(one()["input_ids"], cache=cache)
         model.to(torch.bfloat16)
         with pytest.raises(CacheError, match="torch.float32"):
-            model(one(1)["input_ids"], past_key_values=cache)
+            model(one(1)["input_ids"], cache=cache)
 
 
 def test_a_cache_of_another_device_is_refused() -> None:
@@ -355,15 +352,15 @@ def test_a_mask_of_another_number_of_rows_is_refused(rows: int) -> None:
     model, mask = patched("streaming(sinks=2, recent=12)"), prompts()["attention_mask"][[1, 1, 2, 2][:rows]]
     ids = prompts()["input_ids"]
     with pytest.raises(ModelError, match=rf"shape \({rows}, 61\), but there are 3 rows"):
-        model(ids, attention_mask=mask, past_key_values=kvengine.EngineCache(model))
-    model(ids, attention_mask=torch.ones_like(mask), past_key_values=kvengine.EngineCache(model))
+        model(ids, attention_mask=mask, cache=kvengine.EngineCache(model))
+    model(ids, attention_mask=torch.ones_like(mask), cache=kvengine.EngineCache(model))
 
 
 def test_going_back_too_far_is_refused() -> None:
     model = patched("streaming(sinks=2, recent=12)")
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        model(one()["input_ids"], past_key_values=cache)
+        model(one()["input_ids"], cache=cache)
         with pytest.raises(CacheError, match="activate_past_recording"):
             cache.crop(-3)
 
@@ -372,8 +369,8 @@ def test_reordering_a_pending_draft_is_refused() -> None:
     model = patched("streaming(sinks=2, recent=12)")
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        model(one()["input_ids"], past_key_values=cache)
+        model(one()["input_ids"], cache=cache)
         cache.activate_past_recording()
-        model(one(3)["input_ids"], past_key_values=cache)
+        model(one(3)["input_ids"], cache=cache)
         with pytest.raises(CacheError, match="draft is pending"):
             cache.reorder_cache(torch.tensor([0]))

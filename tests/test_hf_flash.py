@@ -87,12 +87,12 @@ def test_policies_give_what_they_give_over_another_attention(name: str) -> None:
     found = []
     for model in (llama(), flashing(llama())):
         cache = EngineCache(kvengine.patch(model, SMALL[name]))
-        new = greedy(model, batch, 9, past_key_values=cache)
+        new = greedy(model, batch, 9, cache=cache)
         asked = {
             "input_ids": torch.cat([batch["input_ids"], new, batch["input_ids"][:, -9:]], 1),
             "attention_mask": torch.nn.functional.pad(batch["attention_mask"], (0, new.shape[1] + 9), value=1),
         }
-        found.append((new, greedy(model, asked, 9, past_key_values=cache)))
+        found.append((new, greedy(model, asked, 9, cache=cache)))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 

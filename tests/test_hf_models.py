@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, St
 import kvengine
 from kvengine.errors import CacheError, ModelError
 from kvengine.hf import STATE
+from kvengine.hf_names import CACHE
 
 POLICY = "streaming(sinks=2, recent=14)"
 
@@ -52,7 +53,7 @@ def test_a_cache_that_is_pickled_says_how_to_save_it(text: str) -> None:
     """It would come back as another model's."""
     model = patched(text)
     cache = kvengine.EngineCache(model)
-    model(**one(), past_key_values=cache)
+    model(**one(), cache=cache)
     for way in (pickle.dumps, copy.copy, lambda x: torch.save(x, io.BytesIO())):
         with pytest.raises(CacheError, match=r"kvengine\.saved\.save"):
             way(cache)
@@ -72,10 +73,10 @@ def test_a_model_given_another_attention_is_not_run_on_an_engine_cache(text: str
     model = patched(text)
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        model(**one(), past_key_values=cache)
+        model(**one(), cache=cache)
         model.set_attn_implementation(attention)
         with pytest.raises(ModelError, match="see the newest tokens only.*kvengine.patch"):
-            model(one(1)["input_ids"], past_key_values=cache)
+            model(one(1)["input_ids"], cache=cache)
     with pytest.raises(ModelError, match="see the newest tokens only"):
         greedy(model, one())
     assert torch.equal(greedy(model, one(), use_cache=False), greedy(llama(), one()))
@@ -147,7 +148,7 @@ class Wrapper(nn.Module):
 def test_a_wrapped_model_works_and_is_patched_inside() -> None:
     wrapper = Wrapper(patched(POLICY))
     assert torch.equal(greedy(wrapper, one()), greedy(wrapper.inside, one()))
-    assert torch.equal(greedy(wrapper, one(), past_key_values=kvengine.EngineCache(wrapper)), greedy(wrapper, one()))
+    assert torch.equal(greedy(wrapper, one(), cache=kvengine.EngineCache(wrapper)), greedy(wrapper, one()))
     with pytest.raises(ModelError, match="got Wrapper; give the LlamaForCausalLM inside it"):
         kvengine.patch(wrapper, POLICY)
     with pytest.raises(ModelError, match="Wrapper wraps a patched model; unpatch the model inside it"):
@@ -162,11 +163,11 @@ def test_a_static_cache_on_a_patched_model_is_read_as_before_or_refused() -> Non
         cache = StaticCache(config=each.config, max_cache_len=128)
         with torch.no_grad():
             for ids in (one()["input_ids"], one(1)["input_ids"], one(5)["input_ids"]):
-                found.append(each(ids, past_key_values=cache).logits)
+                found.append(each(ids, **{CACHE: cache}).logits)
     for here, there in zip(found[:3], found[3:], strict=True):
         torch.testing.assert_close(here, there, rtol=0, atol=0)
-    with pytest.raises(ModelError, match="StaticCache on a patched model.*Leave past_key_values out"):
-        greedy(model, one(), past_key_values=StaticCache(config=model.config, max_cache_len=128))
+    with pytest.raises(ModelError, match="StaticCache on a patched model.*Leave the cache out"):
+        greedy(model, one(), cache=StaticCache(config=model.config, max_cache_len=128))
 
 
 @pytest.mark.parametrize("text", ["full", POLICY])

@@ -12,6 +12,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 import kvengine
 from kvengine.errors import ModelError
+from kvengine.hf_names import CACHE
 
 POLICY = "streaming(sinks=2, recent=14)"
 
@@ -74,9 +75,9 @@ def test_text_made_while_training_with_checkpoints_is_refused(text: str) -> None
     with pytest.raises(ModelError, match=r"drops the cache.*model.eval\(\) to generate"):
         greedy(model, prompts())
     with pytest.raises(ModelError, match="every pass would see its own tokens only"):
-        model(**prompts(), past_key_values=kvengine.EngineCache(model))
+        model(**prompts(), cache=kvengine.EngineCache(model))
     assert torch.equal(greedy(model, prompts(), use_cache=False), greedy(llama(), prompts()))
-    assert model(**prompts(), use_cache=True).past_key_values is None  # a step of training, by the book
+    assert model(**prompts(), use_cache=True).get(CACHE) is None  # a step of training, by the book
     want = greedy(patched(text), prompts())
     assert torch.equal(greedy(model.eval(), prompts()), want)
     assert torch.equal(greedy(checkpointed(model, False), prompts()), want)

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import kvengine
 from kvengine.errors import CacheError
+from kvengine.hf_names import CACHE
 
 ENDED = slice(64, 73)  # of row 0: what was generated for it after its end
 
@@ -30,30 +31,30 @@ def talked(model: Any, cache: Any) -> Any:
     first, answer, _ = turns()
     mask = first["attention_mask"]
     at = (mask.cumsum(1) - 1).clamp(min=0)
-    model(**first, position_ids=at, past_key_values=cache)
+    model(**first, position_ids=at, **{CACHE: cache})
     for i in range(12):
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
         at = mask.cumsum(1)[:, -1:] - 1
-        model(answer[:, i : i + 1], attention_mask=mask, position_ids=at, past_key_values=cache)
+        model(answer[:, i : i + 1], attention_mask=mask, position_ids=at, **{CACHE: cache})
     return cache
 
 
 @pytest.mark.parametrize("name", WIDE)
 def test_hidden_tokens_are_not_read(name: str) -> None:
     second, stock = turns()[2], llama()
-    want = greedy(stock, second, past_key_values=talked(stock, DynamicCache()))
+    want = greedy(stock, second, **{CACHE: talked(stock, DynamicCache())})
     seen = second | {"attention_mask": second["attention_mask"].index_fill(1, torch.arange(61, 80), 1)}
-    assert not torch.equal(greedy(stock, seen, past_key_values=talked(stock, DynamicCache())), want)
+    assert not torch.equal(greedy(stock, seen, **{CACHE: talked(stock, DynamicCache())}), want)
     model = patched(WIDE[name])
-    assert torch.equal(greedy(model, second, past_key_values=talked(model, kvengine.EngineCache(model))), want)
+    assert torch.equal(greedy(model, second, **{CACHE: talked(model, kvengine.EngineCache(model))}), want)
 
 
 @pytest.mark.parametrize("name", WIDE)
 def test_hidden_tokens_are_not_read_by_a_turn_of_one_token(name: str) -> None:
     """Which for the rest resumes decoding."""
     second, stock, model = {key: x[:, :74] for key, x in turns()[2].items()}, llama(), patched(WIDE[name])
-    want = greedy(stock, second, past_key_values=talked(stock, DynamicCache()))
-    assert torch.equal(greedy(model, second, past_key_values=talked(model, kvengine.EngineCache(model))), want)
+    want = greedy(stock, second, **{CACHE: talked(stock, DynamicCache())})
+    assert torch.equal(greedy(model, second, **{CACHE: talked(model, kvengine.EngineCache(model))}), want)
 
 
 @torch.no_grad()
@@ -65,7 +66,7 @@ def steps(model: Any, cache: Any, hide: bool = True) -> Tensor:
         if i == 6 and hide:
             mask[:, 40:50], mask[1:, 64] = 0, 0  # of the prompt, and of what came since
         at = torch.arange(mask.shape[1])[None, -more.shape[1] :].expand(len(more), -1)
-        more = model(more, attention_mask=mask, position_ids=at, past_key_values=cache).logits[:, -1:].argmax(-1)
+        more = model(more, attention_mask=mask, position_ids=at, **{CACHE: cache}).logits[:, -1:].argmax(-1)
         mask = torch.cat([mask, torch.ones_like(more)], 1)
         found.append(more)
     return torch.cat(found, 1)
@@ -90,7 +91,7 @@ def test_a_mask_that_is_changed_in_its_place_is_followed() -> None:
                 mask[:, 30:62] = False
             at = torch.arange(61 + i)[None, -ids.shape[1] :]
             ids = model(
-                ids, attention_mask=mask[:, : 61 + i], position_ids=at, past_key_values=cache
+                ids, attention_mask=mask[:, : 61 + i], position_ids=at, **{CACHE: cache}
             ).logits[:, -1:].argmax(-1)  # fmt: skip
             found.append(int(ids))
     assert found[:8] == found[8:]
@@ -100,7 +101,7 @@ def test_a_mask_that_is_changed_in_its_place_is_followed() -> None:
 def test_hidden_tokens_are_not_read_by_chunks_of_one_token(name: str) -> None:
     second, model = turns()[2], patched(WIDE[name])
     found = [
-        greedy(model, second, past_key_values=talked(model, kvengine.EngineCache(model)), prefill_chunk_size=size)
+        greedy(model, second, cache=talked(model, kvengine.EngineCache(model)), prefill_chunk_size=size)
         for size in (None, 1)
     ]
     assert torch.equal(*found)
@@ -110,7 +111,7 @@ def test_hidden_tokens_are_not_read_by_chunks_of_one_token(name: str) -> None:
 def test_hidden_tokens_are_not_held(name: str) -> None:
     model = patched(SMALL[name])
     cache = talked(model, kvengine.EngineCache(model))
-    greedy(model, turns()[2], 5, past_key_values=cache)
+    greedy(model, turns()[2], 5, cache=cache)
     for layer in cache.engines:
         for part in layer.parts:
             lane, heads = part.lane, layer.heads if part.index is None else len(part.index)
@@ -122,9 +123,7 @@ def test_hidden_tokens_are_not_held(name: str) -> None:
 def test_rows_that_hide_nothing_are_as_before(text: str) -> None:
     second, model = turns()[2], patched(text)
     whole = second | {"attention_mask": torch.cat([second["attention_mask"][:, :61], torch.ones(3, 19).long()], 1)}
-    found = [
-        greedy(model, batch, past_key_values=talked(model, kvengine.EngineCache(model))) for batch in (second, whole)
-    ]
+    found = [greedy(model, batch, cache=talked(model, kvengine.EngineCache(model))) for batch in (second, whole)]
     assert torch.equal(found[0][1:], found[1][1:]) and not torch.equal(found[0][0], found[1][0])
 
 
@@ -133,11 +132,11 @@ def test_what_is_not_known_any_more_is_refused() -> None:
     model = patched("snapkv(budget=24, window=6)")
     cache, more = kvengine.EngineCache(model), torch.cat([one()["input_ids"], one(5, seed=2)["input_ids"]], 1)
     with torch.no_grad():
-        model(**one(), past_key_values=cache)
+        model(**one(), cache=cache)
         mask = torch.ones_like(more)
         mask[:, 10:20] = 0
         with pytest.raises(CacheError, match="hides tokens that this cache has seen.*cache.reset"):
-            model(more[:, 61:], attention_mask=mask, past_key_values=cache)
+            model(more[:, 61:], attention_mask=mask, cache=cache)
 
 
 def test_tokens_that_have_moved_over_padding_are_not_taken_for_others() -> None:
@@ -148,7 +147,7 @@ def test_tokens_that_have_moved_over_padding_are_not_taken_for_others() -> None:
     with torch.no_grad():
         cache = kvengine.EngineCache(model)
         for a, b in ((0, 30), (30, 40), (40, 44)):
-            model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache)
+            model(ids[:, a:b], attention_mask=mask[:, :b], cache=cache)
         mask[0, 42] = 0
         with pytest.raises(CacheError, match="hides tokens that this cache has seen"):
-            model(ids[:, 44:], attention_mask=mask, past_key_values=cache)
+            model(ids[:, 44:], attention_mask=mask, cache=cache)

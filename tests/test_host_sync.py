@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvengine
 from kvengine.cache import LayerCache
+from kvengine.hf_names import CACHE
 from kvengine.policies import catalogue
 from kvengine.replay import rerun, tell
 from kvengine.rope import Rope
@@ -101,7 +102,7 @@ def test_a_model_decodes_without_waiting(text: str, watch: Watch) -> None:
         out = model(torch.randint(64, (1, 150)), use_cache=True)
         for _ in range(3):
             with watch:
-                out = model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values, use_cache=True)
+                out = model(out.logits[:, -1:].argmax(-1), cache=out[CACHE], use_cache=True)
     ours = {line: n for line, n in watch.found.items() if "site-packages" not in line}
     assert not ours
 

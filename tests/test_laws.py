@@ -45,10 +45,10 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     batch, cache = prompts(), kvengine.EngineCache(model)
     mask, out = batch["attention_mask"], []
     with torch.no_grad():
-        model(**batch, past_key_values=cache)
+        model(**batch, cache=cache)
         for token in one(24, seed=5)["input_ids"][0]:
             mask = torch.cat([mask, mask[:, -1:]], 1)
-            found = model(token.expand(len(mask), 1), attention_mask=mask, past_key_values=cache)
+            found = model(token.expand(len(mask), 1), attention_mask=mask, cache=cache)
             out.append(found.logits)
     return torch.cat(out, 1)
 
@@ -105,7 +105,7 @@ def test_two_sessions_do_not_meet(text: str) -> None:
     with torch.no_grad():
         for _ in range(24):
             for i in range(2):
-                feed[i] = model(feed[i], past_key_values=caches[i]).logits[:, -1:].argmax(-1)
+                feed[i] = model(feed[i], cache=caches[i]).logits[:, -1:].argmax(-1)
                 tokens[i].append(int(feed[i]))
     assert tokens == [w[0].tolist() for w in want]
 
@@ -140,9 +140,9 @@ def test_outputs_are_finite_in_half_precision(text: str) -> None:
         model = kvengine.patch(llama().to(dtype), text)
         cache = kvengine.EngineCache(model)
         with torch.no_grad():
-            out = model(one()["input_ids"], past_key_values=cache).logits
+            out = model(one()["input_ids"], cache=cache).logits
             for _ in range(4):
-                out = model(out[:, -1:].argmax(-1), past_key_values=cache).logits
+                out = model(out[:, -1:].argmax(-1), cache=cache).logits
                 assert out.isfinite().all()
 
 

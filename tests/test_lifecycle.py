@@ -24,7 +24,7 @@ SELECTIONS = [SMALL[name] for name in ("quest", "tidal", "ann", "landmarks", "re
 
 @torch.no_grad()
 def step(model: Any, cache: kvengine.EngineCache, ids: Tensor) -> Tensor:
-    out: Tensor = model(ids, past_key_values=cache).logits
+    out: Tensor = model(ids, cache=cache).logits
     return out
 
 
@@ -75,7 +75,7 @@ def test_statistics_follow_reordered_rows(text: str) -> None:
     """Beams are chosen, repeated and dropped after the last query; what it read belongs to the rows that are left."""
     model, batch = patched(text), prompts()
     cache = kvengine.EngineCache(model)
-    greedy(model, batch, past_key_values=cache)
+    greedy(model, batch, cache=cache)
     before = cache.stats().attended
     for chosen in ([2, 0, 1], [1], [0, 0, 0, 0]):
         cache.batch_select_indices(torch.tensor(chosen))
@@ -143,9 +143,9 @@ def test_what_else_makes_tensors_in_inference_mode(way: str, tmp_path: Path) -> 
 def test_tokens_indexed_outside_of_no_grad() -> None:
     model, ids = patched("ann(budget=24)"), one()["input_ids"]
     cache, want = kvengine.EngineCache(model), started(model, ids)
-    model(ids, past_key_values=cache)
+    model(ids, cache=cache)
     for token in ids[:, :9].split(1, 1):
-        found = model(token, past_key_values=cache).logits
+        found = model(token, cache=cache).logits
         torch.testing.assert_close(found.detach(), step(model, want, token), rtol=1e-4, atol=1e-4)
 
 
@@ -177,7 +177,7 @@ def test_a_pass_that_broke_off_between_layers_is_noticed(text: str, prompt: bool
         with pytest.raises(CacheError, match="broke off.*cache.reset"):
             step(model, cache, some)
     with pytest.raises(CacheError, match="broke off"):
-        greedy(model, one(200), 2, past_key_values=cache)
+        greedy(model, one(200), 2, cache=cache)
     cache.reset()
     torch.testing.assert_close(step(model, cache, ids), step(model, kvengine.EngineCache(model), ids), rtol=0, atol=0)
 
@@ -249,7 +249,7 @@ def test_a_turn_without_the_text_before_it_is_refused(length: int) -> None:
     model = patched("snapkv(budget=24, window=6)")
     cache = started(model, one()["input_ids"])
     with pytest.raises(CacheError, match=rf"given {length} tokens, but this cache has seen 61; give the whole text"):
-        greedy(model, one(length), 2, past_key_values=cache)
+        greedy(model, one(length), 2, cache=cache)
 
 
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=24, window=6)", "keydiff(budget=24)"])
@@ -294,9 +294,9 @@ def test_a_turn_of_a_cache_that_records_is_read_as_a_prompt_all_the_same(text: s
             cache.activate_past_recording()
         options = {"prompt_lookup_num_tokens": 3} if recording and way == "looking up" else {}
         for seed in (3, 4):
-            new = greedy(model, {"input_ids": ids}, 10, past_key_values=cache, **options)
+            new = greedy(model, {"input_ids": ids}, 10, cache=cache, **options)
             ids, options = torch.cat([ids, new, one(20, seed)["input_ids"]], 1), {}
-        out.append((ids, greedy(model, {"input_ids": ids}, 10, past_key_values=cache)))
+        out.append((ids, greedy(model, {"input_ids": ids}, 10, cache=cache)))
     assert torch.equal(out[0][0], out[1][0]) and torch.equal(out[0][1], out[1][1])
 
 
@@ -307,11 +307,11 @@ def test_what_an_assisted_turn_began_to_record_the_next_turn_does_not(way: str) 
     cache, own = kvengine.EngineCache(model), "recording" in way
     if way == "recording":
         cache.activate_past_recording()
-    new = greedy(model, {"input_ids": ids}, 10, past_key_values=cache, prompt_lookup_num_tokens=3)
+    new = greedy(model, {"input_ids": ids}, 10, cache=cache, prompt_lookup_num_tokens=3)
     if way == "looking up, then recording":
         cache.activate_past_recording()
     ids = torch.cat([ids, new, one(20, 3)["input_ids"]], 1)
-    new = greedy(model, {"input_ids": ids}, 10, past_key_values=cache)
+    new = greedy(model, {"input_ids": ids}, 10, cache=cache)
     lane = cache.engines[0].parts[0].lane
     assert cache.session.recording == own and len(lane.marks) == (9 if own else 0)
     if own:
@@ -329,8 +329,8 @@ def test_a_text_that_would_be_read_twice_is_refused(options: dict[str, Any]) -> 
     cache = started(model, one()["input_ids"])
     more = torch.cat([one()["input_ids"], one(9, seed=2)["input_ids"]], 1)
     with pytest.raises(ModelError, match="seen 61 tokens of it and would hold them twice"):
-        greedy(model, {"input_ids": more}, 2, past_key_values=cache, **options)
-    greedy(model, {"input_ids": more}, 2, past_key_values=cache)
+        greedy(model, {"input_ids": more}, 2, cache=cache, **options)
+    greedy(model, {"input_ids": more}, 2, cache=cache)
     assert cache.seen == 71
 
 
@@ -340,7 +340,7 @@ def test_only_tokens_that_were_seen_are_taken_back(text: str, count: int) -> Non
     model, ids = patched(text), one()["input_ids"]
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         with pytest.raises(CacheError, match=f"cannot take back {count} tokens"):
             cache.rollback(count)
     assert cache.seen == ids.shape[1]
@@ -393,7 +393,7 @@ def test_rows_of_which_nothing_is_left_begin_anew(text: str) -> None:
         cache = kvengine.EngineCache(model)
         cache.announce(61)
         if detour:
-            model(batch["input_ids"].flip(1)[:, :20], attention_mask=late, past_key_values=cache)
+            model(batch["input_ids"].flip(1)[:, :20], attention_mask=late, cache=cache)
             cache.crop(-20)
-        found.append(greedy(model, batch, 9, past_key_values=cache))
+        found.append(greedy(model, batch, 9, cache=cache))
     assert torch.equal(*found)

@@ -91,10 +91,10 @@ def held(name="VmRSS"):  # not ru_maxrss: that begins with what the process had 
 
 
 with torch.inference_mode():
-    model(torch.randint(0, 64, (1, 64)), past_key_values=kvengine.EngineCache(model))
+    model(torch.randint(0, 64, (1, 64)), cache=kvengine.EngineCache(model))
     before = held()
-    model(torch.randint(0, 64, (1, 4096)), past_key_values=cache, logits_to_keep=1)
-    model(torch.randint(0, 64, (1, 1)), past_key_values=cache)
+    model(torch.randint(0, 64, (1, 4096)), cache=cache, logits_to_keep=1)
+    model(torch.randint(0, 64, (1, 1)), cache=cache)
 print(held() - before, held("VmHWM") - before)
 """
 

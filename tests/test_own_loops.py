@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 import kvengine
 from kvengine import EngineCache, saved
+from kvengine.hf_names import CACHE
 
 POLICY = SMALL["snapkv"]
 PASSES: dict[str, Any] = {
@@ -35,8 +36,8 @@ def loop(model: Any, ids: Tensor, count: int = 24) -> tuple[Tensor, Any]:
         out = model(ids)
         for _ in range(count):
             found.append(out.logits[:, -1:].argmax(-1))
-            out = model(found[-1], past_key_values=out.past_key_values)
-    return torch.cat(found, 1), out.past_key_values
+            out = model(found[-1], cache=out[CACHE])
+    return torch.cat(found, 1), out[CACHE]
 
 
 @pytest.mark.parametrize("text", ["full", POLICY, SMALL["lowrank"], SMALL["quest"]])
@@ -52,10 +53,10 @@ def test_a_loop_of_ones_own_gives_the_text_of_generate(text: str) -> None:
 def test_a_pass_that_wants_a_cache_has_the_engines(way: str) -> None:
     model, ids = patched(POLICY), one()["input_ids"]
     out = PASSES[way](model, ids)
-    cache = out[1] if isinstance(out, tuple) else out.past_key_values
+    cache = out[1] if isinstance(out, tuple) else out[CACHE]
     assert type(cache) is EngineCache and (cache.stats().held == 24).all()
     with torch.no_grad():
-        model(one(1)["input_ids"], past_key_values=cache)
+        model(one(1)["input_ids"], cache=cache)
     assert cache.seen == 62
 
 
@@ -67,17 +68,17 @@ def test_a_prompts_logits_are_the_models() -> None:
 
 def test_training_and_gradients_and_who_wants_none_are_left_alone() -> None:
     model, ids = patched(POLICY), one()["input_ids"]
-    assert type(model(ids).past_key_values) is DynamicCache
-    assert type(patched(POLICY).train()(ids, use_cache=True).past_key_values) is DynamicCache
-    assert model(ids, use_cache=False).past_key_values is None
+    assert type(model(ids)[CACHE]) is DynamicCache
+    assert type(patched(POLICY).train()(ids, use_cache=True)[CACHE]) is DynamicCache
+    assert model(ids, use_cache=False).get(CACHE) is None
     given = DynamicCache(config=model.config)
     with torch.no_grad():
-        assert model(ids, past_key_values=given).past_key_values is given
-        assert model(ids, None, None, given).past_key_values is given
+        assert model(ids, cache=given)[CACHE] is given
+        assert model(ids, None, None, given)[CACHE] is given
         model.config.use_cache = False
-        assert model(ids).past_key_values is None
+        assert model(ids).get(CACHE) is None
         model.set_attn_implementation("sdpa")
-        assert type(model(ids, use_cache=True).past_key_values) is DynamicCache
+        assert type(model(ids, use_cache=True)[CACHE]) is DynamicCache
 
 
 def test_a_loop_that_forgot_its_gradients_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -88,7 +89,7 @@ def test_a_loop_that_forgot_its_gradients_is_told_once(caplog: pytest.LogCapture
         out = model(ids)
         with caplog.at_level(logging.WARNING):
             for _ in range(3):
-                out = model(ids[:, :1], past_key_values=out.past_key_values)
+                out = model(ids[:, :1], cache=out[CACHE])
         assert [("no_grad" in x.message, text in x.message) for x in caplog.records] == [(True, True)] * told
 
 
@@ -100,7 +101,7 @@ def test_who_goes_on_from_another_cache_is_told_once(caplog: pytest.LogCaptureFi
         model, given = patched(text), DynamicCache(config=llama().config)
         with caplog.at_level(logging.WARNING), torch.no_grad():
             for _ in range(3):
-                model(ids, past_key_values=given)
+                model(ids, cache=given)
         assert [("cache of transformers'" in x.message, text in x.message) for x in caplog.records] == [
             (True, True)
         ] * told
@@ -125,7 +126,7 @@ def test_one_graph_is_refused_with_what_to_do(way: str, pytestconfig: pytest.Con
         torch.no_grad(),
         pytest.raises(Unsupported, match=r"patched by kvengine.*leave fullgraph=True out, or.*unpatch"),
     ):
-        run(ids, past_key_values=cache, use_cache=way != "no cache")
+        run(ids, cache=cache, use_cache=way != "no cache")
 
 
 @pytest.mark.slow
@@ -139,12 +140,12 @@ def test_a_compiled_loop_has_the_engines_cache() -> None:
 
 def read(model: Any, ids: Tensor, **options: Any) -> Any:
     with torch.no_grad():
-        return model(ids, **options).past_key_values
+        return model(ids, **options).get(CACHE)
 
 
 def scored(model: Any, ids: Tensor, cache: EngineCache | None = None) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(ids, past_key_values=cache).logits
+        found: Tensor = model(ids, cache=cache).logits
     return found
 
 

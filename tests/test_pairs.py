@@ -31,6 +31,6 @@ def test_a_pair_runs_or_is_refused(model: torch.nn.Module, a: str, b: str) -> No
         return
     with kvengine.patched(model, text):
         cache = kvengine.EngineCache(model)
-        assert greedy(model, prompts(), 6, past_key_values=cache).shape == (3, 6)
+        assert greedy(model, prompts(), 6, cache=cache).shape == (3, 6)
         stats = cache.stats()
         assert (stats.attended <= stats.held).all() and int(stats.held.min()) > 0

@@ -28,8 +28,8 @@ def test_2_every_chunk_of_a_prompt_is_compressed(text: str) -> None:
     """Elsewhere: of 256 + 256 tokens at one half, 384 stay, because only the first chunk is judged."""
     model, batch = patched(text), one(512)
     caches = [kvengine.EngineCache(model, positions=True) for _ in range(2)]
-    whole = greedy(model, batch, 1, past_key_values=caches[0])
-    assert torch.equal(greedy(model, batch, 1, prefill_chunk_size=256, past_key_values=caches[1]), whole)
+    whole = greedy(model, batch, 1, cache=caches[0])
+    assert torch.equal(greedy(model, batch, 1, prefill_chunk_size=256, cache=caches[1]), whole)
     assert [held(c) for c in caches[0].engines] == [held(c) for c in caches[1].engines]
     assert float(caches[1].stats().held.float().mean()) == 24
 
@@ -41,9 +41,9 @@ def test_3_two_live_sessions_take_turns(text: str) -> None:
     alone = greedy(model, one(seed=1), 2)[0].tolist()
     a, b = kvengine.EngineCache(model), kvengine.EngineCache(model)
     with torch.no_grad():
-        first = model(one(seed=1)["input_ids"], past_key_values=a).logits[:, -1:].argmax(-1)
-        model(one(90, seed=2)["input_ids"], past_key_values=b)
-        second = model(first, past_key_values=a).logits.argmax(-1)
+        first = model(one(seed=1)["input_ids"], cache=a).logits[:, -1:].argmax(-1)
+        model(one(90, seed=2)["input_ids"], cache=b)
+        second = model(first, cache=a).logits.argmax(-1)
     assert [int(first), int(second)] == alone
 
 
@@ -54,7 +54,7 @@ def test_4_budgets_by_head_free_the_bytes_of_their_heads() -> None:
         model = patched(text, head_dim=32)
         cache = kvengine.EngineCache(model)
         with torch.no_grad():
-            model(one(512)["input_ids"], past_key_values=cache)
+            model(one(512)["input_ids"], cache=cache)
         sizes.append(cache.stats().bytes_held)
     assert sizes[1] < 0.4 * sizes[0]
 
@@ -80,9 +80,9 @@ def test_7_a_question_of_many_tokens_after_budgets_that_differ_by_layer(text: st
     model = patched(text)
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        model(one()["input_ids"], past_key_values=cache)
+        model(one()["input_ids"], cache=cache)
         cache.follow_up()
-        together = model(one(9, seed=4)["input_ids"], past_key_values=cache).logits
+        together = model(one(9, seed=4)["input_ids"], cache=cache).logits
     assert together.isfinite().all() and cache.seen == 70
 
 
@@ -101,7 +101,7 @@ def test_9_half_precision_gives_numbers(text: str, dtype: torch.dtype) -> None:
     model = kvengine.patch(llama().to(dtype), text)
     with torch.no_grad():
         cache = kvengine.EngineCache(model)
-        out = model(one(200)["input_ids"], past_key_values=cache).logits
+        out = model(one(200)["input_ids"], cache=cache).logits
         for _ in range(8):
-            out = model(out[:, -1:].argmax(-1), past_key_values=cache).logits
+            out = model(out[:, -1:].argmax(-1), cache=cache).logits
             assert out.isfinite().all()

@@ -22,7 +22,7 @@ def prompt(length: int, seed: int = 0) -> torch.Tensor:
 
 def text(model: Any, ids: torch.Tensor, cache: Any) -> list[int]:
     out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False,
-                         past_key_values=cache)  # fmt: skip
+                         cache=cache)  # fmt: skip
     return out[0, ids.shape[1] :].tolist()
 
 
@@ -158,7 +158,7 @@ def test_keys_that_a_plain_reading_would_not_make_are_not_stored(model: Any, tmp
     for hidden in (slice(0, 5), slice(40, 45)):
         mask, padded = torch.ones_like(ids), kvengine.EngineCache(model, "full")
         mask[:, hidden] = 0
-        model(input_ids=ids, attention_mask=mask, past_key_values=padded)
+        model(input_ids=ids, attention_mask=mask, cache=padded)
         with pytest.raises(CacheError, match="without padding"):
             reuse.keep(ids, padded)
     reuse.store.close()
@@ -175,7 +175,7 @@ def test_a_lossy_prefix_is_close(model: Any, tmp_path: Path) -> None:
     outs = []
     for cache in (reuse.fetch(ids), kvengine.EngineCache(model)):
         with torch.inference_mode():
-            outs.append(model(input_ids=ids[:, cache.seen :], past_key_values=cache, use_cache=True).logits[0, -1])
+            outs.append(model(input_ids=ids[:, cache.seen :], cache=cache, use_cache=True).logits[0, -1])
     assert 0 < (outs[0] - outs[1]).abs().max() < 0.3 * outs[1].abs().max()
     reuse.store.close()
 
@@ -193,8 +193,8 @@ def test_queries_that_a_policy_judges_by_are_computed(model: Any, tmp_path: Path
     for cache in (warm, kvengine.EngineCache(model, stack)):
         cache.announce(100)
         with torch.inference_mode():
-            model(input_ids=ids[:, cache.seen :], past_key_values=cache)
-            outs.append(model(input_ids=ids[:, :1], past_key_values=cache).logits)
+            model(input_ids=ids[:, cache.seen :], cache=cache)
+            outs.append(model(input_ids=ids[:, :1], cache=cache).logits)
     torch.testing.assert_close(*outs)
     reuse.store.close()
 

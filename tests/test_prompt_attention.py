@@ -40,7 +40,7 @@ def test_a_prompt_reads_as_in_the_unpatched_model(text: str, seen: list[int]) ->
     with torch.no_grad():
         want = plain(ids).logits
         model = kvengine.patch(llama(), text)
-        got = model(ids, past_key_values=kvengine.EngineCache(model)).logits
+        got = model(ids, cache=kvengine.EngineCache(model)).logits
     assert seen == [61, 61]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
@@ -51,7 +51,7 @@ def test_chunks_of_a_prompt_too(seen: list[int]) -> None:
         want = llama()(ids).logits
         cache = kvengine.EngineCache(model)
         cache.announce(61)
-        got = [model(part, past_key_values=cache).logits for part in ids.split([20, 40, 1], 1)]
+        got = [model(part, cache=cache).logits for part in ids.split([20, 40, 1], 1)]
     assert seen[:4] == [20, 20, 40, 40]
     torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-5)
 
@@ -66,7 +66,7 @@ def test_the_model_reads_what_is_another_thing(way: str, seen: list[int]) -> Non
     model = kvengine.patch(model.bfloat16() if way == "bfloat16" else model, "full")
     batch = prompts() if way == "padded" else one()
     with torch.set_grad_enabled(way == "training"):
-        model(**batch, past_key_values=kvengine.EngineCache(model))
+        model(**batch, cache=kvengine.EngineCache(model))
     assert seen == []
 
 
@@ -111,7 +111,7 @@ def test_capped_scores_and_sinks_are_read_without_all_scores(
         cache = kvengine.EngineCache(model)
         cache.announce(20)
         got = [
-            model(ids, attention_mask=batch["attention_mask"][:, :end], past_key_values=cache).logits
+            model(ids, attention_mask=batch["attention_mask"][:, :end], cache=cache).logits
             for ids, end in zip(batch["input_ids"].split(chunk, 1), (chunk, 20), strict=False)
         ]
     real = batch["attention_mask"].bool()

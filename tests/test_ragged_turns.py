@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvengine import EngineCache
 from kvengine.errors import CacheError
+from kvengine.hf_names import CACHE
 
 PADS, LATER = (0, 21, 39), (9, 0, 5)  # padding before the rows of the first turn, and before those of the second
 STACKS = [
@@ -82,7 +83,7 @@ def talk(
             seen = torch.cat([*masks, mask[:, :b]], 1)
             at = (seen.cumsum(1) - 1).clamp(min=0)[:, a - b :]
             with torch.no_grad():
-                found = model(ids[:, a:b], attention_mask=seen, position_ids=at, past_key_values=cache).logits
+                found = model(ids[:, a:b], attention_mask=seen, position_ids=at, cache=cache).logits
         masks.append(mask)
         out.append(found[:, -1])
     return torch.stack(out, 1)
@@ -117,7 +118,7 @@ def test_a_turn_of_padding_alone_leaves_no_trace(text: str) -> None:
             seen = torch.cat([seen, torch.full_like(piece, i != 15 or not turn)], 1)[:, -cache.seen - piece.shape[1] :]
             at = (seen.cumsum(1) - 1)[:, -piece.shape[1] :]
             with torch.no_grad():
-                found.append(model(piece, attention_mask=seen, position_ids=at, past_key_values=cache).logits[:, -1])
+                found.append(model(piece, attention_mask=seen, position_ids=at, cache=cache).logits[:, -1])
         out.append(torch.stack([*found[:15], *found[-12:]]))
     torch.testing.assert_close(*out, rtol=1e-3, atol=1e-3)
 
@@ -129,11 +130,11 @@ def test_a_batch_that_begins_with_padding_alone_begins_behind_it(text: str) -> N
         cache, seen = EngineCache(model), torch.zeros(2, first, dtype=torch.long)
         with torch.no_grad():
             if first:
-                model(ids[:, :first], attention_mask=seen, past_key_values=cache)
+                model(ids[:, :first], attention_mask=seen, cache=cache)
             for piece in ids.split(1, 1):
                 seen = torch.cat([seen, torch.ones_like(piece)], 1)
                 at = seen.cumsum(1)[:, -1:] - 1
-                found = model(piece, attention_mask=seen, position_ids=at, past_key_values=cache).logits
+                found = model(piece, attention_mask=seen, position_ids=at, cache=cache).logits
         out.append(found)
     torch.testing.assert_close(*out)
 
@@ -190,7 +191,7 @@ def read(model: torch.nn.Module, ids: Tensor, mask: Tensor, cuts: tuple[int, ...
     for piece in passes:
         seen = mask[:, : cache.seen + piece.shape[1]]
         at = (seen.cumsum(1) - 1).clamp(min=0)[:, -piece.shape[1] :]
-        found = model(piece, attention_mask=seen, position_ids=at, past_key_values=cache)
+        found = model(piece, attention_mask=seen, position_ids=at, cache=cache)
         out.append(found.logits)
     return [row[real] for row, real in zip(torch.cat(out, 1), mask.bool(), strict=True)]
 
@@ -238,12 +239,12 @@ def test_a_row_that_pauses_within_a_pass_of_several_tokens(text: str) -> None:
     for rows in ([0, 1], [1]):
         cache, real = EngineCache(model), slice(None) if len(rows) > 1 else pause[1].bool()
         with torch.no_grad():
-            model(ids[rows], attention_mask=mask[rows], past_key_values=cache)
+            model(ids[rows], attention_mask=mask[rows], cache=cache)
             cache.follow_up()
             seen = torch.cat([mask, pause[:, real]], 1)[rows]
             tokens = more[rows][:, real]
             at = (seen.cumsum(1) - 1)[:, 40:].clamp(min=0)
-            found = model(tokens, attention_mask=seen, position_ids=at, past_key_values=cache).logits[-1]
+            found = model(tokens, attention_mask=seen, position_ids=at, cache=cache).logits[-1]
         out.append(found[pause[1].bool()] if len(rows) > 1 else found)
         assert all(int(part.lane.first[-1]) == 7 + 4 * len(rows) - 4 for part in cache.engines[0].parts)
     torch.testing.assert_close(*out, rtol=1e-3, atol=1e-3)
@@ -263,7 +264,7 @@ def test_generate_takes_a_ragged_turn_behind_the_last_token(text: str, size: int
             new, real = (new, real) if len(rows) > 1 else (new[:, pads[1] :], real[:, pads[1] :])
             ids = torch.cat([ids, new], 1)
             mask = real if mask is None else torch.cat([mask, torch.ones(len(rows), 6, dtype=torch.long), real], 1)
-            options = {"attention_mask": mask, "past_key_values": cache, "prefill_chunk_size": size}
+            options = {"attention_mask": mask, CACHE: cache, "prefill_chunk_size": size}
             ids = model.generate(ids, max_new_tokens=6, do_sample=False, **options)
         out.append(ids[-1, -6:])
     assert torch.equal(*out)

@@ -129,7 +129,7 @@ def test_a_row_alone_is_as_in_a_batch(family: str, text: str) -> None:
 def test_what_is_read_again_is_counted_again() -> None:
     model = kvengine.patch(configs.build("gemma3n"), "snapkv(budget=12, window=4)")
     cache = kvengine.EngineCache(model)
-    model.generate(configs.padded_batch()["input_ids"][:1], past_key_values=cache, max_new_tokens=3, do_sample=False)
+    model.generate(configs.padded_batch()["input_ids"][:1], cache=cache, max_new_tokens=3, do_sample=False)
     ((lane,),) = ([part.lane for part in layer.parts] for layer in cache.engines)
     k, v, *_ = lane.tail.held()
     assert cache.engines[0].readers.count == 1

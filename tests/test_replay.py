@@ -14,6 +14,7 @@ import kvengine
 from kvengine import saved
 from kvengine.errors import CacheError
 from kvengine.hf_cache import EngineCache
+from kvengine.hf_names import CACHE
 from kvengine.policies.retention import Replay
 from kvengine.policies.retention.kvzip import KVzip
 from kvengine.text import Text
@@ -41,7 +42,7 @@ def turns(model: Any, cache: EngineCache, parts: list[Tensor], one_by_one: tuple
     out = []
     for i, part in enumerate(parts):
         for piece in part.split(1, 1) if i in one_by_one else [part]:
-            out.append(model(piece, past_key_values=cache).logits)
+            out.append(model(piece, cache=cache).logits)
     return torch.cat(out, 1)
 
 
@@ -84,13 +85,13 @@ def test_rows_bring_turns_of_different_lengths_or_none(model: Any) -> None:
         piece = slice((0, 50, 80)[i], (50, 80, 90)[i])
         mask = torch.cat([*masks, last][: i + 1], 1)
         places = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids[:, piece].shape[1] :]
-        model(ids[:, piece], attention_mask=mask.long(), position_ids=places, past_key_values=cache)
+        model(ids[:, piece], attention_mask=mask.long(), position_ids=places, cache=cache)
     for row in range(4):
         alone = EngineCache(model)
         for i, mask in enumerate([*masks, last]):
             mine = ids[row, (0, 50, 80)[i] : (50, 80, 90)[i]][mask[row]][None]
             if mine.shape[1]:
-                model(mine, past_key_values=alone)
+                model(mine, cache=alone)
         pad = 90 - alone.seen
         for a, b in zip(kept(cache), kept(alone), strict=True):
             assert [[p - pad for p in head] for head in a[row]] == b[0]
@@ -137,7 +138,7 @@ def test_a_session_whose_replay_broke_off_is_not_saved(model: Any, tmp_path: Pat
 
     hook = model.model.layers[1].register_forward_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        model(one()["input_ids"], past_key_values=cache)
+        model(one()["input_ids"], cache=cache)
     hook.remove()
     with pytest.raises(CacheError, match="broke off.*cache.reset()"):
         saved.save(cache, tmp_path / "talk.kv", model)
@@ -160,8 +161,8 @@ def test_chunks_may_come_in_the_same_memory(model: Any) -> None:
     memory = torch.empty_like(ids[:, :16])
     cache.announce(64)
     for chunk in ids.split(16, 1):
-        model(memory.copy_(chunk), past_key_values=cache)
-    model(ids, past_key_values=other)
+        model(memory.copy_(chunk), cache=cache)
+    model(ids, cache=other)
     assert kept(cache) == kept(other)
 
 
@@ -169,12 +170,12 @@ def test_chunks_may_come_in_the_same_memory(model: Any) -> None:
 def test_rows_chosen_and_repeated_keep_their_text(model: Any) -> None:
     ids, more = one(3 * 10, seed=2)["input_ids"].view(3, 10), parts(40)[0].expand(6, -1)
     cache, alone = EngineCache(model), EngineCache(model)
-    model(ids, past_key_values=cache)  # within the budget: not repeated yet
+    model(ids, cache=cache)  # within the budget: not repeated yet
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([5, 4, 3, 2, 1, 0]))
-    model(more, past_key_values=cache)
-    model(ids[[2, 2, 1, 1, 0, 0]], past_key_values=alone)
-    model(more, past_key_values=alone)
+    model(more, cache=cache)
+    model(ids[[2, 2, 1, 1, 0, 0]], cache=alone)
+    model(more, cache=alone)
     assert kept(cache) == kept(alone)
 
 
@@ -183,10 +184,10 @@ def test_answers_of_recorded_steps_are_repeated_too(model: Any, how: Any) -> Non
     found = []
     for decoder in ({}, {"custom_generate": kvengine.compile_decode(model, how)}):
         cache, batch = EngineCache(model), prompts()
-        out = model.generate(**batch, past_key_values=cache, max_new_tokens=9, do_sample=False, **decoder)
+        out = model.generate(**batch, cache=cache, max_new_tokens=9, do_sample=False, **decoder)
         ids = torch.cat([out, parts(40)[0].expand(3, -1)], 1)
         mask = torch.cat([batch["attention_mask"], torch.ones(3, 49, dtype=torch.long)], 1)
-        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=1, do_sample=False)
+        model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=1, do_sample=False)
         found.append(kept(cache))
     assert found[0] == found[1]
 
@@ -194,9 +195,9 @@ def test_answers_of_recorded_steps_are_repeated_too(model: Any, how: Any) -> Non
 @torch.no_grad()
 def test_what_came_without_ids_is_kept_before_all_else(model: Any) -> None:
     cache, given = EngineCache(model), EngineCache(model)
-    prefix = kvengine.unpatch(llama())(parts(5)[0]).past_key_values
+    prefix = kvengine.unpatch(llama())(parts(5)[0])[CACHE]
     cache.adopt(prefix)
-    model(parts(61)[0], past_key_values=cache)
+    model(parts(61)[0], cache=cache)
     assert all({*range(5)} <= {*head} for layer in kept(cache) for head in layer[0])
     assert sum(len(head) for layer in kept(cache) for head in layer[0]) == 12 * 4 and not given.seen
 
@@ -237,7 +238,7 @@ def test_layers_of_transformers_own_are_as_they_were(family: str) -> None:
         model = kvengine.patch(configs.build(family), policy)
         cache = EngineCache(model)
         with torch.no_grad():
-            logits = model(**batch, past_key_values=cache).logits
+            logits = model(**batch, cache=cache).logits
         own = [
             x
             for layer in cache.others

@@ -33,7 +33,7 @@ def go_on(model: Any, cache: Any, start: torch.Tensor, count: int) -> tuple[list
     token, out = start, []
     for _ in range(count):
         with torch.inference_mode():
-            logits = model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1]
+            logits = model(input_ids=token, cache=cache, use_cache=True).logits[:, -1]
         token = logits.argmax(-1, keepdim=True)
         out.append(token)
     return torch.cat(out, 1).tolist(), logits
@@ -51,7 +51,7 @@ def test_a_restored_session_continues_bit_for_bit(stack: str, tmp_path: Path) ->
             ids = prompts(1)["input_ids"]
             cache = kvengine.EngineCache(model, stack)
             with torch.inference_mode():
-                first = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+                first = model(input_ids=ids, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
             _, _ = go_on(model, cache, first, 5)
             saved.save(cache, tmp_path / "s.kv", model, extra={"note": 1})
             back = saved.load(model, tmp_path / "s.kv")
@@ -70,7 +70,7 @@ def test_a_session_that_outgrew_its_budget_while_decoding_is_restored(stack: str
     with kvengine.patched(model, stack):
         cache = kvengine.EngineCache(model, stack)
         with torch.inference_mode():
-            model(input_ids=torch.tensor([[9, 4, 7]]), past_key_values=cache, use_cache=True)
+            model(input_ids=torch.tensor([[9, 4, 7]]), cache=cache, use_cache=True)
         start = torch.tensor([[5]])
         go_on(model, cache, start, 40)
         saved.save(cache, tmp_path / "s.kv", model)
@@ -83,7 +83,7 @@ def test_a_session_that_drafts_were_taken_back_from_is_restored(tmp_path: Path) 
     """A first pass under prompt look-up brings prompt and draft together; latents under `full` are counted as one."""
     model = kvengine.patch(configs.build("deepseek_v3"))
     cache, ids = kvengine.EngineCache(model), configs.padded_batch()["input_ids"][:1].repeat(1, 2)
-    model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache, prompt_lookup_num_tokens=6)
+    model.generate(ids, max_new_tokens=6, do_sample=False, cache=cache, prompt_lookup_num_tokens=6)
     cache.commit()
     saved.save(cache, tmp_path / "turn.kv", model)
     again = saved.load(model, tmp_path / "turn.kv")
@@ -96,13 +96,13 @@ def test_a_padded_batch_and_beams_are_restored(tmp_path: Path) -> None:
         cache = kvengine.EngineCache(model, stack)
         batch = prompts(3)
         with torch.inference_mode():
-            model(**batch, past_key_values=cache, use_cache=True)
+            model(**batch, cache=cache, use_cache=True)
         cache.reorder_cache(torch.tensor([2, 0, 1]))
         saved.save(cache, tmp_path / "s.kv", model)
         back, more = saved.load(model, tmp_path / "s.kv"), torch.tensor([[5], [6], [7]])
         mask = torch.cat([batch["attention_mask"][[2, 0, 1]], torch.ones(3, 1, dtype=torch.long)], 1)
         with torch.inference_mode():
-            outs = [model(input_ids=more, attention_mask=mask, past_key_values=c, use_cache=True).logits
+            outs = [model(input_ids=more, attention_mask=mask, cache=c, use_cache=True).logits
                     for c in (cache, back)]  # fmt: skip
         assert torch.equal(*outs)
 
@@ -113,7 +113,7 @@ def test_the_row_without_pages_of_a_batch_is_restored(tmp_path: Path) -> None:
     with kvengine.patched(model, "kivi(group=8, residual=8)"):
         cache = kvengine.EngineCache(model)
         with torch.inference_mode():
-            model(**batch, past_key_values=cache)
+            model(**batch, cache=cache)
         lane = cache.engines[0].parts[0].lane
         assert lane.pages is not None and lane.pages.filled.tolist()[-2:] == [0, 0] and lane.pages.columns
         cache.batch_select_indices(torch.tensor([2]))
@@ -128,14 +128,14 @@ def test_generate_goes_on_from_a_file(tmp_path: Path) -> None:
     model = llama()
     with kvengine.patched(model, "snapkv(budget=24, window=6)"):
         ids = prompts(1)
-        whole = greedy(model, ids, 30, past_key_values=kvengine.EngineCache(model))
+        whole = greedy(model, ids, 30, cache=kvengine.EngineCache(model))
         cache = kvengine.EngineCache(model)
-        begun = model.generate(**ids, max_new_tokens=10, do_sample=False, past_key_values=cache)
+        begun = model.generate(**ids, max_new_tokens=10, do_sample=False, cache=cache)
         saved.save(cache, tmp_path / "s.kv", model)
         back = saved.load(model, tmp_path / "s.kv")
         mask = torch.ones_like(begun)
         rest = model.generate(input_ids=begun, attention_mask=mask, max_new_tokens=20, do_sample=False,
-                              past_key_values=back)  # fmt: skip
+                              cache=back)  # fmt: skip
         assert torch.equal(rest[:, ids["input_ids"].shape[1] :], whole)
 
 
@@ -144,7 +144,7 @@ def test_damage_and_strangers_are_refused(tmp_path: Path) -> None:
     with kvengine.patched(model, "full"):
         cache = kvengine.EngineCache(model)
         with torch.inference_mode():
-            model(**prompts(1), past_key_values=cache, use_cache=True)
+            model(**prompts(1), cache=cache, use_cache=True)
         size = saved.save(cache, path, model)
         good = path.read_bytes()
         assert size == len(good) and [p.name for p in tmp_path.iterdir()] == ["s.kv"]
@@ -164,8 +164,8 @@ def test_damage_and_strangers_are_refused(tmp_path: Path) -> None:
         cache = kvengine.EngineCache(model, "h2o(budget=24)")
         cache.activate_past_recording()
         with torch.inference_mode():
-            model(**prompts(1), past_key_values=cache, use_cache=True)
-            model(input_ids=torch.tensor([[3]]), past_key_values=cache, use_cache=True)
+            model(**prompts(1), cache=cache, use_cache=True)
+            model(input_ids=torch.tensor([[3]]), cache=cache, use_cache=True)
         with pytest.raises(CacheError, match="commit"):
             saved.save(cache, path, model)
         assert path.read_bytes() == good
@@ -176,7 +176,7 @@ def test_a_session_is_smaller_than_its_tensors(tmp_path: Path) -> None:
     with kvengine.patched(model, "full"):
         cache = kvengine.EngineCache(model)
         with torch.inference_mode():
-            model(input_ids=torch.randint(1, 128, (1, 700)), past_key_values=cache, use_cache=True)
+            model(input_ids=torch.randint(1, 128, (1, 700)), cache=cache, use_cache=True)
         size = saved.save(cache, tmp_path / "s.kv", model)
         held = sum(part.lane.tail.held()[0].nbytes * 2 for layer in cache.engines for part in layer.parts)
         assert size < 0.85 * held
@@ -226,7 +226,7 @@ def test_layers_that_are_transformers_own_are_restored(tmp_path: Path) -> None:
     with kvengine.patched(model, "snapkv(budget=24, window=6)"):
         cache = kvengine.EngineCache(model)
         with torch.inference_mode():
-            model(**prompts(1), past_key_values=cache, use_cache=True)
+            model(**prompts(1), cache=cache, use_cache=True)
         assert len(cache.engines) < len(cache.layers)
         saved.save(cache, tmp_path / "s.kv", model)
         back = saved.load(model, tmp_path / "s.kv")
@@ -265,7 +265,7 @@ def test_what_is_not_plain_json_is_refused_before_anything_is_written(extra: Any
     with kvengine.patched(model, "full"):
         cache = kvengine.EngineCache(model)
         with torch.inference_mode():
-            model(**prompts(1), past_key_values=cache, use_cache=True)
+            model(**prompts(1), cache=cache, use_cache=True)
         saved.save(cache, path, model, extra={"turns": (1, 2.5, None, True, "é\ud800")})
         before = path.read_bytes()
         assert saved.extra(path) == {"turns": [1, 2.5, None, True, "é\ud800"]}

@@ -37,7 +37,7 @@ def built(name: str, policy: str = "full") -> Any:
 def begun(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
     cache = kvengine.EngineCache(model)
     with torch.inference_mode():
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
     return cache
 
 
@@ -73,13 +73,11 @@ def test_states_of_another_kind_than_keys_are_exact(name: str, kind: torch.dtype
 def test_generate_goes_on_from_a_file(name: str, tmp_path: Path) -> None:
     model, ids = built(name), configs.padded_batch()["input_ids"][:1]
     cache = kvengine.EngineCache(model)
-    begun = model.generate(ids, max_new_tokens=10, do_sample=False, past_key_values=cache)
+    begun = model.generate(ids, max_new_tokens=10, do_sample=False, cache=cache)
     saved.save(cache, tmp_path / "s.kv", model)
     turn = torch.cat([begun, ids.flip(1)], 1)
-    found = model.generate(
-        turn, max_new_tokens=10, do_sample=False, past_key_values=saved.load(model, tmp_path / "s.kv")
-    )
-    assert torch.equal(found, model.generate(turn, max_new_tokens=10, do_sample=False, past_key_values=cache))
+    found = model.generate(turn, max_new_tokens=10, do_sample=False, cache=saved.load(model, tmp_path / "s.kv"))
+    assert torch.equal(found, model.generate(turn, max_new_tokens=10, do_sample=False, cache=cache))
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -88,8 +86,8 @@ def test_an_empty_session_is_one(name: str, tmp_path: Path) -> None:
     saved.save(kvengine.EngineCache(model), tmp_path / "s.kv", model)
     back = saved.load(model, tmp_path / "s.kv")
     with torch.no_grad():
-        found = model(ids, past_key_values=back).logits
-        assert torch.equal(found, model(ids, past_key_values=kvengine.EngineCache(model)).logits)
+        found = model(ids, cache=back).logits
+        assert torch.equal(found, model(ids, cache=kvengine.EngineCache(model)).logits)
 
 
 def test_what_was_recorded_goes_with_it(tmp_path: Path) -> None:
@@ -98,7 +96,7 @@ def test_what_was_recorded_goes_with_it(tmp_path: Path) -> None:
     cache = kvengine.EngineCache(model)
     cache.activate_past_recording()
     with torch.inference_mode():
-        model(configs.padded_batch()["input_ids"], past_key_values=cache)
+        model(configs.padded_batch()["input_ids"], cache=cache)
     saved.save(cache, tmp_path / "s.kv", model)
     back = saved.load(model, tmp_path / "s.kv")
     assert [layer.conv_states[0].shape[-1] for layer in back.others] == [20, 20]
@@ -196,7 +194,7 @@ def test_whatever_is_changed_is_refused_or_does_no_harm(name: str, tmp_path: Pat
             continue
         try:
             with torch.inference_mode():
-                model(torch.tensor([[3]] * 3), past_key_values=cache)
+                model(torch.tensor([[3]] * 3), cache=cache)
         except (KVEngineError, RuntimeError):
             refused += 1
     assert refused > 130
@@ -207,7 +205,7 @@ def test_tokens_to_go_back_to_are_committed_first(tmp_path: Path) -> None:
     cache = begun(model, configs.padded_batch()["input_ids"])
     cache.activate_past_recording()
     with torch.inference_mode():
-        model(torch.tensor([[3]] * 3), past_key_values=cache)
+        model(torch.tensor([[3]] * 3), cache=cache)
     with pytest.raises(CacheError, match="call cache.commit"):
         saved.save(cache, tmp_path / "s.kv", model)
     cache.commit()

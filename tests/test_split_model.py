@@ -92,11 +92,11 @@ def test_turns_beams_and_chunks(text: str, device: Device) -> None:
 
     def said() -> list[Any]:
         cache = kvengine.EngineCache(model)
-        out = greedy(model, batch, 4, past_key_values=cache)
+        out = greedy(model, batch, 4, cache=cache)
         mask = torch.cat([batch["attention_mask"], batch["attention_mask"].new_ones(2, 9)], 1)
         mask[0, -5] = 0
         more = {"input_ids": torch.cat([out, out[:, -5:]], 1), "attention_mask": mask}
-        turns = greedy(model, more, 4, past_key_values=cache)
+        turns = greedy(model, more, 4, cache=cache)
         beams = greedy(model, batch, 4, num_beams=2)
         chunks = greedy(model, batch, 4, prefill_chunk_size=16)
         return [turns.tolist(), beams.tolist(), chunks.tolist()]
@@ -154,7 +154,7 @@ def test_a_saved_session_goes_on_where_its_layers_are(text: str, device: Device,
     model, batch = llama(), prompts(2)
     with device, kvengine.patched(split(model), text):
         cache = kvengine.EngineCache(model)
-        out = greedy(model, batch, 4, past_key_values=cache)
+        out = greedy(model, batch, 4, cache=cache)
         saved.save(cache, tmp_path / "session", model)
         again = saved.load(model, tmp_path / "session")
         for one, other in zip(cache.engines, again.engines, strict=True):
@@ -162,7 +162,7 @@ def test_a_saved_session_goes_on_where_its_layers_are(text: str, device: Device,
         assert [layer.parts[0].lane.first.device for layer in again.engines] == [CPU, CUDA]
         more = {"input_ids": torch.cat([out, out[:, :5]], 1)}
         more["attention_mask"] = torch.cat([batch["attention_mask"], torch.ones(2, 9, dtype=torch.long)], 1)
-        want, got = (greedy(model, more, 4, past_key_values=one) for one in (cache, again))
+        want, got = (greedy(model, more, 4, cache=one) for one in (cache, again))
         assert got.tolist() == want.tolist()
 
 
@@ -171,12 +171,12 @@ def test_a_stored_prefix_enters_where_its_layers_are(device: Device, tmp_path: P
     with device, kvengine.patched(split(model)):
         reuse = Prefix(model, stores.Store(stores.Files(tmp_path, sync="none")), chunk=16)
         cache = reuse.fetch(ids)
-        want = greedy(model, {"input_ids": ids}, 4, past_key_values=cache)
+        want = greedy(model, {"input_ids": ids}, 4, cache=cache)
         assert reuse.keep(ids, cache) == 3
         reuse.store.drain()
         found = reuse.fetch(ids)
         assert found.seen == 48
-        assert greedy(model, {"input_ids": ids}, 4, past_key_values=found).tolist() == want.tolist()
+        assert greedy(model, {"input_ids": ids}, 4, cache=found).tolist() == want.tolist()
 
 
 def test_a_step_is_not_recorded(device: Device) -> None:
@@ -219,7 +219,7 @@ def test_weights_on_disk(away: str, text: str, tmp_path: Path) -> None:
     assert offloaded(gone) and not offloaded(model)
     with kvengine.patched(model, text), kvengine.patched(gone, text):
         caches = [kvengine.EngineCache(one) for one in (model, gone)]
-        want, got = (greedy(one, batch, 8, past_key_values=c) for one, c in zip((model, gone), caches, strict=True))
+        want, got = (greedy(one, batch, 8, cache=c) for one, c in zip((model, gone), caches, strict=True))
         assert got.tolist() == want.tolist()
         saved.save(caches[1], tmp_path / "session", gone)
         again = saved.load(model, tmp_path / "session")  # the weights are the same, wherever they are
@@ -233,10 +233,10 @@ def test_a_session_of_layers_that_are_no_modules_of_their_own(family: str, tmp_p
         pytest.skip(f"this transformers has no {configs.FAMILIES[family].model}")
     model, ids = kvengine.patch(configs.build(family)), configs.padded_batch()["input_ids"]
     cache = kvengine.EngineCache(model)
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    out = model.generate(ids, cache=cache, max_new_tokens=4, do_sample=False)
     saved.save(cache, tmp_path / "session", model)
     said = [
-        model.generate(out, past_key_values=one, max_new_tokens=4, do_sample=False).tolist()
+        model.generate(out, cache=one, max_new_tokens=4, do_sample=False).tolist()
         for one in (saved.load(model, tmp_path / "session"), cache)
     ]
     assert said[0] == said[1]

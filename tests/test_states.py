@@ -28,7 +28,7 @@ def built(name: str) -> Any:
 def read(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
     """The logits [row, token, word] of further tokens."""
     with torch.no_grad():
-        return torch.as_tensor(model(ids, past_key_values=cache).logits)
+        return torch.as_tensor(model(ids, cache=cache).logits)
 
 
 def text(rows: int = 1, tokens: int = 20, seed: int = 1) -> torch.Tensor:
@@ -111,10 +111,10 @@ def test_look_up_and_a_later_turn() -> None:
     model = built("lfm2")
     cache = kvengine.EngineCache(model)
     first = model.generate(
-        text().repeat(1, 2), max_new_tokens=8, do_sample=False, past_key_values=cache, prompt_lookup_num_tokens=4
+        text().repeat(1, 2), max_new_tokens=8, do_sample=False, cache=cache, prompt_lookup_num_tokens=4
     )
     turn = torch.cat([first, text(seed=5)], 1)
-    found = model.generate(turn, max_new_tokens=8, do_sample=False, past_key_values=cache)
+    found = model.generate(turn, max_new_tokens=8, do_sample=False, cache=cache)
     assert torch.equal(found, kvengine.unpatch(model).generate(turn, max_new_tokens=8, do_sample=False))
 
 
@@ -138,7 +138,7 @@ def test_inference_mode_may_end(model: Any, where: str) -> None:
     cache = kvengine.EngineCache(model)
     ids, new = text(rows=2), text(rows=2, tokens=1)
     with torch.inference_mode(where == "pass"):
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     with torch.inference_mode():
         cache.reorder_cache(torch.tensor([1, 0]))
     torch.testing.assert_close(

@@ -61,11 +61,11 @@ def test_bytes_equal_the_allocations(text: str, asked: Callable[[], dict[str, Te
     """After decoding, and after a prompt that follows: nothing is kept of what was there before."""
     model, inputs = patched(text), asked()
     cache = kvengine.EngineCache(model)
-    out = greedy(model, inputs, past_key_values=cache)
+    out = greedy(model, inputs, cache=cache)
     check_bytes(cache)
     ids = torch.cat([inputs["input_ids"], out, inputs["input_ids"][:, -40:]], 1)
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, inputs["input_ids"].shape[1] :])], 1)
-    greedy(model, {"input_ids": ids, "attention_mask": mask}, 1, past_key_values=cache)
+    greedy(model, {"input_ids": ids, "attention_mask": mask}, 1, cache=cache)
     check_bytes(cache)
 
 
@@ -73,7 +73,7 @@ def test_bytes_equal_the_allocations(text: str, asked: Callable[[], dict[str, Te
 def test_tokens_held_are_those_that_are_there(text: str) -> None:
     model = patched(text)
     cache = kvengine.EngineCache(model)
-    greedy(model, prompts(), past_key_values=cache)
+    greedy(model, prompts(), cache=cache)
     stats = cache.stats()
     assert stats.held.tolist() == [[[len(p) for p in heads] for heads in held(layer)] for layer in cache.engines]
     assert (stats.attended <= stats.held).all() and stats.seen == 61 + 23
@@ -92,7 +92,7 @@ def test_tokens_held_are_those_that_are_there(text: str) -> None:
 def test_budgets_are_tokens(text: str, held_by_head: int, read_by_head: int) -> None:
     model = patched(text)
     cache = kvengine.EngineCache(model)
-    greedy(model, one(), past_key_values=cache)
+    greedy(model, one(), cache=cache)
     stats = cache.stats()
     assert (stats.held == held_by_head).all() and (stats.attended == read_by_head).all()
 
@@ -101,9 +101,9 @@ def test_a_selection_never_reads_more_than_its_budget() -> None:
     model = patched("quest(budget=40, page=4)")
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        token = model(**one(), past_key_values=cache).logits[:, -1:].argmax(-1)
+        token = model(**one(), cache=cache).logits[:, -1:].argmax(-1)
         for _ in range(40):
-            token = model(token, past_key_values=cache).logits.argmax(-1)
+            token = model(token, cache=cache).logits.argmax(-1)
             assert int(cache.stats().attended.max()) <= 40 < int(cache.stats().held.min())
 
 
@@ -123,10 +123,10 @@ def test_a_token_whose_page_is_sealed_after_it_has_read_its_budget_too(text: str
     model = patched(text)
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        token = model(**one(), past_key_values=cache).logits[:, -1:].argmax(-1)
+        token = model(**one(), cache=cache).logits[:, -1:].argmax(-1)
         sizes = []
         for _ in range(40):
-            token = model(token, past_key_values=cache).logits.argmax(-1)
+            token = model(token, cache=cache).logits.argmax(-1)
             stats, read = cache.stats(), maps.read(cache).sum(-1)
             last = stats.attended[-1]
             assert least <= int(last.min()) and int(last.max()) <= int(text.split("=")[1][:2])
@@ -141,9 +141,9 @@ def test_of_what_was_dropped_later_nothing_counts_as_read() -> None:
     model = patched("streaming(sinks=2, recent=38) + quest(budget=24, page=4)")
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        token = model(**prompts(), past_key_values=cache).logits[:, -1:].argmax(-1)
+        token = model(**prompts(), cache=cache).logits[:, -1:].argmax(-1)
         for _ in range(80):
-            token = model(token, past_key_values=cache).logits.argmax(-1)
+            token = model(token, cache=cache).logits.argmax(-1)
             stats = cache.stats()
             assert torch.equal(maps.read(cache).sum(-1), stats.attended) and int(stats.attended.max()) <= 24
             assert int(stats.attended.min()) >= 12 and (maps.held(cache) | ~maps.read(cache)).all()
@@ -153,11 +153,11 @@ def test_a_second_prompt_forgets_what_was_read_before() -> None:
     model = patched("quest(budget=24, page=4)")
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        model(**one(), past_key_values=cache)
-        model(one(1)["input_ids"], past_key_values=cache)
+        model(**one(), cache=cache)
+        model(one(1)["input_ids"], cache=cache)
         assert int(cache.stats().attended.max()) <= 24
         cache.follow_up(False)
-        model(one(30)["input_ids"], past_key_values=cache)
+        model(one(30)["input_ids"], cache=cache)
     assert torch.equal(cache.stats().attended, cache.stats().held)
 
 
@@ -168,7 +168,7 @@ def test_heads_that_stream_free_their_bytes() -> None:
         model = patched(text)
         cache = kvengine.EngineCache(model)
         with torch.no_grad():
-            model(**one(400), past_key_values=cache)
+            model(**one(400), cache=cache)
         sizes.append(cache.stats().bytes_held)
     assert 0.45 < sizes[1] / sizes[0] < 0.6
 
@@ -178,7 +178,7 @@ def test_four_bits_take_the_bytes_of_four_bits() -> None:
     model = patched("kivi(bits=4, group=16, residual=0)", head_dim=32)
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        model(**one(512), past_key_values=cache)
+        model(**one(512), cache=cache)
     fields = cache.stats().bytes["device"]
     values = 2 * 2 * 512 * 32  # layers, heads, tokens, channels
     assert sum(size for name, size in fields.items() if name.startswith("page.")) == 2 * values * (4 + 2 * 16 / 16) / 8
@@ -188,10 +188,10 @@ def test_tokens_dropped_one_by_one_free_pages() -> None:
     model = patched("h2o(budget=24) + host")
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        token = model(**one(200), past_key_values=cache).logits[:, -1:].argmax(-1)
+        token = model(**one(200), cache=cache).logits[:, -1:].argmax(-1)
         most = 0
         for _ in range(200):
-            token = model(token, past_key_values=cache).logits.argmax(-1)
+            token = model(token, cache=cache).logits.argmax(-1)
             stats = cache.stats()
             most = max(most, stats.pages_used + stats.pages_free)
     assert most <= 2 * 2 * 10 and stats.tier("host") > 0  # layers, heads; 24 tokens in pages of 16, half of them holes
@@ -226,7 +226,7 @@ def test_bytes_read_are_those_of_the_tokens_read(text: str, page: int) -> None:
     """The open tail, with positions if it has any, the pages or parts that are chosen, and of all pages their bounds."""
     model = patched(text)
     cache = kvengine.EngineCache(model)
-    greedy(model, one(), past_key_values=cache)
+    greedy(model, one(), cache=cache)
     stats, want = cache.stats(), 0
     for layer, read in zip(cache.engines, stats.attended.sum((1, 2)).tolist(), strict=True):
         (part,) = layer.parts
@@ -240,7 +240,7 @@ def test_bytes_read_are_those_of_the_tokens_read(text: str, page: int) -> None:
 def test_what_moves_to_the_host_is_counted_there() -> None:
     model = patched("quest(budget=24) + host(fields=('v',))")
     cache = kvengine.EngineCache(model)
-    greedy(model, one(), past_key_values=cache)
+    greedy(model, one(), cache=cache)
     stats = cache.stats()
     assert set(stats.bytes["host"]) == {"page.v"} and "page.k" in stats.bytes["device"]
     assert stats.tier("host") == stats.bytes["device"]["page.k"] and "host" in str(stats)
@@ -255,7 +255,7 @@ def computed(text: str, ids: Tensor, mask: Tensor | None = None, **options: int)
     model = patched(text)
     cache = kvengine.EngineCache(model)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
-    greedy(model, batch, 1, past_key_values=cache, **options)
+    greedy(model, batch, 1, cache=cache, **options)
     return cache.stats().computed
 
 

@@ -30,7 +30,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, An
     kvengine.patch(model, "full")
     cache = kvengine.EngineCache(model, STACK)
     with torch.inference_mode():
-        model(**prompts(1), past_key_values=cache, use_cache=True)
+        model(**prompts(1), cache=cache, use_cache=True)
     saved.save(cache, path, model)
     held = read_file(path)
     return model, held.header, [held.section(i) for i in range(len(held.entries))]
@@ -108,7 +108,7 @@ def test_whatever_is_changed_is_refused_or_does_no_harm(
         try:
             cache = saved.load(model, path)
             with torch.inference_mode():
-                model(input_ids=torch.tensor([[3]]), past_key_values=cache, use_cache=True)
+                model(input_ids=torch.tensor([[3]]), cache=cache, use_cache=True)
         except KVEngineError:
             refused += 1
     assert refused > 200

@@ -32,7 +32,7 @@ for text in texts:
     for model in (whole, shared):
         with kvengine.patched(model, text):
             cache.append(kvengine.EngineCache(model))
-            out = model.generate(ids, past_key_values=cache[-1], **options)
+            out = model.generate(ids, cache=cache[-1], **options)
             said = (out, said[0]) if model is shared else (out,)
     whole_bytes, own_bytes = (one.stats().bytes_held for one in cache)
     with open(f"{folder}/said{torch.distributed.get_rank()}", "a") as file:

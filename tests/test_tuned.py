@@ -12,6 +12,7 @@ from transformers import DynamicCache
 import kvengine
 from kvengine import EngineCache
 from kvengine.errors import ModelError
+from kvengine.hf_names import CACHE
 
 PREFIX = 5
 
@@ -31,7 +32,7 @@ def tuned(model: Any) -> Any:
     def inputs(ids: Tensor, **kwargs: Any) -> Any:
         found = prepare(ids, **kwargs)
         rows = len(found["input_ids"])
-        cache = found["past_key_values"]
+        cache = found[CACHE]
         if not isinstance(cache, DynamicCache):
             assert cache.max_cache_len == -1
         if cache.get_seq_length() >= found["input_ids"].shape[1]:
@@ -40,7 +41,7 @@ def tuned(model: Any) -> Any:
             found["attention_mask"] = torch.cat([torch.ones(rows, PREFIX), mask], 1)
         found["position_ids"] = None
         if not cache.get_seq_length():
-            found["past_key_values"] = prefix(model.config, rows)
+            found[CACHE] = prefix(model.config, rows)
         return found
 
     model.prepare_inputs_for_generation = inputs
@@ -55,16 +56,16 @@ def text(model: Any, batch: dict[str, Tensor], **options: Any) -> Any:
 def test_a_prefix_is_read_as_before_where_nothing_is_lost(name: str) -> None:
     want = text(tuned(llama()), one()).sequences
     found = text(tuned(kvengine.patch(llama(), WIDE[name])), one())
-    assert type(found.past_key_values) is EngineCache and found.past_key_values.seen == PREFIX + 61 + 11
+    assert type(found[CACHE]) is EngineCache and found[CACHE].seen == PREFIX + 61 + 11
     assert torch.equal(found.sequences, want) and not torch.equal(want[:, 61:], greedy(llama(), one(), 12))
 
 
 @pytest.mark.parametrize("policy", [SMALL["snapkv"], SMALL["h2o"], SMALL["tidal"], *MIXED])
 def test_a_prefix_is_judged_with_its_prompt(policy: str) -> None:
     found = text(tuned(kvengine.patch(llama(), policy)), prompts())
-    assert type(found.past_key_values) is EngineCache and found.past_key_values.seen == PREFIX + 61 + 11
+    assert type(found[CACHE]) is EngineCache and found[CACHE].seen == PREFIX + 61 + 11
     if policy == SMALL["snapkv"]:
-        assert int(found.past_key_values.stats().held.max()) == 24 + 11
+        assert int(found[CACHE].stats().held.max()) == 24 + 11
 
 
 @pytest.mark.parametrize("policy", ["full", SMALL["snapkv"], SMALL["quest"], SMALL["streaming"]])
@@ -77,7 +78,7 @@ def test_a_loop_of_ones_own_begins_with_a_prefix(policy: str, length: int) -> No
     cache.adopt(prefix(model.config, 1))
     for _ in range(12):
         with torch.no_grad():
-            ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+            ids = model(ids, cache=cache).logits[:, -1:].argmax(-1)
         found.append(ids)
     assert torch.equal(torch.cat(found, 1), want)
 
@@ -111,7 +112,7 @@ def test_peft(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     for policy, same in (("quest(budget=500)", True), ("streaming(sinks=2, recent=6)", False)):
         kvengine.patch(model.get_base_model(), policy)
         found = text(model, prompts())
-        assert type(found.past_key_values) is EngineCache and torch.equal(found.sequences, want) == same
+        assert type(found[CACHE]) is EngineCache and torch.equal(found.sequences, want) == same
         caplog.clear()
         with caplog.at_level(logging.WARNING), torch.no_grad():
             model(**prompts())

@@ -21,6 +21,7 @@ from kvengine.evals.duo.data import Passkeys, Sample
 from kvengine.evals.statistics import interval, paired
 from kvengine.hf import patched
 from kvengine.hf_cache import EngineCache
+from kvengine.hf_names import passed
 from kvengine.policies.routing.duo import write_pattern
 
 Alpha = Sequence[Sequence[float]]
@@ -96,7 +97,7 @@ def ranked(alpha: Alpha) -> list[list[float]]:
 def ask(model: Any, sample: Sample) -> Iterator[bool]:
     """Each question about a context, on a copy of its cache."""
     device, cache = next(model.parameters()).device, EngineCache(model)
-    model(input_ids=sample.context[None].to(device), past_key_values=cache, logits_to_keep=1)
+    model(input_ids=sample.context[None].to(device), **passed(model, cache), logits_to_keep=1)
     cache.follow_up()
     for question, answer in sample.turns:
         copied = copy.deepcopy(cache)
@@ -106,7 +107,7 @@ def ask(model: Any, sample: Sample) -> Iterator[bool]:
 def greedy(model: Any, cache: EngineCache, question: Int[Tensor, "token"], count: int) -> list[int]:
     ids, found = question[None], []
     for _ in range(count):
-        ids = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        ids = model(input_ids=ids, **passed(model, cache), logits_to_keep=1).logits[:, -1:].argmax(-1)
         found.append(int(ids))
     return found
 

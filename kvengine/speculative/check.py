@@ -15,6 +15,7 @@ from kvengine.hf import check_model
 from kvengine.hf_back import goes_back
 from kvengine.hf_cache import EngineCache, engine_layers
 from kvengine.hf_generate import check_mode
+from kvengine.hf_names import NAMES, cache_among
 from kvengine.policies.routing.uniform import Uniform
 from kvengine.readers import sources
 from kvengine.speculative.law import REMEMBERING
@@ -22,7 +23,7 @@ from kvengine.speculative.places import why_not
 from kvengine.stack import Stack
 
 DRAFTS = ("lookup", "recycling")
-LOOKED_AT = ("attention_mask", "position_ids", "past_key_values", "use_cache", "assistant_model", "tokenizer")
+LOOKED_AT = ("attention_mask", "position_ids", *NAMES, "use_cache", "assistant_model", "tokenizer")
 HARMLESS = ("logits_to_keep", "output_hidden_states")  # no argument of these changes what `generate` returns here
 MOST = 17  # tokens that "auto" drafts at the most, and one
 
@@ -54,9 +55,9 @@ def check_arguments(config: Any, kwargs: Mapping[str, Any]) -> None:
         raise ModelError(f"{what} reads a prompt in one pass; leave prefill_chunk_size out")
     if given.pop("synced_gpus", False):
         raise ModelError(f"{what} takes as many passes as its drafts need, and synced_gpus must not differ among ranks")
-    cache = given.get("past_key_values")
+    cache = cache_among(given)
     if cache is not None and not (isinstance(cache, EngineCache) and cache.nameless):
-        raise ModelError(f"{what} makes caches of its own from the whole prompt; leave past_key_values out")
+        raise ModelError(f"{what} makes caches of its own from the whole prompt; leave out the one that is given")
     if more := sorted(given.keys() - {*LOOKED_AT, *HARMLESS}):
         raise ModelError(f"{what} reads tokens and nothing else, and {more[0]!r} would be passed over; leave it out")
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from kvengine.errors import CacheError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import first_device
+from kvengine.hf_names import CACHE
 from kvengine.speculative.accept import ROOT, Draft
 from kvengine.speculative.law import Text
 
@@ -188,7 +189,7 @@ class Session:
 
     def forward(self, tokens: Sequence[int], **options: Any) -> Logits:
         ids = torch.tensor([list(tokens)], device=self.device)
-        logits: Tensor = self.model(ids, past_key_values=self.cache, use_cache=True, **options).logits[0]
+        logits: Tensor = self.model(ids, **{CACHE: self.cache}, use_cache=True, **options).logits[0]
         return logits
 
     def _record(self) -> None:

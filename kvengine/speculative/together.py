@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 from kvengine.cache import Stock
 from kvengine.hf_cache import EngineCache, engine_layers
 from kvengine.hf_layer import EngineLayer
+from kvengine.hf_names import CACHE
 from kvengine.readers import sources
 from kvengine.session import Call
 from kvengine.session import Session as Shared
@@ -106,7 +107,7 @@ def packed(passes: Sequence[Pass]) -> list[Logits]:
             stack.enter_context(one.session.reading(one.sees))
         cache = PackedCache([one.session.cache for one in passes], counts)
         keep = {} if wanted == counts else {"logits_to_keep": torch.cat(last).to(device)}
-        logits: Tensor = model(ids, position_ids=places, past_key_values=cache, use_cache=True, **keep).logits[0]
+        logits: Tensor = model(ids, position_ids=places, **{CACHE: cache}, use_cache=True, **keep).logits[0]
     return list(logits.split(wanted))
 
 

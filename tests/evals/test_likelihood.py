@@ -20,13 +20,13 @@ def by_hand(model: Any, context: list[int], said: list[int]) -> tuple[float, boo
     """The context but for its last token is a prompt; everything after it comes alone."""
     cache = kvengine.EngineCache(model)
     first = max(1, len(context) - 1)
-    logits = model(torch.tensor([context[:first]]), past_key_values=cache).logits[0, -1]
+    logits = model(torch.tensor([context[:first]]), cache=cache).logits[0, -1]
     for token in context[first:]:
-        logits = model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
+        logits = model(torch.tensor([[token]]), cache=cache).logits[0, -1]
     total, right = 0.0, True
     for token in said:
         total, right = total + float(logits.log_softmax(-1)[token]), right and int(logits.argmax()) == token
-        logits = model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
+        logits = model(torch.tensor([[token]]), cache=cache).logits[0, -1]
     return total, right
 
 
@@ -53,8 +53,8 @@ def test_without_a_policy_it_is_what_one_pass_says_and_with_one_it_is_not() -> N
 def test_what_greedy_decoding_says_is_known() -> None:
     model = patched("quest(budget=24, page=4)")
     cache = kvengine.EngineCache(model)
-    model.generate(torch.tensor([CONTEXT[:-1]]), max_new_tokens=1, past_key_values=cache)
-    text = model.generate(torch.tensor([CONTEXT]), max_new_tokens=6, do_sample=False, past_key_values=cache)
+    model.generate(torch.tensor([CONTEXT[:-1]]), max_new_tokens=1, cache=cache)
+    text = model.generate(torch.tensor([CONTEXT]), max_new_tokens=6, do_sample=False, cache=cache)
     said = text[0, len(CONTEXT) :].tolist()
     other = [*said[:-1], (said[-1] + 1) % 128]
     assert [right for _, right in loglikelihoods(model, [(CONTEXT, said), (CONTEXT, other)])] == [True, False]

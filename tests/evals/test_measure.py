@@ -53,8 +53,8 @@ def test_maps_count_what_stats_count(policy: str) -> None:
     ids = torch.randint(5, 600, (2, 90), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode(), kvengine.patched(model, policy):
         cache = kvengine.EngineCache(model)
-        model(ids, past_key_values=cache)
-        model(ids[:, :1], past_key_values=cache)
+        model(ids, cache=cache)
+        model(ids[:, :1], cache=cache)
         held, read, stats = maps.held(cache), maps.read(cache), cache.stats()
     assert torch.equal(held.sum(-1), stats.held) and torch.equal(read.sum(-1), stats.attended)
     assert held.shape[-1] == 91 and bool((held | ~read).all()) and bool(read[..., -1].all())

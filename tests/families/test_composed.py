@@ -15,6 +15,7 @@ import kvengine
 from kvengine import EngineCache
 from kvengine.errors import UnsupportedPolicy
 from kvengine.hf import STATE
+from kvengine.hf_names import CACHE
 
 IMAGE = VOCABULARY - 1
 SEEING = {"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
@@ -106,7 +107,7 @@ def test_a_composed_model_says_what_it_did(name: str) -> None:
     want = run().sequences
     for text, same in (("full", True), ("quest(budget=500)", True), ("streaming(sinks=1, recent=1)", False)):
         found = kvengine.patch(model, text) and run()
-        assert type(found.past_key_values) is EngineCache, "the policy was not asked"
+        assert type(found[CACHE]) is EngineCache, "the policy was not asked"
         assert torch.equal(found.sequences, want) == same
     kvengine.unpatch(model)
     assert torch.equal(run().sequences, want)
@@ -121,7 +122,7 @@ def test_a_pass_of_a_composed_model_makes_the_engines_cache(name: str) -> None:
     with torch.no_grad():
         for each in (model.float().eval(), kvengine.patch(model, "streaming(sinks=1, recent=1)")):
             out = each(**inputs, use_cache=True)
-            found.append((out.logits, out.get("past_key_values") or out.language_model_outputs.past_key_values))
+            found.append((out.logits, out.get(CACHE) or out.language_model_outputs[CACHE]))
     torch.testing.assert_close(found[0][0], found[1][0])
     assert type(found[1][1]) is EngineCache and (found[1][1].stats().held == 2).all()
 

@@ -6,6 +6,7 @@ from families import configs
 
 import kvengine
 from kvengine.errors import UnsupportedPolicy
+from kvengine.hf_names import CACHE
 
 TOKENS = 64
 
@@ -34,7 +35,7 @@ def test_full_gives_the_stock_tokens_on_a_padded_batch(name: str) -> None:
     want = greedy(configs.build(name))
     model = kvengine.patch(configs.build(name))
     cache = kvengine.EngineCache(model)
-    assert torch.equal(greedy(model, past_key_values=cache), want)
+    assert torch.equal(greedy(model, cache=cache), want)
     assert bool(cache.engines) == has_plain_layers(name)
     assert torch.equal(greedy(kvengine.unpatch(model)), want)
 
@@ -44,7 +45,7 @@ def test_a_policy_runs_or_is_refused_with_a_reason(name: str) -> None:
     if has_plain_layers(name):
         kvengine.patch(model, "snapkv(budget=12, window=4)")
         cache = kvengine.EngineCache(model)
-        assert greedy(model, past_key_values=cache, count=8).shape == (3, 28)
+        assert greedy(model, cache=cache, count=8).shape == (3, 28)
         assert int(cache.stats().held.max()) == 12 + 8 - 1
     else:
         with pytest.raises(UnsupportedPolicy, match="full"):
@@ -56,7 +57,7 @@ def test_a_loop_of_ones_own_is_under_the_engine(name: str) -> None:
     for model in (configs.build(name), kvengine.patch(configs.build(name))):
         with torch.no_grad():
             out = model(ids)
-            step = model(ids[:, :1], past_key_values=out.past_key_values)
+            step = model(ids[:, :1], **{CACHE: out[CACHE]})
         logits.append((out.logits, step.logits))
-    assert type(step.past_key_values) is kvengine.EngineCache
+    assert type(step[CACHE]) is kvengine.EngineCache
     torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)

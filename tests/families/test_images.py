@@ -35,7 +35,7 @@ def test_a_text_model_that_is_handed_its_mask_takes_it(text: str) -> None:
         for mine, stock in zip(run(), want, strict=True):
             torch.testing.assert_close(mine, stock)
         plain = model(**batch, token_type_ids=types).logits[:, -1]
-        cached = model(**batch, token_type_ids=types, past_key_values=kvengine.EngineCache(model)).logits[:, -1]
+        cached = model(**batch, token_type_ids=types, cache=kvengine.EngineCache(model)).logits[:, -1]
         torch.testing.assert_close(cached, plain)
 
 
@@ -55,8 +55,8 @@ def test_a_prompt_with_images_is_not_read_as_if_it_were_text(text: str) -> None:
         assert not torch.allclose(model(ids, token_type_ids=types * 0).logits, want)
         for policy in ("full", "snapkv(budget=12, window=4)", "kvzip(budget=12, chunk=8, carry=2)"):
             cache = kvengine.EngineCache(kvengine.patch(model, policy))
-            torch.testing.assert_close(model(ids, token_type_ids=types, past_key_values=cache).logits, want)
+            torch.testing.assert_close(model(ids, token_type_ids=types, cache=cache).logits, want)
         kvengine.patch(model, text)
         with pytest.raises(UnsupportedPolicy, match="tokens see later ones"):
-            model(ids, token_type_ids=types, past_key_values=kvengine.EngineCache(model))
-        model(ids, token_type_ids=types * 0, past_key_values=kvengine.EngineCache(model))
+            model(ids, token_type_ids=types, cache=kvengine.EngineCache(model))
+        model(ids, token_type_ids=types * 0, cache=kvengine.EngineCache(model))

@@ -16,6 +16,7 @@ import kvengine
 from kvengine import latent, saved, tail
 from kvengine.cache import LayerCache
 from kvengine.errors import KernelError, UnsupportedPolicy
+from kvengine.hf_names import CACHE
 from kvengine.kernels import dispatch
 from kvengine.kernels.attention import attention
 from kvengine.lane import Lane
@@ -65,10 +66,10 @@ def test_a_decoded_token_makes_keys_of_itself_only(name: str, text: str, monkeyp
         kind, "expand_kv", lambda self, c, r, own=kind.expand_kv: made.append(c.shape[2]) or own(self, c, r)
     )
     kvengine.patch(model, text)
-    out = model(torch.randint(2, 99, (1, 600)), past_key_values=kvengine.EngineCache(model))
+    out = model(torch.randint(2, 99, (1, 600)), **{CACHE: kvengine.EngineCache(model)})
     assert made == [600] * len(attentions(model))  # once, by the model itself
     made.clear()
-    model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values)
+    model(out.logits[:, -1:].argmax(-1), **{CACHE: out[CACHE]})
     assert set(made) == {1}
 
 
@@ -100,12 +101,12 @@ def test_what_is_held(tmp_path: Path) -> None:
     model = configs.build("deepseek_v3")
     ids = torch.randint(2, 99, (1, 40))
     stock = DynamicCache(config=model.config)
-    model(ids, past_key_values=stock)
+    model(ids, **{CACHE: stock})
     size = sum(x.nbytes for layer in stock.layers for x in (layer.keys, layer.values))
     for text, tokens in (("full", 40), ("snapkv(budget=10, window=4)", 10), ("quest(budget=500, page=8)", 40)):
         kvengine.patch(model, text)
         cache = kvengine.EngineCache(model)
-        out = model(ids, past_key_values=cache)
+        out = model(ids, **{CACHE: cache})
         token = out.logits[:, -1:].argmax(-1)
         stats, spare = (
             cache.stats(),
@@ -115,7 +116,7 @@ def test_what_is_held(tmp_path: Path) -> None:
         assert sum(n for name, n in stats.bytes["device"].items() if name in names) - spare == size * tokens // 40
         saved.save(cache, tmp_path / "s.kv", model)
         back = saved.load(model, tmp_path / "s.kv")
-        assert torch.equal(model(token, past_key_values=back).logits, model(token, past_key_values=cache).logits)
+        assert torch.equal(model(token, cache=back).logits, model(token, cache=cache).logits)
 
 
 @pytest.mark.parametrize("text", every(2, (text for kind, text in SMALL.items() if kind not in ("disk", "remote"))))
@@ -132,20 +133,20 @@ def test_values_held_once_are_those_held_twice(text: str, monkeypatch: pytest.Mo
         if not once:
             monkeypatch.setattr(LayerCache, "inner", property(lambda self: None, lambda self, width: None))
         cache = kvengine.EngineCache(model)
-        logits = [model(**batch, past_key_values=cache).logits[:, -1:]]
+        logits = [model(**batch, **{CACHE: cache}).logits[:, -1:]]
         nested = once and cache.stack != Stack()  # `full` keeps no values at all
         assert all(("v" not in lane.tail.tensors()) == nested for lane in lanes(cache))
         for _ in range(10):
-            logits.append(model(logits[-1].argmax(-1), past_key_values=cache).logits)
+            logits.append(model(logits[-1].argmax(-1), **{CACHE: cache}).logits)
         cache.activate_past_recording()
         for _ in range(3):
-            logits.append(model(logits[-1].argmax(-1), past_key_values=cache).logits)
+            logits.append(model(logits[-1].argmax(-1), **{CACHE: cache}).logits)
         cache.rollback(3)
         cache.commit()
         cache.batch_select_indices(torch.tensor([2, 0]))
         cache.follow_up()
-        logits.append(model(ids, past_key_values=cache).logits)
-        logits.append(model(ids[:, :1], past_key_values=cache).logits)
+        logits.append(model(ids, **{CACHE: cache}).logits)
+        logits.append(model(ids[:, :1], **{CACHE: cache}).logits)
         found.append(logits)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -163,8 +164,8 @@ def test_a_later_mask_that_hides_tokens(text: str) -> None:
     found = []
     for make in (lambda: DynamicCache(config=model.config), lambda: kvengine.EngineCache(kvengine.patch(model, text))):
         cache = make()
-        model(**batch, past_key_values=cache)
-        found.append(model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, do_sample=False))
+        model(**batch, **{CACHE: cache})
+        found.append(model.generate(ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=8, do_sample=False))
     assert torch.equal(*found)
 
 

@@ -14,6 +14,7 @@ from kvengine.errors import ModelError
 from kvengine.hf import STATE
 from kvengine.hf_attention import Seam, engine_attention
 from kvengine.hf_mask import LazyMask
+from kvengine.hf_names import CACHE
 
 DSA = {**LATENTS, "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 JET = {"kv_channels": 16, "num_local_experts": 2, "num_experts_per_tok": 2}
@@ -95,7 +96,7 @@ def test_what_an_encoders_class_makes_of_a_decoder_works(model_class: str) -> No
     config = found.config_class(**{k: v for k, v in BASE.items() if k not in NOT_GROUPED}, is_decoder=True)
     model, batch = found(config).eval(), padded_batch()
     with torch.no_grad():
-        cache = kvengine.patch(model, "snapkv(budget=12, window=4)")(**batch).past_key_values
+        cache = kvengine.patch(model, "snapkv(budget=12, window=4)")(**batch)[CACHE]
     assert type(cache) is kvengine.EngineCache and int(cache.stats().held.max()) == 12
 
 
@@ -139,7 +140,7 @@ def test_keys_that_no_layer_has_taken_are_refused() -> None:
     model = kvengine.patch(build("llama"))
     cache, module = kvengine.EngineCache(model), model.model.layers[0].self_attn
     with torch.no_grad():
-        model(padded_batch()["input_ids"], past_key_values=cache)
+        model(padded_batch()["input_ids"], cache=cache)
     q, k = torch.randn(3, 4, 1, 16), torch.randn(3, 2, 1, 16)
     mask = LazyMask({"batch_size": 3, "q_length": 1, "q_offset": 20, "kv_length": 21})
     with pytest.raises(ModelError, match="has not given to its layer of the cache"):
@@ -159,9 +160,7 @@ def test_layers_without_a_configuration_are_left_alone() -> None:
     model = found(found.config_class(**options)).float().eval()
     want = model.generate(**padded_batch(), max_new_tokens=12, do_sample=False)
     cache = kvengine.EngineCache(kvengine.patch(model))
-    assert torch.equal(
-        model.generate(**padded_batch(), max_new_tokens=12, do_sample=False, past_key_values=cache), want
-    )
+    assert torch.equal(model.generate(**padded_batch(), max_new_tokens=12, do_sample=False, cache=cache), want)
     assert len(cache.engines) == 2
 
 

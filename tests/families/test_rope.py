@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 import kvengine
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.evals import bundled_model
+from kvengine.hf_names import CACHE
 from kvengine.hf_rope import rope_of
 from kvengine.rope import Rope
 
@@ -50,7 +51,7 @@ def cached_and_raw(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[to
     cache = DynamicCache(config=text)
     ids = torch.randint(2, VOCABULARY, (2, 23), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache)
+        model(input_ids=ids, **{CACHE: cache})
     if type(model).__name__ == "Gemma2ForCausalLM":
         assert len(raw) == len(cache.layers)
     plain = [i for i, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
@@ -166,8 +167,8 @@ def test_methods_that_need_it_run_on_these_families(name: str, policy: str) -> N
     model = build(name)
     assert torch.equal(kvengine.patch(model, wide).generate(**batch, **options).sequences, stock.sequences)
     found = kvengine.patch(model, small).generate(**batch, **options)
-    served = len(found.past_key_values.engines)
-    held = found.past_key_values.stats().held.float()
+    served = len(found[CACHE].engines)
+    held = found[CACHE].stats().held.float()
     assert held.shape[0] == served and (policy == "expected_attention" or abs(held.mean(0)[0].mean() - 12) < 1e-3)
 
 

@@ -9,6 +9,7 @@ from families.configs import BASE, build, padded_batch
 
 import kvengine
 from kvengine.errors import ModelError
+from kvengine.hf_names import CACHE
 
 POLICY = "snapkv(budget=12, window=4)"
 SAYS = r"Llama.*says use_cache=False.*'snapkv\(budget=12, window=4\)' would do nothing.*Pass use_cache=True"
@@ -47,7 +48,7 @@ def test_a_model_that_is_made_without_caches_says_so() -> None:
     with pytest.raises(ModelError, match="this EvollaForProteinText2Text says use_cache=False"):
         model.generate(**given)
     cache = kvengine.EngineCache(model)
-    model.generate(**given, use_cache=True, past_key_values=cache)
+    model.generate(**given, use_cache=True, cache=cache)
     assert int(cache.stats().held.max()) == 12 + 7
     assert torch.equal(model.generate(**given, use_cache=False), want)
     assert torch.equal(kvengine.patch(model).generate(**given), want)
@@ -59,7 +60,7 @@ def test_a_policy_that_nobody_turned_off_is_not_passed_over(own: bool) -> None:
     model = kvengine.patch(uncached(), POLICY)
     with pytest.raises(ModelError, match=SAYS):
         greedy(model, **({"generation_config": model.generation_config} if own else {}))
-    assert type(greedy(model, use_cache=True).past_key_values) is kvengine.EngineCache
+    assert type(greedy(model, use_cache=True)[CACHE]) is kvengine.EngineCache
 
 
 def test_who_asks_for_no_cache_gets_none() -> None:
@@ -73,10 +74,10 @@ def test_who_asks_for_no_cache_gets_none() -> None:
         (build("llama"), {"use_cache": False}),
     ):
         found = greedy(kvengine.patch(model, POLICY), **options)
-        assert found.past_key_values is None and torch.equal(found.sequences, want)
+        assert found.get(CACHE) is None and torch.equal(found.sequences, want)
 
 
 def test_an_engine_cache_that_would_hold_its_text_many_times_is_refused() -> None:
     model = kvengine.patch(build("llama"))
     with pytest.raises(ModelError, match="whole text again at every token.*Pass use_cache=True"):
-        greedy(model, past_key_values=kvengine.EngineCache(model), use_cache=False)
+        greedy(model, cache=kvengine.EngineCache(model), use_cache=False)

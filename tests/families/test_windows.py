@@ -13,6 +13,7 @@ from transformers.masking_utils import and_masks, causal_mask_function, or_masks
 import kvengine
 from kvengine.errors import CacheError
 from kvengine.hf_attention import Stock
+from kvengine.hf_names import CACHE
 from kvengine.hf_window import window_of
 
 WINDOW = 8
@@ -43,9 +44,9 @@ def logits(model: Any, batch: dict[str, Tensor], cuts: tuple[int, ...] = ()) -> 
     out = []
     for a, b in zip((0, *cuts), (*cuts, n), strict=True):
         with torch.no_grad():
-            found = model(batch["input_ids"][:, a:b], attention_mask=batch["attention_mask"][:, :b], past_key_values=cache,
+            found = model(batch["input_ids"][:, a:b], attention_mask=batch["attention_mask"][:, :b], **{CACHE: cache},
                           use_cache=True)  # fmt: skip
-        cache = found.past_key_values
+        cache = found[CACHE]
         out.append(found.logits)
     return torch.cat(out, 1)
 
@@ -92,13 +93,11 @@ def test_a_window_that_did_not_record_is_not_cut(family: str) -> None:
     cache, twin = kvengine.EngineCache(model), kvengine.EngineCache(model)
     with torch.no_grad():
         for each in (cache, twin):
-            model(ids, past_key_values=each)
+            model(ids, cache=each)
         cache.crop(0)
         with pytest.raises(CacheError, match="a layer with a window of 8.*activate_past_recording"):
             cache.crop(-2)
-        assert torch.equal(
-            model(ids[:, :1], past_key_values=cache).logits, model(ids[:, :1], past_key_values=twin).logits
-        )
+        assert torch.equal(model(ids[:, :1], cache=cache).logits, model(ids[:, :1], cache=twin).logits)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral_window"])
@@ -108,11 +107,11 @@ def test_a_window_that_recorded_is_cut(family: str, to: int) -> None:
     cache, twin = kvengine.EngineCache(model), kvengine.EngineCache(model)
     with torch.no_grad():
         for each in (cache, twin):
-            model(ids, past_key_values=each)
+            model(ids, cache=each)
             each.activate_past_recording()
-            model(ids[:, :2], past_key_values=each)
-        model(ids[:, 5:8], past_key_values=cache)
+            model(ids[:, :2], cache=each)
+        model(ids[:, 5:8], cache=cache)
         cache.crop(to)
-        again = [model(ids[:, :1], past_key_values=each).logits for each in (cache, twin)]
+        again = [model(ids[:, :1], cache=each).logits for each in (cache, twin)]
     assert cache.seen == 23
     torch.testing.assert_close(*again, atol=1e-4, rtol=1e-4)

@@ -43,7 +43,7 @@ def test_a_prefix_over_a_closed_store_says_so(tmp_path: Path) -> None:
         store = stores.Store(stores.Files(tmp_path / "kv"))
         reuse, ids = Prefix(model, store, chunk=16), one()["input_ids"]
         cache = reuse.fetch(ids)
-        greedy(model, {"input_ids": ids}, past_key_values=cache)
+        greedy(model, {"input_ids": ids}, cache=cache)
         store.close()
         with pytest.raises(StoreError, match="the store is closed"):
             reuse.fetch(ids)

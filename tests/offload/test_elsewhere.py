@@ -42,7 +42,7 @@ for path in sorted(folder.glob("*.kv")):
 with kvengine.patched(model, "full"):
     reuse = Prefix(model, stores.Store(stores.Files(folder / "store")), chunk=16)
     cache = reuse.fetch(one(100)["input_ids"])
-    found["prefix"] = [cache.seen, *greedy(model, one(100), 12, past_key_values=cache)[0].tolist()]
+    found["prefix"] = [cache.seen, *greedy(model, one(100), 12, cache=cache)[0].tolist()]
 print(json.dumps(found))
 """
 
@@ -51,7 +51,7 @@ def go_on(model: Any, cache: Any, token: int, count: int = 8) -> list[int]:
     out = [token]
     with torch.inference_mode():
         for _ in range(count):
-            logits = model(input_ids=torch.tensor([[out[-1]]]), past_key_values=cache, use_cache=True).logits
+            logits = model(input_ids=torch.tensor([[out[-1]]]), cache=cache, use_cache=True).logits
             out.append(int(logits[0, -1].argmax()))
     return out
 
@@ -62,7 +62,7 @@ def test_another_process_goes_on_with_every_policy(tmp_path: Path) -> None:
         with kvengine.patched(model, stack):
             cache = kvengine.EngineCache(model, stack)
             with torch.inference_mode():
-                out = model(**one(60), past_key_values=cache, use_cache=True)
+                out = model(**one(60), cache=cache, use_cache=True)
             begun = go_on(model, cache, int(out.logits[0, -1].argmax()), 5)
             saved.save(cache, tmp_path / f"{i}.kv", model, extra={"stack": stack, "next": begun[-1]})
             want[f"{i}.kv"] = go_on(model, cache, begun[-1])
@@ -70,7 +70,7 @@ def test_another_process_goes_on_with_every_policy(tmp_path: Path) -> None:
     with kvengine.patched(model, "full"):
         reuse = Prefix(model, stores.Store(stores.Files(tmp_path / "store")), chunk=16)
         cache = kvengine.EngineCache(model)
-        want["prefix"] = [96, *greedy(model, one(100), 12, past_key_values=cache)[0].tolist()]
+        want["prefix"] = [96, *greedy(model, one(100), 12, cache=cache)[0].tolist()]
         reuse.keep(ids, cache)
         reuse.store.close()
     tests = Path(__file__).parent
@@ -207,7 +207,7 @@ def test_tokens_that_come_several_at_a_time_are_those_of_one_text() -> None:
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    ({"past_key_values": "a cache"}, "caches of its own.*past_key_values"),
+    ({"past_key_values": "a cache"}, "caches of its own.*leave out the one"),
     ({"input_ids": torch.ones(1, 4, dtype=torch.long)}, "input_ids.*in `inputs`"),
     ({"attention_mask": torch.ones(1, 4)}, "attention_mask.*in `inputs`"),
     ({"num_beams": 2}, "beam search"),

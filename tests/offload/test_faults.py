@@ -41,9 +41,7 @@ def redis(tmp_path: Path) -> Iterator[Redis]:
 
 
 def text(model: Any, ids: torch.Tensor, cache: Any) -> list[int]:
-    return greedy(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 12, past_key_values=cache)[
-        0
-    ].tolist()
+    return greedy(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 12, cache=cache)[0].tolist()
 
 
 def kept(reuse: Prefix, model: Any, ids: torch.Tensor) -> list[int]:

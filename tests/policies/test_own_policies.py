@@ -153,7 +153,7 @@ def test_a_policy_in_a_folder_of_ones_own_goes_by_its_name(elsewhere: Path, mode
     assert str(stack) == "own_newest(recent=20) + kivi" and stack.lasting() == stack.spelled()
     with kvengine.patched(model, "own_newest(recent=20)"):
         cache = kvengine.EngineCache(model)
-        model.generate(IDS, max_new_tokens=1, do_sample=False, past_key_values=cache)
+        model.generate(IDS, max_new_tokens=1, do_sample=False, cache=cache)
         assert (cache.stats().held == 20).all()
         save(cache, elsewhere / "session.kv", model)
         assert load(model, elsewhere / "session.kv").stack == cache.stack
@@ -186,7 +186,7 @@ def test_a_session_that_could_not_be_loaded_is_not_saved(model: Any, tmp_path: P
     """An object's class may stand anywhere, and a file knows it by name alone."""
     with kvengine.patched(model, kvengine.Stack(retention=of(Retention, keep=lambda s, seen: seen.recent(20)))):
         cache = kvengine.EngineCache(model)
-        model(IDS, past_key_values=cache)
+        model(IDS, cache=cache)
         with pytest.raises(PolicyError, match=r"cannot be named in a file: .*KVENGINE_POLICIES"):
             save(cache, tmp_path / "session.kv", model)
     assert not (tmp_path / "session.kv").exists()
@@ -195,7 +195,7 @@ def test_a_session_that_could_not_be_loaded_is_not_saved(model: Any, tmp_path: P
 def test_a_cache_whose_pass_broke_off_is_not_saved(model: Any, tmp_path: Path) -> None:
     with kvengine.patched(model, "kivi"), torch.no_grad():
         cache = kvengine.EngineCache(model)
-        model(IDS, past_key_values=cache)
+        model(IDS, cache=cache)
         cache.session.torn = True
         with pytest.raises(CacheError, match="broke off"):
             save(cache, tmp_path / "session.kv", model)

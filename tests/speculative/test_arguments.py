@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "use_cache": ({"use_cache": False}, "leave use_cache=False out"),
     "prefill_chunk_size": ({"prefill_chunk_size": 16}, "leave prefill_chunk_size out"),
     "cache_implementation": ({"cache_implementation": "static"}, "brings its own cache"),
-    "past_key_values": ({"past_key_values": DynamicCache()}, "leave past_key_values out"),
+    "past_key_values": ({"past_key_values": DynamicCache()}, "leave out the one that is given"),
 }
 
 
@@ -128,8 +128,8 @@ def test_refused(target: Any, decoder: TriForce, name: str, own: bool) -> None:
 
 def test_an_empty_cache_of_the_callers_is_refused_too(target: Any, decoder: TriForce) -> None:
     """It would stay empty, and its policy would not be followed."""
-    with pytest.raises(ModelError, match="leave past_key_values out"):
-        decoder.generate(IDS, past_key_values=kvengine.EngineCache(target, "streaming"), max_new_tokens=4)
+    with pytest.raises(ModelError, match="leave out the one that is given"):
+        decoder.generate(IDS, cache=kvengine.EngineCache(target, "streaming"), max_new_tokens=4)
 
 
 def test_whatever_else_a_model_reads_with_its_tokens_is_refused() -> None:

@@ -14,6 +14,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 
 import kvengine
 from kvengine.hf_cache import EngineCache
+from kvengine.hf_names import CACHE
 from kvengine.speculative.accept import Draft
 from kvengine.speculative.session import Pass, Session
 from kvengine.speculative.together import PackedCache, packed, packs
@@ -60,7 +61,7 @@ def counted(*models: Any) -> Iterator[list[tuple[Any, int, bool]]]:
 
     def note(model: Any, args: Any, kwargs: Any) -> None:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        seen.append((model, ids.shape[1], isinstance(kwargs["past_key_values"], PackedCache)))
+        seen.append((model, ids.shape[1], isinstance(kwargs[CACHE], PackedCache)))
 
     hooks = [model.register_forward_pre_hook(note, with_kwargs=True) for model in models]
     try:

@@ -7,6 +7,8 @@ import torch
 from support import SMALL, Bare, greedy, patched, prompts
 from torch import Tensor
 
+from kvengine.hf_names import CACHE
+
 CODES = ["dense", "kivi", "quantspec", "lowrank", "turboquant", "zipcache"]
 
 
@@ -40,8 +42,8 @@ def talk(model: Any, rounding: tuple[bool, ...]) -> Tensor:
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             for i in range(4):
                 ids = prompts(1, 6 if turn else 40)["input_ids"] if not i else torch.full((1, 1), 5 + i)
-                out = model(ids, past_key_values=cache)
-                cache = out.past_key_values
+                out = model(ids, cache=cache)
+                cache = out[CACHE]
                 found.append(out.logits[:, -1].float())
     return torch.stack(found)
 

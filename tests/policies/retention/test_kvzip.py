@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import kvengine
 from kvengine.errors import CacheError, PolicyError, UnsupportedPolicy
+from kvengine.hf_names import CACHE
 from kvengine.policies.retention.kvzip import best_of_all
 from kvengine.stack import Stack
 
@@ -23,7 +24,7 @@ def oracle(
 ) -> Tensor:
     """[layer, head, token]: the most that the repeated text pays to each token, of one sequence [1, token]."""
     cache, n = DynamicCache(), ids.shape[1]
-    model(ids, past_key_values=cache)
+    model(ids, **{CACHE: cache})
     found = torch.zeros(LAYERS, HEADS, n)
     for start in range(0, n, chunk):
         end = min(n, start + chunk)
@@ -31,7 +32,7 @@ def oracle(
         fed = torch.cat(
             [torch.tensor([[*prompt]]).long(), before, torch.tensor([[*suffix]]).long(), ids[:, start:end]], 1
         )
-        out = model(fed, past_key_values=copy.deepcopy(cache), output_attentions=True)
+        out = model(fed, **{CACHE: copy.deepcopy(cache)}, output_attentions=True)
         columns = [*range(min(sinks, start)), *range(start, end), *range(n, n + fed.shape[1])]
         for layer, weights in enumerate(out.attentions):
             among = weights[0][..., columns]
@@ -52,7 +53,7 @@ def best(scores: Tensor, budget: int) -> list[list[list[int]]]:
 def read(model: Any, batch: dict[str, Tensor], **options: Any) -> kvengine.EngineCache:
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        model(**batch, past_key_values=cache, **options)
+        model(**batch, cache=cache, **options)
     return cache
 
 
@@ -99,9 +100,9 @@ def test_scores_are_stored_and_a_later_turn_repeats_what_came_since() -> None:
     scores = oracle(stock, ids, 16, 3, 2)
     answer = more[:, :5]
     for token in answer.T:
-        model(token[None], past_key_values=cache)
+        model(token[None], cache=cache)
     assert [len(head) for layer in kept(cache) for head in layer] == [len(h) + 5 for x in first for h in x]
-    model(more[:, 5:], past_key_values=cache)
+    model(more[:, 5:], cache=cache)
     lowest = []
     for layer, (x, y) in enumerate(zip(first, kept(cache), strict=True)):
         for head, (before, now) in enumerate(zip(x, y, strict=True)):
@@ -123,7 +124,7 @@ def test_a_text_within_the_budget_is_not_read_twice() -> None:
     cache = read(model, one())
     assert len(passes) == 1 and kept(cache) == [[list(range(61))] * HEADS] * LAYERS
     more = one(20, seed=3)["input_ids"]
-    model(more, past_key_values=cache)
+    model(more, cache=cache)
     assert len(passes) == 3 and sum(len(h) for x in kept(cache) for h in x) == 61 * LAYERS * HEADS
     assert torch.equal(greedy(kvengine.patch(llama(), "kvzip(budget=1.0)"), one()), greedy(llama(), one()))
 
@@ -139,7 +140,7 @@ def test_the_pass_is_as_it_was() -> None:
     """Its outputs, hidden states included, and the model, which keeps nothing of a replay."""
     stock = llama()(**prompts(), output_hidden_states=True)
     model = kvengine.patch(llama(), "kvzip(budget=12, chunk=16)")
-    out = model(**prompts(), past_key_values=kvengine.EngineCache(model), output_hidden_states=True)
+    out = model(**prompts(), cache=kvengine.EngineCache(model), output_hidden_states=True)
     assert torch.equal(out.logits, stock.logits) and len(out.hidden_states) == len(stock.hidden_states)
     assert all(torch.equal(a, b) for a, b in zip(out.hidden_states, stock.hidden_states, strict=True))
 
@@ -157,13 +158,13 @@ def test_a_replay_that_breaks_off_leaves_the_cache_torn(passes: int) -> None:
 
     hook = model.model.layers[1].self_attn.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     hook.remove()
     for tokens in (ids[:, :1], ids):
         with pytest.raises(CacheError, match="broke off"):
-            model(tokens, past_key_values=cache)
+            model(tokens, cache=cache)
     cache.reset()
-    model(ids, past_key_values=cache)
+    model(ids, cache=cache)
     assert kept(cache) == kept(read(model, one()))
 
 
@@ -176,8 +177,8 @@ def test_vectors_are_repeated_as_ids_are() -> None:
     assert kept(read(model, {"inputs_embeds": vectors})) == want
     cache = kvengine.EngineCache(model)
     cache.announce(61)
-    model(inputs_embeds=vectors[:, :20], past_key_values=cache)
-    model(ids[:, 20:], past_key_values=cache)
+    model(inputs_embeds=vectors[:, :20], cache=cache)
+    model(ids[:, 20:], cache=cache)
     assert kept(cache) == want
 
 
@@ -213,7 +214,7 @@ def test_a_cache_without_its_text_is_refused() -> None:
 def test_arguments_beside_the_text_are_refused() -> None:
     model = kvengine.patch(llama(), "kvzip(budget=12)")
     with torch.no_grad(), pytest.raises(UnsupportedPolicy, match="'strange' beside its tokens"):
-        model(**one(), past_key_values=kvengine.EngineCache(model), strange=torch.zeros(1))
+        model(**one(), cache=kvengine.EngineCache(model), strange=torch.zeros(1))
 
 
 @pytest.mark.parametrize("option", ["prompt", "suffix"])

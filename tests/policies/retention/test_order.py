@@ -75,7 +75,7 @@ def test_a_cache_holds_keys_and_values_and_nothing_else(text: str) -> None:
     model = patched(text)
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        model(**one(), past_key_values=cache)
+        model(**one(), cache=cache)
     held = cache.stats().bytes["device"]
     assert held["tail.position"] == held["tail.score"] == 0
     assert held["tail.k"] == int(cache.stats().held.sum()) * 16 * 4
@@ -85,9 +85,9 @@ def test_padding_and_pictures_ask_for_positions() -> None:
     model = patched("snapkv(budget=24, window=6)")
     padded, asked, plain = (kvengine.EngineCache(model, positions=wanted) for wanted in (False, True, False))
     with torch.no_grad():
-        model(**prompts(), past_key_values=padded)
+        model(**prompts(), cache=padded)
         for cache in (asked, plain):
-            model(**one(), past_key_values=cache)
+            model(**one(), cache=cache)
     assert maps.held(padded).sum() == 2 * 3 * 2 * 24 and maps.held(asked).sum() == 2 * 2 * 24
     with pytest.raises(CacheError, match=r"EngineCache\(model, positions=True\)"):
         maps.held(plain)

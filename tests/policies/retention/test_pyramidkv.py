@@ -85,8 +85,8 @@ def test_a_later_turn_within_the_budget_is_kept_whole() -> None:
     model = patched("pyramidkv(budget=500)")
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        model(**one(20), past_key_values=cache)
+        model(**one(20), cache=cache)
         for token in one(90, seed=2)["input_ids"].split(1, 1):
-            model(token, past_key_values=cache)
-        model(**one(20, seed=3), past_key_values=cache)
+            model(token, cache=cache)
+        model(**one(20, seed=3), cache=cache)
     assert (cache.stats().held == 130).all()

@@ -133,9 +133,7 @@ def test_pages_that_only_some_rows_have_given_back_leave_the_others_in_place(ind
             new = slice(0 if not out else end - 1, end)
             at = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, new]
             with torch.no_grad():
-                found = model(
-                    ids[rows, first:][:, new], attention_mask=mask[:, :end], position_ids=at, past_key_values=cache
-                )
+                found = model(ids[rows, first:][:, new], attention_mask=mask[:, :end], position_ids=at, cache=cache)
             out.append(found.logits[:, -1])
         return torch.stack(out, 1)
 

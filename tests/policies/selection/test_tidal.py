@@ -121,11 +121,11 @@ def test_a_wrong_layer_is_refused(value: Any) -> None:
 def sparse_text(model: Any, ids: torch.Tensor, count: int) -> tuple[kvengine.EngineCache, torch.Tensor]:
     cache, out = kvengine.EngineCache(model), [ids]
     with torch.no_grad():
-        token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        token = model(ids, cache=cache).logits[:, -1:].argmax(-1)
         cache.activate_past_recording()
         for _ in range(count):
             out.append(token)
-            token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+            token = model(token, cache=cache).logits[:, -1:].argmax(-1)
     return cache, torch.cat(out, 1)
 
 
@@ -140,7 +140,7 @@ def test_correction_gives_the_keys_and_values_of_full_attention() -> None:
     cache, ids = sparse_text(model, one(61)["input_ids"], 30)
     with kvengine.patched(model, "full"), torch.no_grad():
         full = kvengine.EngineCache(model)
-        want = model(ids, past_key_values=full).logits
+        want = model(ids, cache=full).logits
     assert (contents(cache, 3) - contents(full, 3)).abs().max() > 1e-2  # polluted before
     with torch.no_grad():
         logits = cache.correct(model, ids[:, -30:]).logits
@@ -149,7 +149,7 @@ def test_correction_gives_the_keys_and_values_of_full_attention() -> None:
         torch.testing.assert_close(contents(cache, layer), contents(full, layer), atol=1e-4, rtol=1e-3)
     assert cache.session.recording and not cache.session.dense
     with torch.no_grad():  # and it selects again afterwards
-        model(ids[:, -1:], past_key_values=cache)
+        model(ids[:, -1:], cache=cache)
     assert cache.engines[3].parts[0].lane.units is not None
 
 
@@ -157,7 +157,7 @@ def test_what_was_not_recorded_cannot_be_corrected() -> None:
     model = kvengine.patch(llama(), "tidal(budget=20, start=0)")
     cache = kvengine.EngineCache(model)
     with torch.no_grad():
-        model(one(61)["input_ids"], past_key_values=cache)
-        model(torch.tensor([[5]]), past_key_values=cache)
+        model(one(61)["input_ids"], cache=cache)
+        model(torch.tensor([[5]]), cache=cache)
         with pytest.raises(CacheError, match="cannot go back"):
             cache.correct(model, torch.tensor([[5]]))

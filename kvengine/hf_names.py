@@ -1,0 +1,59 @@
+"""What a cache is called: `cache` by transformers from 5.24 on, `past_key_values` before.
+
+There the older name still works, under a warning; models of one's own may have been written for either. On a patched model
+both names work with every version.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Container, Hashable, Mapping
+from typing import Any, cast
+
+from transformers.masking_utils import create_causal_mask
+
+from kvengine.errors import ModelError
+
+NAMES = ("cache", "past_key_values")
+OTHER = dict(zip(NAMES, reversed(NAMES), strict=True))
+
+
+def name_of_cache(known: Container[str], default: str = NAMES[1]) -> str:
+    """What it is called among these names."""
+    return next((name for name in NAMES if name in known), default)
+
+
+CACHE = name_of_cache(inspect.signature(create_causal_mask).parameters)
+"""What this version of transformers calls it."""
+
+
+def passed(model: Any, cache: Any) -> dict[str, Any]:
+    """A cache as an argument of a model's pass, patched or not."""
+    return {own_name(model): cache}
+
+
+def own_name(model: Any) -> str:
+    """What a model's pass calls it."""
+    return _own(cast(Hashable, type(model)))
+
+
+@functools.cache
+def _own(kind: Any) -> str:
+    run = getattr(kind, "forward", None)
+    return name_of_cache(() if run is None else inspect.signature(run).parameters, CACHE)
+
+
+def renamed(given: dict[str, Any], name: str) -> dict[str, Any]:
+    """The same arguments, the cache among them by this name. Raises ModelError where there are two."""
+    if (other := OTHER[name]) not in given:
+        return given
+    rest = {key: value for key, value in given.items() if key != other}
+    if given[other] is not None and rest.get(name) is not None:
+        raise ModelError("a pass takes one cache: past_key_values is the older name of cache, so give one of the two")
+    return rest if given[other] is None else rest | {name: given[other]}
+
+
+def cache_among(given: Mapping[str, Any]) -> Any:
+    """The cache among arguments, whichever of its names it has; None if there is none."""
+    return next((given[name] for name in NAMES if given.get(name) is not None), None)
