@@ -187,6 +187,31 @@ def test_launches_go_to_the_gpu_that_has_the_tensors(device: Device, monkeypatch
             assert current[0] == now
 
 
+@pytest.mark.parametrize("runs", ["triton", "reference"])
+def test_what_plans_for_each_length_is_not_asked_while_decoding(
+    runs: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's attention on Hopper is cuDNN's, and a text's length is another at every token."""
+    asked: list[str] = []
+    library_s = torch.nn.functional.scaled_dot_product_attention
+
+    def stock(q: Tensor, *more: Any, **options: Any) -> Any:
+        asked.append("library")
+        return library_s(q, *more, **options)
+
+    def own(q: Tensor, *more: Any) -> State:
+        asked.append("own")
+        return State(torch.zeros_like(q), q[..., 0])
+
+    monkeypatch.setattr("kvengine.kernels.dispatch._best", lambda inputs, native: runs)
+    monkeypatch.setattr(ops, "attention", own)
+    monkeypatch.setattr(ops.F, "scaled_dot_product_attention", stock)
+    with device:
+        q, k = torch.zeros(2, 4, 1, 16, device=CUDA), torch.zeros(2, 9, 16, device=CUDA)
+        assert ops.whole(q, k, k, None, 0.25).shape == q.shape
+    assert asked == ["own" if runs == "triton" else "library"]
+
+
 def test_a_gpu_takes_many_queries_of_a_long_prompt_at_once(device: Device) -> None:
     """A launch takes as long as thousands of queries do there; what they need is bounded whatever the batch."""
     q = torch.zeros(8, 4, 4096, 1)
