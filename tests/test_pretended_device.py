@@ -97,9 +97,11 @@ def test_kernels_are_given_what_is_on_the_device(text: str, monkeypatch: pytest.
     assert launched >= LAUNCHED[text], launched
 
 
-def layer(text: str, qkv: list[Tensor]) -> LayerCache:
+def layer(text: str, qkv: list[Tensor], here: bool = False) -> LayerCache:
+    """`here`: the model was patched on the host, and moved later."""
     cache = LayerCache(Stack.parse(text), 0, 1)
-    cache.session.rope = Rope(there(10000.0 ** -(torch.arange(DIM // 2) * 2 / DIM)))
+    frequency = 10000.0 ** -(torch.arange(DIM // 2, device="cpu") * 2 / DIM)
+    cache.session.rope = Rope(frequency if here else there(frequency))
     tell(cache, 0, PROMPT, rows=len(qkv[0]))
     cache.forward(*(x[:, :, :PROMPT] for x in qkv), Call(0.25))
     rerun([cache], [qkv], Call(0.25))
@@ -126,6 +128,15 @@ def test_a_step_moves_nothing(text: str, held: bool, device: Device) -> None:
             assert not device.moved
             now.add_(1)
             fixed.advance()
+
+
+def test_keys_of_low_rank_are_turned_without_the_host(device: Device) -> None:
+    with device, torch.inference_mode():
+        qkv = [there(x) for x in tokens()]
+        cache = layer("lowrank(rank=8)", qkv, here=True)
+        device.moved.clear()
+        cache.forward(*at(qkv, 0), Call(0.25))
+        assert not device.moved
 
 
 def test_tails_of_different_lengths_are_counted_where_they_are(device: Device) -> None:
