@@ -4,7 +4,8 @@
 
 A Llama with the shape of the 8-billion model and random weights in bfloat16. Every candidate reads the same random
 prompt, then decodes; the time per token is the median of the steps, the device waited for at each. Stock transformers
-runs with each attention there is, over its growing and its static cache; ratios are to the fastest of these. `--shape
+runs with each attention there is, over its growing and its static cache, torch's with and without cuDNN's, which plans anew
+for every length; ratios are to the fastest of these. `--shape
 tiny --device cpu` runs the same on any machine, to see that it runs. The file is written after each row; a candidate
 that fails is named in it, and the others go on.
 """
@@ -20,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +89,36 @@ def stock(model: Any, ids: Tensor, steps: int, device: str) -> Iterator[dict[str
         model.set_attn_implementation(attention)
         length, growing = ids.shape[1], DynamicCache(config=model.config)
         first = model(ids, **{CACHE: growing}, logits_to_keep=1).logits.argmax(-1)
-        ms = timed(plain(model, growing), first, length, steps, device)
-        yield row(f"stock, {attention}, growing cache", "–", ids, ms)
+        names = [attention, *(["sdpa without cuDNN"] if attention == "sdpa" and device == "cuda" else [])]
+        yield from each(names, "growing", model, growing, first, ids, steps, device)
         # The static cache gets its prompt from the other: reading it would take a mask of prompt times room.
-        static = StaticCache(model.config, length + WARM + steps)
+        static = StaticCache(model.config, length + len(names) * (WARM + steps))
         for i, layer in enumerate(growing.layers):
             static.update(layer.keys[:, :, :length], layer.values[:, :, :length], i)
             layer.keys = layer.values = None
-        ms = timed(plain(model, static), first, length, steps, device)
-        yield row(f"stock, {attention}, static cache", "–", ids, ms)
+        yield from each(names, "static", model, static, first, ids, steps, device)
     model.set_attn_implementation("sdpa")
+
+
+def each(
+    names: list[str], kind: str, model: Any, cache: Any, first: Tensor, ids: Tensor, steps: int, device: str
+) -> Iterator[dict[str, Any]]:
+    """One after the other on the same cache, the first as torch chooses, the second without cuDNN."""
+    for i, name in enumerate(names):
+        with cudnn(i == 0):
+            ms = timed(plain(model, cache), first, ids.shape[1] + i * (WARM + steps), steps, device)
+        yield row(f"stock, {name}, {kind} cache", "–", ids, ms)
+
+
+@contextmanager
+def cudnn(allowed: bool) -> Iterator[None]:
+    """Whether torch's attention may be cuDNN's, for a while."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before and allowed)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def ours(model: Any, ids: Tensor, text: str, steps: int, device: str) -> Iterator[dict[str, Any]]:

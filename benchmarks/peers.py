@@ -85,7 +85,7 @@ def capture(sets: list[dict[str, Case]]) -> None:
         except Exception as error:  # one that takes too much memory included: what the others need is there
             print(f"FAILED {name}: {type(error).__name__}: {str(error)[:500]}", flush=True)
             for found in sets:
-                del found[name]
+                found.pop(name, None)  # it may have been left out of one copy of the inputs
             torch.cuda.empty_cache()
 
 

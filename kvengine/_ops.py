@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvengine.kernels import dispatch
 from kvengine.kernels.attention import attention
 from kvengine.kernels.causal_attention import causal_attention, follows, quicker
 from kvengine.kernels.dispatch import native_refusal
@@ -16,6 +17,9 @@ from kvengine.kernels.span_attention import Band, band_spans, causal_spans, pair
 from kvengine.kernels.state import State, rescaled
 from kvengine.policies.prefill import Prefill
 from kvengine.session import Call
+
+FEW = 16
+"""Queries that a GPU answers by our own kernel, where all of what is held is read."""
 
 
 @dataclass
@@ -40,9 +44,9 @@ def whole(
     scale: float,
 ) -> Float[Tensor, "row group query dim_v"]:
     """Attention over everything there is, in the queries' dtype."""
-    if (q.shape[2] == 1 and not native_refusal((q, k), True)) or (
-        q.is_cuda and visible is not None and q.shape[2] <= 16
-    ):
+    # On Hopper and Blackwell the library's is cuDNN's, which plans anew for every length: tens of milliseconds a token.
+    few = q.is_cuda and q.shape[2] <= FEW and (visible is not None or ours(q, k, v))
+    if few or (q.shape[2] == 1 and not native_refusal((q, k), True)):
         return attention(q, k, v, visible, scale).out.to(q.dtype)
     # The group is folded into the query axis, so that keys and values are read once for all of it. Four axes, as the
     # fused kernels want: with three, the library makes wide copies of keys and values at every call.
@@ -56,6 +60,12 @@ def whole(
         1, (g, n)
     )
     return out.where(some[:, None], 0)  # a query that sees nothing
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `attention` runs its Triton kernel on these."""
+    wide = 0 if dispatch.beyond(k, v) else max(q.shape[-1], v.shape[-1])
+    return dispatch.chosen((q, k, v), None, wide=wide) == "triton"
 
 
 def causal(

@@ -114,4 +114,5 @@ def join(
     with torch.autocast(k.device.type, enabled=False):  # as with pages
         joined = representation.join(placed.unflatten(0, (-1, heads)))
     fields = {name: x.to(k.dtype) for name, x in joined.items()}
+    rope = Rope(rope.frequency.to(k.device), rope.interleaved)  # for every step that turns: no recording copies it
     return Joint(representation, rope, heads, k.dtype, fields)

@@ -211,6 +211,9 @@ def test_a_case_that_takes_too_much_memory_is_left_out_alone(
     sets = [{"full": (1, "full"), "sdpa": (1, "large"), "kivi": (2, "kivi")} for _ in range(2)]
     peers.capture(sets)
     assert sets == [{"full": (1, "full, recorded"), "kivi": (2, "kivi, recorded")}] * 2
+    sets = [{"full": (1, "full"), "flashinfer": (1, "flashinfer")}, {"full": (1, "full")}]  # one that failed at once
+    peers.capture(sets)
+    assert sets == [{"full": (1, "full, recorded")}] * 2
     assert "FAILED sdpa: OutOfMemoryError" in capsys.readouterr().out
 
 
@@ -338,6 +341,26 @@ def test_a_candidate_that_fails_is_named_and_the_others_go_on(
     assert [row["what"] for row in found["failed"]] == ["`nonsense`"]
     assert [row["how"] for row in found["rows"]] == ["–", "–", "eager", "replayed"]
     assert all(row["speedup"] > 0 for row in found["rows"])
+
+
+def test_stock_is_timed_with_and_without_what_plans_for_each_length(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, allowed = script("end_to_end"), list[bool]()
+    timed = model.timed
+
+    def noted(*given: Any) -> Any:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return timed(*given)
+
+    monkeypatch.setattr(model, "timed", noted)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with torch.no_grad():
+        rows = [*model.stock(model.random_model("tiny", "cpu", 99), torch.full((1, 40), 11), 3, "cuda")]
+    assert allowed == [True, False] * 2 and torch.backends.cuda.cudnn_sdp_enabled()
+    assert [r["what"].split(", ")[1:] for r in rows] == [
+        [name, f"{kind} cache"] for kind in ("growing", "static") for name in ("sdpa", "sdpa without cuDNN")
+    ]
 
 
 LACKING = (

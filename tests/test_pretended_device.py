@@ -97,9 +97,11 @@ def test_kernels_are_given_what_is_on_the_device(text: str, monkeypatch: pytest.
     assert launched >= LAUNCHED[text], launched
 
 
-def layer(text: str, qkv: list[Tensor]) -> LayerCache:
+def layer(text: str, qkv: list[Tensor], here: bool = False) -> LayerCache:
+    """`here`: the model was patched on the host, and moved later."""
     cache = LayerCache(Stack.parse(text), 0, 1)
-    cache.session.rope = Rope(there(10000.0 ** -(torch.arange(DIM // 2) * 2 / DIM)))
+    frequency = 10000.0 ** -(torch.arange(DIM // 2, device="cpu") * 2 / DIM)
+    cache.session.rope = Rope(frequency if here else there(frequency))
     tell(cache, 0, PROMPT, rows=len(qkv[0]))
     cache.forward(*(x[:, :, :PROMPT] for x in qkv), Call(0.25))
     rerun([cache], [qkv], Call(0.25))
@@ -126,6 +128,15 @@ def test_a_step_moves_nothing(text: str, held: bool, device: Device) -> None:
             assert not device.moved
             now.add_(1)
             fixed.advance()
+
+
+def test_keys_of_low_rank_are_turned_without_the_host(device: Device) -> None:
+    with device, torch.inference_mode():
+        qkv = [there(x) for x in tokens()]
+        cache = layer("lowrank(rank=8)", qkv, here=True)
+        device.moved.clear()
+        cache.forward(*at(qkv, 0), Call(0.25))
+        assert not device.moved
 
 
 def test_tails_of_different_lengths_are_counted_where_they_are(device: Device) -> None:
@@ -185,6 +196,31 @@ def test_launches_go_to_the_gpu_that_has_the_tensors(device: Device, monkeypatch
             current[0] = now
             assert (merge_states([State(x, x[..., 0])] * 2, backend="triton").out == CUDA.index).all()
             assert current[0] == now
+
+
+@pytest.mark.parametrize("runs", ["triton", "reference"])
+def test_what_plans_for_each_length_is_not_asked_while_decoding(
+    runs: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's attention on Hopper is cuDNN's, and a text's length is another at every token."""
+    asked: list[str] = []
+    library_s = torch.nn.functional.scaled_dot_product_attention
+
+    def stock(q: Tensor, *more: Any, **options: Any) -> Any:
+        asked.append("library")
+        return library_s(q, *more, **options)
+
+    def own(q: Tensor, *more: Any) -> State:
+        asked.append("own")
+        return State(torch.zeros_like(q), q[..., 0])
+
+    monkeypatch.setattr("kvengine.kernels.dispatch._best", lambda inputs, native: runs)
+    monkeypatch.setattr(ops, "attention", own)
+    monkeypatch.setattr(ops.F, "scaled_dot_product_attention", stock)
+    with device:
+        q, k = torch.zeros(2, 4, 1, 16, device=CUDA), torch.zeros(2, 9, 16, device=CUDA)
+        assert ops.whole(q, k, k, None, 0.25).shape == q.shape
+    assert asked == ["own" if runs == "triton" else "library"]
 
 
 def test_a_gpu_takes_many_queries_of_a_long_prompt_at_once(device: Device) -> None:

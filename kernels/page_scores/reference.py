@@ -24,13 +24,15 @@ def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float) -> Tensor:
     return logits.log_softmax(-1).masked_fill(dead, -torch.inf)  # of nothing alive, the softmax is NaN
 
 
-def top_units(scores: Tensor, count: int) -> Tensor:
+def top_units(scores: Tensor, count: int, counts: Tensor | None = None) -> Tensor:
     """See `kvengine.kernels.page_scores.top_units`. One integer orders (score, lower id first), so keys are unique."""
     units = scores.shape[1]
     bits = (scores.to(torch.float32) + 0.0).view(torch.int32).long()  # + 0.0 makes -0 the same as 0
     ordered = torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
     ids = torch.arange(units, device=scores.device)
-    best = (ordered * 2**32 + (units - ids)).topk(count, dim=1, sorted=False).indices
+    best = (ordered * 2**32 + (units - ids)).topk(count, dim=1, sorted=counts is not None).indices
     dead = scores.gather(1, best) == -torch.inf
+    if counts is not None:
+        dead |= torch.arange(count, device=scores.device) >= counts[:, None]
     best = best.masked_fill(dead, units).sort(1).values
     return best.masked_fill(best == units, -1)

@@ -41,9 +41,11 @@ def score_kernel(
 
 @triton.jit(do_not_specialize=["units", "candidates", "count"])
 def top_kernel(
-    scores, among, ids, units, candidates, count, BLOCK_COUNT: tl.constexpr, BLOCK: tl.constexpr, AMONG: tl.constexpr,
+    scores, among, limits, ids, units, candidates, count,
+    BLOCK_COUNT: tl.constexpr, BLOCK: tl.constexpr, AMONG: tl.constexpr, LIMITS: tl.constexpr,
 ):  # fmt: skip
-    """Of a row's candidates from here to BLOCK further (units, or what `among` names of them) the best `count`."""
+    """Of a row's candidates from here to BLOCK further (units, or what `among` names of them) the best `count`, or so many as
+    the row's limit allows."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
     here = at < candidates
@@ -52,9 +54,12 @@ def top_kernel(
         unit = tl.load(among + row * candidates + at, mask=here, other=-1)
     score = tl.load(scores + row * units + unit, mask=here & (unit >= 0), other=-float("inf"))
     key = ordered(score)
-    least = threshold(key, count)
+    wanted = count
+    if LIMITS:
+        wanted = tl.minimum(tl.load(limits + row), count).to(tl.int32)
+    least = threshold(key, wanted)
     above, equal = key > least, (key == least).to(tl.int32)
-    room = count - tl.sum(above.to(tl.int32), 0)
+    room = wanted - tl.sum(above.to(tl.int32), 0)
     chosen = (above | ((equal != 0) & (tl.cumsum(equal, 0) <= room))) & (score > -float("inf"))
     place = tl.cumsum(chosen.to(tl.int32), 0)
     out = ids + (row * tl.num_programs(1) + part) * count
@@ -84,27 +89,29 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
 log_shares = reference.log_shares
 
 
-def top_units(scores: Tensor, count: int) -> Tensor:
+def top_units(scores: Tensor, count: int, counts: Tensor | None = None) -> Tensor:
     """See `kvengine.kernels.page_scores.top_units`. More units than a program holds are chosen from what several chose."""
     if not scores.shape[0] * count:
-        return reference.top_units(scores, count)
+        return reference.top_units(scores, count, counts)
     scores, ids = scores.to(torch.float32).contiguous(), None
     left = scores.shape[1]
     while left > MOST:
         parts = triton.cdiv(left, MOST)
         if 2 * parts * count > left:  # hardly fewer
-            return reference.top_units(scores, count)
+            return reference.top_units(scores, count, counts)
         ids, left = _top(scores, ids, left, count, parts), parts * count
-    return _top(scores, ids, left, count, 1)
+    return _top(scores, ids, left, count, 1, counts)
 
 
-def _top(scores: Tensor, among: Tensor | None, candidates: int, count: int, parts: int) -> Tensor:
+def _top(
+    scores: Tensor, among: Tensor | None, candidates: int, count: int, parts: int, limits: Tensor | None = None
+) -> Tensor:
     rows, units = scores.shape
     ids = torch.empty(rows, parts * count, device=scores.device, dtype=torch.int64)
     block = MOST if parts > 1 else triton.next_power_of_2(candidates)
     top_kernel[(rows, parts)](
-        scores, scores if among is None else among, ids, units, candidates, count,
-        BLOCK_COUNT=triton.next_power_of_2(count), BLOCK=block, AMONG=among is not None,
+        scores, scores if among is None else among, ids if limits is None else limits.contiguous(), ids, units, candidates,
+        count, BLOCK_COUNT=triton.next_power_of_2(count), BLOCK=block, AMONG=among is not None, LIMITS=limits is not None,
         num_warps=warps(block),
     )  # fmt: skip
     return ids

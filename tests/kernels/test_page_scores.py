@@ -108,6 +108,20 @@ def test_triton_chooses_among_more_units_than_a_program_holds(monkeypatch: pytes
         assert torch.equal(got, top_units(scores, count, backend="reference"))
 
 
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "native"])
+def test_rows_may_have_counts_of_their_own(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend == "triton":
+        monkeypatch.setattr("kvengine.kernels.page_scores.triton.MOST", 16)
+    rng, counts = torch.Generator().manual_seed(2), torch.tensor([0, 1, 4, 5, 9])
+    for units in (3, 16, 90):
+        scores = torch.randint(-3, 12, (5, units), generator=rng).float()  # many are equal
+        scores[torch.rand(5, units, generator=rng) < 0.2] = -math.inf
+        got = oracle.on(backend, top_units)(scores, 5, counts=counts, backend=backend).tolist()
+        for row, n, ids in zip(scores, counts.tolist(), got, strict=True):
+            want = [u for u in top_units(row[None], min(n, 5), backend="reference")[0].tolist() if u >= 0]
+            assert ids == want + [-1] * (min(5, units) - len(want))
+
+
 def test_refusals_say_why() -> None:
     low, high, alive = bounds(8, 4, torch.float32)
     q = torch.randn(3, 2, 8)
