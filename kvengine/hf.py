@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -100,7 +101,7 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
         state.chosen.stack = stack
         return model
     unpatch(model)
-    check_layers(model, text)
+    check_layers(model, text, modules)
     check_modules(model, text, modules)
     previous = text._attn_implementation
     state = Patch(Chosen(stack, state.chosen.known))
@@ -203,7 +204,7 @@ def made_encoder(model: PreTrainedModel, text: Any) -> str | None:
     return f"use_bidirectional_attention={found!r}" if found in (True, "all") else None
 
 
-def check_layers(model: PreTrainedModel, text: Any) -> None:
+def check_layers(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -> None:
     """Refuse models whose attention reads more than the keys and values of the tokens before, which it is handed."""
     strange = {type(layer).__name__ for layer in DynamicCache(config=text).layers} - KINDS
     if strange:
@@ -214,6 +215,8 @@ def check_layers(model: PreTrainedModel, text: Any) -> None:
         what = "has layers that attend to something else than its text, and keep that in the same cache"
     elif not GenerationMixin._supports_default_dynamic_cache.__func__(type(model)):  # type: ignore[attr-defined, misc]
         what = "takes no caches but its own"
+    elif any("cache_offset" in signature(type(m).forward).parameters for m in modules):
+        what = "runs layers several times over, and adds to its cache one for each time"
     else:
         return
     raise ModelError(f"{type(model).__name__} {what}; the engine cannot enter it")
@@ -246,8 +249,10 @@ def check_stack(stack: Stack, text: Any) -> None:
 
 
 def attention_modules(model: nn.Module, text: Any) -> list[nn.Module]:
-    """Modules that attend as the text's configuration says; some (Kosmos-2's last one of images) have no layer index."""
-    return [m for m in model.modules() if "Attention" in type(m).__name__ and getattr(m, "config", None) is text]
+    """Modules that attend as the text's configuration says, if they hand on what they do not know to the attention function;
+    some (Kosmos-2's last one of images) have no layer index."""
+    named = [m for m in model.modules() if "Attention" in type(m).__name__ and getattr(m, "config", None) is text]
+    return [m for m in named if any(x.kind is x.VAR_KEYWORD for x in signature(type(m).forward).parameters.values())]
 
 
 def generating(model: PreTrainedModel, text: Any) -> list[PreTrainedModel]:

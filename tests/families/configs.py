@@ -229,6 +229,16 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": Family("Ernie4_5ForCausalLM"),
     "apertus": Family("ApertusForCausalLM", {"max_position_embeddings": 16384}),
     "arcee": Family("ArceeForCausalLM"),
+    "lara_mini": Family(
+        "LaraMiniForCausalLM",
+        EXPERTS
+        | LINEAR_HEADS
+        | {"num_hidden_layers": 3, "layer_types": [LINEAR, SLIDING, FULL], "sliding_window": 8}
+        | {"shared_expert_intermediate_size": 32},
+        caches=("plain", "window", "linear"),
+    ),
+    "codegen": Family("CodeGenForCausalLM", OLD | {"rotary_dim": 8}, without=OLD_NAMES),
+    "gptj": Family("GPTJForCausalLM", OLD | {"rotary_dim": 8}, without=OLD_NAMES),
     "minicpm3": Family(
         "MiniCPM3ForCausalLM",
         {k: v for k, v in LATENTS.items() if k.startswith(("kv_", "q_", "qk_", "v_"))} | {"num_key_value_heads": 4},
@@ -269,8 +279,9 @@ def parameters() -> list[Any]:
 
 
 def exists(name: str) -> bool:
-    """Whether the installed transformers has this family."""
-    return hasattr(transformers, FAMILIES[name].model)
+    """Whether the installed transformers has this family, with an attention that can be switched."""
+    found = getattr(transformers, FAMILIES[name].model, None)
+    return found is not None and bool(found._can_set_attn_implementation())
 
 
 def build(name: str, seed: int = 0) -> Any:

@@ -19,6 +19,12 @@ from kvengine.hf_names import CACHE
 DSA = {**LATENTS, "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 JET = {"kv_channels": 16, "num_local_experts": 2, "num_experts_per_tok": 2}
 GIT = {"vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}}
+LOOPED = {
+    "loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_num_passes": 2, "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 8, "rel_extent": 32, "d_rel": 4,
+    "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "unpadded_vocab_size": 99,
+    "loop_gate_rank": 4, "n_layers_per_attn_res_block": 1,
+}  # fmt: skip
 CROSS = {"cross_attention_layers": [1], "pad_token_id": 0}
 
 # The class, what differs from BASE, what of it is unknown there, and what is said.
@@ -30,6 +36,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "no layer index": ("GitForCausalLM", GIT, NOT_GROUPED, "no attention module with a layer index"),
     "two softmaxes": ("DiffLlamaForCausalLM", {}, (), "DiffLlamaAttention changes its keys or values"),
     "heads repeated": ("JetMoeForCausalLM", JET, ("num_attention_heads", "head_dim"), "JetMoeAttention changes"),
+    "layers run twice": (
+        "DoryForCausalLM",
+        {"n_input_layers": 1, "n_output_layers": 1, "sliding_window": 8},
+        (),
+        "runs layers several times over",
+    ),
+    "and states beside": ("Inkling2LoopForCausalLM", LOOPED, (), "runs layers several times over"),
     "mask of its own": ("DogeForCausalLM", {}, (), "reads or changes its mask itself.*cannot enter it$"),
 }
 
