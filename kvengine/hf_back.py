@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvengine import hf_states
 from kvengine.errors import CacheError
 
-STATE = ("keys", "values", "cumulative_length", "is_initialized", "dtype", "device")  # of a layer with a window
+STATE = ("keys", "values", "cumulative_length", "is_initialized", "dtype", "device")  # of a window; no dtype from 5.24 on
 
 
 GO_BACK = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
@@ -28,7 +28,7 @@ def adopt(layer: Any, its: Any, late: int) -> None:
     Nothing is copied: transformers' windows put new tensors in the place of old ones and change none.
     """
     if getattr(its, "sliding_window", None) is not None and its.is_initialized:
-        vars(layer).update({name: getattr(its, name) for name in STATE})
+        vars(layer).update({name: x for name, x in vars(its).items() if name in STATE})
         layer._sliding_window_tensor = its._sliding_window_tensor
         back(layer, late)
 
