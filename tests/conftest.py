@@ -9,7 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import ast
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,15 @@ def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 def same_numbers_in_any_order() -> None:
     """Tests run in random order; what torch draws must not depend on it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def as_many_threads_as_before() -> Iterator[None]:
+    """A script that was run in this process may have asked for more, and two workers on two cores then wait for each other."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
 
 
 @pytest.hookimpl(hookwrapper=True)

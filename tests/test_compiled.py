@@ -139,7 +139,7 @@ def test_a_recorded_model_speaks_the_same_text(text: str) -> None:
         assert torch.equal(decode(model, decoder, one(), 30), decode(model, None, one(), 30))
 
 
-@pytest.mark.parametrize("text", every(2, EVERY))
+@pytest.mark.parametrize("text", every(3, EVERY))
 def test_with_the_kernels_that_users_have(text: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with kvengine.patched(model, text):
@@ -157,7 +157,7 @@ def test_kernels_in_c_are_not_taken_for_recorded(text: str, monkeypatch: pytest.
         assert torch.equal(decode(model, decoder, one(), 30), decode(model, None, one(), 30))
 
 
-@pytest.mark.parametrize("text", every(2, EVERY))
+@pytest.mark.parametrize("text", every(3, EVERY))
 def test_a_step_recorded_once_is_right_from_then_on(text: str) -> None:
     want, got, places = replay(text, 0 if text in EVEN else 9)
     for i, (x, y) in enumerate(zip(want, got, strict=True)):

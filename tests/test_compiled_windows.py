@@ -23,7 +23,7 @@ STACKS = [
 def cases() -> list[Any]:
     """Some of them, so that each family and each stack is among them; the others are slow, together."""
     every = [(f, s, how) for f, s in product(FAMILIES, STACKS) if can(f, s) for how in ("trace", "eager")]
-    return [pytest.param(*some, marks=[] if i % 7 == 0 else [pytest.mark.slow]) for i, some in enumerate(every)]
+    return [pytest.param(*some, marks=[] if i % 14 == 0 else [pytest.mark.slow]) for i, some in enumerate(every)]
 
 
 def can(family: str, stack: str) -> bool:

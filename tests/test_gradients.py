@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import MIXED, SMALL, one, patched
+from support import MIXED, SMALL, every, one, patched
 from torch import Tensor
 
 from kvengine import EngineCache
@@ -14,7 +14,6 @@ from kvengine.hf_names import CACHE
 from kvengine.kernels.span_attention import causal_spans, span_attention
 
 STACKS = {name: text for name, text in SMALL.items() if text not in ("uniform", "exact", "dense", "all", "device")}
-MIXES = [pytest.param(text, marks=pytest.mark.slow) for text in MIXED]
 READ, ALL = 60, 80
 
 
@@ -58,7 +57,7 @@ def slope(model: Any, before: Tensor, after: Tensor, first: bool) -> tuple[float
 
 
 @pytest.mark.parametrize("length", [1, ALL - READ])
-@pytest.mark.parametrize("text", [*STACKS.values(), *MIXES])
+@pytest.mark.parametrize("text", every(2, [*STACKS.values(), *MIXED]))
 def test_a_pass_over_what_was_read_without_gradients_has_the_right_ones(text: str, length: int) -> None:
     model = frozen(text)
     before, after = vectors(model)
@@ -71,7 +70,7 @@ def test_a_pass_over_what_was_read_without_gradients_has_the_right_ones(text: st
         assert found == pytest.approx(want, rel=2e-3)
 
 
-@pytest.mark.parametrize("text", [*STACKS.values(), *MIXES])
+@pytest.mark.parametrize("text", every(2, [*STACKS.values(), *MIXED]))
 def test_gradients_of_two_passes_are_right_or_refused(text: str) -> None:
     model = frozen(text)
     before, after = vectors(model)

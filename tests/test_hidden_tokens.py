@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import SMALL, WIDE, greedy, llama, one, patched, prompts
+from support import SMALL, WIDE, every, greedy, llama, one, patched, prompts
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -39,7 +39,7 @@ def talked(model: Any, cache: Any) -> Any:
     return cache
 
 
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", every(3, WIDE))
 def test_hidden_tokens_are_not_read(name: str) -> None:
     second, stock = turns()[2], llama()
     want = greedy(stock, second, **{CACHE: talked(stock, DynamicCache())})
@@ -49,7 +49,7 @@ def test_hidden_tokens_are_not_read(name: str) -> None:
     assert torch.equal(greedy(model, second, **{CACHE: talked(model, kvengine.EngineCache(model))}), want)
 
 
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", every(3, WIDE))
 def test_hidden_tokens_are_not_read_by_a_turn_of_one_token(name: str) -> None:
     """Which for the rest resumes decoding."""
     second, stock, model = {key: x[:, :74] for key, x in turns()[2].items()}, llama(), patched(WIDE[name])
@@ -107,7 +107,7 @@ def test_hidden_tokens_are_not_read_by_chunks_of_one_token(name: str) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", every(2, SMALL))
 def test_hidden_tokens_are_not_held(name: str) -> None:
     model = patched(SMALL[name])
     cache = talked(model, kvengine.EngineCache(model))

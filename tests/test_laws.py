@@ -67,7 +67,7 @@ def test_where_a_budget_exceeds_the_text_nothing_changes(name: str) -> None:
     assert torch.equal(greedy(model, prompts(), prefill_chunk_size=17), want)
 
 
-@pytest.mark.parametrize("text", STACKS)
+@pytest.mark.parametrize("text", every(2, STACKS))
 def test_chunks_of_a_prompt_do_not_matter(text: str) -> None:
     model, prefill = patched(text), Stack.parse(text).prefill
     if prefill.anew:
@@ -79,7 +79,7 @@ def test_chunks_of_a_prompt_do_not_matter(text: str) -> None:
         assert torch.equal(greedy(model, batch, 12, prefill_chunk_size=size), whole)
 
 
-@pytest.mark.parametrize("text", STACKS)
+@pytest.mark.parametrize("text", every(2, STACKS))
 def test_a_row_alone_is_as_in_a_batch(text: str) -> None:
     model, batch = patched(text), prompts()
     together = greedy(model, batch)
@@ -112,7 +112,7 @@ def test_two_sessions_do_not_meet(text: str) -> None:
 
 @pytest.mark.parametrize("text", STACKS)
 @pytest.mark.parametrize(
-    "drafted, kept", [(1, 0), (5, 2), (20, 13), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((5, 0), (9, 9)))]
+    "drafted, kept", [(5, 2), (20, 13), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 0), (5, 0), (9, 9)))]
 )
 def test_a_draft_rolled_back_leaves_no_trace(text: str, drafted: int, kept: int) -> None:
     """Append n, commit k is the same as append those k, bit for bit."""

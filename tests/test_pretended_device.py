@@ -49,7 +49,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return pretended(monkeypatch)
 
 
-@pytest.mark.parametrize("text", every(3, STACKS))
+@pytest.mark.parametrize("text", every(5, STACKS))
 def test_the_text_is_that_of_the_cpu(text: str, device: Device) -> None:
     model, batch = llama(), prompts(2)
     with kvengine.patched(model, text):

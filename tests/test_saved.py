@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from families import configs
-from support import SMALL, greedy, llama, patched, prompts
+from support import SMALL, every, greedy, llama, patched, prompts
 from transformers import DynamicCache
 
 import kvengine
@@ -43,7 +43,7 @@ def stacks() -> list[str]:
     return list(dict.fromkeys([*SMALL.values(), *MIXED]))
 
 
-@pytest.mark.parametrize("stack", stacks())
+@pytest.mark.parametrize("stack", every(2, stacks()))
 def test_a_restored_session_continues_bit_for_bit(stack: str, tmp_path: Path) -> None:
     model = llama()
     try:
@@ -64,7 +64,7 @@ def test_a_restored_session_continues_bit_for_bit(stack: str, tmp_path: Path) ->
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("stack", stacks())
+@pytest.mark.parametrize("stack", every(2, stacks()))
 def test_a_session_that_outgrew_its_budget_while_decoding_is_restored(stack: str, tmp_path: Path) -> None:
     model = llama()
     with kvengine.patched(model, stack):

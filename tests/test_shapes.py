@@ -62,6 +62,7 @@ def checked(script: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_every_signature_can_be_checked_at_run_time() -> None:
     assert int(checked(EVERY_MODULE)[-1]) > 150
 

@@ -32,7 +32,7 @@ def test_notebooks_are_committed_without_outputs(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.slow] if path.stem[0] in "23" else []) for path in NOTEBOOKS],
+    [pytest.param(path, marks=[pytest.mark.slow] if path.stem[0] in "2345" else []) for path in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
 def test_a_notebook_runs_and_ends_with_a_picture_and_a_sentence(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,9 @@ def test_every_script_has_a_test() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, "document_qa"}
 
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("evaluate", "triforce") else []) for name in SAYS]
+)
 def test_an_example_runs(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ import kvengine
 from kvengine.errors import UnsupportedPolicy
 from kvengine.hf_names import CACHE
 
-TOKENS = 64
+TOKENS = 24
 
 
 @pytest.fixture(params=configs.FAMILIES)

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvengine
 from kvengine.errors import ModelError
+from kvengine.hf_names import CACHE
 from kvengine.speculative.triforce import TriForce
 
 IDS = one(60)["input_ids"]
@@ -113,7 +114,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "use_cache": ({"use_cache": False}, "leave use_cache=False out"),
     "prefill_chunk_size": ({"prefill_chunk_size": 16}, "leave prefill_chunk_size out"),
     "cache_implementation": ({"cache_implementation": "static"}, "brings its own cache"),
-    "past_key_values": ({"past_key_values": DynamicCache()}, "leave out the one that is given"),
+    "a cache": ({CACHE: DynamicCache()}, "leave out the one that is given"),
 }
 
 
