@@ -11,7 +11,14 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvengine import hf_states
 from kvengine.errors import CacheError
 
-STATE = ("keys", "values", "cumulative_length", "is_initialized", "dtype", "device")  # of a window; no dtype from 5.24 on
+STATE = (
+    "keys",
+    "values",
+    "cumulative_length",
+    "is_initialized",
+    "dtype",
+    "device",
+)  # of a window; no dtype from 5.24 on
 
 
 GO_BACK = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
