@@ -63,7 +63,8 @@ def heads(model: Any, ids: torch.Tensor, queries: int) -> list[tuple[np.ndarray,
 def case(kind: str, probe: int, data: list[tuple[np.ndarray, np.ndarray]], budget: int, by_key: bool) -> dict[str, Any]:
     recall, mass, spent, size = [], [], 0.0, 0
     for asked, keys in data:
-        row = Row(kind, probe, keys.shape[1])
+        row = Row(kind, probe)
+        row.columns = np.arange(len(keys) // PAGE)
         row.add(np.arange(len(keys) // PAGE), keys.reshape(-1, PAGE, keys.shape[1]))
         asked = keys[:: len(keys) // 64][:64] if by_key else asked
         alive, logits = np.ones(len(keys), dtype=bool), asked @ keys.T
