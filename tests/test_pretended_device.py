@@ -22,6 +22,7 @@ from kvengine import _ops as ops
 from kvengine.cache import LayerCache
 from kvengine.fixed import FixedLayer
 from kvengine.hf_compiled import CompiledDecode, Steps
+from kvengine.kernels.causal_attention import reference as causal
 from kvengine.kernels.causal_attention.native import fits
 from kvengine.kernels.column_mass import blocks, reference
 from kvengine.kernels.cpu import library
@@ -275,3 +276,27 @@ def test_it_refuses_what_a_gpu_would(device: Device) -> None:
         device.moved.clear()
         assert x.sum().item() == 9 and x.cpu().tolist() == [0, 2, 3, 4] and not x.cpu().is_cuda
         assert sum(device.moved.values()) == 3
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("before", [0, 5])
+def test_the_librarys_attention_is_given_no_heads_that_share_memory(
+    before: int, padded: bool, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, asked = torch.Generator().manual_seed(0), []
+    q, k, v = (
+        torch.randn(2, heads, n, 16, generator=rng).half() for heads, n in ((4, 12), (2, 12 + before), (2, 12 + before))
+    )
+    mask = torch.arange(12 + before).expand(2, -1) >= torch.tensor([[0], [3]]) if padded else None
+    want = causal.attention(q, k, v, 0.25, mask)
+    library_attention = causal.F.scaled_dot_product_attention
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        asked.extend(x.stride() for x in (k, v))
+        return library_attention(q, k, v, **options)
+
+    with device:
+        monkeypatch.setattr(causal.F, "scaled_dot_product_attention", noted)
+        got = causal.attention(there(q), there(k), there(v), 0.25, None if mask is None else there(mask))
+        torch.testing.assert_close(got.cpu(), want, rtol=2e-3, atol=2e-3)
+    assert asked and all(0 not in strides for strides in asked)

@@ -24,6 +24,8 @@ def attention(
         k, v = (x.masked_fill(~there[:, None, :, None], 0) for x in (k, v))  # what is no token may hold anything
         there = there.repeat_interleave(heads, 0)
     k, v = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))  # for the whole group, without a copy
+    if q.is_cuda and not (there is None and before == 0):
+        k, v = k.contiguous(), v.contiguous()  # the library may not plan for heads that share memory
     out = _attend(rows, k, v, before, scale) if there is None else _among(rows, k, v, before, scale, there)
     return out.unflatten(0, (len(q), -1)).flatten(1, 2).transpose(1, 2)
 
@@ -31,7 +33,9 @@ def attention(
 def _attend(q: Tensor, k: Tensor, v: Tensor, before: int, scale: float) -> Tensor:
     """Of [row, group, query, dim], `before` tokens being earlier than the first query."""
     if before == 0:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        one = q.is_cuda and q.dtype != torch.float32  # then the fused kernels know groups
+        k, v = (k[:, 0, None], v[:, 0, None]) if one else (k, v)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=one)
     if not follows(q, k, v):
         sees = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(before)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scale)
