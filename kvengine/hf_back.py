@@ -11,14 +11,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvengine import hf_states
 from kvengine.errors import CacheError
 
-STATE = (
-    "keys",
-    "values",
-    "cumulative_length",
-    "is_initialized",
-    "dtype",
-    "device",
-)  # of a window; no dtype from 5.24 on
+STATE = ("keys", "values", "cumulative_length", "is_initialized", "dtype", "device")
+"""Of a layer with a window; what it has of this, as a dtype up to transformers 5.23."""
 
 
 GO_BACK = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}

@@ -101,6 +101,11 @@ def test_models_written_for_either_name(kind: type) -> None:
                 for one, x in zip((model, plain), caches, strict=True)
             ]
         assert torch.equal(*logits) and [cache.seen for cache in caches] == [41, 41]
+        caches = [kvengine.EngineCache(one) for one in (model, plain)]
+        pairs, how = list(zip((model, plain), caches, strict=True)), {"max_new_tokens": 6, "do_sample": False}
+        some = [one.generate(**batch, **{name: x}, **how) for one, x in pairs]
+        assert torch.equal(*some) and [cache.seen for cache in caches] == [45, 45]
+    assert torch.equal(*(one.generate(**batch, **how) for one in (model, plain)))
 
 
 def test_what_has_no_forward_of_its_own_is_given_transformers_name() -> None:
