@@ -121,6 +121,7 @@ def test_one_graph_is_refused_with_what_to_do(way: str, pytestconfig: pytest.Con
         pytest.skip("the compiler meets what checks signatures before it meets the engine")
     model, ids = patched(POLICY), one()["input_ids"]
     cache = EngineCache(model) if way == "a given cache" else None
+    torch._dynamo.reset()  # what broke a graph before is not compiled again, and models share the function around `forward`
     run = torch.compile(model.forward, backend="eager", fullgraph=True)
     with (
         torch.no_grad(),

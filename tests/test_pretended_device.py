@@ -5,6 +5,9 @@ Every stack reads a padded batch and decodes, and says what it says on the CPU. 
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from families import configs
+from layout import ROOT
 from support import MIXED, SMALL, every, greedy, llama, prompts
 from support_device import CUDA, Device, Elsewhere, Pretended, pretended, there
 from test_compiled import DIM, EVERY, PROMPT, STEPS, at, tokens
@@ -300,3 +304,25 @@ def test_the_librarys_attention_is_given_no_heads_that_share_memory(
         got = causal.attention(there(q), there(k), there(v), 0.25, None if mask is None else there(mask))
         torch.testing.assert_close(got.cpu(), want, rtol=2e-3, atol=2e-3)
     assert asked and all(0 not in strides for strides in asked)
+
+
+@pytest.mark.slow
+def test_the_tests_of_kernels_compare_nothing_across_devices() -> None:
+    """On a GPU they run before anything is measured, and one that is red ends the run."""
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "support_as_on_a_gpu",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "triton",
+    ]
+    command += ["tests/kernels", "--ignore=tests/kernels/test_triton.py"]
+    here = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
