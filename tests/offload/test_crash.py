@@ -219,7 +219,10 @@ def test_many_processes_write_and_read_the_same_keys(tmp_path: Path) -> None:
         for _ in range(60):
             key = dice.choice(KEYS[:15])
             store.put(key, [value(key)])
-            back = read(store, dice.choice(KEYS[:15]))
+            try:
+                back = read(store, dice.choice(KEYS[:15]))
+            except KeyError:  # evicted by another since its size was asked for
+                continue
             if back is not None and back not in map(value, KEYS[:15]):
                 os._exit(7)
 
