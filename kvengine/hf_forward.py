@@ -71,9 +71,8 @@ def hook_passes(model: PreTrainedModel, text: Any, chosen: Chosen) -> list[Any]:
 def rename(
     module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if (other := OTHER[own_name(module)]) not in kwargs:
-        return None
-    return args, renamed(kwargs, OTHER[other])
+    name = own_name(module)
+    return (args, renamed(kwargs, name)) if OTHER[name] in kwargs else None
 
 
 def before(

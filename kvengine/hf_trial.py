@@ -79,8 +79,7 @@ def attempt(model: PreTrainedModel, text: Any, module: nn.Module) -> None:
     if frequencies := frequencies_of(model):
         given["position_embeddings"] = unrotated(x, 2 * len(frequencies[0]))
     taken = inspect.signature(type(module).forward).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in taken.values()):  # else `reached` would not know the cache
-        module.forward(x, **given, **{name_of_cache(taken, CACHE): cache})
+    module.forward(x, **given, **{name_of_cache(taken, CACHE): cache})
 
 
 def unrotated(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import kvengine
 from kvengine.errors import UnsupportedPolicy
 from kvengine.hf_names import CACHE
 
-TOKENS = 24
+TOKENS = 64
 
 
 @pytest.fixture(params=configs.FAMILIES)
