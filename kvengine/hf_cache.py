@@ -20,7 +20,7 @@ from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.hf_back import back, check_back, empty, repeat, settle
 from kvengine.hf_held import HeldWindow
-from kvengine.hf_layer import BREAKS, EngineLayer
+from kvengine.hf_layer import BREAKS, COPIED, EngineLayer
 from kvengine.hf_names import passed
 from kvengine.hf_rope import needs_rope, rope_for
 from kvengine.readers import sources
@@ -132,6 +132,8 @@ class EngineCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """New keys and values of a layer; without what transformers offers for layers that are its own to move."""
         layer: Any = self.layers[layer_idx]
+        if getattr(layer, "layer", layer_idx) != layer_idx:
+            raise ModelError(f"layer {layer_idx} of this cache is a copy of layer {layer.layer}{COPIED}")
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         window = getattr(layer, "sliding_window", None)
         if window is not None and layer.record_past:  # transformers 5.17 hands over more than it makes a mask for

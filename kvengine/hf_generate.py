@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 from collections.abc import Callable
 from functools import partial
+from importlib import metadata
 from typing import Any, cast
 
 import transformers
@@ -16,11 +18,12 @@ from transformers.generation.configuration_utils import GenerationMode
 from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_forward import PAGED, PREPARED
-from kvengine.hf_names import CACHE, renamed
+from kvengine.hf_names import CACHE, NAMES, renamed
 from kvengine.stack import Stack
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
 CHUNKS = 5, 21  # the first transformers whose chunked reading begins behind what is cached
+OLD_PEFT = 0, 21, 2  # the last that knows a cache by its older name only
 OWN = "{} makes caches in a way of its own, and the engine has no place there; call kvengine.unpatch(model)"
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -59,6 +62,7 @@ def prepare_cache(
 ) -> None:
     """Stands in for `_prepare_cache_for_generation`."""
     refuse(generation_config)
+    check_tuner(self)
     if model_kwargs is None:
         raise ModelError(OWN.format(type(self).__name__))
     stock: Any = type(self)._prepare_cache_for_generation  # type: ignore[attr-defined]
@@ -104,6 +108,20 @@ def refuse(generation_config: Any) -> None:
         raise ModelError(
             "output_attentions=True on a patched model: the engine never forms the attention matrix. "
             "Call kvengine.unpatch(model)"
+        )
+
+
+def check_tuner(model: PreTrainedModel) -> None:
+    """Refuse tuned prompts and prefixes where PEFT looks for the cache by its older name: it puts them in at every token."""
+    tuned = getattr(getattr(model.prepare_inputs_for_generation, "__self__", None), "active_peft_config", None)
+    if CACHE == NAMES[1] or not getattr(tuned, "is_prompt_learning", False):
+        return
+    version = metadata.version("peft")
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) <= OLD_PEFT:
+        raise ModelError(
+            f"PEFT {version} does not find the cache of transformers {transformers.__version__}, which has renamed it, and would "
+            "put what it has tuned before every token, on a patched model or not. Use a PEFT that knows the new name, or "
+            "transformers < 5.24"
         )
 
 

@@ -23,6 +23,7 @@ BREAKS = (
     "out, or call kvengine.unpatch(model) first"
 )
 """Why, to who compiles."""
+COPIED = ", which the model has made: it runs layers several times over. The engine cannot enter it; call kvengine.unpatch(model)"
 Listener = Callable[[Tensor, Tensor, Tensor, Call], None]
 """Told the queries, keys and values of every pass."""
 Heard = tuple[Tensor, Tensor, Tensor, Call]

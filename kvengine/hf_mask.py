@@ -154,10 +154,20 @@ class LazyMask:
         """Which of the tokens before the newest `n` are none by this mask; None if all are tokens, and for one that goes on.
 
         `turn`: the new ones begin a turn or are a prompt's, even if it is one alone.
+
+        Raises:
+            ModelError: it has padding, and stops short of the new ones: it may speak of them alone.
         """
         padding = self.padding
         before = int(self.kwargs["q_offset"]) + int(self.kwargs["q_length"]) - n
-        if padding is None or (n == 1 and not turn) or before == 0:
+        if padding is None or (n == 1 and not turn):
+            return None
+        if padding.shape[1] < before + n and not bool(padding.all()):
+            raise ModelError(
+                f"attention_mask has {padding.shape[1]} columns, but with what the cache has seen there are {before + n} tokens; "
+                "give one of shape (rows, tokens so far), ones for all that are no padding"
+            )
+        if before == 0:
             return None
         part: Tensor = ~padding[:, :before].bool()
         if -1 not in self.full:

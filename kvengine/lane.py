@@ -27,7 +27,7 @@ from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.span_attention import Band, band_spans, pairs
 from kvengine.kernels.state import State
-from kvengine.kernels.step import Ends, Merged, Rule
+from kvengine.kernels.step import Ends, Merged, Rule, Sealed
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.retention import Retention
@@ -189,15 +189,24 @@ class Lane(Verdicts):
         self.seen, self.lengths = self.seen + 1, [(n + 1, rows) for n, rows in before]
         self.units, self.saw = self.select(pages, q, call), None
         pages.coarse = self.session.coarse
+        if self.thins:
+            pages.own()
         far = self.beside.reading(pages, self.units, k.shape[-1], v.shape[-1])
-        out = None if far is None else tail.step(q, k, v, self.since, call.scale, far=far)
+        out = None if far is None else tail.step(q, k, v, self.since, call.scale, False, self.paged_rule(pages), far)
         if out is None:
             self.seen, self.lengths = self.since, before
             return None
+        if self.thins:
+            self.whole = pages.clean = False
         if self.weighs:
             self.weigh(q, None, call)
         self.seal()
         return out
+
+    def paged_rule(self, pages: Pages) -> Rule | None:
+        """`rule`, for what is sealed too."""
+        rule = self.rule() if self.thins else None
+        return Sealed(rule, pages.position, pages.alive) if isinstance(rule, Ends) else None
 
     def rule(self) -> Rule | None:
         """What the retention keeps of each row when a token is decoded, for C to know; None if it does not say so."""

@@ -55,7 +55,14 @@ class Recall(Holding):
         """Whether a decoded token is added to the tail and reads that and pages, and some of the tail may be sealed then."""
         r, form = self.retention, self.stack.representation
         turns = type(r).shift is not Retention.shift and r.needs_rope
-        return self.stack.paged and not (r.decodes or turns or form.joint)
+        lasts = not r.decodes or self.thins
+        return self.stack.paged and lasts and not (turns or form.joint)
+
+    @cached_property
+    def thins(self) -> bool:
+        """Whether tokens that leave the newest are dropped, from pages too, and that is all that the retention does."""
+        r = self.retention
+        return self.stack.paged and r.decodes and r.ends is not None and not (r.counts or r.remembers)
 
     @cached_property
     def rolls(self) -> bool:

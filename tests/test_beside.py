@@ -41,6 +41,10 @@ STACKS = [
     "kvzip(budget=40, chunk=32)",
     "snapkv(budget=40, window=4) + kivi(group=8, residual=8)",
     "duo(sinks=2, recent=9) + quest(budget=40, page=8) + kivi(group=8, residual=8)",
+    "duo(sinks=10, recent=27) + quest(budget=24, page=8) + kivi(group=8, residual=8)",
+    "streaming(sinks=2, recent=0.5) + zipcache(block=16)",
+    "streaming(sinks=0, recent=30) + kivi(group=8, residual=8)",
+    "streaming(sinks=5, recent=40) + landmarks(budget=24, chunk=4, local=8)",
 ]
 SHAPES = {"GQA": (6, 2, 32, 32), "MHA": (3, 3, 16, 48), "odd": (5, 1, 24, 40), "wide": (2, 1, 512, 512)}
 
@@ -85,15 +89,20 @@ def test_one_call_changes_nothing(
     monkeypatch.setattr(Beside, "reading", lambda *args: read.append(made := reading(*args)) or made)
     got, layer = talk(text, shape, dtype, 90, pad, 40)
     found = [measure([layer])]
-    assert len(read) == 40 * sum(part.lane.reads for part in layer.parts) > 0 and None not in read
+    late = sum(part.lane.thins for part in layer.parts)  # they have no pages at first, if they keep few tokens
+    every = 40 * sum(part.lane.reads for part in layer.parts)
+    assert every - 20 * late <= len(read) <= every and len(read) > 0 and None not in read
     monkeypatch.setattr(Beside, "reading", lambda *_: None)
-    want, layer = talk(text, shape, dtype, 90, pad, 40)
-    found.append(measure([layer]))
+    want, slow = talk(text, shape, dtype, 90, pad, 40)
+    found.append(measure([slow]))
     apart = 0.0 if SHAPES[shape][3] % 16 == 0 else 1e-6 if dtype == torch.float32 else 1e-2  # torch joins these parts
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=apart)
     assert found[0].bytes == found[1].bytes and found[0].read_per_token == found[1].read_per_token
     assert torch.equal(found[0].attended, found[1].attended) and torch.equal(found[0].held, found[1].held)
+    for part, twin in zip(layer.parts, slow.parts, strict=True):
+        a, b = part.lane.pages, twin.lane.pages
+        assert torch.equal(a.position, b.position) and torch.equal(a.alive, b.alive) and a.clean == b.clean
 
 
 ONCE = [

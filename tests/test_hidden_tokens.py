@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvengine
-from kvengine.errors import CacheError
+from kvengine.errors import CacheError, ModelError
 from kvengine.hf_names import CACHE
 
 ENDED = slice(64, 73)  # of row 0: what was generated for it after its end
@@ -151,3 +151,19 @@ def test_tokens_that_have_moved_over_padding_are_not_taken_for_others() -> None:
         mask[0, 42] = 0
         with pytest.raises(CacheError, match="hides tokens that this cache has seen"):
             model(ids[:, 44:], attention_mask=mask, cache=cache)
+
+
+@torch.no_grad()
+def test_a_mask_of_a_turn_alone_is_refused_if_it_has_padding() -> None:
+    first, _, second = turns()
+    model = patched("quest(budget=500)")
+    for ids, mask in (
+        (second["input_ids"][:, -7:], first["attention_mask"][:, :7]),
+        (second["input_ids"], first["attention_mask"]),
+    ):
+        cache = kvengine.EngineCache(model)
+        if ids.shape[1] == 7:
+            model(**first, **{CACHE: cache})
+        with pytest.raises(ModelError, match=r"attention_mask has \d+ columns, but .* there are \d+ tokens"):
+            model(ids, attention_mask=mask, **{CACHE: cache})
+    model(second["input_ids"][:, -7:], attention_mask=torch.ones(3, 7), **{CACHE: kvengine.EngineCache(model)})

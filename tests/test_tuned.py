@@ -108,6 +108,11 @@ def test_peft(kind: str, caplog: pytest.LogCaptureFixture) -> None:
         "adapter": lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False),
     }
     model = peft.get_peft_model(llama(), how[kind]()).eval()
+    if kind != "adapter" and CACHE == "cache" and peft.__version__ == "0.21.2":
+        kvengine.patch(model.get_base_model(), "quest(budget=500)")
+        with pytest.raises(ModelError, match=r"PEFT 0\.21\.2 does not find .*before every token.*transformers < 5\.24"):
+            text(model, prompts())
+        return
     want = text(model, prompts()).sequences
     for policy, same in (("quest(budget=500)", True), ("streaming(sinks=2, recent=6)", False)):
         kvengine.patch(model.get_base_model(), policy)

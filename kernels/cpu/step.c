@@ -22,7 +22,8 @@ static int64_t free_slot(const Step *s, int64_t row) {
 
 /* What stays. With `place`, of each row that has more than its `budget` one goes, by where it is; with `budget` alone, the
    `recent` newest and those before `first` stay, and the best others, by what the query paid to each, on top of its
-   score if it `adds`; with a `threshold`, what goes may be merged. With `first` and `recent`, only these stay. */
+   score if it `adds`; with a `threshold`, what goes may be merged. With `first` and `recent`, only these stay, of the
+   tokens that are `sealed` too. */
 static void verdict(const Step *s, int64_t columns, int64_t wide, const float *logits, float *paid, const float *lse,
                     int64_t threads) {
   if (s->budget && !s->place) payments(s, logits, lse, columns, wide, threads, paid);
@@ -32,7 +33,10 @@ static void verdict(const Step *s, int64_t columns, int64_t wide, const float *l
     else if (s->budget) {
       const int64_t lost = judge(s, r, columns, paid + r * wide);
       if (s->threshold && lost >= 0) merge_away(s, r, lost, columns);
-    } else if (s->first) judge_ends(s, r, columns);
+    } else if (s->first) {
+      judge_ends(s, r, columns);
+      if (s->sealed) judge_sealed(s, r);
+    }
   }
 }
 

@@ -18,6 +18,9 @@ typedef struct {
   float *threshold;              /* [row] or NULL */
   int64_t adds, together, most, shrinks, spares;
   float part, beta;
+  int32_t *sealed; /* positions of sealed tokens [row, sealed_row], for `first` and `recent` to judge as well; or NULL */
+  uint8_t *alive;  /* [row, alive_row]: whether any of `unit` of them stays */
+  int64_t sealed_row, alive_row, units, unit;
 } Step;
 
 /* A number of an array of floats or bfloat16. */
@@ -40,6 +43,7 @@ void payments(const Step *s, const float *logits, const float *lse, int64_t colu
 int64_t judge(const Step *s, int64_t row, int64_t columns, float *paid);
 void judge_places(const Step *s, int64_t row, int64_t columns);
 void judge_ends(const Step *s, int64_t row, int64_t columns);
+void judge_sealed(const Step *s, int64_t row);
 void merge_away(const Step *s, int64_t row, int64_t lost, int64_t columns);
 
 #endif

@@ -64,9 +64,24 @@ void judge_places(const Step *s, int64_t row, int64_t columns) {
   for (int64_t c = 0; c < columns; c++) position[c] = position[c] == low ? -1 : position[c];
 }
 
-/* Only a row's first tokens and its newest stay. */
-void judge_ends(const Step *s, int64_t row, int64_t columns) {
-  int32_t *position = s->position + row * s->slots + s->start;
+/* Only a row's first tokens and its newest stay; whether there are any. */
+static int keep_ends(const Step *s, int64_t row, int32_t *position, int64_t columns) {
   const int32_t from = (int32_t)s->first[row], to = (int32_t)(s->at - s->recent[row]);
-  for (int64_t c = 0; c < columns; c++) position[c] = position[c] >= from && position[c] <= to ? -1 : position[c];
+  int32_t none = -1;
+  for (int64_t c = 0; c < columns; c++) {
+    position[c] = position[c] >= from && position[c] <= to ? -1 : position[c];
+    none &= position[c];
+  }
+  return none >= 0;
+}
+
+void judge_ends(const Step *s, int64_t row, int64_t columns) {
+  keep_ends(s, row, s->position + row * s->slots + s->start, columns);
+}
+
+/* The same of sealed tokens. */
+void judge_sealed(const Step *s, int64_t row) {
+  int32_t *position = s->sealed + row * s->sealed_row;
+  for (int64_t u = 0; u < s->units; u++)
+    s->alive[row * s->alive_row + u] = (uint8_t)keep_ends(s, row, position + u * s->unit, s->unit);
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvengine.errors import KernelError
 from kvengine.kernels.dispatch import DENSE_DIM, native_refusal, pick
-from kvengine.kernels.step.native import DTYPES, Ends, Merged, Paid, Placed, Rule, Slots
+from kvengine.kernels.step.native import DTYPES, Ends, Merged, Paid, Placed, Rule, Sealed, Slots
 
 
 def step(
@@ -82,4 +82,4 @@ def fits(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-__all__ = ["Ends", "Merged", "Paid", "Placed", "Rule", "Slots", "ready", "step"]
+__all__ = ["Ends", "Merged", "Paid", "Placed", "Rule", "Sealed", "Slots", "ready", "step"]

@@ -34,6 +34,14 @@ class Paid(NamedTuple):
     first: Tensor | None = None  # int64 [row]: tokens before this position go last, after those that are recent
 
 
+class Sealed(NamedTuple):
+    """`Ends`, for sealed tokens too, which are written to."""
+
+    ends: Ends
+    position: Tensor  # int32 [row, token]: tokens may lie apart from row to row
+    alive: Tensor  # bool [row, unit]: whether a unit of them, of as many tokens as make them all, still holds one
+
+
 class Merged(NamedTuple):
     """A verdict, and the token that goes is merged into that of those left whose key is most `like` its own, by the cosine.
 
@@ -55,7 +63,7 @@ class Placed(NamedTuple):
     place: Tensor  # int64 [row]
 
 
-Rule = Ends | Paid | Merged | Placed
+Rule = Ends | Sealed | Paid | Merged | Placed
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -74,6 +82,8 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("adds", "together", "most", "shrinks", "spares")),
         ("part", ctypes.c_float),
         ("beta", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("sealed", "alive")),
+        *((name, ctypes.c_int64) for name in ("sealed_row", "alive_row", "units", "unit")),
     ]  # fmt: skip
 
 
@@ -134,7 +144,12 @@ class Slots:
     def follow(self, rule: Rule | None) -> None:
         """Describe what stays."""
         call = self.call
-        call.first = call.budget = call.place = call.threshold = None
+        call.first = call.budget = call.place = call.threshold = call.sealed = None
+        if isinstance(rule, Sealed):
+            position, alive, rule = rule.position, rule.alive, rule.ends
+            call.sealed, call.sealed_row = position.data_ptr(), position.stride(0)
+            call.alive, call.alive_row, call.units = alive.data_ptr(), alive.stride(0), alive.shape[1]
+            call.unit = position.shape[1] // alive.shape[1]
         if isinstance(rule, Merged):
             call.threshold, call.beta = rule.threshold.data_ptr(), rule.beta
             call.shrinks, call.spares, rule = rule.shrinks, rule.spares, rule.paid

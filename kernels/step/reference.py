@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvengine.kernels.attention.reference import attention
 from kvengine.kernels.best_tokens.reference import best_tokens
-from kvengine.kernels.step.native import Ends, Merged, Paid, Placed, Rule
+from kvengine.kernels.step.native import Ends, Merged, Paid, Placed, Rule, Sealed
 
 
 def step(
@@ -29,9 +29,12 @@ def step(
     paid = rule.paid if isinstance(rule, Merged) else rule if isinstance(rule, Paid) else None
     state = attention(grouped, keys[:, used], values[:, used], visible, scale, None, None, paid is not None)
     out = state.out.to(q.dtype)
+    if isinstance(rule, Sealed):
+        keep_ends(rule.position, at, rule.ends)
+        rule.alive.copy_((rule.position >= 0).unflatten(1, (rule.alive.shape[1], -1)).any(2))
+        rule = rule.ends
     if isinstance(rule, Ends) and position is not None:
-        held = position[:, used]
-        held.masked_fill_((held >= rule.first[:, None]) & (held <= at - rule.recent[:, None]), -1)
+        keep_ends(position[:, used], at, rule)
     if isinstance(rule, Placed) and position is not None:
         drop_placed(position[:, used], rule)
     if paid is not None and position is not None and state.probs is not None:
@@ -40,6 +43,10 @@ def step(
         if isinstance(rule, Merged):
             merge(keys[:, used], values[:, used], held, gone, rule)
     return out.unflatten(0, k.shape[:2]).flatten(1, 2).transpose(1, 2)
+
+
+def keep_ends(held: Tensor, at: int, rule: Ends) -> None:
+    held.masked_fill_((held >= rule.first[:, None]) & (held <= at - rule.recent[:, None]), -1)
 
 
 def drop_placed(held: Tensor, rule: Placed) -> None:

@@ -166,7 +166,7 @@ def test_their_scorer_reads_our_files(tmp_path: Path) -> None:
         for line in lines
     ]
     assert common_utils.aggregate_metrics(theirs) == pytest.approx(0.5)
-    assert "Score,50.0" in (tmp_path / "summary.csv").read_text()
+    assert "Score,50.0" in (tmp_path / "summary-niah_multivalue.csv").read_text()
 
 
 def test_the_differences_that_the_documentation_lists() -> None:

@@ -69,6 +69,18 @@ def test_refused_with_a_reason(name: str) -> None:
     assert torch.equal(generate(), want)
 
 
+@pytest.mark.skipif(not hasattr(transformers, "DoryForCausalLM"), reason="this transformers has no Dory")
+def test_layers_that_a_model_adds_are_refused_by_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if its attention did not tell by an argument that it is run several times over."""
+    monkeypatch.setattr("kvengine.hf.check_layers", lambda *_: None)
+    found: Any = transformers.DoryForCausalLM
+    loops = {"n_input_layers": 1, "n_output_layers": 1, "layer_types": ["full_attention"] * 3}
+    model = found(found.config_class(**BASE | loops)).eval()
+    kvengine.patch(model, "full")
+    with pytest.raises(ModelError, match=r"layer \d of this cache is a copy of layer \d.*several times over"):
+        model.generate(**padded_batch(), max_new_tokens=2, do_sample=False)
+
+
 ENCODERS = {
     "an encoder": ("BertModel", {}, "is an encoder.*caches none.*is_decoder=True"),
     "an encoder that fills gaps": ("RobertaForMaskedLM", {}, "is an encoder"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvengine.cache import LayerCache
 from kvengine.errors import KernelError
 from kvengine.kernels.attention import attention
-from kvengine.kernels.step import Ends, Paid, Slots, ready, step
+from kvengine.kernels.step import Ends, Paid, Sealed, Slots, ready, step
 from kvengine.session import Call
 from kvengine.stack import Stack
 
@@ -87,12 +87,19 @@ def test_a_token_takes_the_place_of_one_that_leaves_the_newest(
     seen[:, end:] &= not fill
     grouped = q.unflatten(1, (shape[1], -1)).flatten(0, 1)
     out = oracle.attend(grouped, want[0], want[1], seen[:, None], 0.3).out
+    sealed = torch.arange(rows * 15, dtype=torch.int32).view(rows, 15)[:, :12] % (shape[-1] + 2) - 1
+    sealed[0, 3:6] = start  # a unit of which nothing stays
+    alive, left = torch.full((rows, 5), True)[:, :4], sealed.clone()
     for r in range(rows):
         for s in range(start, end + (not fill)):
             if first[r] <= want[2][r, s] <= shape[-1] - recent[r]:
                 want[2][r, s] = -1
+        left[r] = torch.tensor([-1 if first[r] <= p <= shape[-1] - recent[r] else p for p in sealed[r].tolist()])
     about: dict[str, Any] = dict(start=start, end=end, at=shape[-1], holes=True, scale=0.3, backend=backend)
-    got = step(q, k, v, keys, values, position, fill=fill, rule=Ends(first, recent), **about)
+    rule = Sealed(Ends(first, recent), sealed, alive)
+    got = step(q, k, v, keys, values, position, fill=fill, rule=rule, **about)
+    assert torch.equal(sealed, left) and torch.equal(alive, (left >= 0).view(rows, 4, 3).any(2))
+    assert bool(alive.any()) and not bool(alive.all())
     assert oracle.error(got.transpose(1, 2), out.unflatten(0, shape[:2]).flatten(1, 2)) <= BOUND[dtype]
     for mine, theirs in zip((keys, values, position), want, strict=True):
         assert torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7))
