@@ -183,10 +183,10 @@ def prose(tokens: int) -> Tensor:
     """A prompt of so many tokens of the novel that the evaluation's needles are put into."""
     from transformers import AutoTokenizer
 
-    from kvengine.evals import bundled_model  # what it needs may not be on a machine with a GPU
+    from kvengine import evals  # what it needs may not be on a machine with a GPU
 
-    text = (Path(kvengine.__file__).parents[1] / "evals/tasks/data/alice.txt").read_text(encoding="utf-8")
-    return AutoTokenizer.from_pretrained(bundled_model())(text, return_tensors="pt").input_ids[:, :tokens]
+    text = (Path(evals.__file__).parent / "tasks/data/alice.txt").read_text(encoding="utf-8")
+    return AutoTokenizer.from_pretrained(evals.bundled_model())(text, return_tensors="pt").input_ids[:, :tokens]
 
 
 @torch.inference_mode()
