@@ -4,7 +4,8 @@
     python -P benchmarks/gpu_tune.py --dry --out FILE       no GPU: some of it is compiled, for sm_90, and nothing timed
 
 What is in use was chosen by counting (`gpu_budget.py`), not by measuring: the first of each case is what runs now. Each
-setting is timed as a CUDA graph over a cache far larger than the last-level cache, medians of 15. Not run on a GPU yet.
+setting is timed as a CUDA graph over a cache far larger than the last-level cache, medians of 15; only the bounds of one
+sequence fit into that, and are read from there. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ import triton
 from kvengine.kernels import codecs, turboquant
 from kvengine.kernels.gpu import stream
 from kvengine.kernels.gpu.ahead import only_compiling
+from kvengine.kernels.page_scores import triton as page_scores
 from kvengine.kernels.paged_attention import triton as dense
 from kvengine.kernels.paged_attention import words
 
 HEADS, GROUP, DIM, PAGE = 8, 4, 128, 64
-TRIED = {  # programs for each multiprocessor, stages, warps
+TRIED = {  # programs for each multiprocessor (0: a grid of its own), stages, warps
     "full": (dense, "attend_kernel", ((2, 5, 4), *itertools.product((2, 3, 4), (3, 5, 7), (4, 8)))),
     "KIVI, 4 bits": (words, "words_kernel", ((12, 3, 1), *itertools.product((6, 8, 12), (2, 3, 5), (1, 2)))),
     "TurboQuant, 4 bits": (words, "words_kernel", ((12, 3, 1), *itertools.product((8, 12), (2, 5), (1, 2)))),
+    "Quest, bounds": (page_scores, "score_kernel", ((0, 3, 4), (0, 3, 2), (0, 3, 8))),
+    "Quest, 1 of 64 units": (page_scores, "top_kernel", tuple((0, 3, warps) for warps in (16, 8, 4, 32))),
 }
+UNIT = 16
 
 
 class Launcher:
@@ -61,7 +66,9 @@ def setting(module: Any, name: str, each: int, stages: int, warps: int) -> Itera
 
 
 def call(what: str, batch: int, length: int, device: str) -> Callable[[], object]:
-    """One decode step's attention over all pages."""
+    """One decode step's attention over all pages, or what it does before."""
+    if what.startswith("Quest"):
+        return choosing(what, batch * HEADS, max(length // UNIT, 64), device)
     rows, pages = batch * HEADS, batch * HEADS * length // PAGE
     q = torch.randn(rows, GROUP, 1, DIM, device=device).bfloat16()
     table = torch.arange(pages, dtype=torch.int32, device=device).view(rows, -1)
@@ -76,6 +83,16 @@ def call(what: str, batch: int, length: int, device: str) -> Callable[[], object
         fields, codec = codecs.encode_kivi(x, x, 4, 32, scale_dtype=x.dtype), "kivi"
     rest = (None, PAGE, codec, DIM, None, None, None, None, False)  # all pages, no window, softcap, sinks or scores
     return lambda: dense.paged_attention(q, fields, table, position, PAGE, 0.1, *rest)
+
+
+def choosing(what: str, rows: int, units: int, device: str) -> Callable[[], object]:
+    """The two halves of a choice of units."""
+    bounds = [torch.randn(rows, units, DIM, device=device).bfloat16() for _ in range(2)]
+    alive, q = torch.ones(rows, units, dtype=torch.bool, device=device), torch.randn(rows, GROUP, DIM, device=device)
+    if what == "Quest, bounds":
+        return lambda: page_scores.page_scores(q.bfloat16(), *bounds, alive, "max")
+    scores = torch.randn(rows, units, device=device)
+    return lambda: page_scores.top_units(scores, units // 64)
 
 
 def timed(step: Callable[[], object], device: str) -> float:
