@@ -132,7 +132,7 @@ class EngineCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """New keys and values of a layer; without what transformers offers for layers that are its own to move."""
         layer: Any = self.layers[layer_idx]
-        if getattr(layer, "layer", layer_idx) != layer_idx:
+        if type(layer) is EngineLayer and layer.layer != layer_idx:
             raise ModelError(f"layer {layer_idx} of this cache is a copy of layer {layer.layer}{COPIED}")
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         window = getattr(layer, "sliding_window", None)

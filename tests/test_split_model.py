@@ -95,7 +95,7 @@ def test_turns_beams_and_chunks(text: str, device: Device) -> None:
         out = greedy(model, batch, 4, cache=cache)
         mask = torch.cat([batch["attention_mask"], batch["attention_mask"].new_ones(2, 9)], 1)
         mask[0, -5] = 0
-        more = {"input_ids": torch.cat([out, out[:, -5:]], 1), "attention_mask": mask}
+        more = {"input_ids": torch.cat([batch["input_ids"], out, out[:, :1].expand(-1, 5)], 1), "attention_mask": mask}
         turns = greedy(model, more, 4, cache=cache)
         beams = greedy(model, batch, 4, num_beams=2)
         chunks = greedy(model, batch, 4, prefill_chunk_size=16)
@@ -160,7 +160,7 @@ def test_a_saved_session_goes_on_where_its_layers_are(text: str, device: Device,
         for one, other in zip(cache.engines, again.engines, strict=True):
             assert one.parts[0].lane.first.device == other.parts[0].lane.first.device
         assert [layer.parts[0].lane.first.device for layer in again.engines] == [CPU, CUDA]
-        more = {"input_ids": torch.cat([out, out[:, :5]], 1)}
+        more = {"input_ids": torch.cat([batch["input_ids"], out, out[:, :1].expand(-1, 5)], 1)}
         more["attention_mask"] = torch.cat([batch["attention_mask"], torch.ones(2, 9, dtype=torch.long)], 1)
         want, got = (greedy(model, more, 4, cache=one) for one in (cache, again))
         assert got.tolist() == want.tolist()
