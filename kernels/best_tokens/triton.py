@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.best_tokens import reference
+from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.gpu.select import MOST, ordered, threshold, warps
 
 
@@ -34,6 +35,6 @@ def best_tokens(score: Tensor, count: Tensor) -> Tensor:
     keep = torch.empty(rows, tokens, dtype=torch.bool, device=score.device)
     block = triton.next_power_of_2(tokens)
     best_kernel[(rows,)](
-        score.to(torch.float32).contiguous(), count.contiguous(), keep, tokens, BLOCK=block, num_warps=warps(block)
-    )
+        score.to(torch.float32).contiguous(), count.contiguous(), keep, tokens, BLOCK=block, num_warps=warps(block), **FUSED
+    )  # fmt: skip
     return keep

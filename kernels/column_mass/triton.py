@@ -10,6 +10,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.span_attention import Band
 from kvengine.kernels.span_attention.triton import compute_type
@@ -153,9 +154,9 @@ def received(
     first = at if band is None else band.first
     lse_kernel[(triton.cdiv(queries, few), rows * group)](
         q, k, position, at, real, first, lse if sinks is None else sinks.contiguous(), lse, *strides, *numbers,
-        SINKS=sinks is not None, **shape,
+        SINKS=sinks is not None, **shape, **FUSED,
     )  # fmt: skip
     mass_kernel[(triton.cdiv(tokens, some), rows * group)](
-        q, k, position, at, real, first, later, lse, out, *strides, *numbers, MOST=most, **shape
+        q, k, position, at, real, first, later, lse, out, *strides, *numbers, MOST=most, **shape, **FUSED
     )
     return out

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.compact.reference import plan
+from kvengine.kernels.gpu import FUSED
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -32,6 +33,6 @@ def compact(fields: Mapping[str, Tensor], table: Tensor, position: Tensor, into:
         block_w = min(256, triton.next_power_of_2(max(width, 1)))
         if width and source.numel():
             move_kernel[(triton.cdiv(source.numel(), 16), triton.cdiv(width, block_w))](
-                field, source, target, source.numel(), WIDTH=width, BLOCK=16, BLOCK_W=block_w
+                field, source, target, source.numel(), WIDTH=width, BLOCK=16, BLOCK_W=block_w, **FUSED
             )
     return moved

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvengine.kernels.gpu import FUSED
+
 PROGRAMS = 32
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -23,8 +25,8 @@ def fetch_kernel(host, at, out, pages, words, total, BLOCK: tl.constexpr):
     for block in range(tl.program_id(0), pages * per, tl.num_programs(0)):
         page, word = block // per, (block % per) * BLOCK + tl.arange(0, BLOCK)
         source = tl.load(at + page).to(tl.int64)
-        here = (word < words) & (source >= 0) & (source < total)
-        x = tl.load(host + source * words + word, mask=here, other=0)
+        there = tl.where((source >= 0) & (source < total), words, 0)
+        x = tl.load(host + source * words + word, mask=word < there, other=0)
         tl.store(out + page.to(tl.int64) * words + word, x, mask=word < words)
 
 
@@ -39,5 +41,7 @@ def fetch(field: Tensor, at: Tensor, device: torch.device) -> Tensor:
     words = size // word.itemsize
     block = min(1024, triton.next_power_of_2(words))
     programs = min(PROGRAMS, len(at) * triton.cdiv(words, block))
-    fetch_kernel[(programs,)](source, at.contiguous(), to, len(at), words, len(field), BLOCK=block, num_warps=4)
+    fetch_kernel[(programs,)](
+        source, at.contiguous(), to, len(at), words, len(field), BLOCK=block, num_warps=4, **FUSED
+    )
     return out

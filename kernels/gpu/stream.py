@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.state import State
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -145,7 +146,7 @@ class Partials:
             join_kernel[(self.heads, self.rows)](
                 self.parts, self.tops, self.totals, logits, out, lse, self.lengths if self.lengths is not None else lse,
                 self.rows, self.columns, self.heads, self.programs, SINKS=sinks is not None, DIM=self.dim_v,
-                BLOCK_D=triton.next_power_of_2(self.dim_v), SHARES=32, **self.shape,
+                BLOCK_D=triton.next_power_of_2(self.dim_v), SHARES=32, **self.shape, **FUSED,
             )  # fmt: skip
         out, lse = out.unflatten(1, shape), lse.unflatten(1, shape)
         if scores is None:

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
+from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.gpu.stream import Partials, absorb, keep, pick, row_ends
 from kvengine.kernels.paged_attention.triton import MOST_HEADS
 from kvengine.kernels.state import State
@@ -136,6 +137,6 @@ def lowrank_attention(
         COMPUTE={torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[low],
         RANK=u.shape[-1], STEP=32, DIM=dim, HALF=half, BLOCK_H=max(16, triton.next_power_of_2(half)),
         REST=dim - 2 * half, BLOCK_R=max(16, triton.next_power_of_2(max(1, dim - 2 * half))), DIM_V=dim_v,
-        BLOCK_V=max(16, triton.next_power_of_2(dim_v)), num_warps=8, num_stages=2, **parts.shape,
+        BLOCK_V=max(16, triton.next_power_of_2(dim_v)), num_warps=8, num_stages=2, **parts.shape, **FUSED,
     )  # fmt: skip
     return parts.join(None, scores)

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.state import State
 
@@ -66,6 +67,6 @@ def _some(states: Sequence[State]) -> State:
     if lse.numel():
         merge_kernel[(lse.numel(),)](
             *outs, *outs[:1] * spare, *lses, *lses[:1] * spare, out, lse, DIM=dim,
-            BLOCK_D=triton.next_power_of_2(dim), COUNT=len(states),
+            BLOCK_D=triton.next_power_of_2(dim), COUNT=len(states), **FUSED,
         )  # fmt: skip
     return State(out, lse)

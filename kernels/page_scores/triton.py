@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
+from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.gpu.select import MOST, ordered, threshold, warps
 from kvengine.kernels.page_scores import reference
 
@@ -81,7 +82,7 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
         score_kernel[(rows, triton.cdiv(units, block))](
             q.contiguous(), low, high, alive, out, low.stride(0), low.stride(1), high.stride(0), high.stride(1),
             alive.stride(0), units, group, DIM=dim, BLOCK_D=block_d, BLOCK=block, MEAN=reduce == "mean",
-            HEADS=max(8, triton.next_power_of_2(group)), COMPUTE=compute,
+            HEADS=max(8, triton.next_power_of_2(group)), COMPUTE=compute, **FUSED,
         )  # fmt: skip
     return out
 
@@ -112,6 +113,6 @@ def _top(
     top_kernel[(rows, parts)](
         scores, scores if among is None else among, ids if limits is None else limits.contiguous(), ids, units, candidates,
         count, BLOCK_COUNT=triton.next_power_of_2(count), BLOCK=block, AMONG=among is not None, LIMITS=limits is not None,
-        num_warps=warps(block),
+        num_warps=warps(block), **FUSED,
     )  # fmt: skip
     return ids

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvengine.kernels import turboquant
 from kvengine.kernels.dispatch import beyond, interpreted
+from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.gpu import fields as stored
 from kvengine.kernels.gpu.fields import read
 from kvengine.kernels.gpu.stream import Partials, absorb, block_at, keep, pick, row_ends
@@ -196,7 +197,7 @@ def launch(
         rows, columns, heads, queries, 0 if units is None else units.shape[1], window or 0, scale, softcap or 1.0,
         PAGED=table is not None, WHOLE=whole, UNITS=units is not None, UNIT=unit, PAGE=page, SEEN=seen.value,
         SOFTCAP=softcap is not None, SCORES=want_probs, HEADS=tile, COMPUTE=compute_dtype(q, k), **parts.shape,
-        **k.layout, **v.layout, REST=rest, num_warps=8 if large else 4, num_stages=stages,
+        **k.layout, **v.layout, REST=rest, num_warps=8 if large else 4, num_stages=stages, **FUSED,
     )  # fmt: skip
     return parts.join(sinks, scores)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvengine.kernels import turboquant
 from kvengine.kernels.codecs import width
+from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.gpu.halves import SIZE, assembly, by_channel, by_token, half, shared
 from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, pick, row_ends
 from kvengine.kernels.state import State
@@ -33,6 +34,8 @@ EACH = 8
 """Programs, of one warp, for each multiprocessor: as many as its registers hold."""
 EACH_OF_FOUR_BITS = 12
 """With up to 8 query rows and 128 channels they need fewer; TurboQuant's of 2 bits too."""
+REGISTERS = 65536 // (32 * EACH_OF_FOUR_BITS) // 8 * 8
+"""Of a thread, where so many programs run at once: Triton 3.9's compiler would take more, and spills no more with these."""
 
 
 @triton.jit
@@ -311,7 +314,7 @@ def attention(
         K_DIM=dim, K_BITS=bits[0], K_GROUP=groups[0], K_ASM=assembly(bits[0], turned),
         V_DIM=dim_v, V_BITS=bits[1], V_GROUP=groups[1], V_ASM=assembly(bits[1], turned), TURNED=turned,
         K_SIZE=SIZE[bits[0]] if turned else 1.0, V_SIZE=SIZE[bits[1]] if turned else 1.0,
-        num_warps=1 if alone else 4, num_stages=3,
+        num_warps=1 if alone else 4, num_stages=3, maxnreg=REGISTERS if small else None, **FUSED,
     )  # fmt: skip
     found = parts.join(sinks, None)
     return found._replace(out=turboquant.turned(found.out)) if turned else found

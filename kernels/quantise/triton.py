@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels import quantise as op
+from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.quantise import reference
 
 
@@ -129,8 +130,8 @@ def turned_codes(y: Tensor, bits: int, form: int, levels: Tensor) -> tuple[Tenso
     block = max(1, 2048 // channels)
     if y.numel():
         turned_kernel[(triton.cdiv(tokens, block),)](
-            y.contiguous(), levels, code, scale, tokens, DIM=dim, BITS=bits, FORM=form, TOKENS=block, CHANNELS=channels
-        )
+            y.contiguous(), levels, code, scale, tokens, DIM=dim, BITS=bits, FORM=form, TOKENS=block, CHANNELS=channels, **FUSED
+        )  # fmt: skip
     return code, scale
 
 
@@ -140,7 +141,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     out = torch.empty(*codes.shape[:-1], codes.shape[-1] * bits // 8, dtype=torch.uint8, device=codes.device)
     block = 1024
     if codes.numel():
-        pack_kernel[(triton.cdiv(codes.numel(), block),)](codes, out, codes.numel(), BITS=bits, BLOCK=block)
+        pack_kernel[(triton.cdiv(codes.numel(), block),)](codes, out, codes.numel(), BITS=bits, BLOCK=block, **FUSED)
     return out
 
 
@@ -161,6 +162,6 @@ def quantise(
     sides = triton.next_power_of_2(steps[0]), max(8, triton.next_power_of_2(steps[1]))
     quantise_kernel[(triton.cdiv(tokens, steps[0]), triton.cdiv(dim, steps[1]))](
         x, x if alive is None else alive.contiguous(), code, scale, zero, tokens, *steps, DIM=dim, BITS=bits,
-        BY_CHANNEL=by_channel, ALIVE=alive is not None, TOKENS=sides[0], CHANNELS=sides[1],
+        BY_CHANNEL=by_channel, ALIVE=alive is not None, TOKENS=sides[0], CHANNELS=sides[1], **FUSED,
     )  # fmt: skip
     return op.Quantised(code, scale, zero)

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
+from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.gpu.stream import absorb
 from kvengine.kernels.span_attention import Band
 
@@ -95,7 +96,7 @@ def span_attention(
         QUERIES=each, HEADS=heads, DIM=dim, BLOCK_D=wide, DIM_V=dim_v, BLOCK_V=max(triton.next_power_of_2(dim_v), 16),
         BLOCK=16 if wide > 256 else 64 if wide <= 128 and not exact else 32, BAND=band is not None,
         SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        COMPUTE=compute_type(k.dtype), num_warps=8 if wide > 128 else 4, num_stages=2,
+        COMPUTE=compute_type(k.dtype), num_warps=8 if wide > 128 else 4, num_stages=2, **FUSED,
     )  # fmt: skip
     return out.view(*shape[:3], dim_v)
 
