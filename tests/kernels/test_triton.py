@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -35,6 +36,10 @@ def as_written(pytestconfig: pytest.Config) -> None:
 
 def interpret(which: str) -> None:
     """Run the tests of this folder that name the Triton backend, in a process where it is interpreted."""
+    if importlib.metadata.version("triton") == "3.9.0":
+        pytest.skip(
+            "its interpreter makes integers of a truth value that is spread over a block, and takes none as a mask"
+        )
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE), "-k", which]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True)
