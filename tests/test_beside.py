@@ -131,7 +131,7 @@ def same_tokens(mine: LayerCache, theirs: LayerCache, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("text", every(2, ONCE))
-@pytest.mark.parametrize("shape", ["GQA", "odd", "MHA"])
+@pytest.mark.parametrize("shape", ["GQA", "odd", pytest.param("MHA", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dtype", "pad"), [(torch.float32, 0), (torch.float32, 7), (torch.bfloat16, 5)])
 @pytest.mark.parametrize("prompt", [12, 40])  # within the budget at first, and beyond it
 def test_one_call_keeps_the_same_tokens(
