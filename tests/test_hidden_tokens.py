@@ -166,4 +166,8 @@ def test_a_mask_of_a_turn_alone_is_refused_if_it_has_padding() -> None:
             model(**first, **{CACHE: cache})
         with pytest.raises(ModelError, match=r"attention_mask has \d+ columns, but .* there are \d+ tokens"):
             model(ids, attention_mask=mask, **{CACHE: cache})
-    model(second["input_ids"][:, -7:], attention_mask=torch.ones(3, 7), **{CACHE: kvengine.EngineCache(model)})
+    said = []
+    for columns in (7, first["input_ids"].shape[1] + 7):  # without padding it says the same, however short
+        model(**first, **{CACHE: (cache := kvengine.EngineCache(model))})
+        said.append(model(second["input_ids"][:, -7:], attention_mask=torch.ones(3, columns), **{CACHE: cache}).logits)
+    assert torch.equal(*said)

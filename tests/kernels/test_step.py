@@ -96,8 +96,9 @@ def test_a_token_takes_the_place_of_one_that_leaves_the_newest(
                 want[2][r, s] = -1
         left[r] = torch.tensor([-1 if first[r] <= p <= shape[-1] - recent[r] else p for p in sealed[r].tolist()])
     about: dict[str, Any] = dict(start=start, end=end, at=shape[-1], holes=True, scale=0.3, backend=backend)
-    rule = Sealed(Ends(first, recent), sealed, alive)
-    got = step(q, k, v, keys, values, position, fill=fill, rule=rule, **about)
+    ends, again = Ends(first, recent), [keys.clone(), values.clone(), position.clone()]
+    got = step(q, k, v, keys, values, position, fill=fill, rule=Sealed(ends, sealed, alive), **about)
+    assert torch.equal(step(q, k, v, *again, fill=fill, rule=ends, **about), got) and torch.equal(again[2], position)
     assert torch.equal(sealed, left) and torch.equal(alive, (left >= 0).view(rows, 4, 3).any(2))
     assert bool(alive.any()) and not bool(alive.all())
     assert oracle.error(got.transpose(1, 2), out.unflatten(0, shape[:2]).flatten(1, 2)) <= BOUND[dtype]
