@@ -1,6 +1,6 @@
 """What many tests share: a tiny model, prompts, greedy text, and a cache driven without a model."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -156,9 +156,18 @@ MIXED = [
 ]
 
 
-def every(which: int, cases: Iterable[Any]) -> list[Any]:
-    """All cases for `make test-slow`, and every so many-th for `make test`."""
-    return [case if i % which == 0 else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)]
+def every(which: int, cases: Iterable[Any], start: int = 0) -> list[Any]:
+    """All cases for `make test-slow`, and every so many-th for `make test`, from `start` on."""
+    return [case if i % which == start else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)]
+
+
+def in_turn(cases: Iterable[Any], ways: Sequence[Any], few: int = 2) -> list[Any]:
+    """All cases in all ways for `make test-slow`; for `make test`, each case in one of the first few ways."""
+    return [
+        pytest.param(case, way, marks=[] if j == i % few else [pytest.mark.slow])
+        for i, case in enumerate(cases)
+        for j, way in enumerate(ways)
+    ]
 
 
 def methods() -> list[str]:

@@ -6,6 +6,7 @@ Where it reads sealed pages beside the tail, they give the same bits; where its 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -75,11 +76,15 @@ def talk(
     return out, layer
 
 
+def kinds(*shapes: str) -> list[Any]:
+    """Shapes, dtypes and padding: each of the first two shapes has some of the kinds, the others are slow."""
+    few = [(shapes[0], torch.float32, 7), (shapes[0], torch.bfloat16, 5), (shapes[1], torch.float32, 0)]
+    every = [(s, *kind) for s in shapes for kind in ((torch.float32, 0), (torch.float32, 7), (torch.bfloat16, 5))]
+    return [pytest.param(*one, marks=[] if one in few else [pytest.mark.slow]) for one in every]
+
+
 @pytest.mark.parametrize("text", STACKS)
-@pytest.mark.parametrize(
-    "shape", ["GQA", "odd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MHA", "wide"))]
-)
-@pytest.mark.parametrize(("dtype", "pad"), [(torch.float32, 0), (torch.float32, 7), (torch.bfloat16, 5)])
+@pytest.mark.parametrize(("shape", "dtype", "pad"), kinds("GQA", "odd", "MHA", "wide"))
 def test_one_call_changes_nothing(
     text: str, shape: str, dtype: torch.dtype, pad: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,8 +136,7 @@ def same_tokens(mine: LayerCache, theirs: LayerCache, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("text", every(2, ONCE))
-@pytest.mark.parametrize("shape", ["GQA", "odd", pytest.param("MHA", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("dtype", "pad"), [(torch.float32, 0), (torch.float32, 7), (torch.bfloat16, 5)])
+@pytest.mark.parametrize(("shape", "dtype", "pad"), kinds("GQA", "odd", "MHA"))
 @pytest.mark.parametrize("prompt", [12, 40])  # within the budget at first, and beyond it
 def test_one_call_keeps_the_same_tokens(
     text: str, shape: str, dtype: torch.dtype, pad: int, prompt: int, monkeypatch: pytest.MonkeyPatch

@@ -120,7 +120,7 @@ def replay(text: str, padding: int = 9) -> tuple[list[Tensor], list[Tensor], lis
     return want, got, places
 
 
-@pytest.mark.parametrize("text", EVERY)
+@pytest.mark.parametrize("text", every(2, EVERY, 1))
 def test_the_text_is_that_of_eager_decoding(text: str, model: Any) -> None:
     with kvengine.patched(model, text):
         decoder = kvengine.compile_decode(model, "eager")
@@ -139,7 +139,7 @@ def test_a_recorded_model_speaks_the_same_text(text: str) -> None:
         assert torch.equal(decode(model, decoder, one(), 30), decode(model, None, one(), 30))
 
 
-@pytest.mark.parametrize("text", every(3, EVERY))
+@pytest.mark.parametrize("text", every(4, EVERY, 2))
 def test_with_the_kernels_that_users_have(text: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with kvengine.patched(model, text):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families.configs import build
-from support import SMALL, Bare, greedy, llama, one, patched, prompts
+from support import SMALL, Bare, greedy, in_turn, llama, one, patched, prompts
 from torch import Tensor
 
 import kvengine
@@ -19,6 +19,7 @@ from kvengine import saved
 from kvengine.errors import CacheError, ModelError
 
 STACKS = [SMALL[name] for name in ("full", "h2o", "snapkv", "kivi", "quest", "tidal", "ann", "lowrank", "disk")]
+DUO = "duo(sinks=2, recent=10) + quest(budget=24, page=4)"
 SELECTIONS = [SMALL[name] for name in ("quest", "tidal", "ann", "landmarks", "retrieval", "oracle_topk")]
 
 
@@ -103,8 +104,7 @@ def test_what_a_dropped_cache_held_is_free(text: str, recording: bool) -> None:
     assert threading.active_count() <= before
 
 
-@pytest.mark.parametrize("text", [*STACKS, "duo(sinks=2, recent=10) + quest(budget=24, page=4)", SMALL["host"]])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("text", "first"), in_turn([*STACKS, SMALL["host"], DUO], [True, False]))
 def test_a_cache_goes_on_outside_of_inference_mode(text: str, first: bool) -> None:
     """What was written there must not be changed elsewhere; whoever calls `generate` need not know of each other's mode."""
     model, ids, more = patched(text), one()["input_ids"], one(40, seed=5)["input_ids"]

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from support import SMALL, greedy, llama, methods, prompts
+from support import SMALL, every, greedy, llama, methods, prompts
 
 import kvengine
 from kvengine.errors import UnsupportedPolicy
@@ -21,8 +21,9 @@ def model() -> torch.nn.Module:
     return llama()
 
 
-@pytest.mark.parametrize(("a", "b"), PAIRS)
-def test_a_pair_runs_or_is_refused(model: torch.nn.Module, a: str, b: str) -> None:
+@pytest.mark.parametrize("pair", every(3, PAIRS[::-1]), ids=" + ".join)  # of which some are of any two axes
+def test_a_pair_runs_or_is_refused(model: torch.nn.Module, pair: tuple[str, str]) -> None:
+    a, b = pair
     text = f"{SMALL[a]} + {SMALL[b]}"
     try:
         Stack.parse(text)

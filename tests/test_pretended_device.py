@@ -16,7 +16,7 @@ import pytest
 import torch
 from families import configs
 from layout import ROOT
-from support import MIXED, SMALL, every, greedy, llama, prompts
+from support import MIXED, SMALL, every, greedy, in_turn, llama, prompts
 from support_device import CUDA, Device, Elsewhere, Pretended, pretended, there
 from test_compiled import DIM, EVERY, PROMPT, STEPS, at, tokens
 from torch import Tensor
@@ -113,8 +113,7 @@ def layer(text: str, qkv: list[Tensor], here: bool = False) -> LayerCache:
     return cache
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["eager", "held still"])
-@pytest.mark.parametrize("text", EVERY)
+@pytest.mark.parametrize(("text", "held"), in_turn(EVERY, [False, True]))
 def test_a_step_moves_nothing(text: str, held: bool, device: Device) -> None:
     """Nor is anything moved between two steps, but the numbers of pages that are sealed, and pages to their place."""
     with device, torch.inference_mode():

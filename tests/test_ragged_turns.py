@@ -90,7 +90,7 @@ def talk(
 
 
 @pytest.mark.parametrize("follow", [False, True])
-@pytest.mark.parametrize("text", every(2, STACKS))
+@pytest.mark.parametrize("text", every(3, STACKS))
 def test_a_row_of_a_ragged_turn_is_as_alone(text: str, follow: bool) -> None:
     model = patched(text).double()
     together = talk(model, [0, 1, 2], follow)
@@ -100,14 +100,14 @@ def test_a_row_of_a_ragged_turn_is_as_alone(text: str, follow: bool) -> None:
 
 
 @pytest.mark.parametrize("chunks", [(), pytest.param((6, 11), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("text", every(2, [*STACKS, *SILENT]))
+@pytest.mark.parametrize("text", every(3, [*STACKS, *SILENT], 1))
 def test_a_row_that_says_nothing_in_a_turn_stays_as_it_was(text: str, chunks: tuple[int, ...]) -> None:
     model, later = patched(text).double(), (9, 14, 0)
     together, alone = (talk(model, rows, False, chunks, later, 20) for rows in ([0, 1, 2], [1]))
     torch.testing.assert_close(together[1, [0, 1, 3]], alone[0, [0, 1, 3]], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("text", every(2, ["duo(sinks=2, recent=10) + quest(budget=24, page=4)", *STACKS, *SILENT]))
+@pytest.mark.parametrize("text", every(3, ["duo(sinks=2, recent=10) + quest(budget=24, page=4)", *STACKS, *SILENT]))
 def test_a_turn_of_padding_alone_leaves_no_trace(text: str) -> None:
     """Of a row that has a cache of its own, but the turns of a batch."""
     model, out, (ids, mask), more = patched(text).double(), [], ragged(1, 40, (0,), 1), ragged(1, 26, (0,), 2)[0]
@@ -123,7 +123,7 @@ def test_a_turn_of_padding_alone_leaves_no_trace(text: str) -> None:
     torch.testing.assert_close(*out, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("text", every(3, [*SMALL.values(), *MIXED]))
+@pytest.mark.parametrize("text", every(4, [*SMALL.values(), *MIXED]))
 def test_a_batch_that_begins_with_padding_alone_begins_behind_it(text: str) -> None:
     model, out, (ids, _) = patched(text).double(), [], ragged(2, 40, (0,), 1)
     for first in (0, 9):
@@ -146,7 +146,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("text", every(2, [*STACKS, *SILENT, *MORE]))
+@pytest.mark.parametrize("text", every(3, [*STACKS, *SILENT, *MORE], 2))
 def test_a_row_with_one_token_in_a_turn_goes_on_decoding(text: str) -> None:
     """As it does alone, where one token resumes what was said before."""
     model = patched(text).double()
@@ -165,7 +165,7 @@ def test_chunks_of_a_ragged_turn_do_not_matter(text: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("text", every(2, STACKS))
+@pytest.mark.parametrize("text", every(3, STACKS, 1))
 def test_ragged_turns_in_half_precision(text: str, dtype: torch.dtype) -> None:
     """The same as in double precision, but for rounding and the choices it turns."""
     got, want = (talk(patched(text).to(kind), [0, 1, 2], False).double() for kind in (dtype, torch.float64))

@@ -178,7 +178,7 @@ def test_damage_is_refused(tmp_path: Path) -> None:
             saved.load(model, path)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "gemma3"])
+@pytest.mark.parametrize("name", ["falcon_h1", "gemma3", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_whatever_is_changed_is_refused_or_does_no_harm(name: str, tmp_path: Path) -> None:
     """Sizes that only the model's weights could tell are torch's to refuse."""
     model = built(name)

@@ -60,7 +60,7 @@ def split(model: Any, first: bool = False) -> Any:
     return model
 
 
-@pytest.mark.parametrize("text", every(3, STACKS))
+@pytest.mark.parametrize("text", every(5, STACKS, 2))
 @pytest.mark.parametrize(
     "first", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["the last layer", "the first layer"]
 )
@@ -85,7 +85,9 @@ def test_families(family: str, text: str, device: Device) -> None:
         assert model.generate(**batch, **options).tolist() == want.tolist()
 
 
-@pytest.mark.parametrize("text", ["full", "h2o(budget=24)", "snapkv(budget=24, window=6) + kivi(group=8, residual=8)"])
+@pytest.mark.parametrize(
+    "text", every(2, ["h2o(budget=24)", "full", "snapkv(budget=24, window=6) + kivi(group=8, residual=8)"])
+)
 def test_turns_beams_and_chunks(text: str, device: Device) -> None:
     """Later turns hide tokens, and their masks come with the first layer's device."""
     model, batch = llama(), prompts(2)
@@ -107,8 +109,8 @@ def test_turns_beams_and_chunks(text: str, device: Device) -> None:
         assert said() == want
 
 
-@pytest.mark.parametrize("draft, middle", [("lookup", None), ("recycling", None), (None, "quest(budget=24, page=4)"),
-                                           ("recycling", "streaming(sinks=2, recent=20)")])  # fmt: skip
+@pytest.mark.parametrize("draft, middle", [(None, "quest(budget=24, page=4)"), ("recycling", "streaming(sinks=2, recent=20)"),
+    *(pytest.param(draft, None, marks=pytest.mark.slow) for draft in ("lookup", "recycling"))])  # fmt: skip
 def test_speculation(draft: str | None, middle: str | None, device: Device) -> None:
     """A tree's mask is made where the tokens are, and read in every layer."""
     model, batch = llama(), prompts(1)

@@ -9,6 +9,7 @@ from kvengine.errors import UnsupportedPolicy
 from kvengine.hf_names import CACHE
 
 TOKENS = 64
+FEW = 24  # three windows
 
 
 @pytest.fixture(params=configs.FAMILIES)
@@ -31,13 +32,15 @@ def has_plain_layers(name: str) -> bool:
     )  # falcon_h1: state and keys in one layer
 
 
-def test_full_gives_the_stock_tokens_on_a_padded_batch(name: str) -> None:
-    want = greedy(configs.build(name))
+@pytest.mark.parametrize("count", [FEW, pytest.param(TOKENS, marks=pytest.mark.slow)])
+def test_full_gives_the_stock_tokens_on_a_padded_batch(name: str, count: int) -> None:
+    want = greedy(configs.build(name), count)
     model = kvengine.patch(configs.build(name))
     cache = kvengine.EngineCache(model)
-    assert torch.equal(greedy(model, cache=cache), want)
+    assert torch.equal(greedy(model, count, cache=cache), want)
     assert bool(cache.engines) == has_plain_layers(name)
-    assert torch.equal(greedy(kvengine.unpatch(model)), want)
+    after = greedy(kvengine.unpatch(model), 4)
+    assert torch.equal(after, want[:, : after.shape[1]])
 
 
 def test_a_policy_runs_or_is_refused_with_a_reason(name: str) -> None:

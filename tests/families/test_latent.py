@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,10 @@ WHOLE = [
     "landmarks(budget=500)", "retrieval(budget=500)", "oracle_topk(budget=500)", "host", "host + quest(budget=500)",
     "snapkv(budget=500) + quest(budget=500)",
 ]  # fmt: skip
+
+
+LATENT = [text for kind, text in SMALL.items() if kind not in ("disk", "remote")]
+"""Every second is in one of the two tests below, the others are in the other."""
 
 
 def attentions(model: nn.Module) -> list[Any]:
@@ -73,15 +79,18 @@ def test_a_decoded_token_makes_keys_of_itself_only(name: str, text: str, monkeyp
     assert set(made) == {1}
 
 
-@pytest.mark.parametrize("text", WHOLE)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_budget_beyond_the_text_gives_the_stock_tokens(name: str, text: str) -> None:
-    model = configs.build(name)
-    want = greedy(model)
-    assert torch.equal(greedy(kvengine.patch(model, text)), want)
+@cache
+def stock(name: str) -> Tensor:
+    return greedy(configs.build(name))
 
 
-@pytest.mark.parametrize("text", [text for kind, text in SMALL.items() if kind not in ("disk", "remote")])
+@pytest.mark.parametrize("case", every(len(NAMES), product(NAMES, WHOLE)), ids=" ".join)
+def test_a_budget_beyond_the_text_gives_the_stock_tokens(case: tuple[str, str]) -> None:
+    name, text = case
+    assert torch.equal(greedy(kvengine.patch(configs.build(name), text)), stock(name))
+
+
+@pytest.mark.parametrize("text", [LATENT[0], *every(2, LATENT[1:])])
 def test_a_row_alone_is_the_row_in_a_batch(text: str) -> None:
     model, batch = configs.build("deepseek_v3"), configs.padded_batch()
     try:
@@ -119,7 +128,7 @@ def test_what_is_held(tmp_path: Path) -> None:
         assert torch.equal(model(token, cache=back).logits, model(token, cache=cache).logits)
 
 
-@pytest.mark.parametrize("text", every(2, (text for kind, text in SMALL.items() if kind not in ("disk", "remote"))))
+@pytest.mark.parametrize("text", every(2, LATENT))
 def test_values_held_once_are_those_held_twice(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, through a padded batch, a rolled-back draft, rows that leave and another turn."""
     model, batch = configs.build("deepseek_v3"), configs.padded_batch()
@@ -199,11 +208,13 @@ def test_drafts_are_taken_back() -> None:
     assert torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=3), want)
 
 
-@pytest.mark.parametrize(
-    "middle", ["quest(budget=24, page=4)", "snapkv(budget=24, window=4)", "kivi(group=8, residual=8)"]
-)
-@pytest.mark.parametrize("stack", ["full", "snapkv(budget=30, window=4)"])
-def test_drafts_on_latents_are_lossless(stack: str, middle: str) -> None:
+TARGETS = ["full", "snapkv(budget=30, window=4)"]
+MIDDLES = ["quest(budget=24, page=4)", "snapkv(budget=24, window=4)", "kivi(group=8, residual=8)"]
+
+
+@pytest.mark.parametrize("case", every(2, product(TARGETS, MIDDLES)), ids=" + ".join)
+def test_drafts_on_latents_are_lossless(case: tuple[str, str]) -> None:
+    stack, middle = case
     model = kvengine.patch(configs.build("deepseek_v3"), stack)
     ids = torch.tensor([[5, 6, 7, 8, 9, 30] * 12])
     decoder = TriForce(model, "lookup", middle, gamma=(2, 4), stack=stack)

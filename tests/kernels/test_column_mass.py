@@ -52,10 +52,11 @@ def drawn(
 def allowed(position: Tensor, at: Tensor, real: Tensor, band: Band | None = None) -> Tensor:
     """Which tokens each query sees, one pair at a time."""
     seen = torch.zeros(*real.shape, position.shape[1], dtype=torch.bool)
+    first, there, ends = [0] * len(real) if band is None else band.first.tolist(), (position >= 0).tolist(), at.tolist()
     for r, i in real.nonzero().tolist():
-        for t in range(int(at[i]) + 1):
-            inside = band is None or t < int(band.first[r]) + band.sinks or int(at[i]) - t < band.local
-            seen[r, i, t] = inside and bool(position[r, t] >= 0)
+        tokens = range(ends[i] + 1)
+        inside = [band is None or t < first[r] + band.sinks or ends[i] - t < band.local for t in tokens]
+        seen[r, i, : ends[i] + 1] = torch.tensor([inside[t] and there[r][t] for t in tokens], dtype=torch.bool)
     return seen
 
 

@@ -89,11 +89,12 @@ def built(flag: str) -> library.Loaded:
         return library.Loaded(None, error.stderr)
 
 
-HALVED = "512 bits, by halves"
-"""Layouts of the widest registers, on a processor without them: minutes to compile."""
+LATER = ("512 bits, by halves", "no bfloat16", "128 bits")
+"""Of layouts of the widest registers, on a processor without them: minutes to compile. The others take ten seconds each,
+and what they lack, 256 bits lack too."""
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name == HALVED else name for name in PROCESSORS])
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in LATER else name for name in PROCESSORS])
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     name = request.param
     if name != "this one":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = ["tail, 1 query", "kivi, 4 bits", "bounds", "fetch"]
+CASES = ["kivi, 4 bits", "bounds", "fetch"]
 DRIVER = r"""
 #include "cuda.h"
 static int launches, refused;

@@ -33,17 +33,18 @@ def drawn(queries: int, tokens: int, dtype: torch.dtype = torch.float32) -> tupl
 def allowed(position: Tensor, queries: int, spans: Tensor, block: int, band: Band | None) -> Tensor:
     """Which tokens each query sees, one pair at a time; by query head if `spans` are."""
     rows, tokens = position.shape
-    seen = torch.zeros(max(rows, len(spans)), queries, tokens, dtype=torch.bool)
-    share = len(seen) // rows
-    for line in range(len(seen)):
-        r = line // share
+    lines, there = max(rows, len(spans)), (position >= 0).tolist()
+    seen = [[[False] * tokens for _ in range(queries)] for _ in range(lines)]
+    first, of = [0] * rows if band is None else band.first.tolist(), spans.tolist()
+    for line in range(lines):
+        r = line // (lines // rows)
         for i in range(queries):
             at = tokens - queries + i
-            for start, end in spans[line % len(spans), i // block].tolist():
+            for start, end in of[line % len(of)][i // block]:
                 for j in range(start, min(end, at + 1)):
-                    inside = band is None or j < int(band.first[r]) + band.sinks or at - j < band.local
-                    seen[line, i, j] |= inside and bool(position[r, j] >= 0)
-    return seen
+                    inside = band is None or j < first[r] + band.sinks or at - j < band.local
+                    seen[line][i][j] |= inside and there[r][j]
+    return torch.tensor(seen)
 
 
 CASES = {

@@ -85,7 +85,8 @@ def test_trees_below_the_target_and_below_the_middle(target: Any, small: Any, mi
 
 @pytest.mark.parametrize("tree", every(2, [(3, 2, 1), "recycling"]), ids=str)
 @pytest.mark.parametrize(
-    "stack", ["streaming(sinks=2, recent=14)", "duo(sinks=2, recent=10)", "turboquant(bits=2, residual=8)", QUEST]
+    "stack",
+    every(2, ["streaming(sinks=2, recent=14)", "duo(sinks=2, recent=10)", "turboquant(bits=2, residual=8)", QUEST]),
 )
 def test_trees_only_look_so_a_target_that_acts_on_each_token_takes_chains(
     target: Any, small: Any, stack: str, tree: Any

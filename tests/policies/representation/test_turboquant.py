@@ -44,10 +44,12 @@ def normal_levels(bits: int) -> list[float]:
     def below(x: Tensor) -> Tensor:
         return (1 + (x / math.sqrt(2)).erf()) / 2
 
-    for _ in range(20000):
+    moved = True
+    while moved:
         inner = (level[1:] + level[:-1]) / 2
         border = torch.cat([inner.new_tensor([-math.inf]), inner, inner.new_tensor([math.inf])])
-        level = -(density(border[1:]) - density(border[:-1])) / (below(border[1:]) - below(border[:-1]))
+        better = -(density(border[1:]) - density(border[:-1])) / (below(border[1:]) - below(border[:-1]))
+        moved, level = bool((better - level).abs().max() > 1e-9), better
     return level[2 ** (bits - 1) :].tolist()
 
 
