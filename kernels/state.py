@@ -6,11 +6,14 @@ Softmax over the union of disjoint token sets follows from each set's own softma
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvengine.kernels.gpu.stream import Partials
 
 
 class State(NamedTuple):
@@ -23,6 +26,9 @@ class State(NamedTuple):
     probs: Float[Tensor, "row group query token"] | None = None
     """This set's own softmax, columns in the order the tokens were given; multiply by `exp(lse - merged.lse)` for the
     share of the whole."""
+    waiting: Partials | None = None
+    """On a GPU, if it was allowed to `wait`: what each program found, for `merge_states` to join with the other parts in one
+    launch. Until then `out` and `lse` are empty."""
 
 
 def rescaled(part: State, whole: State) -> Float[Tensor, "row group query token"]:

@@ -14,7 +14,6 @@ from kvengine.kernels.attention import attention
 from kvengine.kernels.causal_attention import causal_attention, follows, quicker
 from kvengine.kernels.dispatch import native_refusal
 from kvengine.kernels.span_attention import Band, band_spans, causal_spans, pairs, span_attention
-from kvengine.kernels.state import State, rescaled
 from kvengine.policies.prefill import Prefill
 from kvengine.session import Call
 
@@ -169,8 +168,3 @@ def _taken(x: Tensor, at: Tensor) -> Tensor:
 def causal_pays(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `causal` takes less time than `whole` with a mask."""
     return q.shape[2] > 1 and quicker(q, k[:, None], v[:, None])
-
-
-def received(parts: list[State], total: State) -> Float[Tensor, "row group token"]:
-    """The attention that each token receives from these queries, part after part."""
-    return torch.cat([rescaled(part, total) for part in parts], 3).sum(2)

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine import _ops as ops
 from kvengine import answers
 from kvengine.kernels.attention import attention
 from kvengine.kernels.column_mass import column_mass, columns, masked
+from kvengine.kernels.merge_states import received
 from kvengine.kernels.span_attention import Band
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.retention import Seen
@@ -117,7 +117,7 @@ class Evidence(Recall):
         visible = self.visible(at, position, False)
         if valid is None:
             state = attention(q, k, v[..., :1], visible, call.scale, softcap=call.softcap, want_probs=True)
-            mass = ops.received([state], state).sum(1)
+            mass = received([state], state).sum(1)
         else:  # padding says nothing
             visible = visible & valid[..., None]
             mass = columns(q, k.float().transpose(1, 2), visible, call.scale, call.softcap).sum(1)

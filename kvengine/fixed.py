@@ -24,7 +24,10 @@ from torch import Tensor
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.kernels.attention import attention
+from kvengine.kernels.put_token import Limit, put_token
 from kvengine.kernels.state import State
+from kvengine.kernels.step import Ends, Merged, Rule, Sealed
+from kvengine.kernels.verdict import verdict
 from kvengine.lane import Lane
 from kvengine.pages import Pages
 from kvengine.policies import name_of
@@ -61,13 +64,18 @@ class FixedLane(Lane):
             self.lengths = [(len(tail), None)]
         self.longest, self.more = max(n for n, _ in self.lengths), more
         self.end = tail.settle(self.longest, self.slots_for(more), self.ring > 0)
-        self.cursor = torch.tensor([self.end], device=now.device)
+        self.origin = None if self.fills else int(now) - self.end  # the position of what lies in slot 0
         if self.ring:
             self.sealed().spread(-(-(more + self.longest) // stack.page), tail.k, tail.v)
         if self.retention.decodes or self.ring:
             self.whole = False
         tail.clean = False
         self.counts = torch.zeros(len(self.first), dtype=torch.int32, device=now.device) + self.open()
+        reads, self.limit_of_units = stack.selection.reads, None
+        if reads is not None:
+            budget = tokens_by_row(reads, self.prompt_length).contiguous()
+            self.limit_of_units = Limit(budget, stack.selection.unit, torch.ones_like(budget))
+        self.verdict = None if isinstance(rule := self.lasting_rule(), Merged) else rule
         self.pins = list(self.pinned())
 
     def slots_for(self, more: int) -> int:
@@ -93,7 +101,7 @@ class FixedLane(Lane):
 
     def state(self) -> list[Tensor]:
         """Every tensor that a step reads and changes."""
-        return [self.cursor, self.counts, *(x for _, _, x in self.pins)]
+        return [self.counts, *(x for _, _, x in self.pins)]
 
     def lasting(self) -> list[Tensor]:
         """Those of them that the same step would not leave alike if it were taken again.
@@ -113,14 +121,11 @@ class FixedLane(Lane):
     # what `Lane.step` asks, answered from the device
 
     def add(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        if self.fills:
-            self.tail.fill(k, v, self.now.expand(len(k), 1))
-        else:
-            self.tail.put(self.cursor, k, v, self.now)
-            self.cursor.add_(1)
-            if self.ring:
-                self.cursor.remainder_(self.ring)
-        self.counts.add_(1)
+        tail = self.tail
+        put_token(
+            k, v, tail.k, tail.v, tail.position, self.counts, self.now, origin=self.origin, ring=self.ring,
+            score=tail.score if tail.scored else None, limit=self.limit_of_units,
+        )  # fmt: skip
 
     def at_once(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         """A recorded step goes the general way."""
@@ -132,13 +137,23 @@ class FixedLane(Lane):
         self.call = call
         if self.waits:
             self.ask(q, valid)  # `advance` judges
-        else:
+        elif self.verdict is None:
             super().judge_step(q, valid, mass, call)
+        else:
+            tail, rule = self.tail, self.verdict
+            if isinstance(rule, Ends) and self.pages is not None and len(self.pages):
+                rule = Sealed(rule, self.pages.position, self.pages.alive)
+            verdict(rule, tail.position, self.now, mass=mass, score=tail.score if tail.scored else None)
+
+    def lasting_rule(self) -> Rule | None:
+        """How a token is judged, if that is a rule which the device knows, and needs no more than the step has."""
+        return self.rule() if self.rolls or self.pays or self.thins else None
 
     def near(self, q: Tensor, k: Tensor, v: Tensor, call: Call, mass: bool) -> State:
         if not self.counted:
             return super().near(q, k, v, call, mass)
-        return attention(q, k, v, None, call.scale, softcap=call.softcap, want_probs=mass, lengths=self.counts)
+        more = {"softcap": call.softcap, "want_probs": mass, "lengths": self.counts, "wait": True}
+        return attention(q, k, v, None, call.scale, **more)  # type: ignore[arg-type]
 
     def show(self, queries: Tensor, mass: Tensor | None, call: Call, prompt: bool) -> Seen:
         return replace(super().show(queries, mass, call, prompt), newest=self.now[0])
@@ -153,8 +168,9 @@ class FixedLane(Lane):
         most = self.ring or self.longest + self.more
         if (isinstance(selection.reads, int) or not self.padded) and (budget - most) // unit >= pages.units:
             return None
-        count = ((tokens_by_row(selection.reads, self.prompt_length) - self.counts) // unit).clamp(min=1)
-        where = self.where(pages, call, count, max(1, (budget - least) // unit), False)
+        if self.limit_of_units is None:
+            raise CacheError("the lane was held still for a stack without a selection")
+        where = self.where(pages, call, self.limit_of_units.units, max(1, (budget - least) // unit), False)
         return selection.select(q[:, :, 0], pages.summary, pages.alive, where)
 
     def seal(self) -> None:

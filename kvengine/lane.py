@@ -23,7 +23,7 @@ from kvengine.gradients import watched
 from kvengine.kernels.attention import attention
 from kvengine.kernels.column_mass import blocks
 from kvengine.kernels.lowrank_attention import lowrank_attention
-from kvengine.kernels.merge_states import merge_states
+from kvengine.kernels.merge_states import merge_states, received
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.span_attention import Band, band_spans, pairs
 from kvengine.kernels.state import State
@@ -85,7 +85,7 @@ class Lane(Verdicts):
                 x + float(y.sum()) for x, y in ((self.tally.every, sees), (self.tally.computed, visible))
             )
             state = attention(q[:, :, span], k, v, visible, call.scale, softcap=call.softcap)
-            out.append(self.with_sinks([state], call).out)
+            out.append(merge_states([state], sinks=call.sinks).out)
         return watched(torch.cat(out, 2).to(q.dtype), self.tail, self.pages)
 
     def read_spans(self, q: Tensor, call: Call, band: Band | None) -> Float[Tensor, "row group query dim_v"]:
@@ -266,9 +266,9 @@ class Lane(Verdicts):
         parts = [self.near(q, k, v, call, mass)]
         if far is not None:
             parts.insert(0, far())
-        whole = self.with_sinks(parts, call)
-        received = ops.received(parts, whole) if mass else None
-        return watched(whole.out.to(q.dtype), self.tail, self.pages), received
+        whole = merge_states(parts, sinks=call.sinks, dtype=q.dtype)
+        paid = received(parts, whole) if mass else None
+        return watched(whole.out.to(q.dtype), self.tail, self.pages), paid
 
     def sees(self, q: Tensor) -> Bool[Tensor, "row query token"] | None:
         if self.tail.clean and q.shape[2] == 1:
@@ -277,11 +277,15 @@ class Lane(Verdicts):
 
     def near(self, q: Tensor, k: Tensor, v: Tensor, call: Call, mass: bool) -> State:
         """Attention over the open tail."""
-        return attention(q, k, v, self.sees(q), call.scale, softcap=call.softcap, want_probs=mass)
+        options = {"softcap": call.softcap, "want_probs": mass, "wait": True}
+        if self.tail.clean or q.shape[2] > 1:
+            return attention(q, k, v, self.sees(q), call.scale, **options)  # type: ignore[arg-type]
+        return attention(q, k, v, None, call.scale, position=self.tail.position[:, self.tail.span], **options)  # type: ignore[arg-type]
 
     def shift(self) -> Int[Tensor, "row token"] | None:
         """By how many positions the retention wants each slot's key turned when it is read, sealed slots first."""
-        if self.whole or type(self.retention).shift is Retention.shift:
+        r = self.retention
+        if self.whole or type(r).shift is Retention.shift or not r.needs_rope:
             return None
         position = self.tail.position[:, self.tail.span]
         if self.pages is not None:
@@ -306,7 +310,7 @@ class Lane(Verdicts):
         parts = [self.glance(some, call) for some in q.split(1 if self.stack.selects else q.shape[2], 2)]
         held = State(torch.cat([p.out for p in parts], 2), torch.cat([p.lse for p in parts], 2))
         block = attention(q, k, v, sees.expand(len(q), -1, -1), call.scale, softcap=call.softcap)
-        return self.with_sinks([held, block], call).out.to(q.dtype)
+        return merge_states([held, block], sinks=call.sinks, dtype=q.dtype).out.to(q.dtype)
 
     def glance(self, q: Tensor, call: Call) -> State:
         """Attention over what is held."""
@@ -318,13 +322,6 @@ class Lane(Verdicts):
             parts.append(self.attend_pages(self.pages, q, call, False)())
         return merge_states(parts)
 
-    def with_sinks(self, parts: list[State], call: Call) -> State:
-        if call.sinks is None:
-            return merge_states(parts)
-        some = parts[0]
-        lse = call.sinks.float()[..., None].expand_as(some.lse)
-        return merge_states([*parts, State(torch.zeros_like(some.out), lse)])
-
     def attend_pages(self, pages: Pages, q: Tensor, call: Call, mass: bool) -> Callable[[], State]:
         """Choose what to read and, where it is not on the device, have it fetched; the result attends to it."""
         self.units, self.saw = self.select(pages, q, call), None
@@ -335,7 +332,7 @@ class Lane(Verdicts):
             return partial(
                 paged_attention, q, fields, pages.table, pages.position, page=pages.page, scale=call.scale,
                 units=self.units, unit=None if self.units is None else self.stack.selection.unit, codec=pages.codec,
-                dim_v=self.tail.v.shape[-1], softcap=call.softcap, want_probs=mass,
+                dim_v=self.tail.v.shape[-1], softcap=call.softcap, want_probs=mass, wait=True,
             )  # fmt: skip
         unit = None if self.units is None else self.stack.selection.unit
         stored = (
@@ -347,7 +344,7 @@ class Lane(Verdicts):
             home = pages.joint.home(pages.position)
             return partial(
                 lowrank_attention, q, u, stored["v"], basis, frequency, pages.table, home, page=pages.page, scale=call.scale,
-                units=self.units, unit=unit, want_probs=mass,
+                units=self.units, unit=unit, want_probs=mass, wait=True,
             )  # fmt: skip
         if self.units is not None:
             chosen = pages.choosing(self.units)
@@ -365,7 +362,7 @@ class Lane(Verdicts):
         self, k: Tensor, v: Tensor, position: Tensor, q: Tensor, call: Call, mass: bool, clean: bool
     ) -> State:
         visible = None if clean else (position >= 0)[:, None].expand(-1, q.shape[2], -1)
-        return attention(q, k, v, visible, call.scale, softcap=call.softcap, want_probs=mass)
+        return attention(q, k, v, visible, call.scale, softcap=call.softcap, want_probs=mass, wait=True)
 
     def select(self, pages: Pages, q: Tensor, call: Call) -> Int[Tensor, "row chosen"] | None:
         selection = self.stack.selection

@@ -209,20 +209,6 @@ class Tail:
             self.score[at] = self.score.new_zeros(len(k))
         self.next += 1
 
-    def put(
-        self,
-        at: Int[Tensor, "1"],
-        k: Float[Tensor, "row 1 dim"],
-        v: Float[Tensor, "row 1 dim_v"],
-        position: Int[Tensor, "1"],
-    ) -> None:
-        """Write one token of every row into a slot whose number only the device knows."""
-        self.k.index_copy_(1, at, k)
-        self.v.index_copy_(1, at, v)
-        self.position.index_copy_(1, at, position.to(self.position.dtype).expand(len(k), 1))
-        if self.scored:
-            self.score.index_fill_(1, at, 0.0)
-
     def settle(self, tokens: int, slots: int, front: bool) -> int:
         """Take `slots` slots, all of them in use: those behind the newest `tokens` hold none. Where the free ones begin.
 

@@ -43,7 +43,7 @@ STACKS = list({Stack.parse(text): text for text in (*SMALL.values(), *MIXED)}.va
 LAUNCHED = {
     "duo(sinks=2, recent=10) + quest(budget=24, page=4) + kivi(group=8, residual=8)": {"attend_kernel", "score_kernel",
                                                                                       "quantise_kernel"},
-    "host + quest(budget=24, page=4)": {"fetch_kernel", "score_kernel", "merge_kernel"},
+    "host + quest(budget=24, page=4)": {"fetch_kernel", "score_kernel", "top_kernel", "put_kernel"},
     "zipcache(block=16)": {"pack_kernel", "join_kernel", "lse_kernel", "mass_kernel"},
 }  # fmt: skip
 """Some of the kernels that these launch."""

@@ -22,6 +22,8 @@ def attention(
     sinks: Float[Tensor, "row group"] | None = None,
     want_probs: bool = False,
     lengths: Int[Tensor, "row"] | None = None,
+    position: Int[Tensor, "row token"] | None = None,
+    wait: bool = False,
     backend: str | None = None,
 ) -> State:
     """Softmax attention; keys and values are read once for the whole query group and never copied.
@@ -31,25 +33,36 @@ def attention(
     `cap * tanh(score / cap)`. `sinks`: a logit per query head that joins the softmax with a zero value (as in gpt-oss);
     give it to one part only when parts are merged. `lengths` (int32): how many tokens each row has; the columns after
     these are not read. They stay on the device, so that a recorded launch may be repeated with others, and do not go
-    together with `visible`. Raises KernelError on shapes that do not fit.
+    together with `visible`; nor does `position`, which is negative where a slot holds no token. `wait`: what a GPU's programs
+    find may be left for `merge_states` to join (`State.waiting`). Raises KernelError on shapes that do not fit.
     """
-    _check(q, k, v, visible, lengths)
+    _check(q, k, v, visible, lengths, position)
     contiguous = k.stride(-1) == 1 and v.stride(-1) == 1
     wide = max(k.shape[-1], v.shape[-1])
     native = contiguous and wide <= DENSE_DIM
     which = chosen((q, k, v), backend, native, 0 if beyond(k, v) else wide)
     if which == "triton":
         return pick("attention", (q, k, v), which).attention(  # type: ignore[no-any-return]
-            q, k, v, visible, scale, softcap, sinks, want_probs, lengths
+            q, k, v, visible, scale, softcap, sinks, want_probs, lengths, position, wait
         )
+    if position is not None:
+        visible = (position >= 0)[:, None].expand(-1, q.shape[2], -1)
     if lengths is not None:
-        visible = (torch.arange(k.shape[1], device=k.device) < lengths[:, None])[:, None].expand(-1, q.shape[2], -1)
+        within = (torch.arange(k.shape[1], device=k.device) < lengths[:, None])[:, None].expand(-1, q.shape[2], -1)
+        visible = within if visible is None else visible & within
     run = pick("attention", (q, k, v), which, native)
     return run.attention(q, k, v, visible, scale, softcap, sinks, want_probs)  # type: ignore[no-any-return]
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, lengths: Tensor | None) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, lengths: Tensor | None, position: Tensor | None
+) -> None:
     rows, tokens = k.shape[:2]
+    if position is not None and (visible is not None or position.shape != (rows, tokens) or position.stride(-1) != 1):
+        raise KernelError(
+            f"position must be [row, token] = {[rows, tokens]} with its tokens next to each other, without visible; "
+            f"got {list(position.shape)}"
+        )
     if lengths is not None and (visible is not None or lengths.dtype != torch.int32 or lengths.shape != (rows,)):
         raise KernelError(
             f"lengths must be int32 [row] = {[rows]}, without visible; got {lengths.dtype} {list(lengths.shape)}"

@@ -19,8 +19,13 @@ def attention(
     sinks: Tensor | None,
     want_probs: bool,
     lengths: Tensor | None = None,
+    position: Tensor | None = None,
+    wait: bool = False,
 ) -> State:
     """See `kvengine.kernels.attention`."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     sides = fields.dense(k, "k"), fields.dense(v, "v")
-    return launch(q, *sides, k.shape[1], 1, scale, softcap, sinks, want_probs, visible=visible, lengths=lengths)
+    return launch(
+        q, *sides, k.shape[1], 1, scale, softcap, sinks, want_probs, visible=visible, lengths=lengths, position=position,
+        wait=wait,
+    )  # fmt: skip

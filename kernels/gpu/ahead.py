@@ -27,17 +27,21 @@ from triton.runtime.jit import JITFunction
 from kvengine.kernels import codecs, turboquant
 from kvengine.kernels.attention.triton import attention
 from kvengine.kernels.best_tokens.triton import best_tokens
-from kvengine.kernels.column_mass.triton import received
+from kvengine.kernels.column_mass.triton import received as column_mass
 from kvengine.kernels.compact.triton import compact
 from kvengine.kernels.fetch_pages.triton import fetch
 from kvengine.kernels.lowrank_attention.triton import lowrank_attention
-from kvengine.kernels.merge_states.triton import merge_states
+from kvengine.kernels.merge_states.triton import joined, merge_states, received
 from kvengine.kernels.page_scores.triton import page_scores, top_units
 from kvengine.kernels.paged_attention.triton import paged_attention
+from kvengine.kernels.put_token import Limit
+from kvengine.kernels.put_token.triton import put_token
 from kvengine.kernels.quantise.triton import pack, quantise, turned_codes
 from kvengine.kernels.span_attention import Band, band_spans, causal_spans
 from kvengine.kernels.span_attention.triton import span_attention
 from kvengine.kernels.state import State
+from kvengine.kernels.step import Ends, Paid, Placed, Rule, Sealed
+from kvengine.kernels.verdict.triton import verdict
 
 TARGETS = (80, 90)
 """Compute capabilities, times ten."""
@@ -128,17 +132,41 @@ def cases() -> dict[str, Callable[[], object]]:
         unit: int = 16,
         rows: int = ROWS,
         group: int = 4,
+        wait: bool = False,
     ) -> Callable[[], object]:
         q, fields = torch.zeros(rows, group, query, dim, dtype=dtype), pool(codec, dim, dtype, bits)
         return lambda: paged_attention(
             q, fields, table[:rows], position[:rows], PAGE, 0.1, units[:rows] if chosen else None,
-            unit if chosen else PAGE, codec, min(dim, 512), at[:rows, :query] if window else None, window, None, None, False,
+            unit if chosen else PAGE, codec, min(dim, 512), at[:rows, :query] if window else None, window,
+            None, None, False, wait,
         )  # fmt: skip
 
-    def tail(query: int, dim: int = 128, dtype: torch.dtype = bf16, masked: bool = True) -> Callable[[], object]:
+    def tail(
+        query: int, dim: int = 128, dtype: torch.dtype = bf16, masked: bool = True, wait: bool = False
+    ) -> Callable[[], object]:
         q, k = torch.zeros(ROWS, 4, query, dim, dtype=dtype), torch.zeros(ROWS, 256, dim, dtype=dtype)
         visible = torch.ones(ROWS, query, 256, dtype=torch.bool) if masked else None
-        return lambda: attention(q, k, k, visible, 0.1, None if masked else 30.0, None, not masked)
+        return lambda: attention(q, k, k, visible, 0.1, None if masked else 30.0, None, not masked, wait=wait)
+
+    def together(far: Callable[[], Any], near: Callable[[], Any]) -> Callable[[], object]:
+        def call() -> object:
+            parts = [far(), near()]
+            return received(parts, joined(parts, None, bf16)[0])
+
+        return call
+
+    def put(origin: int | None) -> Callable[[], object]:
+        k, held, place = (
+            torch.zeros(ROWS, 1, 128, dtype=bf16),
+            torch.zeros(ROWS, 256, 128, dtype=bf16),
+            position.clone(),
+        )
+        limit = Limit(count, 16, count.clone())
+        return lambda: put_token(k, k, held, held, place, count.int(), count[:1], origin, 128, None, limit)
+
+    def judged(rule: Rule) -> Callable[[], object]:
+        paid, score = torch.zeros(ROWS, 4, TABLE * PAGE), torch.zeros(ROWS, TABLE * PAGE)
+        return lambda: verdict(rule, position.clone(), count[:1], paid, score)
 
     def prompt(
         dtype: torch.dtype = bf16, dim: int = 128, local: int | None = None, by_head: bool = False
@@ -155,7 +183,7 @@ def cases() -> dict[str, Callable[[], object]]:
         q, k = torch.zeros(ROWS, 4, 256, dim, dtype=dtype), torch.zeros(ROWS, 256, dim, dtype=dtype)
         real, sinks = torch.ones(ROWS, 256, dtype=torch.bool), torch.zeros(ROWS, 4)
         cap = None if band is None else 30.0
-        return lambda: received(
+        return lambda: column_mass(
             q, k, position, torch.arange(256), real, 0.1, band, cap, None if band is None else sinks, most
         )
 
@@ -164,6 +192,8 @@ def cases() -> dict[str, Callable[[], object]]:
     basis, frequency = torch.zeros(ROWS, 160, 128, dtype=bf16), torch.ones(64)
     u = torch.zeros(ROWS * TABLE, PAGE, 160, dtype=bf16)
     turned, levels = torch.zeros(64, 128), turboquant.levels(4)
+    count = torch.full((ROWS,), 256)
+    alive, ends = torch.ones(ROWS, TABLE * PAGE // 16, dtype=torch.bool), Ends(count, count)
     return {
         "tail, 1 query": tail(1),
         "tail, tree of 16 queries": tail(16),
@@ -215,6 +245,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "mass, dim 256": mass(dim=256),
         "mass, dim 256, fp32": mass(torch.float32, dim=256),
         "mass, dim 512": mass(dim=512),
+        "tail and pages, joined": together(pages(wait=True), tail(1, masked=False, wait=True)),
         "merge of 2": lambda: merge_states([state] * 2),
         "merge of 4": lambda: merge_states([state] * 4),
         "bounds": lambda: page_scores(q[:, :, 0], bounds, bounds, torch.ones(ROWS, 64, dtype=torch.bool), "max"),
@@ -224,6 +255,11 @@ def cases() -> dict[str, Callable[[], object]]:
         "top 128 of 8192": lambda: top_units(torch.zeros(ROWS, 8192), 128),
         "top 128 of 32768": lambda: top_units(torch.zeros(ROWS, 32768), 128),
         "best 1024 of 1025": lambda: best_tokens(torch.zeros(ROWS, 1025), torch.full((ROWS,), 1024)),
+        "put a token": put(0),
+        "put a token into a free slot": put(None),
+        "verdict by ends": judged(Sealed(ends, position.clone(), alive)),
+        "verdict by attention": judged(Paid(count, count, adds=True)),
+        "verdict by place": judged(Placed(count, count)),
         "quantise keys": lambda: quantise(x, 4, 32, "tokens", None, torch.float16),
         "quantise values": lambda: quantise(x, 2, 32, "channels", None, torch.float16),
         "turned codes": lambda: turned_codes(turned, 4, 0, levels),

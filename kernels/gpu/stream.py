@@ -78,21 +78,43 @@ def keep(parts, tops, totals, slot, n, heads, acc, top, total, DIM: tl.constexpr
     tl.store(totals + at, total, mask=n < heads)
 
 
-@triton.jit(do_not_specialize=["columns", "programs"])
+@triton.jit(do_not_specialize=["columns", "programs", "columns2", "programs2"])
 def join_kernel(
-    parts, tops, totals, sinks, out, lse, lengths, rows, columns, heads, programs,
-    SINKS: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, SHARES: tl.constexpr,
+    parts, tops, totals, lengths, columns, programs, parts2, tops2, totals2, lengths2, columns2, programs2, sinks, out, lse,
+    rows, heads, SINKS: tl.constexpr, LENGTHS: tl.constexpr, BLOCK: tl.constexpr, BOTH: tl.constexpr,
+    LENGTHS2: tl.constexpr, BLOCK2: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    SHARES: tl.constexpr,
 ):  # fmt: skip
-    """One program per query row of a row: combine its shares, SHARES at a time as each waits for memory."""
+    """One program per query row of a row: combine its shares, of one set of tokens or of two."""
     n, row = tl.program_id(0), tl.program_id(1)  # only the first axis holds more than 65535 programs
+    high = tl.load(sinks + row * heads + n).to(tl.float32) if SINKS else -float("inf")
+    total = tl.where(high == float("-inf"), 0.0, 1.0)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    acc, high, total = gather(
+        parts, tops, totals, lengths, columns, programs, rows, heads, row, n, acc, high, total, LENGTHS, BLOCK, ROWS, DIM,
+        BLOCK_D, SHARES,
+    )  # fmt: skip
+    if BOTH:
+        acc, high, total = gather(
+            parts2, tops2, totals2, lengths2, columns2, programs2, rows, heads, row, n, acc, high, total, LENGTHS2, BLOCK2,
+            ROWS, DIM, BLOCK_D, SHARES,
+        )  # fmt: skip
+    at, d = row.to(tl.int64) * heads + n, tl.arange(0, BLOCK_D)
+    tl.store(out + at * DIM + d, tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0), mask=d < DIM)
+    tl.store(lse + at, tl.where(total > 0, high + tl.log(tl.where(total > 0, total, 1.0)), -float("inf")))
+
+
+@triton.jit
+def gather(
+    parts, tops, totals, lengths, columns, programs, rows, heads, row, n, acc, high, total,
+    LENGTHS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    SHARES: tl.constexpr,
+):  # fmt: skip
+    """Take in a query row's shares, SHARES at a time as each waits for memory."""
     ends, _ = row_ends(lengths, rows, columns, LENGTHS, ROWS, BLOCK)
     per = (tl.max(ends, 0) + programs - 1) // programs
     start, end = pick(ends, row - 1, ROWS), pick(ends, row, ROWS)
     d, p = tl.arange(0, BLOCK_D), tl.arange(0, SHARES)
-    high = tl.load(sinks + row * heads + n).to(tl.float32) if SINKS else -float("inf")
-    total = tl.where(high == float("-inf"), 0.0, 1.0)
-    acc = tl.zeros([BLOCK_D], tl.float32)
     first, last = 0, -1
     if end > start:
         first, last = start // per, (end - 1) // per
@@ -107,9 +129,7 @@ def join_kernel(
         acc = acc * old + tl.sum(new[:, None] * found, 0)
         total = total * old + tl.sum(new * tl.load(totals + at, mask=some, other=0.0), 0)
         high = now
-    at = row.to(tl.int64) * heads + n
-    tl.store(out + at * DIM + d, tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0), mask=d < DIM)
-    tl.store(lse + at, tl.where(total > 0, high + tl.log(tl.where(total > 0, total, 1.0)), -float("inf")))
+    return acc, high, total
 
 
 def programs(device: torch.device, each: int) -> int:
@@ -125,6 +145,7 @@ class Partials:
     def __init__(self, q: Tensor, dim_v: int, columns: int, block: int, lengths: Tensor | None, each: int = 2) -> None:
         self.rows, self.group, self.queries, _ = q.shape
         self.heads, self.dim_v, self.columns, self.lengths = self.group * self.queries, dim_v, columns, lengths
+        self.scores: Tensor | None = None
         self.programs = max(1, min(programs(q.device, each), self.rows * -(-columns // block)))
         shape = (self.programs + self.rows, self.heads)
         self.parts = torch.empty(*shape, dim_v, device=q.device, dtype=torch.float32)
@@ -136,20 +157,37 @@ class Partials:
             "BLOCK": block,
         }
 
-    def join(self, sinks: Tensor | None, scores: Tensor | None) -> State:
-        """Combine; `scores` [row, heads, column] become probabilities."""
-        out = torch.empty(self.rows, self.heads, self.dim_v, device=self.parts.device, dtype=torch.float32)
+    def found(self, sinks: Tensor | None, scores: Tensor | None, wait: bool) -> State:
+        """What the programs found, joined unless it may `wait`; `scores` [row, heads, column] become probabilities."""
+        self.scores = scores
+        if wait and sinks is None:
+            nothing = self.parts[0, 0, :0]
+            return State(nothing, nothing, None, self)
+        state = self.join(sinks)
+        if scores is None:
+            return state
+        lse = state.lse
+        probs = torch.exp(
+            scores.unflatten(1, (self.group, self.queries)) - torch.where(lse == -torch.inf, 0, lse)[..., None]
+        )
+        return state._replace(probs=probs)
+
+    def join(self, sinks: Tensor | None, other: Partials | None = None, dtype: torch.dtype = torch.float32) -> State:
+        """Combine, and with what `other` programs found of other tokens; `out` is of the dtype."""
+        out = torch.empty(self.rows, self.heads, self.dim_v, device=self.parts.device, dtype=dtype)
         lse = torch.empty(self.rows, self.heads, device=self.parts.device, dtype=torch.float32)
-        shape = (self.group, self.queries)
-        logits = out if sinks is None else sinks[..., None].expand(-1, -1, self.queries).contiguous()
+        logits = lse if sinks is None else sinks[..., None].expand(-1, -1, self.queries).contiguous()
+        second = self if other is None else other
         if self.rows and self.heads:
             join_kernel[(self.heads, self.rows)](
-                self.parts, self.tops, self.totals, logits, out, lse, self.lengths if self.lengths is not None else lse,
-                self.rows, self.columns, self.heads, self.programs, SINKS=sinks is not None, DIM=self.dim_v,
+                *self.given(lse), *second.given(lse), logits, out, lse, self.rows, self.heads, SINKS=sinks is not None,
+                BOTH=other is not None, LENGTHS2=second.shape["LENGTHS"], BLOCK2=second.shape["BLOCK"], DIM=self.dim_v,
                 BLOCK_D=triton.next_power_of_2(self.dim_v), SHARES=32, **self.shape, **FUSED,
             )  # fmt: skip
-        out, lse = out.unflatten(1, shape), lse.unflatten(1, shape)
-        if scores is None:
-            return State(out, lse)
-        probs = torch.exp(scores.unflatten(1, shape) - torch.where(lse == -torch.inf, 0, lse)[..., None])
-        return State(out, lse, probs)
+        shape = (self.group, self.queries)
+        return State(out.unflatten(1, shape), lse.unflatten(1, shape))
+
+    def given(self, none: Tensor) -> tuple[Any, ...]:
+        """For the launch that joins; `none` stands for lengths that are not there."""
+        lengths = none if self.lengths is None else self.lengths
+        return self.parts, self.tops, self.totals, lengths, self.columns, self.programs

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvengine.errors import KernelError
-from kvengine.kernels.dispatch import NATIVE_DIM, pick
+from kvengine.kernels.dispatch import NATIVE_DIM, chosen, pick
 from kvengine.kernels.state import State
 
 LANES = 16
@@ -37,6 +37,7 @@ def lowrank_attention(
     unit: int | None = None,
     rope_scaling: float = 1.0,
     want_probs: bool = False,
+    wait: bool = False,
     backend: str | None = None,
 ) -> State:
     """Softmax attention over rebuilt keys.
@@ -44,16 +45,18 @@ def lowrank_attention(
     `table`, `position`, `units`, `unit`: as in `paged_attention`. `u`: of the token at each position of a sequence, to
     which belong `row / seq` rows one after the other. `inv_freq`: rotary frequencies in radians per position; the first
     `2 * half` channels rotate, channel `i` with `i + half` (the Llama convention). `rope_scaling`: factor on cosine
-    and sine (YaRN's attention factor). Rotation is computed in float32.
+    and sine (YaRN's attention factor). Rotation is computed in float32. `wait`: as in `paged_attention`.
     Raises KernelError on shapes that do not fit.
     """
     if q.dim() == 3:
         q = q[:, :, None]
     unit = page if unit is None else unit
     _check(q, u, basis, inv_freq, table, position, unit, page)
-    run = pick("lowrank_attention", (q, u, v, basis), backend, native=fits(q, u, v, basis, inv_freq))
+    inputs, native = (q, u, v, basis), fits(q, u, v, basis, inv_freq)
+    which = chosen(inputs, backend, native)
+    run, more = pick("lowrank_attention", inputs, which, native), (wait,) if which == "triton" else ()
     return run.lowrank_attention(  # type: ignore[no-any-return]
-        q, u, v, basis, inv_freq, table, position, page, scale, units, unit, rope_scaling, want_probs
+        q, u, v, basis, inv_freq, table, position, page, scale, units, unit, rope_scaling, want_probs, *more
     )
 
 

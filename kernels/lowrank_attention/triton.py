@@ -118,6 +118,7 @@ def lowrank_attention(
     unit: int,
     rope_scaling: float,
     want_probs: bool,
+    wait: bool = False,
 ) -> State:
     """See `kvengine.kernels.lowrank_attention`."""
     q, u, v, basis = (x.contiguous() for x in (q, u, v, basis))
@@ -139,4 +140,4 @@ def lowrank_attention(
         REST=dim - 2 * half, BLOCK_R=max(16, triton.next_power_of_2(max(1, dim - 2 * half))), DIM_V=dim_v,
         BLOCK_V=max(16, triton.next_power_of_2(dim_v)), num_warps=8, num_stages=2, **parts.shape, **FUSED,
     )  # fmt: skip
-    return parts.join(None, scores)
+    return parts.found(None, scores, wait)

@@ -4,25 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from kvengine.errors import KernelError
 from kvengine.kernels.dispatch import pick
 from kvengine.kernels.merge_states.native import fits
-from kvengine.kernels.state import State
+from kvengine.kernels.state import State, rescaled
 
 
-def merge_states(states: Sequence[State], *, backend: str | None = None) -> State:
+def merge_states(
+    states: Sequence[State],
+    *,
+    sinks: Float[Tensor, "row group"] | None = None,
+    dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
+) -> State:
     """Softmax over the union of the sets, from each set's `(out, lse)`.
 
-    A part whose `lse` is -inf adds nothing, whatever its `out` holds. The result has no `probs`: rescale each part's
-    with `kvengine.kernels.state.rescaled`. Raises KernelError for no states, or shapes that differ.
+    A part whose `lse` is -inf adds nothing, whatever its `out` holds. `sinks`: a logit per query head that joins the softmax
+    with a zero value. `dtype`: of the result's `out`, where that is less than float32. The result has no `probs`: `received`
+    tells what each part's tokens got. Parts that wait on a GPU are joined first, in one launch if they are one or two.
+    Raises KernelError for no states, or shapes that differ.
     """
     if not states:
         raise KernelError("merge_states needs at least one state")
+    if (waits := next((s.waiting for s in states if s.waiting is not None), None)) is not None:
+        first, rest = pick("merge_states", (waits.parts,), "triton").joined(states, sinks, dtype)
+        states, sinks = [first, *rest], None
+    if sinks is not None:
+        some = states[0]
+        states = [*states, State(torch.zeros_like(some.out), sinks.float()[..., None].expand_as(some.lse).contiguous())]
     if len(states) == 1:
-        return states[0]._replace(probs=None)
+        return _as(states[0]._replace(probs=None), dtype)
     shapes = {tuple(s.out.shape) for s in states}
     if len(shapes) > 1:
         raise KernelError(f"states to merge must share a shape [row, group, query, dim_v]; got {sorted(shapes)}")
     inputs = tuple([x for s in states for x in s[:2]])
     run = pick("merge_states", inputs, backend, fits(states))
-    return run.merge_states(states)  # type: ignore[no-any-return]
+    return _as(run.merge_states(states), dtype)
+
+
+def received(parts: Sequence[State], whole: State) -> Float[Tensor, "row group token"]:
+    """The attention that each token gets from all of a head's queries, part after part; `whole` is the parts merged.
+
+    Raises TypeError if a part was computed without probabilities.
+    """
+    waits = [p.waiting is not None and p.waiting.scores is not None for p in parts]
+    if all(waits):
+        return pick("merge_states", (whole.lse,), "triton").received(parts, whole)  # type: ignore[no-any-return]
+    if any(waits):
+        return torch.cat([received([part], whole) for part in parts], 2)
+    return torch.cat([rescaled(part, whole) for part in parts], 3).sum(2)
+
+
+def _as(state: State, dtype: torch.dtype) -> State:
+    # float64 stays: nothing is rounded that was not asked to be
+    return state if torch.finfo(dtype).bits >= 32 else state._replace(out=state.out.to(dtype))

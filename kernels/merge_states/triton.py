@@ -1,4 +1,4 @@
-"""The Triton kernel: one pass over the parts."""
+"""The Triton kernels: one pass over the parts."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.state import State
 
 AT_ONCE = 4
+PAID = 256
+"""Tokens whose attention a program adds up."""
 
 
 @triton.jit
@@ -51,6 +54,20 @@ def share(out, lse, n, d, shift, DIM: tl.constexpr):
     return weight * tl.load(out + n * DIM + d, mask=(d < DIM) & (d * 0.0 + weight > 0), other=0.0), weight
 
 
+@triton.jit(do_not_specialize=["columns", "column", "every"])
+def received_kernel(scores, lse, out, columns, column, every, queries, QUERIES: tl.constexpr, BLOCK: tl.constexpr):
+    """What a query head's queries pay to BLOCK of a part's tokens, which are the whole's from `column` on."""
+    head, t = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.arange(0, QUERIES)
+    asked = n < queries
+    whole = tl.load(lse + head * queries + n, mask=asked, other=0.0)
+    whole = tl.where(whole == float("-inf"), 0.0, whole)
+    at = (head * queries + n)[:, None] * columns + t[None, :]
+    score = tl.load(scores + at, mask=asked[:, None] & (t < columns)[None, :], other=-float("inf"))
+    paid = tl.sum(tl.exp2((score - whole[:, None]) * LOG2E), 0)
+    tl.store(out + head * every + column + t, paid, mask=t < columns)
+
+
 def merge_states(states: Sequence[State]) -> State:
     """See `kvengine.kernels.merge_states`."""
     first, *rest = states
@@ -70,3 +87,31 @@ def _some(states: Sequence[State]) -> State:
             BLOCK_D=triton.next_power_of_2(dim), COUNT=len(states), **FUSED,
         )  # fmt: skip
     return State(out, lse)
+
+
+def joined(states: Sequence[State], sinks: Tensor | None, dtype: torch.dtype) -> tuple[State, Sequence[State]]:
+    """Those that wait, joined two by two and with the sinks, and what is left to be merged with that."""
+    waiting = [s.waiting for s in states if s.waiting is not None]
+    rest = [s for s in states if s.waiting is None]
+    final = dtype if not rest and len(waiting) <= 2 else torch.float32
+    found = []
+    for i in range(0, len(waiting), 2):
+        second = waiting[i + 1] if i + 1 < len(waiting) else None
+        found.append(waiting[i].join(None if i else sinks, second, final))
+    return found[0], [*found[1:], *rest]
+
+
+def received(parts: Sequence[State], whole: State) -> Tensor:
+    """What each query head pays to each token [row, group, token], of parts that all wait, or waited."""
+    rows, group, queries = whole.lse.shape
+    columns = [0 if p.waiting is None else p.waiting.columns for p in parts]
+    out = torch.empty(rows, group, sum(columns), device=whole.lse.device, dtype=torch.float32)
+    column = 0
+    for part, width in zip(parts, columns, strict=True):
+        if part.waiting is not None and part.waiting.scores is not None and out.numel() and width:
+            received_kernel[(rows * group, triton.cdiv(width, PAID))](
+                part.waiting.scores, whole.lse, out, width, column, out.shape[2], queries,
+                QUERIES=triton.next_power_of_2(queries), BLOCK=PAID, **FUSED,
+            )  # fmt: skip
+        column += width
+    return out

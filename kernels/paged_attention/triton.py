@@ -35,7 +35,7 @@ def attend_kernel(
     table, position, units, query_position, visible, lengths,
     k_row, k_token, v_row, v_token, table_row, position_row, visible_row, visible_query, visible_column,
     rows, columns, heads, queries, chosen, window, scale, softcap,
-    PAGED: tl.constexpr, WHOLE: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
+    PAGED: tl.constexpr, PLACED: tl.constexpr, WHOLE: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
     SEEN: tl.constexpr, SOFTCAP: tl.constexpr, SCORES: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, HEADS: tl.constexpr, COMPUTE: tl.constexpr,
     K_LAYOUT: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK_D: tl.constexpr, K_BITS: tl.constexpr,
@@ -70,6 +70,8 @@ def attend_kernel(
             ok = column < length_here
             token = column.to(tl.int64)
             place = token
+            if PLACED and not PAGED:
+                ok = ok & (tl.load(position + r * position_row + column, mask=ok, other=-1) >= 0)
             if PAGED and WHOLE:
                 slot, page, there = block_at(block, r, units, table, chosen, table_row, UNITS, UNIT, PAGE, BLOCK)
                 place = tl.load(position + r * position_row + slot + tl.arange(0, BLOCK)).to(tl.int64)
@@ -108,7 +110,8 @@ def attend_kernel(
                 seen = seen & (distance >= 0) & ((distance < window) | (window == 0))
             scores = tl.where(seen, scores, -float("inf"))
             if SCORES:
-                tl.store(scores_out + (r * heads + n)[:, None] * columns + column[None, :], scores, mask=seen)
+                line = scores_out + (r * heads + n)[:, None] * columns + column[None, :]
+                tl.store(line, scores, mask=(n < heads)[:, None] & (column < columns)[None, :])
             if SEEN != ANYONE:  # a value nobody in this tile sees may hold anything
                 ok = ok & (tl.max(seen.to(tl.int32), 0) > 0)
             if REST:
@@ -139,11 +142,26 @@ def paged_attention(
     softcap: float | None,
     sinks: Tensor | None,
     want_probs: bool,
+    wait: bool = False,
 ) -> State:
     """See `kvengine.kernels.paged_attention`."""
     if words.fits(q, fields, page, unit, codec, dim_v, want_probs):
         return words.attention(
-            q, fields, table, position, page, scale, units, unit, codec, dim_v, query_position, window, softcap, sinks
+            q,
+            fields,
+            table,
+            position,
+            page,
+            scale,
+            units,
+            unit,
+            codec,
+            dim_v,
+            query_position,
+            window,
+            softcap,
+            sinks,
+            wait,
         )
     if codec == "turboquant":
         q = turboquant.turned(q).to(q.dtype)
@@ -152,7 +170,10 @@ def paged_attention(
     units = None if units is None else units.contiguous()
     at = None if query_position is None else query_position.contiguous()
     tensors = {"table": table, "position": position, "units": units, "query_position": at}
-    found = launch(q, k, v, columns, page, scale, softcap, sinks, want_probs, unit=unit, window=window, **tensors)
+    wait &= codec != "turboquant"
+    found = launch(
+        q, k, v, columns, page, scale, softcap, sinks, want_probs, unit=unit, window=window, wait=wait, **tensors
+    )
     return found if codec != "turboquant" else found._replace(out=turboquant.turned(found.out).to(found.out.dtype))
 
 
@@ -160,9 +181,9 @@ def launch(
     q: Tensor, k: stored.Side, v: stored.Side, columns: int, page: int, scale: float, softcap: float | None,
     sinks: Tensor | None, want_probs: bool, *, unit: int = 1, window: int | None = None, table: Tensor | None = None,
     position: Tensor | None = None, units: Tensor | None = None, query_position: Tensor | None = None,
-    visible: Tensor | None = None, lengths: Tensor | None = None,
+    visible: Tensor | None = None, lengths: Tensor | None = None, wait: bool = False,
 ) -> State:  # fmt: skip
-    """Attend over columns of pages (`table` given) or of contiguous tokens."""
+    """Attend over columns of pages (`table` given) or of contiguous tokens, of which those are none whose `position` is -1."""
     q = q.contiguous()
     rows, group, queries, dim = q.shape
     heads = group * queries
@@ -179,7 +200,10 @@ def launch(
     tight = (single and (rest or wide)) or (wide and coded and not roomy(q.device))
     block = 64 if plain and not large else 16 if tight else 32
     parts = Partials(q, v.layout["V_DIM"], columns, block, lengths)
-    scores = q.new_full((rows, heads, columns), -torch.inf, dtype=torch.float32) if want_probs else None
+    scores = None
+    if want_probs:  # columns behind a row's length are not looked at
+        scores = torch.empty(rows, heads, columns, dtype=torch.float32, device=q.device)
+        scores = scores if lengths is None else scores.fill_(-torch.inf)
     none = parts.tops  # stands for pointers that are not read
     seen = GIVEN if visible is not None else BY_POSITION if query_position is not None else ANYONE
     whole = page % block == 0 and (
@@ -195,11 +219,11 @@ def launch(
         *k.strides, *v.strides, *(_stride(x) for x in (table, position)),
         *((0, 0, 0) if visible is None else visible.stride()),
         rows, columns, heads, queries, 0 if units is None else units.shape[1], window or 0, scale, softcap or 1.0,
-        PAGED=table is not None, WHOLE=whole, UNITS=units is not None, UNIT=unit, PAGE=page, SEEN=seen.value,
-        SOFTCAP=softcap is not None, SCORES=want_probs, HEADS=tile, COMPUTE=compute_dtype(q, k), **parts.shape,
+        PAGED=table is not None, PLACED=position is not None, WHOLE=whole, UNITS=units is not None, UNIT=unit, PAGE=page,
+        SEEN=seen.value, SOFTCAP=softcap is not None, SCORES=want_probs, HEADS=tile, COMPUTE=compute_dtype(q, k), **parts.shape,
         **k.layout, **v.layout, REST=rest, num_warps=8 if large else 4, num_stages=stages, **FUSED,
     )  # fmt: skip
-    return parts.join(sinks, scores)
+    return parts.found(sinks, scores, wait)
 
 
 def roomy(device: torch.device) -> bool:

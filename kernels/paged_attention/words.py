@@ -282,7 +282,7 @@ def fits(
 def attention(
     q: Tensor, fields: Mapping[str, Tensor], table: Tensor, position: Tensor, page: int, scale: float,
     units: Tensor | None, unit: int, codec: str, dim_v: int, query_position: Tensor | None, window: int | None,
-    softcap: float | None, sinks: Tensor | None,
+    softcap: float | None, sinks: Tensor | None, wait: bool = False,
 ) -> State:  # fmt: skip
     """See `kvengine.kernels.paged_attention`, for what `fits`."""
     turned = codec == "turboquant"
@@ -316,5 +316,5 @@ def attention(
         K_SIZE=SIZE[bits[0]] if turned else 1.0, V_SIZE=SIZE[bits[1]] if turned else 1.0,
         num_warps=1 if alone else 4, num_stages=3, maxnreg=REGISTERS if small else None, **FUSED,
     )  # fmt: skip
-    found = parts.join(sinks, None)
+    found = parts.found(sinks, None, wait and not turned)
     return found._replace(out=turboquant.turned(found.out)) if turned else found

@@ -45,7 +45,7 @@ def step(
     return out.unflatten(0, k.shape[:2]).flatten(1, 2).transpose(1, 2)
 
 
-def keep_ends(held: Tensor, at: int, rule: Ends) -> None:
+def keep_ends(held: Tensor, at: int | Tensor, rule: Ends) -> None:
     held.masked_fill_((held >= rule.first[:, None]) & (held <= at - rule.recent[:, None]), -1)
 
 
@@ -55,7 +55,7 @@ def drop_placed(held: Tensor, rule: Placed) -> None:
     held.masked_fill_(((held >= 0).sum(1) > rule.budget)[:, None] & (held == at), -1)
 
 
-def judge(held: Tensor, received: Tensor, score: Tensor | None, at: int, rule: Paid) -> Tensor:
+def judge(held: Tensor, received: Tensor, score: Tensor | None, at: int | Tensor, rule: Paid) -> Tensor:
     """Which tokens go, for what they `received` [row, group, slot]."""
     mass = received.amax(1) if rule.reduce == "max" else received.sum(1)
     if rule.reduce == "mean":

@@ -27,6 +27,7 @@ from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_layer import EngineLayer
 from kvengine.kernels.attention import attention
+from kvengine.kernels.merge_states import merge_states
 from kvengine.policies._budget import tokens
 from kvengine.policies.representation.dense import Dense
 from kvengine.policies.retention.full import Full
@@ -162,7 +163,7 @@ class LayerView:
         if plain:
             return ops.whole(q, k, v, visible, call.scale)
         state = attention(q, k, v, visible, call.scale, softcap=call.softcap)
-        return self.source.parts[0].lane.with_sinks([state], call).out.to(q.dtype)
+        return merge_states([state], sinks=call.sinks, dtype=q.dtype).out.to(q.dtype)
 
     def _look(
         self, q: Tensor, k: Tensor, v: Tensor, sees: Bool[Tensor, "node node"], call: Call
@@ -171,7 +172,7 @@ class LayerView:
         there = (position >= 0)[:, None].expand(-1, q.shape[2], -1)
         held = attention(q, held_k, held_v, there, call.scale, softcap=call.softcap)
         block = attention(q, k, v, sees.expand(len(q), -1, -1), call.scale, softcap=call.softcap)
-        return self.source.parts[0].lane.with_sinks([held, block], call).out.to(q.dtype)
+        return merge_states([held, block], sinks=call.sinks, dtype=q.dtype).out.to(q.dtype)
 
     def held(self) -> Held:
         """What a query reads: keys, values, positions, and whether no position is -1."""

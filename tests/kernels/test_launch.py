@@ -74,9 +74,10 @@ for name, call in cases().items():
         call()
         found[name] = driver_library.launched() - before
 x, refused = torch.zeros(4), False
-options = dict(SINKS=False, LENGTHS=False, ROWS=1, BLOCK=16, DIM=1, BLOCK_D=1, SHARES=32, enable_fp_fusion=True)
+options = dict(SINKS=False, BOTH=False, LENGTHS=False, LENGTHS2=False, ROWS=1, BLOCK=16, BLOCK2=16, DIM=1, BLOCK_D=1,
+               SHARES=32, enable_fp_fusion=True)
 try:  # the control
-    join_kernel[(1, 65536)](x, x, x, x, x, x, x, 1, 16, 1, 1, **options)
+    join_kernel[(1, 65536)](*(x, x, x, x, 16, 1) * 2, x, x, x, 1, 1, **options)
 except RuntimeError:
     refused = True
 print(json.dumps({"found": found, "refused": refused and driver_library.not_launched() == 1}))

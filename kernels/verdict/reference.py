@@ -1,0 +1,22 @@
+"""Plain torch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvengine.kernels.step.native import Ends, Paid, Placed, Rule, Sealed
+from kvengine.kernels.step.reference import drop_placed, judge, keep_ends
+
+
+def verdict(rule: Rule, position: Tensor, now: Tensor, mass: Tensor | None, score: Tensor | None) -> None:
+    """See `kvengine.kernels.verdict`."""
+    if isinstance(rule, Sealed):
+        keep_ends(rule.position, now, rule.ends)
+        rule.alive.copy_((rule.position >= 0).unflatten(1, (rule.alive.shape[1], -1)).any(2))
+        rule = rule.ends
+    if isinstance(rule, Ends):
+        keep_ends(position, now, rule)
+    elif isinstance(rule, Placed):
+        drop_placed(position, rule)
+    elif isinstance(rule, Paid) and mass is not None:
+        judge(position, mass, score, now, rule)

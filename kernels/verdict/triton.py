@@ -1,0 +1,118 @@
+"""The Triton kernels: what judges by place, and what judges by the attention paid."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu.select import MOST, ordered, threshold, warps
+from kvengine.kernels.step import Ends, Paid, Placed, Rule, Sealed
+from kvengine.kernels.verdict import reference
+
+BLOCK = 1024
+"""Slots that a program looks at, where tokens are judged one by one."""
+
+
+@triton.jit(do_not_specialize=["slots", "units", "tails", "position_row", "sealed_row", "alive_row"])
+def ends_kernel(
+    position, sealed, alive, first, recent, now, position_row, sealed_row, alive_row, slots, units, tails,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first `tails` programs of a row look at its tail, the others at UNITS units of what is sealed."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    low, high = tl.load(first + row), tl.load(now) - tl.load(recent + row)
+    if part < tails:
+        s = part * BLOCK + tl.arange(0, BLOCK)
+        at = position + row * position_row + s
+        place = tl.load(at, mask=s < slots, other=-1)
+        tl.store(at, -1, mask=(place >= 0) & (place >= low) & (place <= high))
+    else:
+        u, t = (part - tails) * UNITS + tl.arange(0, UNITS), tl.arange(0, WIDE)
+        those = sealed + row * sealed_row + (u * UNIT)[:, None] + t[None, :]
+        places = tl.load(those, mask=(u < units)[:, None] & (t < UNIT)[None, :], other=-1)
+        goes = (places >= 0) & (places >= low) & (places <= high)
+        tl.store(those, -1, mask=goes)
+        stays = tl.max(((places >= 0) & (goes == 0)).to(tl.int32), 1)
+        tl.store(alive + row * alive_row + u, stays != 0, mask=u < units)
+
+
+@triton.jit(do_not_specialize=["slots", "position_row", "score_row"])
+def paid_kernel(
+    position, score, mass, budget, recent, first, now, position_row, score_row, slots, group, share,
+    TOGETHER: tl.constexpr, MOST_PAID: tl.constexpr, ADDS: tl.constexpr, SCORED: tl.constexpr, FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    t = tl.arange(0, BLOCK)
+    here = t < slots
+    place = tl.load(position + row * position_row + t, mask=here, other=-1)
+    heads = row // TOGETHER * TOGETHER * group
+    paid = tl.zeros([BLOCK], tl.float32)
+    for head in range(0, group * TOGETHER):
+        found = tl.load(mass + (heads + head) * slots + t, mask=here, other=0.0)
+        paid = tl.maximum(paid, found) if MOST_PAID else paid + found
+    paid *= share
+    if ADDS:
+        paid += tl.load(score + row * score_row + t, mask=here, other=0.0)
+    if SCORED:
+        tl.store(score + row * score_row + t, paid, mask=here)
+    worth = tl.where(place > tl.load(now) - tl.load(recent + row), 1e30, paid)
+    if FIRST:
+        early = place < tl.load(first + row)
+        worth = tl.where(early, tl.where(worth == 1e30, 3e30, 2e30), worth)
+    worth = tl.where(place < 0, -float("inf"), worth)
+    key, wanted = ordered(worth), tl.load(budget + row).to(tl.int32)
+    least = threshold(key, wanted)
+    above, equal = key > least, (key == least).to(tl.int32)
+    room = wanted - tl.sum(above.to(tl.int32), 0)
+    later = tl.sum(equal, 0) - tl.cumsum(equal, 0)  # of those equal to it
+    stays = above | ((equal != 0) & (later < room))
+    tl.store(position + row * position_row + t, -1, mask=here & (place >= 0) & (stays == 0))
+
+
+@triton.jit(do_not_specialize=["slots", "position_row"])
+def placed_kernel(position, budget, wanted, position_row, slots, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    t = tl.arange(0, BLOCK)
+    place = tl.load(position + row * position_row + t, mask=t < slots, other=-1)
+    there = place >= 0
+    key = tl.where(there, -place, -2147483647)
+    least = threshold(key, tl.load(wanted + row).to(tl.int32) + 1)
+    gone = tl.min(tl.where(there & (key >= least), key, 2147483647), 0)
+    full = tl.sum(there.to(tl.int32), 0) > tl.load(budget + row)
+    tl.store(position + row * position_row + t, -1, mask=full & there & (key == gone))
+
+
+def verdict(rule: Rule, position: Tensor, now: Tensor, mass: Tensor | None, score: Tensor | None) -> None:
+    """See `kvengine.kernels.verdict`. More tokens than a program holds are judged by torch."""
+    rows, slots = position.shape
+    block = triton.next_power_of_2(max(slots, 16))
+    if not rows * slots or (slots > MOST and not isinstance(rule, Ends | Sealed)):
+        return reference.verdict(rule, position, now, mass, score)
+    if isinstance(rule, Ends | Sealed):
+        ends = rule.ends if isinstance(rule, Sealed) else rule
+        sealed, alive = (rule.position, rule.alive) if isinstance(rule, Sealed) else (position[:, :0], position[:, :0])
+        units = alive.shape[1]
+        unit = sealed.shape[1] // units if units else 1
+        wide, tails = triton.next_power_of_2(unit), triton.cdiv(slots, BLOCK)
+        some = max(1, BLOCK // wide)
+        ends_kernel[(rows, tails + triton.cdiv(units, some))](
+            position, sealed, alive, ends.first, ends.recent, now, position.stride(0), sealed.stride(0), alive.stride(0),
+            slots, units, tails, UNIT=unit, WIDE=wide, UNITS=some, BLOCK=BLOCK, **FUSED,
+        )  # fmt: skip
+    elif isinstance(rule, Placed):
+        placed_kernel[(rows,)](
+            position, rule.budget, rule.place, position.stride(0), slots, BLOCK=block, num_warps=warps(block), **FUSED
+        )
+    elif isinstance(rule, Paid) and mass is not None:
+        share = 1 / (mass.shape[1] * rule.together) if rule.reduce == "mean" else 1.0
+        paid_kernel[(rows,)](
+            position, position if score is None else score, mass, rule.budget, rule.recent,
+            rule.budget if rule.first is None else rule.first, now, position.stride(0),
+            0 if score is None else score.stride(0), slots, mass.shape[1], share, TOGETHER=rule.together,
+            MOST_PAID=rule.reduce == "max", ADDS=rule.adds, SCORED=score is not None, FIRST=rule.first is not None,
+            BLOCK=block, num_warps=warps(block), **FUSED,
+        )  # fmt: skip

@@ -1,0 +1,96 @@
+"""Parts that wait to be joined in one launch: with each other, with finished ones and with sinks, against the whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import support_kernels as oracle
+import torch
+from torch import Tensor
+
+from kvengine.kernels import codecs
+from kvengine.kernels.attention import attention
+from kvengine.kernels.merge_states import merge_states, received
+from kvengine.kernels.paged_attention import paged_attention
+from kvengine.kernels.state import State
+
+BACKENDS = oracle.backends()
+ROWS, GROUP = 3, 5
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def case(tokens: int, dtype: torch.dtype, queries: int = 1, dim: int = 24) -> tuple[Tensor, ...]:
+    rng = torch.Generator().manual_seed(tokens)
+    position = torch.where(torch.rand(ROWS, tokens, generator=rng) < 0.6, torch.arange(tokens), -1).int()
+    position[1, : tokens // 3] = -1
+    q = torch.randn(ROWS, GROUP, queries, dim, generator=rng).to(dtype)
+    k, v = (torch.randn(ROWS, tokens, dim, generator=rng).to(dtype) for _ in range(2))
+    for x in (k, v):  # a slot without a token may hold anything
+        x[position < 0] = math.nan
+    return q, k, v, position
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("cuts", [(60,), (25, 60), (1, 40, 60), (7, 20, 41, 60)], ids=len)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_waiting_parts_equal_the_whole(backend: str, cuts: tuple[int, ...], dtype: torch.dtype, sinks: bool) -> None:
+    q, k, v, position = case(60, dtype)
+    logits = torch.linspace(-2, 3, ROWS * GROUP).view(ROWS, GROUP) if sinks else None
+    want = oracle.attend(q, k, v, (position >= 0)[:, None], 0.3, sinks=logits)
+    read = oracle.on(backend, attention)
+    parts = [
+        read(
+            q, k[:, a:b], v[:, a:b], None, 0.3, position=position[:, a:b], want_probs=True, wait=i != 1, backend=backend
+        )
+        for i, (a, b) in enumerate(zip((0, *cuts), cuts, strict=False))
+    ]
+    assert [p.waiting is not None for p in parts] == [backend == "triton" and i != 1 for i in range(len(parts))]
+    merge = oracle.on(backend, merge_states)
+    got = merge(parts, sinks=logits, dtype=dtype, backend=None if backend == "native" else backend)
+    assert got.out.dtype == dtype and got.probs is None
+    oracle.close(got, want, BOUND[dtype])
+    paid = received(parts, got)
+    assert want.probs is not None and oracle.error(paid, want.probs.sum(2)) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_waiting_parts_of_several_queries_are_received(backend: str) -> None:
+    q, k, v, position = case(300, torch.float32, queries=3)
+    seen = (position >= 0)[:, None].expand(-1, 3, -1)
+    want, read = oracle.attend(q, k, v, seen, 0.3), oracle.on(backend, attention)
+    ends = (0, 270), (270, 300)
+    parts = [
+        read(q, k[:, a:b], v[:, a:b], seen[..., a:b], 0.3, want_probs=True, wait=True, backend=backend) for a, b in ends
+    ]
+    got = merge_states(parts)
+    oracle.close(got, want, 1e-5)
+    assert want.probs is not None and oracle.error(received(parts, got), want.probs.sum(2)) <= 1e-5
+
+
+@pytest.mark.parametrize("codec", ["dense", "kivi"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_waiting_pages_and_tail_equal_the_whole(backend: str, codec: str) -> None:
+    """Their programs, blocks and lengths differ."""
+    q, k, v, position = case(4 * 32 + 20, torch.bfloat16, dim=64)
+    k, v = (x.nan_to_num() for x in (k, v))
+    sealed, at = 4 * 32, (ROWS * 4, 32, 64)
+    fields = {"k": k[:, :sealed].reshape(at), "v": v[:, :sealed].reshape(at)}
+    if codec == "kivi":
+        fields = codecs.encode_kivi(fields["k"].float(), fields["v"].float(), 4, 32, scale_dtype=torch.float16)
+    table = torch.arange(ROWS * 4, dtype=torch.int32).view(ROWS, 4)
+    lengths = torch.tensor([20, 3, 0], dtype=torch.int32)
+    far = oracle.on(backend, paged_attention)(
+        q, fields, table, position[:, :sealed].contiguous(), page=32, scale=0.3, codec=codec, wait=True, backend=backend
+    )
+    tail = k[:, sealed:], v[:, sealed:]
+    near = oracle.on(backend, attention)(q, *tail, None, 0.3, lengths=lengths, wait=True, backend=backend)
+    got = merge_states([far, near])
+    late = torch.arange(20) < lengths[:, None]
+    one = oracle.on(backend, paged_attention)(
+        q, fields, table, position[:, :sealed].contiguous(), page=32, scale=0.3, codec=codec, backend=backend
+    )
+    two = oracle.attend(q, *tail, late[:, None], 0.3)
+    want = merge_states([State(one.out.cpu().double(), one.lse.cpu().double()), two], backend="reference")
+    oracle.close(got, want, 1e-2)

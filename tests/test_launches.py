@@ -1,0 +1,102 @@
+"""How many launches a layer makes in a recorded step: on a GPU each takes its microseconds, whatever it computes.
+
+Counted on a pretended device, where Triton's launches compute nothing: operations of torch that would be a kernel, and Triton's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layout import ROOT
+from support_device import CUDA, Device, there
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvengine.cache import LayerCache
+from kvengine.fixed import FixedLane, FixedLayer
+from kvengine.replay import rerun, tell
+from kvengine.rope import Rope
+from kvengine.session import Call
+from kvengine.stack import Stack
+
+HEADS, GROUP, DIM, PROMPT, MORE = 4, 4, 64, 400, 3
+NOTHING = {
+    "view", "_unsafe_view", "expand", "slice", "select", "unsqueeze", "squeeze", "transpose", "permute", "as_strided",
+    "alias", "t", "detach", "empty", "empty_like", "empty_strided", "new_empty", "split", "unbind", "split_with_sizes",
+    "new_empty_strided", "_reshape_alias", "lift_fresh", "unfold", "diagonal", "zeros", "zeros_like", "promote_types",
+}  # fmt: skip
+"""Operations that launch nothing; memory that a kernel is to write is made of zeros here."""
+DOCUMENT = (ROOT / "docs/performance.md").read_text()
+COUNTED = {stack: int(n) for stack, n in re.findall(r"^\| `([^`]+)` \| (\d+) \|$", DOCUMENT, re.MULTILINE)}
+"""What the documentation says."""
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without what fills unwritten memory in tests, as that would be counted."""
+    monkeypatch.undo()
+    return monkeypatch
+
+
+def launches(text: str, patch: pytest.MonkeyPatch) -> Counter[str]:
+    """What a layer launches in its second recorded step, by name."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    counting = Counting()
+
+    def launch(kernel: Any, grid: Any) -> Callable[..., None]:
+        return lambda *given, **options: counting.found.update([kernel.__name__])
+
+    patch.setattr(jit.JITFunction, "__getitem__", launch)
+    zeros = {name: getattr(torch, name.replace("empty", "zeros")) for name in ("empty", "empty_like")}
+    rng = torch.Generator().manual_seed(0)
+    shapes = [(1, h, PROMPT + MORE, DIM) for h in (HEADS * GROUP, HEADS, HEADS)]
+    qkv = [torch.randn(shape, generator=rng).to(torch.bfloat16) for shape in shapes]
+    device = Device(patch)
+    device.watching = False
+    with device, torch.no_grad():  # in inference mode torch does not say what an operation is made of
+        for name, made in zeros.items():  # what a kernel would have written
+            patch.setattr(torch, name, made)
+        qkv = [there(x) for x in qkv]
+        cache = LayerCache(Stack.parse(text), 0, 1)
+        cache.session.rope = Rope(there(10000.0 ** -(torch.arange(DIM // 2, device="cpu") * 2 / DIM)))
+        tell(cache, 0, PROMPT)
+        cache.forward(*(x[:, :, :PROMPT] for x in qkv), Call(0.125))
+        rerun([cache], [qkv], Call(0.125))
+        now = torch.tensor([cache.seen], device=CUDA)
+        fixed = FixedLayer(cache, MORE, now)
+        for i in range(2):
+            q, k, v = (x[:, :, PROMPT + i : PROMPT + i + 1].contiguous() for x in qkv)
+            counting.found.clear()
+            with counting:
+                fixed.step(q, k, v, Call(0.125))
+            made = counting.found.copy()
+            now.add_(1)
+            fixed.advance()
+    return Counter({name: n for name, n in made.items() if name not in NOTHING})
+
+
+@pytest.mark.parametrize("text", COUNTED)
+def test_a_recorded_step_launches_what_the_documentation_says(text: str, patch: pytest.MonkeyPatch) -> None:
+    found = launches(text, patch)
+    assert found.total() == COUNTED[text], dict(found)
+
+
+def test_operations_of_torch_are_counted(patch: pytest.MonkeyPatch) -> None:
+    """The control: judged by what eager steps do, a token of `h2o` is many launches."""
+    patch.setattr(FixedLane, "lasting_rule", lambda self: None)
+    found = launches("h2o(budget=64)", patch)
+    assert found.total() > 2 * COUNTED["h2o(budget=64)"] and found["put_kernel"] == found["masked_fill_"] == 1
