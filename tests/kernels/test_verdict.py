@@ -75,12 +75,13 @@ def test_verdict_over_sealed_tokens_is_as_the_loop(backend: str, units: int, uni
 
 
 @pytest.mark.parametrize("n", [1, 30, 150])
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("reduce, together", [("mean", 1), ("mean", 2), ("max", 1), ("sum", 1)])
-@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(
+    "reduce, together, adds, first",
+    [("mean", 1, True, False), ("mean", 2, False, False), ("max", 1, True, True), ("sum", 1, False, True)],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_verdict_by_attention_is_as_the_loop(
-    backend: str, adds: bool, reduce: str, together: int, first: bool, n: int
+    backend: str, reduce: str, together: int, adds: bool, first: bool, n: int
 ) -> None:
     position, rng = held(n), torch.Generator().manual_seed(n + adds)
     mass = torch.rand(ROWS, 3, n, generator=rng).masked_fill(position[:, None] < 0, 0)
