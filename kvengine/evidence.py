@@ -11,7 +11,7 @@ from torch import Tensor
 from kvengine import answers
 from kvengine.kernels.attention import attention
 from kvengine.kernels.column_mass import column_mass, columns, masked
-from kvengine.kernels.merge_states import received
+from kvengine.kernels.merge_states import merge_states, received
 from kvengine.kernels.span_attention import Band
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.retention import Seen
@@ -114,12 +114,15 @@ class Evidence(Recall):
         """Go on with the saliency of the open tail, while decoding."""
         k, v, position, score = self.tail.held()
         at = self.newest(q.shape[2])
-        visible = self.visible(at, position, False)
         if valid is None:
-            state = attention(q, k, v[..., :1], visible, call.scale, softcap=call.softcap, want_probs=True)
-            mass = received([state], state).sum(1)
+            one = q.shape[2] == 1
+            part = attention(
+                q, k, v[..., :1], None if one else self.visible(at, position, False), call.scale, softcap=call.softcap,
+                position=position if one else None, want_probs=True, wait=True,
+            )  # fmt: skip
+            mass = received([part], merge_states([part])).sum(1)
         else:  # padding says nothing
-            visible = visible & valid[..., None]
+            visible = self.visible(at, position, False) & valid[..., None]
             mass = columns(q, k.float().transpose(1, 2), visible, call.scale, call.softcap).sum(1)
         self.tail.judge(running(score, mass, position, at, self.judged, valid), None)
 
