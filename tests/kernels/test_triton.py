@@ -18,9 +18,12 @@ SMALL = (
     "merged or unseen or not_named or (softcap_and_sinks and not (False or 0.5 or True-None)) or survivors or dead_tokens "
     "or as_the_loop or (matches_a_loop and (fetch or band-several or units-48-24 or all-32-8 or band-probes or causal-one "
     "or later and not causal or sparse-odd)) or turned_codes or (own_spans and later) or far_apart "
-    "or (turned and pages)"
+    "or (turned and pages) or (waiting and (2-torch or several))"
 )
-SOME = {80: ["kivi, 4 bits", "bounds"], 90: ["units of 16", "top 128 of 8192", "mass"]}
+SOME = {
+    80: ["kivi, 4 bits", "bounds", "put a token"],
+    90: ["units of 16", "top 128 of 8192", "mass", "verdict by ends", "tail and pages, joined"],
+}
 LIMITS = {80: 163 * 1024, 90: 227 * 1024}
 """Shared memory a block can have, in bytes."""
 
