@@ -32,7 +32,7 @@ from kvengine.kernels.compact.triton import compact
 from kvengine.kernels.fetch_pages.triton import fetch
 from kvengine.kernels.lowrank_attention.triton import lowrank_attention
 from kvengine.kernels.merge_states.triton import joined, merge_states, received
-from kvengine.kernels.page_scores.triton import page_scores, top_units
+from kvengine.kernels.page_scores.triton import log_shares, page_scores, top_units
 from kvengine.kernels.paged_attention.triton import paged_attention
 from kvengine.kernels.put_token import Limit
 from kvengine.kernels.put_token.triton import put_token
@@ -252,6 +252,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "bounds, dim 512": lambda: page_scores(
             q.repeat(1, 1, 1, 4)[:, :, 0], *(bounds.repeat(1, 1, 4),) * 2, torch.ones(ROWS, 64, dtype=torch.bool), "max"
         ),
+        "shares": lambda: log_shares(q[:, :, 0], bounds, torch.ones(ROWS, 64, dtype=torch.bool), 0.1),
         "top 128 of 8192": lambda: top_units(torch.zeros(ROWS, 8192), 128),
         "top 128 of 32768": lambda: top_units(torch.zeros(ROWS, 32768), 128),
         "best 1024 of 1025": lambda: best_tokens(torch.zeros(ROWS, 1025), torch.full((ROWS,), 1024)),

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvengine.kernels.dispatch import interpreted
 from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.gpu.select import MOST, ordered, threshold, warps
+from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.page_scores import reference
 
 
@@ -38,6 +39,44 @@ def score_kernel(
     else:
         result = tl.max(tl.where((n < group)[None, :], bound, -float("inf")), 1)
     tl.store(out + row * units + u, tl.where(live, result, -float("inf")), mask=u < units)
+
+
+@triton.jit(do_not_specialize=["units", "alive_row"])
+def logit_kernel(
+    q, mean, alive, out, mean_row, mean_unit, alive_row, units, group, scale,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Of each query head and unit, with the mean keys read once for the group."""
+    row = tl.program_id(0).to(tl.int64)
+    u = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    d, n = tl.arange(0, BLOCK_D), tl.arange(0, HEADS)
+    inside = (u < units)[:, None] & (d < DIM)[None, :]
+    key = tl.load(mean + row * mean_row + u.to(tl.int64)[:, None] * mean_unit + d[None, :], mask=inside, other=0.0)
+    live = tl.load(alive + row * alive_row + u, mask=u < units, other=0) != 0
+    asked = (n < group)[None, :] & (d < DIM)[:, None]
+    x = tl.load(q + (row * group + n)[None, :] * DIM + d[:, None], mask=asked, other=0.0)
+    score = tl.dot(key.to(COMPUTE), x.to(COMPUTE), input_precision="ieee") * scale
+    at = out + (row * group + n)[None, :] * units + u[:, None]
+    tl.store(at, tl.where(live[:, None], score, -float("inf")), mask=(n < group)[None, :] & (u < units)[:, None])
+
+
+@triton.jit(do_not_specialize=["units"])
+def share_kernel(logits, units, BLOCK: tl.constexpr):
+    """The logarithm of a line's softmax, in its place."""
+    line = logits + tl.program_id(0).to(tl.int64) * units
+    high, total = tl.full([], -float("inf"), tl.float32), tl.full([], 0.0, tl.float32)
+    for begin in range(0, units, BLOCK):
+        u = begin + tl.arange(0, BLOCK)
+        x = tl.load(line + u, mask=u < units, other=-float("inf"))
+        now = tl.maximum(high, tl.max(x, 0))
+        shift = tl.where(now == float("-inf"), 0.0, now)
+        total = total * tl.exp2((high - shift) * LOG2E) + tl.sum(tl.exp2((x - shift) * LOG2E), 0)
+        high = now
+    lse = tl.where(total > 0, high + tl.log(tl.where(total > 0, total, 1.0)), 0.0)
+    for begin in range(0, units, BLOCK):
+        u = begin + tl.arange(0, BLOCK)
+        x = tl.load(line + u, mask=u < units, other=-float("inf"))
+        tl.store(line + u, x - lse, mask=u < units)
 
 
 @triton.jit(do_not_specialize=["units", "candidates", "count"])
@@ -74,10 +113,7 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
     low, high, alive = (x if x.stride(-1) == 1 else x.contiguous() for x in (low, high, alive))
     (rows, group, dim), units = q.shape, alive.shape[1]
     out = torch.empty(rows, units, device=q.device, dtype=torch.float32)
-    block_d = max(16, triton.next_power_of_2(dim))
-    exact = q.dtype == low.dtype == high.dtype and not (interpreted() and q.dtype == torch.bfloat16)
-    compute = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(q.dtype, tl.float32) if exact else tl.float32
-    block = max(16, 8192 // block_d // (2 if compute == tl.float32 else 1))
+    compute, block_d, block = _blocks(q, low, high)
     if out.numel():
         score_kernel[(rows, triton.cdiv(units, block))](
             q.contiguous(), low, high, alive, out, low.stride(0), low.stride(1), high.stride(0), high.stride(1),
@@ -87,7 +123,27 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
     return out
 
 
-log_shares = reference.log_shares
+def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float) -> Tensor:
+    """See `kvengine.kernels.page_scores.log_shares`."""
+    mean, alive = (x if x.stride(-1) == 1 else x.contiguous() for x in (mean, alive))
+    (rows, group, dim), units = q.shape, alive.shape[1]
+    out = torch.empty(rows, group, units, device=q.device, dtype=torch.float32)
+    compute, block_d, block = _blocks(q, mean)
+    if out.numel():
+        logit_kernel[(rows, triton.cdiv(units, block))](
+            q.contiguous(), mean, alive, out, mean.stride(0), mean.stride(1), alive.stride(0), units, group, scale, DIM=dim,
+            BLOCK_D=block_d, BLOCK=block, HEADS=max(8, triton.next_power_of_2(group)), COMPUTE=compute, **FUSED,
+        )  # fmt: skip
+        share_kernel[(rows * group,)](out, units, BLOCK=4096, num_warps=8, **FUSED)
+    return out
+
+
+def _blocks(q: Tensor, *stored: Tensor) -> tuple[tl.dtype, int, int]:
+    """What is multiplied in, channels, and units that a program takes."""
+    block_d = max(16, triton.next_power_of_2(q.shape[-1]))
+    exact = all(x.dtype == q.dtype for x in stored) and not (interpreted() and q.dtype == torch.bfloat16)
+    compute = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(q.dtype, tl.float32) if exact else tl.float32
+    return compute, block_d, max(16, 8192 // block_d // (2 if compute == tl.float32 else 1))
 
 
 def top_units(scores: Tensor, count: int, counts: Tensor | None = None) -> Tensor:
