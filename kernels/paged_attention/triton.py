@@ -147,22 +147,8 @@ def paged_attention(
     """See `kvengine.kernels.paged_attention`."""
     if words.fits(q, fields, page, unit, codec, dim_v, want_probs):
         return words.attention(
-            q,
-            fields,
-            table,
-            position,
-            page,
-            scale,
-            units,
-            unit,
-            codec,
-            dim_v,
-            query_position,
-            window,
-            softcap,
-            sinks,
-            wait,
-        )
+            q, fields, table, position, page, scale, units, unit, codec, dim_v, query_position, window, softcap, sinks, wait
+        )  # fmt: skip
     if codec == "turboquant":
         q = turboquant.turned(q).to(q.dtype)
     k, v = (stored.paged(codec, fields, side, dim, page) for side, dim in (("k", q.shape[-1]), ("v", dim_v)))
