@@ -13,6 +13,7 @@ from kvengine.kernels import dispatch
 from kvengine.kernels.attention import attention
 from kvengine.kernels.causal_attention import causal_attention, follows, quicker
 from kvengine.kernels.dispatch import native_refusal
+from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.span_attention import Band, band_spans, causal_spans, pairs, span_attention
 from kvengine.policies.prefill import Prefill
 from kvengine.session import Call
@@ -45,7 +46,9 @@ def whole(
     """Attention over everything there is, in the queries' dtype."""
     # On Hopper and Blackwell the library's is cuDNN's, which plans anew for every length: tens of milliseconds a token.
     few = q.is_cuda and q.shape[2] <= FEW and (visible is not None or ours(q, k, v))
-    if few or (q.shape[2] == 1 and not native_refusal((q, k), True)):
+    if few:
+        return merge_states([attention(q, k, v, visible, scale, wait=True)], dtype=q.dtype).out.to(q.dtype)
+    if q.shape[2] == 1 and not native_refusal((q, k), True):
         return attention(q, k, v, visible, scale).out.to(q.dtype)
     # The group is folded into the query axis, so that keys and values are read once for all of it. Four axes, as the
     # fused kernels want: with three, the library makes wide copies of keys and values at every call.
