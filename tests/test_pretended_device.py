@@ -214,7 +214,7 @@ def test_what_plans_for_each_length_is_not_asked_while_decoding(
         asked.append("library")
         return library_s(q, *more, **options)
 
-    def own(q: Tensor, *more: Any) -> State:
+    def own(q: Tensor, *more: Any, **options: Any) -> State:
         asked.append("own")
         return State(torch.zeros_like(q), q[..., 0])
 
