@@ -159,8 +159,8 @@ class FixedLane(Lane):
         return replace(super().show(queries, mass, call, prompt), newest=self.now[0])
 
     def select(self, pages: Pages, q: Tensor, call: Call) -> Int[Tensor, "row chosen"] | None:
-        selection = self.stack.selection
-        if selection.reads is None or self.session.dense:
+        selection, limit = self.stack.selection, self.limit_of_units
+        if selection.reads is None or limit is None or self.session.dense:
             return None
         budget, unit = tokens(selection.reads, self.prompt_most), selection.unit
         shortest = min(n for n, _ in self.lengths)
@@ -168,9 +168,7 @@ class FixedLane(Lane):
         most = self.ring or self.longest + self.more
         if (isinstance(selection.reads, int) or not self.padded) and (budget - most) // unit >= pages.units:
             return None
-        if self.limit_of_units is None:
-            raise CacheError("the lane was held still for a stack without a selection")
-        where = self.where(pages, call, self.limit_of_units.units, max(1, (budget - least) // unit), False)
+        where = self.where(pages, call, limit.units, max(1, (budget - least) // unit), False)
         return selection.select(q[:, :, 0], pages.summary, pages.alive, where)
 
     def seal(self) -> None:

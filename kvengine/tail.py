@@ -205,7 +205,7 @@ class Tail:
         self.k[at], self.v[at] = k[:, 0].to(self.k.dtype), v[:, 0].to(self.v.dtype)  # autocast comes and goes
         self.position[at] = position[:, 0].to(self.position.dtype)
         if self.scored:
-            # torch would make a tensor of a number and copy it from the host, which no recording allows
+            # torch would make a tensor of a number and copy it from the host
             self.score[at] = self.score.new_zeros(len(k))
         self.next += 1
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvengine.kernels.best_tokens import reference
 from kvengine.kernels.gpu import FUSED
-from kvengine.kernels.gpu.select import MOST, ordered, threshold, warps
+from kvengine.kernels.gpu.select import MOST, best, warps
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -18,12 +18,7 @@ def best_kernel(score, count, keep, tokens, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, BLOCK)
     found = tl.load(score + row * tokens + t, mask=t < tokens, other=-float("inf"))
-    key, wanted = ordered(found), tl.load(count + row).to(tl.int32)
-    least = threshold(key, wanted)
-    above, equal = key > least, (key == least).to(tl.int32)
-    room = wanted - tl.sum(above.to(tl.int32), 0)
-    later = tl.sum(equal, 0) - tl.cumsum(equal, 0)  # of those equal to it
-    chosen = (above | ((equal != 0) & (later < room))) & (found > -float("inf"))
+    chosen = best(found, tl.load(count + row).to(tl.int32)) & (found > -float("inf"))
     tl.store(keep + row * tokens + t, chosen, mask=t < tokens)
 
 

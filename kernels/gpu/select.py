@@ -30,6 +30,17 @@ def threshold(key, count):
     return least
 
 
+@triton.jit
+def best(score, count):
+    """Which are the `count` best, of equal ones the later."""
+    key = ordered(score)
+    least = threshold(key, count)
+    above, equal = key > least, (key == least).to(tl.int32)
+    room = count - tl.sum(above.to(tl.int32), 0)
+    later = tl.sum(equal, 0) - tl.cumsum(equal, 0)  # of those equal to it
+    return above | ((equal != 0) & (later < room))
+
+
 def warps(block: int) -> int:
     """For so many numbers."""
     return min(16, max(4, block // 512))

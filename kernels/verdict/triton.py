@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.gpu import FUSED
-from kvengine.kernels.gpu.select import MOST, ordered, threshold, warps
+from kvengine.kernels.gpu.select import MOST, best, threshold, warps
 from kvengine.kernels.step import Ends, Paid, Placed, Rule, Sealed
 from kvengine.kernels.verdict import reference
 
@@ -64,12 +64,7 @@ def paid_kernel(
         early = place < tl.load(first + row)
         worth = tl.where(early, tl.where(worth == 1e30, 3e30, 2e30), worth)
     worth = tl.where(place < 0, -float("inf"), worth)
-    key, wanted = ordered(worth), tl.load(budget + row).to(tl.int32)
-    least = threshold(key, wanted)
-    above, equal = key > least, (key == least).to(tl.int32)
-    room = wanted - tl.sum(above.to(tl.int32), 0)
-    later = tl.sum(equal, 0) - tl.cumsum(equal, 0)  # of those equal to it
-    stays = above | ((equal != 0) & (later < room))
+    stays = best(worth, tl.load(budget + row).to(tl.int32))
     tl.store(position + row * position_row + t, -1, mask=here & (place >= 0) & (stays == 0))
 
 
