@@ -175,7 +175,7 @@ class Tail:
         score = self.score if self.scored else None
         out = slots.step(q, k, v, self.start, self.end, at, not self.clean, scale, fill, rule, far, score)
         if out is not None:
-            if isinstance(rule, Merged):
+            if fill or isinstance(rule, Merged):
                 increment_version([self.k, self.v])  # torch sees no C write; `watched` has to
             self.end += not fill
             self.next += 1

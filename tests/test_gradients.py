@@ -97,6 +97,20 @@ def test_a_backward_pass_over_what_has_changed_says_so(name: str, way: str) -> N
             found.backward()
 
 
+@pytest.mark.parametrize("text", ["streaming(sinks=2, recent=8)", "h2o(budget=10)", "tova(budget=10)", "elastic(budget=10)"])
+def test_a_token_without_gradients_in_the_slot_of_one_that_was_read_is_noticed(text: str) -> None:
+    model, ids = frozen(text), one(ALL)["input_ids"]
+    cache, soft = EngineCache(model), vectors(model)[1][:, :1].clone().requires_grad_()
+    with torch.no_grad():
+        model(ids[:, :READ], cache=cache)
+    found = model(inputs_embeds=soft, cache=cache).logits.sum()
+    with torch.no_grad():
+        for i in range(10):
+            model(ids[:, i : i + 1], cache=cache)
+    with pytest.raises(CacheError, match="has written there since"):
+        found.backward()
+
+
 def test_frozen_tokens_are_read_with_the_gradients_of_earlier_ones() -> None:
     """After steps of the C kernels, a soft prompt; then a token that needs no gradient itself."""
     model, ids = frozen("full"), one(ALL)["input_ids"]
