@@ -26,8 +26,6 @@ from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.kernels.attention import attention
 from kvengine.kernels.put_token import Limit, put_token
 from kvengine.kernels.state import State
-from kvengine.kernels.step import Ends, Merged, Rule, Sealed
-from kvengine.kernels.verdict import verdict
 from kvengine.lane import Lane
 from kvengine.pages import Pages
 from kvengine.policies import name_of
@@ -75,7 +73,7 @@ class FixedLane(Lane):
         if reads is not None:
             budget = tokens_by_row(reads, self.prompt_length).contiguous()
             self.limit_of_units = Limit(budget, stack.selection.unit, torch.ones_like(budget))
-        self.verdict = None if isinstance(rule := self.lasting_rule(), Merged) else rule
+        self.lasting_rule()  # is made here, and not in the step
         self.pins = list(self.pinned())
 
     def slots_for(self, more: int) -> int:
@@ -123,7 +121,7 @@ class FixedLane(Lane):
     def add(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         tail = self.tail
         put_token(
-            k, v, tail.k, tail.v, tail.position, self.counts, self.now, origin=self.origin, ring=self.ring,
+            k, v, tail.k, tail.v, tail.position, self.now, origin=self.origin, ring=self.ring, counts=self.counts,
             score=tail.score if tail.scored else None, limit=self.limit_of_units,
         )  # fmt: skip
 
@@ -137,17 +135,8 @@ class FixedLane(Lane):
         self.call = call
         if self.waits:
             self.ask(q, valid)  # `advance` judges
-        elif self.verdict is None:
-            super().judge_step(q, valid, mass, call)
         else:
-            tail, rule = self.tail, self.verdict
-            if isinstance(rule, Ends) and self.pages is not None and len(self.pages):
-                rule = Sealed(rule, self.pages.position, self.pages.alive)
-            verdict(rule, tail.position, self.now, mass=mass, score=tail.score if tail.scored else None)
-
-    def lasting_rule(self) -> Rule | None:
-        """How a token is judged, if that is a rule which the device knows, and needs no more than the step has."""
-        return self.rule() if self.rolls or self.pays or self.thins else None
+            super().judge_step(q, valid, mass, call)
 
     def near(self, q: Tensor, k: Tensor, v: Tensor, call: Call, mass: bool) -> State:
         if not self.counted:
@@ -168,7 +157,7 @@ class FixedLane(Lane):
         most = self.ring or self.longest + self.more
         if (isinstance(selection.reads, int) or not self.padded) and (budget - most) // unit >= pages.units:
             return None
-        where = self.where(pages, call, limit.units, max(1, (budget - least) // unit), False)
+        where = self.where(pages, call, lambda: limit.units, max(1, (budget - least) // unit), False)
         return selection.select(q[:, :, 0], pages.summary, pages.alive, where)
 
     def seal(self) -> None:

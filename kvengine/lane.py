@@ -27,7 +27,6 @@ from kvengine.kernels.merge_states import merge_states, received
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.span_attention import Band, band_spans, pairs
 from kvengine.kernels.state import State
-from kvengine.kernels.step import Ends, Merged, Rule, Sealed
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.retention import Retention
@@ -203,27 +202,6 @@ class Lane(Verdicts):
         self.seal()
         return out
 
-    def paged_rule(self, pages: Pages) -> Rule | None:
-        """`rule`, for what is sealed too."""
-        rule = self.rule() if self.thins else None
-        return Sealed(rule, pages.position, pages.alive) if isinstance(rule, Ends) else None
-
-    def rule(self) -> Rule | None:
-        """What the retention keeps of each row when a token is decoded, for C to know; None if it does not say so."""
-        if self.known is None or self.known[0] is not self.first or self.known[1] is not self.prompt_length:
-            rule: Rule | None = None
-            if self.pays:
-                rule = self.retention.rule(self.first, self.prompt_length, self.heads, self.notes)
-            elif self.retention.ends is not None:
-                first, recent = self.retention.ends
-                rule = Ends((self.first + first).contiguous(), tokens_by_row(recent, self.prompt_length).contiguous())
-            self.known = self.first, self.prompt_length, rule
-        rule = self.known[2]
-        if isinstance(rule, Merged):  # C writes, and a state to go back to may have the note that is there
-            self.notes["threshold"] = moving = self.notes["threshold"].clone()
-            return rule._replace(threshold=moving)
-        return rule
-
     def stride(self) -> int:
         """Tokens that may be taken together: up to the next one after which something changes."""
         selects = self.stack.selects and not self.session.dense
@@ -257,7 +235,8 @@ class Lane(Verdicts):
     def attend(self, q: Tensor, call: Call, mass: bool) -> tuple[Tensor, Float[Tensor, "row group token"] | None]:
         k, v = self.open_slots()
         stored = self.pages if self.pages is not None and len(self.pages) else None
-        if stored is None and not mass and call.bare and self.whole_tail:
+        told = q.is_cuda and q.shape[2] == 1 and not self.tail.clean  # whom it sees, by positions: no mask is made
+        if stored is None and not mass and call.bare and self.whole_tail and not told:
             ordered = self.tail.clean and not self.retention.decodes  # slots are, as their tokens
             fast = ordered and ops.causal_pays(q, k, v)
             out = ops.causal(q, k, v, call.scale) if fast else ops.whole(q, k, v, self.sees(q), call.scale)
@@ -373,15 +352,18 @@ class Lane(Verdicts):
         if same and (budget - max(lengths)) // selection.unit >= pages.units:
             return None
         most = (budget - min(lengths)) // selection.unit
-        count = (tokens_by_row(selection.reads, self.prompt_length) - self.open()) // selection.unit
-        where = self.where(pages, call, count.clamp(min=1), max(1, most), same and len(lengths) == 1)
+        by_row = partial(tokens_by_row, selection.reads, self.prompt_length)
+        where = self.where(
+            pages, call, lambda: ((by_row() - self.open()) // selection.unit).clamp(min=1), max(1, most),
+            same and len(lengths) == 1,
+        )  # fmt: skip
         return answers.units(
             selection, selection.select(q[:, :, 0], pages.summary, pages.alive, where), len(q), pages.units
         )
 
-    def where(self, pages: Pages, call: Call, count: Int[Tensor, "row"], most: int, even: bool) -> Where:
+    def where(self, pages: Pages, call: Call, counts: Callable[[], Tensor], most: int, even: bool) -> Where:
         return Where(
-            layer=self.layer, layers=self.layers, count=count, most=most, even=even, scale=call.scale,
+            layer=self.layer, layers=self.layers, counts=counts, most=most, even=even, scale=call.scale,
             keys=lambda columns=None: pages.decoded(columns)[0], token=self.seen - 1, lane=self.number, memo=self.session.memo,
             since=self.since, joint=pages.joint is not None, stamps=lambda: pages.stamps, beside=pages.beside,
             bounds=pages.bounds,

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from kvengine.kernels.put_token import put_token
 from kvengine.kernels.step import Merged, Rule, Slots, ready
 from kvengine.tokens import moved, take
 
@@ -130,12 +131,15 @@ class Tail:
         if not full:
             self.place()
         self.reserve(n)
-        s = slice(self.end, self.end + n)
-        self.k[:, s], self.v[:, s] = k, v
-        if self.placed:
-            self._position[:, s] = position
-        if self.scored:
-            self.score[:, s] = 0
+        if n == 1:
+            self.put(k, v, position, slice(None), self.end)
+        else:
+            s = slice(self.end, self.end + n)
+            self.k[:, s], self.v[:, s] = k, v
+            if self.placed:
+                self._position[:, s] = position
+            if self.scored:
+                self.score[:, s] = 0
         self.end += n
         self.next += n
         self.clean &= full
@@ -200,14 +204,14 @@ class Tail:
         """Put one token into a free slot of each row; every row must have one."""
         self.place()
         self.own()
-        free = self.start + (self.position[:, self.span] < 0).to(torch.int8).argmax(1)
-        at = torch.arange(len(k), device=k.device), free  # scatter_ makes floats of all halves, on a CPU
-        self.k[at], self.v[at] = k[:, 0].to(self.k.dtype), v[:, 0].to(self.v.dtype)  # autocast comes and goes
-        self.position[at] = position[:, 0].to(self.position.dtype)
-        if self.scored:
-            # torch would make a tensor of a number and copy it from the host
-            self.score[at] = self.score.new_zeros(len(k))
+        self.put(k, v, position, self.span)
+        increment_version([self.k, self.v])  # torch sees no write of a kernel's
         self.next += 1
+
+    def put(self, k: Tensor, v: Tensor, position: Tensor, span: slice, slot: int | None = None) -> None:
+        """Write one token into this slot of those that `span` names, or into each row's first free one."""
+        held, score = self._position[:, span] if self.placed else None, self.score[:, span] if self.scored else None
+        put_token(k, v, self.k[:, span], self.v[:, span], held, position[:, 0], slot=slot, score=score)
 
     def settle(self, tokens: int, slots: int, front: bool) -> int:
         """Take `slots` slots, all of them in use: those behind the newest `tokens` hold none. Where the free ones begin.

@@ -17,12 +17,16 @@ from torch import Tensor
 
 from kvengine import answers
 from kvengine.evidence import Evidence
+from kvengine.kernels.step import Ends, Merged, Rule, Sealed
+from kvengine.kernels.verdict import verdict
+from kvengine.policies._budget import tokens_by_row
 from kvengine.policies.retention import Retention, Seen
 from kvengine.session import Call
 from kvengine.tokens import behind
 
 if TYPE_CHECKING:
     from kvengine.lane import Lane
+    from kvengine.pages import Pages
 
 
 class Verdicts(Evidence):
@@ -82,6 +86,10 @@ class Verdicts(Evidence):
             if self.seen >= self.due:
                 self.judge_full(call)
             return
+        rule = self.lasting_rule() if valid is None and q.shape[2] == 1 else None
+        if rule is not None:
+            self.drop(rule, mass)
+            return
         if mass is not None and valid is not None:  # padding says nothing
             mass = mass * valid[:, :1, None]
         seen = self.show(q, mass, call, prompt=False)
@@ -90,6 +98,44 @@ class Verdicts(Evidence):
         if keep is not None and self.retention.remerges:
             self.tail.rewrite(*self.retention.refold(judged, keep))
         self.judge(seen if self.weighs else judged, keep)  # saliency goes on as it was
+
+    def rule(self) -> Rule | None:
+        """What the retention keeps of each row when a token is decoded, for C to know; None if it does not say so."""
+        if self.known is None or self.known[0] is not self.first or self.known[1] is not self.prompt_length:
+            rule: Rule | None = None
+            if self.pays:
+                rule = self.retention.rule(self.first, self.prompt_length, self.heads, self.notes)
+            elif self.retention.ends is not None:
+                first, recent = self.retention.ends
+                rule = Ends((self.first + first).contiguous(), tokens_by_row(recent, self.prompt_length).contiguous())
+            self.known = self.first, self.prompt_length, rule
+        rule = self.known[2]
+        if isinstance(rule, Merged):  # C writes, and a state to go back to may have the note that is there
+            self.notes["threshold"] = moving = self.notes["threshold"].clone()
+            return rule._replace(threshold=moving)
+        return rule
+
+    def lasting_rule(self) -> Rule | None:
+        """`rule`, if all that it does is to drop tokens: a kernel does that in place, where it is not done in C."""
+        simple = (self.rolls or self.pays or self.thins) and not self.retention.remerges
+        return self.rule() if simple else None
+
+    def paged_rule(self, pages: Pages) -> Rule | None:
+        """`rule`, for what is sealed too."""
+        rule = self.rule() if self.thins else None
+        return Sealed(rule, pages.position, pages.alive) if isinstance(rule, Ends) else None
+
+    def drop(self, rule: Rule, mass: Float[Tensor, "row group token"] | None) -> None:
+        """Judge what is held by a rule, in place."""
+        tail, pages, span = self.tail, self.pages, self.tail.span
+        if pages is not None and len(pages):
+            pages.own()
+            rule, pages.clean = self.paged_rule(pages) or rule, False
+        tail.own_small()
+        tail.place()
+        score, paid = tail.score[:, span] if tail.scored else None, None if mass is None else mass.detach()
+        verdict(rule, tail.position[:, span], self.newest(1), mass=paid, score=score)
+        self.whole = tail.clean = False
 
     # one that waits
 

@@ -97,7 +97,9 @@ def test_a_backward_pass_over_what_has_changed_says_so(name: str, way: str) -> N
             found.backward()
 
 
-@pytest.mark.parametrize("text", ["streaming(sinks=2, recent=8)", "h2o(budget=10)", "tova(budget=10)", "elastic(budget=10)"])
+@pytest.mark.parametrize(
+    "text", ["streaming(sinks=2, recent=8)", "h2o(budget=10)", "tova(budget=10)", "elastic(budget=10)"]
+)
 def test_a_token_without_gradients_in_the_slot_of_one_that_was_read_is_noticed(text: str) -> None:
     model, ids = frozen(text), one(ALL)["input_ids"]
     cache, soft = EngineCache(model), vectors(model)[1][:, :1].clone().requires_grad_()

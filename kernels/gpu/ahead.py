@@ -162,7 +162,7 @@ def cases() -> dict[str, Callable[[], object]]:
             position.clone(),
         )
         limit = Limit(count, 16, count.clone())
-        return lambda: put_token(k, k, held, held, place, count.int(), count[:1], origin, 128, None, limit)
+        return lambda: put_token(k, k, held, held, place, count[:1], None, origin, 128, count.int(), None, limit)
 
     def judged(rule: Rule) -> Callable[[], object]:
         paid, score = torch.zeros(ROWS, 4, TABLE * PAGE), torch.zeros(ROWS, TABLE * PAGE)

@@ -66,7 +66,7 @@ def test_put_a_token_whose_value_is_a_part_of_its_key(backend: str) -> None:
     keys, k = torch.zeros(2, 5, 24, device=device), torch.randn(2, 1, 24).to(device)
     position, counts = torch.full((2, 5), -1, dtype=torch.int32, device=device), torch.zeros(2, dtype=torch.int32)
     now = torch.tensor([3], device=device)
-    put_token(k, k[..., :16], keys, keys[..., :16], position, counts.to(device), now, origin=1, backend=backend)
+    put_token(k, k[..., :16], keys, keys[..., :16], position, now, counts=counts.to(device), origin=1, backend=backend)
     assert torch.equal(keys[:, 2], k[:, 0]) and not keys[:, [0, 1, 3, 4]].any()
     assert position.tolist() == [[-1, -1, 3, -1, -1]] * 2
 
