@@ -155,14 +155,14 @@ def cases() -> dict[str, Callable[[], object]]:
 
         return call
 
-    def put(origin: int | None) -> Callable[[], object]:
+    def put(slot: int | None, origin: int | None) -> Callable[[], object]:
         k, held, place = (
             torch.zeros(ROWS, 1, 128, dtype=bf16),
             torch.zeros(ROWS, 256, 128, dtype=bf16),
             position.clone(),
         )
         limit = Limit(count, 16, count.clone())
-        return lambda: put_token(k, k, held, held, place, count[:1], None, origin, 128, count.int(), None, limit)
+        return lambda: put_token(k, k, held, held, place, count[:1], slot, origin, 128, count.int(), None, limit)
 
     def judged(rule: Rule) -> Callable[[], object]:
         paid, score = torch.zeros(ROWS, 4, TABLE * PAGE), torch.zeros(ROWS, TABLE * PAGE)
@@ -256,8 +256,9 @@ def cases() -> dict[str, Callable[[], object]]:
         "top 128 of 8192": lambda: top_units(torch.zeros(ROWS, 8192), 128),
         "top 128 of 32768": lambda: top_units(torch.zeros(ROWS, 32768), 128),
         "best 1024 of 1025": lambda: best_tokens(torch.zeros(ROWS, 1025), torch.full((ROWS,), 1024)),
-        "put a token": put(0),
-        "put a token into a free slot": put(None),
+        "put a token": put(None, 0),
+        "put a token into a free slot": put(None, None),
+        "put a token into a known slot": put(3, None),
         "verdict by ends": judged(Sealed(ends, position.clone(), alive)),
         "verdict by attention": judged(Paid(count, count, adds=True)),
         "verdict by place": judged(Placed(count, count)),

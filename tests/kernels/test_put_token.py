@@ -27,7 +27,9 @@ def slots(rows: int, n: int, dim: int, dim_v: int, dtype: torch.dtype) -> dict[s
     return {name: x[:, :n] for name, x in wide.items()} | {"position": position[:, :n]}
 
 
-@pytest.mark.parametrize("how", [{"origin": 40}, {"origin": 30, "ring": 7}, {"origin": 0, "ring": 21}, FREE], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"origin": 40}, {"origin": 30, "ring": 7}, {"origin": 0, "ring": 21}, {"slot": 6}, FREE], ids=str
+)
 @pytest.mark.parametrize(
     "rows, n, dim, dim_v, dtype",
     [(3, 21, 16, 16, torch.float32), (1, 21, 72, 40, torch.bfloat16), (2, 1500, 8, 24, torch.float16)],
@@ -49,7 +51,9 @@ def test_put_a_token_is_as_the_loop(
     put_token(k.to(device), v.to(device), now=now.to(device), limit=bound, backend=backend, **there, **how)
     for row in range(rows):
         free = [i for i, place in enumerate(want["position"][row].tolist()) if place < 0][0]
-        at = free if how["origin"] is None else (45 - how["origin"]) % (how.get("ring") or n)
+        at = how.get("slot", free)
+        if how.get("origin") is not None:
+            at = (45 - how["origin"]) % (how.get("ring") or n)
         want["keys"][row, at], want["values"][row, at] = k[row, 0].to(dtype), v[row, 0].to(dtype)
         want["position"][row, at] = 45
         score[row, at] = 0
@@ -82,6 +86,37 @@ def test_a_limit_leaves_a_unit(backend: str) -> None:
     assert limit.units.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("expanded", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_have_positions_of_their_own(backend: str, expanded: bool) -> None:
+    """And nothing is counted. A row whose token is padding keeps its free slot."""
+    device = oracle.device_of(backend)
+    held = {name: x.to(device) for name, x in slots(3, 9, 8, 8, torch.float32).items()}
+    before, x = held["position"].clone(), torch.ones(3, 1, 8, device=device)
+    now = (
+        torch.full((1, 1), 31, device=device).expand(3, 1)
+        if expanded
+        else torch.tensor([[31], [-1], [33]], device=device)
+    )
+    put_token(x, x, now=now[:, 0], backend=backend, **held)
+    before[:, 3] = now[:, 0].int()
+    assert torch.equal(held["position"], before)
+    assert bool((held["keys"][:, 3] == 1).all()) and bool((held["values"][:, 3] == 1).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nobody_need_keep_positions_where_the_slot_is_told(backend: str) -> None:
+    device = oracle.device_of(backend)
+    held = slots(3, 9, 8, 16, torch.float16)
+    keys, values = held["keys"].to(device), held["values"].to(device)
+    k, v = torch.randn(3, 1, 8, device=device).half(), torch.randn(3, 1, 16, device=device).half()
+    put_token(k, v, keys, values, None, torch.tensor([5], device=device), slot=8, backend=backend)
+    assert torch.equal(keys[:, 8], k[:, 0]) and torch.equal(values[:, 8], v[:, 0])
+    assert torch.equal(keys[:, :8].cpu(), held["keys"][:, :8]) and torch.equal(
+        values[:, :8].cpu(), held["values"][:, :8]
+    )
+
+
 def test_refusals_say_why() -> None:
     held = slots(2, 9, 8, 8, torch.float32)
     x, counts, now = torch.ones(2, 1, 8), torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
@@ -89,3 +124,9 @@ def test_refusals_say_why() -> None:
         put_token(torch.ones(3, 1, 8), x, counts=counts, now=now, origin=0, **held)
     with pytest.raises(KernelError, match="ring=10"):
         put_token(x, x, counts=counts, now=now, origin=0, ring=10, **held)
+    with pytest.raises(KernelError, match="slot=9"):
+        put_token(x, x, now=now, slot=9, **held)
+    with pytest.raises(KernelError, match="a free slot.*slot=None, origin=None"):
+        put_token(x, x, now=now, **held | {"position": None})
+    with pytest.raises(KernelError, match="one for all rows.*origin=0, 2 in now"):
+        put_token(x, x, now=now.expand(2), origin=0, **held)
