@@ -138,6 +138,9 @@ class FixedLane(Lane):
         else:
             super().judge_step(q, valid, mass, call)
 
+    def moving(self) -> Float[Tensor, "row"]:
+        return self.notes["threshold"]
+
     def near(self, q: Tensor, k: Tensor, v: Tensor, call: Call, mass: bool) -> State:
         if not self.counted:
             return super().near(q, k, v, call, mass)

@@ -163,8 +163,8 @@ class Lane(Verdicts):
         return self.at_once(q, k, v, scale)
 
     def at_once(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
-        rule = self.rule() if self.rolls or self.pays else None
-        if self.pays and rule is None:
+        rule = self.rule() if k.is_cpu and (self.rolls or self.pays) else None
+        if not k.is_cpu or (self.pays and rule is None):
             return None
         full = not self.plain and self.limit is not None and len(self.tail) > self.limit
         out = self.tail.step(q, k, v, self.seen, scale, full, rule)

@@ -180,7 +180,7 @@ class Tail:
         out = slots.step(q, k, v, self.start, self.end, at, not self.clean, scale, fill, rule, far, score)
         if out is not None:
             if fill or isinstance(rule, Merged):
-                increment_version([self.k, self.v])  # torch sees no C write; `watched` has to
+                self.written()
             self.end += not fill
             self.next += 1
             self.clean &= rule is None
@@ -205,13 +205,17 @@ class Tail:
         self.place()
         self.own()
         self.put(k, v, position, self.span)
-        increment_version([self.k, self.v])  # torch sees no write of a kernel's
+        self.written()
         self.next += 1
 
     def put(self, k: Tensor, v: Tensor, position: Tensor, span: slice, slot: int | None = None) -> None:
         """Write one token into this slot of those that `span` names, or into each row's first free one."""
         held, score = self._position[:, span] if self.placed else None, self.score[:, span] if self.scored else None
         put_token(k, v, self.k[:, span], self.v[:, span], held, position[:, 0], slot=slot, score=score)
+
+    def written(self) -> None:
+        """Used slots were written into by a kernel, which torch does not see; `watched` has to."""
+        increment_version([self.k, self.v])
 
     def settle(self, tokens: int, slots: int, front: bool) -> int:
         """Take `slots` slots, all of them in use: those behind the newest `tokens` hold none. Where the free ones begin.

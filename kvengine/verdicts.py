@@ -110,15 +110,16 @@ class Verdicts(Evidence):
                 rule = Ends((self.first + first).contiguous(), tokens_by_row(recent, self.prompt_length).contiguous())
             self.known = self.first, self.prompt_length, rule
         rule = self.known[2]
-        if isinstance(rule, Merged):  # C writes, and a state to go back to may have the note that is there
-            self.notes["threshold"] = moving = self.notes["threshold"].clone()
-            return rule._replace(threshold=moving)
-        return rule
+        return rule._replace(threshold=self.moving()) if isinstance(rule, Merged) else rule
+
+    def moving(self) -> Float[Tensor, "row"]:
+        """The threshold of what merges, to be written: a state to go back to may have the note that is there."""
+        self.notes["threshold"] = found = self.notes["threshold"].clone()
+        return found
 
     def lasting_rule(self) -> Rule | None:
-        """`rule`, if all that it does is to drop tokens: a kernel does that in place, where it is not done in C."""
-        simple = (self.rolls or self.pays or self.thins) and not self.retention.remerges
-        return self.rule() if simple else None
+        """`rule`, where it is not followed in C: a kernel does it in place."""
+        return self.rule() if self.rolls or self.pays or self.thins else None
 
     def paged_rule(self, pages: Pages) -> Rule | None:
         """`rule`, for what is sealed too."""
@@ -131,10 +132,15 @@ class Verdicts(Evidence):
         if pages is not None and len(pages):
             pages.own()
             rule, pages.clean = self.paged_rule(pages) or rule, False
-        tail.own_small()
+        merges = isinstance(rule, Merged)
+        tail.own() if merges else tail.own_small()
         tail.place()
-        score, paid = tail.score[:, span] if tail.scored else None, None if mass is None else mass.detach()
-        verdict(rule, tail.position[:, span], self.newest(1), mass=paid, score=score)
+        verdict(
+            rule, tail.position[:, span], self.newest(1), mass=None if mass is None else mass.detach(),
+            score=tail.score[:, span] if tail.scored else None, keys=tail.k[:, span], values=tail.v[:, span],
+        )  # fmt: skip
+        if merges:
+            tail.written()
         self.whole = tail.clean = False
 
     # one that waits

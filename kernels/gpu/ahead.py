@@ -40,7 +40,7 @@ from kvengine.kernels.quantise.triton import pack, quantise, turned_codes
 from kvengine.kernels.span_attention import Band, band_spans, causal_spans
 from kvengine.kernels.span_attention.triton import span_attention
 from kvengine.kernels.state import State
-from kvengine.kernels.step import Ends, Paid, Placed, Rule, Sealed
+from kvengine.kernels.step import Ends, Merged, Paid, Placed, Rule, Sealed
 from kvengine.kernels.verdict.triton import verdict
 
 TARGETS = (80, 90)
@@ -166,7 +166,8 @@ def cases() -> dict[str, Callable[[], object]]:
 
     def judged(rule: Rule) -> Callable[[], object]:
         paid, score = torch.zeros(ROWS, 4, TABLE * PAGE), torch.zeros(ROWS, TABLE * PAGE)
-        return lambda: verdict(rule, position.clone(), count[:1], paid, score)
+        held = torch.zeros(ROWS, TABLE * PAGE, 128, dtype=bf16)
+        return lambda: verdict(rule, position.clone(), count[:1], paid, score, held, held)
 
     def prompt(
         dtype: torch.dtype = bf16, dim: int = 128, local: int | None = None, by_head: bool = False
@@ -262,6 +263,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "verdict by ends": judged(Sealed(ends, position.clone(), alive)),
         "verdict by attention": judged(Paid(count, count, adds=True)),
         "verdict by place": judged(Placed(count, count)),
+        "verdict that merges": judged(Merged(Paid(count, count, adds=True, first=count), torch.zeros(ROWS), 0.7)),
         "quantise keys": lambda: quantise(x, 4, 32, "tokens", None, torch.float16),
         "quantise values": lambda: quantise(x, 2, 32, "channels", None, torch.float16),
         "turned codes": lambda: turned_codes(turned, 4, 0, levels),

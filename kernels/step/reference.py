@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -74,16 +76,22 @@ def judge(held: Tensor, received: Tensor, score: Tensor | None, at: int | Tensor
 
 
 def merge(keys: Tensor, values: Tensor, held: Tensor, gone: Tensor, rule: Merged) -> None:
-    """The first token of each row that is gone goes into the one most like it."""
+    """The first token of each row that is gone goes into the one most like it. No shape follows from the data."""
     target = held >= (rule.paid.first[:, None] if rule.spares and rule.paid.first is not None else 0)
-    for r in torch.nonzero(gone.any(1) & target.any(1))[:, 0].tolist():
-        lost = int(gone[r].to(torch.int8).argmax())
-        length = keys[r].float().norm(dim=1).clamp(min=1e-12)
-        cosine = (keys[r].float() @ keys[r, lost].float()) / (length * length[lost])
-        like, mate = cosine.masked_fill(~target[r], -2).max(0)
-        before = rule.threshold[r].clone()
-        rule.threshold[r] = like if before.isnan() else rule.beta * like + (1 - rule.beta) * before
-        if like >= rule.threshold[r]:
-            own, weight, part = (1, like, 1) if rule.shrinks else (torch.e, like.exp(), like.exp())
-            for x in (keys[r], values[r]):
-                x[mate] = (own * x[mate].float() + weight * x[lost].float()) / (own + part)
+    row, lost, wide = torch.arange(len(held), device=held.device), gone.to(torch.int8).argmax(1), keys.float()
+    length = wide.norm(dim=2).clamp(min=1e-12)
+    cosine = (wide @ wide[row, lost][..., None])[..., 0] / (length * length[row, lost][:, None])
+    like, mate = cosine.masked_fill(~(target & (held >= 0)), -2).max(1)
+    real, before = gone.any(1) & (like > -2), rule.threshold
+    before.copy_(
+        torch.where(real, torch.where(before.isnan(), like, rule.beta * like + (1 - rule.beta) * before), before)
+    )
+    passed = (real & (like >= before))[:, None]
+    own, weight = (1, like) if rule.shrinks else (math.e, like.exp())
+    whole = own + (torch.ones_like(like) if rule.shrinks else weight)
+    made = []  # of both, before either is written: values may be a part of the keys
+    for x in (keys, values):
+        one, other = x[row, mate], x[row, lost]
+        mixed = (own * one.float() + weight[:, None] * other.float()) / whole[:, None]
+        made.append(torch.where(passed, mixed.to(x.dtype), one))
+    keys[row, mate], values[row, mate] = made

@@ -1,15 +1,16 @@
-"""The Triton kernels: what judges by place, and what judges by the attention paid."""
+"""The Triton kernels: what judges by place, what judges by the attention paid, and what becomes of a token that goes."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.gpu.select import MOST, best, threshold, warps
-from kvengine.kernels.step import Ends, Paid, Placed, Rule, Sealed
+from kvengine.kernels.step import Ends, Merged, Paid, Placed, Rule, Sealed
 from kvengine.kernels.verdict import reference
 
 BLOCK = 1024
@@ -41,9 +42,9 @@ def ends_kernel(
 
 @triton.jit(do_not_specialize=["slots", "position_row", "score_row"])
 def paid_kernel(
-    position, score, mass, budget, recent, first, now, position_row, score_row, slots, group, share,
+    position, score, mass, gone, budget, recent, first, now, position_row, score_row, slots, group, share,
     TOGETHER: tl.constexpr, MOST_PAID: tl.constexpr, ADDS: tl.constexpr, SCORED: tl.constexpr, FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, BLOCK)
@@ -64,8 +65,56 @@ def paid_kernel(
         early = place < tl.load(first + row)
         worth = tl.where(early, tl.where(worth == 1e30, 3e30, 2e30), worth)
     worth = tl.where(place < 0, -float("inf"), worth)
-    stays = best(worth, tl.load(budget + row).to(tl.int32))
-    tl.store(position + row * position_row + t, -1, mask=here & (place >= 0) & (stays == 0))
+    goes = here & (place >= 0) & (best(worth, tl.load(budget + row).to(tl.int32)) == 0)
+    tl.store(position + row * position_row + t, -1, mask=goes)
+    if GONE:  # the first of them, or no slot
+        tl.store(gone + row, tl.min(tl.where(goes, t, slots), 0))
+
+
+@triton.jit(do_not_specialize=["slots", "position_row"])
+def merge_kernel(
+    keys, values, position, gone, threshold, first, keys_row, keys_slot, values_row, values_slot, position_row, slots, beta,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, SHRINKS: tl.constexpr,
+    SPARES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program looks through its row for the key most like the lost one's."""
+    row = tl.program_id(0).to(tl.int64)
+    lost = tl.load(gone + row).to(tl.int64)
+    if lost < slots:
+        d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+        keys += row * keys_row
+        values += row * values_row
+        key = tl.load(keys + lost * keys_slot + d, mask=d < DIM, other=0.0).to(tl.float32)
+        length = tl.maximum(tl.sqrt(tl.sum(key * key, 0)), 1e-12)
+        low = tl.load(first + row) if SPARES else 0
+        like, mate = tl.full([BLOCK], -2.0, tl.float32), tl.zeros([BLOCK], tl.int32)
+        for begin in range(0, slots, BLOCK):
+            t = begin + tl.arange(0, BLOCK)
+            place = tl.load(position + row * position_row + t, mask=t < slots, other=-1)
+            there = (place >= 0) & (place >= low)
+            at = keys + t.to(tl.int64)[:, None] * keys_slot + d[None, :]
+            x = tl.load(at, mask=there[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
+            own = tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-12)
+            cosine = tl.sum(x * key[None, :], 1) / (own * length)
+            better = there & (cosine > like)
+            like, mate = tl.where(better, cosine, like), tl.where(better, t, mate)
+        most = tl.max(like, 0)
+        if most > -2.0:
+            slot = tl.min(tl.where(like == most, mate, slots), 0).to(tl.int64)
+            before = tl.load(threshold + row)
+            after = tl.where(before != before, most, beta * most + (1 - beta) * before)
+            tl.store(threshold + row, after)
+            if most >= after:
+                own_part, weight, whole = 1.0, most, 2.0
+                if not SHRINKS:
+                    own_part, weight = 2.718281828459045, tl.exp(most)
+                    whole = own_part + weight
+                x = tl.load(keys + slot * keys_slot + d, mask=d < DIM, other=0.0).to(tl.float32)
+                y = tl.load(values + slot * values_slot + e, mask=e < DIM_V, other=0.0).to(tl.float32)
+                value = tl.load(values + lost * values_slot + e, mask=e < DIM_V, other=0.0).to(tl.float32)
+                tl.debug_barrier()  # values may be a part of the keys
+                tl.store(keys + slot * keys_slot + d, (own_part * x + weight * key) / whole, mask=d < DIM)
+                tl.store(values + slot * values_slot + e, (own_part * y + weight * value) / whole, mask=e < DIM_V)
 
 
 @triton.jit(do_not_specialize=["slots", "position_row"])
@@ -81,12 +130,15 @@ def placed_kernel(position, budget, wanted, position_row, slots, BLOCK: tl.const
     tl.store(position + row * position_row + t, -1, mask=full & there & (key == gone))
 
 
-def verdict(rule: Rule, position: Tensor, now: Tensor, mass: Tensor | None, score: Tensor | None) -> None:
+def verdict(
+    rule: Rule, position: Tensor, now: Tensor, mass: Tensor | None, score: Tensor | None, keys: Tensor | None,
+    values: Tensor | None,
+) -> None:  # fmt: skip
     """See `kvengine.kernels.verdict`. More tokens than a program holds are judged by torch."""
     rows, slots = position.shape
     block = triton.next_power_of_2(max(slots, 16))
     if not rows * slots or (slots > MOST and not isinstance(rule, Ends | Sealed)):
-        return reference.verdict(rule, position, now, mass, score)
+        return reference.verdict(rule, position, now, mass, score, keys, values)
     if isinstance(rule, Ends | Sealed):
         ends = rule.ends if isinstance(rule, Sealed) else rule
         sealed, alive = (rule.position, rule.alive) if isinstance(rule, Sealed) else (position[:, :0], position[:, :0])
@@ -103,11 +155,28 @@ def verdict(rule: Rule, position: Tensor, now: Tensor, mass: Tensor | None, scor
             position, rule.budget, rule.place, position.stride(0), slots, BLOCK=block, num_warps=warps(block), **FUSED
         )
     elif isinstance(rule, Paid) and mass is not None:
-        share = 1 / (mass.shape[1] * rule.together) if rule.reduce == "mean" else 1.0
-        paid_kernel[(rows,)](
-            position, position if score is None else score, mass, rule.budget, rule.recent,
-            rule.budget if rule.first is None else rule.first, now, position.stride(0),
-            0 if score is None else score.stride(0), slots, mass.shape[1], share, TOGETHER=rule.together,
-            MOST_PAID=rule.reduce == "max", ADDS=rule.adds, SCORED=score is not None, FIRST=rule.first is not None,
-            BLOCK=block, num_warps=warps(block), **FUSED,
+        _paid(rule, position, now, mass, score, None)
+    elif isinstance(rule, Merged) and mass is not None and keys is not None and values is not None:
+        gone = torch.empty(rows, dtype=torch.int32, device=position.device)
+        _paid(rule.paid, position, now, mass, score, gone)
+        first, (dim, dim_v) = rule.paid.first, (keys.shape[2], values.shape[2])
+        block_d = triton.next_power_of_2(dim)
+        merge_kernel[(rows,)](
+            keys, values, position, gone, rule.threshold, gone if first is None else first, keys.stride(0), keys.stride(1),
+            values.stride(0), values.stride(1), position.stride(0), slots, rule.beta, DIM=dim, BLOCK_D=block_d, DIM_V=dim_v,
+            BLOCK_V=triton.next_power_of_2(dim_v), SHRINKS=rule.shrinks, SPARES=rule.spares and first is not None,
+            BLOCK=max(16, 8192 // block_d), num_warps=8, **FUSED,
         )  # fmt: skip
+
+
+def _paid(rule: Paid, position: Tensor, now: Tensor, mass: Tensor, score: Tensor | None, gone: Tensor | None) -> None:
+    rows, slots = position.shape
+    block = triton.next_power_of_2(max(slots, 16))
+    share = 1 / (mass.shape[1] * rule.together) if rule.reduce == "mean" else 1.0
+    paid_kernel[(rows,)](
+        position, position if score is None else score, mass, position if gone is None else gone, rule.budget, rule.recent,
+        rule.budget if rule.first is None else rule.first, now, position.stride(0), 0 if score is None else score.stride(0),
+        slots, mass.shape[1], share, TOGETHER=rule.together, MOST_PAID=rule.reduce == "max", ADDS=rule.adds,
+        SCORED=score is not None, FIRST=rule.first is not None, GONE=gone is not None, BLOCK=block, num_warps=warps(block),
+        **FUSED,
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 from kvengine.kernels.step import Merged, Paid, Placed, step
+from kvengine.kernels.verdict import verdict
 
 BACKENDS = [name for name in oracle.backends() if name != "triton"]
+ALONE = [name for name in oracle.backends() if name != "native"]
 SHAPES = [  # sequences, heads, group, dim, dim_v, slots
     (1, 2, 3, 64, 64, 40),
     (2, 3, 1, 24, 40, 11),
@@ -56,14 +59,9 @@ def same(got: Tensor, want: Tensor) -> bool:
     return torch.equal(got.nan_to_num(7), want.nan_to_num(7))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("shrinks, spares", [(False, True), (True, False)])
-@pytest.mark.parametrize("fill", [True, False])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_goes_is_merged_into_the_most_alike(
-    backend: str, fill: bool, shrinks: bool, spares: bool, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def merging(
+    shape: tuple[int, ...], dtype: torch.dtype, fill: bool, shrinks: bool, spares: bool
+) -> tuple[dict[str, Any], slice, Merged]:
     """Rows differ in budget, thresholds and in what goes last; one keeps all, and in one nothing may take others in.
 
     In the first, what goes is like two others to the bit: the earlier of them takes it in.
@@ -73,19 +71,25 @@ def test_what_goes_is_merged_into_the_most_alike(
     about["position"][0, alike] = shape[-1] // 2 + torch.arange(3, dtype=torch.int32)
     about["score"][0, alike] = torch.tensor([-9.0, 1.0, 1.0])
     about["keys"][0, alike], about["values"][0, alike] = torch.ones(shape[3]), torch.randn(3, shape[4]).to(dtype)
-    want, row = after_token(about, used), torch.arange(shape[0] * shape[1])
-    budget = (want["position"][:, used] >= 0).sum(1) - (row != 3).long()
+    row = torch.arange(shape[0] * shape[1])
+    budget = (after_token(about, used)["position"][:, used] >= 0).sum(1) - (row != 3).long()
     first, recent = torch.where(row == 4, shape[-1] + 5, shape[-1] // 3 + row), 2 + row
     threshold = torch.tensor([math.nan, -1.0, 2.0, 0.25, math.nan, 0.0])[: len(row)].clone()
-    taus = threshold.tolist()
-    rule = Merged(Paid(budget, recent, "mean", True, 1, first), threshold, BETA, shrinks, spares)
-    step(rule=rule, backend=backend, **about)
-    merges = 0
-    for r in row.tolist():
+    return about, used, Merged(Paid(budget, recent, "mean", True, 1, first), threshold, BETA, shrinks, spares)
+
+
+def check_merged(
+    want: dict[str, Tensor], got: dict[str, Tensor], used: slice, now: int, rule: Merged, tau: Tensor
+) -> None:
+    """`want`: what was there before the verdict. `rule`: with the thresholds of before, which are `tau` now."""
+    taus, merges, spares = rule.threshold.tolist(), 0, rule.spares
+    (budget, recent, *_, first), shrinks = rule.paid, rule.shrinks
+    assert first is not None
+    for r in range(len(taus)):
         there = [s for s in range(used.start, used.stop) if want["position"][r, s] >= 0]
         at = {s: int(want["position"][r, s]) for s in there}
-        rank = {s: 2 * (at[s] < first[r]) + (at[s] > about["at"] - recent[r]) for s in there}
-        worst = sorted(there, key=lambda s: (rank[s], 0.0 if rank[s] else float(about["score"][r, s]), s))
+        rank = {s: 2 * (at[s] < first[r]) + (at[s] > now - recent[r]) for s in there}
+        worst = sorted(there, key=lambda s: (rank[s], 0.0 if rank[s] else float(got["score"][r, s]), s))
         gone = worst[: len(there) - int(budget[r])]
         targets = [s for s in there if s not in gone and (not spares or at[s] >= first[r])]
         assert len(gone) == (r != 3) and bool(targets) == (r != 4 or not spares)
@@ -99,14 +103,83 @@ def test_what_goes_is_merged_into_the_most_alike(
                 own, weight, part = (1, like, 1) if shrinks else (math.e, math.exp(like), math.exp(like))
                 for name in ("keys", "values"):
                     x = want[name][r]
-                    made = ((own * x[mate].double() + weight * x[gone[0]].double()) / (own + part)).to(dtype)
+                    made = ((own * x[mate].double() + weight * x[gone[0]].double()) / (own + part)).to(x.dtype)
                     assert torch.equal(x[mate], made) == (r == 0 and name == "keys")
-                    torch.testing.assert_close(about[name][r, mate], made)
-                    x[mate] = about[name][r, mate]
+                    torch.testing.assert_close(got[name][r, mate], made)
+                    x[mate] = got[name][r, mate]
         want["position"][r, gone] = -1
     assert merges >= 2
-    assert all(same(about[name], x) for name, x in want.items())
-    torch.testing.assert_close(threshold, torch.tensor(taus), equal_nan=True)
+    assert all(same(got[name], x) for name, x in want.items())
+    torch.testing.assert_close(tau, torch.tensor(taus), equal_nan=True)
+
+
+MERGING = [
+    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str),
+    pytest.mark.parametrize("shape", SHAPES),
+    pytest.mark.parametrize("shrinks, spares", [(False, True), (True, False)]),
+]
+
+
+def each(test: Any) -> Any:
+    return functools.reduce(lambda test, mark: mark(test), MERGING, test)
+
+
+@each
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_goes_is_merged_into_the_most_alike(
+    backend: str, fill: bool, shrinks: bool, spares: bool, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    about, used, rule = merging(shape, dtype, fill, shrinks, spares)
+    want, tau = after_token(about, used), rule.threshold.clone()
+    step(rule=rule._replace(threshold=tau), backend=backend, **about)
+    check_merged(want, about, used, about["at"], rule, tau)
+
+
+@each
+@pytest.mark.parametrize("backend", ALONE)
+def test_a_verdict_alone_merges_as_well(
+    backend: str, shrinks: bool, spares: bool, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Where the token was written and answered before."""
+    about, used, rule = merging(shape, dtype, True, shrinks, spares)
+    want, device = after_token(about, used), oracle.device_of(backend)
+    there = {name: x.to(device, copy=True) for name, x in (want | {"score": about["score"]}).items()}
+    part = {name: x[:, used] for name, x in there.items()}
+    moved, now = (
+        rule._replace(paid=Paid(*(oracle._moved(x, device) for x in rule.paid))),
+        torch.tensor([about["at"]], device=device),
+    )
+    tau = rule.threshold.to(device, copy=True)
+    mass = torch.rand(len(tau), shape[2], used.stop - used.start, device=device)
+    mass.masked_fill_(part["position"][:, None] < 0, 0)
+    verdict(moved._replace(threshold=tau), now=now, mass=mass, backend=backend, **part)
+    check_merged(want, {name: x.cpu() for name, x in there.items()}, used, about["at"], rule, tau.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ALONE)
+def test_values_that_are_a_part_of_their_keys_are_merged_once(backend: str, dtype: torch.dtype) -> None:
+    device, rng = oracle.device_of(backend), torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 30, 24, generator=rng).to(dtype).to(device)
+    want, position = keys.clone(), torch.arange(30, dtype=torch.int32, device=device).repeat(2, 1)
+    few, one = torch.tensor([29, 29], device=device), torch.ones(2, dtype=torch.int64, device=device)
+    rule = Merged(Paid(few, one, adds=True), torch.full((2,), -1.0, device=device), 0.0)
+    score = torch.rand(2, 30, generator=rng).to(device)
+    verdict(
+        rule, position, few[:1], mass=torch.zeros(2, 1, 30, device=device), score=score, keys=keys, values=keys[..., :16],
+        backend=backend,
+    )  # fmt: skip
+    for r in range(2):
+        lost = int((position[r] < 0).nonzero())
+        likes = torch.cosine_similarity(want[r].double(), want[r, lost].double(), dim=1)
+        likes[lost] = -2
+        mate = int(likes.argmax())
+        weight = likes[mate].exp()
+        made = (math.e * want[r, mate].double() + weight * want[r, lost].double()) / (math.e + weight)
+        torch.testing.assert_close(keys[r, mate], made.to(dtype))
+        want[r, mate] = keys[r, mate]
+    assert torch.equal(keys, want)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -135,5 +135,7 @@ def test_refusals_say_why() -> None:
     position, one = held(9), torch.ones(ROWS, dtype=torch.int64)
     with pytest.raises(KernelError, match="Paid judges by"):
         verdict(Paid(one, one), position, torch.tensor([NOW]))
-    with pytest.raises(KernelError, match="writes keys"):
-        verdict(Merged(Paid(one, one), torch.zeros(ROWS), 0.5), position, torch.tensor([NOW]))
+    with pytest.raises(KernelError, match="Merged writes keys and values"):
+        mass, score = torch.zeros(ROWS, 1, 9), torch.zeros(ROWS, 9)
+        rule = Merged(Paid(one, one), torch.zeros(ROWS), 0.5)
+        verdict(rule, position, torch.tensor([NOW]), mass=mass, score=score)
