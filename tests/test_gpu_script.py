@@ -278,6 +278,30 @@ def test_peers_that_are_missing_or_broken_are_named(
     assert "left out flash-attn: ModuleNotFoundError" in said and "left out flashinfer: RuntimeError: nvcc" in said
 
 
+def test_settings_are_compared_with_what_is_launched_now(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Which need not be the first of them; a case that cannot be made takes no other with it."""
+    pytest.importorskip("triton")
+    tune, ms = script("gpu_tune"), iter((2.0, 4.0, 1.0))
+    tried = {name: (tune.words, "words_kernel", ((8, 3, 1), (6, 3, 1))) for name in ("too large", "KIVI, 4 bits")}
+
+    def call(what: str, *shape: object) -> Any:
+        if what == "too large":
+            raise torch.OutOfMemoryError("none left")
+
+    for name, value in {"TRIED": tried, "call": call, "timed": lambda step, device: next(ms)}.items():
+        monkeypatch.setattr(tune, name, value)
+    monkeypatch.setattr("sys.argv", ["gpu_tune.py", "--dry", "--out", str(tmp_path / "out.json")])
+    tune.main()
+    assert [row["gain"] for row in json.loads((tmp_path / "out.json").read_text())["all"]] == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("what", ["full", "KIVI, 4 bits", "TurboQuant, 4 bits", "Quest, bounds"])
+def test_what_is_tuned_reads_no_memory_twice(what: str) -> None:
+    pytest.importorskip("triton")
+    read = tensors(script("gpu_tune").call(what, 1, 128, "cpu"))
+    assert len({x.data_ptr() for x in read}) == len(read) > 3
+
+
 def test_what_targets_speak_of_is_measured_first(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
