@@ -231,6 +231,10 @@ def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(79e9), int(80e9)))
     with pytest.raises(measured.TooLarge, match="79 GB are free"):
         measured.check_memory("cuda", 1, probe)
+    with monkeypatch.context() as earlier:  # what torch has of the device's memory, and does not use
+        earlier.setattr(torch.cuda, "memory_reserved", lambda: int(70e9))
+        earlier.setattr(torch.cuda, "memory_allocated", lambda: int(1e9))
+        measured.check_memory("cuda", 1, probe)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(140e9), int(141e9)))
     measured.check_memory("cuda", 1, probe)
     x = measured.inputs(1, 2048, torch.bfloat16, "cpu", 0)
