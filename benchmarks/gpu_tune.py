@@ -3,8 +3,8 @@
     python -P benchmarks/gpu_tune.py --out benchmarks/results/gpu_tune.json
     python -P benchmarks/gpu_tune.py --dry --out FILE       no GPU: some of it is compiled, for sm_90, and nothing timed
 
-What is in use was chosen by counting (`gpu_budget.py`), not by measuring: the first of each case is what runs now. Each
-setting is timed as a CUDA graph over a cache far larger than the last-level cache, medians of 15; only the bounds of one
+What is in use was chosen by counting (`gpu_budget.py`), not by measuring: each case is timed as it is launched now, and with
+other settings. All are CUDA graphs over a cache far larger than the last-level cache, medians of 15; only the bounds of one
 sequence fit into that, and are read from there. Not run on a GPU yet.
 """
 
@@ -78,7 +78,8 @@ def call(what: str, batch: int, length: int, device: str) -> Callable[[], object
         fields, codec = {"k": x, "v": x.clone()}, "dense"
     elif what.startswith("TurboQuant"):
         code, scale = turboquant.encode(x, 4, "unbiased", x.dtype)
-        fields, codec = {"k_code": code, "k_scale": scale, "v_code": code, "v_scale": scale}, "turboquant"
+        fields, codec = {"k_code": code, "k_scale": scale}, "turboquant"
+        fields |= {"v_code": code.clone(), "v_scale": scale.clone()}  # the same memory would be read once for both
     else:  # ranges as the policy has them
         fields, codec = codecs.encode_kivi(x, x, 4, 32, scale_dtype=x.dtype), "kivi"
     rest = (None, PAGE, codec, DIM, None, None, None, None, False)  # all pages, no window, softcap, sinks or scores
@@ -119,19 +120,28 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for what, (module, name, settings) in TRIED.items():
         for batch, length in [(1, 128)] if parsed.dry else [(1, 131072), (16, 32768)]:
-            step, first = call(what, batch, length, device), 0.0
+            case = {"what": what, "batch": batch, "tokens": length}
+            try:
+                step = call(what, batch, length, device)
+                used = timed(step, device)
+            except (RuntimeError, triton.errors.TritonError) as error:
+                left_out(case, error)
+                continue
             for each, stages, warps in settings[:2] if parsed.dry else settings:
-                row = {"what": what, "batch": batch, "tokens": length, "each": each, "stages": stages, "warps": warps}
+                row = case | {"each": each, "stages": stages, "warps": warps}
                 try:
                     with setting(module, name, each, stages, warps):
                         row["ms"] = timed(step, device)
                 except (RuntimeError, triton.errors.TritonError) as error:  # more than the chip has
-                    print(f"left out {row}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                    left_out(row, error)
                     continue
-                first = first or row["ms"]
-                rows.append(row | {"gain": first / row["ms"] if row["ms"] else None})
+                rows.append(row | {"gain": used / row["ms"] if row["ms"] else None})
                 print(rows[-1], flush=True)
             save(rows, parsed.out, device)
+
+
+def left_out(what: dict[str, Any], error: Exception) -> None:
+    print(f"left out {what}: {type(error).__name__}: {str(error)[:200]}", flush=True)
 
 
 def save(rows: list[dict[str, Any]], out: Path, device: str) -> None:

@@ -150,19 +150,21 @@ class Steps:
         """Capture a CUDA graph. The steps that warm up are undone."""
         changed = [self.now, *(x for layer in self.layers for x in layer.lasting())]
         before = [x.clone() for x in changed]
-        side = torch.cuda.Stream(self.now.device)
-        side.wait_stream(torch.cuda.current_stream(self.now.device))
+        side, here = torch.cuda.Stream(self.now.device), torch.cuda.current_stream(self.now.device)
+        side.wait_stream(here)
         with torch.cuda.stream(side):
             for _ in range(WARM):
                 self.run()
                 for x, old in zip(changed, before, strict=True):
                     x.copy_(old)
-        torch.cuda.current_stream(self.now.device).wait_stream(side)
+        here.wait_stream(side)
         captured = torch.cuda.CUDAGraph()
         # On this stream, as the one by default is of the GPU that was current first; and whatever other threads do. What
-        # becomes garbage meanwhile may hold memory that CUDA cannot give back now.
-        with uncollected(), torch.cuda.graph(captured, stream=side, capture_error_mode="thread_local"):
-            logits = self.run()
+        # becomes garbage meanwhile may hold memory that CUDA cannot give back now. Torch stays on the stream of a capture
+        # that cannot be ended.
+        with uncollected(), torch.cuda.stream(here):
+            with torch.cuda.graph(captured, stream=side, capture_error_mode="thread_local"):
+                logits = self.run()
 
         def replay() -> Tensor:
             captured.replay()

@@ -24,7 +24,7 @@ from torch import Tensor
 HUGE = (
     1 << 21
 )  # bytes of a huge page, on x86 and on ARM with pages of 4 KB; smaller blocks would only be slower to grow
-PORTABLE = 1  # to cudaHostRegister: pinned for all devices of the process
+PINNED = 1 | 2  # to cudaHostRegister: for all devices of the process (portable), and in reach of their kernels (mapped)
 LOOSE = 1 << 26  # bytes of prompts' keys and values after which the heap is trimmed, which takes milliseconds
 
 
@@ -36,7 +36,7 @@ class Block(mmap.mmap):
     def pin(self, start: int, size: int, reader: torch.device) -> bool:
         """Let a GPU read it; whether CUDA could."""
         self.reader = reader
-        if int(torch.cuda.cudart().cudaHostRegister(start, size, PORTABLE)) == 0:
+        if int(torch.cuda.cudart().cudaHostRegister(start, size, PINNED)) == 0:
             self.pinned = start
         else:
             with contextlib.suppress(RuntimeError):  # the next kernel is told of the failure: let it be this one

@@ -356,6 +356,33 @@ def test_warming_up_leaves_no_trace(text: str, model: Any, monkeypatch: pytest.M
         assert torch.equal(decode(model, decoder, prompts(2), 20), decode(model, None, prompts(2), 20))
 
 
+def test_a_capture_that_fails_leaves_the_thread_on_its_stream(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch does not come back from one that cannot be ended."""
+    here, side = (SimpleNamespace(wait_stream=lambda other: None) for _ in range(2))
+    now = [here]
+
+    @contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        before, now[0] = now[0], stream
+        try:
+            yield
+        finally:
+            now[0] = before
+
+    @contextmanager
+    def capture(graph: FakeGraph, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        now[0] = stream
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    stand_ins = {"Stream": lambda *a: side, "current_stream": lambda *a: now[0], "stream": on, "graph": capture}
+    for name, value in (stand_ins | {"CUDAGraph": FakeGraph}).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    with kvengine.patched(model, "full"), pytest.raises(RuntimeError, match="previous error"):
+        decode(model, CompiledDecode(model, "graph"), prompts(2), 4)
+    assert now == [here]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("text", EVERY)

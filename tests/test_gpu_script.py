@@ -231,6 +231,10 @@ def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(79e9), int(80e9)))
     with pytest.raises(measured.TooLarge, match="79 GB are free"):
         measured.check_memory("cuda", 1, probe)
+    with monkeypatch.context() as earlier:  # what torch has of the device's memory, and does not use
+        earlier.setattr(torch.cuda, "memory_reserved", lambda: int(70e9))
+        earlier.setattr(torch.cuda, "memory_allocated", lambda: int(1e9))
+        measured.check_memory("cuda", 1, probe)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(140e9), int(141e9)))
     measured.check_memory("cuda", 1, probe)
     x = measured.inputs(1, 2048, torch.bfloat16, "cpu", 0)
@@ -276,6 +280,30 @@ def test_peers_that_are_missing_or_broken_are_named(
     assert set(found) == {"2048 values from the host"}
     said = capsys.readouterr().out
     assert "left out flash-attn: ModuleNotFoundError" in said and "left out flashinfer: RuntimeError: nvcc" in said
+
+
+def test_settings_are_compared_with_what_is_launched_now(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Which need not be the first of them; a case that cannot be made takes no other with it."""
+    pytest.importorskip("triton")
+    tune, ms = script("gpu_tune"), iter((2.0, 4.0, 1.0))
+    tried = {name: (tune.words, "words_kernel", ((8, 3, 1), (6, 3, 1))) for name in ("too large", "KIVI, 4 bits")}
+
+    def call(what: str, *shape: object) -> Any:
+        if what == "too large":
+            raise torch.OutOfMemoryError("none left")
+
+    for name, value in {"TRIED": tried, "call": call, "timed": lambda step, device: next(ms)}.items():
+        monkeypatch.setattr(tune, name, value)
+    monkeypatch.setattr("sys.argv", ["gpu_tune.py", "--dry", "--out", str(tmp_path / "out.json")])
+    tune.main()
+    assert [row["gain"] for row in json.loads((tmp_path / "out.json").read_text())["all"]] == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("what", ["full", "KIVI, 4 bits", "TurboQuant, 4 bits", "Quest, bounds"])
+def test_what_is_tuned_reads_no_memory_twice(what: str) -> None:
+    pytest.importorskip("triton")
+    read = tensors(script("gpu_tune").call(what, 1, 128, "cpu"))
+    assert len({x.data_ptr() for x in read}) == len(read) > 3
 
 
 def test_what_targets_speak_of_is_measured_first(

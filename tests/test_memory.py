@@ -120,6 +120,7 @@ class Runtime:
         self.able, self.known, self.waited = able, dict[int, int](), list[torch.device]()
 
     def cudaHostRegister(self, start: int, size: int, flags: int) -> int:
+        assert flags == 3  # portable and mapped: kernels read it
         if self.able:
             self.known[start] = size
         return 0 if self.able else 2
