@@ -6,15 +6,19 @@ never changes: a state is remembered by keeping a reference.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import UnsupportedPolicy
-from kvengine.kernels.dispatch import native_refusal
-from kvengine.kernels.lowrank_attention import fits
+from kvengine.kernels.dispatch import chosen
+from kvengine.kernels.lowrank_attention import fits, lowrank_attention
+from kvengine.kernels.state import State
 from kvengine.policies import name_of
 from kvengine.policies.representation import Fields, Representation
 from kvengine.rope import Rope
@@ -67,14 +71,24 @@ class Joint:
         at = self.home(position).clamp(min=0).long()
         return self.rope.turn(self.representation.keys(self.fields, at), at).to(self.dtype)
 
-    def factors(self, v: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """U, the basis of each row and the rotation's frequencies, if the C kernel rebuilds keys from them."""
-        if self.representation.codec != "lowrank" or self.rope.interleaved or not q.is_cpu:
+    def attend(
+        self,
+        q: Float[Tensor, "row group query dim"],
+        v: Float[Tensor, "v_pages page dim_v"],
+        table: Int[Tensor, "row pages"],
+        position: Int[Tensor, "row slot"],
+        **more: Any,
+    ) -> Callable[[], State] | None:
+        """Attention to the tokens at these positions, if a kernel rebuilds their keys as it reads them.
+
+        `table`, `position` and `more`: see `lowrank_attention`.
+        """
+        if self.representation.codec != "lowrank" or self.rope.interleaved:
             return None
-        u, basis = self.fields["u"], self.fields["basis"].flatten(0, 1)
-        frequency = self.rope.frequency.to(q.device)
-        known = fits(q, u, v, basis, frequency) and not native_refusal((q, u, v, basis), True)
-        return (u, basis, frequency) if known else None
+        u, basis, frequency = self.fields["u"], self.fields["basis"].flatten(0, 1), self.rope.frequency.to(q.device)
+        if chosen((q, u, v, basis), None, fits(q, u, v, basis, frequency)) == "reference":
+            return None
+        return partial(lowrank_attention, q, u, v, basis, frequency, table, self.home(position), **more)
 
     def rows(self, index: Int[Tensor, "chosen"]) -> Joint:
         """Those of the given rows; whole sequences."""

@@ -22,7 +22,6 @@ from kvengine.errors import CacheError
 from kvengine.gradients import watched
 from kvengine.kernels.attention import attention
 from kvengine.kernels.column_mass import blocks
-from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.merge_states import merge_states, received
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.span_attention import Band, band_spans, pairs
@@ -313,35 +312,47 @@ class Lane(Verdicts):
                 units=self.units, unit=None if self.units is None else self.stack.selection.unit, codec=pages.codec,
                 dim_v=self.tail.v.shape[-1], softcap=call.softcap, want_probs=mass, wait=True,
             )  # fmt: skip
-        unit = None if self.units is None else self.stack.selection.unit
-        stored = (
-            None if pages.joint is None or shift is not None or call.softcap is not None else pages.resident(self.units)
-        )
-        factors = None if stored is None or pages.joint is None else pages.joint.factors(stored["v"], q)
-        if factors is not None and stored is not None and pages.joint is not None:
-            u, basis, frequency = factors
-            home = pages.joint.home(pages.position)
-            return partial(
-                lowrank_attention, q, u, stored["v"], basis, frequency, pages.table, home, page=pages.page, scale=call.scale,
-                units=self.units, unit=unit, want_probs=mass, wait=True,
-            )  # fmt: skip
-        if self.units is not None:
-            chosen = pages.choosing(self.units)
-            return lambda: self.attend_to(*chosen(), q, call, mass, False)
-        every, position = pages.decoding(), pages.position
+        unit, joint = None if self.units is None else self.stack.selection.unit, pages.joint
+        rebuilt = joint is not None and shift is None and call.softcap is None
+        options = {"scale": call.scale, "want_probs": mass, "wait": True}
+        stored = pages.resident(self.units) if rebuilt else None
+        if stored is not None and joint is not None:
+            where = {"page": pages.page, "units": self.units, "unit": unit, **options}
+            if (run := joint.attend(q, stored["v"], pages.table, pages.position, **where)) is not None:
+                return run
+        if self.units is None or unit is None:
+            every, every_position = pages.decoding(), pages.position
 
-        def finish() -> State:
-            k, v = every()
-            k = self.turned(k, shift if shift is None else shift[:, : k.shape[1]])
-            return self.attend_to(k, v, position, q, call, mass, pages.clean)
+            def all_of_them() -> State:
+                k, v = every()
+                k = self.turned(k, shift if shift is None else shift[:, : k.shape[1]])
+                return self.attend_to(k, v, every_position, q, call, mass, pages.clean)
 
-        return finish
+            return all_of_them
+        chosen = pages.choosing(self.units)
+
+        def those() -> State:
+            k, v, position = chosen()
+            if joint is not None:
+                own = v.unflatten(1, (-1, unit)).flatten(0, 1)
+                table = torch.arange(len(own), dtype=torch.int32, device=q.device).view(len(q), -1)
+                run = joint.attend(q, own, table, position, page=unit, **options) if rebuilt else None
+                if run is not None:
+                    return run()
+                k = joint.keys(position)
+            return self.attend_to(k, v, position, q, call, mass, False)
+
+        return those
 
     def attend_to(
         self, k: Tensor, v: Tensor, position: Tensor, q: Tensor, call: Call, mass: bool, clean: bool
     ) -> State:
-        visible = None if clean else (position >= 0)[:, None].expand(-1, q.shape[2], -1)
-        return attention(q, k, v, visible, call.scale, softcap=call.softcap, want_probs=mass, wait=True)
+        one = q.shape[2] == 1  # whom it sees is told by positions
+        visible = None if clean or one else (position >= 0)[:, None].expand(-1, q.shape[2], -1)
+        return attention(
+            q, k, v, visible, call.scale, softcap=call.softcap, want_probs=mass, wait=True,
+            position=None if clean or not one else position,
+        )  # fmt: skip
 
     def select(self, pages: Pages, q: Tensor, call: Call) -> Int[Tensor, "row chosen"] | None:
         selection = self.stack.selection

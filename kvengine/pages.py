@@ -28,6 +28,7 @@ from kvengine.gradients import live, passes
 from kvengine.joint import Joint
 from kvengine.kernels.codecs import HOST_ONLY
 from kvengine.kernels.page_scores.coarse import Coarse
+from kvengine.kernels.unit_places import unit_places
 from kvengine.policies.representation import Representation
 from kvengine.policies.selection import Selection
 from kvengine.pool import Pool, User
@@ -346,41 +347,26 @@ class Pages(User):
         """The positions in these columns."""
         return self.position if columns is None else self.position.unflatten(1, (-1, self.page))[:, columns].flatten(1)
 
-    def chosen(
-        self, units: Int[Tensor, "row chosen"]
-    ) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"], Int[Tensor, "row token"]]:
-        """Keys, values and positions of the chosen units; position -1 where there is nothing."""
-        return self.choosing(units)()
-
     def choosing(self, units: Int[Tensor, "row chosen"]) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-        """`chosen`, with what is elsewhere on its way at once, and the rest when the result is called."""
-        per = self.page // self.selection.unit
-        at = units.clamp(min=0)
-        page, part = self.table.gather(1, at // per).clamp(min=0).long().flatten(), (at % per).flatten()
-        whole = self.pool.per != per
-        arriving = self.pool.start(self.pool.pieces(page) if whole else page * per + part, self.without)
-        return lambda: self.found(units, at, part, arriving(), whole)
+        """Keys, values and positions of the chosen units, -1 where there is nothing. `joint` keys are not among them.
 
-    def found(
-        self,
-        units: Int[Tensor, "row chosen"],
-        at: Int[Tensor, "row chosen"],
-        part: Int[Tensor, "piece"],
-        fields: dict[str, Tensor],
-        whole: bool,
-    ) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"], Int[Tensor, "row token"]]:
-        """What `choosing` began, from the fields of whole pages or of the units alone."""
-        unit, per = self.selection.unit, self.page // self.selection.unit
-        k, v = answers.decoded(self.representation, self.whole(self.pool.joined(fields) if whole else fields))
-        if whole:
-            every = torch.arange(len(part), device=part.device)
-            k, v = (x.unflatten(1, (per, unit))[every, part] for x in (k, v))
-        pick = lambda x: x.unflatten(0, units.shape).flatten(1, 2)  # noqa: E731
-        slots = (at[..., None] * unit + torch.arange(unit, device=at.device)).flatten(1)
-        position = self.position.gather(1, slots)
-        gone = (units < 0)[..., None].expand(-1, -1, unit).flatten(1)
-        keys = pick(k) if self.joint is None else self.joint.keys(position)
-        return keys, pick(v), position.masked_fill(gone, -1)
+        What is elsewhere is on its way at once, and the rest comes when the result is called.
+        """
+        unit = self.selection.unit
+        per = self.page // unit
+        piece, position = unit_places(units, self.table, self.position, page=self.page, unit=unit)
+        whole = self.pool.per != per
+        arriving = self.pool.start(self.pool.pieces(piece // per) if whole else piece, self.without)
+
+        def finish() -> tuple[Tensor, Tensor, Tensor]:
+            fields = arriving()
+            k, v = answers.decoded(self.representation, self.whole(self.pool.joined(fields) if whole else fields))
+            if whole:
+                every = torch.arange(len(piece), device=piece.device)
+                k, v = (x.unflatten(1, (per, unit))[every, piece % per] for x in (k, v))
+            return k.unflatten(0, units.shape).flatten(1, 2), v.unflatten(0, units.shape).flatten(1, 2), position
+
+        return finish
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows; pages are shared, not copied."""

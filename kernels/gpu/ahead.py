@@ -41,6 +41,7 @@ from kvengine.kernels.span_attention import Band, band_spans, causal_spans
 from kvengine.kernels.span_attention.triton import span_attention
 from kvengine.kernels.state import State
 from kvengine.kernels.step import Ends, Merged, Paid, Placed, Rule, Sealed
+from kvengine.kernels.unit_places.triton import unit_places
 from kvengine.kernels.verdict.triton import verdict
 
 TARGETS = (80, 90)
@@ -268,6 +269,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "quantise values": lambda: quantise(x, 2, 32, "channels", None, torch.float16),
         "turned codes": lambda: turned_codes(turned, 4, 0, levels),
         "pack": lambda: pack(torch.zeros(64, 128, dtype=torch.uint8), 4),
+        "places of units": lambda: unit_places(units, table, position, PAGE // 16, 16),
         "fetch": lambda: fetch(x, table[0].long(), x.device),
         "compact": lambda: compact({"k": x}, table, position, table[:, :2], PAGE),
         "low rank": lambda: lowrank_attention(

@@ -1,9 +1,13 @@
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 import torch
 from support_layer import Tokens, draw, padded, plain, rope, run, stacked
 
 from kvengine.cache import LayerCache
 from kvengine.errors import UnsupportedPolicy
+from kvengine.kernels import dispatch
 from kvengine.policies.representation.lowrank import LowRank
 from kvengine.session import Call, Session
 from kvengine.stack import Stack
@@ -128,6 +132,20 @@ def test_a_padded_row_alone_is_as_in_a_batch(policy: str) -> None:
     alone = run(policy, short, 90)
     both = run(policy, stacked(longer, other), 107, valid=torch.cat([valid, torch.ones_like(valid)]))
     torch.testing.assert_close(both.out[:1, 17:], alone.out, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("choice", ["landmarks(budget=48, chunk=4)", "quest(budget=32, page=8)", "full"])
+def test_values_that_are_fetched_meet_keys_that_are_rebuilt(choice: str, tmp_path: Path) -> None:
+    """By the kernel, which reads them as pages of their own, and without it, rotated and kept."""
+    tokens, found = low_rank_tokens(130, 4, 2, 2), {}
+    for place in ("device", f"disk(device=0, host=0, folder='{tmp_path}')"):
+        for kernels in (True, False):
+            with nullcontext() if kernels else dispatch.torch_only():
+                found[place, kernels] = run(f"lowrank(rank=4) + {choice} + {place}", tokens, 110).out[:, 110:]
+    want = found.pop(("device", False))
+    assert len(found) == 3 and (choice != "full" or (want - plain(tokens, 129)).abs()[:, -1:].max() < 1e-3)
+    for got in found.values():
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def test_sequences_may_be_reordered() -> None:
