@@ -140,13 +140,20 @@ def programs(device: torch.device, each: int) -> int:
 
 
 class Partials:
-    """Room for what the programs find, and the launch that joins it. `each`: programs for each multiprocessor."""
+    """Room for what the programs find, and the launch that joins it.
 
-    def __init__(self, q: Tensor, dim_v: int, columns: int, block: int, lengths: Tensor | None, each: int = 2) -> None:
+    `tiles`: in how many parts the query rows of a row are taken, each by programs of its own. `each`: programs for each
+    multiprocessor.
+    """
+
+    def __init__(
+        self, q: Tensor, dim_v: int, columns: int, block: int, lengths: Tensor | None, tiles: int, each: int = 2
+    ) -> None:
         self.rows, self.group, self.queries, _ = q.shape
         self.heads, self.dim_v, self.columns, self.lengths = self.group * self.queries, dim_v, columns, lengths
         self.scores: Tensor | None = None
-        self.programs = max(1, min(programs(q.device, each), self.rows * -(-columns // block)))
+        share = -(-programs(q.device, each) // max(1, tiles))
+        self.programs = max(1, min(share, self.rows * -(-columns // block)))
         shape = (self.programs + self.rows, self.heads)
         self.parts = torch.empty(*shape, dim_v, device=q.device, dtype=torch.float32)
         # One allocation each: where a half of one begins would depend on the programs, and with it what is compiled.

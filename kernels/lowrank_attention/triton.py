@@ -125,11 +125,12 @@ def lowrank_attention(
     rows, group, queries, dim = q.shape
     heads, half, dim_v, block = group * queries, inv_freq.shape[0], v.shape[-1], 32
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
-    parts = Partials(q, dim_v, columns, block, None)
     scores = q.new_full((rows, heads, columns), -torch.inf, dtype=torch.float32) if want_probs else None
     tile = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
+    tiles = triton.cdiv(heads, tile)
+    parts = Partials(q, dim_v, columns, block, None, tiles)
     low = torch.float32 if interpreted() else q.dtype  # the interpreter multiplies the bits of bfloat16 as integers
-    lowrank_kernel[(parts.programs, triton.cdiv(heads, tile))](
+    lowrank_kernel[(parts.programs, tiles)](
         q, u, v, basis, inv_freq.to(torch.float32).contiguous(), table, position,
         table if units is None else units.contiguous(), parts.parts, parts.tops, parts.totals,
         parts.tops if scores is None else scores, parts.tops, table.stride(0), position.stride(0),

@@ -185,7 +185,8 @@ def launch(
     plain = not coded and k.layout["K_BLOCK_D"] <= 128
     tight = (single and (rest or wide)) or (wide and coded and not roomy(q.device))
     block = 64 if plain and not large else 16 if tight else 32
-    parts = Partials(q, v.layout["V_DIM"], columns, block, lengths)
+    tiles = triton.cdiv(heads, tile)
+    parts = Partials(q, v.layout["V_DIM"], columns, block, lengths, tiles)
     scores = None
     if want_probs:  # columns behind a row's length are not looked at
         scores = torch.empty(rows, heads, columns, dtype=torch.float32, device=q.device)
@@ -199,7 +200,7 @@ def launch(
     # a token's place for nothing, its page, a unit's page.
     waits = 0 if table is None else 1 if units is None else 2
     stages = 3 + 2 * waits if plain and q.element_size() == 2 else 1 if tight else 2
-    attend_kernel[(parts.programs, triton.cdiv(heads, tile))](
+    attend_kernel[(parts.programs, tiles)](
         q, *k.pointers, *v.pointers, parts.parts, parts.tops, parts.totals, _or(scores, none),
         *(_or(x, none) for x in (table, position, units, query_position, visible, lengths)),
         *k.strides, *v.strides, *(_stride(x) for x in (table, position)),

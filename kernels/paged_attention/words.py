@@ -303,8 +303,9 @@ def attention(
     alone = tile <= MOST_HEADS and not (wide and codec == "zipcache")
     small = (turned or (codec == "kivi" and bits == (4, 4))) and tile == 8 and not wide
     each = EACH_OF_FOUR_BITS if small else EACH if alone else 2
-    parts = Partials(q, dim_v, columns, BLOCK, None, each)
-    words_kernel[(parts.programs, triton.cdiv(heads, tile))](
+    tiles = triton.cdiv(heads, tile)
+    parts = Partials(q, dim_v, columns, BLOCK, None, tiles, each)
+    words_kernel[(parts.programs, tiles)](
         q, *codes[0], *ranges[0], *codes[1], *ranges[1], mask, channel, parts.parts, parts.tops, parts.totals,
         table, position, table if units is None else units.contiguous(),
         table if query_position is None else query_position.contiguous(), table.stride(0), position.stride(0),

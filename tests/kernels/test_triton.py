@@ -139,6 +139,16 @@ def test_many_heads_of_many_queries_fit_into_the_grid(monkeypatch: pytest.Monkey
     assert len(grids) == 2 and all(n <= 65535 for grid in grids for n in grid[1:])
 
 
+def test_many_heads_of_many_queries_take_no_more_room_for_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each tile of query rows few programs find something, where there are many tiles."""
+    from kvengine.kernels.gpu import stream
+
+    monkeypatch.setattr(stream, "programs", lambda device, each: 132 * each)
+    found = [stream.Partials(torch.zeros(1, 128, n, 16), 512, 1 << 17, 32, None, n * 2) for n in (1, 169)]
+    assert [x.programs for x in found] == [132, 1]
+    assert found[1].parts.numel() <= 2 * 169 * 128 * 512
+
+
 @pytest.mark.usefixtures("as_written")
 def test_lengths_do_not_decide_what_is_compiled() -> None:
     """Triton compiles apart for numbers that are 1 or a multiple of 16. As a text grows its lengths become all of these,
@@ -151,8 +161,12 @@ def test_lengths_do_not_decide_what_is_compiled() -> None:
     from kvengine.kernels.lowrank_attention.triton import lowrank_attention
     from kvengine.kernels.page_scores.triton import page_scores, top_units
     from kvengine.kernels.paged_attention.triton import paged_attention
+    from kvengine.kernels.put_token.triton import put_token
     from kvengine.kernels.span_attention import causal_spans
     from kvengine.kernels.span_attention.triton import span_attention
+    from kvengine.kernels.step import Ends
+    from kvengine.kernels.unit_places.triton import unit_places
+    from kvengine.kernels.verdict.triton import verdict
 
     q, k = torch.zeros(2, 3, 17, 32), torch.zeros(2, 64, 32)
     one, page = q[:, :, :1], torch.zeros(40, 16, 32)
@@ -178,11 +192,15 @@ def test_lengths_do_not_decide_what_is_compiled() -> None:
             best_tokens(torch.zeros(2, 32 + n), torch.ones(2))
             at, real = torch.arange(n), torch.ones(2, n, dtype=torch.bool)
             column_mass(few[0], few[1], few[3], at, real, 0.1, None, None, None)
+            slots, now = torch.zeros(2, n + 1, 32), torch.zeros(1, dtype=torch.int32)
+            put_token(one[:, 0], one[:, 0], slots, slots, position[:, : n + 1], now, n, None, 0, None, None, None)
+            verdict(Ends(torch.zeros(2), torch.ones(2)), position[:, : n + 1], now, None, None, None, None)
+            unit_places(units, table, position, 1, 16)
     kinds = Counter(kernel.name for kernel in {id(kernel): kernel for kernel in compiled}.values())
     # The tail's and the pages' attention differ, and so does what joins their parts.
     assert kinds.pop("attend_kernel") == 2 and kinds.pop("join_kernel") <= 3
     assert set(kinds) == {
         "lowrank_kernel", "score_kernel", "fetch_kernel", "span_kernel", "lse_kernel", "mass_kernel", "top_kernel",
-        "best_kernel",
+        "best_kernel", "put_kernel", "ends_kernel", "places_kernel",
     }  # fmt: skip
     assert set(kinds.values()) == {1}, kinds
