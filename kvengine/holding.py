@@ -103,8 +103,8 @@ class Holding(Padded):
         return Seen(
             position=position, score=score, first=self.first, begin=self.begin, newest=self.seen - 1, prompt=prompt,
             prompt_length=self.prompt_length, mass=mass, queries=queries, scale=call.scale,
-            read=lambda: self.everything()[:2], rope=self.session.rope, softcap=call.softcap, heads=self.heads,
-            notes=self.notes,
+            read=lambda: self.everything()[:2], rope=self.session.rope, softcap=call.softcap, sink_logits=call.sinks,
+            heads=self.heads, notes=self.notes,
         )  # fmt: skip
 
     def settle(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
