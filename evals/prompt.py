@@ -1,7 +1,8 @@
 """From a sample's texts to token ids: the chat wrapper, the answer prefix after its header, one opening token.
 
 A prompt is `head + context + question + tail + prefix`; the turn that follows in the same conversation is
-`answer + between + question + tail + prefix`. Without a chat template head and tail are empty, `between` a blank line.
+`answer + between + question + tail + lead + prefix`. Without a chat template head, tail and lead are empty, `between` a
+blank line.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class Prompter:
 
     def follow(self, answer: str, turn: Turn) -> list[int]:
         """The given answer to the turn before, and the next question."""
-        return self.ids(answer + self.wrapper.between + turn.question + self.wrapper.tail + turn.prefix)
+        lead = turn.lead if self.chat else ""
+        return self.ids(answer + self.wrapper.between + turn.question + self.wrapper.tail + lead + turn.prefix)
 
     def measure(self, sample: Sample) -> int:
         """Tokens of the first prompt."""

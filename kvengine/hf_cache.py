@@ -90,8 +90,7 @@ class EngineCache(Cache):
         stock = DynamicCache(config=self.config).layers
         n = len(stock)
         ours = engine_layers(self.config)
-        self.session.last = max((i for i, served in enumerate(ours) if served), default=None)
-        self.session.served = sum(ours)
+        self.session.ours = tuple(i for i, served in enumerate(ours) if served)
         self.sources = sources(self.config)
         readers = Counter(self.sources.values())
         layers = [
@@ -289,7 +288,7 @@ class EngineCache(Cache):
         """Forget everything, what was announced of a prompt or asked of its reading included."""
         for layer, new in zip(self.layers, DynamicCache(config=self.config).layers, strict=True):
             layer.reset() if isinstance(layer, EngineLayer) else empty(layer, new)
-        kept = {name: getattr(self.session, name) for name in ("rope", "last", "served", "positions")}
+        kept = {name: getattr(self.session, name) for name in ("rope", "ours", "positions")}
         vars(self.session).update(vars(Session(**kept)))
 
     def activate_past_recording(self) -> None:

@@ -103,8 +103,8 @@ class Holding(Padded):
         return Seen(
             position=position, score=score, first=self.first, begin=self.begin, newest=self.seen - 1, prompt=prompt,
             prompt_length=self.prompt_length, mass=mass, queries=queries, scale=call.scale,
-            read=lambda: self.everything()[:2], rope=self.session.rope, softcap=call.softcap, heads=self.heads,
-            notes=self.notes,
+            read=lambda: self.everything()[:2], rope=self.session.rope, softcap=call.softcap, sink_logits=call.sinks,
+            heads=self.heads, notes=self.notes, place=self.session.place(self.layer, self.layers),
         )  # fmt: skip
 
     def settle(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
@@ -274,7 +274,7 @@ class Holding(Padded):
         s, session = self.stack, self.session
         whole = not (s.placement.fine and (s.representation.lossless or s.representation.joint))
         per = 1 if whole else s.page // s.selection.unit
-        share = self.part / (session.served or self.layers)
+        share = self.part / session.place(self.layer, self.layers)[1]
         most = int(self.prompt_length.max())
         site = Site(self.layer, self.number, len(self.first), most, s.page // per, share, session.ahead)
         return Pool(s.placement, site, per)

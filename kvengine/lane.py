@@ -377,5 +377,5 @@ class Lane(Verdicts):
             layer=self.layer, layers=self.layers, counts=counts, most=most, even=even, scale=call.scale,
             keys=lambda columns=None: pages.decoded(columns)[0], token=self.seen - 1, lane=self.number, memo=self.session.memo,
             since=self.since, joint=pages.joint is not None, stamps=lambda: pages.stamps, beside=pages.beside,
-            bounds=pages.bounds,
+            bounds=pages.bounds, softcap=call.softcap,
         )  # fmt: skip

@@ -50,8 +50,7 @@ class Session:
     positions: bool = True  # positions of what a prompt's verdict left are remembered, even where a policy needs none
     coarse: bool = False  # sealed pages are read without what their representation calls fine
     rope: Rope | None = None
-    last: int | None = None  # the last layer that the engine serves; None: each layer is alone
-    served: int | None = None  # layers that the engine serves; None: all
+    ours: tuple[int, ...] | None = None  # the layers that the engine serves; None: each layer is alone
     ahead: Ahead = field(default_factory=Ahead)  # what tiers below the device share
     waiting: list[tuple[Lane, Seen, Tensor | None]] = field(
         default_factory=list
@@ -68,6 +67,15 @@ class Session:
     torn: bool = False  # a layer has begun to change, and not ended
     reached: int = 1 << 30  # the last layer that began; so high that any layer begins the first pass
     before: int = 0  # tokens seen when the pass began
+
+    @property
+    def last(self) -> int | None:
+        """The last layer that the engine serves; None: each layer is alone."""
+        return self.ours[-1] if self.ours else None
+
+    def place(self, layer: int, layers: int) -> tuple[int, int]:
+        """Which of the layers that the engine serves this one of so many is, and how many they are."""
+        return (self.ours.index(layer), len(self.ours)) if self.ours else (layer, layers)
 
     def begin(self, layer: int, seen: int) -> None:
         """A layer is about to take tokens.

@@ -21,6 +21,7 @@ class Tokens:
     q: Tensor
     k: Tensor
     v: Tensor
+    softcap: float | None = None
 
     def part(self, a: int, b: int) -> tuple[Tensor, Tensor, Tensor]:
         return self.q[:, :, a:b], self.k[:, :, a:b], self.v[:, :, a:b]
@@ -28,6 +29,9 @@ class Tokens:
     @property
     def scale(self) -> float:
         return float(self.q.shape[-1] ** -0.5)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
 
 def draw(
@@ -48,7 +52,7 @@ def plain(tokens: Tokens, token: int, seen: Tensor | None = None) -> Tensor:
     """What query `token` gives over the earlier tokens and itself, or those that `seen` [seq, head, token] allows."""
     group = tokens.q.shape[1] // tokens.k.shape[1]
     k, v = (x[:, :, : token + 1].repeat_interleave(group, 1) for x in (tokens.k, tokens.v))
-    logits = (tokens.q[:, :, token : token + 1] @ k.transpose(2, 3)) * tokens.scale
+    logits = tokens.capped((tokens.q[:, :, token : token + 1] @ k.transpose(2, 3)) * tokens.scale)
     if seen is not None:
         logits = logits.masked_fill(~seen.repeat_interleave(group, 1)[:, :, None], float("-inf"))
     return (logits.softmax(-1) @ v).transpose(1, 2)
@@ -79,7 +83,7 @@ def run(
     """The prompt (cut at `chunks`), then the other tokens one by one, or `at_once`, as a draft to verify comes."""
     session = session or Session(rope=rope(tokens.k.shape[-1]))
     cache = LayerCache(Stack.of(policy), layer, layers, session)
-    call, outs, n = Call(tokens.scale), [], tokens.k.shape[2]
+    call, outs, n = Call(tokens.scale, tokens.softcap), [], tokens.k.shape[2]
     session.prompt_end = prompt
     cuts = [0, *chunks, prompt]
     steps = list(zip(cuts, cuts[1:], strict=False))

@@ -95,7 +95,12 @@ def same_source(case: Case, layer: LayerCache) -> None:
 def probabilities(case: Case, row: int, query: int, tokens: list[int]) -> Tensor:
     """[group, token]: what the query at this index pays to these tokens."""
     q, k, _, _ = case.row(row)
-    return (q[:, query] @ k[tokens].T * case.call.scale).softmax(-1)
+    logits, call = q[:, query] @ k[tokens].T * case.call.scale, case.call
+    if call.softcap is not None:
+        logits = call.softcap * (logits / call.softcap).tanh()
+    if call.sinks is not None:
+        logits = torch.cat([logits, call.sinks[row % case.heads][:, None]], 1)
+    return logits.softmax(-1)[:, : len(tokens)]
 
 
 def best(score: dict[int, float], count: int, always: Callable[[int], bool] = lambda p: False) -> list[int]:

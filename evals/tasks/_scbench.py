@@ -5,8 +5,9 @@ Source: microsoft/MInference, folder scbench (arXiv 2412.10319). A row is `{"id"
 
 Differs from the official code: the context ends in a blank line in both modes (officially only before the first
 question of multi-turn); math-find's context carries no question in multi-request mode (officially the first one);
-without a chat template, later turns of multiple choice keep the first one's words (officially "The letter of the
-correct answer is").
+each of its later questions is named before itself (officially the last one is before all of them, under a chat
+template); without a chat template, later turns of multiple choice keep the first one's words (officially "The letter of
+the correct answer is"); the history has a list of names as "A, B" (officially as Python prints it).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class SessionTask(Task):
     metric: str = "official"
     floor: float = 0.0
     generate: Generator | None = None
-    follow_prefix: str = ""
+    lead: str = ""
     suite: ClassVar[str] = "scbench"
 
     def samples(self, plan: Plan) -> Iterator[Sample]:
@@ -85,7 +86,8 @@ class SessionTask(Task):
             question=self.question(turn),
             answers=golden(turn["answer"]),
             max_new_tokens=self.kinds[kind or self.name],
-            prefix=turn.get("prefix", self.follow_prefix if index else ""),
+            prefix=turn.get("prefix", ""),
+            lead=self.lead,
             kind=kind,
             meta={"answer": self.label(turn, row), **extra, **known},
         )

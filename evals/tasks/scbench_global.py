@@ -99,6 +99,6 @@ TASKS = (
         {"scbench_summary": 200},
         {"scbench_summary": both(rouge_lsum, rouge_lsum)},
         "global",
-        follow_prefix="This paper",
+        lead="This paper",
     ),
 )

@@ -61,8 +61,8 @@ class Repository(SessionTask):
 def right_function(prediction: str, label: Any) -> float:
     """1 if the code block resembles the wanted function most of all asked ones, with BLEU of at least 0.8.
 
-    Differs from RepoQA's code: similarity over whitespace tokens of the code block as it is, comments not stripped by a
-    parser; candidates are the session's own functions, not all of the repository's sessions.
+    Differs from the official code: the code block is taken as it is, not the first function in it that a parser finds;
+    candidates are the session's own functions, not those of all of the repository's sessions.
     """
     code = code_block(prediction)
     scores = {other: bleu(code, other) for other in label["others"]}

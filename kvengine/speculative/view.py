@@ -101,7 +101,8 @@ class LayerView:
         page = step * choice.unit  # tokens
         where = Where(
             layer=self.layer, layers=self.layers, counts=lambda: torch.full((rows,), max(1, most), device=k.device),
-            most=max(1, most), scale=call.scale, token=total - 1, memo=self.session.memo, since=total - 1, even=True,
+            most=max(1, most), scale=call.scale, softcap=call.softcap, token=total - 1, memo=self.session.memo,
+            since=total - 1, even=True,
             keys=lambda at=slice(0, units // step): k[:, at.start * page : at.stop * page], beside=self.beside,
             stamps=lambda: np.arange(units // step)[None].repeat(rows, 0),
         )  # fmt: skip

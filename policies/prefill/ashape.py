@@ -27,7 +27,7 @@ class AShape(Prefill):
     Args:
         sinks: tokens at the start that every query reads.
         local: width of the band, the query's own token included. Tokens.
-        last: a prompt's last queries, which read everything. Tokens; 128 in SCBench's Tri-shape.
+        last: a prompt's last queries, which read everything. Tokens; 100 in SCBench's code for Tri-shape.
     """
 
     sinks: int = 128

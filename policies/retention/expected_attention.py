@@ -10,7 +10,7 @@ Defaults as in the reference code (kvpress): 4 sinks, which count neither in mu 
 512; epsilon 0. The prompt is judged at its end; tokens generated later all stay.
 
 mu and Sigma are gathered while the prompt is read, in memory that does not grow with it, and do not depend on its
-chunks. A cap on logits (Gemma 2) is not modelled.
+chunks. A cap on logits (Gemma 2) and logits of sinks (gpt-oss) are not modelled.
 
 Differs from the reference code: queries are those the model computed, turned back, instead of projected anew from
 hidden states (the same, and right for models that normalise queries); the softmax runs over a row's real tokens only.

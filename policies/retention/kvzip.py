@@ -20,10 +20,13 @@ what these hold. It needs a model to read with: by generate(), in a loop of one'
 
 Differs from the official code: the softmax is in float32; exactly the budget is kept, by rank (equal scores: earlier layers
 and heads first, later tokens within one), where the official threshold drops all ties and kvpress keeps a token or two more;
-pages are freed where kvpress masks; batches. The official prompts are words ("Repeat the previous context exactly."), and a
-chat model wants its template around them: give both as ids, `prompt` and `suffix`. Nothing is fed by default, since ids belong to
-a tokenizer. Where later layers read an earlier one's keys (Gemma 3n), the earlier one's queries score, as for every policy. In
-processes that share a model's heads (tensor parallel), those of each process divide its part of the budget.
+pages are freed where kvpress masks; batches. A system prompt is repeated and judged like the rest, and counts, where the code
+keeps it whatever it is worth, and takes all of it for sinks (kvpress: four tokens, which it keeps). The official prompts are
+words ("Repeat the previous context exactly."; from the second chunk on others, which end in "starting with"), and a chat
+model wants its template around them: give both as ids, `prompt` and `suffix`, the same for all chunks. Nothing is fed by
+default, since ids belong to a tokenizer. Where later layers read an earlier one's keys (Gemma 3n), the earlier one's queries
+score, as for every policy. In processes that share a model's heads (tensor parallel), those of each process divide its part of
+the budget.
 """
 
 from collections.abc import Sequence

@@ -8,8 +8,9 @@
 Defaults: beta 20 and SnapKV's window and pooling, as in the paper's code.
 
 Differs from the official code: it rounds the step between layers down, and so spends more than the budget, by up to
-(layers - 1) / 2 tokens a layer; here the layers' shares add up to the budget exactly. It gives all layers the same
-when the prompt is shorter than 2 b; here `most` is capped by the prompt instead. One verdict per KV head.
+(layers - 1) / 2 tokens a layer; here the layers' shares add up to the budget exactly, also in models where others have a
+window instead, which take no part. It gives all layers the same when the prompt is shorter than 2 b; here `most` is
+capped by the prompt instead. One verdict per KV head.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.kernels.best_tokens import best_tokens
-from kvengine.policies.retention import Retention, Seen
+from kvengine.policies.retention import Seen
 from kvengine.policies.retention.snapkv import SnapKV
 
 
@@ -44,22 +45,11 @@ class PyramidKV(SnapKV):
         if not self.beta >= 1:
             raise PolicyError(f"PyramidKV: beta={self.beta!r} must be at least 1; 1 gives all layers the same")
 
-    def at(self, layer: int, layers: int) -> Retention:
-        return _Floor(**{**vars(self), "layer": layer, "layers": layers})
-
-
-@dataclass(frozen=True)
-class _Floor(PyramidKV):
-    """One layer of the pyramid."""
-
-    layer: int = 0
-    layers: int = 1
-
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
         window = seen.recent(self.window)
         average = (seen.count(self.budget) - self.window).clamp(min=0)
         others = (seen.valid & ~window).sum(1)
-        chosen = share(average, others, self.beta, self.layer, self.layers)
+        chosen = share(average, others, self.beta, *seen.place)
         count = chosen + torch.minimum(seen.count(self.budget), window.sum(1))
         want = seen.score.float().masked_fill(window, float("inf")).masked_fill(~seen.valid, float("-inf"))
         return best_tokens(want, count)

@@ -5,7 +5,8 @@
     keep     =  the window itself, and the best others up to `budget`
 
 Defaults: window 32 and average pooling over 5, as its code sets them where a run does not (its LongBench runs take the
-maximum over 7). Tokens generated later all stay.
+maximum over 7). Tokens generated later all stay. A cap on logits (Gemma 2) and logits of sinks (gpt-oss) count as in the
+model's own attention.
 
 Differs from the official code: one verdict per KV head (mean over its query group) instead of per query head on
 repeated keys; a prompt shorter than the budget is kept whole, one shorter than the window votes with what it has;
@@ -108,5 +109,8 @@ def votes(seen: Seen, reduce: Reduce) -> Float[Tensor, "row token"]:
     shown = position[:, None, start:]
     sees = (shown >= 0) & (shown <= at[:, None]) & asks[..., None]
     logits[..., start:].masked_fill_(~sees[:, None], float("-inf"))
-    found = logits.softmax(-1).sum(2) if start else logits.softmax(-1).nan_to_num_(0.0).sum(2)  # padding sees nothing
-    return over_group(found, reduce).masked_fill((position >= seen.asking[:, None]) | ~seen.valid, 0)
+    paid = logits.softmax(-1) if start else logits.softmax(-1).nan_to_num_(0.0)  # padding sees nothing
+    if seen.sink_logits is not None:
+        left = (logits.logsumexp(-1) - seen.sink_logits.float()[..., None]).sigmoid_()  # what the sink leaves to tokens
+        paid *= left[..., None]
+    return over_group(paid.sum(2), reduce).masked_fill((position >= seen.asking[:, None]) | ~seen.valid, 0)

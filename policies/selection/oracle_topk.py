@@ -3,7 +3,8 @@
     want_j  =  max over the query group of softmax(q k^T)_j          (over the sealed tokens; the open tail is read anyway)
     read    =  the best tokens, up to `budget` with the open tail
 
-It looks at every key to choose, so it saves no time; it says what a perfect choice of so many tokens would give.
+It looks at every key to choose, so it saves no time; it says what a perfect choice of so many tokens would give. A
+cap on logits (Gemma 2) counts as in the model's own attention.
 """
 
 from dataclasses import dataclass
@@ -37,5 +38,7 @@ class OracleTopK(Selection):
         self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"], at: Where
     ) -> Int[Tensor, "row chosen"] | None:
         logits = torch.matmul(q.float(), at.keys().float().transpose(1, 2)) * at.scale
+        if at.softcap is not None:
+            logits = at.softcap * (logits / at.softcap).tanh()
         want = logits.masked_fill(~alive[:, None], float("-inf")).log_softmax(-1).amax(1)
         return best(want, alive, at)

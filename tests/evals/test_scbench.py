@@ -180,10 +180,13 @@ def test_the_long_text_of_multi_hop_stands_under_input() -> None:
     assert sample.context == "LONG\n\n" and sample.turns[0].answers == ("A, B",)
 
 
-def test_only_later_summaries_start_with_this_paper() -> None:
+def test_only_summaries_that_follow_another_under_a_template_start_with_this_paper() -> None:
     turns = [{"input": "Q1", "answer": "A"}, {"input": "Q2", "answer": "B"}]
     sample = one("scbench_summary", {"context": "C", "multi_turns": turns})
-    assert [turn.prefix for turn in sample.turns] == ["", "This paper"]
+    for chat in (True, False):
+        prompter = Prompter(tiny_tokenizer(chat=chat), chat)
+        texts = [prompter.whole(sample), *map(prompter.asked, sample.turns), prompter.follow("A", sample.turns[1])]
+        assert [prompter.text(ids).endswith("This paper") for ids in texts] == [False, False, False, chat]
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_where_pages_live_changes_nothing_else(policy: str) -> None:
 
 
 def two_layers(policy: str) -> tuple[list[LayerCache], Session]:
-    session = Session(rope=rope(16), prompt_end=160, served=2)
+    session = Session(rope=rope(16), prompt_end=160, ours=(0, 1))
     return [LayerCache(Stack.parse(policy), i, 2, session) for i in range(2)], session
 
 

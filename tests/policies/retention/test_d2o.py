@@ -155,7 +155,7 @@ def concentration(case: Case, b: int) -> float:
 
 def layers_of(policy: str, count: int = 4, pads: tuple[int, ...] = (0, 9)) -> tuple[list[Case], list[LayerCache]]:
     """A model's layers, each sharper than the one before, that have read a prompt in two chunks, layer by layer."""
-    session = Session(prompt_end=61, last=count - 1)
+    session = Session(prompt_end=61, ours=tuple(range(count)))
     cases = [Case(length=61, pads=pads, seed=i, spread=0.6 * (i + 1), layer=i, layers=count) for i in range(count)]
     layers = [LayerCache(Stack.parse(policy), i, count, session) for i in range(count)]
     for a, b in ((0, 30), (30, 61)):
@@ -178,7 +178,7 @@ def test_layers_share_the_budget_by_concentration() -> None:
 
 
 def test_until_the_last_layer_has_read_the_prompt_nothing_goes() -> None:
-    session = Session(prompt_end=61, last=1)
+    session = Session(prompt_end=61, ours=(0, 1))
     cases = [Case(length=61, seed=i) for i in range(2)]
     layers = [LayerCache(Stack.parse("d2o(budget=16, shares='measured')"), i, 2, session) for i in range(2)]
     cases[0].feed(layers[0], 0, 61)

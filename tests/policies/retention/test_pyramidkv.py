@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from families.configs import BASE, FAMILIES
 from support import one, patched
 from support_retention import Case, positions, same_source
 
@@ -63,6 +65,17 @@ def test_the_layers_together_hold_the_budget_in_bytes() -> None:
     assert int(measure(layers).held.sum()) == 4 * 2 * 32
     token = (8 + 8) * 4 + 4  # key and value, position
     assert measure(layers).bytes_held == sum(2 * (n + 8) * token for n in shares(24, 192, 20, 4))
+
+
+def test_layers_with_a_window_take_no_part() -> None:
+    """Gemma 3: of twelve layers only the sixth and the last see, and hold, the whole text."""
+    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 2
+    options = FAMILIES["gemma3"].options | {"num_hidden_layers": 12, "layer_types": kinds}
+    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**BASE | options)).eval()
+    cache = kvengine.EngineCache(kvengine.patch(model, "pyramidkv(budget=32, window=8)"))
+    with torch.no_grad():
+        model(one(200)["input_ids"], cache=cache)
+    assert cache.stats().held[:, 0, 0].tolist() == [8 + n for n in shares(24, 192, 20, 2)]
 
 
 def test_a_short_prompt_is_kept_whole() -> None:

@@ -25,10 +25,21 @@ def pooled(vote: list[float], kernel: int, pool: str) -> list[float]:
 
 @pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (4, 33), 2)])
 @pytest.mark.parametrize("kernel, pool, reduce", [(5, "avg", "mean"), (1, "avg", "max"), (7, "max", "sum")])
+@pytest.mark.parametrize("softcap, sinks", [(None, False), (1.0, False), (None, True)])
 def test_it_keeps_what_the_window_votes_for(
-    heads: int, group: int, pads: tuple[int, ...], chunks: int, kernel: int, pool: str, reduce: str
+    heads: int,
+    group: int,
+    pads: tuple[int, ...],
+    chunks: int,
+    kernel: int,
+    pool: str,
+    reduce: str,
+    softcap: float | None,
+    sinks: bool,
 ) -> None:
     case = Case(heads, group, pads=pads)
+    logits = torch.linspace(-1, 5, heads * group).view(heads, group)
+    case.call = case.call._replace(softcap=softcap, sinks=logits if sinks else None)
     options = f"budget=11, window=4, kernel={kernel}, pool='{pool}', reduce='{reduce}'"
     layer = case.prompt(f"snapkv({options})", chunks)
     kept: dict[int, list[int]] = {}

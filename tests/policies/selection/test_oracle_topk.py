@@ -3,18 +3,18 @@ import torch
 from support_layer import draw, plain, run
 
 
-@pytest.mark.parametrize("heads, group", [(2, 2), (3, 1), (1, 4)])
-def test_it_reads_the_tokens_of_largest_attention(heads: int, group: int) -> None:
+@pytest.mark.parametrize("heads, group, softcap", [(2, 2, None), (3, 1, None), (1, 4, None), (1, 4, 1.0)])
+def test_it_reads_the_tokens_of_largest_attention(heads: int, group: int, softcap: float | None) -> None:
     tokens, budget = draw(101, heads, group), 24
+    tokens.q *= torch.linspace(1, 4, heads * group)[:, None, None]
+    tokens.softcap = softcap
     found = run(f"oracle_topk(budget={budget})", tokens, 100)
     sealed = len(found.lane.pages)  # type: ignore[arg-type]
     seen = torch.zeros(1, heads, 101, dtype=torch.bool)
     seen[..., sealed:] = True
     for h in range(heads):
-        rows = [
-            (tokens.k[0, h, :sealed] @ tokens.q[0, h * group + g, 100] * tokens.scale).softmax(0) for g in range(group)
-        ]
-        seen[0, h, torch.stack(rows).amax(0).topk(budget - (101 - sealed)).indices] = True
+        logits = tokens.q[0, h * group : (h + 1) * group, 100] @ tokens.k[0, h, :sealed].T * tokens.scale
+        seen[0, h, tokens.capped(logits).softmax(1).amax(0).topk(budget - (101 - sealed)).indices] = True
     torch.testing.assert_close(found.out[:, -1:], plain(tokens, 100, seen), atol=1e-5, rtol=1e-4)
 
 
