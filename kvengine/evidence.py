@@ -120,10 +120,10 @@ class Evidence(Recall):
                 q, k, v[..., :1], None if one else self.visible(at, position, False), call.scale, softcap=call.softcap,
                 position=position if one else None, want_probs=True, wait=True,
             )  # fmt: skip
-            mass = received([part], merge_states([part])).sum(1)
+            mass = received([part], merge_states([part], sinks=call.sinks)).sum(1)
         else:  # padding says nothing
             visible = self.visible(at, position, False) & valid[..., None]
-            mass = columns(q, k.float().transpose(1, 2), visible, call.scale, call.softcap).sum(1)
+            mass = columns(q, k.float().transpose(1, 2), visible, call.scale, call.softcap, call.sinks).sum(1)
         self.tail.judge(running(score, mass, position, at, self.judged, valid), None)
 
     def newest(self, n: int) -> Int[Tensor, "query"]:

@@ -22,6 +22,7 @@ class Tokens:
     k: Tensor
     v: Tensor
     softcap: float | None = None
+    sinks: Tensor | None = None  # [head, group]
 
     def part(self, a: int, b: int) -> tuple[Tensor, Tensor, Tensor]:
         return self.q[:, :, a:b], self.k[:, :, a:b], self.v[:, :, a:b]
@@ -83,7 +84,7 @@ def run(
     """The prompt (cut at `chunks`), then the other tokens one by one, or `at_once`, as a draft to verify comes."""
     session = session or Session(rope=rope(tokens.k.shape[-1]))
     cache = LayerCache(Stack.of(policy), layer, layers, session)
-    call, outs, n = Call(tokens.scale, tokens.softcap), [], tokens.k.shape[2]
+    call, outs, n = Call(tokens.scale, tokens.softcap, tokens.sinks), [], tokens.k.shape[2]
     session.prompt_end = prompt
     cuts = [0, *chunks, prompt]
     steps = list(zip(cuts, cuts[1:], strict=False))

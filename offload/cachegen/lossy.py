@@ -58,7 +58,8 @@ def widths(x: Float[Tensor, "head token dim"], step: float, ops: ModuleType) -> 
     """Step width per head: `step` spreads, but never so small that a number would need more than 16 bits.
 
     The spread is the median over (at most 64 evenly spaced) tokens of the root mean square over channels, means taken
-    out: the median keeps a few huge tokens, such as attention sinks, from coarsening all the others."""
+    out: the median keeps a few large tokens, such as attention sinks, from coarsening all the others, as far as these do
+    not move the means."""
     largest = torch.from_numpy(ops.largest(x))
     if not largest.isfinite().all():
         raise CacheError("KV holds inf or nan, which cannot be quantised; use the level 'lossless'")

@@ -16,7 +16,8 @@ for from the newest tokens on.
 
 Differs from the official code: a prompt beyond the budget is judged at its end (the code keeps it whole until the first
 buffer is full); a token unlike all others counts nothing as its newest likeness (the code takes the first token, which
-then is never redundant); heads that hold different numbers of tokens, padding and batches are each judged as alone.
+then is never redundant); heads that hold different numbers of tokens, padding and batches are each judged as alone. As in it,
+logits of sinks (gpt-oss) are not counted.
 """
 
 from dataclasses import dataclass

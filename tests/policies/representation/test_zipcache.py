@@ -91,6 +91,16 @@ def test_bytes_are_those_of_the_formula() -> None:
 # Saliency
 
 
+def paid(tokens: Tokens, head: int, q_head: int, seen: slice, query: int) -> torch.Tensor:
+    """What a query pays to the tokens that it sees."""
+    logits = tokens.k[0, head, seen] @ tokens.q[0, q_head, query] * tokens.scale
+    return (
+        logits.softmax(0)
+        if tokens.sinks is None
+        else torch.cat([logits, tokens.sinks.flatten()[q_head, None]]).softmax(0)[:-1]
+    )
+
+
 def loop_saliency(tokens: Tokens, probes: list[int], first: int = 0) -> list[list[float]]:
     """Mean over the probes that see a token, summed over the query group: [head][token]."""
     heads, n = tokens.k.shape[1], tokens.k.shape[2]
@@ -99,7 +109,7 @@ def loop_saliency(tokens: Tokens, probes: list[int], first: int = 0) -> list[lis
     for h in range(heads):
         for g in range(group):
             for p in probes:
-                row = (tokens.k[0, h, first : p + 1] @ tokens.q[0, h * group + g, p] * tokens.scale).softmax(0)
+                row = paid(tokens, h, h * group + g, slice(first, p + 1), p)
                 for j in range(first, p + 1):
                     total[h][j] += float(row[j - first])
     return [[x / max(1, sum(p >= j for p in probes)) for j, x in enumerate(line)] for line in total]
@@ -140,17 +150,21 @@ def test_dividing_by_all_queries_would_understate_early_tokens() -> None:
     assert want > 5 * sum(1 / (p + 1) for p in probes) / 400
 
 
-def test_saliency_goes_on_while_decoding() -> None:
+@pytest.mark.parametrize("sinks", [None, torch.tensor([[0.5, 2.0], [-1.0, 3.0]])], ids=["", "sinks"])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_saliency_goes_on_while_decoding(at_once: bool, sinks: torch.Tensor | None) -> None:
+    """A model's sinks take their part of what probes pay, of a prompt and later."""
     tokens = draw(60)
-    lane = run("zipcache(block=64)", tokens, 40).lane
+    tokens.sinks = sinks
+    lane = run("zipcache(block=64)", tokens, 40, at_once=at_once).lane
     _, _, position, score = lane.tail.held()
     assert position[0].tolist() == list(range(60))
-    before = torch.tensor(loop_saliency(Tokens(*tokens.part(0, 40)), probe_positions(40)))
+    before = torch.tensor(loop_saliency(Tokens(*tokens.part(0, 40), sinks=sinks), probe_positions(40)))
     for h in range(2):
         for j in range(60):
             seen = [before[h, j]] if j < 40 else []
             for i in range(max(j, 40), 60):
-                rows = [(tokens.k[0, h, : i + 1] @ tokens.q[0, h * 2 + g, i] * tokens.scale).softmax(0) for g in (0, 1)]
+                rows = [paid(tokens, h, h * 2 + g, slice(i + 1), i) for g in (0, 1)]
                 seen.append(rows[0][j] + rows[1][j])
             assert float(score[h, j]) == pytest.approx(float(sum(seen) / len(seen)), abs=1e-5)
 
