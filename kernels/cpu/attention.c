@@ -115,7 +115,7 @@ static int64_t collect(const Attention *a, int64_t row, int64_t column, int64_t 
   return column;
 }
 
-/* Scores of one batch become weights in place; `top` and `total` follow the online softmax, `out` is rescaled. */
+/* Scores of one batch become weights in place; `top` and `total` (by lane) follow the online softmax, `out` is rescaled. */
 static void soften(const Attention *a, int64_t row, const Batch *b, float *s, float *top, float *total, float *out) {
   for (int64_t n = 0; n < a->heads; n++) {
     float *p = s + n * TILE;
@@ -130,22 +130,21 @@ static void soften(const Attention *a, int64_t row, const Batch *b, float *s, fl
         if (!b->seen[n % a->queries][t]) p[t] = -INFINITY;
     if (a->scores)
       for (int t = 0; t < b->is.count; t++) a->scores[(row * a->heads + n) * a->columns + b->column[t]] = p[t];
-    vf most = load(p), all = {0};
+    vf most = load(p), all = load(total + n * LANES);
     for (int t = LANES; t < TILE; t += LANES) most = larger(most, load(p + t));
-    const float high = peak(most);
-    if (high > top[n]) {
-      float shrink = expf(top[n] - high);
-      total[n] *= shrink;
+    if (any_above(most, splat(top[n]))) {
+      const float high = peak(most), shrink = expf(top[n] - high);
+      all *= shrink;
       for (int64_t d = 0; d < a->dim_v; d += LANES) store(out + n * a->dim_v + d, load(out + n * a->dim_v + d) * shrink);
       top[n] = high;
     }
-    vf shift = splat(top[n] == -INFINITY ? 0 : top[n]);
+    const vf shift = splat(top[n] == -INFINITY ? 0 : top[n]);
     for (int t = 0; t < TILE; t += LANES) {
-      const vf weight = exponential(load(p + t) - shift);
+      const vf weight = fading(load(p + t) - shift);
       all += weight;
       store(p + t, weight);
     }
-    total[n] += sum(all);
+    store(total + n * LANES, all);
   }
 }
 
@@ -200,6 +199,7 @@ static int dense_task(const Attention *a, const Way *way, int64_t row, int64_t f
   return 1;
 }
 
+/* `total`: by lane */
 static void task(const Attention *a, int64_t row, int64_t from, int64_t to, float *out, float *top, float *total) {
   const int64_t wide = a->dim > a->dim_v ? a->dim : a->dim_v;
   float tile[TILE * wide] __attribute__((aligned(64)));
@@ -223,7 +223,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   Tiles tiles;
   Pairs pairs;
   Batch both[2], *b = both, *next = both + 1;
-  for (int64_t n = 0; n < a->padded; n++) top[n] = -INFINITY, total[n] = 0;
+  for (int64_t n = 0; n < a->padded; n++) top[n] = -INFINITY, store(total + n * LANES, splat(0));
   if (way && dense_task(a, way, row, from, to, out, top, total)) return;
   memset(&keys, 0, sizeof keys);
   memset(&values, 0, sizeof values);
@@ -336,7 +336,9 @@ int kv_attention(const Attention *given) {
   for (int64_t i = 0; i < tasks; i++) {
     int64_t row = i / splits, first = row * splits, from = i % splits * span;
     int64_t to = from + span < a->columns ? from + span : a->columns;
-    task(a, row, from, to, parts + i * outs, tops + i * a->padded, totals + i * a->padded);
+    float total[a->padded * LANES] __attribute__((aligned(64)));
+    task(a, row, from, to, parts + i * outs, tops + i * a->padded, total);
+    for (int64_t n = 0; n < a->padded; n++) totals[i * a->padded + n] = sum(load(total + n * LANES));
     if (__atomic_sub_fetch(&left[row], 1, __ATOMIC_ACQ_REL) == 0) /* the row's last task joins its parts */
       join(a, row, parts + first * outs, tops + first * a->padded, totals + first * a->padded);
   }

@@ -185,9 +185,6 @@ INLINE void transpose(const void *from, int64_t start, int64_t from_row, int dty
   for (int i = 0; i < LANES; i++) store(to + i * to_row, LANES == 8 ? b[i] : a[i]);
 }
 
-/* e^x for x <= 0; 0 where that is no normal number. */
-INLINE vf fading(vf x) { return choose(x > -87.0f, exponential_within(x), splat(0)); }
-
 /* The keys of `n` tokens on their side, key[channel][token], zero where there is no token. */
 INLINE void lay(const void *from, int64_t start, int64_t stride, int dtype, int64_t n, int64_t dim, float *key) {
   const int64_t full = n / LANES * LANES;

@@ -192,6 +192,23 @@ INLINE vf exponential(vf x) {
   return choose(x > -87.0f, exponential_within(kept), splat(0));
 }
 
+/* e^x for x <= 0; 0 where that is no normal number. */
+INLINE vf fading(vf x) { return choose(x > -87.0f, exponential_within(x), splat(0)); }
+
+/* Whether any lane of x is above that of y. */
+INLINE int any_above(vf x, vf y) {
+#if defined(__AVX512F__) && LANES == 16
+  return _mm512_cmp_ps_mask((__m512)x, (__m512)y, _CMP_GT_OQ) != 0;
+#elif defined(__AVX2__) && LANES == 8
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, (__m256)y, _CMP_GT_OQ)) != 0;
+#else
+  const vi above = x > y;
+  int32_t any = 0;
+  for (int i = 0; i < LANES; i++) any |= above[i];
+  return any != 0;
+#endif
+}
+
 /* LANES numbers of 16 bits, each in a word. */
 INLINE vu words_of(const uint16_t *p) {
 #if defined(__AVX512F__)
