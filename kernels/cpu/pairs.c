@@ -16,8 +16,9 @@ int pairs_fit(const Field *f, int64_t dim, int64_t rows) {
   const int64_t groups = f->group ? dim / f->group : 0;
   if (f->dim != dim || rows > CODED_QUERIES) return 0;
   if (f->layout == MIXED) return f->bits == 4 && f->low_bits == 2 && dim % 128 == 0;
-  if ((f->layout != PER_CHANNEL && f->layout != PER_TOKEN) || f->low || (f->bits != 2 && f->bits != 4)) return 0;
+  if ((f->layout != PER_CHANNEL && f->layout != PER_TOKEN) || f->low || f->bits == 1) return 0;
   if (dim % 64 || dim * f->bits % 256) return 0;
+  if (f->bits == 8 && (!BYTES || (f->layout == PER_TOKEN && f->group % 16))) return 0;
   return f->layout == PER_CHANNEL || (f->group % fields_of(f->bits) == 0 && groups <= LANES && !(groups & (groups - 1)));
 }
 
@@ -87,24 +88,6 @@ void take_pairs(const Field *k, int64_t bits, int64_t rows, int64_t group, Queri
   for (int64_t n = 0; n < rows; n++) x->add[n] = sum(exact[n] - kept[n] * mid);
 }
 
-/* Four words of 16 tokens, a token to a lane. */
-INLINE void turn_round(const uint8_t *const *at, int64_t from, Words out[4]) {
-  Words z[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-#define QUARTER(j) _mm_loadu_si128((const __m128i *)(at[i + 4 * j] + from))
-    z[i] = _mm512_castsi128_si512(QUARTER(0));
-    z[i] = _mm512_inserti32x4(z[i], QUARTER(1), 1);
-    z[i] = _mm512_inserti32x4(z[i], QUARTER(2), 2);
-    z[i] = _mm512_inserti32x4(z[i], QUARTER(3), 3);
-#undef QUARTER
-  }
-  const Words a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpackhi_epi32(z[0], z[1]);
-  const Words c = _mm512_unpacklo_epi32(z[2], z[3]), d = _mm512_unpackhi_epi32(z[2], z[3]);
-  out[0] = _mm512_unpacklo_epi64(a, c), out[1] = _mm512_unpackhi_epi64(a, c);
-  out[2] = _mm512_unpacklo_epi64(b, d), out[3] = _mm512_unpackhi_epi64(b, d);
-}
-
 /* For `blocks` times 16 tokens. One block has two sums of each score, as one would wait for itself. */
 INLINE void products_as(const Queries *x, int64_t rows, int64_t dim, const uint8_t *const *at, float *scores, int bits,
                         int blocks) {
@@ -151,7 +134,8 @@ PRODUCTS(2, 1) PRODUCTS(2, 2) PRODUCTS(4, 1) PRODUCTS(4, 2)
 void pair_products(const Queries *x, int64_t bits, int64_t rows, int64_t dim, const uint8_t **at, int n, float *scores) {
   const int wide = n > LANES;
   for (int i = n; i < (wide ? TILE : LANES); i++) at[i] = at[n - 1];
-  if (bits == 4) (wide ? products_4_2 : products_4_1)(x, rows, dim, at, scores);
+  if (bits == 8) byte_products(x, rows, dim, at, wide, scores);
+  else if (bits == 4) (wide ? products_4_2 : products_4_1)(x, rows, dim, at, scores);
   else (wide ? products_2_2 : products_2_1)(x, rows, dim, at, scores);
 }
 
@@ -166,7 +150,8 @@ void pairs_dots(const Field *k, int64_t rows, const Tokens *tokens, Pairs *x, fl
   float found[CODED_QUERIES * TILE];
   for (int t = 0, n; t < tokens->count; t += n) {
     if (token[t] < x->from || token[t] >= x->to) {
-      take_pairs(k, k->bits, rows, token[t] / k->group, x->keys);
+      if (k->bits == 8) take_bytes(k, rows, token[t] / k->group, x->keys);
+      else take_pairs(k, k->bits, rows, token[t] / k->group, x->keys);
       x->from = token[t] / k->group * k->group;
       x->to = x->from + k->group;
     }
@@ -211,14 +196,7 @@ static void weigh_scales(const Pairs *known, Weights *x, const float *p, int64_t
       _mm512_storeu_si512(x->weight[i] + d / 2, pairs);
     }
   }
-  for (int i = 0; i < 4; i++) { /* over the lanes of a group */
-    __m512 y = (__m512)(exact[i] - kept[i] * mid);
-    if (groups <= 8) y = _mm512_add_ps(y, _mm512_shuffle_f32x4(y, y, 0x4e));
-    if (groups <= 4) y = _mm512_add_ps(y, _mm512_shuffle_f32x4(y, y, 0xb1));
-    if (groups <= 2) y = _mm512_add_ps(y, _mm512_permute_ps(y, 0x4e));
-    if (groups <= 1) y = _mm512_add_ps(y, _mm512_permute_ps(y, 0xb1));
-    x->add[i] = (vf)y;
-  }
+  for (int i = 0; i < 4; i++) x->add[i] = over_groups(exact[i] - kept[i] * mid, groups);
 }
 
 INLINE void sums_as(const Pairs *known, const Weights *x, int64_t dim, int64_t groups, int count, float *out, int bits,
@@ -285,12 +263,13 @@ void pairs_weigh(const Field *v, const float *p, int64_t rows, const Tokens *tok
   token_ranges(v, token, count, groups, x.scale, x.zero);
   for (int64_t i = count * groups; i < TILE * groups; i++) x.scale[i] = x.zero[i] = 0;
   for (int t = 0; t < count; t++) x.at[t] = (const uint8_t *)v->data + token[t] * (v->dim * v->bits / 8);
-  for (int64_t i = 0; i < TILE * groups; i += LANES) {
+  for (int64_t i = 0; i < TILE * groups && v->bits < 8; i += LANES) {
     const vf scale = load(x.scale + i);
     store(x.zero + i, load(x.zero + i) + scale * under);
     store(x.scale + i, scale * steps);
   }
-  pair_sums(known, &x, v, groups, p, rows, count, out);
+  if (v->bits == 8) byte_sums(known, &x, v->dim, groups, p, rows, count, out);
+  else pair_sums(known, &x, v, groups, p, rows, count, out);
 }
 
 void pairs_unsort(const Field *v, const Pairs *x, float *out, int64_t rows) {

@@ -1,21 +1,28 @@
-/* Attention to codes of 2 and 4 bits by products of pairs of bfloat16, where the processor has these (AVX512-BF16). */
+/* Attention to codes of 2, 4 and 8 bits by products of pairs of bfloat16 or of whole numbers, where the processor has these
+   (AVX512-BF16, and AVX512-VNNI for 8 bits). */
 #ifndef KVENGINE_PAIRS_H
 #define KVENGINE_PAIRS_H
 
 #include "codes.h"
 
+#if HALVES && defined(__AVX512VNNI__)
+#define BYTES 1
+#else
+#define BYTES 0
+#endif
+
 /* The queries for keys of one width: a row's pairs of channels, which stand in the order of `products`. */
 typedef struct {
   float even[CODED_QUERIES * 128], odd[CODED_QUERIES * 128];
   uint32_t part[CODED_QUERIES * 128] __attribute__((aligned(64))); /* times the scales of a key group, rounded */
-  float add[CODED_QUERIES];                                        /* a term of every score */
+  float add[CODED_QUERIES], unit[CODED_QUERIES];                   /* a term of every score; what whole numbers count */
 } Queries;
 
 /* What a task keeps. */
 typedef struct {
   Queries keys[2];                 /* of mixed pages, each width has its own */
   int64_t from, to;                /* the tokens of the key group that was read last */
-  int32_t token[16], group[4][16]; /* values: a lane's token, where [token, group] are lanes; a register's groups */
+  int32_t token[16], group[8][16]; /* values: a lane's token, where [token, group] are lanes; a register's groups */
   uint16_t two[32];                /* places of (token, group) in the order (group, token) of two tokens at a time */
   int16_t channel[256];            /* what the numbers of a result are of */
   float factor[256];               /* of a mixed page's channels */

@@ -9,6 +9,34 @@
 
 typedef __m512i Words;
 
+/* Four words of 16 tokens, a token to a lane. */
+INLINE void turn_round(const uint8_t *const *at, int64_t from, Words out[4]) {
+  Words z[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+#define QUARTER(j) _mm_loadu_si128((const __m128i *)(at[i + 4 * j] + from))
+    z[i] = _mm512_castsi128_si512(QUARTER(0));
+    z[i] = _mm512_inserti32x4(z[i], QUARTER(1), 1);
+    z[i] = _mm512_inserti32x4(z[i], QUARTER(2), 2);
+    z[i] = _mm512_inserti32x4(z[i], QUARTER(3), 3);
+#undef QUARTER
+  }
+  const Words a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpackhi_epi32(z[0], z[1]);
+  const Words c = _mm512_unpacklo_epi32(z[2], z[3]), d = _mm512_unpackhi_epi32(z[2], z[3]);
+  out[0] = _mm512_unpacklo_epi64(a, c), out[1] = _mm512_unpackhi_epi64(a, c);
+  out[2] = _mm512_unpacklo_epi64(b, d), out[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+/* Lane i becomes the sum of those lanes that are of group i % groups. */
+INLINE vf over_groups(vf x, int64_t groups) {
+  __m512 y = (__m512)x;
+  if (groups <= 8) y = _mm512_add_ps(y, _mm512_shuffle_f32x4(y, y, 0x4e));
+  if (groups <= 4) y = _mm512_add_ps(y, _mm512_shuffle_f32x4(y, y, 0xb1));
+  if (groups <= 2) y = _mm512_add_ps(y, _mm512_permute_ps(y, 0x4e));
+  if (groups <= 1) y = _mm512_add_ps(y, _mm512_permute_ps(y, 0xb1));
+  return (vf)y;
+}
+
 /* The half word of a lane of register `r`: in their order, or as unpacking puts them. */
 INLINE int64_t half_of(int64_t r, int64_t lane, int whole) {
   return whole ? r / 2 * 32 + lane / 4 * 8 + r % 2 * 4 + lane % 4 : r * 16 + lane;
@@ -30,6 +58,7 @@ typedef struct {
   float scale[TILE * LANES + LANES], zero[TILE * LANES + LANES]; /* [token, group] of fractions */
   uint32_t weight[4][TILE / 2 * LANES + LANES];                  /* [row][two tokens, group] */
   vf add[4];                                                     /* [row]: lane i is of group i % groups */
+  float unit[4];                                                 /* [row]: of weights that are whole numbers */
   const uint8_t *at[TILE];                                       /* beyond the last token, anywhere */
 } Weights;
 
@@ -38,6 +67,10 @@ INLINE float middle(int64_t bits) { return 1.5f - 0.5f / (float)(1 << bits); } /
 void take_pairs(const Field *k, int64_t bits, int64_t rows, int64_t group, Queries *x);
 void pair_products(const Queries *x, int64_t bits, int64_t rows, int64_t dim, const uint8_t **at, int n, float *scores);
 void pair_sums(const Pairs *known, Weights *x, const Field *v, int64_t groups, const float *p, int64_t rows, int count,
+               float *out);
+void take_bytes(const Field *k, int64_t rows, int64_t group, Queries *x);
+void byte_products(const Queries *x, int64_t rows, int64_t dim, const uint8_t *const *at, int wide, float *scores);
+void byte_sums(const Pairs *known, Weights *x, int64_t dim, int64_t groups, const float *p, int64_t rows, int count,
                float *out);
 void pairs_dots_mixed(const Field *k, int64_t rows, const Tokens *tokens, Pairs *x, float *scores);
 void pairs_weigh_mixed(const Field *v, const float *p, int64_t rows, const Tokens *tokens, Pairs *x, float *out);
