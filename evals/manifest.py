@@ -16,26 +16,40 @@ from typing import Any
 import torch
 
 from kvengine.errors import EvaluationError
+from kvengine.offload.stores.filesystem import replace_file
 
 PACKAGES = ("kvengine", "torch", "transformers", "tokenizers", "numpy", "triton", "wonderwords")
 FIXED = ("model", "tokenizer", "dtype")
+ASKED = ("seed", "golden")  # settings under which every policy of a folder was asked the same
 
 
 def write(path: Path, run: Any) -> dict[str, Any]:
     """Write or extend the manifest of a run folder.
 
-    Raises `EvaluationError` if the folder holds results of another model, tokenizer or dtype.
+    Raises `EvaluationError` if the folder holds results of another model, tokenizer or dtype, or of samples that another
+    seed drew or that were asked otherwise: policies would be compared on different questions.
     """
     now = describe(run)
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read(path)
         _same(path, before, now)
         now["started"] = before["started"]
         now["resumed"] = [*before["resumed"], datetime.now(UTC).isoformat(timespec="seconds")]
         now["data"] = {**before["data"], **now["data"]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(now, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+    replace_file(path, (json.dumps(now, indent=2, ensure_ascii=False, default=str) + "\n").encode())
     return now
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The manifest of a run folder. Raises OSError, or `EvaluationError` if it is none."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise EvaluationError(
+            f"{path} is damaged: {error}; delete it, and the command of its run writes it anew and keeps the rows"
+        ) from error
+    return found
 
 
 def describe(run: Any) -> dict[str, Any]:
@@ -106,8 +120,10 @@ def device_name(model: Any) -> str:
 
 
 def _same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    for name in FIXED:
-        if before[name] != now[name]:
+    pairs = [(name, before[name], now[name]) for name in FIXED]
+    pairs += [(name, before["config"].get(name, now["config"][name]), now["config"][name]) for name in ASKED]
+    for name, old, new in pairs:
+        if old != new:
             raise EvaluationError(
-                f"{path.parent} holds a run with {name} {before[name]}, this one has {now[name]}; choose another --out"
+                f"{path.parent} holds a run with {name} {old}, this one has {new}; choose another --out"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from math import log
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from kvengine.errors import EvaluationError
 from kvengine.evals import page, peers, tables
 from kvengine.evals.aggregate import CellResult, cells
+from kvengine.evals.manifest import read as read_manifest
 from kvengine.evals.records import ROWS, Row, read_rows
 from kvengine.evals.tasks import catalogue
 
@@ -17,14 +17,10 @@ from kvengine.evals.tasks import catalogue
 def read(folder: Path) -> tuple[list[Row], dict[str, Any]]:
     """Rows and manifest of a run folder. Raises `EvaluationError` if it is not one."""
     try:
-        text = (folder / "manifest.json").read_bytes()
+        manifest = read_manifest(folder / "manifest.json")
         rows, _ = read_rows(folder / ROWS)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise EvaluationError(f"{folder} is no run folder: {error.filename} is missing") from error
-    try:
-        manifest = json.loads(text.decode())
-    except ValueError as error:
-        raise EvaluationError(f"{folder / 'manifest.json'} is damaged: {error}") from error
     return rows, manifest
 
 

@@ -72,7 +72,7 @@ def main() -> None:
         if not task["text"] or not all(one["question"] and isinstance(one["answer"], str) for one in task["questions"]):
             raise ValueError("a text or a question is empty")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        given.error(f"{args.file} is not such a file: {error!r}")
+        given.error(f"{args.file} is not such a file ({type(error).__name__}: {error})")
     model, tokenizer = (auto.from_pretrained(args.model) for auto in (AutoModelForCausalLM, AutoTokenizer))
     found = {policy: measure(model, tokenizer, policy, task) for policy in POLICIES}
     full, count = found["full"], len(task["questions"])

@@ -66,7 +66,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, reader
         block.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE * HUGE)  # the rest of one more would be wasted
     if reader is not None and not block.pin(address + start, size, reader):
         return torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=True)
-    return torch.frombuffer(block, dtype=torch.uint8, count=size, offset=start).view(dtype).view(*shape)
+    made = torch.frombuffer(block, dtype=torch.uint8, count=size, offset=start).view(dtype).view(*shape)
+    return made.detach()  # no view of bytes to autograd: what is written into one may have no gradients
 
 
 def trim() -> None:

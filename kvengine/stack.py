@@ -24,6 +24,7 @@ from kvengine.policies.selection.all import All
 from kvengine.presets import PRESETS
 
 NAMED = "put its file where policies are looked for (KVENGINE_POLICIES, see CONTRIBUTING.md)"
+FORM = "write names joined by '+', and text in quotes, such as snapkv(budget=1024) + disk(folder='./pages')"
 PAGE = 16  # tokens of a page, when no method asks for more
 
 
@@ -217,13 +218,11 @@ def terms(text: str) -> list[tuple[str, dict[str, Any]]]:
     [('quest', {'budget': 256}), ('duo', {})]
     """
     if not isinstance(text, str) or not text.strip():
-        raise PolicyError(
-            f"{text!r} is not a policy string; write names joined by '+', such as 'snapkv(budget=1024) + kivi'"
-        )
+        raise PolicyError(f"{text!r} is not a policy string; {FORM}")
     try:
         node: ast.expr = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
-        raise PolicyError(f"{text!r} is not a policy string: {error.msg}") from None
+        raise PolicyError(f"{text!r} is not a policy string: {error.msg}; {FORM}") from None
     parts: list[ast.expr] = []
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         parts.insert(0, node.right)
@@ -242,4 +241,6 @@ def term(node: ast.expr) -> tuple[str, dict[str, Any]]:
     try:
         return head.id, {str(k.arg): ast.literal_eval(k.value) for k in keywords}
     except ValueError:
-        raise PolicyError(f"{ast.unparse(node)!r}: option values must be plain numbers, strings or tuples") from None
+        raise PolicyError(
+            f"{ast.unparse(node)!r}: option values must be plain numbers, strings or tuples; {FORM}"
+        ) from None

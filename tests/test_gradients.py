@@ -8,7 +8,7 @@ import torch
 from support import MIXED, SMALL, every, one, patched
 from torch import Tensor
 
-from kvengine import EngineCache
+from kvengine import EngineCache, memory
 from kvengine.errors import CacheError
 from kvengine.hf_names import CACHE
 from kvengine.kernels.span_attention import causal_spans, span_attention
@@ -142,3 +142,16 @@ def test_a_sink_alone_may_want_its_gradient() -> None:
     sinks = torch.zeros(2, 2, requires_grad=True)
     span_attention(q, k, v, place, spans, scale=1.0, sinks=sinks).sum().backward()
     assert sinks.grad is not None and bool(sinks.grad.any())
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "quest"])
+def test_blocks_of_memory_of_their_own_take_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt's keys and values lie in one."""
+    found = []
+    for size in (memory.HUGE, 4096):
+        monkeypatch.setattr(memory, "HUGE", size)
+        model, ids = patched(STACKS[name]), one(ALL)["input_ids"]
+        model(ids, use_cache=True).logits.log_softmax(-1)[..., :5].sum().backward()
+        found.append([x.grad for x in model.parameters()])
+    for ours, mapped in zip(*found, strict=True):
+        torch.testing.assert_close(mapped, ours, rtol=0, atol=0)

@@ -296,6 +296,8 @@ def test_a_cache_needs_a_patched_model() -> None:
         ("quest(64)", PolicyError, "not of the form"),
         ("kivi(bits=4, bits=2)", PolicyError, "gives an option twice"),
         ("quest(budget=x)", PolicyError, "plain numbers"),
+        ("quest(reduce=each)", PolicyError, "text in quotes"),
+        ("remote(url=redis://cache:6379/0)", PolicyError, "text in quotes"),
         ("kivi(bits=3)", PolicyError, "bits=3 must be one of 1, 2, 4, 8"),
         ("kivi(bits=True)", PolicyError, "bits=True must be one of 1, 2, 4, 8"),
         ("kivi(bits=4.0)", PolicyError, "bits=4.0 must be one of 1, 2, 4, 8"),

@@ -102,10 +102,12 @@ def compare(
     recent: Recent = 256,
     seed: Annotated[str, typer.Option(help="of contexts and random choices")] = "compare",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
-    out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write", dir_okay=False)] = None,
 ) -> None:
     """Retrieval with the best, random and worst heads kept whole."""
     with readable_errors():
+        if out is not None:  # not after all is measured
+            out.parent.mkdir(parents=True, exist_ok=True)
         network, tokenizer = load(model, dtype=dtype)
         rows = compare_heads(
             network, Passkeys(tokenizer, style, keys, text), read_pattern(pattern), sparsity=sparsity, sinks=sinks,
@@ -116,7 +118,6 @@ def compare(
             return
         command = f"kvengine duo compare {model} {pattern} --style {style} --keys {keys} --length {length}"
         command += f" --samples {samples} --draws {draws} --sinks {sinks} --recent {recent} --sparsity {sparsity}"
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result(command, rows), indent=1) + "\n")
 
 

@@ -169,7 +169,7 @@ def _lines(path: Path) -> list[Row]:
     except ValueError as error:
         raise EvaluationError(f"{path} is not JSON lines: {error}") from error
     for row in rows:
-        if "multi_turns" not in row or not {"context", "input"} & row.keys():
+        if not isinstance(row, dict) or "multi_turns" not in row or not {"context", "input"} & row.keys():
             raise EvaluationError(f"{path}: a row lacks 'multi_turns' or 'context'; expected SCBench's schema")
     return rows
 

@@ -152,7 +152,11 @@ class LongBench(Task):
         if not self.available(plan.data):
             raise NoData(f"{self.name} needs its data: give --data longbench=FOLDER with {self.name}.jsonl")
         path = plan.data["longbench"] / f"{self.name}.jsonl"
-        for index, line in enumerate(path.read_text(encoding="utf-8").splitlines()[: plan.count]):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()[: plan.count]
+        except UnicodeDecodeError as error:
+            raise EvaluationError(f"{path} is not JSON lines: {error}") from error
+        for index, line in enumerate(lines):
             yield self.sample(_row(path, line), index)
 
     def sample(self, row: dict[str, Any], index: int) -> Sample:

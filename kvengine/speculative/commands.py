@@ -57,10 +57,10 @@ def generate(
     with readable_errors():
         if report and not speculate:
             raise EvaluationError("--report counts drafts; it needs --speculate")
-        sources = {name: context.get_parameter_source(name) for name in ("draft", "middle", "gamma")}
-        said = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-        if said and not speculate:
-            raise EvaluationError(f"--{said[0]} says how to draft; it needs --speculate")
+        if (said := typed(context, "draft", "middle", "gamma")) and not speculate:
+            raise EvaluationError(f"{said[0]} says how to draft; it needs --speculate")
+        if (said := typed(context, "top_p", "top_k")) and not temperature:
+            raise EvaluationError(f"{said[0]} says what may be drawn; it needs --temperature above 0")
         middle_policy, drafted = named(middle), steps(gamma)
         Stack.parse(policy)  # before the model, which may take minutes to load
         target, tokenizer = load(model, device, dtype)
@@ -81,6 +81,13 @@ def generate(
         decoder.generate(ids.to(target.device), seed=seed, **options)
         if report:
             console.print(str(decoder.report), highlight=False, markup=False)
+
+
+def typed(context: typer.Context, *names: str) -> list[str]:
+    """Those of the options that the user gave."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return [f"--{name.replace('_', '-')}" for name in given]
 
 
 @bench_app.command("speculate")
@@ -105,6 +112,8 @@ def speculate(
         lengths = numbers(contexts)
         if min(lengths) < 1:
             raise EvaluationError(f"--contexts are lengths of prompts, 1 or more, not {contexts!r}")
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)  # not after all is measured
         middles, drafted = [named(name.strip()) for name in middle.split(";")], steps(gamma)
         target, tokenizer = load(model, device, dtype)
         tokens = tokenizer(contents(text), verbose=False).input_ids
@@ -128,7 +137,6 @@ def tables(found: list[bench.Result]) -> str:
 
 
 def save(found: list[bench.Result], out: Path, model: str) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     document = bench.document(found, " ".join(["kvengine", *sys.argv[1:]])) | {"model": model}
     (out / "speculate.json").write_text(json.dumps(document, indent=1) + "\n")
     (out / "speculate.md").write_text(tables(found))

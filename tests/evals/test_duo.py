@@ -176,6 +176,8 @@ def test_the_command_shows_a_pattern(tmp_path: Path) -> None:
     (["train", "bundled", "--out", "{}/out"], "longer contexts (--shortest, --length) or fewer --keys"),
     (["compare", "bundled", "{}/p", "--samples", "0"], "--samples"),
     (["compare", "bundled", "{}/p", "--draws", "0"], "--draws"),
+    (["compare", "bundled", "{}/p", "--out", "{}"], "is a directory"),
+    (["compare", "bundled", "{}/p", "--out", "{}/file/rows.json"], "FileExistsError"),
 ])  # fmt: skip
 def test_wrong_input_is_said_before_anything_is_trained(tmp_path: Path, words: list[str], message: str) -> None:
     (tmp_path / "file").write_bytes(b"\xff")

@@ -72,6 +72,12 @@ def test_longbench_reads_local_rows_and_keeps_the_question_out_of_the_context(tm
         next(iter(catalogue("longbench")["trec"].samples(plan(longbench=tmp_path))))
 
 
+def test_longbench_refuses_what_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "qasper.jsonl").write_bytes(b"%PDF-1.7\n\xb5\xed")
+    with pytest.raises(EvaluationError, match=r"qasper\.jsonl is not JSON lines"):
+        next(iter(catalogue("longbench")["qasper"].samples(plan(longbench=tmp_path))))
+
+
 def test_longbench_refuses_other_schemas(tmp_path: Path) -> None:
     (tmp_path / "qasper.jsonl").write_text('{"question": 1}\n')
     with pytest.raises(EvaluationError, match="lacks input, context or answers"):

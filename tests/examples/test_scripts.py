@@ -61,14 +61,15 @@ def test_an_example_says_what_it_takes(
     assert left.value.code == 0 and f"python examples/{name}.py" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["{", '{"text": "a b"}', '{"text": "", "questions": []}', "[1]"])
+@pytest.mark.parametrize("text", ["{", '{"text": "a b"}', '{"text": "", "questions": []}', "[1]", "\udcff" * 10000])
 def test_another_file_than_texts_and_questions_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
-    (tmp_path / "task.json").write_text(text)
+    (tmp_path / "task.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(SystemExit):
         run("compare_policies", monkeypatch, str(tmp_path / "task.json"))
-    assert "task.json is not such a file" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "task.json is not such a file" in told and len(told) < 1000  # not the bytes of a file that is no text
 
 
 def test_nobody_wins_where_the_full_cache_fails(
