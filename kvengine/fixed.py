@@ -14,6 +14,7 @@ Sealing is not part of the step. The host knows after which steps a page is full
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -244,12 +245,18 @@ class FixedLayer:
     def __init__(self, layer: LayerCache, more: int, now: Int[Tensor, "1"]) -> None:
         check(layer)
         self.layer, self.parts = layer, layer.parts
+        before = [(part.lane, copy(part.lane.tail), copy(part.lane.pages)) for part in layer.parts]
         held = []
-        for part in layer.parts:
-            lane = object.__new__(FixedLane)
-            vars(lane).update(vars(part.lane))
-            lane.hold(more, now)
-            held.append(lane)
+        try:
+            for part in layer.parts:
+                lane = object.__new__(FixedLane)
+                vars(lane).update(vars(part.lane))
+                lane.hold(more, now)
+                held.append(lane)
+        except BaseException:  # as where memory is short: what has moved already is as it was
+            for moved, tail, pages in before:
+                moved.tail, moved.pages = tail, pages
+            raise
         self.lanes = held
         layer.parts = [part.of(lane) for lane, part in zip(held, self.parts, strict=True)]
         layer.fixed = self
