@@ -61,8 +61,8 @@ class FixedLane(Lane):
         self.fills = not stack.paged and self.limit is not None
         self.ring = stack.room + stack.page if sealing else 0
         self.counted = tail.clean and not (sealing or self.retention.decodes)
-        if not stack.paged:
-            self.lengths = [(len(tail), None)]
+        if not stack.paged:  # of slots that an earlier hold has left, some have never held a token
+            self.lengths = [(min(len(tail), self.seen), None)]
         self.longest, self.more = max(n for n, _ in self.lengths), more
         self.end = tail.settle(self.longest, self.slots_for(more), self.ring > 0)
         self.origin = None if self.fills else int(now) - self.end  # the position of what lies in slot 0
@@ -271,7 +271,7 @@ class FixedLayer:
         """Take one token of each sequence. Changes tensors in place, and nothing else."""
         if q.shape[2] != 1:
             raise CacheError(f"a cache held still takes one token of each sequence at a time, not {q.shape[2]}")
-        out = []
+        out, self.layer.session.torn = [], True  # until `advance` has counted the token
         for lane, (part, grouped, rows) in zip(self.lanes, self.layer.each(q, call), strict=True):
             out.append(lane.step(grouped, part.pick(k), part.pick(v), None, rows))
             lane.pin()
@@ -282,6 +282,7 @@ class FixedLayer:
         self.layer.seen += 1
         for lane in self.lanes:
             lane.advance()
+        self.layer.session.torn = False
 
     def state(self) -> list[Tensor]:
         return [x for lane in self.lanes for x in lane.state()]

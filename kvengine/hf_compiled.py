@@ -103,7 +103,6 @@ class Steps:
         if session.torn or any(layer.seen != self.cache.seen for layer in self.cache.engines):
             raise CacheError(BROKEN)
         session.memo.clear()
-        session.torn = True  # until every layer has counted the token
         if self.cache.stack.retention.replay is not None:
             session.text.add(self.cache.seen, ids, position, None)
         if self.ids is None or self.position is None:
@@ -113,6 +112,7 @@ class Steps:
         if self.replay is None:
             self.replay, logits = {"graph": self.graph, "trace": self.trace, "eager": self.eager}[self.how]()
         else:
+            session.torn = True  # until the layers have counted the token
             logits = self.replay()
         for layer in self.layers:
             layer.advance()
@@ -271,7 +271,8 @@ class StandIn:
         if position is None:
             position = torch.full_like(ids, cache.seen) if mask is None else mask.long().sum(1, keepdim=True) - 1
         if self._steps is None:
-            self._steps = self._decoder.open(cache, self._end - cache.seen, mask)
+            real = ids.new_ones(len(ids), cache.seen) if mask is None else mask  # `generate` leaves out one of ones
+            self._steps = self._decoder.open(cache, self._end - cache.seen, real)
         return CausalLMOutputWithPast(**{"logits": self._steps(ids, position), CACHE: cache})  # type: ignore[arg-type]
 
     def close(self) -> None:

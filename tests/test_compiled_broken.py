@@ -1,15 +1,18 @@
-"""What breaks off around a recorded step is undone, or noticed."""
+"""What breaks off around a recorded step is undone, or noticed; and what is let go can be saved, and held again."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import llama, one
+from families import configs
+from support import llama, one, patched
 from test_compiled import KIVI, STEPS, at, layer, tokens
 
 import kvengine
+from kvengine import saved
 from kvengine.errors import CacheError
 from kvengine.fixed import FixedLane, FixedLayer
 from kvengine.session import Call
@@ -51,3 +54,29 @@ def test_a_step_that_broke_off_is_noticed() -> None:
         steps.close()
         with pytest.raises(CacheError, match="broke off"):
             model(ids, cache=cache)
+
+
+@pytest.mark.parametrize("text", ["h2o(budget=200)", "streaming(recent=100)"])
+def test_what_was_held_twice_is_saved_and_loaded(text: str, tmp_path: Path) -> None:
+    """The first hold leaves as many slots as the budget has, most of which have never held a token."""
+    model, ids = patched(text), one(20)["input_ids"]
+    cache, decoder = kvengine.EngineCache(model), kvengine.compile_decode(model, "eager")
+    for _ in range(2):
+        ids = model.generate(ids, cache=cache, max_new_tokens=4, do_sample=False, custom_generate=decoder)
+    saved.save(cache, tmp_path / "session.kv", model)
+    found = saved.load(model, tmp_path / "session.kv")
+    texts = [model.generate(ids, cache=x, max_new_tokens=4, do_sample=False) for x in (cache, found)]
+    assert torch.equal(*texts)
+
+
+def test_a_row_without_padding_needs_no_mask() -> None:
+    """The others of its batch had some. `generate` leaves out a mask of ones, and layers with a window ask for one."""
+    model, batch = kvengine.patch(configs.build("gemma3"), "full"), configs.padded_batch()
+    texts = []
+    for options in ({}, {"custom_generate": kvengine.compile_decode(model, "eager")}):
+        cache = kvengine.EngineCache(model)
+        ids = model.generate(**batch, cache=cache, max_new_tokens=3, do_sample=False)[:1]
+        cache.batch_select_indices(torch.tensor([0]))
+        given = {"attention_mask": torch.ones_like(ids), "cache": cache, "max_new_tokens": 12, "do_sample": False}
+        texts.append(model.generate(ids, **given, **options))
+    assert torch.equal(*texts)
