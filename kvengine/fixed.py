@@ -34,7 +34,7 @@ from kvengine.pages import Pages
 from kvengine.policies import name_of
 from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.retention import Seen
-from kvengine.session import Call
+from kvengine.session import HELD, Call
 from kvengine.stack import Stack
 
 
@@ -276,6 +276,9 @@ class FixedLayer:
             out.append(lane.step(grouped, part.pick(k), part.pick(v), None, rows))
             lane.pin()
         return self.layer.gather(q, out)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FixedLayer:
+        raise CacheError(HELD)
 
     def advance(self) -> None:
         """After a step: count, and seal what is full."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +82,34 @@ def test_a_row_without_padding_needs_no_mask() -> None:
         given = {"attention_mask": torch.ones_like(ids), "cache": cache, "max_new_tokens": 12, "do_sample": False}
         texts.append(model.generate(ids, **given, **options))
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize(
+    "do",
+    [
+        copy.deepcopy,
+        lambda cache: cache.crop(-1),
+        lambda cache: cache.batch_select_indices(torch.tensor([1, 0])),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: saved.save(cache, Path("never written"), cache.model),
+    ],
+    ids=["copy", "crop", "select", "repeat", "save"],
+)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_cache_held_still_is_neither_moved_nor_copied(family: str, do: Callable[[Any], Any]) -> None:
+    model, batch = kvengine.patch(configs.build(family), "quest(budget=12, page=4)"), configs.padded_batch()
+    ids, place = torch.full((3, 1), 5), batch["attention_mask"].cumsum(1) - 1
+    logits = []
+    for held in (False, True):
+        cache = kvengine.EngineCache(model)
+        cache.model = model
+        with torch.no_grad():
+            model(**batch, position_ids=place.clamp(min=0), cache=cache)
+            steps = kvengine.compile_decode(model, "eager").open(cache, 2, batch["attention_mask"])
+            steps(ids, place[:, -1:] + 1)
+            if held:
+                with pytest.raises(CacheError, match="held still|a layer with a window"):
+                    do(cache)
+            logits.append(steps(ids, place[:, -1:] + 2).clone())
+            steps.close()
+    torch.testing.assert_close(*logits, rtol=0, atol=0)
