@@ -15,7 +15,7 @@ from kvengine.gradients import watched
 from kvengine.lane import Lane
 from kvengine.readers import Nodes, Prompt, Readers, Resumed, Taken
 from kvengine.replay import answer, check_known, judge_together
-from kvengine.session import Call, Session
+from kvengine.session import HELD, Call, Session
 from kvengine.stack import Stack
 from kvengine.tokens import ordered
 
@@ -377,12 +377,19 @@ class LayerCache:
         Raises:
             CacheError: they were not recorded, and the policy has acted on them.
         """
+        self.check_free()
         for part in self.parts:
             part.lane.rollback(n)
         self.seen -= n
 
+    def check_free(self) -> None:
+        """Refuse what would move its tensors, or copy them, while it is held still."""
+        if self.fixed is not None:
+            raise CacheError(HELD)
+
     def rows(self, sequences: Int[Tensor, "chosen"]) -> None:
         """Become the given sequences, in that order."""
+        self.check_free()
         for part in self.parts:
             heads = self.heads if part.index is None else len(part.index)
             index = (sequences[:, None] * heads + torch.arange(heads, device=sequences.device)).flatten()

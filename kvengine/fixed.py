@@ -14,6 +14,7 @@ Sealing is not part of the step. The host knows after which steps a page is full
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,7 @@ from kvengine.pages import Pages
 from kvengine.policies import name_of
 from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.retention import Seen
-from kvengine.session import Call
+from kvengine.session import HELD, Call
 from kvengine.stack import Stack
 
 
@@ -58,8 +59,8 @@ class FixedLane(Lane):
         self.fills = not stack.paged and self.limit is not None
         self.ring = stack.room + stack.page if sealing else 0
         self.counted = tail.clean and not (sealing or self.retention.decodes)
-        if not stack.paged:
-            self.lengths = [(len(tail), None)]
+        if not stack.paged:  # of slots that an earlier hold has left, some have never held a token
+            self.lengths = [(min(len(tail), self.seen), None)]
         self.longest, self.more = max(n for n, _ in self.lengths), more
         self.end = tail.settle(self.longest, self.slots_for(more), self.ring > 0)
         self.origin = None if self.fills else int(now) - self.end  # the position of what lies in slot 0
@@ -236,12 +237,18 @@ class FixedLayer:
     def __init__(self, layer: LayerCache, more: int, now: Int[Tensor, "1"]) -> None:
         check(layer)
         self.layer, self.parts = layer, layer.parts
+        before = [(part.lane, copy(part.lane.tail), copy(part.lane.pages)) for part in layer.parts]
         held = []
-        for part in layer.parts:
-            lane = object.__new__(FixedLane)
-            vars(lane).update(vars(part.lane))
-            lane.hold(more, now)
-            held.append(lane)
+        try:
+            for part in layer.parts:
+                lane = object.__new__(FixedLane)
+                vars(lane).update(vars(part.lane))
+                lane.hold(more, now)
+                held.append(lane)
+        except BaseException:  # as where memory is short: what has moved already is as it was
+            for moved, tail, pages in before:
+                moved.tail, moved.pages = tail, pages
+            raise
         self.lanes = held
         layer.parts = [part.of(lane) for lane, part in zip(held, self.parts, strict=True)]
         layer.fixed = self
@@ -256,17 +263,21 @@ class FixedLayer:
         """Take one token of each sequence. Changes tensors in place, and nothing else."""
         if q.shape[2] != 1:
             raise CacheError(f"a cache held still takes one token of each sequence at a time, not {q.shape[2]}")
-        out = []
+        out, self.layer.session.torn = [], True  # until `advance` has counted the token
         for lane, (part, grouped, rows) in zip(self.lanes, self.layer.each(q, call), strict=True):
             out.append(lane.step(grouped, part.pick(k), part.pick(v), None, rows))
             lane.pin()
         return self.layer.gather(q, out)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FixedLayer:
+        raise CacheError(HELD)
 
     def advance(self) -> None:
         """After a step: count, and seal what is full."""
         self.layer.seen += 1
         for lane in self.lanes:
             lane.advance()
+        self.layer.session.torn = False
 
     def state(self) -> list[Tensor]:
         return [x for lane in self.lanes for x in lane.state()]

@@ -334,8 +334,8 @@ class EngineCache(Cache):
     def reorder_cache(self, beam_idx: Int[Tensor, "chosen"]) -> None:
         """Keep these rows, in this order."""
         self.session.inferred |= torch.is_inference_mode_enabled()
-        self.session.text.rows(beam_idx)
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self.session.text.rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order; or those that a mask names."""
@@ -344,9 +344,9 @@ class EngineCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row, `repeats` times."""
         self.session.inferred |= torch.is_inference_mode_enabled()
-        self.session.text.repeat(repeats)
         for layer in self.layers:
             layer.batch_repeat_interleave(repeats) if isinstance(layer, EngineLayer) else repeat(layer, repeats)
+        self.session.text.repeat(repeats)
 
     def commit(self) -> None:
         """What was recorded is history."""

@@ -34,6 +34,7 @@ from kvengine.hf_layer import EngineLayer
 from kvengine.hf_names import CACHE
 from kvengine.kernels import dispatch
 from kvengine.rope import Rope
+from kvengine.session import BROKEN
 
 How = Literal["graph", "trace", "eager"]
 Step = Callable[[], Tensor]
@@ -94,13 +95,16 @@ class Steps:
     def __call__(self, ids: Int[Tensor, "seq 1"], position: Int[Tensor, "*any seq 1"]) -> Float[Tensor, "seq 1 vocab"]:
         """The logits after one more token of each sequence; overwritten by the next call on a GPU.
 
-        Raises CacheError if there is no room for another.
+        Raises CacheError if there is no room for another, or an earlier pass broke off.
         """
         if self.left < 1:
             raise CacheError("the cache was held still for fewer tokens; ask for more, or close() and go on without")
-        self.cache.session.memo.clear()
+        session = self.cache.session
+        if session.torn or any(layer.seen != self.cache.seen for layer in self.cache.engines):
+            raise CacheError(BROKEN)
+        session.memo.clear()
         if self.cache.stack.retention.replay is not None:
-            self.cache.session.text.add(self.cache.seen, ids, position, None)
+            session.text.add(self.cache.seen, ids, position, None)
         if self.ids is None or self.position is None:
             self.ids, self.position = ids.clone(), position.clone()
         self.ids.copy_(ids)
@@ -108,9 +112,11 @@ class Steps:
         if self.replay is None:
             self.replay, logits = {"graph": self.graph, "trace": self.trace, "eager": self.eager}[self.how]()
         else:
+            session.torn = True  # until the layers have counted the token
             logits = self.replay()
         for layer in self.layers:
             layer.advance()
+        session.torn = False
         self.left -= 1
         return logits
 
@@ -267,7 +273,8 @@ class StandIn:
         if position is None:
             position = torch.full_like(ids, cache.seen) if mask is None else mask.long().sum(1, keepdim=True) - 1
         if self._steps is None:
-            self._steps = self._decoder.open(cache, self._end - cache.seen, mask)
+            real = ids.new_ones(len(ids), cache.seen) if mask is None else mask  # `generate` leaves out one of ones
+            self._steps = self._decoder.open(cache, self._end - cache.seen, real)
         return CausalLMOutputWithPast(**{"logits": self._steps(ids, position), CACHE: cache})  # type: ignore[arg-type]
 
     def close(self) -> None:

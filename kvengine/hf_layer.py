@@ -123,8 +123,30 @@ class EngineLayer(CacheLayerMixin):
             (k, v), self.incoming = self.incoming, None
             if latent.is_latent(stock.module):  # type: ignore[attr-defined]
                 k, v = torch.cat([k, v], -1), v[..., :0]
+            if self.session.tree is not None:
+                return self.look_all(stock, k, v, self.session.tree.to(k.device))
             self.cache.store(k, v, valid)
         return watched(stock(*self.cache.contents()), self.cache.parts[0].lane.tail)
+
+    def look_all(
+        self, stock: Stock, k: Float[Tensor, "seq 1 token latent"], v: Tensor, tree: Bool[Tensor, "node node"]
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
+        """`attend_all` where the last tokens are the nodes of a tree, which look at latents and are not added."""
+        module, query = stock.module, stock.query  # type: ignore[attr-defined]
+        if not (latent.is_latent(module) and latent.known(module)):
+            raise UnsupportedPolicy(
+                "drafts that are trees cannot look here: the model has a mask of its own, or latents whose weights are "
+                "quantised, off-loaded or have an adapter. Use draft='lookup', or a draft model without widths"
+            )
+        n, nodes = k.shape[2] - len(tree), k[:, :, k.shape[2] - len(tree) :]
+        if n:
+            self.cache.store(k[:, :, :n], v[:, :, :n], None)
+        held = self.cache.contents()[0]
+        sees = tree.new_ones(k.shape[2], held.shape[2] + len(tree)).tril(held.shape[2] - n)
+        sees[n:, held.shape[2] :] = tree
+        scale = stock.kwargs["scaling"]  # type: ignore[attr-defined]
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return latent.attend(module, query, torch.cat([held, nodes], 2), sees[None, None], scale)
 
     def asks_stock(self, n: int) -> bool:
         """Whether the model's own attention will answer the next `n` queries: a prompt's, with everything still there."""

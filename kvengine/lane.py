@@ -224,10 +224,12 @@ class Lane(Verdicts):
         out, mass = self.attend(q, call, self.retention.decodes and self.retention.counts)
         if steps is not None:
             steps.append((q.shape[2], self if self.plain and valid is None else self.still()))
-        if self.retention.decodes:
+        if self.retention.decodes and not self.waits:
             self.judge_step(q, valid, mass, call)
         if self.weighs:
             self.weigh(q, valid, call)
+        if self.waits:  # behind what all of these tokens paid: a recording judges between two steps
+            self.judge_step(q, valid, mass, call)
         self.seal()
         return out
 

@@ -22,6 +22,10 @@ BROKEN = (
     "the last pass through the model broke off (interrupted, or out of memory), and some layers took its tokens while "
     "others did not; call cache.reset() and give the whole text again"
 )
+HELD = (
+    "this cache is held still for recorded steps (kvengine.compile_decode) and takes one token after the other; close() these "
+    "steps first"
+)
 
 
 class Call(NamedTuple):

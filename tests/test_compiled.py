@@ -44,6 +44,7 @@ MIXED = [
     "host + quest(budget=24, page=4)",
     "d2o(budget=24, form='official')",
     "landmarks(budget=40, chunk=4) + lowrank(rank=8) + host(fields=('v',))",
+    "rkv(budget=10, buffer=13, window=3) + zipcache(salient=0.3, block=24)",
 ]
 # Several null choices are one stack. `ann` is refused, and needs a package that a machine with a GPU may not have.
 STACKS = {Stack.parse(text): text for name, text in SMALL.items() if name != "ann"}

@@ -193,6 +193,11 @@ def is_read_again(model: Any) -> bool:
 
 def check_places(middle: Stack, stack: Stack, model: Any, in_place: bool) -> None:
     reason = None
+    if middle == Stack() and has_latents(model):
+        raise UnsupportedPolicy(
+            "a middle that is 'full' drafts at the target's price, and of latents (MLA) it would hold no values: use a policy "
+            "that reads less, or middle=None"
+        )
     if in_place and has_latents(model):
         reason = "its rows are latents (MLA), without values"
     elif in_place and is_read_again(model):

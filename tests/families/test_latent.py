@@ -222,6 +222,20 @@ def test_drafts_on_latents_are_lossless(case: tuple[str, str]) -> None:
     assert torch.equal(got, model.generate(ids, max_new_tokens=24, do_sample=False))
     with pytest.raises(UnsupportedPolicy, match="latents"):
         TriForce(model, "lookup", middle, gamma=(2, 4), in_place=True)
+    with pytest.raises(UnsupportedPolicy, match="latents"):
+        TriForce(model, "lookup", "full", gamma=(2, 4))
+
+
+@pytest.mark.parametrize("widths", [None, (2, 2)], ids=["recycling", "a small model's"])
+@pytest.mark.parametrize("stack", TARGETS)
+def test_drafted_trees_look_at_latents(stack: str, widths: tuple[int, int] | None) -> None:
+    model = kvengine.patch(configs.build("minicpm3"), stack)
+    draft = "recycling" if widths is None else configs.build("minicpm3", seed=1)
+    decoder = TriForce(model, draft, None, stack=stack, draft_stack="full", widths=widths)
+    for seed in range(3):
+        ids = torch.randint(2, 128, (1, 20), generator=torch.Generator().manual_seed(seed)).repeat(1, 2)
+        got = model.generate(ids, max_new_tokens=24, do_sample=False, custom_generate=decoder)
+        assert torch.equal(got, model.generate(ids, max_new_tokens=24, do_sample=False))
 
 
 def test_a_recorded_step_on_latents() -> None:

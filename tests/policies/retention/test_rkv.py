@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import Bare
 from support_retention import Case, attended, best, output, positions, same_source
 from torch import Tensor
 from torch.nn import functional as F
@@ -121,6 +122,18 @@ def test_verdicts_leave_saliency_alone(pads: tuple[int, ...], monkeypatch: pytes
     assert len(told) > 2 and all(same for _, same in told)
     assert lane.pages is not None and len(lane.pages)
     assert len(pads) == 1 or any(len(set(rows)) == 2 for rows, _ in told)  # one row is judged, and the other is not
+
+
+def test_saliency_counts_what_was_paid_before_a_verdict() -> None:
+    """Tokens that come together ask before the verdict on the last of them, as they do one by one."""
+    text = "zipcache(salient=0.3, block=24) + rkv(budget=10, buffer=13, window=3)"
+    together, apart = Bare(text, seed=3), Bare(text, seed=3)
+    for one in (together, apart):
+        one.feed(8)
+        one.cache.session.following = True
+    torch.testing.assert_close(
+        together.feed(40), torch.cat([apart.feed(1) for _ in range(40)], 1), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_what_is_held_stays_below_budget_and_buffer() -> None:

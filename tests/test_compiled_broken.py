@@ -1,0 +1,115 @@
+"""What breaks off around a recorded step is undone, or noticed; and what is let go can be saved, and held again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import configs
+from support import llama, one, patched
+from test_compiled import KIVI, STEPS, at, layer, tokens
+
+import kvengine
+from kvengine import saved
+from kvengine.errors import CacheError
+from kvengine.fixed import FixedLane, FixedLayer
+from kvengine.session import Call
+
+
+@pytest.mark.parametrize("text", [KIVI, f"duo(sinks=2, recent=10) + {KIVI}"])
+def test_a_layer_that_cannot_be_held_goes_on_as_it_was(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where memory runs short when everything else has moved."""
+    qkv = tokens()
+    eager, held = layer(text, qkv), layer(text, qkv)
+    pinned, lanes = FixedLane.pinned, len(held.parts)
+
+    def short(lane: FixedLane) -> Any:
+        if lane.number == lanes - 1:
+            raise MemoryError
+        return pinned(lane)
+
+    monkeypatch.setattr(FixedLane, "pinned", short)
+    with pytest.raises(MemoryError):
+        FixedLayer(held, STEPS, torch.tensor([held.seen]))
+    for i in range(STEPS):
+        torch.testing.assert_close(held.forward(*at(qkv, i), Call(0.25)), eager.forward(*at(qkv, i), Call(0.25)))
+
+
+def test_a_step_that_broke_off_is_noticed() -> None:
+    """Control-C between two layers: the first has put the token where one was dropped, and does not count it."""
+    model = llama()
+    with kvengine.patched(model, "h2o(budget=24)"), torch.no_grad():
+        cache, ids = kvengine.EngineCache(model), torch.ones(1, 1, dtype=torch.long)
+        model(one()["input_ids"], cache=cache)
+        steps = kvengine.compile_decode(model, "eager").open(cache, 4)
+        steps(ids, 61 * ids)
+        hook = model.model.layers[0].mlp.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            steps(ids, 62 * ids)
+        hook.remove()
+        with pytest.raises(CacheError, match="broke off"):
+            steps(ids, 62 * ids)
+        steps.close()
+        with pytest.raises(CacheError, match="broke off"):
+            model(ids, cache=cache)
+
+
+@pytest.mark.parametrize("text", ["h2o(budget=200)", "streaming(recent=100)"])
+def test_what_was_held_twice_is_saved_and_loaded(text: str, tmp_path: Path) -> None:
+    """The first hold leaves as many slots as the budget has, most of which have never held a token."""
+    model, ids = patched(text), one(20)["input_ids"]
+    cache, decoder = kvengine.EngineCache(model), kvengine.compile_decode(model, "eager")
+    for _ in range(2):
+        ids = model.generate(ids, cache=cache, max_new_tokens=4, do_sample=False, custom_generate=decoder)
+    saved.save(cache, tmp_path / "session.kv", model)
+    found = saved.load(model, tmp_path / "session.kv")
+    texts = [model.generate(ids, cache=x, max_new_tokens=4, do_sample=False) for x in (cache, found)]
+    assert torch.equal(*texts)
+
+
+def test_a_row_without_padding_needs_no_mask() -> None:
+    """The others of its batch had some. `generate` leaves out a mask of ones, and layers with a window ask for one."""
+    model, batch = kvengine.patch(configs.build("gemma3"), "full"), configs.padded_batch()
+    texts = []
+    for options in ({}, {"custom_generate": kvengine.compile_decode(model, "eager")}):
+        cache = kvengine.EngineCache(model)
+        ids = model.generate(**batch, cache=cache, max_new_tokens=3, do_sample=False)[:1]
+        cache.batch_select_indices(torch.tensor([0]))
+        given = {"attention_mask": torch.ones_like(ids), "cache": cache, "max_new_tokens": 12, "do_sample": False}
+        texts.append(model.generate(ids, **given, **options))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize(
+    "do",
+    [
+        copy.deepcopy,
+        lambda cache: cache.crop(-1),
+        lambda cache: cache.batch_select_indices(torch.tensor([1, 0])),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: saved.save(cache, Path("never written"), cache.model),
+    ],
+    ids=["copy", "crop", "select", "repeat", "save"],
+)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_cache_held_still_is_neither_moved_nor_copied(family: str, do: Callable[[Any], Any]) -> None:
+    model, batch = kvengine.patch(configs.build(family), "quest(budget=12, page=4)"), configs.padded_batch()
+    ids, place = torch.full((3, 1), 5), batch["attention_mask"].cumsum(1) - 1
+    logits = []
+    for held in (False, True):
+        cache = kvengine.EngineCache(model)
+        cache.model = model
+        with torch.no_grad():
+            model(**batch, position_ids=place.clamp(min=0), cache=cache)
+            steps = kvengine.compile_decode(model, "eager").open(cache, 2, batch["attention_mask"])
+            steps(ids, place[:, -1:] + 1)
+            if held:
+                with pytest.raises(CacheError, match="held still|a layer with a window"):
+                    do(cache)
+            logits.append(steps(ids, place[:, -1:] + 2).clone())
+            steps.close()
+    torch.testing.assert_close(*logits, rtol=0, atol=0)
