@@ -111,7 +111,7 @@ class Library:
     def add(self, body: bytes) -> dict[str, Any]:
         """Read a document once, and store what was computed. Raises HTTPException 400, 413 or 507."""
         try:
-            text = body.decode()
+            text = body.decode("utf-8-sig")  # Windows puts a mark before a text, which is none of it
         except UnicodeDecodeError as error:
             raise HTTPException(
                 400, f"the document is not UTF-8 text (byte {error.start}); convert it first"
@@ -162,15 +162,27 @@ class Library:
             raise missing from None
         if hashlib.sha256(body).hexdigest()[:16] != name:
             raise HTTPException(500, f"the text of {name} is not what was sent; POST the document again")
-        return body.decode()
+        return body.decode("utf-8-sig")
 
     def delete(self, name: str) -> dict[str, Any]:
-        """Forget a document: its text, and what was computed of it. Raises HTTPException 404 or 500."""
+        """Forget a document: its text, and what was computed of it. Raises HTTPException 404."""
+        file = self.folder / f"{name}.txt"
         with self.lock:
-            ids = self.read(self.text(name), begins=True)
+            try:
+                ids = self.read(self.text(name), begins=True)
+            except HTTPException as error:
+                if error.status_code != 500:
+                    raise
+                file.unlink()  # damaged: only the text would tell where the store has what was computed of it
+                return {
+                    "id": name,
+                    "deleted": True,
+                    "chunks": 0,
+                    "warning": "its text was damaged: the store keeps its chunks",
+                }
             keys = chain(ids[0].tolist(), self.prefix.start, self.prefix.chunk)
             gone = self.prefix.store.delete(keys)
-            (self.folder / f"{name}.txt").unlink()
+            file.unlink()
         return {"id": name, "deleted": True, "chunks": sum(gone)}
 
     def stored(self) -> dict[str, Any]:

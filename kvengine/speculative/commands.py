@@ -156,7 +156,7 @@ def given(prompt: str | None) -> str:
 
 def contents(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise EvaluationError(f"{file} cannot be read as UTF-8 text: {error}") from error
 

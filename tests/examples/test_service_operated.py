@@ -107,6 +107,18 @@ def test_a_text_that_was_changed_on_disk_is_not_answered_from(served: Served) ->
     assert status == 500 and "POST the document again" in answer["error"]
     client("/documents", document("changed"))
     assert client(f"/documents/{made['id']}/questions", QUESTION)[0] == 200
+    (library.folder / f"{made['id']}.txt").write_bytes(b"\xff")
+    status, gone = client(f"/documents/{made['id']}", method="DELETE")
+    assert status == 200 and gone["deleted"] and "damaged" in gone["warning"]
+    assert client(f"/documents/{made['id']}", method="DELETE")[0] == 404
+
+
+def test_a_mark_of_byte_order_is_no_part_of_a_text(served: Served) -> None:
+    client, _, _ = served
+    plain, marked = (client("/documents", mark + document("marked"))[1] for mark in (b"", b"\xef\xbb\xbf"))
+    assert plain["tokens"] == marked["tokens"] and plain["id"] != marked["id"]
+    answers = [client(f"/documents/{made['id']}/questions", QUESTION) for made in (plain, marked)]
+    assert answers[0][0] == answers[1][0] == 200 and answers[0][1]["answer"] == answers[1][1]["answer"]
 
 
 def test_a_service_that_starts_again_has_its_documents(served: Served) -> None:
