@@ -140,6 +140,7 @@ class FixedLane(Lane):
             super().judge_step(q, valid, mass, call)
 
     def moving(self) -> Float[Tensor, "row"]:
+        """The note itself: there is no state to go back to."""
         return self.notes["threshold"]
 
     def near(self, q: Tensor, k: Tensor, v: Tensor, call: Call, mass: bool) -> State:

@@ -131,7 +131,7 @@ class Tail:
         if not full:
             self.place()
         self.reserve(n)
-        if n == 1:
+        if n == 1:  # a decoded token: one launch of a GPU instead of four
             self.put(k, v, position, slice(None), self.end)
         else:
             s = slice(self.end, self.end + n)

@@ -134,7 +134,7 @@ PRODUCTS(2, 1) PRODUCTS(2, 2) PRODUCTS(4, 1) PRODUCTS(4, 2)
 void pair_products(const Queries *x, int64_t bits, int64_t rows, int64_t dim, const uint8_t **at, int n, float *scores) {
   const int wide = n > LANES;
   for (int i = n; i < (wide ? TILE : LANES); i++) at[i] = at[n - 1];
-  if (bits == 8) byte_products(x, rows, dim, at, wide, scores);
+  if (BYTES && bits == 8) byte_products(x, rows, dim, at, wide, scores);
   else if (bits == 4) (wide ? products_4_2 : products_4_1)(x, rows, dim, at, scores);
   else (wide ? products_2_2 : products_2_1)(x, rows, dim, at, scores);
 }
@@ -150,7 +150,7 @@ void pairs_dots(const Field *k, int64_t rows, const Tokens *tokens, Pairs *x, fl
   float found[CODED_QUERIES * TILE];
   for (int t = 0, n; t < tokens->count; t += n) {
     if (token[t] < x->from || token[t] >= x->to) {
-      if (k->bits == 8) take_bytes(k, rows, token[t] / k->group, x->keys);
+      if (BYTES && k->bits == 8) take_bytes(k, rows, token[t] / k->group, x->keys);
       else take_pairs(k, k->bits, rows, token[t] / k->group, x->keys);
       x->from = token[t] / k->group * k->group;
       x->to = x->from + k->group;
@@ -268,7 +268,7 @@ void pairs_weigh(const Field *v, const float *p, int64_t rows, const Tokens *tok
     store(x.zero + i, load(x.zero + i) + scale * under);
     store(x.scale + i, scale * steps);
   }
-  if (v->bits == 8) byte_sums(known, &x, v->dim, groups, p, rows, count, out);
+  if (BYTES && v->bits == 8) byte_sums(known, &x, v->dim, groups, p, rows, count, out);
   else pair_sums(known, &x, v, groups, p, rows, count, out);
 }
 

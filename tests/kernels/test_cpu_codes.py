@@ -31,11 +31,17 @@ PROCESSORS = {
     "this one": "-march=native",
     "no matrix unit": "-mno-amx-bf16",
     "no bfloat16": "-mno-amx-bf16 -mno-avx512bf16",
+    "no whole numbers": "-mno-amx-bf16 -mno-avx512vnni",
     "512 bits, by halves": "-march=x86-64-v3 -DLANES=16",
     "256 bits": "-march=x86-64-v3",
     "128 bits": "-march=x86-64",
 }
-WITHOUT = {"no matrix unit": "amx_bf16", "no bfloat16": "avx512_bf16", "256 bits": "avx512f"}
+WITHOUT = {
+    "no matrix unit": "amx_bf16",
+    "no bfloat16": "avx512_bf16",
+    "no whole numbers": "avx512_vnni",
+    "256 bits": "avx512f",
+}
 """What a processor must have for these builds to be others than its own."""
 SHAPES = {
     "4 bits": (128, 4, 32, 4),
@@ -94,7 +100,7 @@ def built(flag: str) -> library.Loaded:
         return library.Loaded(None, error.stderr)
 
 
-LATER = ("512 bits, by halves", "no bfloat16", "128 bits")
+LATER = ("512 bits, by halves", "no bfloat16", "no whole numbers", "128 bits")
 """Of layouts of the widest registers, on a processor without them: minutes to compile. The others take ten seconds each,
 and what they lack, 256 bits lack too."""
 
