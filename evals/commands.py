@@ -10,8 +10,6 @@ import typer
 from rich.console import Console
 
 from kvengine.command_errors import readable_errors, resumable
-from kvengine.evals import compare, drive
-from kvengine.evals import report as reports
 from kvengine.evals.config import DATA, RunConfig, build
 from kvengine.evals.records import ROWS
 
@@ -130,6 +128,8 @@ def perform(suite: str, config: Path | None, dry_run: bool, given: dict[str, Any
     with readable_errors():
         settings: RunConfig = build(suite, config, given)
         with resumable(settings.out / ROWS):
+            from kvengine.evals import drive
+
             code = drive.preview(settings, console) if dry_run else drive.run(settings, console)
     raise typer.Exit(code)
 
@@ -142,8 +142,10 @@ for _suite, _about in SUITES.items():
 def report_command(folders: Annotated[list[Path], typer.Argument(help="run folders")]) -> None:
     """Write report.md, report.html, cells.csv and pictures of finished or running runs."""
     with readable_errors():
+        from kvengine.evals import report
+
         for folder in folders:
-            reports.write(folder)
+            report.write(folder)
             console.print(f"{folder / 'report.html'}", highlight=False, markup=False)
 
 
@@ -153,4 +155,6 @@ def compare_command(
 ) -> None:
     """Difference B - A, cell by cell, on identical samples."""
     with readable_errors():
+        from kvengine.evals import compare
+
         console.print(compare.text(a, b), highlight=False, markup=False, soft_wrap=True)

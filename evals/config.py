@@ -12,12 +12,13 @@ import yaml
 
 from kvengine.errors import EvaluationError, unknown
 from kvengine.evals.policies import Arm, arms, everything, split
-from kvengine.evals.protocol import MODES
 from kvengine.evals.records import key_of
 from kvengine.evals.tasks import catalogue
 
 DATA = ("essays", "book", "squad", "hotpotqa", "scbench", "longbench")
 """What local files may be given as; docs/evaluation.md says what each has in it."""
+MODES = {"multi-turn": "aware", "multi-request": "agnostic"}
+"""What the compression of a context knows of the questions, by how they are asked."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,6 @@ from kvengine.evals.engine import Session, Usage
 from kvengine.evals.prompt import Prompter, middle_cut
 from kvengine.evals.tasks import Sample, Turn
 
-MODES = {"multi-turn": "aware", "multi-request": "agnostic"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import kvengine
 from kvengine.command_errors import readable_errors, resumable
@@ -14,7 +15,19 @@ from kvengine.evals.duo.commands import app as duo_app
 from kvengine.offload.commands import app as cache_app
 from kvengine.speculative.commands import bench_app, generate
 
-app = typer.Typer(help="KV-cache management for long contexts.", no_args_is_help=True)
+
+class Interruptible(TyperGroup):
+    """Ctrl-C ends any command with one line and exit code 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise SystemExit(130) from None
+
+
+app = typer.Typer(cls=Interruptible, help="KV-cache management for long contexts.", no_args_is_help=True)
 app.add_typer(eval_app, name="eval")
 app.add_typer(duo_app, name="duo")
 app.add_typer(cache_app, name="cache")
@@ -45,10 +58,11 @@ def demo(
     model: Annotated[str, typer.Option(help="folder, hub id, or 'bundled'")] = "bundled",
 ) -> None:
     """Compare every policy on the bundled model: a table, and a report with pictures."""
-    from kvengine.evals.demo import main as run
     from kvengine.evals.records import ROWS
 
     with readable_errors(), resumable(out / ROWS):
+        from kvengine.evals.demo import main as run
+
         code = run(out, minutes, model=model)
     raise typer.Exit(code)
 

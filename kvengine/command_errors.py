@@ -26,15 +26,16 @@ def readable_errors() -> Iterator[None]:
 
 @contextmanager
 def resumable(kept: Path) -> Iterator[None]:
-    """Ctrl-C ends a command with exit code 130 and, if a file of what was done is there, one line that says how to go on."""
+    """Ctrl-C ends a command with exit code 130 and one line: how to go on, if a file of what was done is there."""
     try:
         yield
     except KeyboardInterrupt:
-        if kept.is_file() and kept.stat().st_size:
-            told = Console(stderr=True)
-            told.print(
-                f"interrupted: what was done is kept in {escape(str(kept.parent))}; the same command goes on from there",
-                highlight=False,
-                soft_wrap=True,
-            )
+        if not (kept.is_file() and kept.stat().st_size):
+            raise  # the command line has a line for that
+        told = Console(stderr=True)
+        told.print(
+            f"interrupted: what was done is kept in {escape(str(kept.parent))}; the same command goes on from there",
+            highlight=False,
+            soft_wrap=True,
+        )
         raise SystemExit(130) from None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,11 +17,10 @@ from rich.table import Table
 
 from kvengine.errors import CorruptBitstream, KVEngineError, StoreError
 from kvengine.offload import container as box
-from kvengine.offload.stores import keys, record
-from kvengine.offload.stores.backend import Backend
-from kvengine.offload.stores.filesystem import replace_file
-from kvengine.offload.stores.record import Entry
-from kvengine.offload.stores.urls import backend, parse, shown
+
+if TYPE_CHECKING:
+    from kvengine.offload.stores.backend import Backend
+    from kvengine.offload.stores.record import Entry
 
 app = typer.Typer(help="Look into a store of encoded KV, check it, move values, clean up.", no_args_is_help=True)
 
@@ -46,6 +45,8 @@ def home() -> str:
 @contextmanager
 def opened(url: str, *, made: bool = False) -> Iterator[Backend]:
     """A store; what goes wrong with it ends the command with one line and status 1. Only `made` makes a folder of one."""
+    from kvengine.offload.stores.urls import backend, parse, shown
+
     url = url or home()
     try:
         scheme, place = parse(url)
@@ -113,6 +114,8 @@ def info(what: Annotated[str, typer.Argument(help="A key, the start of one, or a
 def opened_file(path: Path) -> Iterator[bytes]:
     """The payload of an exported record, or a bare container."""
     try:
+        from kvengine.offload.stores import record
+
         data = path.read_bytes()
         yield data[record.SIZE :] if data[:8] == record.MAGIC else data
     except (KVEngineError, OSError) as error:
@@ -127,6 +130,8 @@ def _describe(payload: bytes) -> dict[str, Any]:
 
 def complete(source: Backend, start: str) -> str:
     """The one key that begins so. Raises StoreError if none or several do."""
+    from kvengine.offload.stores import keys
+
     if keys.KEY.fullmatch(start):
         return start
     found = [entry.key for entry in source.entries() if entry.key.startswith(start)]
@@ -173,6 +178,9 @@ def export_value(
     store: Store = "",
 ) -> None:
     """Write one value to a file that `import` reads, here or on another machine."""
+    from kvengine.offload.stores import record
+    from kvengine.offload.stores.filesystem import replace_file
+
     with opened(store) as source:
         whole = complete(source, key)
         payload = _read(source, whole)
@@ -196,6 +204,8 @@ def import_values(
 
 def exported(file: Path) -> tuple[Entry, memoryview]:
     """What a file that `export` wrote holds. Raises StoreError that names the file."""
+    from kvengine.offload.stores import record
+
     try:
         data = memoryview(file.read_bytes())
         entry = record.parse(data[: record.SIZE])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -49,6 +52,29 @@ def test_what_is_typed_wrong_is_said_before_a_model_is_loaded(words: list[str], 
 def test_the_version_is_the_packages() -> None:
     assert run("--version").stdout == f"kvengine {version('kvengine')}\n"
     assert kvengine.__version__ == version("kvengine")
+
+
+@pytest.mark.parametrize(("words", "code", "says"), [
+    ("--version", 0, version("kvengine")),
+    ("--help", 0, "generate"),
+    ("generate --help", 0, "--speculate"),
+    ("eval ruler --help", 0, "--lengths"),
+    ("bench speculate --help", 0, "--contexts"),
+    ("duo train --help", 0, "--sinks"),
+    ("cache ls --help", 0, "--json"),
+    ("demo --help", 0, "--minutes"),
+    ("eval ruler --chat maybe", 2, "expected auto, on or off"),
+    ("generate bundled hi --report", 2, "needs --speculate"),
+    ("eval report", 2, "Missing argument"),
+])  # fmt: skip
+def test_help_and_what_is_typed_wrong_wait_for_no_library(words: str, code: int, says: str, tmp_path: Path) -> None:
+    """torch and transformers take seconds to import."""
+    for name in ("torch", "transformers", "matplotlib"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__name__} was imported')")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-P", "-c", "from kvengine.cli import main; main()", *words.split()]
+    found = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert found.returncode == code and says in found.stdout + found.stderr, found.stdout + found.stderr
 
 
 def test_a_prompt_that_is_no_text() -> None:
@@ -102,7 +128,16 @@ def test_an_interrupted_run_says_that_it_goes_on(
     monkeypatch.setattr("kvengine.evals.drive.prepare", stopped)
     found = run(*words, "--out", tmp_path)
     said = f"interrupted: what was done is kept in {tmp_path}; the same command goes on from there\n"
-    assert found.exit_code == 130 and found.stderr == (said if kept else "")
+    assert found.exit_code == 130 and found.stderr == (said if kept else "interrupted\n")
+
+
+def test_an_interrupted_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvengine.evals.loading.load", stopped)
+    found = run("generate", "bundled", "hi")
+    assert found.exit_code == 130 and found.stderr == "interrupted\n"
 
 
 def test_a_demo_of_no_minutes(tmp_path: Path) -> None:

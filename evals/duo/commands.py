@@ -7,19 +7,12 @@ import platform
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from kvengine.command_errors import readable_errors
-from kvengine.evals.duo.compare import compare as compare_heads
-from kvengine.evals.duo.data import Passkeys
-from kvengine.evals.duo.train import Recipe
-from kvengine.evals.duo.train import train as train_gates
-from kvengine.evals.loading import load
-from kvengine.policies.routing.duo import Duo, read_pattern, write_pattern
 
 app = typer.Typer(help="DuoAttention: which heads need the whole context.", no_args_is_help=True)
 console = Console()
@@ -56,6 +49,12 @@ def train(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
 ) -> None:
     """Optimise the gates of a model's KV heads and write them as a pattern folder."""
+    from kvengine.evals.duo.data import Passkeys
+    from kvengine.evals.duo.train import Recipe
+    from kvengine.evals.duo.train import train as train_gates
+    from kvengine.evals.loading import load
+    from kvengine.policies.routing.duo import write_pattern
+
     with readable_errors(), Progress(console=console) as progress:
         out.mkdir(parents=True, exist_ok=True)  # not after hours of training
         network, tokenizer = load(model, dtype=dtype)
@@ -75,6 +74,8 @@ def train(
 @app.command()
 def show(pattern: Pattern, sparsity: Sparsity = 0.5) -> None:
     """Print the gates of a pattern; heads that would stream are dim."""
+    from kvengine.policies.routing.duo import Duo, read_pattern
+
     with readable_errors():
         alpha = read_pattern(pattern)
         duo = Duo(sparsity=sparsity, pattern=pattern)
@@ -105,6 +106,11 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="JSON file to write", dir_okay=False)] = None,
 ) -> None:
     """Retrieval with the best, random and worst heads kept whole."""
+    from kvengine.evals.duo.compare import compare as compare_heads
+    from kvengine.evals.duo.data import Passkeys
+    from kvengine.evals.loading import load
+    from kvengine.policies.routing.duo import read_pattern
+
     with readable_errors():
         if out is not None:  # not after all is measured
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -123,6 +129,8 @@ def compare(
 
 def result(command: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """As the documentation wants it."""
+    import torch
+
     columns = {
         "Heads kept whole": "heads", "Right answers": "score:.3f", "from": "low:.3f", "to": "high:.3f",
         "Questions": "questions", "Best ahead by": "ahead:.3f", "at least": "ahead_low:.3f",

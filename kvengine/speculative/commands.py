@@ -6,20 +6,17 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
-from transformers import TextStreamer
 
 from kvengine.command_errors import readable_errors
 from kvengine.errors import EvaluationError
-from kvengine.hf import patch
-from kvengine.speculative import bench
-from kvengine.speculative.check import Gamma
-from kvengine.speculative.triforce import TriForce
-from kvengine.stack import Stack
+
+if TYPE_CHECKING:
+    from kvengine.speculative import bench
+    from kvengine.speculative.check import Gamma
 
 bench_app = typer.Typer(help="Measure speed.", no_args_is_help=True)
 console = Console()
@@ -61,13 +58,22 @@ def generate(
             raise EvaluationError(f"{said[0]} says how to draft; it needs --speculate")
         if (said := typed(context, "top_p", "top_k")) and not temperature:
             raise EvaluationError(f"{said[0]} says what may be drawn; it needs --temperature above 0")
-        middle_policy, drafted = named(middle), steps(gamma)
+        drafted = steps(gamma)
+        import torch
+        from transformers import TextStreamer
+
+        from kvengine.hf import patch
+        from kvengine.speculative.triforce import TriForce
+        from kvengine.stack import Stack
+
+        middle_policy = named(middle)
         Stack.parse(policy)  # before the model, which may take minutes to load
         target, tokenizer = load(model, device, dtype)
         ids = tokenizer(given(prompt), return_tensors="pt").input_ids
         if not ids.numel():
             raise EvaluationError("the prompt has no token; give some text to continue")
-        options: dict[str, Any] = {"max_new_tokens": new, "streamer": TextStreamer(tokenizer, skip_prompt=True)}
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[no-untyped-call,unused-ignore]
+        options: dict[str, Any] = {"max_new_tokens": new, "streamer": streamer}
         options |= {"stop_strings": stop, "tokenizer": tokenizer} if stop else {}
         options |= {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {"do_sample": False}
         if not speculate:
@@ -114,7 +120,10 @@ def speculate(
             raise EvaluationError(f"--contexts are lengths of prompts, 1 or more, not {contexts!r}")
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)  # not after all is measured
-        middles, drafted = [named(name.strip()) for name in middle.split(";")], steps(gamma)
+        drafted = steps(gamma)
+        from kvengine.speculative import bench
+
+        middles = [named(name.strip()) for name in middle.split(";")]
         target, tokenizer = load(model, device, dtype)
         tokens = tokenizer(contents(text), verbose=False).input_ids
         below = drafter(draft, device, dtype)
@@ -133,10 +142,14 @@ def speculate(
 
 def tables(found: list[bench.Result]) -> str:
     """What it was worth; then acceptance by place, bytes and seconds by phase."""
+    from kvengine.speculative import bench
+
     return bench.table(found) + "\n" + bench.table(found, bench.DETAILS)
 
 
 def save(found: list[bench.Result], out: Path, model: str) -> None:
+    from kvengine.speculative import bench
+
     document = bench.document(found, " ".join(["kvengine", *sys.argv[1:]])) | {"model": model}
     (out / "speculate.json").write_text(json.dumps(document, indent=1) + "\n")
     (out / "speculate.md").write_text(tables(found))
@@ -187,6 +200,8 @@ def drafter(name: str, device: str, dtype: str) -> Any:
 
 def named(policy: str) -> str | None:
     """A middle's policy, None for "none". Raises PolicyError."""
+    from kvengine.stack import Stack
+
     if policy == "none":
         return None
     Stack.parse(policy)
