@@ -23,11 +23,20 @@ from kvengine.evals.tasks import choose
 
 
 def prepare(config: RunConfig) -> Run:
-    """Load the model and open the journal. Policies and tasks are checked first: loading may take minutes."""
+    """Load the model and open the journal. Policies and tasks are checked first: loading may take minutes.
+
+    Raises `EvaluationError` for what cannot be run.
+    """
     choose(config.suite, config.tasks)
     config.arms()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]  # ours is enough
     model, tokenizer = loading.load(config.model, device=config.device, dtype=config.dtype)
+    most = manifest.position_table(model)
+    if most is not None and max(config.lengths) > most:
+        raise EvaluationError(
+            f"{config.model} has learned {most} positions and knows none beyond; length {max(config.lengths)} is more: "
+            f"give lengths up to {most}"
+        )
     made = Run(config, model, tokenizer, Journal.open(config.out / ROWS))
     if not made.cells():
         raise EvaluationError(_no_data(config, made))
@@ -112,8 +121,13 @@ def preview(config: RunConfig, console: Console) -> int:
 
 
 def foreseen(task: Run, cell: Cell) -> tuple[str, str]:
-    """Prompt tokens of a cell, and how far it is, or why it will be given up."""
-    key = task.key(cell)
+    """Prompt tokens of a cell, and how far it is, or why it will be given up.
+
+    Beyond the model's positions nothing is drawn: the length may be a slip, and its text more than the memory holds.
+    """
+    key, most = task.key(cell), manifest.positions(task.model)
+    if most is not None and cell.length > most and not cell.arm.refused:
+        return "–", f"{task.journal.count(key)}/{task.config.samples_per_cell} done"
     try:
         samples = task.samples(cell)
     except tuple(GIVEN_UP) as error:

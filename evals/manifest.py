@@ -86,6 +86,14 @@ def positions(model: Any) -> int | None:
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
+def position_table(model: Any) -> int | None:
+    """Positions that a model has learned vectors of; None where they are computed (rotary, ALiBi), and have no end."""
+    most, words = positions(model), model.get_input_embeddings()
+    tables = [one for one in model.modules() if isinstance(one, torch.nn.Embedding) and one is not words]
+    spare = 2  # rows before the first position, as in OPT
+    return most if most and any(0 <= one.num_embeddings - most <= spare for one in tables) else None
+
+
 def versions() -> dict[str, str]:
     """Installed versions of what matters."""
     found = {}

@@ -58,6 +58,10 @@ class Journal:
         """Is this very sample done? (The same id over other data, say an edited file, is not.)"""
         return self.done.get((key, sample.id)) == sample.digest()
 
+    def count(self, key: str) -> int:
+        """Samples of this cell that are done, whatever their data were."""
+        return sum(key == cell and sample is not None for cell, sample in self.done)
+
     def given_up(self, key: str) -> bool:
         """Was this cell found to be impossible?"""
         return (key, None) in self.done

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from support_evals import saved_model, tiny_model, tiny_tokenizer
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from kvengine.cli import app
@@ -509,6 +509,28 @@ def test_lengths_beyond_the_models_positions_are_named(tmp_path: Path, model_fol
     assert said not in " ".join(invoke("ruler", *words, "--lengths", str(most))[1].split())
     code, text = invoke("ruler", *words, "--lengths", f"{most},{most + 8}")
     assert code == 0 and f"{said}: {most + 8} tokens." in " ".join(text.split())
+
+
+def test_dry_run_draws_nothing_beyond_the_models_positions(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A length with a digit too many would take all memory for its text."""
+    words = ["--model", str(model_folder), "--out", str(tmp_path), "--tasks", "fwe", "--policies", "full"]
+    monkeypatch.setattr(Run, "samples", None)
+    code, text = invoke("ruler", *words, "--lengths", "99999999", "--dry-run")
+    assert code == 0 and "configuration: 99999999 tokens." in " ".join(text.split()) and "0/20 done" in text
+
+
+def test_learned_positions_have_an_end(tmp_path: Path) -> None:
+    config = GPT2Config(
+        vocab_size=640, n_embd=32, n_layer=1, n_head=2, n_positions=1024, bos_token_id=0, eos_token_id=1
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tiny_tokenizer().save_pretrained(tmp_path / "gpt2")
+    words = ["--model", str(tmp_path / "gpt2"), "--out", str(tmp_path), "--tasks", "fwe", "--samples", "1"]
+    code, text = invoke("ruler", *words, "--lengths", "1024,1025", "--policies", "full")
+    assert code == 2 and "learned 1024 positions" in text and "give lengths up to 1024" in text
+    assert invoke("ruler", *words, "--lengths", "1024", "--policies", "full")[0] == 0
 
 
 def test_a_run_that_measured_nothing_has_failed(tmp_path: Path, model_folder: Path) -> None:
