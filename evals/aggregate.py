@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from kvengine.evals.records import Row
+from kvengine.evals.records import Row, ok
 from kvengine.evals.statistics import Interval, interval, paired
 
 MARGIN = 0.2
@@ -54,16 +54,41 @@ def cells(rows: Iterable[Row], floors: dict[str, float] | None = None) -> list[C
 
     A row that was done again replaces the earlier one.
     """
-    groups: dict[tuple[Any, ...], dict[tuple[Any, int], Row]] = defaultdict(dict)
+    groups: dict[tuple[str, str, int, str, str], dict[tuple[Any, int], Row]] = defaultdict(dict)
     for row in rows:
-        at = row["suite"], named(row), row["length"], row["mode"], row["stack"]
-        groups[at][row["sample"], row["turn"]] = row
-    done = {at: [row for row in group.values() if row["status"] == "ok"] for at, group in groups.items()}
+        groups[_at(row)][row["sample"], row["turn"]] = row
+    done = {at: list(ok(group.values())) for at, group in groups.items()}
     ceilings = {at[:4]: found for at, found in done.items() if found and found[0]["role"] == "ceiling"}
     made = [
         _cell(at[1], list(group.values()), done[at], ceilings.get(at[:4]), floors or {}) for at, group in groups.items()
     ]
     return made
+
+
+OTHER_DATA = {
+    "status": "other data",
+    "message": "the data were changed after it was measured, and others were measured on the new ones; run it again",
+    "sample": None,
+    "turn": 0,
+    "turns": 1,
+}
+
+
+def current(rows: list[Row]) -> list[Row]:
+    """Rows without those of samples whose data changed since: only policies that were asked the same may be compared.
+
+    Of a sample the row that was written last says what the data are now. A cell of which nothing is left says so.
+    """
+    newest = {(*_at(row)[:4], row["sample"]): row["sample_hash"] for row in ok(rows)}
+    kept = [row for row in rows if row["status"] != "ok" or row["sample_hash"] == newest[*_at(row)[:4], row["sample"]]]
+    left = {_at(row) for row in ok(kept)}
+    lost = {_at(row): {**row, **OTHER_DATA} for row in ok(rows) if _at(row) not in left}
+    return [*kept, *lost.values()]
+
+
+def _at(row: Row) -> tuple[str, str, int, str, str]:
+    """What makes a cell in tables: suite, task, length, mode, stack."""
+    return row["suite"], named(row), row["length"], row["mode"], row["stack"]
 
 
 def named(row: Row) -> str:

@@ -8,20 +8,20 @@ from typing import Any
 
 from kvengine.errors import EvaluationError
 from kvengine.evals import page, peers, tables
-from kvengine.evals.aggregate import CellResult, cells
+from kvengine.evals.aggregate import CellResult, cells, current
 from kvengine.evals.manifest import read as read_manifest
 from kvengine.evals.records import ROWS, Row, read_rows
 from kvengine.evals.tasks import catalogue
 
 
 def read(folder: Path) -> tuple[list[Row], dict[str, Any]]:
-    """Rows and manifest of a run folder. Raises `EvaluationError` if it is not one."""
+    """Rows of the data asked last, and manifest of a run folder. Raises `EvaluationError` if it is not one."""
     try:
         manifest = read_manifest(folder / "manifest.json")
         rows, _ = read_rows(folder / ROWS)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise EvaluationError(f"{folder} is no run folder: {error.filename} is missing") from error
-    return rows, manifest
+    return current(rows), manifest
 
 
 def floors(manifest: dict[str, Any]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from kvengine.cli import app
 from kvengine.errors import EvaluationError, PolicyError, UnsupportedPolicy
-from kvengine.evals import aggregate, demo, drive
+from kvengine.evals import aggregate, demo, drive, report
 from kvengine.evals.config import RunConfig, build
 from kvengine.evals.engine import CacheSession, StockEngine, Usage
 from kvengine.evals.policies import arms, split
@@ -272,6 +272,20 @@ def test_edited_data_are_done_again(tmp_path: Path) -> None:
         run(settings)
     hashes = [row["sample_hash"] for row in fixed(tmp_path / "run")]
     assert len(set(hashes)) == 2 == len(hashes)
+
+
+def test_a_policy_that_was_asked_of_other_data_stands_beside_no_other(tmp_path: Path, model_folder: Path) -> None:
+    """The data are edited and the run goes on with another policy: its samples have the names of the older ones."""
+    words = ["--model", str(model_folder), "--data", f"longbench={tmp_path}", "--tasks", "hotpotqa", "--samples", "1"]
+    words += ["--lengths", "1024", "--out", str(tmp_path / "run"), "--no-ceiling", "--no-oracle"]
+    told = ""
+    for policy, place in (("full", "Paris"), ("streaming(recent=64)", "Rome"), ("full", "Rome")):
+        row = {"input": "where?", "context": f"It was in {place}.", "answers": [place]}
+        (tmp_path / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n")
+        before, told = told, invoke("longbench", *words, "--policies", policy)[1]
+    assert "full on hotpotqa: other data" in before and "other data" not in told
+    scores = {cell.policy: cell.score for cell in report.found(tmp_path / "run")}
+    assert len(scores) == 2 and all(scores.values())
 
 
 def test_half_a_session_is_cut_too(tmp_path: Path) -> None:
