@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,18 @@ def test_generate(folder: Path) -> None:
     )
     assert code == 0 and "per target pass" in sampled and plain.strip() not in sampled
     assert run("generate", folder, text, "--new", "20", "--stop", plain.strip()[4], *options)[1].strip() in plain
+
+
+def test_special_tokens_are_no_text(folder: Path, tmp_path: Path) -> None:
+    text = (folder / "text.txt").read_text()[:80]
+    plain = run("generate", folder, text, "--new", "20")[1].strip()
+    shutil.copytree(folder, tmp_path / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.add_special_tokens({"eos_token": plain[3]})
+    tokenizer.save_pretrained(tmp_path / "model")
+    for more in ([], ["--speculate"]):
+        code, said = run("generate", tmp_path / "model", text, "--new", "20", *more)
+        assert code == 0 and said.strip() == plain.replace(plain[3], "")
 
 
 def test_bench(folder: Path, tmp_path: Path) -> None:
