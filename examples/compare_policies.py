@@ -68,12 +68,15 @@ def main() -> None:
     given.add_argument("model", nargs="?", default=bundled_model(), help="folder or hub id; by default the bundled one")
     args = given.parse_args()
     try:
-        task = json.loads(args.file.read_text()) if args.file else made_up()
+        task = json.loads(args.file.read_text(encoding="utf-8")) if args.file else made_up()
         if not task["text"] or not all(one["question"] and isinstance(one["answer"], str) for one in task["questions"]):
             raise ValueError("a text or a question is empty")
     except (OSError, ValueError, KeyError, TypeError) as error:
         given.error(f"{args.file} is not such a file ({type(error).__name__}: {error})")
-    model, tokenizer = (auto.from_pretrained(args.model) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    try:
+        model, tokenizer = (auto.from_pretrained(args.model) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    except (OSError, ValueError) as error:
+        given.error(str(error))
     found = {policy: measure(model, tokenizer, policy, task) for policy in POLICIES}
     full, count = found["full"], len(task["questions"])
     table = Table("policy", "right", "bytes held", "bytes read per token")

@@ -17,16 +17,19 @@ given.add_argument("folder", nargs="?", type=Path, help="of the run; by default 
 given.add_argument("model", nargs="?", default="bundled", help="folder or hub id")
 args = given.parse_args()
 folder = args.folder or Path(tempfile.mkdtemp())
-cells = measure(
-    "scbench",
-    model=args.model,
-    policies="snapkv(budget=0.125); quest(budget=0.125)",
-    tasks="scbench_needles",
-    lengths=1024,
-    samples=1,  # contexts, of five questions each
-    modes="multi-turn",
-    out=folder,
-)
+try:
+    cells = measure(
+        "scbench",
+        model=args.model,
+        policies="snapkv(budget=0.125); quest(budget=0.125)",
+        tasks="scbench_needles",
+        lengths=1024,
+        samples=1,  # contexts, of five questions each
+        modes="multi-turn",
+        out=folder,
+    )
+except (OSError, ValueError) as error:  # no such model, or a folder that is no run of it
+    given.error(str(error))
 for cell in cells:
     turns = " ".join(f"{100 * turn:3.0f}" for turn in cell.turns)
     difference = tables.span(cell.delta) if cell.delta else ""

@@ -21,8 +21,11 @@ given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.Ra
 given.add_argument("policy", nargs="?", default="kivi(bits=4)")
 given.add_argument("model", nargs="?", default=bundled_model(), help="folder or hub id; by default the bundled one")
 policy, name = vars(given.parse_args()).values()
-model, tokenizer = (auto.from_pretrained(name) for auto in (AutoModelForCausalLM, AutoTokenizer))
-kvengine.patch(model, policy)
+try:
+    model, tokenizer = (auto.from_pretrained(name) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    kvengine.patch(model, policy)
+except (OSError, ValueError) as error:  # no such policy, or no such model
+    given.error(str(error))
 
 grass = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 text = grass * 14 + " One of the special magic numbers for quiet-river is: 4817263." + grass * 14

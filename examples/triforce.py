@@ -21,10 +21,13 @@ given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.Ra
 given.add_argument("model", nargs="?", default=bundled_model(), help="folder or hub id; by default the bundled one")
 given.add_argument("file", nargs="?", type=Path, default=__file__, help="a text; by default this script")
 name, file = vars(given.parse_args()).values()
-text = Path(file).read_text()
+try:
+    text = Path(file).read_text(encoding="utf-8")
+    model, tokenizer = (auto.from_pretrained(name) for auto in (AutoModelForCausalLM, AutoTokenizer))
+except (OSError, ValueError) as error:  # no such text, or no such model
+    given.error(str(error))
 
-model = kvengine.patch(AutoModelForCausalLM.from_pretrained(name))
-tokenizer = AutoTokenizer.from_pretrained(name)
+kvengine.patch(model)
 ids = tokenizer(text, return_tensors="pt").input_ids
 
 begin = time.perf_counter()

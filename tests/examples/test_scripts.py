@@ -61,6 +61,20 @@ def test_an_example_says_what_it_takes(
     assert left.value.code == 0 and f"python examples/{name}.py" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [
+    ("conversation", "snapkw"), ("saved_session", "snapkw"), ("generate", "snapkw"),
+    ("conversation", "full", "/no/model"), ("saved_session", "full", "/no/model"), ("generate", "full", "/no/model"),
+    ("triforce", "/no/model"), ("triforce", str(EXAMPLES), "/no/text"), ("evaluate", "/no/run", "/no/model"),
+])  # fmt: skip
+def test_what_is_typed_wrong_is_told(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        run(words[0], monkeypatch, *words[1:])
+    told = capsys.readouterr().err
+    assert left.value.code == 2 and f"{words[0]}.py: error: " in told and words[-1] in told
+
+
 @pytest.mark.parametrize("text", ["{", '{"text": "a b"}', '{"text": "", "questions": []}', "[1]", "\udcff" * 10000])
 def test_another_file_than_texts_and_questions_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
