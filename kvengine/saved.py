@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from kvengine.cache import LayerCache
-from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, KVEngineError
+from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, KVEngineError, StoreError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import layer_devices, weights
 from kvengine.hf_layer import EngineLayer
@@ -174,6 +174,8 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
         source.device = devices[0]
         if (text := source.value(header.get("text"))) is not None:
             cache.session.text = Text.of(text)
+    except StoreError as error:
+        raise type(error)(f"{path}: {error}") from error
     except KVEngineError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, MemoryError) as error:

@@ -68,7 +68,7 @@ class Stats:
 
     def __str__(self) -> str:
         tiers = ", ".join(f"{tier} {sum(fields.values()) / 2**20:.2f} MiB" for tier, fields in self.bytes.items())
-        held, read = self.held.float().mean(), self.attended.float().mean()
+        held, read = (float(x.sum()) / max(1, x.numel()) for x in (self.held, self.attended))  # of nothing: 0
         prompt = "" if self.computed is None else f"; {self.computed:.0%} of the prompt's attention computed"
         return f"{self.seen} tokens seen; per head {held:.0f} held, {read:.0f} read; {tiers or 'nothing held'}{prompt}"
 

@@ -23,7 +23,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache
+from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, StoreError
 
 MAGIC = b"\x93KVENG\r\n"  # the high byte and the line ends show a transfer that was not binary-safe
 VERSION = 1
@@ -135,7 +135,7 @@ def read_bytes(data: bytes | bytearray | memoryview) -> Container:
 
 def read_file(path: str | Path) -> Container:
     """Opens a container on disk; sections are read only when asked for. Raises CorruptBitstream, IncompatibleCache or
-    FileNotFoundError."""
+    FileNotFoundError, which name the file."""
     place = Path(path)
 
     def fetch(offset: int, length: int) -> bytes:
@@ -143,7 +143,10 @@ def read_file(path: str | Path) -> Container:
             file.seek(offset)
             return file.read(length)
 
-    return _open(fetch, place.stat().st_size)
+    try:
+        return _open(fetch, place.stat().st_size)
+    except StoreError as error:
+        raise type(error)(f"{path}: {error}") from error
 
 
 def _open(fetch: Fetch, available: int) -> Container:

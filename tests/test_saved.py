@@ -152,14 +152,14 @@ def test_damage_and_strangers_are_refused(tmp_path: Path) -> None:
             hurt = bytearray(good)
             hurt[at] ^= 4
             path.write_bytes(hurt)
-            with pytest.raises((CorruptBitstream, IncompatibleCache)):
+            with pytest.raises((CorruptBitstream, IncompatibleCache), match="s.kv"):
                 saved.load(model, path)
         path.write_bytes(good[: size // 2])
-        with pytest.raises(CorruptBitstream):
+        with pytest.raises(CorruptBitstream, match="s.kv: .* torn or truncated"):
             saved.load(model, path)
         path.write_bytes(good)
         other = llama(seed=3)
-        with kvengine.patched(other, "full"), pytest.raises(IncompatibleCache, match="stored for model"):
+        with kvengine.patched(other, "full"), pytest.raises(IncompatibleCache, match="s.kv: stored for model"):
             saved.load(other, path)
         cache = kvengine.EngineCache(model, "h2o(budget=24)")
         cache.activate_past_recording()

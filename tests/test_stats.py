@@ -284,3 +284,8 @@ def test_padding_is_not_counted_as_computed() -> None:
     pairs = 200 * 201 / 2, 130 * 131 / 2
     together = (first * pairs[0] + second * pairs[1]) / sum(pairs)
     assert computed(text, ids, mask=mask) == pytest.approx(together)
+
+
+def test_an_empty_cache_holds_nothing() -> None:
+    stats = kvengine.EngineCache(patched("quest(budget=32, page=8)")).stats()
+    assert str(stats) == "0 tokens seen; per head 0 held, 0 read; nothing held"
