@@ -20,22 +20,22 @@ def readable_errors() -> Iterator[None]:
         yield
     except (KVEngineError, OSError) as error:
         told = Console(stderr=True)
-        told.print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False, soft_wrap=True)
+        said = "; ".join([str(error), *getattr(error, "__notes__", [])])
+        told.print(f"[red]{type(error).__name__}[/red]: {escape(said)}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
 
 
 @contextmanager
 def resumable(kept: Path) -> Iterator[None]:
-    """Ctrl-C ends a command with exit code 130 and one line: how to go on, if a file of what was done is there."""
+    """What stops a command, Ctrl-C or a full disk, is told with how to go on, if a file of what was done is there."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError) as error:
         if not (kept.is_file() and kept.stat().st_size):
-            raise  # the command line has a line for that
-        told = Console(stderr=True)
-        told.print(
-            f"interrupted: what was done is kept in {escape(str(kept.parent))}; the same command goes on from there",
-            highlight=False,
-            soft_wrap=True,
-        )
+            raise
+        how = f"what was done is kept in {kept.parent}; the same command goes on from there"
+        if isinstance(error, OSError):
+            error.add_note(how)
+            raise
+        Console(stderr=True).print(f"interrupted: {escape(how)}", highlight=False, soft_wrap=True)
         raise SystemExit(130) from None

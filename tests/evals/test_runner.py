@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -545,6 +546,26 @@ def test_learned_positions_have_an_end(tmp_path: Path) -> None:
     code, text = invoke("ruler", *words, "--lengths", "1024,1025", "--policies", "full")
     assert code == 2 and "learned 1024 positions" in text and "give lengths up to 1024" in text
     assert invoke("ruler", *words, "--lengths", "1024", "--policies", "full")[0] == 0
+
+
+def test_a_full_disk_keeps_what_was_done(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--model", str(model_folder), "--out", str(tmp_path), "--tasks", "fwe", "--policies", "full"]
+    words += ["--lengths", "1024", "--samples", "2"]
+    append = Journal.append
+
+    def full(journal: Journal, rows: list[Any]) -> None:
+        if not journal.rows:
+            return append(journal, rows)
+        with journal.path.open("ab") as file:
+            file.write(b'{"key": "torn')
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Journal, "append", full)
+    code, text = invoke("ruler", *words)
+    assert code == 2 and f"{os.strerror(errno.ENOSPC)}; what was done is kept in {tmp_path}; the same command" in text
+    monkeypatch.undo()
+    assert invoke("ruler", *words)[0] == 0
+    assert [row["sample"] for row in fixed(tmp_path)] == ["0", "1"]
 
 
 def test_a_run_that_measured_nothing_has_failed(tmp_path: Path, model_folder: Path) -> None:
