@@ -57,7 +57,9 @@ class RunConfig:
                 raise EvaluationError(unknown("mode", mode, MODES))
         if self.chat not in ("auto", "on", "off"):
             raise EvaluationError(f"chat is {self.chat!r}, expected auto, on or off")
-        if not self.tasks.strip():
+        if not self.modes:
+            raise EvaluationError(f"no mode given: write {', '.join(MODES)} or both")
+        if not self.tasks.strip(", "):
             raise EvaluationError("no task given: write names separated by commas, or all")
         if self.samples < 1 or not self.lengths or min(self.lengths) < 1:
             raise EvaluationError(f"samples={self.samples}, lengths={self.lengths}: both must be positive")
@@ -134,7 +136,7 @@ def _load(file: Path | None) -> dict[str, Any]:
         return {}
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise EvaluationError(f"cannot read {file}: {error}") from error
     if not isinstance(found, dict):
         raise EvaluationError(f"{file} must hold settings by name, not a {type(found).__name__}")
@@ -164,7 +166,7 @@ def _typed(name: str, value: Any) -> Any:
                 raise EvaluationError(f"budget={value}: must be whole tokens, or a fraction between 0 and 1")
             return int(number) if number > 1 else number
         case "lengths":
-            return tuple(_integers(value))
+            return tuple(dict.fromkeys(_integers(value)))
         case "samples" | "limit" | "seed" | "batch" | "few":
             return None if value is None and name in ("limit", "few") else _integer(name, value)
         case "data":

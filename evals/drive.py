@@ -75,6 +75,8 @@ def run(config: RunConfig, console: Console) -> int:
             together.execute(task, bar, end=end) if config.shared else task.execute(bar)
     else:
         rounds(task, end, console)
+    if not task.journal.path.exists():
+        raise EvaluationError(f"{config.minutes:g} minutes were over before a sample was done; give more")
     manifest.write(config.out / "manifest.json", task)
     found = report.write(config.out) if config.report else report.found(config.out)
     summarise(found, console)

@@ -23,12 +23,14 @@ def load(name: str, *, device: str = "auto", dtype: str = "auto") -> tuple[Any, 
     path = bundled() if name == "bundled" else name
     if dtype not in DTYPES:
         raise EvaluationError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    place = pick_device(device)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise EvaluationError(f"cannot load {name!r}: {error}. Give a folder, a hub id or 'bundled'") from error
-    model.to(pick_device(device))  # type: ignore[arg-type]
+        said = str(error).rstrip(".")
+        raise EvaluationError(f"cannot load {name!r}: {said}. Give a folder, a hub id or 'bundled'") from error
+    model.to(place)  # type: ignore[arg-type]
     return model.eval(), tokenizer
 
 
@@ -51,6 +53,10 @@ def pick_device(name: str) -> str:
         raise EvaluationError("device 'meta' holds no numbers to compute with; give auto, cpu or cuda")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise EvaluationError(f"device {name!r} asked for, but torch sees no GPU; use --device cpu")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, NotImplementedError, ImportError) as error:
+        raise EvaluationError(f"device {name!r} cannot be used here: {error}; use --device cpu") from error
     return name
 
 

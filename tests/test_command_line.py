@@ -86,6 +86,7 @@ def test_a_prompt_that_is_no_text() -> None:
     (("--device", "meta"), "holds no numbers"),
     (("--seed", str(1 << 70), "--temperature", "1"), "--seed"),
     (("--device", "nothing"), "not one that torch knows"),
+    (("--device", "xla"), "device 'xla' cannot be used here"),
 ])  # fmt: skip
 def test_settings_of_generate(words: tuple[str, ...], says: str) -> None:
     assert says in refused("generate", "bundled", "hi", "--new", "1", *words)
@@ -103,6 +104,9 @@ def test_settings_of_generate(words: tuple[str, ...], says: str) -> None:
     ("shared: 'no'", "shared is true or false, got 'no'"),
     ("batch: x", "batch is a whole number"),
     ("model: 3", "model is text, got 3"),
+    ("mode: ''", "no mode given: write multi-turn"),
+    ("tasks: ','", "no task given"),
+    ("[" * 5000, "cannot read"),
 ])  # fmt: skip
 def test_settings_of_a_file(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text)

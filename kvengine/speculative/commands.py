@@ -116,6 +116,10 @@ def speculate(
     """Speculative against plain decoding: acceptance, costs, and the speed-up measured and predicted."""
     with readable_errors():
         lengths = numbers(contexts)
+        if new < 2:
+            raise EvaluationError(
+                "--new 1 measures prompts only: the first token of each costs no pass; give 2 or more"
+            )
         if min(lengths) < 1:
             raise EvaluationError(f"--contexts are lengths of prompts, 1 or more, not {contexts!r}")
         if out is not None:

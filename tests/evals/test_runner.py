@@ -548,6 +548,18 @@ def test_learned_positions_have_an_end(tmp_path: Path) -> None:
     assert invoke("ruler", *words, "--lengths", "1024", "--policies", "full")[0] == 0
 
 
+def test_a_name_that_is_given_twice_is_one_cell(tmp_path: Path, model_folder: Path) -> None:
+    words = ["--model", str(model_folder), "--out", str(tmp_path), "--tasks", "fwe,fwe", "--policies", "full"]
+    code, text = invoke("ruler", *words, "--lengths", "1024,1024", "--samples", "1", "--dry-run")
+    assert code == 0 and text.count("0/1 done") == 1
+
+
+def test_a_shared_run_without_time_says_so(tmp_path: Path, model_folder: Path) -> None:
+    words = ["--model", str(model_folder), "--out", str(tmp_path), "--tasks", "fwe", "--policies", "full"]
+    code, text = invoke("ruler", *words, "--lengths", "1024", "--shared", "--minutes", "1e-9")
+    assert code == 2 and "1e-09 minutes were over before a sample was done" in text
+
+
 def test_a_full_disk_keeps_what_was_done(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--model", str(model_folder), "--out", str(tmp_path), "--tasks", "fwe", "--policies", "full"]
     words += ["--lengths", "1024", "--samples", "2"]

@@ -128,3 +128,8 @@ def test_what_is_wrong_is_said_in_a_line(folder: Path, words: list[str], message
     (folder / "latin").write_bytes(b"caf\xe9")
     code, text = run(*(word.format(folder) for word in words))
     assert code == 2 and message in text
+
+
+def test_a_bench_of_one_token_is_refused_before_it_is_measured(folder: Path) -> None:
+    code, text = run("bench", "speculate", "no/such/folder", "--text", folder / "text.txt", "--new", "1")
+    assert code == 2 and "give 2 or more" in text
