@@ -45,7 +45,7 @@ def home() -> str:
 @contextmanager
 def opened(url: str, *, made: bool = False) -> Iterator[Backend]:
     """A store; what goes wrong with it ends the command with one line and status 1. Only `made` makes a folder of one."""
-    from kvengine.offload.stores.urls import backend, parse, shown
+    from kvengine.offload.stores.urls import backend, gist, parse, shown
 
     url = url or home()
     try:
@@ -64,7 +64,7 @@ def opened(url: str, *, made: bool = False) -> Iterator[Backend]:
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in CLIENTS:
             raise
-        raise _fail(f"the store at {shown(url)} cannot be used: {error}") from error
+        raise _fail(f"the store at {shown(url)} cannot be used: {gist(error)}") from error
 
 
 def _fail(message: str) -> typer.Exit:

@@ -53,8 +53,9 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.lengths, self.recent, self.shortest) < 1 or self.longest < self.shortest:
-            raise EvaluationError(f"{self}: counts must be positive, and longest at least shortest")
+        counts = min(self.steps, self.lengths, self.recent, self.shortest, self.sinks + 1)
+        if counts < 1 or self.longest < self.shortest:
+            raise EvaluationError(f"{self}: counts must be positive (sinks may be 0), and longest at least shortest")
         if not self.rate > 0:
             raise EvaluationError(f"rate={self.rate}: must be a positive number")
 

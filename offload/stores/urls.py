@@ -45,7 +45,7 @@ def backend(url: str, *, cap: int | None = None, **options: Any) -> Backend:
     except (KVEngineError, TypeError):
         raise
     except Exception as error:  # each client library has errors of its own
-        raise StoreError(f"the store at {shown(url)!r} cannot be used: {error}") from error
+        raise StoreError(f"the store at {shown(url)!r} cannot be used: {gist(error)}") from error
 
 
 def parse(url: str) -> tuple[str, str]:
@@ -87,6 +87,11 @@ def _folder(path: str) -> str:
 def shown(url: str) -> str:
     """A URL as it may be printed: without its password."""
     return SECRET.sub("***", url)
+
+
+def gist(error: Exception) -> str:
+    """What a client library says, without the pages of its own state that obstore adds."""
+    return str(error).partition("\n\nDebug source")[0]
 
 
 def filled(url: str) -> str:

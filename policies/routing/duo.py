@@ -107,7 +107,7 @@ def read_pattern(path: str) -> tuple[tuple[float, ...], ...]:
     except OSError:
         raise PolicyError(f"Duo: cannot read the pattern {path!r}; 'kvengine duo train' makes one") from None
     except ValueError as error:
-        raise PolicyError(f"Duo: {str(file)!r} is not a table of numbers: {error}") from None
+        raise PolicyError(f"Duo: {str(file)!r} is not a table of numbers: {str(error)[:80]}") from None
     if not rows or len({len(row) for row in rows}) != 1:
         raise PolicyError(f"Duo: {str(file)!r} must have one line per layer, with as many numbers in each")
     return tuple(tuple(min(1.0, max(0.0, x)) for x in row) for row in rows)

@@ -171,6 +171,7 @@ def test_the_command_shows_a_pattern(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "message"), [
     (["train", "bundled", "--out", "{}/file"], "FileExistsError"),
     (["train", "bundled", "--out", "{}/out", "--rate", "nan"], "rate=nan: must be a positive number"),
+    (["train", "bundled", "--out", "{}/out", "--sinks", "-1"], "counts must be positive (sinks may be 0)"),
     (["train", "bundled", "--out", "{}/out", "--keys", "1", "--shortest", "300", "--text", "{}/file"], "not UTF-8"),
     (["train", "bundled", "--out", "{}/out", "--text", "{}/nothing"], "nothing' does not exist"),
     (["train", "bundled", "--out", "{}/out"], "longer contexts (--shortest, --length) or fewer --keys"),

@@ -109,3 +109,10 @@ def test_the_pattern_of_the_bundled_model_comes_with_the_package() -> None:
     alpha = read_pattern("tiny")
     assert (len(alpha), len(alpha[0])) == (4, 2)
     assert sum(len(Duo(pattern="tiny").streaming(layer, 4, 2)) for layer in range(4)) == 4
+
+
+def test_a_text_that_is_no_pattern_is_not_shown_whole(tmp_path: Path) -> None:
+    (tmp_path / "essay.txt").write_text("The sky is blue. " * 9999)
+    with pytest.raises(PolicyError, match="not a table of numbers") as caught:
+        read_pattern(str(tmp_path / "essay.txt"))
+    assert len(str(caught.value)) < 500
