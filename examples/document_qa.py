@@ -39,7 +39,7 @@ try:
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.exceptions import HTTPException
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 except ModuleNotFoundError as missing:
@@ -239,6 +239,8 @@ async def limited(request: Request, most: int) -> bytes:
                     raise HTTPException(413, f"the body has more than {most} bytes; split the text")
     except TimeoutError:
         raise HTTPException(408, "the body did not come in time; send it again") from None
+    except ClientDisconnect:
+        raise HTTPException(408, "the client left") from None
     return bytes(body)
 
 
@@ -327,7 +329,9 @@ def application(library: Library, patience: float = 60.0) -> Starlette:
         Route("/documents/{name}", delete, methods=["DELETE"]),
         Route("/health", health),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: failed, 500: failed})
+    made = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: failed, 500: failed})
+    made.router.redirect_slashes = False  # a redirection has no body, and says nothing to curl
+    return made
 
 
 def library(model: str, store: str, folder: Path, policy: str, *, cap: int | None = None, **limits: int) -> Library:

@@ -65,6 +65,7 @@ def test_a_document_is_computed_once_and_answers_are_those_of_the_plain_model(
     ("/documents/0000/questions", b"[" * 60000, 400, "expected JSON like"),
     ("/documents/0000/questions", b'"' + b"x" * 70000 + b'"', 413, "more than 65536 bytes"),
     ("/documents/0000/questions", b'{"question": "who?", "stream": true}', 400, "nothing else in it"),
+    ("/documents/", b"text", 404, "Not Found: POST a text to /documents"),
     ("/nothing", None, 404, "Not Found: POST a text to /documents"),
     ("/documents", None, 405, "Method Not Allowed: POST a text to /documents"),
 ])  # fmt: skip

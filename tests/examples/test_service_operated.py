@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import http.client
 import json
@@ -63,6 +64,19 @@ def test_a_body_may_come_in_pieces_without_its_length_but_not_for_ever(served: S
         said = http.client.HTTPResponse(slow)
         said.begin()
         assert said.status == 408 and "in time" in json.load(said)["error"]
+
+
+def test_a_client_that_leaves_in_its_body_is_no_error_of_the_service(served: Served) -> None:
+    """The framework's own exception would put a page into the log each time."""
+    _, _, module = served
+
+    async def left() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    app = SimpleNamespace(state=SimpleNamespace(patience=1.0))
+    request = module.Request({"type": "http", "headers": [], "app": app}, left)
+    with pytest.raises(module.HTTPException, match="the client left"):
+        asyncio.run(module.limited(request, 100))
 
 
 def test_a_full_disk_keeps_what_was_there(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
