@@ -110,3 +110,6 @@ def mend_interpreter() -> None:
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     mend_interpreter()
+    from support_sanitise import watch_interpreter
+
+    watch_interpreter()

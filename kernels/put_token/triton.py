@@ -39,14 +39,16 @@ def put_kernel(
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     key = tl.load(k + row * k_row + d, mask=d < DIM, other=0.0)
     value = tl.load(v + row * v_row + e, mask=e < DIM_V, other=0.0)
+    count = tl.load(counts + row) + 1 if COUNTS else 0
+    tl.debug_barrier()  # a warp may run ahead of those that have not read yet
     tl.store(keys + row * keys_row + slot * keys_slot + d, key, mask=(d < DIM) & there)
+    tl.debug_barrier()  # values may be a part of the keys
     tl.store(values + row * values_row + slot * values_slot + e, value, mask=(e < DIM_V) & there)
     if PLACED:
         tl.store(position + row * position_row + slot, place.to(tl.int32), mask=there)
     if SCORED:
         tl.store(score + row * score_row + slot, 0.0, mask=there)
     if COUNTS:
-        count = tl.load(counts + row) + 1
         tl.store(counts + row, count)
         if UNIT:
             left = tl.load(reads + row) - count

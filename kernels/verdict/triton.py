@@ -58,6 +58,7 @@ def paid_kernel(
     paid *= share
     if ADDS:
         paid += tl.load(score + row * score_row + t, mask=here, other=0.0)
+    tl.debug_barrier()  # where slots are few, several warps hold the same, and one may run ahead
     if SCORED:
         tl.store(score + row * score_row + t, paid, mask=here)
     worth = tl.where(place > tl.load(now) - tl.load(recent + row), 1e30, paid)
@@ -103,6 +104,7 @@ def merge_kernel(
             slot = tl.min(tl.where(like == most, mate, slots), 0).to(tl.int64)
             before = tl.load(threshold + row)
             after = tl.where(before != before, most, beta * most + (1 - beta) * before)
+            tl.debug_barrier()  # all warps must have read the threshold before one replaces it
             tl.store(threshold + row, after)
             if most >= after:
                 own_part, weight, whole = 1.0, most, 2.0
@@ -114,6 +116,7 @@ def merge_kernel(
                 value = tl.load(values + lost * values_slot + e, mask=e < DIM_V, other=0.0).to(tl.float32)
                 tl.debug_barrier()  # values may be a part of the keys
                 tl.store(keys + slot * keys_slot + d, (own_part * x + weight * key) / whole, mask=d < DIM)
+                tl.debug_barrier()
                 tl.store(values + slot * values_slot + e, (own_part * y + weight * value) / whole, mask=e < DIM_V)
 
 
@@ -127,6 +130,7 @@ def placed_kernel(position, budget, wanted, position_row, slots, BLOCK: tl.const
     least = threshold(key, tl.load(wanted + row).to(tl.int32) + 1)
     gone = tl.min(tl.where(there & (key >= least), key, 2147483647), 0)
     full = tl.sum(there.to(tl.int32), 0) > tl.load(budget + row)
+    tl.debug_barrier()  # where slots are few, several warps hold the same, and one may run ahead
     tl.store(position + row * position_row + t, -1, mask=full & there & (key == gone))
 
 
