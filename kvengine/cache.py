@@ -62,6 +62,9 @@ class LayerCache:
         self.sequences = self.heads = 0
 
     def open(self, k: Float[Tensor, "seq head token dim"], v: Float[Tensor, "seq head token dim_v"]) -> None:
+        if (found := (k.shape[3], v.shape[3], self.inner is not None)) not in self.session.channels:
+            self.stack.check_channels(*found)  # where the model could not be tried when it was patched
+            self.session.channels.add(found)
         self.sequences, self.heads = k.shape[:2]
         groups = self.stack.routing.lanes(self.layer, self.layers, self.heads)
         for number, (members, retention) in enumerate(groups):

@@ -34,7 +34,7 @@ from kvengine.hf_replay import hook_replays
 from kvengine.hf_rope import rope_for
 from kvengine.hf_trial import check_modules
 from kvengine.policies import name_of
-from kvengine.stack import Stack
+from kvengine.stack import Channels, Stack
 
 KINDS = {
     "DynamicLayer",
@@ -89,22 +89,23 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
     text = model.config.get_text_config(decoder=True)
     modules = attention_modules(model, text)
     check_attention(model, text, modules)
-    check_stack(stack, text)
+    state = getattr(model, STATE, None) or Patch(Chosen(stack))
+    check_stack(stack, text, state.chosen.channels)
     if STATE not in vars(model) and text._attn_implementation == NAME:
         raise ModelError(
             f"this {type(model).__name__} has the configuration of a model that is patched, or a copy of it. Patch only one "
             "model of those that share a configuration; for a copy, call model.set_attn_implementation('sdpa') first"
         )
-    state = getattr(model, STATE, None) or Patch(Chosen(stack))
     rope_for(stack, model, state.chosen.known)
     if STATE in vars(model) and text._attn_implementation == NAME:
         state.chosen.stack = stack
         return model
     unpatch(model)
     check_layers(model, text, modules)
-    check_modules(model, text, modules)
+    channels = check_modules(model, text, modules)
+    check_stack(stack, text, channels)
     previous = text._attn_implementation
-    state = Patch(Chosen(stack, state.chosen.known))
+    state = Patch(Chosen(stack, state.chosen.known, channels=channels))
     state.implementation = text._attn_implementation_internal
     register()
     text._attn_implementation_internal = NAME  # of this part alone: others (vision, a second decoder) have no hooks
@@ -226,8 +227,8 @@ def modules(model: Any) -> Iterable[nn.Module]:
     return model.modules() if isinstance(model, nn.Module) else ()
 
 
-def check_stack(stack: Stack, text: Any) -> None:
-    """Refuse what this kind of model cannot do."""
+def check_stack(stack: Stack, text: Any, channels: Channels = frozenset()) -> None:
+    """Refuse what this kind of model cannot do, whose layers' keys and values have so many channels."""
     if stack == Stack():
         return
     name = text.model_type
@@ -246,6 +247,8 @@ def check_stack(stack: Stack, text: Any) -> None:
         raise UnsupportedPolicy(
             f"{name} caches latents that all its heads share (MLA), so '{name_of(stack.routing)}' has no heads to tell apart"
         )
+    for dim, dim_v, nested in channels:
+        stack.check_channels(dim, dim_v, nested)
 
 
 def attention_modules(model: nn.Module, text: Any) -> list[nn.Module]:

@@ -26,7 +26,7 @@ from kvengine.hf_rope import needs_rope, rope_for
 from kvengine.readers import sources
 from kvengine.rope import Rope
 from kvengine.session import BROKEN, Session
-from kvengine.stack import Stack
+from kvengine.stack import Channels, Stack
 from kvengine.stats import Stats, measure
 
 NAME = "kvengine"  # of the engine's attention, as models' configurations know it
@@ -40,6 +40,7 @@ class Chosen:
     known: dict[str, Rope | None] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)  # why the policy is not applied, as was said once
     lone: int = 0  # passes in a row whose cache nobody went on with
+    channels: Channels = frozenset()  # as far as they are known
 
 
 class EngineCache(Cache):
@@ -74,7 +75,7 @@ class EngineCache(Cache):
         config = cast(PreTrainedModel, model).config  # of a model, or of one that a wrapper hands through
         chosen, text = getattr(model, STATE).chosen, config.get_text_config(decoder=True)
         stack = chosen.stack if stack is None else Stack.of(stack)
-        check_stack(stack, text)
+        check_stack(stack, text, chosen.channels)
         self.fill(stack, text, rope_for(stack, model, chosen.known), positions)
 
     @classmethod

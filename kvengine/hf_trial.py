@@ -22,7 +22,7 @@ from kvengine.hf_devices import device_of, hooks
 from kvengine.hf_mask import UNPATCH, LazyMask
 from kvengine.hf_names import CACHE, name_of_cache
 from kvengine.hf_rope import frequencies_of
-from kvengine.stack import Stack
+from kvengine.stack import Channels, Stack
 
 TRIAL = f"{NAME}-trial"
 TOKENS = 3
@@ -31,9 +31,12 @@ TOKENS = 3
 class Reached(Exception):
     """The module attends: what it has done until then is known."""
 
+    def __init__(self, channels: tuple[int, int, bool]) -> None:
+        self.channels = channels
 
-def check_modules(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -> None:
-    """Try one attention module of each kind whose layer the engine serves.
+
+def check_modules(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -> Channels:
+    """Try one attention module of each kind whose layer the engine serves. The channels of what they bring, as far as known.
 
     What cannot be tried like this (other arguments, weights that are not there yet) is left to the first pass, which refuses
     for the same reasons.
@@ -41,12 +44,16 @@ def check_modules(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -
     Raises:
         ModelError: it changes its keys or values after they were cached, or looks at its mask.
     """
-    ours = engine_layers(text)
-    kinds: dict[type, nn.Module] = {}
+    ours, found = engine_layers(text), set()
+    kinds: dict[Any, nn.Module] = {}
     for module in modules:
         index: Any = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and index < len(ours) and ours[index] and not latent.is_latent(module):
-            kinds.setdefault(type(module), module)
+        if not (isinstance(index, int) and index < len(ours) and ours[index]):
+            continue
+        if latent.is_latent(module):
+            found.add(latent.channels(module))
+        else:
+            kinds.setdefault((type(module), *(x.shape for x in module.parameters())), module)
     AttentionInterface.register(TRIAL, reached)
     before = text._attn_implementation_internal
     for module in kinds.values():
@@ -55,12 +62,15 @@ def check_modules(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -
         text._attn_implementation_internal = TRIAL
         try:
             attempt(model, text, module)
+        except Reached as end:
+            found.add(end.channels)
         except ModelError as error:
             raise ModelError(f"{type(model).__name__}: {str(error).removesuffix(UNPATCH)}") from None
-        except (Reached, TypeError, ValueError, RuntimeError, AttributeError, LookupError, StopIteration):
+        except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, StopIteration):
             continue
         finally:
             text._attn_implementation_internal = before
+    return frozenset(found)
 
 
 @torch.no_grad()
@@ -93,7 +103,7 @@ def reached(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
     cache: EngineCache = kwargs["kvengine"]
     layer: Any = cache.layers[module.layer_idx]  # type: ignore[index]
     check_brought(module, layer, key, value)
-    raise Reached
+    raise Reached((key.shape[3], value.shape[3], False))
 
 
 __all__ = ["check_modules"]

@@ -31,6 +31,11 @@ def is_latent(module: Any) -> bool:
     return hasattr(type(module), "expand_kv")
 
 
+def channels(module: Any) -> tuple[int, int, bool]:
+    """Of a latent; its first ones, which are read as a value; and that these are held once."""
+    return module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank, True
+
+
 def expanded(module: Any, latents: Float[Tensor, "seq 1 token latent"]) -> tuple[Tensor, Tensor]:
     """Keys [seq, head, token, dim] and values [seq, head, token, dim_v], as the model makes them."""
     c, r = latents.split([module.kv_lora_rank, latents.shape[-1] - module.kv_lora_rank], -1)

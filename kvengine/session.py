@@ -56,6 +56,7 @@ class Session:
     rope: Rope | None = None
     ours: tuple[int, ...] | None = None  # the layers that the engine serves; None: each layer is alone
     ahead: Ahead = field(default_factory=Ahead)  # what tiers below the device share
+    channels: set[tuple[int, int, bool]] = field(default_factory=set)  # of keys and values, that pages can hold
     waiting: list[tuple[Lane, Seen, Tensor | None]] = field(
         default_factory=list
     )  # prompts judged once all layers have read them, with what they measure

@@ -7,7 +7,9 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from kvengine.errors import PolicyError, UnknownPolicy, UnsupportedPolicy, unknown
+import torch
+
+from kvengine.errors import KernelError, PolicyError, UnknownPolicy, UnsupportedPolicy, unknown
 from kvengine.offload.placement import Placement
 from kvengine.offload.placement.device import Device
 from kvengine.policies import catalogue, load, name_of
@@ -26,6 +28,8 @@ from kvengine.presets import PRESETS
 NAMED = "put its file where policies are looked for (KVENGINE_POLICIES, see CONTRIBUTING.md)"
 FORM = "write names joined by '+', and text in quotes, such as snapkv(budget=1024) + disk(folder='./pages')"
 PAGE = 16  # tokens of a page, when no method asks for more
+Channels = frozenset[tuple[int, int, bool]]
+"""Of keys and of values, and whether these are a part of them (latents): what the layers of a model bring."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +119,30 @@ class Stack:
     def reads_prompts_exactly(self) -> bool:
         """Whether every head reads a prompt as the model does."""
         return self.prefill.exact and self.routing.exact
+
+    def check_channels(self, dim: int, dim_v: int, nested: bool = False) -> None:
+        """Refuse keys and values of so many channels where pages cannot hold them, before there is a page to seal.
+
+        `nested`: values are the first channels of the keys (latents), and a dense page holds them once.
+
+        Raises:
+            PolicyError: the placement moves fields that such a page does not have. UnsupportedPolicy: codes do not fit.
+        """
+        form, moved = self.representation, getattr(self.placement, "fields", ())
+        if form == Dense() and not (nested and moved):
+            return
+        k, v = (torch.zeros(1, form.multiple, n, device="cpu") for n in (dim, dim_v))
+        try:
+            names = form.encode(k, v, torch.zeros(1, form.multiple, device="cpu"))
+        except (KernelError, PolicyError) as error:
+            raise UnsupportedPolicy(
+                f"'{spell(form)}' cannot store keys of {dim} and values of {dim_v} channels, which is what this model's heads "
+                f"have: {error}"
+            ) from error
+        if moved:
+            self.placement.check(
+                tuple(name for name in names if not (nested and form.codec == "dense" and name == "v"))
+            )
 
     def within(self, retention: Retention) -> Stack:
         """The stack of heads that a routing gives this retention: exact, where keys of all heads are kept as one."""

@@ -117,10 +117,11 @@ class TriForce(Decoder):
         self.in_place = in_place
         check_gamma(gamma)
         check_models(target, draft, tokenizers, widths)
-        check_stack(self.stack, text := target.config.get_text_config(decoder=True))
+        text, known = target.config.get_text_config(decoder=True), getattr(target, STATE, None)
+        check_stack(self.stack, text, channels := known.chosen.channels if known else frozenset())
         check_nodes(draft, widths, self.middle, self.stack)
         if self.middle is not None:
-            check_stack(self.middle, text)
+            check_stack(self.middle, text, channels)
             check_room("middle", self.middle, gamma)
             check_places(self.middle, self.stack, target, in_place)
         if isinstance(draft, torch.nn.Module):
