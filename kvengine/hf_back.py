@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvengine import hf_states
 from kvengine.errors import CacheError
+from kvengine.hf_held import HeldWindow
 
 STATE = ("keys", "values", "cumulative_length", "is_initialized", "dtype", "device")
 """Of a layer with a window; what it has of this, as a dtype up to transformers 5.23."""
@@ -35,7 +36,9 @@ def adopt(layer: Any, its: Any, late: int) -> None:
 
 
 def check_back(layer: Any, n: int, seen: int) -> None:
-    """Refuse to take back the last `n` of `seen` tokens from what, of transformers' own layers, no longer has them."""
+    """Refuse to take back the last `n` of `seen` tokens from what, of transformers' own layers, no longer has them or is held."""
+    if isinstance(layer, HeldWindow):
+        layer.check_free()
     if not n:
         return
     if hf_states.has_states(layer):

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvengine.cache import Stock
+from kvengine.errors import CacheError
 from kvengine.kernels.attention import attention
-from kvengine.session import Call
+from kvengine.session import HELD, Call
 
 
 class HeldWindow(DynamicSlidingWindowLayer):
@@ -74,6 +75,12 @@ class HeldWindow(DynamicSlidingWindowLayer):
     def advance(self) -> None:
         """After a step: count."""
         self.cumulative_length += 1
+
+    def check_free(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse what would move its rows or tokens, or copy them."""
+        raise CacheError(HELD)
+
+    reorder_cache = batch_select_indices = batch_repeat_interleave = crop = __deepcopy__ = check_free  # type: ignore[assignment]
 
     def state(self) -> list[Tensor]:
         return [self.k, self.v, self.there]

@@ -24,6 +24,7 @@ from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, KVEngineError, StoreError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import layer_devices, weights
+from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import EngineLayer
 from kvengine.joint import Joint
 from kvengine.lane import Lane
@@ -116,7 +117,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         raise CacheError("this cache was made for another model; a file that names this one would be taken for its own")
     if cache.session.torn or cache.session.waiting:
         raise CacheError(BROKEN)
-    for layer in cache.engines:
+    for layer in (*cache.engines, *(x for x in cache.others if isinstance(x, HeldWindow))):
         layer.check_free()
     if any(part.lane.marks for layer in cache.engines for part in layer.parts):
         raise CacheError("the cache remembers states to roll back to; call cache.commit() before saving it")
