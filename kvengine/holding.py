@@ -102,9 +102,9 @@ class Holding(Padded):
             score = torch.cat([self.pages.score, score], 1)
         return Seen(
             position=position, score=score, first=self.first, begin=self.begin, newest=self.seen - 1, prompt=prompt,
-            prompt_length=self.prompt_length, mass=mass, queries=queries, scale=call.scale,
+            prompt_length=self.prompt_length, queries=queries, scale=call.scale, jumbled=self.filling and not prompt,
             read=lambda: self.everything()[:2], rope=self.session.rope, softcap=call.softcap, sink_logits=call.sinks,
-            heads=self.heads, notes=self.notes, place=self.session.place(self.layer, self.layers),
+            heads=self.heads, mass=mass, notes=self.notes, place=self.session.place(self.layer, self.layers),
         )  # fmt: skip
 
     def settle(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
@@ -291,7 +291,7 @@ class Holding(Padded):
         if valid is not None and self.looked:
             self.pad(valid)
         position = self.positions(k.shape[1], valid)
-        if self.limit is not None and not self.stack.paged and len(self.tail) > self.limit:
+        if self.filling:
             self.tail.fill(k, v, position)
         else:
             self.tail.append(k, v, position, valid is None)
@@ -302,6 +302,11 @@ class Holding(Padded):
         else:
             self.tail.line_up(~valid)
             self.lengths = grouped(self.open() + valid.sum(1))
+
+    @property
+    def filling(self) -> bool:
+        """Whether the next token takes a slot that became free: slots do not lie by age any more."""
+        return self.limit is not None and not self.stack.paged and len(self.tail) > self.limit
 
     def open(self) -> Int[Tensor, "row"] | int:
         """Slots of each row's tail."""

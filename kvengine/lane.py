@@ -54,6 +54,8 @@ class Lane(Verdicts):
         """Add a chunk of the prompt. `moved`: its tokens are not in the order in which they came."""
         n = k.shape[1]
         if not self.reading:
+            if self.filling:
+                self.tail.sort()
             self.reading, self.begin = True, torch.full_like(self.first, self.seen)
             self.turn, self.past = self.seen, dict(self.notes)
             self.beside.forget()

@@ -259,6 +259,14 @@ class Tail:
         at = self._position
         self._position = torch.where(at >= 0, at + by[:, None].to(at.dtype), at)
 
+    def sort(self) -> None:
+        """Have the used slots lie by the age of their tokens, behind those without one."""
+        self.place()
+        held = self.held()
+        order = held[2].argsort(dim=1)
+        k, v, position, score = (take(x, order) for x in held)
+        self.replace(k, v, position, score, self.clean, self.capacity)
+
     def line_up(self, padding: Bool[Tensor, "row new"]) -> None:
         """Have each row's other slots move on over those of the newest that are padding, which then come first."""
         self.place()

@@ -176,7 +176,7 @@ class Verdicts(Evidence):
 
     def patience(self) -> int:
         """Tokens that may come together: up to the next verdict, and one where they go to slots that became free."""
-        if self.session.recording or (self.limit is not None and not self.stack.paged and len(self.tail) > self.limit):
+        if self.session.recording or self.filling:
             return 1
         return max(1, self.due - self.seen)
 

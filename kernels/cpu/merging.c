@@ -39,7 +39,7 @@ INLINE void products(const char *at, const float *key, int64_t dim, int64_t dtyp
   *own = c + e;
 }
 
-/* The token of a row whose key is most like `key`; the earlier slot of two that are as like. */
+/* The token of a row whose key is most like `key`; the earlier of two that are as like. */
 INLINE Mate nearest_as(const Step *s, int64_t row, int64_t columns, const float *key, float length, int64_t dtype) {
   const int32_t *position = s->position + row * s->slots + s->start;
   const int32_t first = s->spares && s->first ? (int32_t)s->first[row] : 0;
@@ -60,7 +60,8 @@ INLINE Mate nearest_as(const Step *s, int64_t row, int64_t columns, const float 
       like[t] /= (mine > 1e-12f ? mine : 1e-12f) * length;
     }
     for (int t = 0; t < LANES && c + t < columns; t++)
-      if (like[t] > best.like && position[c + t] >= first) best = (Mate){like[t], c + t};
+      if (like[t] >= best.like && position[c + t] >= first)
+        if (like[t] > best.like || position[c + t] < position[best.slot]) best = (Mate){like[t], c + t};
   }
   return best;
 }

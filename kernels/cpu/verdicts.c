@@ -32,12 +32,20 @@ int64_t judge(const Step *s, int64_t row, int64_t columns, float *paid) {
     paid[c] = position[c] < 0 ? INFINITY : rank ? 1e30f * rank : x;
     over += position[c] >= 0;
   }
-  for (; over > 0; over--) { /* one, as a rule; the earlier slot of two that are equal */
+  for (int64_t c = columns; c % LANES; c++) paid[c] = INFINITY;
+  for (; over > 0; over--) { /* one, as a rule; the earlier token of two that are equal */
     float low = INFINITY;
+    vf lows = splat(INFINITY);
+    uint32_t oldest = UINT32_MAX;
     int64_t least = 0;
-    for (int64_t c = 0; c < columns; c++) low = paid[c] < low ? paid[c] : low;
-    while (least < columns && (position[least] < 0 || !(paid[least] <= low))) least++;
-    if (least == columns) break;
+    for (int64_t c = 0; c < columns; c += LANES) lows = -larger(-load(paid + c), -lows);
+    for (int i = 0; i < LANES; i++) low = lows[i] < low ? lows[i] : low;
+    for (int64_t c = 0; c < columns; c++) { /* no token: beyond all */
+      const uint32_t at = paid[c] <= low ? (uint32_t)position[c] : UINT32_MAX;
+      oldest = at < oldest ? at : oldest;
+    }
+    if (oldest > INT32_MAX) break;
+    while ((uint32_t)position[least] != oldest) least++;
     position[least] = -1;
     paid[least] = INFINITY;
     lost = lost < 0 || least < lost ? least : lost;

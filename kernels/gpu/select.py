@@ -41,6 +41,17 @@ def best(score, count):
     return above | ((equal != 0) & (later < room))
 
 
+@triton.jit
+def best_placed(score, count, place):
+    """Which are the `count` best, of equal ones those that come later by `place`; `place` is negative where there is none."""
+    key = ordered(score)
+    least = threshold(key, count)
+    above = key > least
+    tied = tl.where(key == least, place, -1)
+    room = count - tl.sum(above.to(tl.int32), 0)
+    return above | ((tied >= 0) & (tied >= threshold(tied, room)))
+
+
 def warps(block: int) -> int:
     """For so many numbers."""
     return min(16, max(4, block // 512))

@@ -22,8 +22,8 @@ class Ends(NamedTuple):
 class Paid(NamedTuple):
     """How a decoded token's attention judges: of each row the `recent` newest tokens stay, and the best others, `budget` in all.
 
-    A token's score is what its row's queries paid to it, on top of the score that it had if this `adds`. Of equal ones those
-    in later slots are better.
+    A token's score is what its row's queries paid to it, on top of the score that it had if this `adds`. Of equal ones the
+    later are better.
     """
 
     budget: Tensor  # int64 [row]
@@ -43,7 +43,8 @@ class Sealed(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """A verdict, and the token that goes is merged into that of those left whose key is most `like` its own, by the cosine.
+    """A verdict, and the token that goes is merged into that of those left whose key is most `like` its own, by the cosine;
+    into the earliest of several that are as like.
 
     `threshold` moves on, to like if it was NaN, else to beta like + (1 - beta) threshold; a token is merged if like reaches
     it. Keys and values then are (e x + exp(like) gone) / (e + exp(like)), or, if this `shrinks`, (x + like gone) / 2.

@@ -70,9 +70,18 @@ def judge(held: Tensor, received: Tensor, score: Tensor | None, at: int | Tensor
     if rule.first is not None:
         rank += 2 * (held < rule.first[:, None])
     worth = torch.where(rank > 0, 1e30 * rank, mass).masked_fill(held < 0, float("-inf"))
-    gone = (held >= 0) & ~best_tokens(worth, rule.budget)
+    order = held.argsort(1)  # of equals the later tokens stay, wherever they lie
+    stays = torch.empty_like(held, dtype=torch.bool).scatter_(
+        1, order, best_tokens(worth.gather(1, order), rule.budget)
+    )
+    gone = (held >= 0) & ~stays
     held.masked_fill_(gone, -1)
     return gone
+
+
+def earliest(these: Tensor, position: Tensor) -> Tensor:
+    """The slot of each row's earliest token among these."""
+    return position.masked_fill(~these, torch.iinfo(position.dtype).max).argmin(1)
 
 
 def merge(keys: Tensor, values: Tensor, held: Tensor, gone: Tensor, rule: Merged) -> None:
@@ -81,7 +90,9 @@ def merge(keys: Tensor, values: Tensor, held: Tensor, gone: Tensor, rule: Merged
     row, lost, wide = torch.arange(len(held), device=held.device), gone.to(torch.int8).argmax(1), keys.float()
     length = wide.norm(dim=2).clamp(min=1e-12)
     cosine = (wide @ wide[row, lost][..., None])[..., 0] / (length * length[row, lost][:, None])
-    like, mate = cosine.masked_fill(~(target & (held >= 0)), -2).max(1)
+    cosine = cosine.masked_fill_(~(target & (held >= 0)), -2)
+    like = cosine.amax(1)
+    mate = earliest(cosine >= like[:, None], held)
     real, before = gone.any(1) & (like > -2), rule.threshold
     before.copy_(
         torch.where(real, torch.where(before.isnan(), like, rule.beta * like + (1 - rule.beta) * before), before)

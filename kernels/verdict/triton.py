@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.gpu import FUSED
-from kvengine.kernels.gpu.select import MOST, best, threshold, warps
+from kvengine.kernels.gpu.select import MOST, best_placed, threshold, warps
 from kvengine.kernels.step import Ends, Merged, Paid, Placed, Rule, Sealed
 from kvengine.kernels.verdict import reference
 
@@ -66,7 +66,7 @@ def paid_kernel(
         early = place < tl.load(first + row)
         worth = tl.where(early, tl.where(worth == 1e30, 3e30, 2e30), worth)
     worth = tl.where(place < 0, -float("inf"), worth)
-    goes = here & (place >= 0) & (best(worth, tl.load(budget + row).to(tl.int32)) == 0)
+    goes = here & (place >= 0) & (best_placed(worth, tl.load(budget + row).to(tl.int32), place) == 0)
     tl.store(position + row * position_row + t, -1, mask=goes)
     if GONE:  # the first of them, or no slot
         tl.store(gone + row, tl.min(tl.where(goes, t, slots), 0))
@@ -89,6 +89,7 @@ def merge_kernel(
         length = tl.maximum(tl.sqrt(tl.sum(key * key, 0)), 1e-12)
         low = tl.load(first + row) if SPARES else 0
         like, mate = tl.full([BLOCK], -2.0, tl.float32), tl.zeros([BLOCK], tl.int32)
+        since = tl.zeros([BLOCK], tl.int32)  # the positions of these: of equals the earlier is taken
         for begin in range(0, slots, BLOCK):
             t = begin + tl.arange(0, BLOCK)
             place = tl.load(position + row * position_row + t, mask=t < slots, other=-1)
@@ -97,11 +98,16 @@ def merge_kernel(
             x = tl.load(at, mask=there[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
             own = tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-12)
             cosine = tl.sum(x * key[None, :], 1) / (own * length)
-            better = there & (cosine > like)
-            like, mate = tl.where(better, cosine, like), tl.where(better, t, mate)
+            better = there & ((cosine > like) | ((cosine == like) & (place < since)))
+            like, mate, since = (
+                tl.where(better, cosine, like),
+                tl.where(better, t, mate),
+                tl.where(better, place, since),
+            )
         most = tl.max(like, 0)
         if most > -2.0:
-            slot = tl.min(tl.where(like == most, mate, slots), 0).to(tl.int64)
+            oldest = tl.min(tl.where(like == most, since, 2147483647), 0)
+            slot = tl.min(tl.where((like == most) & (since == oldest), mate, slots), 0).to(tl.int64)
             before = tl.load(threshold + row)
             after = tl.where(before != before, most, beta * most + (1 - beta) * before)
             tl.debug_barrier()  # all warps must have read the threshold before one replaces it

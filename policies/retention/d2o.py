@@ -42,9 +42,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvengine.kernels.best_tokens import best_tokens
+from kvengine.kernels.step.reference import earliest
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, check_share
-from kvengine.policies.retention import REDUCE, Merged, Notes, Paid, Reduce, Retention, Seen, over_group
+from kvengine.policies.retention import REDUCE, Merged, Notes, Paid, Reduce, Retention, Seen, best_of, over_group
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class D2O(Retention):
         size = seen.notes["size"]
         rank = (seen.position > seen.newest - self.newest(size)[:, None]).float() + 2 * seen.sinks(self.sinks)
         want = torch.where(rank > 0, 1e30 * rank, seen.score.float()).masked_fill(~seen.valid, float("-inf"))
-        return best_tokens(want, size)
+        return best_of(seen, want, size)
 
     def newest(self, size: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
         """How many of the newest tokens stay beside the sinks, which go last."""
@@ -166,7 +166,9 @@ class D2O(Retention):
         vectors = keys.float()
         length = vectors.norm(dim=-1).clamp(min=1e-12)
         cosine = (vectors @ vectors[row, lost][..., None])[..., 0] / (length * length[row, lost][:, None])
-        like, mate = cosine.masked_fill(~target, -2).max(1, keepdim=True)
+        cosine = cosine.masked_fill_(~target, -2)
+        like = cosine.amax(1, keepdim=True)
+        mate = earliest(cosine >= like, seen.position)[:, None]
         real = (gone.any(1) & target.any(1))[:, None]
         passed = real & (like >= self.threshold(seen, like, real)[:, None])
         two = torch.stack([mate[:, 0], lost], 1)  # a row of two slots, the second of which goes into the first

@@ -120,7 +120,7 @@ def test_a_token_goes_for_one_that_was_paid_least(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> None:
-    """Rows differ in budget and in what is recent; slots lie in no order, and some tokens are paid alike."""
+    """Rows differ in budget and in what is recent; slots lie in no order; of tokens that are paid alike the later stay."""
     q, k, v, keys, values, position = case(shape, dtype)
     rows, start, end, at = len(keys), shape[-1] // 5, shape[-1] - 1, shape[-1] + 1
     position = position[:, torch.randperm(shape[-1], generator=torch.Generator().manual_seed(1))].contiguous()
@@ -153,8 +153,9 @@ def test_a_token_goes_for_one_that_was_paid_least(
     torch.testing.assert_close(score[:, used], mass.float(), rtol=1e-5, atol=1e-6)
     worth = score[:, used].masked_fill(before[0][:, used] > at - paid.recent[:, None], math.inf)
     for r in range(rows):
-        best = sorted((float(worth[r, s]), s) for s in range(worth.shape[1]) if seen[r, s])[-int(paid.budget[r]) :]
-        stays = torch.zeros_like(seen[r]).scatter_(0, torch.tensor([s for _, s in best]), True)
+        each = [(float(worth[r, s]), int(before[0][r, used][s]), s) for s in range(worth.shape[1]) if seen[r, s]]
+        best = sorted(each)[-int(paid.budget[r]) :]
+        stays = torch.zeros_like(seen[r]).scatter_(0, torch.tensor([s for _, _, s in best]), True)
         assert torch.equal(position[r, used], before[0][r, used].masked_fill(~stays, -1))
 
 

@@ -89,9 +89,9 @@ def check_merged(
         there = [s for s in range(used.start, used.stop) if want["position"][r, s] >= 0]
         at = {s: int(want["position"][r, s]) for s in there}
         rank = {s: 2 * (at[s] < first[r]) + (at[s] > now - recent[r]) for s in there}
-        worst = sorted(there, key=lambda s: (rank[s], 0.0 if rank[s] else float(got["score"][r, s]), s))
+        worst = sorted(there, key=lambda s: (rank[s], 0.0 if rank[s] else float(got["score"][r, s]), at[s]))
         gone = worst[: len(there) - int(budget[r])]
-        targets = [s for s in there if s not in gone and (not spares or at[s] >= first[r])]
+        targets = [s for s in sorted(there, key=at.__getitem__) if s not in gone and (not spares or at[s] >= first[r])]
         assert len(gone) == (r != 3) and bool(targets) == (r != 4 or not spares)
         if gone and targets:
             vectors = want["keys"][r].double()

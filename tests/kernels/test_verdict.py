@@ -103,7 +103,7 @@ def test_verdict_by_attention_is_as_the_loop(
         def worth(i: int, row: int = row, paid: Tensor = paid) -> tuple[float, int]:
             p = int(position[row, i])
             rank = (p > NOW - int(recent[row])) + (2 * (p < int(early[row])) if early is not None else 0)
-            return (rank * 1e30 if rank else float(paid[i]), i)
+            return (rank * 1e30 if rank else float(paid[i]), p)
 
         stays = sorted(held_here, key=worth, reverse=True)[: int(budget[row])]
         assert [i for i, p in enumerate(got[row].tolist()) if p >= 0] == sorted(stays)
@@ -139,3 +139,19 @@ def test_refusals_say_why() -> None:
         mass, score = torch.zeros(ROWS, 1, 9), torch.zeros(ROWS, 9)
         rule = Merged(Paid(one, one), torch.zeros(ROWS), 0.5)
         verdict(rule, position, torch.tensor([NOW]), mass=mass, score=score)
+
+
+@pytest.mark.parametrize("merges", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_of_equals_the_earliest_goes_as_the_loop_says(backend: str, merges: bool) -> None:
+    """Whatever slots they lie in; and into the earliest of those left that are as like."""
+    places = torch.tensor([[7, 3, -1, 9, 4, 6, 5, 8], [9, 8, 7, 6, 5, 4, -1, -1]], dtype=torch.int32)
+    rule: Any = Paid(torch.tensor([6, 5]), torch.tensor([1, 1]))
+    about = {"mass": torch.full((2, 1, 8), 0.125)}
+    if merges:
+        rule = Merged(rule, torch.full((2,), float("nan")), 0.5)
+        about |= {"keys": torch.ones(2, 8, 16), "values": torch.eye(8).expand(2, 8, 8).contiguous()}
+    got, more = judged(backend, ruled(backend, rule), places, 9, **about)
+    assert got.tolist() == [[7, -1, -1, 9, 4, 6, 5, 8], [9, 8, 7, 6, 5, -1, -1, -1]]
+    if merges:
+        assert (more["values"].cpu() != about["values"]).any(2).nonzero().tolist() == [[0, 4], [1, 4]]
