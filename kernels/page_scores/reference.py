@@ -16,11 +16,14 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
     return reduced.masked_fill(~alive, -torch.inf)
 
 
-def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float) -> Tensor:
+def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float, softcap: float | None = None) -> Tensor:
     """See `kvengine.kernels.page_scores.log_shares`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     dead = ~alive[:, None]
-    logits = (q.to(wide) @ mean.to(wide).mT * scale).masked_fill(dead, -torch.inf)
+    logits = q.to(wide) @ mean.to(wide).mT * scale
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    logits = logits.masked_fill(dead, -torch.inf)
     return logits.log_softmax(-1).masked_fill(dead, -torch.inf)  # of nothing alive, the softmax is NaN
 
 

@@ -38,7 +38,11 @@ def attention_to(
     alive: Bool[Tensor, "row unit"],
     scale: float,
     reduce: Reduce,
+    softcap: float | None,
 ) -> Float[Tensor, "row unit"]:
-    """Each query head's softmax over the chunks' mean keys, then one value per KV head."""
-    share = log_shares(q, mean, alive, scale)
+    """Each query head's softmax over the chunks' mean keys, then one value per KV head.
+
+    A cap on logits (Gemma 2) changes no head's order, but how much it wants what beside the others of its group.
+    """
+    share = log_shares(q, mean, alive, scale, softcap=softcap if q.shape[1] > 1 else None)
     return share.amax(1) if reduce == "max" else share.exp().mean(1)

@@ -15,7 +15,8 @@ was found are the only pages that are fetched.
 
 Queries and keys come from different distributions, so recall found with keys as queries says nothing; our benchmark
 takes the model's own queries. Keys are indexed less their mean, which changes no softmax and evens out the cells.
-Contexts of fewer than 256 sealed tokens are searched exactly.
+Contexts of fewer than 256 sealed tokens are searched exactly. A cap on logits (Gemma 2) changes no candidates; shares are
+computed without it, as an index says logits less a constant.
 
 Differs from the official code: it has an exact index only (its graph built from queries is not public); one choice per
 KV head, so that a token is read once for the group; tokens that are generated enter the index as pages are sealed.

@@ -102,8 +102,8 @@ class Landmarks(Selection):
         self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"], at: Where
     ) -> Int[Tensor, "row chosen"]:
         if not self.outliers or at.joint:
-            return best(attention_to(q, summary["mean"], alive, at.scale, self.reduce), alive, at)
+            return best(attention_to(q, summary["mean"], alive, at.scale, self.reduce, at.softcap), alive, at)
         low = (-summary["coherence"].float()).masked_fill(~alive, float("-inf"))
         outlier = best_tokens(low, (at.count * self.outliers).long())
-        want = attention_to(q, summary["mean"], alive & ~outlier, at.scale, self.reduce)
+        want = attention_to(q, summary["mean"], alive & ~outlier, at.scale, self.reduce, at.softcap)
         return best(want.masked_fill(outlier, float("inf")), alive, at)

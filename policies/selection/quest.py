@@ -11,6 +11,8 @@ In a query group, `reduce="max"` and `"mean"` compare bounds of different heads 
 queries are long decides alone. With `"each"` the heads choose in turn: every head's best page, then every head's second
 best, until the budget is spent; it costs an ordering of all pages per query head.
 
+Bounds are those of logits before a cap (Gemma 2); only a mean over heads would tell.
+
 Differs from the official code: one choice per KV head, by the best of its query group, so that a page is read once for
 the group (its kernels know no groups, its evaluation chooses per query head); the open page is always read, as in its
 kernels, and counts; dense layers are the first ones whatever the number of layers.

@@ -55,6 +55,6 @@ class Retrieval(Selection):
     def select(
         self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"], at: Where
     ) -> Int[Tensor, "row chosen"]:
-        want = attention_to(q, summary["mean"], alive, at.scale, self.reduce)
+        want = attention_to(q, summary["mean"], alive, at.scale, self.reduce, at.softcap)
         first = alive.to(torch.int8).argmax(1, keepdim=True)  # unit 0 may be empty while another row's is not
         return best(want.scatter(1, first, float("inf")), alive, at)

@@ -126,4 +126,6 @@ class Tidal(Selection):
 
     def wanted(self, q: Float[Tensor, "row group dim"], at: Where) -> Float[Tensor, "row unit"]:
         logits = torch.matmul(q.float(), at.keys().float().transpose(1, 2)) * at.scale
-        return logits.amax(1) if self.reduce == "max" else logits.mean(1)
+        if self.reduce == "max":  # a cap on logits (Gemma 2) keeps their order
+            return logits.amax(1)
+        return (logits if at.softcap is None else at.softcap * (logits / at.softcap).tanh()).mean(1)

@@ -33,7 +33,8 @@ def expected(tokens: Tokens, policy: Landmarks, head: int, sealed: int, query: i
     share = []
     for g in range(2):
         q = tokens.q[0, head * 2 + g, query]
-        share.append(torch.stack([mean @ q * tokens.scale for mean in landmarks.values()]).softmax(0))
+        logits = torch.stack([mean @ q * tokens.scale for mean in landmarks.values()])
+        share.append(tokens.capped(logits).softmax(0))
     best = torch.stack(share).amax(0).argsort(descending=True).tolist()
     chosen = [*outliers, *(list(landmarks)[i] for i in best)][:count]
     return {j * CHUNK + i for j in chosen for i in range(CHUNK)} | set(range(sealed, query + 1))
@@ -44,6 +45,14 @@ def expected(tokens: Tokens, policy: Landmarks, head: int, sealed: int, query: i
 )
 def test_reads_are_those_of_the_loop(policy: Landmarks) -> None:
     same_reads(policy, draw(PROMPT + 1))
+
+
+def test_heads_are_compared_by_capped_logits() -> None:
+    for seed in range(3):
+        tokens = draw(PROMPT + 1, seed=seed)
+        tokens.q *= torch.linspace(1, 4, 4)[:, None, None]
+        tokens.softcap = 0.3
+        same_reads(Landmarks(budget=88), tokens)
 
 
 def test_outliers_take_no_share_from_the_others() -> None:

@@ -9,6 +9,7 @@ import kvengine
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, PolicyError, UnsupportedPolicy
 from kvengine.lane import Call
+from kvengine.policies.selection import Where
 from kvengine.policies.selection.tidal import Tidal
 from kvengine.session import Session
 from kvengine.stack import Stack
@@ -161,3 +162,14 @@ def test_what_was_not_recorded_cannot_be_corrected() -> None:
         model(torch.tensor([[5]]), cache=cache)
         with pytest.raises(CacheError, match="cannot go back"):
             cache.correct(model, torch.tensor([[5]]))
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+def test_heads_are_compared_by_capped_logits(reduce: Any) -> None:
+    """A head whose logits are large would otherwise decide for its group; of the largest, the order is the same."""
+    keys, q = torch.randn(1, 30, 8, generator=torch.Generator().manual_seed(0)), torch.ones(1, 2, 8)
+    q[0, 1] = torch.linspace(-9, 9, 8)
+    at = Where(0, 1, lambda: torch.tensor([4]), 4, lambda: keys, 0.5, 30, softcap=2.0)
+    capped = 2 * (q @ keys.mT * 0.5 / 2).tanh()
+    want = capped.amax(1) if reduce == "max" else capped.mean(1)
+    assert torch.equal(Tidal(reduce=reduce).wanted(q, at).argsort(1), want.argsort(1))
