@@ -117,9 +117,8 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         raise CacheError("this cache was made for another model; a file that names this one would be taken for its own")
     if cache.session.torn or cache.session.waiting:
         raise CacheError(BROKEN)
-    for layer in (*cache.engines, *cache.others):
-        if isinstance(layer, LayerCache | HeldWindow):
-            layer.check_free()
+    for layer in (*cache.engines, *(layer for layer in cache.others if isinstance(layer, HeldWindow))):
+        layer.check_free()  # type: ignore[attr-defined]
     if any(part.lane.marks for layer in cache.engines for part in layer.parts):
         raise CacheError("the cache remembers states to roll back to; call cache.commit() before saving it")
     beside, cache.unread = plain({} if extra is None else extra, "extra"), None
