@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvengine.errors import KernelError, unknown
 from kvengine.kernels.cpu import library
+from kvengine.kernels.gpu import chip
 
 _torch_only: ContextVar[bool] = ContextVar("torch_only", default=False)
 
@@ -109,7 +110,9 @@ def torch_only() -> Iterator[None]:
 
 def info() -> dict[str, str]:
     """For each backend, "available" or the reason why it is not. Compiles the C kernels if that has not happened."""
-    cuda = "available" if _has_triton() and torch.cuda.is_available() else None
+    cuda = None
+    if _has_triton() and torch.cuda.is_available():
+        cuda = chip(torch.device("cuda", torch.cuda.current_device())).refusal or "available"
     return {
         "reference": "available",
         "native": library.load().reason or "available",
@@ -124,14 +127,14 @@ def interpreted() -> bool:
 
 def _best(inputs: tuple[Tensor, ...], native: bool) -> str:
     if inputs[0].is_cuda:
-        return "reference" if _triton_refusal(inputs) else "triton"
+        return "reference" if triton_refusal(inputs) else "triton"
     return "reference" if native_refusal(inputs, native) else "native"
 
 
 def _checked(backend: str, inputs: tuple[Tensor, ...], native: bool) -> str:
     if backend not in BACKENDS:
         raise KernelError(unknown("backend", backend, BACKENDS))
-    refusal = {"native": native_refusal(inputs, native), "triton": _triton_refusal(inputs)}.get(backend)
+    refusal = {"native": native_refusal(inputs, native), "triton": triton_refusal(inputs)}.get(backend)
     if refusal:
         raise KernelError(f"backend={backend!r} cannot run here: {refusal}. Leave backend=None to take what can.")
     return backend
@@ -150,10 +153,14 @@ def native_refusal(inputs: tuple[Tensor, ...], native: bool) -> str | None:
     return library.load().reason
 
 
-def _triton_refusal(inputs: tuple[Tensor, ...]) -> str | None:
+def triton_refusal(inputs: tuple[Tensor, ...]) -> str | None:
+    """Why the Triton version cannot run on these; None if it can."""
     if not _has_triton():
         return "triton is not installed"
-    if not inputs[0].is_cuda and not _interpreted():
+    if inputs[0].is_cuda:
+        if refusal := chip(inputs[0].device).refusal:
+            return refusal
+    elif not _interpreted():
         return "the inputs are not on a CUDA device (and TRITON_INTERPRET is not 1)"
     if any(x.dtype == torch.float64 for x in inputs):
         return "it does not compute in float64"

@@ -50,7 +50,7 @@ def pytest_configure() -> None:
 
     dispatch.info = lambda: dict.fromkeys(("reference", "native", "triton"), "available")  # type: ignore[assignment]
     dispatch._module = lambda op, name: module(op, "reference" if name == "triton" else name)  # type: ignore[assignment]
-    dispatch._triton_refusal = lambda inputs: None  # type: ignore[assignment]
+    dispatch.triton_refusal = lambda inputs: None  # type: ignore[assignment]
     reference.attention = within  # type: ignore[assignment]
     for other, name in ((paged, "paged_attention"), (lowrank, "lowrank_attention")):
         original = getattr(other, name)

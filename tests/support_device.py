@@ -21,7 +21,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from kvengine.kernels.gpu import chip
+
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+CHIP = {
+    "name": "pretended",
+    "major": 8,
+    "minor": 6,
+    "multi_processor_count": 3,
+    "shared_memory_per_block_optin": 99 << 10,
+}
 SCALARS_TOO = {
     "cat", "stack", "matmul", "__matmul__", "bmm", "mm", "linear", "embedding", "gather", "index_select", "scatter_",
     "scatter", "scatter_add_", "scaled_dot_product_attention", "take_along_dim", "index_add", "index_add_", "addmm",
@@ -98,7 +107,8 @@ class Device(TorchFunctionMode):
 
     now: Device | None = None
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, **has: Any) -> None:
+        """`has`: properties that differ from those of an RTX 3090."""
         super().__init__()
         self.moved: Counter[str] = Counter()
         self.pinned: set[int] = set()
@@ -110,13 +120,13 @@ class Device(TorchFunctionMode):
             "current_stream": lambda *a: Stream(),
             "stream": lambda *a: nullcontext(),
             "synchronize": lambda *a: None,
-            "get_device_properties": lambda *a: SimpleNamespace(
-                multi_processor_count=3, shared_memory_per_block_optin=99 << 10
-            ),
+            "get_device_properties": lambda *a: SimpleNamespace(**CHIP | has),
+            "is_current_stream_capturing": lambda: False,
             "current_device": lambda: 0,
             "device_count": lambda: 1,
         }.items():
             patch.setattr(torch.cuda, name, value)
+        chip.cache_clear()
 
     def __enter__(self) -> Device:
         Device.now = self
@@ -126,6 +136,7 @@ class Device(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         Device.now = None
+        chip.cache_clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})

@@ -6,6 +6,7 @@ Every stack reads a padded batch and decodes, and says what it says on the CPU. 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,12 +25,16 @@ from torch import Tensor
 import kvengine
 from kvengine import _ops as ops
 from kvengine.cache import LayerCache
+from kvengine.errors import KernelError
 from kvengine.fixed import FixedLayer
 from kvengine.hf_compiled import CompiledDecode, Steps
+from kvengine.kernels import dispatch
 from kvengine.kernels.causal_attention import reference as causal
 from kvengine.kernels.causal_attention.native import fits
 from kvengine.kernels.column_mass import blocks, reference
 from kvengine.kernels.cpu import library
+from kvengine.kernels.fetch_pages import fetch_pages
+from kvengine.kernels.gpu import chip
 from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.state import State
 from kvengine.lane import Lane
@@ -248,6 +253,49 @@ def test_a_gpu_does_not_wait_for_the_c_compiler(device: Device, monkeypatch: pyt
         x = torch.zeros(1, 1, 16, 16, device=CUDA)
         assert not fits(x, x, x)
         ops.causal(x, x[0], x[0], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("has", "hip", "why"),
+    [
+        ({"name": "Tesla T4", "major": 7, "minor": 5}, None, r"compute capability 8\.0, and Tesla T4 has 7\.5"),
+        ({"name": "MI300X", "major": 9, "minor": 4}, "6.4", "NVIDIA's GPUs, and MI300X is AMD's"),
+    ],
+)
+def test_a_chip_that_kernels_are_not_for_computes_in_torch(
+    has: dict[str, Any], hip: str | None, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    jit, device = pytest.importorskip("triton.runtime.jit"), Device(monkeypatch, **has)
+
+    def launch(kernel: Any, grid: Any) -> Any:
+        raise AssertionError(f"{kernel.__name__} was launched")
+
+    monkeypatch.setattr(jit.JITFunction, "__getitem__", launch)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    model, batch, text = llama(), prompts(2), "host + quest(budget=24, page=4) + kivi(group=8, residual=8)"
+    with kvengine.patched(model, text):
+        want = greedy(model, batch, 8)
+    with device:
+        with kvengine.patched(there(model), text):
+            got = greedy(model, {name: there(x) for name, x in batch.items()}, 8)
+        assert got.is_cuda and got.tolist() == want.tolist()
+        x = torch.zeros(1, 1, 1, 4, device=CUDA)
+        with pytest.raises(KernelError, match=why):
+            merge_states([State(x, x[..., 0])] * 2, backend="triton")
+        assert re.search(why, dispatch.info()["triton"])
+        said = [record.getMessage() for record in caplog.records if record.name == chip.__module__]
+        assert len(said) == 1 and re.search(why, said[0]) and "Plain torch computes there" in said[0]
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(KernelError, match="a recorded step cannot wait"):
+            fetch_pages({"k": torch.zeros(4, 2)}, torch.zeros(1, dtype=torch.int64, device=CUDA), CUDA)
+
+
+def test_without_triton_pages_come_by_way_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    with Device(monkeypatch):
+        field, at = torch.arange(8.0).view(4, 2).pin_memory(), torch.tensor([2, 0], device=CUDA)
+        found = fetch_pages({"k": field}, at, CUDA)["k"]
+        assert found.is_cuda and found.tolist() == [[4, 5], [0, 1]]
 
 
 def test_it_refuses_what_a_gpu_would(device: Device) -> None:

@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvengine.errors import KernelError
-from kvengine.kernels.dispatch import BACKENDS, interpreted, pick
+from kvengine.kernels.dispatch import BACKENDS, interpreted, pick, triton_refusal
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def fetch_pages(
     if backend not in (None, *BACKENDS):
         pick("fetch_pages", (at,), backend)  # says what there is
     reachable = all(x.is_pinned() for x in fields.values()) if device.type == "cuda" else interpreted()
-    chosen = ("triton" if device.type == "cuda" and reachable else "reference") if backend is None else backend
+    ours = device.type == "cuda" and reachable and not triton_refusal((at,))
+    chosen = ("triton" if ours else "reference") if backend is None else backend
     if chosen == "triton" and not reachable:
         raise KernelError("backend='triton' reads pinned host memory, and a field is not pinned")
     run = pick("fetch_pages", (at,), chosen, native=False)

@@ -1,5 +1,58 @@
-"""What the Triton kernels share: dividing rows of unequal length among programs, and reading stored tokens."""
+"""What the Triton kernels share: what a chip has, dividing rows of unequal length among programs, and reading stored tokens."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+
+log = logging.getLogger(__name__)
 
 FUSED = {"enable_fp_fusion": True}
 """Of every launch: products are added in one instruction, as was Triton's default up to 3.8; 3.9 warns that it asks for a
 choice, and 3.10 would choose otherwise."""
+LEAST = (8, 0)
+"""The compute capability from which on Triton supports chips, and multiplies bfloat16 by their tensor cores."""
+ROOM = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""By compute capability times ten: bytes of shared memory that a block may have."""
+
+compiling_for: ContextVar[int] = ContextVar("compiling_for", default=90)
+"""Compute capability times ten, while launches compile for a chip that is not here."""
+
+
+class Chip(NamedTuple):
+    """What decides how kernels are launched on a GPU."""
+
+    processors: int
+    room: int
+    """Bytes of shared memory that a block may have."""
+    refusal: str | None
+    """Why kernels are not launched; None if they are."""
+
+
+@functools.cache
+def chip(device: torch.device) -> Chip:
+    """Of a CUDA device. The first look at one that the kernels are not for is logged, as plain torch computes there."""
+    has = torch.cuda.get_device_properties(device)
+    refusal = None
+    if torch.version.hip:
+        refusal = f"it is written for NVIDIA's GPUs, and {has.name} is AMD's"
+    elif (has.major, has.minor) < LEAST:
+        refusal = f"it needs compute capability {LEAST[0]}.{LEAST[1]}, and {has.name} has {has.major}.{has.minor}"
+    if refusal:
+        log.warning("no Triton kernel runs on %s: %s. Plain torch computes there, which takes longer", device, refusal)
+        return Chip(has.multi_processor_count, 0, refusal)
+    return Chip(has.multi_processor_count, has.shared_memory_per_block_optin, None)  # type: ignore[attr-defined]
+
+
+def room(device: torch.device) -> int:
+    """Bytes of shared memory that a block may have there; of the chip that is compiled for, where tensors are on no GPU."""
+    return chip(device).room if device.type == "cuda" else ROOM[compiling_for.get()]
+
+
+def crowds(device: torch.device, taken: int) -> bool:
+    """Whether so many bytes of queries leave too little of that for tokens: more than three fifths."""
+    return 5 * taken > 3 * room(device)

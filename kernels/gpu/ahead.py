@@ -30,6 +30,7 @@ from kvengine.kernels.best_tokens.triton import best_tokens
 from kvengine.kernels.column_mass.triton import received as column_mass
 from kvengine.kernels.compact.triton import compact
 from kvengine.kernels.fetch_pages.triton import fetch
+from kvengine.kernels.gpu import compiling_for
 from kvengine.kernels.lowrank_attention.triton import lowrank_attention
 from kvengine.kernels.merge_states.triton import joined, merge_states, received
 from kvengine.kernels.page_scores.triton import log_shares, page_scores, top_units
@@ -44,7 +45,7 @@ from kvengine.kernels.step import Ends, Merged, Paid, Placed, Rule, Sealed
 from kvengine.kernels.unit_places.triton import unit_places
 from kvengine.kernels.verdict.triton import verdict
 
-TARGETS = (80, 90)
+TARGETS = (80, 86, 90)
 """Compute capabilities, times ten."""
 ROWS, PAGE, TABLE = 8, 64, 4
 
@@ -87,7 +88,7 @@ def only_compiling(capability: int) -> Iterator[list[Any]]:
     def compile_only(self: Any, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: compiled.append(self.run(*args, grid=grid, warmup=True, **kwargs))
 
-    before, launcher = driver._active, JITFunction.__getitem__
+    before, launcher, token = driver._active, JITFunction.__getitem__, compiling_for.set(capability)
     driver.set_active(
         SimpleNamespace(
             get_current_target=lambda: GPUTarget("cuda", capability, 32),
@@ -101,6 +102,7 @@ def only_compiling(capability: int) -> Iterator[list[Any]]:
     finally:
         JITFunction.__getitem__ = launcher
         driver._active = before
+        compiling_for.reset(token)
 
 
 def cases() -> dict[str, Callable[[], object]]:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu import FUSED, chip
 from kvengine.kernels.state import State
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -136,7 +136,7 @@ def programs(device: torch.device, each: int) -> int:
     """How many programs share the work: so many for each multiprocessor; a handful in the interpreter."""
     if device.type != "cuda":
         return 5
-    return each * torch.cuda.get_device_properties(device).multi_processor_count
+    return each * chip(device).processors
 
 
 class Partials:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu import FUSED, crowds
 from kvengine.kernels.gpu.stream import Partials, absorb, keep, pick, row_ends
 from kvengine.kernels.paged_attention.triton import MOST_HEADS
 from kvengine.kernels.state import State
@@ -126,7 +126,14 @@ def lowrank_attention(
     heads, half, dim_v, block = group * queries, inv_freq.shape[0], v.shape[-1], 32
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
     scores = q.new_full((rows, heads, columns), -torch.inf, dtype=torch.float32) if want_probs else None
-    tile = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
+    tile, each = (
+        min(MOST_HEADS, max(16, triton.next_power_of_2(heads))),
+        triton.next_power_of_2(max(dim, dim_v)) * q.itemsize,
+    )
+    while tile > 16 and crowds(q.device, tile * each):
+        tile //= 2
+    # What takes one step is no loop, and the compiler keeps all of the basis in shared memory.
+    step = 16 if u.shape[-1] <= 32 and crowds(q.device, 128 * each) else 32
     tiles = triton.cdiv(heads, tile)
     parts = Partials(q, dim_v, columns, block, None, tiles)
     low = torch.float32 if interpreted() else q.dtype  # the interpreter multiplies the bits of bfloat16 as integers
@@ -137,8 +144,9 @@ def lowrank_attention(
         u.shape[1], rows // len(u), rows, columns, heads, 0 if units is None else units.shape[1], scale, rope_scaling,
         UNITS=units is not None, UNIT=unit, PAGE=page, SCORES=want_probs, HEADS=tile,
         COMPUTE={torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[low],
-        RANK=u.shape[-1], STEP=32, DIM=dim, HALF=half, BLOCK_H=max(16, triton.next_power_of_2(half)),
+        RANK=u.shape[-1], STEP=step, DIM=dim, HALF=half, BLOCK_H=max(16, triton.next_power_of_2(half)),
         REST=dim - 2 * half, BLOCK_R=max(16, triton.next_power_of_2(max(1, dim - 2 * half))), DIM_V=dim_v,
-        BLOCK_V=max(16, triton.next_power_of_2(dim_v)), num_warps=8, num_stages=2, **parts.shape, **FUSED,
+        BLOCK_V=max(16, triton.next_power_of_2(dim_v)), num_warps=8,
+        num_stages=1 if crowds(q.device, 32 * each) else 2, **parts.shape, **FUSED,
     )  # fmt: skip
     return parts.found(None, scores, wait)

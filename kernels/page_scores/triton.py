@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu import FUSED, room
 from kvengine.kernels.gpu.select import MOST, ordered, threshold, warps
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.page_scores import reference
@@ -109,41 +109,48 @@ def top_kernel(
 
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
-    """See `kvengine.kernels.page_scores`."""
+    """See `kvengine.kernels.page_scores`. More query heads than a program has room for are scored by torch."""
     low, high, alive = (x if x.stride(-1) == 1 else x.contiguous() for x in (low, high, alive))
     (rows, group, dim), units = q.shape, alive.shape[1]
     out = torch.empty(rows, units, device=q.device, dtype=torch.float32)
-    compute, block_d, block = _blocks(q, low, high)
+    compute, block_d, block, heads = _blocks(q, low, high)
+    if not heads:
+        return reference.page_scores(q, low, high, alive, reduce)
     if out.numel():
         score_kernel[(rows, triton.cdiv(units, block))](
             q.contiguous(), low, high, alive, out, low.stride(0), low.stride(1), high.stride(0), high.stride(1),
             alive.stride(0), units, group, DIM=dim, BLOCK_D=block_d, BLOCK=block, MEAN=reduce == "mean",
-            HEADS=max(8, triton.next_power_of_2(group)), COMPUTE=compute, **FUSED,
+            HEADS=heads, COMPUTE=compute, **FUSED,
         )  # fmt: skip
     return out
 
 
 def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float) -> Tensor:
-    """See `kvengine.kernels.page_scores.log_shares`."""
+    """See `kvengine.kernels.page_scores.log_shares`; as `page_scores`."""
     mean, alive = (x if x.stride(-1) == 1 else x.contiguous() for x in (mean, alive))
     (rows, group, dim), units = q.shape, alive.shape[1]
     out = torch.empty(rows, group, units, device=q.device, dtype=torch.float32)
-    compute, block_d, block = _blocks(q, mean)
+    compute, block_d, block, heads = _blocks(q, mean)
+    if not heads:
+        return reference.log_shares(q, mean, alive, scale)
     if out.numel():
         logit_kernel[(rows, triton.cdiv(units, block))](
             q.contiguous(), mean, alive, out, mean.stride(0), mean.stride(1), alive.stride(0), units, group, scale, DIM=dim,
-            BLOCK_D=block_d, BLOCK=block, HEADS=max(8, triton.next_power_of_2(group)), COMPUTE=compute, **FUSED,
+            BLOCK_D=block_d, BLOCK=block, HEADS=heads, COMPUTE=compute, **FUSED,
         )  # fmt: skip
         share_kernel[(rows * group,)](out, units, BLOCK=4096, num_warps=8, **FUSED)
     return out
 
 
-def _blocks(q: Tensor, *stored: Tensor) -> tuple[tl.dtype, int, int]:
-    """What is multiplied in, channels, and units that a program takes."""
-    block_d = max(16, triton.next_power_of_2(q.shape[-1]))
+def _blocks(q: Tensor, *stored: Tensor) -> tuple[tl.dtype, int, int, int]:
+    """What is multiplied in, channels, units that a program takes, and its query heads; 0 if there is no room for them."""
+    block_d, heads = max(16, triton.next_power_of_2(q.shape[-1])), max(8, triton.next_power_of_2(q.shape[1]))
     exact = all(x.dtype == q.dtype for x in stored) and not (interpreted() and q.dtype == torch.bfloat16)
     compute = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(q.dtype, tl.float32) if exact else tl.float32
-    return compute, block_d, max(16, 8192 // block_d // (2 if compute == tl.float32 else 1))
+    size = 4 if compute == tl.float32 else 2
+    block = max(16, 16384 // block_d // size)
+    fits = (heads + len(stored) * block) * block_d * size <= room(q.device)
+    return compute, block_d, block, heads if fits else 0
 
 
 def top_units(scores: Tensor, count: int, counts: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvengine.kernels import turboquant
 from kvengine.kernels.dispatch import beyond, interpreted
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu import FUSED, crowds, room
 from kvengine.kernels.gpu import fields as stored
 from kvengine.kernels.gpu.fields import read
 from kvengine.kernels.gpu.stream import Partials, absorb, block_at, keep, pick, row_ends
@@ -179,11 +179,17 @@ def launch(
     tile = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
     wide, single = not rest and max(dim, v.layout["V_DIM"]) > 256, q.element_size() == 4
     coded = k.layout["K_LAYOUT"] != stored.DENSE.value
-    if wide or (rest and (single or not roomy(q.device))):
+    # Of shared memory 64 query rows over latents take 148 KiB, as codes of wide heads do; codes of 256 channels in float32 180.
+    short = room(q.device) < (192 if single and coded else 160) << 10
+    if wide or (rest and (single or short)):
         tile = 16  # the queries of more would not fit beside the tokens
+    while tile > 16 and crowds(q.device, (3 if coded else 1) * tile * k.layout["K_BLOCK_D"] * q.element_size()):
+        tile //= 2  # decoded numbers lie there too
     large = tile * k.layout["K_BLOCK_D"] > 4096  # more registers than four warps have
     plain = not coded and k.layout["K_BLOCK_D"] <= 128
-    tight = (single and (rest or wide)) or (wide and coded and not roomy(q.device))
+    tight = (
+        (single and (rest or wide)) or (short and coded and wide) or (short and single and k.layout["K_BLOCK_D"] > 128)
+    )
     block = 64 if plain and not large else 16 if tight else 32
     tiles = triton.cdiv(heads, tile)
     parts = Partials(q, v.layout["V_DIM"], columns, block, lengths, tiles)
@@ -211,14 +217,6 @@ def launch(
         **k.layout, **v.layout, REST=rest, num_warps=8 if large else 4, num_stages=stages, **FUSED,
     )  # fmt: skip
     return parts.found(sinks, scores, wait)
-
-
-def roomy(device: torch.device) -> bool:
-    """Whether a block may have the 148 KiB of shared memory that 64 query rows over latents take, or codes of wide heads."""
-    if device.type != "cuda":
-        return True
-    most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return most >= 160 << 10
 
 
 def compute_dtype(q: Tensor, k: stored.Side) -> tl.dtype:

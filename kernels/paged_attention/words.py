@@ -289,7 +289,9 @@ def attention(
     q = turboquant.turned(q) if turned else q.contiguous()
     rows, group, queries, dim = q.shape
     heads = group * queries
-    tile = min(64, max(8, triton.next_power_of_2(heads)))
+    whole = page % BLOCK == 0 and unit % BLOCK == 0
+    # Four warps that share a block of several units are more than Triton 3.6's layouts bear.
+    tile = min(64 if whole else MOST_HEADS, max(8, triton.next_power_of_2(heads)))
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
     names, bits, groups, salient, mask, channel = ("high", "low"), (4, 4), (page, dim_v), None, table, table
     if codec != "zipcache":
@@ -299,7 +301,7 @@ def attention(
         salient, mask, channel = fields["k_high"].shape[1], fields["mask"], fields["v_channel"]
     codes = [[fields[f"{side}_{name}"].view(torch.int32) for name in names] for side in "kv"]
     ranges = [[fields[f"{side}_{name}"] for name in ("scale", "scale" if turned else "zero")] for side in "kv"]
-    wide, whole = max(dim, dim_v) > 128, page % BLOCK == 0 and unit % BLOCK == 0
+    wide = max(dim, dim_v) > 128
     alone = tile <= MOST_HEADS and not (wide and codec == "zipcache")
     small = (turned or (codec == "kivi" and bits == (4, 4))) and tile == 8 and not wide
     each = EACH_OF_FOUR_BITS if small else EACH if alone else 2

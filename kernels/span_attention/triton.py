@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu import FUSED, crowds
 from kvengine.kernels.gpu.stream import absorb
 from kvengine.kernels.span_attention import Band
 
@@ -85,7 +85,11 @@ def span_attention(
     (rows, group, queries, dim), dim_v, count = q.shape, v.shape[-1], spans.shape[2]
     heads = triton.next_power_of_2(group)
     wide, exact = max(triton.next_power_of_2(dim), 16), k.dtype == torch.float32
-    each = max(1, min((16 if exact else TILE) // heads, block & -block))  # a program's queries share their spans
+    tile = 16 if exact else TILE
+    if heads > tile and crowds(q.device, heads * wide * q.element_size()):
+        some = zip(q.split(tile, 1), [None] * group if sinks is None else sinks.split(tile, 1), strict=False)
+        return torch.cat([span_attention(x, k, v, position, spans, scale, band, softcap, s, block) for x, s in some], 1)
+    each = max(1, min(tile // heads, block & -block))  # a program's queries share their spans
     heads = max(heads, 16 // each)
     out = torch.empty(rows, group, queries, dim_v, device=q.device, dtype=q.dtype)
     span_kernel[(triton.cdiv(queries, each), rows)](
