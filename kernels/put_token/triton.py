@@ -71,7 +71,7 @@ def put_token(
         k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         0 if position is None else position.stride(0), 0 if score is None else score.stride(0),
         0 if len(now) == 1 else now.stride(0), keys.shape[1], at, ring,
-        DIM=dim, BLOCK_D=triton.next_power_of_2(dim), DIM_V=dim_v, BLOCK_V=triton.next_power_of_2(dim_v), WHICH=which,
+        DIM=dim, BLOCK_D=triton.next_power_of_2(dim), DIM_V=dim_v, BLOCK_V=triton.next_power_of_2(max(dim_v, 1)), WHICH=which,
         PLACED=position is not None, SCORED=score is not None, COUNTS=counts is not None,
         UNIT=0 if limit is None else limit.unit, BLOCK=1024, **FUSED,
     )  # fmt: skip

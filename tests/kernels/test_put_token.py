@@ -32,8 +32,13 @@ def slots(rows: int, n: int, dim: int, dim_v: int, dtype: torch.dtype) -> dict[s
 )
 @pytest.mark.parametrize(
     "rows, n, dim, dim_v, dtype",
-    [(3, 21, 16, 16, torch.float32), (1, 21, 72, 40, torch.bfloat16), (2, 1500, 8, 24, torch.float16)],
-)
+    [
+        (3, 21, 16, 16, torch.float32),
+        (1, 21, 72, 40, torch.bfloat16),
+        (2, 1500, 8, 24, torch.float16),
+        (2, 21, 40, 0, torch.float32),
+    ],
+)  # values of no channels: they are a part of the keys
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_put_a_token_is_as_the_loop(
     backend: str, rows: int, n: int, dim: int, dim_v: int, dtype: torch.dtype, how: dict[str, Any]
