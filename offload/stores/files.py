@@ -21,6 +21,8 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -86,9 +88,8 @@ class Files:
         try:
             self._reserved_write(entry, [front, *payload])
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._make_room(entry.size):
                 raise StoreError(f"{key[:12]}... was not stored: {error}") from error
-            self._make_room(entry.size)
             self._last_try(entry, [front, *payload])
 
     def _last_try(self, entry: Entry, parts: Sequence[Buffer]) -> None:
@@ -107,16 +108,17 @@ class Files:
         return lives and (old.size, old.mark) == (entry.size, entry.mark)
 
     def _reserved_write(self, entry: Entry, parts: Sequence[Buffer]) -> None:
-        writer = f"{os.getpid()}-{secrets.token_hex(4)}"
+        writer, pinned = f"{os.getpid()}-{secrets.token_hex(4)}", self._pin(entry.key).exists()
         try:
-            for victim in self.index.reserve(entry, writer, self.cap, time.time()):
+            for victim in self.index.reserve(replace(entry, pinned=pinned), writer, self.cap, time.time()):
                 self._unlink(victim)
         except sqlite3.Error as error:
-            raise StoreError(f"{entry.key[:12]}... was not stored, the index failed: {error}") from error
+            full = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+            raise OSError(errno.ENOSPC if full else errno.EIO, f"the index failed: {error}") from error
         try:
             self._write(self.folder / "tmp" / f"{entry.key[:16]}-{writer}", self.path(entry.key), parts)
         except BaseException:
-            self._quietly(self.index.remove, entry.key)
+            self._quietly(lambda key: self.index.remove(key, writer), entry.key)
             raise
         self._quietly(self.index.commit, entry.key)
 
@@ -140,16 +142,19 @@ class Files:
         if self.durable:
             self.files.sync_folder(folder)
 
-    def _make_room(self, size: int) -> None:
-        """The disk is full though the cap is not: give up as much as is about to be written."""
+    def _make_room(self, size: int) -> bool:
+        """The disk is full though the cap is not: give up as much as is about to be written, or nothing if that is not there."""
+        free = sorted((e for e in self.entries() if not e.pinned), key=lambda e: e.accessed)
+        if sum(entry.size for entry in free) < size:
+            return False
         freed = 0
-        for entry in sorted(self.index.entries(), key=lambda e: e.accessed):
+        for entry in free:
             if freed >= size:
-                return
-            if not entry.pinned:
-                freed += entry.size
-                self.delete(entry.key)
+                break
+            freed += entry.size
+            self.delete(entry.key)
         log.warning("disk full: %d bytes evicted from %s", freed, self.folder)
+        return True
 
     def read(self, key: str, into: memoryview, offset: int = 0) -> int:
         """Fills `into`. Raises KeyError, or CorruptBitstream after moving the damaged file out of the way."""
@@ -206,19 +211,26 @@ class Files:
     def delete(self, key: str) -> bool:
         there = self.path(key).exists()
         self._unlink(key)
-        self.files.unlink(self.folder / "pins" / key)
+        for damaged, _, _ in self.files.scan(self.folder / "quarantine"):
+            if damaged.name.startswith(key):
+                self.files.unlink(damaged)
         self._quietly(self.index.remove, key)
         return there
 
     def _unlink(self, key: str) -> None:
         self.files.unlink(self.path(key))
+        self.files.unlink(self._pin(key))
+
+    def _pin(self, key: str) -> Path:
+        return self.folder / "pins" / keys.check(key)
 
     def entries(self) -> list[Entry]:
-        return self.index.entries()
+        with self._index_errors():
+            return self.index.entries()
 
     def pin(self, key: str, pinned: bool = True) -> None:
         """A pin is a file of its own, so that it outlives the index."""
-        mark = self.folder / "pins" / keys.check(key)
+        mark = self._pin(key)
         if not pinned:
             self.files.unlink(mark)
         elif self.size(key) is None:
@@ -226,7 +238,8 @@ class Files:
         elif not mark.exists():
             self.files.close(self.files.create(mark))
             self._sync_folder(mark.parent)
-        self.index.pin(key, pinned)
+        with self._index_errors():
+            self.index.pin(key, pinned)
 
     def verify(self, key: str) -> None:
         size = self.size(key)
@@ -240,23 +253,28 @@ class Files:
         for path, _, changed in self.files.scan(self.folder / "tmp"):
             if now - changed > self.grace:
                 self.files.unlink(path)
-        self.index.replace(list(self._scan()), filter(_alive, self.index.writers()), now)
-        gone = self.index.trim(self.cap, now)
+        with self._index_errors():
+            self.index.replace(list(self._scan(now)), filter(_alive, self.index.writers()), now)
+            gone = self.index.trim(self.cap, now)
         for key in gone:
             self.delete(key)
         return len(gone)
 
-    def _scan(self) -> Iterator[Entry]:
+    def _scan(self, now: float) -> Iterator[Entry]:
         pinned = {path.name for path, _, _ in self.files.scan(self.folder / "pins")}
         for shard in SHARDS:
-            for path, _, changed in self.files.scan(self.folder / "objects" / shard):
+            for path, size, changed in self.files.scan(self.folder / "objects" / shard):
+                changed = min(changed, now)  # a clock that was put back would make it the last to be evicted
                 try:
                     entry = self._header(path.stem)
                 except KeyError:
                     continue
-                except (CorruptBitstream, IncompatibleCache, ValueError):
+                except (CorruptBitstream, ValueError):
                     self._quarantine_path(path)
                     continue
+                except OSError as error:  # of another version, or unreadable: it takes its room, until it is evicted
+                    log.warning("%s is left as it is: %s", path, error)
+                    entry = Entry(path.stem, max(0, size - record.SIZE), changed)
                 yield Entry(entry.key, entry.size, entry.created, entry.expires, changed, entry.key in pinned)
 
     def _quarantine(self, key: str) -> None:
@@ -276,10 +294,10 @@ class Files:
     def _touch(self, key: str, entry: Entry | None = None) -> None:
         now = time.time()
         try:
-            if now - self.path(key).stat().st_mtime > COARSE:
+            if abs(now - self.path(key).stat().st_mtime) > COARSE:
                 self.files.touch(self.path(key), now)
-                if entry is not None:
-                    self.index.add(entry)  # unless it is there: the index may have fallen behind
+                if entry is not None:  # unless it is there: the index may have fallen behind
+                    self.index.add(replace(entry, pinned=self._pin(key).exists()))
                 self.index.touch(key, now)
         except (OSError, sqlite3.Error) as error:
             log.debug("access to %s was not written down: %s", key, error)
@@ -290,6 +308,13 @@ class Files:
             change(key)
         except sqlite3.Error as error:
             log.warning("the index of %s fell behind: %s", self.folder, error)
+
+    @contextmanager
+    def _index_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(f"the index of the store at {self.folder} failed: {error}") from error
 
     def close(self) -> None:
         self.index.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ create table if not exists object (
     accessed real not null, pinned integer not null, writer text
 ) without rowid;
 create index if not exists age on object (pinned, accessed);
+create index if not exists expiry on object (expires) where expires > 0;
 """
 SOUND = (
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM,
@@ -49,6 +51,7 @@ class Index:
         try:
             base.execute("pragma journal_mode=wal")
             base.execute("pragma synchronous=off")  # it is rebuilt after a crash
+            base.execute("pragma wal_autocheckpoint=100")  # 400 KB of log, for a disk that is full
             base.executescript(SCHEMA)
             base.execute(f"select {COLUMNS} from object limit 1")
         except sqlite3.DatabaseError:
@@ -83,13 +86,13 @@ class Index:
         ).fetchall()
         victims, over = [key for key, _ in expired], over - sum(n for _, n in expired)
         for key, n in self.base.execute(
-            "select key, size from object where pinned = 0 and writer is null order by accessed, key"
-        ):
+            "select key, size from object where pinned = 0 and writer is null and not (expires > 0 and expires <= ?) "
+            "order by accessed, key", (now,)
+        ):  # fmt: skip
             if over <= 0:
                 break
-            if key not in victims:
-                victims.append(key)
-                over -= n
+            victims.append(key)
+            over -= n
         return victims, over
 
     def trim(self, cap: int | None, now: float) -> list[str]:
@@ -105,13 +108,13 @@ class Index:
             self.base.execute("update object set writer = null where key = ?", (key,))
 
     def replace(self, entries: Iterable[Entry], alive: Iterable[str], scanned: float) -> None:
-        """Sets the index to what a scan at time `scanned` found, keeping reservations of writers that are alive."""
+        """Sets the index to what a scan from time `scanned` on found, keeping reservations of writers that are alive."""
         keep = tuple(alive)
         with self.lock, self._transaction():
             marks = ",".join("?" * len(keep))
             self.base.execute(
-                f"delete from object where (writer is null and created < ?) or writer not in ({marks})",
-                (scanned, *keep),
+                f"delete from object where (writer is null and created not between ? and ?) or writer not in ({marks})",
+                (scanned, time.time(), *keep),  # what is of the future was made before the clock was put back
             )
             for entry in entries:
                 self._insert(entry, None, "ignore")
@@ -126,13 +129,14 @@ class Index:
             (entry.key, entry.size, entry.created, entry.expires, entry.accessed, entry.pinned, writer),
         )
 
-    def remove(self, key: str) -> None:
+    def remove(self, key: str, writer: str | None = None) -> None:
+        """Forgets a value, or what a writer has reserved for it; not what another writer has."""
         with self.lock:
-            self.base.execute("delete from object where key = ?", (key,))
+            self.base.execute("delete from object where key = ? and writer is ?", (key, writer))
 
     def touch(self, key: str, when: float) -> None:
         with self.lock:
-            self.base.execute("update object set accessed = max(accessed, ?) where key = ?", (when, key))
+            self.base.execute("update object set accessed = ? where key = ?", (when, key))
 
     def pin(self, key: str, pinned: bool) -> None:
         with self.lock:
@@ -173,4 +177,9 @@ class _Transaction:
         self.base.execute("begin immediate")
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self.base.execute("commit" if kind is None else "rollback")
+        try:
+            if kind is None:
+                self.base.execute("commit")
+        finally:
+            if self.base.in_transaction:  # a full disk may have rolled back by itself
+                self.base.execute("rollback")

@@ -1,0 +1,234 @@
+"""What the file store keeps: pins, bytes under the cap, values that it cannot read, and everything on a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvengine.errors import IncompatibleCache, StoreError
+from kvengine.offload.stores import Files, record
+from kvengine.offload.stores.filesystem import FileSystem
+
+KEYS = [f"{i:064x}" for i in range(40)]
+
+
+def held(store: Files) -> int:
+    """Bytes of payload in the folder."""
+    return sum(path.stat().st_size - record.SIZE for path in (store.folder / "objects").rglob("*.kv"))
+
+
+def test_a_pinned_value_that_is_put_again_stays_pinned(tmp_path: Path) -> None:
+    store = Files(tmp_path, cap=1000, sync="none")
+    store.put(KEYS[0], [bytes(300)], 100)
+    store.pin(KEYS[0])
+    store.put(KEYS[0], [bytes(300)])  # for ever
+    store.index.touch(KEYS[0], 1.0)
+    for key in KEYS[1:9]:
+        store.put(key, [bytes(300)])
+    assert store.size(KEYS[0]) == 300
+    store.close()
+
+
+def test_a_pinned_value_that_the_index_forgot_stays_pinned(tmp_path: Path) -> None:
+    store = Files(tmp_path, sync="none")
+    store.put(KEYS[0], [bytes(300)])
+    store.pin(KEYS[0])
+    store.index.remove(KEYS[0])
+    os.utime(store.path(KEYS[0]), (1.0, 1.0))
+    store.verify(KEYS[0])
+    assert [entry.pinned for entry in store.entries()] == [True]
+    store.close()
+
+
+def test_the_pin_of_an_expired_value_goes_with_it(tmp_path: Path) -> None:
+    store = Files(tmp_path, cap=1000, sync="none")
+    store.put(KEYS[0], [bytes(300)], 0.01)
+    store.pin(KEYS[0])
+    time.sleep(0.02)
+    store.put(KEYS[1], [bytes(300)])
+    assert held(store) == 300 and not list((tmp_path / "pins").iterdir())
+    store.close()
+
+
+class Asked(FileSystem):
+    """Calls `hook` while a value is being written."""
+
+    hook: Callable[[], object] = staticmethod(lambda: None)
+
+    def write(self, handle: int, data: Any) -> None:
+        super().write(handle, data)
+        self.hook()
+
+
+@pytest.mark.parametrize("what", ["size", "delete"])
+def test_who_asks_for_a_value_while_it_is_written_does_not_take_it_out_of_the_count(tmp_path: Path, what: str) -> None:
+    files = Asked()
+    store = Files(tmp_path, cap=1000, sync="none", files=files)
+    for key in KEYS[:10]:
+        files.hook = lambda key=key: getattr(store, what)(key)  # type: ignore[misc]
+        store.put(key, [bytes(300)])
+    assert held(store) == store.index.total() == 900
+    store.close()
+
+
+def test_a_writer_that_fails_leaves_the_value_of_a_faster_one_counted(tmp_path: Path) -> None:
+    files = Asked()
+    store, other = Files(tmp_path, sync="none", files=files), Files(tmp_path, sync="none")
+
+    def fail() -> None:
+        other.put(KEYS[0], [bytes(300)])
+        raise OSError(errno.EIO, "broken")
+
+    files.hook = fail
+    with pytest.raises(StoreError, match="broken"):
+        store.put(KEYS[0], [bytes(300)])
+    assert held(store) == other.index.total() == 300
+    store.close()
+    other.close()
+
+
+def another_version(store: Files, key: str) -> None:
+    body = bytes(100)
+    front = bytearray(record.header(key, [body], None)[: record.HEADER.size])
+    front[8] = 99
+    store.path(key).write_bytes(bytes(front) + record.digest(bytes(front)) + body)
+
+
+def test_values_of_another_version_stay_and_are_counted(tmp_path: Path) -> None:
+    """They went to quarantine when the folder was opened, and all but eight were lost."""
+    store = Files(tmp_path, sync="none")
+    for key in KEYS[:20]:
+        another_version(store, key)
+    store.close()
+    store = Files(tmp_path, cap=2500, sync="none")
+    assert held(store) == store.index.total() == 2000
+    with pytest.raises(IncompatibleCache, match="version 99"):
+        store.size(KEYS[3])
+    store.put(KEYS[30], [bytes(600)])
+    assert held(store) == store.index.total() == 2500
+    store.close()
+
+
+def test_one_bad_block_does_not_close_the_store(tmp_path: Path) -> None:
+    class Bad(FileSystem):
+        def read(self, handle: int, into: memoryview, offset: int) -> int:
+            if os.readlink(f"/proc/self/fd/{handle}").endswith(f"{KEYS[0]}.kv"):
+                raise OSError(errno.EIO, "a bad block")
+            return super().read(handle, into, offset)
+
+    store = Files(tmp_path, sync="none")
+    for key in KEYS[:2]:
+        store.put(key, [bytes(100)])
+    store.close()
+    store = Files(tmp_path, sync="none", files=Bad())
+    assert store.size(KEYS[1]) == 100 and store.index.total() == 200
+    with pytest.raises(OSError, match="a bad block"):
+        store.size(KEYS[0])
+    store.close()
+
+
+def test_a_disk_too_full_for_the_index_makes_room_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Files(tmp_path, sync="none")
+    for key in KEYS[:3]:
+        store.put(key, [bytes(100)])
+    reserve, calls = store.index.reserve, []
+
+    def full(*arguments: Any) -> list[str]:
+        calls.append(arguments)
+        if len(calls) == 1:
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return reserve(*arguments)
+
+    monkeypatch.setattr(store.index, "reserve", full)
+    store.put(KEYS[5], [bytes(100)])
+    assert store.size(KEYS[5]) == 100 and held(store) == store.index.total() == 300
+    store.close()
+
+
+def test_an_index_that_was_full_goes_on(tmp_path: Path) -> None:
+    store = Files(tmp_path, sync="none")
+    pages = store.index.base.execute("pragma page_count").fetchone()[0]
+    store.index.base.execute(f"pragma max_page_count={pages}")
+    with pytest.raises(StoreError, match="full"):
+        for i in range(10_000):
+            store.put(f"{i:064x}", [b""])
+    store.index.base.execute("pragma max_page_count=100000")
+    store.put(KEYS[39], [bytes(100)])
+    assert not store.index.base.in_transaction
+    store.close()
+
+
+def test_what_does_not_fit_on_a_full_disk_evicts_nothing(tmp_path: Path) -> None:
+    class Full(FileSystem):
+        def write(self, handle: int, data: Any) -> None:
+            if len(data) > 500:
+                raise OSError(errno.ENOSPC, "no space left")
+            super().write(handle, data)
+
+    store = Files(tmp_path, sync="none", files=Full())
+    for key in KEYS[:3]:
+        store.put(key, [bytes(300)])
+    with pytest.raises(StoreError, match="no space left"):
+        store.put(KEYS[5], [bytes(1000)])
+    assert held(store) == store.index.total() == 900
+    store.close()
+
+
+def test_a_clock_that_was_put_back(tmp_path: Path) -> None:
+    """What was used before is not taken for the newest for as long as the clock was ahead, nor listed when it is gone."""
+    store = Files(tmp_path, cap=900, sync="none")
+    for key in KEYS[:3]:
+        store.put(key, [bytes(300)])
+        later = time.time() + 1e6
+        store.index.base.execute("update object set created = ?, accessed = ? where key = ?", (later, later, key))
+        os.utime(store.path(key), (later, later))
+    store.verify(KEYS[1])
+    store.path(KEYS[2]).unlink()
+    store.gc()
+    assert [entry.key for entry in store.entries()] == KEYS[:2]
+    assert max(entry.accessed for entry in store.entries()) <= time.time()
+    for key in KEYS[3:6]:
+        time.sleep(0.002)
+        store.put(key, [bytes(300)])
+    assert [entry.key for entry in store.entries()] == KEYS[3:6]
+    store.close()
+
+
+def test_what_was_deleted_is_not_left_in_quarantine(tmp_path: Path) -> None:
+    store = Files(tmp_path, sync="none")
+    store.put(KEYS[0], [bytes(300)])
+    store.path(KEYS[0]).write_bytes(b"damaged")
+    assert store.size(KEYS[0]) is None and len(list((tmp_path / "quarantine").iterdir())) == 1
+    store.delete(KEYS[0])
+    assert not list((tmp_path / "quarantine").iterdir())
+    store.close()
+
+
+def test_an_index_that_fails_is_an_error_of_ours(tmp_path: Path) -> None:
+    store = Files(tmp_path, sync="none")
+    store.put(KEYS[0], [bytes(300)])
+    store.close()
+    for call in (store.entries, store.gc, lambda: store.pin(KEYS[0]), lambda: store.put(KEYS[1], [b"x"])):
+        with pytest.raises(StoreError, match="index"):
+            call()
+
+
+def test_many_expired_values_go_at_once(tmp_path: Path) -> None:
+    """Each was looked for among all that were to go."""
+    store = Files(tmp_path, cap=10, sync="none")
+    now = time.time()
+    rows = [record.Entry(f"{i:064x}", 1, now, 1.0 * (i % 2), 2.0) for i in range(60_000)]
+    store.index.replace(rows, [], now)
+    start = time.monotonic()
+    victims = store.index.reserve(record.Entry(KEYS[0][::-1].replace("0", "f"), 1, now), "w", 10, now)
+    assert len(victims) == 60_000 - 9 and time.monotonic() - start < 10
+    store.close()
