@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import track
 from rich.table import Table
 
-from kvengine.errors import CorruptBitstream, KVEngineError, StoreError
+from kvengine.errors import CorruptBitstream, IncompatibleCache, KVEngineError, StoreError
 from kvengine.offload import container as box
 
 if TYPE_CHECKING:
@@ -144,7 +145,10 @@ def _read(source: Backend, key: str) -> bytes:
     size = source.size(key)
     if size is None:
         raise KeyError(key)
-    into = bytearray(size)
+    try:
+        into = bytearray(size)
+    except (MemoryError, OverflowError):
+        raise CorruptBitstream(f"{key[:12]}... says that it has {size} bytes, which fit into no memory") from None
     if source.read(key, memoryview(into)) != size:
         raise CorruptBitstream(f"{key[:12]}... changed while it was read")
     return bytes(into)
@@ -156,17 +160,22 @@ def verify(
     store: Store = "",
 ) -> None:
     """Read values and check every byte. Damaged ones are taken out of the store; the status is then 1."""
-    bad, count = [], 0
+    bad, strange, console = 0, 0, Console(stderr=True)
     with opened(store) as source:
-        for key in [complete(source, name) for name in some or []] or [entry.key for entry in source.entries()]:
-            count += 1
+        every = [complete(source, name) for name in some or []] or [entry.key for entry in source.entries()]
+        for key in track(every, "", console=console, transient=True, disable=not console.is_terminal):
             try:
-                box.read_bytes(_read(source, key)).verify()
+                payload = _read(source, key)
+                if payload.startswith(box.MAGIC):  # or it is pages of a generation, of which the record says all
+                    box.read_bytes(payload).verify()
+            except IncompatibleCache as error:
+                strange += 1
+                typer.echo(f"{key} is left as it is: {error}", err=True)
             except (CorruptBitstream, KeyError) as error:
-                bad.append(key)
+                bad += 1
                 typer.echo(f"{key} {error}", err=True)
                 source.delete(key)
-    typer.echo(f"{count - len(bad)} of {count} values are whole")
+    typer.echo(f"{len(every) - bad - strange} of {len(every)} values are whole")
     if bad:
         raise typer.Exit(1)
 

@@ -10,8 +10,10 @@ import pytest
 from support_offload import cache
 from typer.testing import CliRunner
 
-from kvengine.offload import cachegen, stores
+from kvengine.errors import CorruptBitstream
+from kvengine.offload import cachegen, commands, stores
 from kvengine.offload.commands import app
+from kvengine.offload.stores import record
 
 KEYS = [f"{i:02d}".ljust(64, "a") for i in range(3)]
 
@@ -51,6 +53,33 @@ def test_verify_finds_and_removes_damage(folder: Path) -> None:
     assert "2 of 3" in run("verify", "-s", folder, status=1)
     assert "2 of 2" in run("verify", "-s", folder)
     assert "1 of 1" in run("verify", "00", "-s", folder)
+
+
+def test_verify_leaves_what_it_cannot_judge(folder: Path) -> None:
+    """Pages of a generation that is under way were deleted as if damaged."""
+    store = stores.Files(folder)
+    store.put("e" * 64, [bytes(5000)], 1000)
+    for key, body in (("b" * 64, b"x"), ("c" * 64, cachegen.encode(cache(tokens=9), "low"))):
+        store.put(key, [body])
+    front = bytearray(store.path("b" * 64).read_bytes()[: record.HEADER.size])
+    front[8] = 99
+    store.path("b" * 64).write_bytes(bytes(front) + record.digest(bytes(front)) + b"x")
+    newer = bytearray(cachegen.encode(cache(tokens=9), "low"))
+    newer[8] = 99
+    store.put("c" * 64, [newer])
+    store.close()
+    text = run("verify", "-s", folder)
+    assert "4 of 6" in text and text.count("is left as it is") == 2 and "version 99" in text
+    assert "4 of 6" in run("verify", "-s", folder)
+
+
+def test_a_value_that_says_it_is_huge_is_damaged() -> None:
+    class Huge:
+        def size(self, key: str) -> int:
+            return 1 << 62
+
+    with pytest.raises(CorruptBitstream, match="fit into no memory"):
+        commands._read(Huge(), KEYS[0])  # type: ignore[arg-type]
 
 
 def test_export_and_import(folder: Path, tmp_path: Path) -> None:
