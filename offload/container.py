@@ -15,7 +15,9 @@ malice; a reader that must not trust the writer still gets no crash and no overs
 from __future__ import annotations
 
 import json
+import os
 import struct
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -136,17 +138,23 @@ def read_bytes(data: bytes | bytearray | memoryview) -> Container:
 def read_file(path: str | Path) -> Container:
     """Opens a container on disk; sections are read only when asked for. Raises CorruptBitstream, IncompatibleCache or
     FileNotFoundError, which name the file."""
-    place = Path(path)
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))  # one, since the name may be given to another file
 
     def fetch(offset: int, length: int) -> bytes:
-        with place.open("rb") as file:
-            file.seek(offset)
-            return file.read(length)
+        pieces = []
+        while length and (piece := os.pread(handle, length, offset)):
+            pieces, offset, length = [*pieces, piece], offset + len(piece), length - len(piece)
+        return b"".join(pieces)
 
     try:
-        return _open(fetch, place.stat().st_size)
-    except StoreError as error:
-        raise type(error)(f"{path}: {error}") from error
+        held = _open(fetch, os.fstat(handle).st_size)
+    except BaseException as error:
+        os.close(handle)
+        if isinstance(error, StoreError):
+            raise type(error)(f"{path}: {error}") from error
+        raise
+    weakref.finalize(held, os.close, handle)
+    return held
 
 
 def _open(fetch: Fetch, available: int) -> Container:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,10 +83,13 @@ class FileSystem:
 
 
 def replace_file(path: Path, data: Buffer) -> None:
-    """Write a file: the whole of it or nothing, durable when this returns, whoever else writes it. Raises OSError."""
-    files, draft = FileSystem(), path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.part")
+    """Write a file: the whole of it or nothing, durable when this returns, whoever else writes it; who may read one that is
+    replaced may read the new one. Raises OSError."""
+    files, draft = FileSystem(), path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}.part")
     try:
         with draft.open("xb") as file:
+            if path.exists():
+                draft.chmod(stat.S_IMODE(path.stat().st_mode))
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

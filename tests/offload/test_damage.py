@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import struct
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from kvengine.errors import CorruptBitstream, IncompatibleCache, StoreError
 from kvengine.offload import cachegen
 from kvengine.offload import container as box
 from kvengine.offload.cachegen import coder, native, reference, tables
+from kvengine.offload.stores.filesystem import replace_file
 
 LEVELS = ["lossless", "low", "near"]
 
@@ -143,6 +146,38 @@ def test_a_header_too_deep_or_not_an_object_is_corrupt() -> None:
         front = box.PREAMBLE.pack(box.MAGIC, box.VERSION, 0, len(text), 0, box.PREAMBLE.size + len(text) + 8) + text
         with pytest.raises(CorruptBitstream):
             box.read_bytes(front + box.digest(front))
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
+    """It was called damaged, and to be deleted."""
+    path = tmp_path / "s.kv"
+    replace_file(path, box.pack({"n": 1}, [b"one" * 1000, b"more"]))
+    held = box.read_file(path)
+    replace_file(path, box.pack({"n": 2}, [b"two" * 3000]))
+    held.verify()
+    assert held.section(1) == b"more" and box.read_file(path).header == {"n": 2}
+
+
+def test_files_that_were_read_are_closed(tmp_path: Path) -> None:
+    path = tmp_path / "s.kv"
+    replace_file(path, box.pack({}, [b"one"]))
+    (tmp_path / "t.kv").write_bytes(b"torn")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        box.read_file(path).verify()
+        with pytest.raises(CorruptBitstream):
+            box.read_file(tmp_path / "t.kv")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_is_replaced_keeps_its_permissions_whatever_its_name(tmp_path: Path) -> None:
+    for name in ("s.kv", "漢" * 84, "x" * 255):
+        path = tmp_path / name
+        replace_file(path, b"first")
+        path.chmod(0o600)
+        replace_file(path, b"second")
+        assert path.read_bytes() == b"second" and path.stat().st_mode & 0o777 == 0o600
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_headers_are_plain_and_stable() -> None:
