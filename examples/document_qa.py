@@ -165,7 +165,7 @@ class Library:
         return body.decode("utf-8-sig")
 
     def delete(self, name: str) -> dict[str, Any]:
-        """Forget a document: its text, and what was computed of it. Raises HTTPException 404."""
+        """Forget a document: its text, and what was computed of it. Raises HTTPException 404 or 503."""
         file = self.folder / f"{name}.txt"
         with self.lock:
             try:
@@ -181,9 +181,17 @@ class Library:
                     "warning": "its text was damaged: the store keeps its chunks",
                 }
             keys = chain(ids[0].tolist(), self.prefix.start, self.prefix.chunk)
+            failures = self.failures
             gone = self.prefix.store.delete(keys)
+            if self.failures > failures:  # the text stays, as without it nobody knows what is to go
+                raise HTTPException(503, "the store cannot be reached and has what was computed of it; DELETE it again")
             file.unlink()
         return {"id": name, "deleted": True, "chunks": sum(gone)}
+
+    @property
+    def failures(self) -> int:
+        counts = self.prefix.store.counts
+        return counts["failed"] + counts["skipped"]
 
     def stored(self) -> dict[str, Any]:
         """Whether what was submitted has reached the store."""

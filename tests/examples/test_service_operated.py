@@ -113,6 +113,25 @@ def test_documents_are_counted_and_can_be_deleted(served: Served, monkeypatch: p
     assert client("/documents", document("too many"))[0] == 201
 
 
+def test_a_document_is_kept_until_the_store_has_deleted_what_was_computed_of_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, library, _ = served
+    made, store = client("/documents", document("kept"))[1], library.prefix.store
+
+    def down(key: str) -> bool:
+        raise ConnectionError("down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "pause", 0.0)
+        patch.setattr(store.backend, "delete", down)
+        status, answer = client(f"/documents/{made['id']}", method="DELETE")
+        assert status == 503 and "DELETE it again" in answer["error"]
+    assert client(f"/documents/{made['id']}/questions", QUESTION)[0] == 200
+    status, gone = client(f"/documents/{made['id']}", method="DELETE")
+    assert status == 200 and gone["chunks"] == made["tokens"] // library.prefix.chunk > 0
+
+
 def test_a_text_that_was_changed_on_disk_is_not_answered_from(served: Served) -> None:
     client, library, _ = served
     made = client("/documents", document("changed"))[1]
