@@ -52,7 +52,7 @@ class Prefix:
         level: of the codec; "lossless" gives the text of a cold run.
         chunk: tokens of a chunk.
         salt: of the tenant; chunks under another salt are never found.
-        timeout: seconds to wait for the store before computing instead.
+        timeout: seconds to wait for the store, to say what it has and then for each chunk, before computing instead.
         ttl: seconds that chunks live in the store; None for ever.
 
     Raises ValueError for a salt that is too long, ModelError for a model whose keys the codec does not take,
@@ -111,13 +111,14 @@ class Prefix:
 
     def read(self, keys: Sequence[str]) -> list[KV]:
         """The leading chunks that are there, whole and in time."""
-        sizes = self.store.sizes(keys[: self.store.lookup(keys)])
         found: list[KV] = []
         jobs = []
-        for key, size in zip(keys, sizes, strict=False):
-            if size is None:
+        for key, size in zip(keys, self.store.leading(keys, self.timeout), strict=False):
+            try:
+                buffer = bytearray(size)
+            except (MemoryError, OverflowError):  # what a store says of a value is checked only once it is here
+                log.warning("a stored chunk is recomputed: the store says that it has %d bytes", size)
                 break
-            buffer = bytearray(size)
             jobs.append((self.store.submit_get([key], [buffer]), buffer))
         for job, buffer in jobs:  # all are under way; decoding one overlaps with reading the next
             done = self.store.wait(job, self.timeout)
@@ -143,7 +144,7 @@ class Prefix:
             entered.is_initialized = True  # type: ignore[union-attr]
 
     def keep(self, ids: Int[Tensor, "1 token"], cache: EngineCache) -> int:
-        """Stores the prompt's whole chunks that are not stored yet; the chunks submitted. Does not wait.
+        """Stores the prompt's whole chunks that are not stored yet; the chunks submitted. Does not wait until they are.
 
         Raises CacheError if the cache no longer holds every token of the prompt exactly, holds several sequences, or was
         given padding, which no chunk's name tells.
@@ -162,7 +163,7 @@ class Prefix:
                 "some of this cache's tokens were hidden by an attention_mask, so that another prompt of the same tokens "
                 "would not have these keys. Give the prompt without padding"
             )
-        have = self.store.lookup(keys)
+        have = self.store.lookup(keys, self.timeout)
         layers = [layer.contents() for layer in engines]
         if self.rank:  # values that a policy has are the keys' first channels
             layers = [(k, v[..., :0]) for k, v in layers]

@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from kvengine.errors import CorruptBitstream, IncompatibleCache, StoreError
+from kvengine.errors import CorruptBitstream, StoreError
 from kvengine.offload.stores import keys, record
 from kvengine.offload.stores.filesystem import FileSystem
 from kvengine.offload.stores.index import Index
@@ -101,11 +101,9 @@ class Files:
     def _has(self, entry: Entry) -> bool:
         """Whether an equal value is there that lives at least as long."""
         try:
-            old = self._header(entry.key)
-        except (KeyError, CorruptBitstream, IncompatibleCache, OSError):
+            return self._header(entry.key).serves(entry)
+        except (KeyError, OSError):
             return False
-        lives = old.expires == 0 or 0 < entry.expires <= old.expires
-        return lives and (old.size, old.mark) == (entry.size, entry.mark)
 
     def _reserved_write(self, entry: Entry, parts: Sequence[Buffer]) -> None:
         writer, pinned = f"{os.getpid()}-{secrets.token_hex(4)}", self._pin(entry.key).exists()

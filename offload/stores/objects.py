@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvengine.errors import CorruptBitstream, StoreError
+from kvengine.errors import CorruptBitstream, IncompatibleCache, StoreError
 from kvengine.offload.stores import keys, record
 from kvengine.offload.stores.record import Buffer, Entry
 
@@ -52,7 +52,11 @@ class Objects:
             raise KeyError(name) from None
 
     def _head(self, key: str) -> Entry:
-        entry = record.parse(bytes(self._range(self._name(key), 0, record.SIZE)), key)
+        try:
+            entry = record.parse(bytes(self._range(self._name(key), 0, record.SIZE)), key)
+        except CorruptBitstream:
+            self.delete(key)
+            raise
         if entry.expired(time.time()):
             raise KeyError(key)
         return entry
@@ -79,7 +83,11 @@ class Objects:
             return None
 
     def delete(self, key: str) -> bool:
-        there = self.size(key) is not None
+        try:
+            self.api.head(self.store, self._name(key))
+            there = True
+        except FileNotFoundError:
+            there = False
         for name in (self._name(key), self._pin_name(key)):
             try:
                 self.api.delete(self.store, name)
@@ -96,12 +104,16 @@ class Objects:
         """One small read per value: the size and expiry are in its header."""
         pinned = {str(item["path"]).rsplit("/", 1)[-1] for item in self._list("pins")}
         for item in self._list("objects"):
-            key = str(item["path"]).rsplit("/", 1)[-1].removesuffix(".kv")
+            key, size = str(item["path"]).rsplit("/", 1)[-1].removesuffix(".kv"), item["size"] - record.SIZE
+            if size < 0 or not keys.KEY.fullmatch(key):  # not ours, as what a console puts for a folder
+                continue
+            changed = item["last_modified"].timestamp()
             try:
                 found = record.parse(bytes(self._range(item["path"], 0, record.SIZE)), key)
             except (KeyError, CorruptBitstream):
                 continue
-            changed = item["last_modified"].timestamp()
+            except IncompatibleCache:  # it takes its room, until `gc` wants that
+                found = Entry(key, size, changed)
             yield Entry(key, found.size, found.created, found.expires, changed, key in pinned, found.mark)
 
     def pin(self, key: str, pinned: bool = True) -> None:

@@ -45,6 +45,11 @@ class Entry:
     def expired(self, now: float) -> bool:
         return 0 < self.expires <= now
 
+    def serves(self, new: Entry) -> bool:
+        """Whether it is equal to a new one, and lives at least as long."""
+        lives = self.expires == 0 or 0 < new.expires <= self.expires
+        return lives and (self.size, self.mark) == (new.size, new.mark)
+
 
 def check_ttl(ttl: float | None) -> float | None:
     """Raises StoreError unless it is a positive number of seconds: a value that is expired as it comes would be lost."""

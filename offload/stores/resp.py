@@ -1,9 +1,10 @@
 """Values on Redis or Valkey, through redis-py and hiredis: a RAM tier that several machines share.
 
 A value is split into parts of at most 4 MiB (one huge value stalls the server's single thread), written before the
-manifest that names them; the manifest carries the record's header, so a value is seen whole or not at all. Expiry is
-the server's. Eviction is the server's too (`maxmemory-policy`): pinning removes the expiry, and protects from eviction
-only under a `volatile-*` policy.
+manifest that names them; the manifest carries the record's header, so a value is seen whole or not at all. Until it
+is there its parts expire, so that a writer that is killed leaves nothing for ever. Expiry is the server's. Eviction
+is the server's too (`maxmemory-policy`): pinning removes the expiry, and protects from eviction only under a
+`volatile-*` policy.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvengine.errors import CorruptBitstream, StoreError
+from kvengine.errors import CorruptBitstream, IncompatibleCache, StoreError
 from kvengine.offload.stores import keys, record
 from kvengine.offload.stores.record import Buffer, Entry
 
 PART = 4 << 20
+UNFINISHED = 3_600_000  # milliseconds that parts without a manifest stay
 
 
 class Resp:
@@ -41,17 +43,31 @@ class Resp:
 
     def put(self, key: str, payload: Sequence[Buffer], ttl: float | None = None) -> None:
         front = record.header(key, payload, ttl)
+        if self._has(record.parse(front)):
+            return
         whole = memoryview(b"".join(payload) if len(payload) != 1 else payload[0]).cast("B")
         expiry = None if ttl is None else max(int(ttl * 1000), 1)
         for number, start in enumerate(range(0, len(whole), PART)):
-            self.client.set(self._name(key, number), bytes(whole[start : start + PART]), px=expiry)
+            self.client.set(self._name(key, number), bytes(whole[start : start + PART]), px=expiry or UNFINISHED)
         self.client.set(self._name(key), front, px=expiry)
+        for number in range(-(-len(whole) // PART) if expiry is None else 0):
+            self.client.persist(self._name(key, number))
+
+    def _has(self, entry: Entry) -> bool:
+        try:
+            return self._head(entry.key).serves(entry)
+        except (KeyError, CorruptBitstream, IncompatibleCache):
+            return False
 
     def _head(self, key: str) -> Entry:
         front = self.client.get(self._name(key))
         if front is None:
             raise KeyError(key)
-        return record.parse(front, key)
+        try:
+            return record.parse(front, key)
+        except CorruptBitstream:
+            self.delete(key)
+            raise
 
     def read(self, key: str, into: memoryview, offset: int = 0) -> int:
         entry = self._head(key)
@@ -83,17 +99,23 @@ class Resp:
             return None
 
     def delete(self, key: str) -> bool:
+        front, number, parts = self.client.get(self._name(key)), 0, 0
+        try:
+            parts = -(-record.parse(front or b"", key).size // PART)
+        except (CorruptBitstream, IncompatibleCache):
+            pass  # then those that follow one another
         there = bool(self.client.delete(self._name(key)))
-        number = 0
-        while self.client.delete(self._name(key, number)):
+        while self.client.delete(self._name(key, number)) or number < parts:
             number += 1
         return there
 
     def entries(self) -> Iterator[Entry]:
         for name in self.client.scan_iter(f"{self.prefix}:*:head", count=1000):
             front = self.client.get(name)
-            if front is not None:
-                yield record.parse(front)
+            try:
+                yield record.parse(front or b"")
+            except (CorruptBitstream, IncompatibleCache):
+                continue  # gone since, damaged, or not to be read here
 
     def pin(self, key: str, pinned: bool = True) -> None:
         """Removes the expiry. It cannot be given back, so unpinning only makes sure that the value is there."""

@@ -1,6 +1,6 @@
 """The non-blocking face of every store.
 
-    lookup submit_put submit_get poll wait pin touch... delete usage events drain close
+    lookup leading sizes submit_put submit_get poll wait pin delete entries usage events drain close
 
 Buffers belong to the caller: those given to `submit_put` must not change, and those given to `submit_get` must not be
 used, until `poll` or `wait` has named the job. Whoever does not care need not ask: of the finished jobs that nobody has
@@ -72,6 +72,7 @@ class Store:
         self.backend, self.pending, self.pause, self.finished = backend, pending, pause, finished
         self.counts: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore")
+        self._asking = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-asks")  # not behind values on their way
         self._change = threading.Condition()
         self._jobs, self._queued, self._failures, self._closed_until = 0, 0, 0, 0.0
         self._open: set[int] = set()
@@ -84,12 +85,29 @@ class Store:
         if self._closed:
             raise StoreError("the store is closed; make another")
 
-    def lookup(self, keys: Sequence[str]) -> int:
+    def lookup(self, keys: Sequence[str], timeout: float | None = None) -> int:
         """How many of the first keys are there: the length of the reusable prefix, in chunks."""
-        for hits, key in enumerate(keys):
-            if self.sizes([key])[0] is None:
-                return hits
-        return len(keys)
+        return len(self.leading(keys, timeout))
+
+    def leading(self, keys: Sequence[str], timeout: float | None = None) -> list[int]:
+        """Bytes of each of the first values that are there, up to the first miss. What a store has not told after `timeout`
+        seconds is a miss, and a failure of the store."""
+        self._check_open()
+        found, late = list[int](), threading.Event()
+
+        def ask() -> None:
+            for key in keys:
+                if late.is_set() or (size := self.sizes([key])[0]) is None:
+                    return
+                found.append(size)
+
+        try:
+            self._asking.submit(ask).result(timeout)
+        except TimeoutError:
+            late.set()
+            self._note("failed", keys[0], f"no answer within {timeout} seconds")
+            self._failed()
+        return list(found)
 
     def sizes(self, keys: Sequence[str]) -> list[int | None]:
         """Bytes of each value, None for a miss: what buffers to bring to `submit_get`."""
@@ -257,5 +275,6 @@ class Store:
             if self._closed:
                 return
             self._closed = True
+        self._asking.shutdown()
         self._pool.shutdown()
         self.backend.close()

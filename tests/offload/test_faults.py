@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from support import greedy, llama, one
 from support_redis import Redis
 
 import kvengine
+from kvengine.errors import CorruptBitstream
 from kvengine.offload import cachegen, stores
 from kvengine.offload.stores import record
 from kvengine.prefix import Prefix
@@ -172,6 +175,72 @@ def test_a_server_without_memory_left(model: Any, redis: Redis) -> None:
     assert reuse.store.counts["failed"] > 0
     warm = reuse.fetch(ids)
     assert warm.seen < 96 and text(model, ids, warm) == cold
+    reuse.store.close()
+
+
+def test_nothing_is_left_of_what_was_deleted_or_never_finished(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvengine.offload.stores.resp.PART", 64)
+    store = stores.Resp(redis.url)
+    store.put(KEYS[0], [bytes(250)])
+    assert all(store.client.ttl(name) == -1 for name in store.client.keys())
+    store.client.delete(store._name(KEYS[0], 1))
+    assert store.delete(KEYS[0]) and not store.client.keys()
+    with monkeypatch.context() as patch:
+        failing(store.client, ("set",), 3)
+        with pytest.raises(Broken):
+            store.put(KEYS[0], [bytes(250)])
+        patch.undo()
+    assert len(store.client.keys()) == 2 and all(store.client.ttl(name) > 0 for name in store.client.keys())
+    store.close()
+
+
+def test_a_damaged_manifest_is_put_out_of_the_way(redis: Redis) -> None:
+    store = stores.Resp(redis.url)
+    for key in KEYS[:2]:
+        store.put(key, [b"value"])
+    store.client.set(store._name(KEYS[0]), b"damaged")
+    assert [entry.key for entry in store.entries()] == [KEYS[1]]
+    with pytest.raises(CorruptBitstream):
+        store.read(KEYS[0], memoryview(bytearray(5)))
+    assert len(store.client.keys()) == 2
+    store.close()
+
+
+@pytest.fixture
+def hanging() -> Iterator[str]:
+    """An address where connections are taken and nothing is said."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_bucket_that_says_nothing_costs_no_more_than_the_timeout(model: Any, hanging: str) -> None:
+    """It took the client's half minute, though another time was given."""
+    pytest.importorskip("obstore")
+    bucket = stores.backend(
+        "s3://bucket/x", endpoint=hanging, region="us-east-1", access_key_id="a", secret_access_key="b",
+        client_options={"allow_http": True, "timeout": "4 seconds"}, retry_config={"max_retries": 0},
+    )  # fmt: skip
+    reuse = Prefix(model, stores.Store(bucket), chunk=CHUNK, timeout=0.2)
+    ids = one(100)["input_ids"]
+    start = time.monotonic()
+    cache = reuse.fetch(ids)
+    assert cache.seen == 0 and time.monotonic() - start < 2
+    assert reuse.store.counts["failed"] == 1 and "no answer within 0.2 seconds" in reuse.store.events()[0].detail
+    text(model, ids, cache)
+    start = time.monotonic()
+    reuse.keep(ids, cache)
+    assert time.monotonic() - start < 2
+    reuse.store.close()
+
+
+def test_a_value_that_says_it_is_huge_is_computed(model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ids = one(100)["input_ids"]
+    reuse = Prefix(model, stores.Store(files := stores.Files(tmp_path, sync="none")), chunk=CHUNK)
+    cold = kept(reuse, model, ids)
+    size = files.size
+    files.size = lambda key: 1 << 62 if key == chunks(reuse, ids)[2] else size(key)  # type: ignore[method-assign]
+    cache = reuse.fetch(ids)
+    assert cache.seen == 2 * CHUNK and text(model, ids, cache) == cold and "says that it has" in caplog.text
     reuse.store.close()
 
 

@@ -185,6 +185,26 @@ def test_objects_are_collected_down_to_the_cap() -> None:
     assert len(kept) == 2 and KEYS[0] in kept
 
 
+def test_a_bucket_with_other_things_in_it() -> None:
+    """What a console puts for a folder, and a value of another version, ended each listing."""
+    pytest.importorskip("obstore")
+    store: Any = stores.backend("memory://", cap=600)
+    front = bytearray(record.header(KEYS[1], [bytes(400)], None)[: record.HEADER.size])
+    front[8] = 99
+    newer = bytes(front) + record.digest(bytes(front)) + bytes(400)
+    for key, value in ((KEYS[1], newer), (KEYS[2], b""), (KEYS[3], bytes(200))):
+        store.api.put(store.store, store._name(key), value)
+    store.api.put(store.store, f"{store.prefix}/objects/notes.txt", bytes(200))
+    store.put(KEYS[0], [bytes(250)])
+    assert {e.key: e.size for e in store.entries()} == {KEYS[0]: 250, KEYS[1]: 400}
+    with pytest.raises(CorruptBitstream):
+        store.read(KEYS[3], memoryview(bytearray(5)))
+    assert not store.delete(KEYS[3])  # it was put out of the way
+    assert store.gc() == 1 and [e.key for e in store.entries()] == [KEYS[0]]
+    store.api.put(store.store, store._name(KEYS[1]), newer)
+    assert store.delete(KEYS[1]) and not store.delete(KEYS[1])
+
+
 def test_damage_is_a_miss_and_goes_to_quarantine(tmp_path: Path) -> None:
     store = stores.Store(stores.Files(tmp_path))
     value = bytes(range(200))
