@@ -141,7 +141,7 @@ def read_file(path: str | Path) -> Container:
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))  # one, since the name may be given to another file
 
     def fetch(offset: int, length: int) -> bytes:
-        pieces = []
+        pieces: list[bytes] = []
         while length and (piece := os.pread(handle, length, offset)):
             pieces, offset, length = [*pieces, piece], offset + len(piece), length - len(piece)
         return b"".join(pieces)
