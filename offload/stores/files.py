@@ -118,7 +118,7 @@ class Files:
         except BaseException:
             self._quietly(lambda key: self.index.remove(key, writer), entry.key)
             raise
-        self._quietly(self.index.commit, entry.key)
+        self._quietly(lambda _: self.index.commit(replace(entry, pinned=pinned)), entry.key)
 
     def _write(self, draft: Path, target: Path, parts: Sequence[Buffer]) -> None:
         handle = self.files.create(draft)
@@ -252,7 +252,7 @@ class Files:
             if now - changed > self.grace:
                 self.files.unlink(path)
         with self._index_errors():
-            self.index.replace(list(self._scan(now)), filter(_alive, self.index.writers()), now)
+            self.index.replace(self.index.entries(), list(self._scan(now)), _alive)
             gone = self.index.trim(self.cap, now)
         for key in gone:
             self.delete(key)

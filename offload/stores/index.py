@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvengine.errors import StoreError
@@ -102,21 +101,26 @@ class Index:
             self._forget(victims)
             return victims
 
-    def commit(self, key: str) -> None:
+    def commit(self, entry: Entry) -> None:
         """The reserved value is there."""
         with self.lock:
-            self.base.execute("update object set writer = null where key = ?", (key,))
+            done = self.base.execute("update object set writer = null where key = ?", (entry.key,))
+            if (
+                not done.rowcount
+            ):  # others took the writer for dead, as those do that know its process by another number
+                self._insert(entry, None, "ignore")
 
-    def replace(self, entries: Iterable[Entry], alive: Iterable[str], scanned: float) -> None:
-        """Sets the index to what a scan from time `scanned` on found, keeping reservations of writers that are alive."""
-        keep = tuple(alive)
+    def replace(self, known: Iterable[Entry], found: Iterable[Entry], alive: Callable[[str], bool]) -> None:
+        """Sets the index to what a scan found, where it is still as it was `known` before the scan; drops reservations of
+        writers that are not alive."""
         with self.lock, self._transaction():
-            marks = ",".join("?" * len(keep))
-            self.base.execute(
-                f"delete from object where (writer is null and created not between ? and ?) or writer not in ({marks})",
-                (scanned, time.time(), *keep),  # what is of the future was made before the clock was put back
+            self.base.executemany(
+                "delete from object where key = ? and created = ? and writer is null",
+                [(e.key, e.created) for e in known],
             )
-            for entry in entries:
+            dead = [(name,) for name in self.writers() if not alive(name)]
+            self.base.executemany("delete from object where writer = ?", dead)
+            for entry in found:
                 self._insert(entry, None, "ignore")
 
     def add(self, entry: Entry) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,6 +91,37 @@ def test_a_writer_that_fails_leaves_the_value_of_a_faster_one_counted(tmp_path: 
     with pytest.raises(StoreError, match="broken"):
         store.put(KEYS[0], [bytes(300)])
     assert held(store) == other.index.total() == 300
+    store.close()
+    other.close()
+
+
+@pytest.mark.parametrize("alive", [True, False], ids=["", "by another number"])
+def test_a_store_that_is_opened_while_another_writes_counts_what_that_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool
+) -> None:
+    """The file is put into place, and counted, after the folder was scanned and before the index is set. In another container
+    its writer's process has another number, and is taken for dead."""
+    monkeypatch.setattr("kvengine.offload.stores.files._alive", lambda writer: alive)
+    store, other = Files(tmp_path, sync="none"), Files(tmp_path, sync="none", files=(files := Asked()))
+    scan = store._scan
+
+    def slowly(now: float) -> list[record.Entry]:
+        found = list(scan(now))
+        writing.set()
+        writer.join(20)
+        return found
+
+    writing = threading.Event()
+    writer = threading.Thread(target=other.put, args=(KEYS[0], [bytes(300)]))
+    files.hook = (lambda: writing.wait(20)) if alive else store.gc
+    if alive:
+        monkeypatch.setattr(store, "_scan", slowly)
+    writer.start()
+    while not store.index.writers() and alive:
+        time.sleep(0.001)
+    store.gc() if alive else writer.join(20)
+    writer.join(20)
+    assert held(store) == store.index.total() == 300 and [entry.key for entry in store.entries()] == [KEYS[0]]
     store.close()
     other.close()
 
@@ -227,7 +259,7 @@ def test_many_expired_values_go_at_once(tmp_path: Path) -> None:
     store = Files(tmp_path, cap=10, sync="none")
     now = time.time()
     rows = [record.Entry(f"{i:064x}", 1, now, 1.0 * (i % 2), 2.0) for i in range(60_000)]
-    store.index.replace(rows, [], now)
+    store.index.replace([], rows, lambda writer: True)
     start = time.monotonic()
     victims = store.index.reserve(record.Entry(KEYS[0][::-1].replace("0", "f"), 1, now), "w", 10, now)
     assert len(victims) == 60_000 - 9 and time.monotonic() - start < 10
