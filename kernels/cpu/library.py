@@ -130,7 +130,14 @@ def _build(compiler: str, flags: tuple[str, ...], sources: list[Path], target: P
 
         inputs = [path for path in sources if path.suffix == ".c"]
         objects = list(pool.map(lambda path: run("-c", str(path), out=f"{path.stem}.o"), inputs))
-        os.replace(run(*objects, *LINK, out="whole.so"), target)  # atomic: others see no library, or a whole one
+        put(run(*objects, *LINK, out="whole.so"), target)
+
+
+def put(built: str | Path, target: Path) -> None:
+    """Into its place: others see no library or a whole one, also after a power loss, since a torn one ends the process."""
+    with open(built, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(built, target)
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...], sources: list[Path]) -> str:

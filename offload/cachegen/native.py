@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvengine.errors import CorruptBitstream, StoreError
-from kvengine.kernels.cpu.library import NATIVE, cache_dir
+from kvengine.kernels.cpu.library import NATIVE, cache_dir, put
 from kvengine.offload.cachegen.reference import I16, LANES, U32
 from kvengine.offload.cachegen.tables import F32, I64, TOTAL, U8, U16, Tables
 
@@ -67,7 +67,7 @@ def _compile(compiler: list[str], library: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
             raise StoreError(f"{compiler[0]} could not compile the cache codec: {done.stderr.strip()[:500]}")
-        os.replace(built, library)
+        put(built, library)
 
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:

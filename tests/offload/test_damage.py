@@ -14,6 +14,7 @@ import torch
 from support_offload import cache, resign, stack
 
 from kvengine.errors import CorruptBitstream, IncompatibleCache, StoreError
+from kvengine.kernels.cpu import library
 from kvengine.offload import cachegen
 from kvengine.offload import container as box
 from kvengine.offload.cachegen import coder, native, reference, tables
@@ -205,6 +206,18 @@ def test_every_half_survives_the_scalar_conversions() -> None:
     plain = cachegen.decode(cachegen.encode(cachegen.KV([(x, x)]), "near", using="reference"), using="reference")
     fast = cachegen.decode(cachegen.encode(cachegen.KV([(x, x)]), "near"))
     assert torch.equal(stack(plain), stack(fast))
+
+
+def test_a_library_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torn one was loaded ever after: a bus error, or the slow coder."""
+    synced, sync, source = list[bool](), os.fsync, tmp_path / "one.c"
+    source.write_text("int one(void) { return 1; }")
+    targets = [tmp_path / "codec.so", tmp_path / "kernels.so"]
+    monkeypatch.setattr(os, "fsync", lambda handle: (sync(handle), synced.append(targets[len(synced)].exists()))[0])
+    native._compile(["cc", *native.FLAGS], targets[0])
+    library._build("cc", library.FLAGS, [source], targets[1])
+    assert all(target.exists() for target in targets)
+    assert synced == [False, False]
 
 
 def test_without_a_compiler_numpy_takes_over_and_says_so(
