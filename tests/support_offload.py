@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from typing import Any
 
 import torch
@@ -27,6 +28,13 @@ def cache(
 
 def stack(kv: KV) -> torch.Tensor:
     return torch.stack([torch.stack(list(pair)) for pair in kv.layers])
+
+
+def deleted() -> None:
+    """Waits for the threads that delete the values of caches that are gone."""
+    for thread in threading.enumerate():
+        if thread.name == "kvpages-delete":
+            thread.join(60)
 
 
 def resign(data: bytearray) -> bytes:

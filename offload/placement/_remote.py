@@ -23,7 +23,7 @@ class Owners:
     """How many copies of a cache want each value; common to them, and asked on any thread."""
 
     def __init__(self) -> None:
-        self.count, self.lock = Counter[str](), threading.Lock()
+        self.count, self.lock = Counter[str](), threading.RLock()  # a cache may be collected while one is held
 
     def add(self, keys: Iterable[str]) -> None:
         with self.lock:
@@ -121,8 +121,10 @@ def direct(work: Any) -> None:
 
 
 def give_up(backend: Backend, values: dict[str, tuple[int, int]], owners: Owners) -> None:
-    """Delete what nobody else wants."""
-    delete(backend, owners.remove(values))
+    """Delete what nobody else wants. A cache may be collected at any moment, also while this very thread holds a lock that the
+    store wants; so another thread does it, but at the end of the process, where there can be none."""
+    work = threading.Thread(target=delete, args=(backend, owners.remove(values)), name="kvpages-delete")
+    work.start() if threading.main_thread().is_alive() else work.run()
 
 
 def delete(backend: Backend, keys: Iterable[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from support_offload import deleted
 
 from kvengine.errors import StoreError
 from kvengine.offload.placement import Site
@@ -24,7 +27,9 @@ from kvengine.offload.placement._file import File
 from kvengine.offload.placement._levels import Layout, Memory, Unwritable
 from kvengine.offload.placement._remote import Remote
 from kvengine.offload.placement._tiered import Tiered
+from kvengine.offload.stores import Files
 from kvengine.offload.stores.backend import Backend
+from kvengine.offload.stores.index import Index
 from kvengine.offload.stores.record import Buffer
 
 LIKE = {"a": torch.zeros(0, 3), "b": torch.zeros(0, 2, dtype=torch.int16)}
@@ -233,7 +238,49 @@ def test_a_cache_that_goes_takes_along_what_waits(tmp_path: Path) -> None:
     for pool in ahead.threads.values():
         pool.shutdown(wait=True)
     gc.collect()
+    deleted()
     assert not list(tmp_path.iterdir()) and not store.values
+
+
+def test_a_cache_that_is_collected_while_its_store_is_busy_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were deleted on the spot: within another store's transaction on the same index, for half a minute each."""
+    shelves = [shelf(Remote(Layout.of(LIKE), Files(tmp_path, sync="none"), 1 << 40, 1000.0))]
+    for a in range(0, 12, 4):
+        put(shelves[0], range(a, a + 4))
+        shelves[0].flush()
+    assert len(list((tmp_path / "objects").rglob("*.kv"))) > 1
+    insert = Index._insert
+
+    def collecting(*arguments: Any) -> None:
+        shelves.clear()
+        gc.collect()
+        insert(*arguments)
+
+    monkeypatch.setattr(Index, "_insert", collecting)
+    start = time.monotonic()
+    other = Files(tmp_path, sync="none")
+    assert not shelves and time.monotonic() - start < 15
+    while list((tmp_path / "objects").rglob("*.kv")) and time.monotonic() - start < 20:
+        time.sleep(0.01)  # the thread that wrote them may be the last to let go of them
+    assert not list((tmp_path / "objects").rglob("*.kv"))
+    other.close()
+
+
+def test_values_are_deleted_at_the_end_of_the_process(tmp_path: Path) -> None:
+    code = f"""if 1:
+        import torch
+        from kvengine.offload.placement._levels import Layout
+        from kvengine.offload.placement._remote import Remote
+        from kvengine.offload.stores import Files
+        like = {{"a": torch.zeros(1, 4)}}
+        held = Remote(Layout.of(like), Files({str(tmp_path)!r}), 100, 1000.0)
+        held.write(held.slots.take(3), {{"a": torch.zeros(3, 4)}})
+        held.flush()
+        print(len(held.values))"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "1" and not list((tmp_path / "objects").rglob("*.kv")), done.stderr
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -19,6 +19,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support_layer import Tokens, draw, rope, run
+from support_offload import deleted
 
 from kvengine.cache import LayerCache
 from kvengine.errors import CorruptBitstream, PolicyError, StoreError
@@ -108,6 +109,7 @@ def test_what_stats_say_is_on_disk_and_in_the_store(tmp_path: Path) -> None:
     backend = session.ahead.backends["memory://"]
     del caches, session, stats
     gc.collect()
+    deleted()
     assert not list(tmp_path.iterdir()) and not list(backend.entries())  # gone with the cache
 
 
