@@ -38,7 +38,7 @@ class Remote(Placement):
         disk: bytes of pages on disk, between host and store.
         remote: bytes of pages in the store; None without limit.
         folder: where files go, if `disk` is not 0.
-        ttl: seconds after which values expire that a killed process left.
+        ttl: seconds after which a value expires, which a killed process leaves; also one that a longer generation still wants.
         fields: names of the page fields to move; empty moves all.
     """
 
