@@ -16,9 +16,6 @@ typedef struct {
   int fields;
 } Shape;
 
-/* Whether nibbles refine the codes; those of a mixed page's other tokens do not. */
-INLINE int refined(const Field *f) { return f->low && f->layout != MIXED; }
-
 static Shape shape_of(const Field *f) {
   if (refined(f)) return (Shape){.lines = f->dim / (4 * LANES), .words = LANES, .copies = 1, .fields = 4};
   const int64_t all = f->dim * f->bits / 32, words = all < LANES ? all : LANES;

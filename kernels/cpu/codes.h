@@ -13,6 +13,9 @@ typedef struct {
   float q[CODED_QUERIES * 256] __attribute__((aligned(64))), add[CODED_QUERIES];
 } KeyGroup;
 
+/* Whether nibbles refine the codes; those of a mixed page's other tokens do not. */
+INLINE int refined(const Field *f) { return f->low && f->layout != MIXED; }
+
 int codes_lie(const Field *f, int64_t dim, int64_t rows);
 int mixed_lie(const Field *f, int64_t dim, int64_t rows);
 void open_codes(const Field *f, KeyGroup g[2]);

@@ -16,7 +16,7 @@ int pairs_fit(const Field *f, int64_t dim, int64_t rows) {
   const int64_t groups = f->group ? dim / f->group : 0;
   if (f->dim != dim || rows > CODED_QUERIES) return 0;
   if (f->layout == MIXED) return f->bits == 4 && f->low_bits == 2 && dim % 128 == 0;
-  if ((f->layout != PER_CHANNEL && f->layout != PER_TOKEN) || f->low || f->bits == 1) return 0;
+  if ((f->layout != PER_CHANNEL && f->layout != PER_TOKEN) || f->bits == 1 || (f->low && !by_bytes(f))) return 0;
   if (dim % 64 || dim * f->bits % 256) return 0;
   if (f->bits == 8 && (!BYTES || (f->layout == PER_TOKEN && f->group % 16))) return 0;
   return f->layout == PER_CHANNEL || (f->group % fields_of(f->bits) == 0 && groups <= LANES && !(groups & (groups - 1)));
@@ -53,13 +53,6 @@ void pairs_keys(const Field *k, const float *q, int64_t rows, Pairs *x) {
   x->from = x->to = 0;
 }
 
-/* 32 channels by pairs: the first of each, the second of each. */
-INLINE void split(const float *p, int four, vf *even, vf *odd) {
-  const __m512 a = (__m512)load(p), b = (__m512)load(p + LANES);
-  *even = (vf)(four ? _mm512_shuffle_f32x4(a, b, 0x88) : _mm512_shuffle_f32x4(a, b, 0x44));
-  *odd = (vf)(four ? _mm512_shuffle_f32x4(a, b, 0xdd) : _mm512_shuffle_f32x4(a, b, 0xee));
-}
-
 /* The queries times the scales of a key group. */
 void take_pairs(const Field *k, int64_t bits, int64_t rows, int64_t group, Queries *x) {
   const int64_t dim = k->dim, half = dim / 2;
@@ -73,8 +66,8 @@ void take_pairs(const Field *k, int64_t bits, int64_t rows, int64_t group, Queri
   widen_run(k->zero, group * dim, dim, k->dtype, zero);
   for (int64_t i = 0; i < half; i += LANES) {
     vf s0, s1, z0, z1;
-    split(scale + 2 * i, bits == 4, &s0, &s1);
-    split(zero + 2 * i, bits == 4, &z0, &z1);
+    split(scale + 2 * i, fields_of(bits), &s0, &s1);
+    split(zero + 2 * i, fields_of(bits), &z0, &z1);
     s0 *= steps_of(bits), s1 *= steps_of(bits);
     z0 += s0 * (mid - 1), z1 += s1 * (mid - 1);
     for (int64_t n = 0; n < rows; n++) {
@@ -131,10 +124,11 @@ INLINE void products_as(const Queries *x, int64_t rows, int64_t dim, const uint8
 PRODUCTS(2, 1) PRODUCTS(2, 2) PRODUCTS(4, 1) PRODUCTS(4, 2)
 
 /* scores[n][i] = q[n] . key[i] for the `n` keys of this width and group that are at `at`, which has room for TILE */
-void pair_products(const Queries *x, int64_t bits, int64_t rows, int64_t dim, const uint8_t **at, int n, float *scores) {
+void pair_products(const Field *k, int64_t bits, const Queries *x, int64_t rows, const uint8_t **at, int n, float *scores) {
   const int wide = n > LANES;
+  const int64_t dim = k->dim;
   for (int i = n; i < (wide ? TILE : LANES); i++) at[i] = at[n - 1];
-  if (BYTES && bits == 8) byte_products(x, rows, dim, at, wide, scores);
+  if (by_bytes(k)) byte_products(k, x, rows, at, wide, scores);
   else if (bits == 4) (wide ? products_4_2 : products_4_1)(x, rows, dim, at, scores);
   else (wide ? products_2_2 : products_2_1)(x, rows, dim, at, scores);
 }
@@ -150,7 +144,7 @@ void pairs_dots(const Field *k, int64_t rows, const Tokens *tokens, Pairs *x, fl
   float found[CODED_QUERIES * TILE];
   for (int t = 0, n; t < tokens->count; t += n) {
     if (token[t] < x->from || token[t] >= x->to) {
-      if (BYTES && k->bits == 8) take_bytes(k, rows, token[t] / k->group, x->keys);
+      if (by_bytes(k)) take_bytes(k, rows, token[t] / k->group, x->keys);
       else take_pairs(k, k->bits, rows, token[t] / k->group, x->keys);
       x->from = token[t] / k->group * k->group;
       x->to = x->from + k->group;
@@ -158,13 +152,11 @@ void pairs_dots(const Field *k, int64_t rows, const Tokens *tokens, Pairs *x, fl
     for (n = 0; t + n < tokens->count && token[t + n] >= x->from && token[t + n] < x->to; n++)
       at[n] = (const uint8_t *)k->data + token[t + n] * size;
     float *to = n == TILE ? scores : found;
-    pair_products(x->keys, k->bits, rows, k->dim, at, n, to);
+    pair_products(k, k->bits, x->keys, rows, at, n, to);
     for (int64_t i = 0; to == found && i < rows; i++)
       memcpy(scores + i * TILE + t, found + i * TILE, sizeof(float) * n);
   }
 }
-
-INLINE int lines_are_whole(const Field *v) { return v->dim * v->bits % 512 == 0; }
 
 void pairs_values(const Field *v, Pairs *x) {
   const int64_t group = v->layout == MIXED ? v->dim : v->group, groups = v->dim / group, fields = fields_of(v->bits);
@@ -258,17 +250,18 @@ void pairs_weigh(const Field *v, const float *p, int64_t rows, const Tokens *tok
   }
   const int64_t groups = v->dim / v->group, *token = tokens->token;
   const int count = tokens->count;
-  const float steps = steps_of(v->bits), under = steps * (middle(v->bits) - 1);
+  const int bytes = by_bytes(v);
+  const float steps = !bytes ? steps_of(v->bits) : byte_step(v), under = !bytes ? middle(v->bits) - 1 : -byte_zero(v);
   Weights x;
   token_ranges(v, token, count, groups, x.scale, x.zero);
   for (int64_t i = count * groups; i < TILE * groups; i++) x.scale[i] = x.zero[i] = 0;
   for (int t = 0; t < count; t++) x.at[t] = (const uint8_t *)v->data + token[t] * (v->dim * v->bits / 8);
-  for (int64_t i = 0; i < TILE * groups && v->bits < 8; i += LANES) {
-    const vf scale = load(x.scale + i);
+  for (int64_t i = 0; i < TILE * groups; i += LANES) {
+    const vf scale = load(x.scale + i) * steps;
     store(x.zero + i, load(x.zero + i) + scale * under);
-    store(x.scale + i, scale * steps);
+    store(x.scale + i, scale);
   }
-  if (BYTES && v->bits == 8) byte_sums(known, &x, v->dim, groups, p, rows, count, out);
+  if (bytes) byte_sums(known, &x, v, groups, p, rows, count, out);
   else pair_sums(known, &x, v, groups, p, rows, count, out);
 }
 

@@ -1,5 +1,5 @@
 /* Attention to codes of 2, 4 and 8 bits by products of pairs of bfloat16 or of whole numbers, where the processor has these
-   (AVX512-BF16, and AVX512-VNNI for 8 bits). */
+   (AVX512-BF16, and AVX512-VNNI for 8 bits, in one code or in two nibbles). */
 #ifndef KVENGINE_PAIRS_H
 #define KVENGINE_PAIRS_H
 

@@ -2,7 +2,8 @@
 
    A code of 8 bits under the exponent of 1 is none of bfloat16's numbers. So x = scale * query, or scale * weight, is
    rounded to whole numbers of a unit instead, which is such that the largest of a row's is 32767; sums stay below 2^31
-   for 256 channels. Codes lie as in pairs.c, two to a half word. */
+   for 256 channels. Codes lie as in pairs.c, two to a half word. Nibbles that refine nibbles make bytes with these first,
+   of the even ones and of the odd ones; their channels are those of 4 bits, four to a half word. */
 #include "pairs_inner.h"
 
 #if BYTES
@@ -18,6 +19,18 @@ INLINE Words codes_in(Words words, int field) {
   return _mm512_and_si512(field ? _mm512_srli_epi32(words, 8) : words, _mm512_set1_epi16(255));
 }
 
+/* The bytes of even nibbles and of odd ones with what refines them. */
+INLINE void joined(Words code, Words fine, Words byte[2]) {
+  const Words upper = _mm512_set1_epi8((char)0xf0);
+  byte[0] = _mm512_ternarylogic_epi32(upper, _mm512_slli_epi32(code, 4), fine, 0xca); /* upper ? code : fine */
+  byte[1] = _mm512_ternarylogic_epi32(upper, code, _mm512_srli_epi32(fine, 4), 0xca);
+}
+
+/* Where what refines the codes is. */
+INLINE void fine_of(const Field *f, const uint8_t *const *at, int count, const uint8_t **fine) {
+  for (int i = 0; i < count; i++) fine[i] = (const uint8_t *)f->low + (at[i] - (const uint8_t *)f->data);
+}
+
 INLINE vf magnitude(vf x) { return (vf)_mm512_abs_ps((__m512)x); }
 
 /* The largest becomes 32767, or nothing is there. */
@@ -26,21 +39,27 @@ INLINE float unit_of(vf largest) { return fmaxf(peak(largest), 1e-30f) / 32767; 
 /* The queries times the scales of a key group. */
 void take_bytes(const Field *k, int64_t rows, int64_t group, Queries *x) {
   const int64_t dim = k->dim, half = dim / 2;
-  const Words even = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0), odd = _mm512_set_epi64(15, 13, 11, 9, 7, 5, 3, 1);
   float scale[256], zero[256], by[256];
   uint16_t places[32];
   for (int i = 0; i < 32; i++) places[i] = (uint16_t)(i / 2 + i % 2 * 16);
   const Words order = _mm512_loadu_si512(places);
   widen_run(k->scale, group * dim, dim, k->dtype, scale);
   widen_run(k->zero, group * dim, dim, k->dtype, zero);
+  for (int64_t i = 0; i < half; i += LANES) { /* by pairs, from here on */
+    vf s[2], z[2];
+    split(scale + 2 * i, k->bits == 8 ? 2 : 4, s, s + 1);
+    split(zero + 2 * i, k->bits == 8 ? 2 : 4, z, z + 1);
+    for (int j = 0; j < 2; j++) {
+      store(scale + 2 * i + j * LANES, s[j] * byte_step(k));
+      store(zero + 2 * i + j * LANES, z[j] - s[j] * byte_step(k) * byte_zero(k));
+    }
+  }
   for (int64_t n = 0; n < rows; n++) {
     vf exact = {0}, largest = {0};
     for (int64_t i = 0; i < half; i += LANES) {
-      const __m512d s = (__m512d)load(scale + 2 * i), t = (__m512d)load(scale + 2 * i + LANES);
-      const __m512d y = (__m512d)load(zero + 2 * i), z = (__m512d)load(zero + 2 * i + LANES);
       const vf q0 = load(x->even + n * half + i), q1 = load(x->odd + n * half + i);
-      const vf x0 = q0 * (vf)_mm512_permutex2var_pd(s, even, t), x1 = q1 * (vf)_mm512_permutex2var_pd(s, odd, t);
-      exact += q0 * (vf)_mm512_permutex2var_pd(y, even, z) + q1 * (vf)_mm512_permutex2var_pd(y, odd, z);
+      const vf x0 = q0 * load(scale + 2 * i), x1 = q1 * load(scale + 2 * i + LANES);
+      exact += q0 * load(zero + 2 * i) + q1 * load(zero + 2 * i + LANES);
       largest = larger(largest, larger(magnitude(x0), magnitude(x1)));
       store(by + 2 * i, x0);
       store(by + 2 * i + LANES, x1);
@@ -55,29 +74,37 @@ void take_bytes(const Field *k, int64_t rows, int64_t group, Queries *x) {
 }
 
 /* For `blocks` times 16 tokens; one block has two sums of each score, as in pairs.c. */
-INLINE void products_as(const Queries *x, int64_t rows, int64_t dim, const uint8_t *const *at, float *scores, int blocks) {
-  const int64_t half = dim / 2;
+INLINE void products_as(const Queries *x, int64_t rows, int64_t dim, const uint8_t *const *at, const uint8_t *const *fine_at,
+                        float *scores, int blocks, int fine) {
+  const int64_t half = dim / 2, bytes = fine ? half : dim;
   for (int64_t n = 0; n < rows; n += 4) {
     Words s[2][4];
     for (int i = 0; i < 8; i++) s[i / 4][i % 4] = _mm512_setzero_si512();
     const uint32_t *q = x->part + n * half;
-    for (int64_t from = 0; from < dim; from += 16) {
-      Words words[2][4];
-      for (int b = 0; b < blocks; b++) turn_round(at + 16 * b, from, words[b]);
+    for (int64_t from = 0; from < bytes; from += 16) {
+      Words words[2][4], rest[2][4];
+      for (int b = 0; b < blocks; b++) {
+        turn_round(at + 16 * b, from, words[b]);
+        if (fine) turn_round(fine_at + 16 * b, from, rest[b]);
+      }
 #pragma GCC unroll 4
-      for (int w = 0; w < 4; w++)
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; j++, q++) {
+      for (int w = 0; w < 4; w++) {
+        Words byte[2][2];
+        for (int b = 0; b < blocks; b++)
+          if (fine) joined(words[b][w], rest[b][w], byte[b]);
+#pragma GCC unroll 4
+        for (int j = 0; j < (fine ? 4 : 2); j++, q++) {
           Words code[2];
-          for (int b = 0; b < blocks; b++) code[b] = codes_in(words[b][w], j);
+          for (int b = 0; b < blocks; b++) code[b] = fine ? codes_in(byte[b][j % 2], j / 2) : codes_in(words[b][w], j);
 #pragma GCC unroll 4
           for (int i = 0; i < 4; i++) {
             const Words a = _mm512_set1_epi32((int)q[i * half]);
-            if (blocks == 1) s[j][i] = _mm512_dpwssd_epi32(s[j][i], code[0], a);
+            if (blocks == 1) s[j % 2][i] = _mm512_dpwssd_epi32(s[j % 2][i], code[0], a);
             else
               for (int b = 0; b < 2; b++) s[b][i] = _mm512_dpwssd_epi32(s[b][i], code[b], a);
           }
         }
+      }
     }
     for (int i = 0; i < 4; i++) {
       const vf add = splat(x->add[n + i]), unit = splat(x->unit[n + i]);
@@ -88,9 +115,14 @@ INLINE void products_as(const Queries *x, int64_t rows, int64_t dim, const uint8
   }
 }
 
-void byte_products(const Queries *x, int64_t rows, int64_t dim, const uint8_t *const *at, int wide, float *scores) {
-  if (wide) products_as(x, rows, dim, at, scores, 2);
-  else products_as(x, rows, dim, at, scores, 1);
+void byte_products(const Field *k, const Queries *x, int64_t rows, const uint8_t *const *at, int wide, float *scores) {
+  const uint8_t *fine[TILE];
+  if (k->low) {
+    fine_of(k, at, wide ? TILE : LANES, fine);
+    if (wide) products_as(x, rows, k->dim, at, fine, scores, 2, 1);
+    else products_as(x, rows, k->dim, at, fine, scores, 1, 1);
+  } else if (wide) products_as(x, rows, k->dim, at, at, scores, 2, 0);
+  else products_as(x, rows, k->dim, at, at, scores, 1, 0);
 }
 
 /* Weights of four rows times scales. */
@@ -116,26 +148,27 @@ static void weigh_bytes(const Pairs *known, Weights *x, const float *p, int64_t 
   }
 }
 
-/* out[n] += sum_t p[n][t] value[t] of the first `count` tokens; the scales of the others are 0 */
-void byte_sums(const Pairs *known, Weights *x, int64_t dim, int64_t groups, const float *p, int64_t rows, int count,
-               float *out) {
-  if (count % 2) x->at[count] = x->at[count - 1];
+/* `known->group`: of 8 bits, a line has two registers of half words, and groups are of 16 channels at least. */
+INLINE void sums_as(const Pairs *known, Weights *x, const uint8_t *const *fine_at, int64_t dim, int64_t groups, const float *p,
+                    int64_t rows, int count, float *out, int fine, int whole) {
   for (int64_t n = 0; n < rows; n += 4, p += 4 * TILE, out += 4 * dim) {
     weigh_bytes(known, x, p, groups);
     for (int64_t line = 0; line < dim / 64; line++) {
-      const Words of = _mm512_loadu_si512(known->group[2 * line]); /* and of the register behind it: groups are of 16 at least */
+      const Words of = _mm512_loadu_si512(known->group[fine ? line : 2 * line]);
       float *to = out + line * 64;
       Words s[4][4];
       for (int i = 0; i < 16; i++) s[i / 4][i % 4] = _mm512_setzero_si512();
       for (int t = 0; t < count; t += 2) {
-        const Words a = _mm512_loadu_si512(x->at[t] + line * 64), b = _mm512_loadu_si512(x->at[t + 1] + line * 64);
-        const Words half[2] = {_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)};
-        Words w[4];
+        Words half[2], w[4];
+        if (fine)
+          joined(side_by_side(x->at[t], x->at[t + 1], line, whole), side_by_side(fine_at[t], fine_at[t + 1], line, whole), half);
+        else
+          for (int i = 0; i < 2; i++) half[i] = side_by_side(x->at[t], x->at[t + 1], 2 * line + i, 1);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) w[i] = _mm512_permutexvar_epi32(of, _mm512_loadu_si512(x->weight[i] + t / 2 * groups));
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
-          const Words code = codes_in(half[j / 2], j % 2);
+          const Words code = fine ? codes_in(half[j % 2], j / 2) : codes_in(half[j / 2], j % 2);
 #pragma GCC unroll 4
           for (int i = 0; i < 4; i++) s[i][j] = _mm512_dpwssd_epi32(s[i][j], code, w[i]);
         }
@@ -149,5 +182,16 @@ void byte_sums(const Pairs *known, Weights *x, int64_t dim, int64_t groups, cons
       }
     }
   }
+}
+
+/* out[n] += sum_t p[n][t] value[t] of the first `count` tokens; the scales of the others are 0 */
+void byte_sums(const Pairs *known, Weights *x, const Field *v, int64_t groups, const float *p, int64_t rows, int count,
+               float *out) {
+  const uint8_t *fine[TILE];
+  if (count % 2) x->at[count] = x->at[count - 1];
+  if (v->low) fine_of(v, x->at, count + count % 2, fine);
+  if (!v->low) sums_as(known, x, x->at, v->dim, groups, p, rows, count, out, 0, 1);
+  else if (lines_are_whole(v)) sums_as(known, x, fine, v->dim, groups, p, rows, count, out, 1, 1);
+  else sums_as(known, x, fine, v->dim, groups, p, rows, count, out, 1, 0);
 }
 #endif

@@ -42,6 +42,9 @@ INLINE int64_t half_of(int64_t r, int64_t lane, int whole) {
   return whole ? r / 2 * 32 + lane / 4 * 8 + r % 2 * 4 + lane % 4 : r * 16 + lane;
 }
 
+/* Whether lines are taken whole; the bytes of upper bits, of 3, are in the other order. */
+INLINE int lines_are_whole(const Field *f) { return f->bits != 3 && f->dim * f->bits % 512 == 0; }
+
 /* Half words of two tokens, side by side. */
 INLINE Words side_by_side(const uint8_t *a, const uint8_t *b, int64_t r, int whole) {
   if (whole) {
@@ -53,6 +56,19 @@ INLINE Words side_by_side(const uint8_t *a, const uint8_t *b, int64_t r, int who
   return _mm512_or_si512(x, _mm512_slli_epi32(y, 16));
 }
 
+/* 32 channels by pairs, of half words with so many fields: the first of each, the second of each. */
+INLINE void split(const float *p, int fields, vf *even, vf *odd) {
+  const __m512 a = (__m512)load(p), b = (__m512)load(p + LANES);
+  if (fields == 2) {
+    const Words first = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0), second = _mm512_set_epi64(15, 13, 11, 9, 7, 5, 3, 1);
+    *even = (vf)_mm512_permutex2var_pd((__m512d)a, first, (__m512d)b);
+    *odd = (vf)_mm512_permutex2var_pd((__m512d)a, second, (__m512d)b);
+    return;
+  }
+  *even = (vf)(fields == 4 ? _mm512_shuffle_f32x4(a, b, 0x88) : _mm512_shuffle_f32x4(a, b, 0x44));
+  *odd = (vf)(fields == 4 ? _mm512_shuffle_f32x4(a, b, 0xdd) : _mm512_shuffle_f32x4(a, b, 0xee));
+}
+
 /* What values are multiplied by. */
 typedef struct {
   float scale[TILE * LANES + LANES], zero[TILE * LANES + LANES]; /* [token, group] of fractions */
@@ -62,15 +78,19 @@ typedef struct {
   const uint8_t *at[TILE];                                       /* beyond the last token, anywhere */
 } Weights;
 
+INLINE int by_bytes(const Field *f) { return BYTES && (f->bits == 8 || refined(f)); } /* as whole numbers */
+/* What a byte counts, and which stands for 0: of two nibbles, a sixteenth of the upper one's step, and half of that. */
+INLINE float byte_step(const Field *f) { return f->bits == 8 ? 1 : 1.0f / 16; }
+INLINE float byte_zero(const Field *f) { return f->bits == 8 ? 0 : 8; }
 INLINE float middle(int64_t bits) { return 1.5f - 0.5f / (float)(1 << bits); } /* of all fractions */
 
 void take_pairs(const Field *k, int64_t bits, int64_t rows, int64_t group, Queries *x);
-void pair_products(const Queries *x, int64_t bits, int64_t rows, int64_t dim, const uint8_t **at, int n, float *scores);
+void pair_products(const Field *k, int64_t bits, const Queries *x, int64_t rows, const uint8_t **at, int n, float *scores);
 void pair_sums(const Pairs *known, Weights *x, const Field *v, int64_t groups, const float *p, int64_t rows, int count,
                float *out);
 void take_bytes(const Field *k, int64_t rows, int64_t group, Queries *x);
-void byte_products(const Queries *x, int64_t rows, int64_t dim, const uint8_t *const *at, int wide, float *scores);
-void byte_sums(const Pairs *known, Weights *x, int64_t dim, int64_t groups, const float *p, int64_t rows, int count,
+void byte_products(const Field *k, const Queries *x, int64_t rows, const uint8_t *const *at, int wide, float *scores);
+void byte_sums(const Pairs *known, Weights *x, const Field *v, int64_t groups, const float *p, int64_t rows, int count,
                float *out);
 void pairs_dots_mixed(const Field *k, int64_t rows, const Tokens *tokens, Pairs *x, float *scores);
 void pairs_weigh_mixed(const Field *v, const float *p, int64_t rows, const Tokens *tokens, Pairs *x, float *out);

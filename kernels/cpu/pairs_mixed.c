@@ -24,7 +24,7 @@ void pairs_dots_mixed(const Field *k, int64_t rows, const Tokens *tokens, Pairs 
     }
     for (int i = 0; i < 2; i++) {
       if (!n[i]) continue;
-      pair_products(x->keys + i, bits[i], rows, k->dim, at[i], n[i], found);
+      pair_products(k, bits[i], x->keys + i, rows, at[i], n[i], found);
       for (int64_t r = 0; r < rows; r++)
         for (int j = 0; j < n[i]; j++) scores[r * TILE + of[i][j]] = found[r * TILE + j];
     }

@@ -222,9 +222,6 @@ INLINE __m512i bytes_beside(const uint8_t *a, const uint8_t *b, int64_t r) {
   return _mm512_or_si512(x, _mm512_slli_epi32(y, 16));
 }
 
-/* Whether lines are taken whole; the bytes of upper bits are in the other order. */
-INLINE int lines_are_whole(const Field *f) { return f->bits != 3 && f->dim * f->bits % 512 == 0; }
-
 /* As `weigh_as`, two tokens at a time; `w` [row, two tokens] are pairs of bfloat16 */
 INLINE void half_weigh_as(const Field *f, const uint32_t *w, int64_t rows, const uint8_t *const *at, int count, float *out,
                           int bits, int whole) {

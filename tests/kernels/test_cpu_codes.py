@@ -170,14 +170,14 @@ def test_codes_are_what_they_stand_for(shape: str, chosen: int | None) -> None:
 
 
 @pytest.mark.parametrize("chosen", [None, 16, 1])
-@pytest.mark.parametrize("shape", [name for name in SHAPES if "nibbles" not in name and "many" not in name])
+@pytest.mark.parametrize("shape", [name for name in SHAPES if "many" not in name])
 @pytest.mark.usefixtures("processor")
 def test_for_queries_of_bfloat16_codes_are_about_what_they_stand_for(shape: str, chosen: int | None) -> None:
     got, want, rounded = attended(shape, chosen, torch.bfloat16)
     oracle.close(got, want, max(1e-2, 2 * oracle.error(rounded.probs, want.probs)))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shape", ["4 bits", "2 bits", "mixed"])
+@pytest.mark.parametrize("shape", ["4 bits", "2 bits", "mixed", "two nibbles"])
 def test_in_bfloat16_less_is_lost_than_by_rounding_decoded_keys_and_values(shape: str) -> None:
     lost, by_rounding = 0.0, 0.0
     for seed in range(20):
