@@ -109,9 +109,69 @@ INLINE int64_t collect_any(const Attention *a, int64_t row, int64_t column, int6
   return column;
 }
 
-static int64_t collect(const Attention *a, int64_t row, int64_t column, int64_t to, Batch *b) {
-  column = collect_any(a, row, column, to, b);
-  if (a->k.layout == MIXED) rank_tokens(&a->k, &b->is); /* keys and values of a page lie alike */
+/* Tokens of mixed pages by their width: attention asks for no order. Each key group is met once then, and its tokens lie
+   side by side. */
+typedef struct {
+  Batch mixed, of[2];
+  int done; /* tokens of `mixed` that were sorted */
+} Widths;
+
+static void open_widths(Widths *x) {
+  x->mixed.is.count = x->of[0].is.count = x->of[1].is.count = x->done = 0;
+  for (int i = 0; i < 2; i++) x->of[i].is.narrow = i;
+}
+
+/* Until the batch of a width is full, which is returned; NULL if none is. Without a branch on the width, which nobody could
+   foretell. Keys and values of a page lie alike. */
+static Batch *sort_widths(const Attention *a, Widths *x) {
+  const Field *f = &a->k;
+  const Batch *from = &x->mixed;
+  const int64_t size = f->page, more = a->queries > 1 || a->scores;
+  const uint8_t *mask = NULL;
+  int64_t slot = 0, next = -1, high = 0, low = 0; /* `high`, `low`: numbers of the next token of either width */
+  int64_t wide = x->of[0].is.count, less = x->of[1].is.count;
+  int t = x->done;
+  for (; t < from->is.count && wide < TILE && less < TILE; t++, slot++, next++) { /* mostly in order: no division for each */
+    const int64_t token = from->is.token[t];
+    if (token != next || slot == size) {
+      const int64_t page = token / size;
+      slot = token - page * size;
+      mask = f->mask + page * (size / 8);
+      high = salient_before(mask, slot);
+      low = page * (size - f->salient) + slot - high;
+      high += page * f->salient;
+      next = token;
+    }
+    const int64_t narrow = ~(mask[(uint64_t)slot / 8] >> (slot & 7)) & 1, i = wide ^ ((wide ^ less) & -narrow);
+    Batch *to = x->of + narrow;
+    to->is.token[i] = token;
+    to->is.index[i] = high ^ ((high ^ low) & -narrow);
+    less += narrow, low += narrow;
+    wide += 1 - narrow, high += 1 - narrow;
+    if (!more) continue;
+    to->column[i] = from->column[t];
+    for (int64_t q = 0; q < a->queries; q++) to->seen[q][i] = from->told ? from->seen[q][t] : 1;
+  }
+  x->done = t;
+  x->of[0].is.count = (int)wide;
+  x->of[1].is.count = (int)less;
+  return wide == TILE ? x->of : less == TILE ? x->of + 1 : NULL;
+}
+
+/* As `collect_any`, but for mixed pages tokens of one width; `x` keeps the others. */
+static int64_t collect(const Attention *a, int64_t row, int64_t column, int64_t to, Widths *x, Batch *b) {
+  if (a->k.layout != MIXED) return collect_any(a, row, column, to, b);
+  Batch *full;
+  while (!(full = sort_widths(a, x)) && column < to) {
+    column = collect_any(a, row, column, to, &x->mixed);
+    x->done = 0;
+  }
+  if (!full) full = x->of + !x->of[0].is.count; /* the rest */
+  b->is = full->is;
+  b->told = a->queries > 1;
+  memcpy(b->column, full->column, sizeof b->column);
+  memcpy(b->seen, full->seen, b->told * TILE * a->queries);
+  full->is.count = 0;
   return column;
 }
 
@@ -173,12 +233,12 @@ static int dense_task(const Attention *a, const Way *way, int64_t row, int64_t f
   memset(both, 0, sizeof(float) * PAIR * a->padded * TILE);
   for (int i = 0; i < 2 * PAIR; i++) batch[i / PAIR][i % PAIR].is.count = 0;
   for (int i = 0; i < pair; i++) look_ahead(a, row, from + i * TILE, to);
-  for (int i = 0; i < pair; i++) from = collect(a, row, from, to, &batch[0][i]);
+  for (int i = 0; i < pair; i++) from = collect_any(a, row, from, to, &batch[0][i]);
   for (int now = 0; batch[now][0].is.count; now = !now) {
     const Tokens *is[PAIR], *soon[PAIR];
     for (int i = 0; i < pair; i++) look_ahead(a, row, from + i * TILE, to);
     for (int i = 0; i < PAIR; i++) {
-      if (i < pair) from = collect(a, row, from, to, &batch[!now][i]);
+      if (i < pair) from = collect_any(a, row, from, to, &batch[!now][i]);
       is[i] = &batch[now][i].is;
       soon[i] = &batch[!now][i].is;
     }
@@ -223,8 +283,10 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   Tiles tiles;
   Pairs pairs;
   Batch both[2], *b = both, *next = both + 1;
+  Widths widths;
   for (int64_t n = 0; n < a->padded; n++) top[n] = -INFINITY, store(total + n * LANES, splat(0));
   if (way && dense_task(a, way, row, from, to, out, top, total)) return;
+  open_widths(&widths);
   memset(&keys, 0, sizeof keys);
   memset(&values, 0, sizeof values);
   memset(tile, 0, sizeof tile);
@@ -244,10 +306,10 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   if (v_paired) pairs_values(&a->v, &pairs);
   look_ahead(a, row, from, to);
   look_ahead(a, row, from + TILE, to);
-  from = collect(a, row, from, to, b);
+  from = collect(a, row, from, to, &widths, b);
   while (b->is.count) {
     look_ahead(a, row, from + TILE, to);
-    from = collect(a, row, from, to, next);
+    from = collect(a, row, from, to, &widths, next);
     const int64_t *key = a->k.layout == LOWRANK ? b->place : b->is.token;
     if (!v_lies && !tiled) fetch_batch(&a->v, row, &b->is);
     if (tiled) tiles_dots(&a->k, q, a->padded, &b->is, &next->is, &tiles, weights);

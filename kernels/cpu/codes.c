@@ -286,6 +286,21 @@ void token_ranges(const Field *f, const int64_t *token, int count, int64_t each,
   }
 }
 
+/* The scales and zeros of some tokens in any order, one of a token, up to TILE; 0 beyond the last. */
+void slot_ranges(const Field *f, const int64_t *token, int count, float *scale, float *zero) {
+  const void *const from[2] = {f->scale, f->zero};
+  float *const to[2] = {scale, zero};
+  for (int i = 0; i < 2; i++)
+    if (f->dtype == F32) {
+      memset(to[i], 0, sizeof(float) * TILE);
+      for (int t = 0; t < count; t++) to[i][t] = ((const float *)from[i])[token[t]];
+    } else { /* side by side first */
+      uint16_t number[TILE] = {0};
+      for (int t = 0; t < count; t++) number[t] = ((const uint16_t *)from[i])[token[t]];
+      widen_run(number, 0, TILE, f->dtype, to[i]);
+    }
+}
+
 /* out[n] += sum_t p[n][t] value[t], the channels of `out` in the order of the codes */
 void weigh_codes(const Field *f, const float *p, int64_t rows, const Tokens *tokens, float *out) {
   const int64_t groups = f->dim / f->group, *token = tokens->token;
@@ -325,28 +340,23 @@ int of_page(const Field *f, const Tokens *x, int t, int64_t *page) {
 void dots_mixed(const Field *f, KeyGroup g[2], const float *q, const float *sorted, int64_t rows, const Tokens *x,
                 float *scores) {
   uint8_t room[ACROSS][128] __attribute__((aligned(64)));
-  float found[CODED_QUERIES * TILE];
+  const float steps = x->narrow ? 4 : 16;
   Field four = *f;
   four.low = NULL;
+  g += x->narrow;
   for (int t = 0, run; t < x->count; t += run) {
     int64_t page;
-    int of[2][TILE], n[2] = {0};
     run = of_page(f, x, t, &page);
-    for (int j = t; j < t + run; j++) of[x->narrow[j]][n[x->narrow[j]]++] = j;
-    for (int i = 0; i < 2; i++) {
-      if (n[i] && (g[i].from != page * f->page || !g[i].to)) {
-        open_group(&four, g + i, q, sorted, rows, 2 * page + i, i ? 4 : 16, i ? 4 : 16);
-        g[i].from = page * f->page;
-        g[i].to = g[i].from + f->page;
-      }
-      for (int j = 0; j < n[i]; j += ACROSS) {
-        const int some = n[i] - j < ACROSS ? n[i] - j : ACROSS, *which = of[i] + j;
-        const uint8_t *at[ACROSS];
-        for (int k = 0; k < ACROSS; k++) at[k] = codes_of(f, x, which[k < some ? k : 0], 0, room[k]);
-        dots(&four, g + i, rows, f->dim, at, at, ACROSS, found);
-        for (int64_t r = 0; r < rows; r++)
-          for (int k = 0; k < some; k++) scores[r * TILE + which[k]] = found[r * TILE + k];
-      }
+    if (g->from != page * f->page || !g->to) {
+      open_group(&four, g, q, sorted, rows, 2 * page + x->narrow, steps, steps);
+      g->from = page * f->page;
+      g->to = g->from + f->page;
+    }
+    for (int j = 0; j < run; j += ACROSS) {
+      const int some = run - j < ACROSS ? run - j : ACROSS;
+      const uint8_t *at[ACROSS];
+      for (int k = 0; k < ACROSS; k++) at[k] = codes_of(f, x, t + j + (k < some ? k : 0), 0, room[k]);
+      dots(&four, g, rows, f->dim, at, at, some, scores + t + j);
     }
   }
 }
@@ -357,17 +367,18 @@ void weigh_mixed(const Field *f, const float *p, int64_t rows, const Tokens *tok
   uint8_t room[TILE][128] __attribute__((aligned(64)));
   float factor[256] __attribute__((aligned(64))), order[256] __attribute__((aligned(64)));
   float sums[rows * dim] __attribute__((aligned(64)));
+  const float steps = tokens->narrow ? 4 : 16;
   Values x;
   Field four = *f;
   four.low = NULL;
   for (int t = 0, run; t < tokens->count; t += run) {
     int64_t page;
     run = of_page(f, tokens, t, &page);
-    token_ranges(f, token + t, run, 1, x.scale, x.zero);
-    for (int j = 0; j < run; j++) {
-      x.at[j] = codes_of(f, tokens, t + j, 0, room[j]);
-      x.scale[j] *= tokens->narrow[t + j] ? 4 : 16;
-      x.zero[j] -= x.scale[j];
+    slot_ranges(f, token + t, run, x.scale, x.zero);
+    for (int j = 0; j < run; j++) x.at[j] = codes_of(f, tokens, t + j, 0, room[j]);
+    for (int j = 0; j < TILE; j += LANES) {
+      store(x.scale + j, load(x.scale + j) * steps);
+      store(x.zero + j, load(x.zero + j) - load(x.scale + j));
     }
     memset(sums, 0, sizeof sums);
     weigh(&four, &x, p + t, rows, dim, dim, run, sums);

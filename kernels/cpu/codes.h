@@ -28,6 +28,7 @@ void dots_mixed(const Field *f, KeyGroup g[2], const float *q, const float *sort
 void weigh_mixed(const Field *f, const float *p, int64_t rows, const Tokens *x, float *out);
 void weigh_codes(const Field *f, const float *p, int64_t rows, const Tokens *x, float *out);
 void token_ranges(const Field *f, const int64_t *token, int count, int64_t each, float *scale, float *zero);
+void slot_ranges(const Field *f, const int64_t *token, int count, float *scale, float *zero);
 int of_page(const Field *f, const Tokens *x, int t, int64_t *page);
 
 /* 8 codes of 2 bits in each half word become the upper halves of a word's 8 nibbles, and `rest` their lower ones: 4 code
@@ -41,12 +42,11 @@ INLINE void widen_codes(const uint8_t *from, int64_t dim, uint32_t rest, uint8_t
   }
 }
 
-/* A token's codes: as they lie, or widened into `room`; without a branch on the width, which nobody could foretell. */
+/* A mixed page's token's codes: as they lie, or widened into `room`. */
 INLINE const uint8_t *codes_of(const Field *f, const Tokens *x, int t, uint32_t rest, uint8_t *room) {
-  const int narrow = x->narrow[t];
-  if (f->salient < f->page)
-    widen_codes((const uint8_t *)f->low + (narrow ? x->index[t] : 0) * (f->dim / 4), f->dim, rest, room);
-  return narrow ? room : (const uint8_t *)f->data + x->index[t] * (f->dim / 2);
+  if (!x->narrow) return (const uint8_t *)f->data + x->index[t] * (f->dim / 2);
+  widen_codes((const uint8_t *)f->low + x->index[t] * (f->dim / 4), f->dim, rest, room);
+  return room;
 }
 
 #endif

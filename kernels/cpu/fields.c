@@ -293,29 +293,6 @@ void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, 
     for (int i = 0; i < count; i++) read_mixed(f, memo, token[i], tile + i * stride);
 }
 
-void rank_tokens(const Field *f, Tokens *x) {
-  const int64_t size = f->page, salient = f->salient;
-  const uint8_t *mask = NULL;
-  int64_t slot = 0, high = 0, low = 0, next = -1; /* `high`, `low`: numbers of the next token of either width */
-  for (int t = 0, count = x->count; t < count; t++, slot++, next++) { /* mostly in order: no division for each */
-    const int64_t token = x->token[t];
-    if (token != next || slot == size) {
-      const int64_t page = token / size;
-      slot = token - page * size;
-      mask = f->mask + page * (size / 8);
-      high = salient_before(mask, slot);
-      low = page * (size - salient) + slot - high;
-      high += page * salient;
-      next = token;
-    }
-    const int64_t narrow = ~(mask[(uint64_t)slot / 8] >> (slot & 7)) & 1;
-    x->narrow[t] = (uint8_t)narrow;
-    x->index[t] = high ^ ((high ^ low) & -narrow); /* without a branch, which nobody could foretell */
-    low += narrow;
-    high += 1 - narrow;
-  }
-}
-
 /* Where a token's bytes are, and how many. */
 INLINE const char *bytes_of(const Field *f, int64_t row, int64_t token, int64_t *count) {
   const int64_t size = f->dtype == F32 ? 4 : 2;
@@ -343,11 +320,10 @@ void fetch_batch(const Field *f, int64_t row, const Tokens *x) {
     fetch_tokens(f, row, x->token, x->count);
     return;
   }
-  const char *const data[2] = {f->data, f->low};
-  const int64_t size[2] = {f->dim * f->bits / 8, f->dim * f->low_bits / 8};
-  for (int i = 0; i < x->count; i++) /* without a branch on the width, which nobody could foretell */
-    for (int64_t line = 0; line < size[0]; line += 64)
-      __builtin_prefetch(data[x->narrow[i]] + x->index[i] * size[x->narrow[i]] + line, 0, 2);
+  const char *const data = x->narrow ? f->low : f->data;
+  const int64_t size = f->dim * (x->narrow ? f->low_bits : f->bits) / 8;
+  for (int i = 0; i < x->count; i++)
+    for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(data + x->index[i] * size + line, 0, 2);
 }
 
 /* Ask for a token's first line and for the scales it is read with. */

@@ -29,15 +29,13 @@ typedef struct {
 
 #define TILE 32 /* tokens of a batch */
 
-/* A batch of tokens; of mixed pages, also each one's width, and its number among all tokens of that width. */
+/* A batch of tokens; of mixed pages all are of one width, and `index` are their numbers among all tokens of it. */
 typedef struct {
-  int count;
+  int count, narrow;
   int64_t token[TILE], index[TILE];
-  uint8_t narrow[TILE];
 } Tokens;
 
 void read_turned(const Field *f, int64_t token, float *out);
-void rank_tokens(const Field *f, Tokens *x); /* MIXED: fills `index` and `narrow` */
 void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile, int64_t stride);
 void widen_run(const void *p, int64_t start, int64_t n, int64_t dtype, float *out); /* `n` numbers as floats */
 void kv_queries(const char *q, int64_t dtype, int64_t rows, int64_t heads, int64_t row_stride, int64_t head_stride,

@@ -50,7 +50,8 @@ static void pair_queries(int64_t bits, int64_t dim, const float *q, int64_t rows
 void pairs_keys(const Field *k, const float *q, int64_t rows, Pairs *x) {
   pair_queries(k->bits, k->dim, q, rows, x->keys);
   if (k->layout == MIXED) pair_queries(k->low_bits, k->dim, q, rows, x->keys + 1);
-  x->from = x->to = 0;
+  memset(x->from, 0, sizeof x->from);
+  memset(x->to, 0, sizeof x->to);
 }
 
 /* The queries times the scales of a key group. */
@@ -135,24 +136,23 @@ void pair_products(const Field *k, int64_t bits, const Queries *x, int64_t rows,
 
 /* scores[n][t] = q[n] . key[t] of a batch, in runs of one key group */
 void pairs_dots(const Field *k, int64_t rows, const Tokens *tokens, Pairs *x, float *scores) {
-  if (k->layout == MIXED) {
-    pairs_dots_mixed(k, rows, tokens, x, scores);
-    return;
-  }
-  const int64_t *token = tokens->token, size = k->dim * k->bits / 8;
-  const uint8_t *at[TILE];
+  const int mixed = k->layout == MIXED, narrow = mixed && tokens->narrow; /* a mixed page has a group of each width */
+  const int64_t *token = tokens->token, *index = mixed ? tokens->index : token, group = mixed ? k->page : k->group;
+  const int64_t bits = narrow ? k->low_bits : k->bits, size = k->dim * bits / 8;
+  const uint8_t *data = narrow ? k->low : k->data, *at[TILE];
+  int64_t *from = x->from + narrow, *end = x->to + narrow;
   float found[CODED_QUERIES * TILE];
   for (int t = 0, n; t < tokens->count; t += n) {
-    if (token[t] < x->from || token[t] >= x->to) {
-      if (by_bytes(k)) take_bytes(k, rows, token[t] / k->group, x->keys);
-      else take_pairs(k, k->bits, rows, token[t] / k->group, x->keys);
-      x->from = token[t] / k->group * k->group;
-      x->to = x->from + k->group;
+    if (token[t] < *from || token[t] >= *end) {
+      const int64_t number = token[t] / group, which = mixed ? 2 * number + narrow : number;
+      if (by_bytes(k)) take_bytes(k, rows, which, x->keys);
+      else take_pairs(k, bits, rows, which, x->keys + narrow);
+      *from = number * group;
+      *end = *from + group;
     }
-    for (n = 0; t + n < tokens->count && token[t + n] >= x->from && token[t + n] < x->to; n++)
-      at[n] = (const uint8_t *)k->data + token[t + n] * size;
+    for (n = 0; t + n < tokens->count && token[t + n] >= *from && token[t + n] < *end; n++) at[n] = data + index[t + n] * size;
     float *to = n == TILE ? scores : found;
-    pair_products(k, k->bits, x->keys, rows, at, n, to);
+    pair_products(k, bits, x->keys + narrow, rows, at, n, to);
     for (int64_t i = 0; to == found && i < rows; i++)
       memcpy(scores + i * TILE + t, found + i * TILE, sizeof(float) * n);
   }
@@ -167,7 +167,7 @@ void pairs_values(const Field *v, Pairs *x) {
   for (int i = 0; i < LANES; i++) x->token[i] = (int32_t)(i / groups);
   for (int64_t i = 0; i < 2 * LANES; i++)
     x->two[i] = (uint16_t)(i / (2 * groups) * 2 * groups + i % 2 * groups + i / 2 % groups);
-  x->page = -1;
+  x->page[0] = x->page[1] = -1;
 }
 
 /* Weights of four rows times scales. */

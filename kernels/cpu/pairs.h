@@ -21,12 +21,12 @@ typedef struct {
 /* What a task keeps. */
 typedef struct {
   Queries keys[2];                 /* of mixed pages, each width has its own */
-  int64_t from, to;                /* the tokens of the key group that was read last */
+  int64_t from[2], to[2];          /* the tokens of each one's key group that was read last */
   int32_t token[16], group[8][16]; /* values: a lane's token, where [token, group] are lanes; a register's groups */
   uint16_t two[32];                /* places of (token, group) in the order (group, token) of two tokens at a time */
   int16_t channel[256];            /* what the numbers of a result are of */
-  float factor[256];               /* of a mixed page's channels */
-  int64_t page;                    /* whose they are */
+  float factor[2][256];            /* of a mixed page's channels, for either width */
+  int64_t page[2];                 /* whose they are */
 } Pairs;
 
 int pairs_fit(const Field *f, int64_t dim, int64_t rows);

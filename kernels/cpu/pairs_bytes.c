@@ -161,7 +161,8 @@ INLINE void sums_as(const Pairs *known, Weights *x, const uint8_t *const *fine_a
       for (int t = 0; t < count; t += 2) {
         Words half[2], w[4];
         if (fine)
-          joined(side_by_side(x->at[t], x->at[t + 1], line, whole), side_by_side(fine_at[t], fine_at[t + 1], line, whole), half);
+          joined(side_by_side(x->at[t], x->at[t + 1], line, whole),
+                 side_by_side(fine_at[t], fine_at[t + 1], line, whole), half);
         else
           for (int i = 0; i < 2; i++) half[i] = side_by_side(x->at[t], x->at[t + 1], 2 * line + i, 1);
 #pragma GCC unroll 4

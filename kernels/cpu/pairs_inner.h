@@ -92,7 +92,6 @@ void take_bytes(const Field *k, int64_t rows, int64_t group, Queries *x);
 void byte_products(const Field *k, const Queries *x, int64_t rows, const uint8_t *const *at, int wide, float *scores);
 void byte_sums(const Pairs *known, Weights *x, const Field *v, int64_t groups, const float *p, int64_t rows, int count,
                float *out);
-void pairs_dots_mixed(const Field *k, int64_t rows, const Tokens *tokens, Pairs *x, float *scores);
 void pairs_weigh_mixed(const Field *v, const float *p, int64_t rows, const Tokens *tokens, Pairs *x, float *out);
 #endif
 

@@ -83,8 +83,9 @@ void tiles_open(const Field *k, const float *q, int64_t rows, Tiles *x) {
     for (int64_t d = 0; d < k->dim; d += 8)
       for (int i = 0; i < 32; i++) /* (odd, pair, row) */
         *at++ = q[(n + i % 4) * k->dim + (d & -32) + channel_of(order_of(k), (int)(d & 31) + i / 4 % 4 * 2 + i / 16)];
-  x->from = x->to = 0;
-  x->page = -1;
+  memset(x->from, 0, sizeof x->from);
+  memset(x->to, 0, sizeof x->to);
+  x->page[0] = x->page[1] = -1;
 }
 
 void tiles_close(void) { _tile_release(); }
@@ -270,12 +271,12 @@ void tiles_dots(const Field *k, const float *q, int64_t rows, const Tokens *toke
   const int count = tokens->count, more = next->count;
   READ(keys_as, k, token, count, x->made);
   for (int t = 0, n; t < count; t += n) {
-    if (token[t] < x->from || token[t] >= x->to) {
+    if (token[t] < x->from[0] || token[t] >= x->to[0]) {
       take_group(k, q, rows, token[t] / k->group, steps_of(k), one_of(k), 0, x);
-      x->from = token[t] / k->group * k->group;
-      x->to = x->from + k->group;
+      x->from[0] = token[t] / k->group * k->group;
+      x->to[0] = x->from[0] + k->group;
     }
-    for (n = 1; t + n < count && token[t + n] >= x->from && token[t + n] < x->to;) n++;
+    for (n = 1; t + n < count && token[t + n] >= x->from[0] && token[t + n] < x->to[0];) n++;
     products(x, 0, x->made + t * k->dim, n, rows, k->dim, scores + t);
   }
 }

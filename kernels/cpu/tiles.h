@@ -10,8 +10,8 @@ typedef struct {
   uint16_t part[2][CODED_QUERIES / 4][8][512] __attribute__((aligned(64))); /* queries: [width][rows][32 channels][pair][...] */
   float scale[8 * TILE + LANES], zero[8 * TILE + LANES];                 /* of the values: [group of channels, token] */
   float pairs[CODED_QUERIES * 256], add[2][CODED_QUERIES];               /* unscaled queries; a term of every score */
-  float factor[256];                                                     /* of a mixed page's channels of values */
-  int64_t from, to, page;                                                /* the tokens of the key group; of `factor` */
+  float factor[2][256];                                                  /* of a mixed page's channels, for either width */
+  int64_t from[2], to[2], page[2];                                       /* the tokens of a width's key group; of `factor` */
 } Tiles;
 
 int tiles_fit(const Field *f, int64_t dim, int64_t rows);

@@ -1,7 +1,6 @@
-/* Pages of two widths, 4 bits and 2, by the matrix unit: fractions of either lie in the order of 4 bits, in one tile.
+/* Pages of two widths, 4 bits and 2, by the matrix unit: fractions of either lie in the order of 4 bits.
 
-   Keys of a page have two groups, and so two sets of scaled queries: all tokens are multiplied by both, which costs less
-   than sorting them, and each takes its own score. */
+   Keys of a page have two groups, and so two sets of scaled queries. */
 #include "tiles_inner.h"
 
 #ifdef MATRIX_UNIT
@@ -42,19 +41,19 @@ INLINE Widths widths_of(const Field *f, int64_t dim) {
 }
 
 INLINE const uint8_t *mixed_at(const Widths *x, const Tokens *tokens, int t) {
-  return x->data[tokens->narrow[t]] + tokens->index[t] * x->size[tokens->narrow[t]];
+  return x->data[tokens->narrow] + tokens->index[t] * x->size[tokens->narrow];
 }
 
 INLINE void ask_mixed(const Widths *x, const Tokens *soon, int t) {
   if (t >= soon->count) return;
   const uint8_t *at = mixed_at(x, soon, t);
-  for (int64_t line = 0; line < x->size[soon->narrow[t]]; line += 64) __builtin_prefetch(at + line, 0, 2);
+  for (int64_t line = 0; line < x->size[soon->narrow]; line += 64) __builtin_prefetch(at + line, 0, 2);
 }
 
 INLINE void mixed_keys_as(const Field *k, const Tokens *tokens, const Tokens *soon, uint16_t *to, int64_t dim) {
   const Widths x = widths_of(k, dim);
   for (int t = 0, count = tokens->count; t < count; t++) {
-    const Width w = x.of[tokens->narrow[t]];
+    const Width w = x.of[tokens->narrow];
     const uint8_t *code = mixed_at(&x, tokens, t);
     ask_mixed(&x, soon, t);
     for (int64_t d = 0; d < dim; d += 32, code += w.step, to += 32) _mm512_store_si512(to, mixed_fractions(code, &w));
@@ -73,7 +72,7 @@ INLINE void mixed_values_as(const Field *v, const Tokens *tokens, int first, int
   const int last = first + count - 1;
   for (int t = first; t < first + TILE; t += 2, to += 32) {
     const int i = t < last ? t : last, j = t + 1 < last ? t + 1 : last;
-    const Width u = x.of[tokens->narrow[i]], w = x.of[tokens->narrow[j]];
+    const Width u = x.of[tokens->narrow], w = x.of[tokens->narrow];
     const uint8_t *a = mixed_at(&x, tokens, i), *b = mixed_at(&x, tokens, j);
     ask_mixed(&x, soon, t);
     ask_mixed(&x, soon, t + 1);
@@ -90,25 +89,20 @@ static void mixed_values(const Field *v, const Tokens *tokens, int first, int co
   else mixed_values_as(v, tokens, first, count, soon, to, v->dim);
 }
 
-/* Of mixed pages: by the queries for either width, of which a token takes its own's. */
+/* Of mixed pages: by the queries for this width. */
 void tiles_dots_mixed(const Field *k, const float *q, int64_t rows, const Tokens *tokens, const Tokens *soon, Tiles *x,
                       float *scores) {
-  float narrow[CODED_QUERIES * TILE];
+  const int narrow = tokens->narrow;
   mixed_keys(k, tokens, soon, x->made);
   for (int t = 0, n; t < tokens->count; t += n) {
     int64_t page;
     n = of_page(k, tokens, t, &page);
-    if (x->from != page * k->page || !x->to) {
-      take_group(k, q, rows, 2 * page, 16, 1, 0, x);
-      take_group(k, q, rows, 2 * page + 1, 4, 1, 1, x);
-      x->from = page * k->page;
-      x->to = x->from + k->page;
+    if (x->from[narrow] != page * k->page || !x->to[narrow]) {
+      take_group(k, q, rows, 2 * page + narrow, narrow ? 4 : 16, 1, narrow, x);
+      x->from[narrow] = page * k->page;
+      x->to[narrow] = x->from[narrow] + k->page;
     }
-    products(x, 0, x->made + t * k->dim, n, rows, k->dim, scores + t);
-    products(x, 1, x->made + t * k->dim, n, rows, k->dim, narrow);
-    for (int64_t r = 0; r < rows; r++)
-      for (int i = 0; i < n; i++)
-        scores[r * TILE + t + i] = tokens->narrow[t + i] ? narrow[r * TILE + i] : scores[r * TILE + t + i];
+    products(x, narrow, x->made + t * k->dim, n, rows, k->dim, scores + t);
   }
 }
 
@@ -116,24 +110,24 @@ void tiles_dots_mixed(const Field *k, const float *q, int64_t rows, const Tokens
 void tiles_weigh_mixed(const Field *v, const float *p, int64_t rows, const Tokens *tokens, const Tokens *soon, Tiles *x,
                        float *out) {
   const int64_t dim = v->dim;
+  const int narrow = tokens->narrow;
+  float *factor = x->factor[narrow];
   float weights[rows * TILE] __attribute__((aligned(64))), sums[rows * dim] __attribute__((aligned(64)));
   for (int t = 0, n; t < tokens->count; t += n) {
     int64_t page;
     n = of_page(v, tokens, t, &page);
     mixed_values(v, tokens, t, n, soon, x->made);
-    memset(x->scale, 0, sizeof(float) * TILE);
-    memset(x->zero, 0, sizeof(float) * TILE);
-    token_ranges(v, tokens->token + t, n, 1, x->scale, x->zero);
-    for (int i = 0; i < n; i++) {
-      x->scale[i] *= tokens->narrow[t + i] ? 4 : 16;
-      x->zero[i] -= x->scale[i];
+    slot_ranges(v, tokens->token + t, n, x->scale, x->zero);
+    for (int i = 0; i < TILE; i += LANES) {
+      store(x->scale + i, load(x->scale + i) * (narrow ? 4.0f : 16.0f));
+      store(x->zero + i, load(x->zero + i) - load(x->scale + i));
     }
-    if (page != x->page) {
-      float factor[256];
-      widen_run(v->channel, page * dim, dim, v->dtype, factor);
+    if (page != x->page[narrow]) {
+      float each[256];
+      widen_run(v->channel, page * dim, dim, v->dtype, each);
       for (int64_t d = 0; d < dim; d += 32)
-        for (int i = 0; i < 32; i++) x->factor[d + place_of(i)] = factor[d + channel_of(4, i)];
-      x->page = page;
+        for (int i = 0; i < 32; i++) factor[d + place_of(i)] = each[d + channel_of(4, i)];
+      x->page[narrow] = page;
     }
     memset(weights, 0, sizeof weights);
     memset(sums, 0, sizeof sums);
@@ -142,7 +136,7 @@ void tiles_weigh_mixed(const Field *v, const float *p, int64_t rows, const Token
     for (int64_t r = 0; r < rows; r++)
       for (int64_t d = 0; d < dim; d += LANES) {
         float *to = out + r * dim + d;
-        store(to, load(to) + load(sums + r * dim + d) * load(x->factor + d));
+        store(to, load(to) + load(sums + r * dim + d) * load(factor + d));
       }
   }
 }
