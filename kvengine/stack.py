@@ -133,7 +133,8 @@ class Stack:
             return
         k, v = (torch.zeros(1, form.multiple, n, device="cpu") for n in (dim, dim_v))
         try:
-            names = form.encode(k, v, torch.zeros(1, form.multiple, device="cpu"))
+            with torch.autocast("cpu", enabled=False):  # as where pages are sealed
+                names = form.encode(k, v, torch.zeros(1, form.multiple, device="cpu"))
         except (KernelError, PolicyError) as error:
             raise UnsupportedPolicy(
                 f"'{spell(form)}' cannot store keys of {dim} and values of {dim_v} channels, which is what this model's heads "

@@ -131,6 +131,7 @@ def __getattr__(name):
 
 AT_EXIT = """
 import atexit
+import concurrent.futures.thread  # which cannot be imported at exit, as transformers does
 
 def report():
     import transformers.integrations.hub_kernels

@@ -20,6 +20,11 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fetched, "resident", lambda *_: None)
 
 
+def rounded(policy: str) -> dict[str, float]:
+    """Pages that were fetched are decoded; where they lie, tokens of two widths are attended to in another order."""
+    return {"rtol": 1e-5, "atol": 1e-6} if "zipcache" in policy else {"rtol": 0, "atol": 0}
+
+
 @pytest.mark.parametrize("policy", ["quest(budget=40, page=8)", "kivi(group=8, residual=16)", "zipcache(block=16)"])
 @pytest.mark.parametrize("copied", [False, True])
 def test_where_pages_live_changes_nothing_else(policy: str, copied: bool, request: pytest.FixtureRequest) -> None:
@@ -27,7 +32,7 @@ def test_where_pages_live_changes_nothing_else(policy: str, copied: bool, reques
         request.getfixturevalue("fetched")
     tokens = draw(120)
     here, there = run(policy, tokens, 80), run(f"{policy} + host", tokens, 80)
-    assert torch.equal(here.out, there.out)
+    torch.testing.assert_close(there.out, here.out, **rounded(policy))
     a, b = measure([here.cache]).bytes, measure([there.cache]).bytes
     pages = {name: size for name, size in a["device"].items() if name.startswith("page.")}
     assert pages and b["host"] == pages

@@ -54,7 +54,11 @@ def test_where_pages_live_changes_nothing_else(policy: str) -> None:
     host = run(f"{policy} + host", tokens, 80).out
     torch.testing.assert_close(host, want, rtol=1e-5, atol=1e-6)  # by another kernel
     for placement in TIERS:
-        assert torch.equal(run(f"{policy} + {placement}", tokens, 80).out, host)
+        out = run(f"{policy} + {placement}", tokens, 80).out
+        if "zipcache" in policy:  # where all is in reach, tokens of two widths are attended to in another order
+            torch.testing.assert_close(out, host, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(out, host)
 
 
 def two_layers(policy: str) -> tuple[list[LayerCache], Session]:
