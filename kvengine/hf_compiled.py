@@ -218,7 +218,8 @@ class CompiledDecode(Decoder):
             raise ModelError("an assistant's tokens are taken back, which a recorded step's cannot be")
         if generation_config.output_hidden_states or generation_config.output_attentions:
             raise ModelError("a recorded step yields logits only; leave out output_hidden_states and output_attentions")
-        stand_in = StandIn(model, self, int(generation_config.max_length))
+        # Of the ids alone: vectors that stand for a prompt, or before it, are not among those that the length counts.
+        stand_in = StandIn(model, self, int(generation_config.max_length) - input_ids.shape[1])
         with torch.inference_mode(False), torch.no_grad():  # a recording made in inference mode says other things
             try:
                 return cast(Any, type(model))._sample(
@@ -252,8 +253,8 @@ class CompiledDecode(Decoder):
 class StandIn:
     """The model as `generate`'s loop sees it: its steps of one token are replayed, all else is the model's own."""
 
-    def __init__(self, model: Any, decoder: CompiledDecode, end: int) -> None:
-        self._model, self._decoder, self._end = model, decoder, end
+    def __init__(self, model: Any, decoder: CompiledDecode, more: int) -> None:
+        self._model, self._decoder, self._more = model, decoder, more
         self._steps: Steps | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -270,11 +271,11 @@ class StandIn:
                 f"a recorded step takes tokens and positions, not {more[0]!r}; use model.generate without it"
             )
         mask = inputs.get("attention_mask")
-        if position is None:
-            position = torch.full_like(ids, cache.seen) if mask is None else mask.long().sum(1, keepdim=True) - 1
+        if position is None:  # as where PEFT takes them out, and the model counts what is cached, padding included
+            position = torch.full_like(ids, cache.seen)
         if self._steps is None:
             real = ids.new_ones(len(ids), cache.seen) if mask is None else mask  # `generate` leaves out one of ones
-            self._steps = self._decoder.open(cache, self._end - cache.seen, real)
+            self._steps = self._decoder.open(cache, self._more, real)
         return CausalLMOutputWithPast(**{"logits": self._steps(ids, position), CACHE: cache})  # type: ignore[arg-type]
 
     def close(self) -> None:

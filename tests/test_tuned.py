@@ -88,6 +88,19 @@ def test_a_prefix_follows_the_rows_of_a_beam_search() -> None:
     assert torch.equal(text(tuned(kvengine.patch(llama())), prompts(), num_beams=3).sequences, want)
 
 
+@pytest.mark.parametrize("policy", ["full", SMALL["snapkv"]])
+@pytest.mark.parametrize("how", ["prefix", "vectors"])
+def test_a_recorded_step_follows_what_is_no_text(how: str, policy: str) -> None:
+    """Which is not in the length that `generate` counts to."""
+    model, batch = kvengine.patch(llama(), policy), prompts()
+    if how == "prefix":
+        model = tuned(model)
+    else:
+        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    found = text(model, batch, custom_generate=kvengine.compile_decode(model)).sequences
+    assert torch.equal(found, text(model, batch).sequences)
+
+
 def test_latents_take_no_prefix() -> None:
     model = kvengine.patch(llama())
     cache = EngineCache(model)
