@@ -8,7 +8,7 @@ draft     a small model with a streaming cache, a look-up, or nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -56,7 +56,8 @@ from kvengine.stack import Stack
 
 def coarse_of(middle: Stack, stack: Stack) -> bool:
     """Whether the target's cache, read coarsely, is the middle's."""
-    same = replace(middle, representation=stack.representation) == stack
+    other = [axis.name for axis in fields(Stack) if axis.name != "representation"]
+    same = all(getattr(middle, name) == getattr(stack, name) for name in other)
     return same and middle.representation.coarse_of(stack.representation)
 
 

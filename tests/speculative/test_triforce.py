@@ -63,6 +63,18 @@ def test_greedy_text_is_the_targets(target: Any, small: Any, middle: str, draft:
     assert decoder.report.emitted == 20 and decoder.report.tiers[0].passes < 20
 
 
+@pytest.mark.parametrize(
+    ("stack", "middle"),
+    [("full", "kivi + host(fields=('v_code',))"), ("kivi(group=8, residual=8)", "d2o(budget=24)")],
+)
+def test_choices_that_the_target_could_not_make_are_the_middles(target: Any, stack: str, middle: str) -> None:
+    """Fields that its pages do not have, a retention that its representation excludes."""
+    decoder = TriForce(target, None, middle, gamma=(2, 4), stack=stack)
+    with kvengine.patched(target, stack):
+        want = greedy(target, prompt(), 12)
+    assert decoder.generate(prompt(), max_new_tokens=12, do_sample=False).tolist() == want
+
+
 @pytest.mark.parametrize("middle", [QUEST, "retrieval(budget=0.125)", "ann(budget=0.2)", "snapkv(budget=0.125)"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_prompts_shorter_than_a_unit_of_the_middle(target: Any, middle: str, in_place: bool) -> None:
