@@ -79,17 +79,25 @@ def attempt(model: PreTrainedModel, text: Any, module: nn.Module) -> None:
     noise = torch.randn(1, TOKENS, text.hidden_size, generator=torch.Generator().manual_seed(0))
     x = noise.to(device_of(module), model.dtype)
     mask = {"batch_size": 1, "q_length": TOKENS, "kv_length": TOKENS, "q_offset": 0, "kv_offset": 0}
-    cache = EngineCache.under(Chosen(Stack()), text)
+    taken = inspect.signature(type(module).forward).parameters
     given: dict[str, Any] = {
         "attention_mask": LazyMask(
             {**mask, "mask_function": causal_mask_function, "device": x.device, "dtype": x.dtype}
-        ),
-        "kvengine": cache,
+        )
     }
-    if frequencies := frequencies_of(model):
-        given["position_embeddings"] = unrotated(x, 2 * len(frequencies[0]))
-    taken = inspect.signature(type(module).forward).parameters
-    module.forward(x, **given, **{name_of_cache(taken, CACHE): cache})
+    if "shared_kv_states" in taken:  # where keys are left for later layers
+        given["shared_kv_states"] = {}
+    # Cosines for each channel, or one for all: some take half as many, or turn layers at different widths.
+    widths = [*(2 * len(x) for x in frequencies_of(model)[:1]), 1] if "position_embeddings" in taken else [0]
+    for width in widths:
+        if width:
+            given["position_embeddings"] = unrotated(x, width)
+        given["kvengine"] = cache = EngineCache.under(Chosen(Stack()), text)
+        try:
+            module.forward(x, **given, **{name_of_cache(taken, CACHE): cache})
+        except RuntimeError:
+            if width == widths[-1]:
+                raise
 
 
 def unrotated(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from families import configs
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 import kvengine
@@ -54,6 +56,19 @@ def test_codes_that_do_not_fit_a_head_are_refused_by_patch(dim: int, text: str) 
         kvengine.patch(model, text)
     with pytest.raises(UnsupportedPolicy, match="whole bytes"):
         EngineCache(model, text)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3n", "gemma4", "qwen3_5"])
+def test_attention_that_wants_more_than_most_is_tried_too(family: str) -> None:
+    """Cosines for half of the channels or of another width in some layers, and a place to leave keys for later layers."""
+    if not configs.exists(family):
+        pytest.skip(f"this transformers has no {family}")
+    found = configs.FAMILIES[family]
+    wide = {"head_dim": 20} | ({"global_head_dim": 36} if family == "gemma4" else {})
+    model_class = getattr(transformers, found.model)
+    model = model_class(model_class.config_class(**configs.BASE | found.options | wide)).eval()
+    with pytest.raises(UnsupportedPolicy, match="whole bytes"):
+        kvengine.patch(model, "turboquant(bits=1)")
 
 
 def test_codes_that_do_not_fit_latents_are_refused_by_patch() -> None:
