@@ -16,8 +16,8 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvengine.errors import ModelError
-from kvengine.hf import STATE, check_stack, patch
+from kvengine.errors import KVEngineError, ModelError
+from kvengine.hf import STATE, patch, unpatch
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_generate import Decoder
 from kvengine.speculative.accept import Rule, rule
@@ -59,6 +59,20 @@ def coarse_of(middle: Stack, stack: Stack) -> bool:
     other = [axis.name for axis in fields(Stack) if axis.name != "representation"]
     same = all(getattr(middle, name) == getattr(stack, name) for name in other)
     return same and middle.representation.coarse_of(stack.representation)
+
+
+def check_caches(model: PreTrainedModel, *stacks: Stack) -> None:
+    """Patch a model that is not patched yet, unless it is refused a cache under one of these."""
+    new = not hasattr(model, STATE)
+    if new:
+        patch(model, "full")
+    try:
+        for stack in stacks:
+            EngineCache(model, stack)
+    except KVEngineError:
+        if new:
+            unpatch(model)
+        raise
 
 
 class TriForce(Decoder):
@@ -118,18 +132,15 @@ class TriForce(Decoder):
         self.in_place = in_place
         check_gamma(gamma)
         check_models(target, draft, tokenizers, widths)
-        text, known = target.config.get_text_config(decoder=True), getattr(target, STATE, None)
-        check_stack(self.stack, text, channels := known.chosen.channels if known else frozenset())
         check_nodes(draft, widths, self.middle, self.stack)
         if self.middle is not None:
-            check_stack(self.middle, text, channels)
             check_room("middle", self.middle, gamma)
             check_places(self.middle, self.stack, target, in_place)
         if isinstance(draft, torch.nn.Module):
             check_room("draft_stack", self.draft_stack, gamma)
-        for model in (target, draft):
-            if isinstance(model, PreTrainedModel) and not hasattr(model, STATE):
-                patch(model, "full")
+        check_caches(target, self.stack, *([] if self.middle is None else [self.middle]))
+        if isinstance(draft, PreTrainedModel):
+            check_caches(draft, self.draft_stack)
         if draft == "recycling":
             self.memory = Recycling(target.config.get_text_config(decoder=True).vocab_size)
 

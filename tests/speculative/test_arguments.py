@@ -12,7 +12,8 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, StoppingCrit
 from transformers.generation.streamers import BaseStreamer
 
 import kvengine
-from kvengine.errors import ModelError
+from kvengine.errors import ModelError, UnsupportedPolicy
+from kvengine.hf import STATE
 from kvengine.hf_names import CACHE
 from kvengine.speculative.triforce import TriForce
 
@@ -131,6 +132,21 @@ def test_an_empty_cache_of_the_callers_is_refused_too(target: Any, decoder: TriF
     """It would stay empty, and its policy would not be followed."""
     with pytest.raises(ModelError, match="leave out the one that is given"):
         decoder.generate(IDS, cache=kvengine.EngineCache(target, "streaming"), max_new_tokens=4)
+
+
+def test_what_no_cache_of_the_models_can_be_is_refused_before_a_prompt() -> None:
+    """Codes that do not fit heads of 20 channels, and keys to be turned where nothing rotates them."""
+    odd, still = llama(head_dim=20), GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128)).eval()
+    codes, turns = "turboquant(bits=3)", "expected_attention(budget=24)"
+    for target, draft, stacks, says in (
+        (odd, None, {"middle": codes}, "whole bytes"),
+        (odd, "lookup", {"middle": None, "stack": codes}, "whole bytes"),
+        (still, None, {"middle": turns}, "turns keys"),
+        (llama(), odd, {"draft_stack": codes}, "whole bytes"),
+    ):
+        with pytest.raises(UnsupportedPolicy, match=says):
+            TriForce(target, draft, **stacks)
+    assert not hasattr(odd, STATE) and not hasattr(still, STATE)
 
 
 def test_whatever_else_a_model_reads_with_its_tokens_is_refused() -> None:
