@@ -34,6 +34,7 @@ from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.retention import Seen
 from kvengine.session import HELD, Call
 from kvengine.stack import Stack
+from kvengine.verdicts import waits
 
 
 def refusal(stack: Stack) -> str | None:
@@ -295,14 +296,21 @@ class FixedLayer:
         self.layer.parts, self.layer.fixed = self.parts, None
 
 
-def check(layer: LayerCache) -> None:
+def check_kind(layer: LayerCache) -> None:
+    """Refuse a layer that cannot be held still, whatever it holds or is to hold."""
     if (why := refusal(layer.stack)) is not None:
         raise UnsupportedPolicy(f"a decode step of '{layer.stack}' cannot be recorded: {why}. Decode without it")
-    if layer.readers.count and any(part.lane.retention.decodes and not part.lane.waits for part in layer.parts):
+    own = layer.stack.retention.at(layer.layer, layer.layers)
+    judging = [part.lane.retention for part in layer.parts] or [own]
+    if layer.readers.count and any(one.decodes and not waits(one) for one in judging):
         raise UnsupportedPolicy(
             f"a decode step of '{layer.stack}' cannot be recorded here: later layers of the model read what this one held before "
             "it judged its last token. Decode without it, or with decode=False where the policy takes that"
         )
+
+
+def check(layer: LayerCache) -> None:
+    check_kind(layer)
     if layer.fixed is not None or not layer.parts or not layer.ends_prompt():
         raise CacheError("only a cache that has read its prompt to the end, and is not held already, can be held still")
     if layer.session.recording or any(part.lane.marks for part in layer.parts):

@@ -24,8 +24,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvengine import latent
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
-from kvengine.fixed import FixedLayer, refusal
+from kvengine.fixed import FixedLayer, check_kind, refusal
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import offloaded
 from kvengine.hf_generate import Decoder, check_mode
@@ -35,6 +36,7 @@ from kvengine.hf_names import CACHE
 from kvengine.kernels import dispatch
 from kvengine.rope import Rope
 from kvengine.session import BROKEN
+from kvengine.stack import Stack
 
 How = Literal["graph", "trace", "eager"]
 Step = Callable[[], Tensor]
@@ -298,6 +300,11 @@ def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
             f"{text.model_type} has layers whose cache is transformers' own (recurrent states, attention in chunks), and "
             "these grow by moving; decode without a recording"
         )
+    if cache.stack == Stack() and any(latent.is_latent(x) for x in model.modules()):
+        raise UnsupportedPolicy(
+            f"under 'full' {text.model_type} makes keys and values of all latents at each step, which a recorded one cannot; "
+            "decode without a recording, or under another policy"
+        )
     if len({x.device for x in model.parameters()}) > 1 or offloaded(model):
         raise UnsupportedPolicy(
             "the model lies on several devices, or its weights come when they are needed, and a recording is of one device; "
@@ -339,6 +346,9 @@ def compile_decode(model: PreTrainedModel, how: How | None = None) -> CompiledDe
     stack = getattr(model, STATE).chosen.stack
     if (why := refusal(stack)) is not None:
         raise UnsupportedPolicy(f"a decode step of '{stack}' cannot be recorded: {why}. Decode without it")
+    check_model(model, cache := EngineCache(model))
+    for layer in cache.engines:
+        check_kind(layer)
     cuda = model.device.type == "cuda"
     how = how or ("graph" if cuda else "eager")
     if how not in ("graph", "trace", "eager"):

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from kvengine.pages import Pages
 
 
+def waits(retention: Retention) -> bool:
+    """Whether it judges where a row is full, not after every decoded token."""
+    return retention.decodes and type(retention).full is not Retention.full
+
+
 class Verdicts(Evidence):
     """The part of a lane that has its retention judge."""
 
@@ -147,7 +152,7 @@ class Verdicts(Evidence):
 
     @cached_property
     def waits(self) -> bool:
-        return self.retention.decodes and type(self.retention).full is not Retention.full
+        return waits(self.retention)
 
     def begin_waiting(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
         """After a prompt. The verdicts to come have other queries than its own."""

@@ -117,7 +117,10 @@ def test_what_cannot_be_held_is_refused_with_the_reason() -> None:
         ("llama4", "full", "attention in chunks"),
         ("qwen3_next", "full", "recurrent states"),
         ("gemma3n", "h2o(budget=12)", "later layers of the model"),
+        ("deepseek_v3", "full", "makes keys and values of all latents"),
     ):
         model = built(name, text)
         with pytest.raises(UnsupportedPolicy, match=why):
-            say(model, 3, **configs.padded_batch(), custom_generate=kvengine.compile_decode(model))
+            kvengine.compile_decode(model)  # before a prompt is read
+        with pytest.raises(UnsupportedPolicy, match=why):  # as where the policy has changed since
+            say(model, 3, **configs.padded_batch(), custom_generate=CompiledDecode(model, "eager"))
