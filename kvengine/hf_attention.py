@@ -55,7 +55,7 @@ def engine_attention(
             layer is not None
             and not latent.is_latent(module)
             and type(attention_mask) is LazyMask
-            and attention_mask.valid(1) is None
+            and attention_mask.valid(1, layer.session.generating) is None
             and not attention_mask.hides(layer.session)
             and layer.session.turn != layer.cache.seen
         ):
@@ -125,7 +125,8 @@ def attend(
     hidden = attention_mask.hidden(query.shape[2], turn)
     if hidden is not None:
         layer.cache.hide(hidden)
-    valid = attention_mask.valid(query.shape[2])
+    layer.session.blind = layer.session.generating and not turn
+    valid = attention_mask.valid(query.shape[2], layer.session.blind)
     return layer.attend(query, call, valid, stock).contiguous(), None
 
 

@@ -95,6 +95,7 @@ def prepare_cache(
             "turns after the first, or call cache.reset()"
         )
     given.announce(prompt_length(generation_config, model_kwargs), drafting=bool(generation_config.is_assistant))
+    given.session.options = weakref.ref(generation_config)
     given.session.lent = assisted and not given.session.recording
 
 

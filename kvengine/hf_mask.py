@@ -117,8 +117,8 @@ class LazyMask:
             "shape (rows, tokens so far)"
         )
 
-    def valid(self, n: int) -> Bool[Tensor, "seq token"] | None:
-        """Which of the newest `n` tokens are tokens; None if all are, as far as is known without looking."""
+    def valid(self, n: int, ones: bool = False) -> Bool[Tensor, "seq token"] | None:
+        """Which of the newest `n` tokens are tokens; None if all are. `ones`: a single one is, so nobody need look."""
         padding = self.padding
         if padding is None:
             return None
@@ -126,7 +126,7 @@ class LazyMask:
         if padding.shape[1] < end:  # an assistant's mask may stop at the prompt; what comes after it are tokens
             padding = torch.nn.functional.pad(padding.bool(), (0, end - padding.shape[1]), value=True)
         part: Tensor = padding[:, end - n : end].bool()
-        if n == 1 and part.is_cuda:
+        if n == 1 and part.is_cuda and ones:
             return self.here(part)  # looking would make the host wait at every decoded token
         if n not in self.full:  # once for all layers of a pass
             self.full[n] = bool(part.all())

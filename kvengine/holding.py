@@ -72,7 +72,7 @@ class Holding(Padded):
         self.turn = 0  # tokens seen before the last prompt
         self.past: Notes = {}  # the retention's notes before it
         self.ahead: Tensor | None = None  # by how many positions the tokens that come are later than their number
-        self.looked = True  # at which of the tokens that come are padding: a GPU's host does not at every decoded token
+        self.looked = True  # at which of the tokens that come are padding: not on a GPU while `generate` decodes
         self.padded = False  # rows may have seen different numbers of tokens
         self.moved = False  # positions are no longer the tokens' numbers in the text with its padding
         self.prompt_most = 0  # the longest row's prompt

@@ -142,7 +142,7 @@ class Lane(Verdicts):
                 return one.transpose(1, 2)
         out, i = [], 0
         self.since = self.seen
-        self.looked = looked or valid is None or q.shape[2] > 1 or not valid.is_cuda
+        self.looked = looked or valid is None or q.shape[2] > 1 or not (valid.is_cuda and self.session.blind)
         ends = [] if valid is None or q.shape[2] == 1 or not self.placing else breaks(valid)
         while i < q.shape[2]:
             m = min([q.shape[2] - i, self.stride(), *(end - i for end in ends if end > i)])

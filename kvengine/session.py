@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -47,6 +48,8 @@ class Session:
 
     prompt_end: int | None = None  # tokens after which the announced prompt ends
     turn: int | None = None  # tokens seen before the announced turn, whose first pass may hide some of them
+    options: ref[Any] | None = None  # the last `generate`'s, which live as long as it runs
+    blind: bool = False  # the mask's last column is ones, so that nobody has looked at it on a GPU
     following: bool = False  # tokens are taken one by one, not judged as a prompt
     recording: bool = False  # states are remembered, to roll back to
     lent: bool = False  # transformers' assisted decoding begins to record, which it never ends: the next turn does
@@ -72,6 +75,11 @@ class Session:
     torn: bool = False  # a layer has begun to change, and not ended
     reached: int = 1 << 30  # the last layer that began; so high that any layer begins the first pass
     before: int = 0  # tokens seen when the pass began
+
+    @property
+    def generating(self) -> bool:
+        """Whether `generate` runs, which adds ones to the mask."""
+        return self.options is not None and self.options() is not None
 
     @property
     def last(self) -> int | None:

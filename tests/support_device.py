@@ -242,6 +242,11 @@ class Device(TorchFunctionMode):
         out = source_to.clone() if source_to is source else source_to
         return Pretended(out) if there else out
 
+    def on___deepcopy__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Which is given all that was copied before, of either place."""
+        x, memo = args
+        return Pretended(func(x.inner, memo)) if isinstance(x, Pretended) else func(x, memo)
+
     def on_cpu(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return self.on_to(func, (args[0], "cpu"), {})
 

@@ -61,7 +61,7 @@ class Batch:
     def __init__(self, model: Any, rows: int, cache: Any = None) -> None:
         self.model = model
         self.caches = [EngineCache(model) if cache is None else cache]
-        self.mask = torch.zeros(rows, 0, dtype=torch.long)
+        self.mask = torch.zeros(rows, 0, dtype=torch.long, device=model.device)
         self.order = list(range(rows))  # which row of the script each is
         self.inference = False  # whether passes run in torch's inference mode
 
@@ -146,7 +146,7 @@ class Detours:
 
     def noise(self, rows: int, n: int) -> Tensor:
         g = torch.Generator().manual_seed(self.chance.randrange(1 << 30))
-        return torch.randint(2, TOKENS, (rows, n), generator=g)
+        return torch.randint(2, TOKENS, (rows, n), generator=g).to(self.model.device)
 
     def piece(self, kind: str, left: int) -> int:
         if kind == "decode":
