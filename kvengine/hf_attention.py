@@ -125,8 +125,7 @@ def attend(
     hidden = attention_mask.hidden(query.shape[2], turn)
     if hidden is not None:
         layer.cache.hide(hidden)
-    layer.session.blind = layer.session.generating and not turn
-    valid = attention_mask.valid(query.shape[2], layer.session.blind)
+    valid = attention_mask.valid(query.shape[2], layer.session.generating and not turn)
     return layer.attend(query, call, valid, stock).contiguous(), None
 
 

@@ -120,14 +120,12 @@ class LazyMask:
     def valid(self, n: int, ones: bool = False) -> Bool[Tensor, "seq token"] | None:
         """Which of the newest `n` tokens are tokens; None if all are. `ones`: a single one is, so nobody need look."""
         padding = self.padding
-        if padding is None:
+        if padding is None or (n == 1 and ones and padding.is_cuda):  # to look makes the host wait
             return None
         end = int(self.kwargs["q_offset"]) + int(self.kwargs["q_length"])
         if padding.shape[1] < end:  # an assistant's mask may stop at the prompt; what comes after it are tokens
             padding = torch.nn.functional.pad(padding.bool(), (0, end - padding.shape[1]), value=True)
         part: Tensor = padding[:, end - n : end].bool()
-        if n == 1 and part.is_cuda and ones:
-            return self.here(part)  # looking would make the host wait at every decoded token
         if n not in self.full:  # once for all layers of a pass
             self.full[n] = bool(part.all())
         return None if self.full[n] else self.here(part)

@@ -72,7 +72,6 @@ class Holding(Padded):
         self.turn = 0  # tokens seen before the last prompt
         self.past: Notes = {}  # the retention's notes before it
         self.ahead: Tensor | None = None  # by how many positions the tokens that come are later than their number
-        self.looked = True  # at which of the tokens that come are padding: not on a GPU while `generate` decodes
         self.padded = False  # rows may have seen different numbers of tokens
         self.moved = False  # positions are no longer the tokens' numbers in the text with its padding
         self.prompt_most = 0  # the longest row's prompt
@@ -288,7 +287,7 @@ class Holding(Padded):
         self.whole &= keep is None
 
     def add(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        if valid is not None and self.looked:
+        if valid is not None:
             self.pad(valid)
         position = self.positions(k.shape[1], valid)
         if self.filling:
@@ -297,7 +296,7 @@ class Holding(Padded):
             self.tail.append(k, v, position, valid is None)
         self.seen += k.shape[1]
         self.firm = self.firm if valid is None else self.seen
-        if valid is None or not (self.stack.paged and self.looked):
+        if valid is None or not self.stack.paged:
             self.lengths = [(n + k.shape[1], rows) for n, rows in self.lengths]
         else:
             self.tail.line_up(~valid)

@@ -120,7 +120,7 @@ class Lane(Verdicts):
     ) -> Float[Tensor, "row group 1 dim_v"]:
         """These rows take their only token of a turn, which is the turn's token `at`."""
         self.ahead = None if self.placing else at
-        out = self.take(q, k, v, rows[:, None], call, True, steps)
+        out = self.take(q, k, v, rows[:, None], call, steps)
         self.ahead = None
         self.unpad(rows)
         return out
@@ -132,7 +132,6 @@ class Lane(Verdicts):
         v: Tensor,
         valid: Tensor | None,
         call: Call,
-        looked: bool = False,
         steps: Steps | None = None,
     ) -> Float[Tensor, "row group query dim_v"]:
         """Take tokens as decoding does, in as large steps as give the same result, which are added to `steps`."""
@@ -142,7 +141,6 @@ class Lane(Verdicts):
                 return one.transpose(1, 2)
         out, i = [], 0
         self.since = self.seen
-        self.looked = looked or valid is None or q.shape[2] > 1 or not (valid.is_cuda and self.session.blind)
         ends = [] if valid is None or q.shape[2] == 1 or not self.placing else breaks(valid)
         while i < q.shape[2]:
             m = min([q.shape[2] - i, self.stride(), *(end - i for end in ends if end > i)])

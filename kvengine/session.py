@@ -49,7 +49,6 @@ class Session:
     prompt_end: int | None = None  # tokens after which the announced prompt ends
     turn: int | None = None  # tokens seen before the announced turn, whose first pass may hide some of them
     options: ref[Any] | None = None  # the last `generate`'s, which live as long as it runs
-    blind: bool = False  # the mask's last column is ones, so that nobody has looked at it on a GPU
     following: bool = False  # tokens are taken one by one, not judged as a prompt
     recording: bool = False  # states are remembered, to roll back to
     lent: bool = False  # transformers' assisted decoding begins to record, which it never ends: the next turn does
