@@ -12,6 +12,9 @@ from kvengine.kernels import quantise as op
 from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.quantise import reference
 
+WHOLE = tl.constexpr(12582912.0)
+"""Where neighbouring float32 are whole numbers: adding it rounds, and halves to even ones, as torch does."""
+
 
 @triton.jit
 def packed(code, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexpr):
@@ -66,7 +69,8 @@ def quantise_kernel(
         at, ok_group = token * (DIM // channel_step) + j, ok_t
     tl.store(scale_out + at, scale, mask=ok_group)
     tl.store(zero_out + at, zero, mask=ok_group)
-    code = tl.minimum(tl.maximum(tl.floor(scaled + 0.5), 0.0), 2**BITS - 1).to(tl.int32)
+    within = tl.minimum(tl.maximum(scaled, 0.0), 2**BITS - 1)
+    code = (within + WHOLE - WHOLE).to(tl.int32)
     b = tl.arange(0, CHANNELS * BITS // 8)
     byte = j * channel_step * BITS // 8 + b
     ok_b = (b < channel_step * BITS // 8) & (byte < DIM * BITS // 8)

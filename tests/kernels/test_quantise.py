@@ -61,6 +61,16 @@ def test_dead_tokens_do_not_widen_a_group(backend: str, over: str) -> None:
     assert poisoned.scale.isfinite().all() and poisoned.zero.isfinite().all()
 
 
+@pytest.mark.parametrize("over", ["tokens", "channels"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_halves_between_two_codes_go_to_the_even_one(backend: str, over: Literal["tokens", "channels"]) -> None:
+    """They are common in half precision, and every backend must seal the same page."""
+    x = torch.tensor([0.0, 15.0, *(i + 0.5 for i in range(14))]).to(torch.bfloat16)
+    x = x.expand(1, 16, 16) if over == "channels" else x[:, None].expand(1, 16, 16)
+    found = oracle.on(backend, quantise)(x.contiguous(), 4, 16, over, backend=backend)
+    assert torch.equal(dequantise(found, 4).cpu().float(), x.float().round())
+
+
 NATIVE = pytest.mark.skipif("native" not in oracle.backends(), reason="no C compiler")
 HALVES = [torch.float32, torch.bfloat16, torch.float16]
 
