@@ -126,10 +126,8 @@ def lowrank_attention(
     heads, half, dim_v, block = group * queries, inv_freq.shape[0], v.shape[-1], 32
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
     scores = q.new_full((rows, heads, columns), -torch.inf, dtype=torch.float32) if want_probs else None
-    tile, each = (
-        min(MOST_HEADS, max(16, triton.next_power_of_2(heads))),
-        triton.next_power_of_2(max(dim, dim_v)) * q.itemsize,
-    )
+    tile = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
+    each = triton.next_power_of_2(max(dim, dim_v)) * q.itemsize  # bytes of a query
     while tile > 16 and crowds(q.device, tile * each):
         tile //= 2
     # What takes one step is no loop, and the compiler keeps all of the basis in shared memory.
