@@ -7,14 +7,9 @@ INLINE float scalar(const void *p, int64_t i, int64_t dtype) {
   return dtype == BF16 ? bf16_value(x) : f16_value(x);
 }
 
-INLINE vf vector(const void *p, int64_t i, int64_t dtype) {
-  if (dtype == F32) return load((const float *)p + i);
-  return dtype == BF16 ? from_bf16((const uint16_t *)p + i) : from_f16((const uint16_t *)p + i);
-}
-
 INLINE void widen(const void *p, int64_t start, int64_t dim, int64_t dtype, float *out) {
   int64_t d = 0;
-  for (; d + LANES <= dim; d += LANES) store(out + d, vector(p, start + d, dtype));
+  for (; d + LANES <= dim; d += LANES) store(out + d, numbers(p, start + d, dtype));
   for (; d < dim; d++) out[d] = scalar(p, start + d, dtype);
 }
 
@@ -169,109 +164,6 @@ static void read_mixed(const Field *f, Memo *memo, int64_t token, float *out) {
   memo->to = first + f->page;
   float scale = scalar(f->scale, token, f->dtype), zero = scalar(f->zero, token, f->dtype);
   unpack_one(code, NULL, f->dim, bits, &scale, &zero, memo->scale, 0, out);
-}
-
-/* Sine and cosine to about 1e-7, for |x| up to 1e5: the nearest multiple of pi / 2 is taken off in three parts. */
-INLINE void turn(vf x, vf *sine, vf *cosine) {
-  vf shifted = x * 0.636619772f + 12582912.0f, n = shifted - 12582912.0f;
-  vi quarter = __builtin_convertvector(n, vi);
-  vf r = ((x - n * 1.5703125f) - n * 4.837512969970703125e-4f) - n * 7.549789948768648e-8f, z = r * r;
-  vf s = r + r * z * (-1.6666654611e-1f + z * (8.3321608736e-3f - z * 1.9515295891e-4f));
-  vf c = 1 - z * 0.5f + z * z * (4.166664568298827e-2f + z * (-1.388731625493765e-3f + z * 2.443315711809948e-5f));
-  vi odd = (quarter & 1) != 0;
-  vf a = choose(odd, c, s), b = choose(odd, s, c);
-  *sine = choose((quarter & 2) != 0, -a, a);
-  *cosine = choose(((quarter + 1) & 2) != 0, -b, b);
-}
-
-#define ROWS (2 * ACROSS)
-
-/* The registers of a basis's channels from `d` on and from `e` on, side by side: where they lie, rows that are a power of two
-   of bytes apart push each other out of the first-level cache. */
-static void lay_panel(const float *basis, int64_t rank, int64_t dim, int64_t d, int64_t e, float *panel) {
-  for (int64_t r = 0; r < rank; r++, panel += 2 * LANES) {
-    store(panel, load(basis + r * dim + d));
-    store(panel + LANES, load(basis + r * dim + e));
-  }
-}
-
-/* U @ panel for ROWS tokens. */
-INLINE void rebuild(const float *const *u, const float *panel, int64_t rank, vf *one, vf *other) {
-  vf a[ROWS] = {{0}}, b[ROWS] = {{0}};
-  for (int64_t r = 0; r < rank; r++) {
-    vf x = load(panel + 2 * r * LANES), y = load(panel + 2 * r * LANES + LANES);
-    KEEP(x);
-    KEEP(y);
-#pragma GCC unroll 8
-    for (int j = 0; j < ROWS; j++) {
-      a[j] += x * u[j][r];
-      b[j] += y * u[j][r];
-    }
-  }
-  for (int j = 0; j < ROWS; j++) one[j] = a[j], other[j] = b[j];
-}
-
-/* Turn a key whose halves are no whole registers. */
-static void turn_key(const float *frequency, int64_t half, float place, float factor, float *key) {
-  float sine[256 + LANES], cosine[256 + LANES];
-  for (int64_t d = 0; d < half; d += LANES) {
-    vf s, c;
-    turn(place * load(frequency + d), &s, &c);
-    store(sine + d, s * factor);
-    store(cosine + d, c * factor);
-  }
-  for (int64_t d = 0; d < half; d++) {
-    float a = key[d], b = key[d + half];
-    key[d] = a * cosine[d] - b * sine[d];
-    key[d + half] = b * cosine[d] + a * sine[d];
-  }
-}
-
-/* Keys U[place] @ basis, turned at their places. Here `data` is U [sequence, place, rank], `group` the rows of a
-   sequence, `token_stride` the rank, `scale` the basis [row, rank, dim], `zero` the `bits` frequencies, all floats. */
-static void read_lowrank(const Field *f, int64_t row, const int64_t *place, int count, float *tile, int64_t stride) {
-  const int64_t rank = f->token_stride, dim = f->dim, half = f->bits, first = row / f->group * f->row_stride;
-  const int64_t paired = half % LANES ? 0 : half; /* channels whose partners are in a register of their own */
-  const int64_t step = rank + LANES;
-  const float *basis = (const float *)f->scale + row * rank * dim, *u[TILE + ROWS];
-  const float factor = (float)f->factor;
-  float wide[f->dtype == F32 ? 1 : TILE * step], panel[2 * LANES * rank] __attribute__((aligned(64)));
-  float frequency[256 + LANES] = {0};
-  vf a[ROWS], b[ROWS];
-  memcpy(frequency, f->zero, half * sizeof(float));
-  for (int i = 0; i < count; i++) {
-    const int64_t at = first + place[i] * rank;
-    u[i] = f->dtype == F32 ? (const float *)f->data + at : wide + i * step;
-    if (f->dtype != F32) widen(f->data, at, rank, f->dtype, wide + i * step);
-  }
-  for (int i = count; i < count + ROWS; i++) u[i] = u[0];
-  for (int64_t d = 0; d < paired; d += LANES) {
-    lay_panel(basis, rank, dim, d, d + half, panel);
-    for (int i = 0; i < count; i += ROWS) {
-      rebuild(u + i, panel, rank, a, b);
-      for (int j = 0; j < ROWS && i + j < count; j++) {
-        float *key = tile + (i + j) * stride + d;
-        vf s, c;
-        turn((float)place[i + j] * load(frequency + d), &s, &c);
-        s *= factor;
-        c *= factor;
-        store(key, a[j] * c - b[j] * s);
-        store(key + half, b[j] * c + a[j] * s);
-      }
-    }
-  }
-  for (int64_t d = 2 * paired; d < dim; d += 2 * LANES) {
-    const int64_t e = d + LANES < dim ? d + LANES : d;
-    lay_panel(basis, rank, dim, d, e, panel);
-    for (int i = 0; i < count; i += ROWS) {
-      rebuild(u + i, panel, rank, a, b);
-      for (int j = 0; j < ROWS && i + j < count; j++) {
-        store(tile + (i + j) * stride + d, a[j]);
-        store(tile + (i + j) * stride + e, b[j]);
-      }
-    }
-  }
-  for (int i = 0; i < count && !paired; i++) turn_key(frequency, half, (float)place[i], factor, tile + i * stride);
 }
 
 void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile,

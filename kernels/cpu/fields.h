@@ -17,7 +17,7 @@ typedef struct {
   int64_t per_token; /* MIXED: scales belong to tokens (values) or to channels (keys) */
   const void *data, *low, *scale, *zero, *channel;
   const uint8_t *mask; /* MIXED: a bit per slot of a page, set where the token is salient */
-  double factor;       /* LOWRANK, see read_lowrank: on cosine and sine */
+  double factor;       /* LOWRANK, see lowrank.c: on cosine and sine */
   /* TURNED: a scale per token; `zero`: 16 levels, `channel`: the turn [dim, dim], both floats */
 } Field;
 
@@ -26,6 +26,12 @@ typedef struct {
   int64_t from, to; /* the tokens they hold for */
   float scale[256 + LANES], zero[256 + LANES], low_scale[256 + LANES], low_zero[256 + LANES];
 } Memo;
+
+/* Numbers from element `i` on. */
+INLINE vf numbers(const void *p, int64_t i, int64_t dtype) {
+  if (dtype == F32) return load((const float *)p + i);
+  return dtype == BF16 ? from_bf16((const uint16_t *)p + i) : from_f16((const uint16_t *)p + i);
+}
 
 #define TILE 32 /* tokens of a batch */
 
@@ -36,6 +42,7 @@ typedef struct {
 } Tokens;
 
 void read_turned(const Field *f, int64_t token, float *out);
+void read_lowrank(const Field *f, int64_t row, const int64_t *place, int count, float *tile, int64_t stride);
 void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, int count, float *tile, int64_t stride);
 void widen_run(const void *p, int64_t start, int64_t n, int64_t dtype, float *out); /* `n` numbers as floats */
 void kv_queries(const char *q, int64_t dtype, int64_t rows, int64_t heads, int64_t row_stride, int64_t head_stride,

@@ -27,11 +27,11 @@ def lowrank_attention(
     """See `kvengine.kernels.lowrank_attention`."""
     table, position = call.int32(table), call.int32(position)
     units = None if units is None else call.int32(units).contiguous()
-    basis, inv_freq = basis.to(torch.float32), inv_freq.to(torch.float32).contiguous()
+    inv_freq = inv_freq.to(torch.float32).contiguous()
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
     keys = call.Field(
         layout=call.LOWRANK, dim=q.shape[-1], dtype=call.DTYPES[u.dtype], row_stride=u.shape[1] * u.shape[2],
-        token_stride=u.shape[2], group=len(q) // len(u), bits=inv_freq.shape[0], data=u.data_ptr(),
+        token_stride=u.shape[2], group=len(q) // len(u), bits=inv_freq.shape[0], page=call.DTYPES[basis.dtype], data=u.data_ptr(),
         scale=basis.data_ptr(), zero=inv_freq.data_ptr(), factor=rope_scaling,
     )  # fmt: skip
     return call.run(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvengine.kernels import codecs
 from kvengine.kernels.cpu import library
+from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.page_scores import best_units, page_bounds, page_scores, top_units
 from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.kernels.paged_attention import paged_attention
@@ -196,3 +197,25 @@ def test_units_are_chosen_alike(group: int) -> None:
     alive, q = torch.rand(2, 700, generator=rng) < 0.9, torch.randn(2, group, 72, generator=rng)
     got = best_units(q, low, high, alive, 60, coarse=Coarse())
     assert torch.equal(got, top_units(page_scores(q, low, high, alive, backend="reference"), 60, backend="reference"))
+
+
+@pytest.mark.parametrize("basis_in", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("u_in", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rank", [40, 33])
+@pytest.mark.usefixtures("processor")
+def test_low_rank_keys_lose_nothing_to_the_dtypes_of_their_factors(
+    u_in: torch.dtype, basis_in: torch.dtype, rank: int
+) -> None:
+    """Products of numbers of 16 bits are exact in float32."""
+    rng = torch.Generator().manual_seed(5)
+    u, basis = (
+        torch.randn(2, 90, rank, generator=rng).to(u_in),
+        (torch.randn(4, rank, 96, generator=rng) / 4).to(basis_in),
+    )
+    v, q = torch.randn(12, 16, 32, generator=rng), torch.randn(4, 4, 1, 96, generator=rng)
+    table, position = torch.arange(12).reshape(4, 3), torch.arange(48).repeat(4, 1) + 17
+    inv_freq = 0.7 ** torch.arange(32.0)
+    got = lowrank_attention(q, u, v, basis, inv_freq, table, position, page=16, scale=0.2, backend="native")
+    exact = (x.double() for x in (q, u, v, basis, inv_freq))
+    want = lowrank_attention(*exact, table, position, page=16, scale=0.2, backend="reference")
+    oracle.close(got, want, 1e-5)
