@@ -18,7 +18,7 @@ from kvengine.evals.aggregate import CellResult
 from kvengine.evals.config import RunConfig
 from kvengine.evals.progress import Bar
 from kvengine.evals.records import ROWS, Journal
-from kvengine.evals.runner import GIVEN_UP, Cell, Run, verdict
+from kvengine.evals.runner import GIVEN_UP, Cell, Observer, Run, verdict
 from kvengine.evals.tasks import choose
 
 
@@ -61,23 +61,14 @@ def run(config: RunConfig, console: Console) -> int:
     """Run to the end and report. Exit code 0, or 1 if a score is below `fail_under` or no cell has one."""
     task = prepare(config)
     warn(task, console)
-    config.out.mkdir(parents=True, exist_ok=True)
-    manifest.write(config.out / "manifest.json", task)
     if task.left_out():
         console.print(
             f"left out for want of data: {', '.join(one.name for one in task.left_out())}",
             highlight=False,
             markup=False,
         )
-    end = inf if config.minutes is None else time.monotonic() + 60 * config.minutes
-    if config.minutes is None or config.shared:
-        with Bar(len(task.cells()), config.samples_per_cell, console) as bar:
-            together.execute(task, bar, end=end) if config.shared else task.execute(bar)
-    else:
-        rounds(task, end, console)
-    if not task.journal.path.exists():
-        raise EvaluationError(f"{config.minutes:g} minutes were over before a sample was done; give more")
-    manifest.write(config.out / "manifest.json", task)
+    with Bar(len(task.cells()), config.samples_per_cell, console) as bar:
+        execute(task, bar)
     found = report.write(config.out) if config.report else report.found(config.out)
     summarise(found, console)
     console.print(f"rows, tables and report: {config.out}", highlight=False, markup=False)
@@ -93,6 +84,25 @@ def run(config: RunConfig, console: Console) -> int:
     return int(bool(failures))
 
 
+def execute(task: Run, observer: Observer) -> None:
+    """Do what the run folder lacks, as the run's settings say: one cell after the other, shared, or in rounds.
+
+    Raises `EvaluationError` if the folder is another run's, before anything is added to it.
+    """
+    config = task.config
+    manifest.write(config.out / "manifest.json", task)
+    end = inf if config.minutes is None else time.monotonic() + 60 * config.minutes
+    if config.shared:
+        together.execute(task, observer, end=end)
+    elif config.minutes is None:
+        task.execute(observer)
+    else:
+        in_rounds(task, end, observer)
+    if not task.journal.path.exists():
+        raise EvaluationError(f"{config.minutes:g} minutes were over before a sample was done; give more")
+    manifest.write(config.out / "manifest.json", task)
+
+
 def warn(run: Run, console: Console) -> None:
     """Of lengths that the model was not made for."""
     for line in tables.beyond(list(run.config.lengths), manifest.positions(run.model)):
@@ -100,13 +110,18 @@ def warn(run: Run, console: Console) -> None:
 
 
 def rounds(run: Run, end: float, console: Console) -> int:
-    """One sample of every cell after the other while the next round would end in time. Returns the rounds done."""
+    """`in_rounds` with a bar."""
     with Bar(len(run.cells()), run.config.samples_per_cell, console) as bar:
-        for limit in range(1, run.config.samples_per_cell + 1):
-            start = time.monotonic()
-            run.execute(bar, limit)
-            if 2 * time.monotonic() - start > end:
-                return limit
+        return in_rounds(run, end, bar)
+
+
+def in_rounds(run: Run, end: float, observer: Observer) -> int:
+    """One sample of every cell after the other while the next round would end in time. Returns the rounds done."""
+    for limit in range(1, run.config.samples_per_cell + 1):
+        start = time.monotonic()
+        run.execute(observer, limit)
+        if 2 * time.monotonic() - start > end:
+            return limit
     return run.config.samples_per_cell
 
 

@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvengine.evals import drive, manifest, report
+from kvengine.errors import EvaluationError
+from kvengine.evals import drive, report
 from kvengine.evals.aggregate import CellResult
 from kvengine.evals.config import build
 from kvengine.evals.progress import Silent
@@ -38,10 +39,11 @@ def measure(
         tokenizer: of a loaded model.
         out: the run folder. One that exists is resumed; by default a temporary one that is deleted at the end.
         show: told of every sample; `kvengine.evals.progress.Bar` draws a bar.
-        settings: those of `kvengine.evals.config.RunConfig`, as values or spelled as on the command line.
+        settings: those of `kvengine.evals.config.RunConfig`, as values or spelled as on the command line. Reports and bars
+            to pass are the caller's: `kvengine.evals.report.write` makes the former, `fail_under` is an error.
 
     Raises:
-        EvaluationError: a setting, task, model or file is not as expected.
+        EvaluationError: a setting, task, model or file is not as expected, or `out` is another run's folder.
         PolicyError: a policy does not exist.
     """
     if out is None:
@@ -50,7 +52,8 @@ def measure(
     loaded = not isinstance(model, str | Path)
     name = str(getattr(model, "name_or_path", "") or "model") if loaded else str(model)
     config = build(suite, None, {**settings, "model": name, "out": out})
+    if config.fail_under:
+        raise EvaluationError("fail_under ends a command; from Python compare the scores of the cells returned")
     run = Run(config, model, tokenizer, Journal.open(config.out / ROWS)) if loaded else drive.prepare(config)
-    run.execute(show or Silent())
-    manifest.write(config.out / "manifest.json", run)
+    drive.execute(run, show or Silent())
     return report.found(config.out)

@@ -27,14 +27,20 @@ def effective(scores: dict[int, float]) -> int | None:
 
 
 def lines(found: list[CellResult]) -> list[list[str]]:
-    """One line per policy and mode: mean by length, average, both weighted averages, effective length."""
-    means = overall([cell for cell in found if cell.suite == "ruler"])
+    """One line per policy and mode: mean by length, average, both weighted averages, effective length.
+
+    Averages are over all lengths: a policy without a mean at one of them has none.
+    """
+    ruler = [cell for cell in found if cell.suite == "ruler"]
+    means, lengths = overall(ruler), sorted({cell.length for cell in ruler})
     made = []
     for policy, mode, stack in dict.fromkeys((at[0], at[2], at[3]) for at in means):
         scores = {at[1]: 100 * value for at, value in sorted(means.items()) if (at[2], at[3]) == (mode, stack)}
-        values = list(scores.values())
-        averages = fmean(values), weighted(values, later=True), weighted(values, later=False)
-        made.append(
-            [f"`{policy}`", mode, *(f"{value:.1f}" for value in (*values, *averages)), str(effective(scores) or "–")]
-        )
+        values = [scores.get(length) for length in lengths]
+        whole = [value for value in values if value is not None]
+        averages: list[float | None] = [None] * 3
+        if len(whole) == len(lengths):
+            averages = [fmean(whole), weighted(whole, later=True), weighted(whole, later=False)]
+        shown = ["–" if value is None else f"{value:.1f}" for value in (*values, *averages)]
+        made.append([f"`{policy}`", mode, *shown, str(effective(scores) or "–")])
     return made

@@ -1,8 +1,13 @@
-"""How large a haystack may be."""
+"""How large a haystack may be, and what may be wrong with the user's data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 from kvengine.errors import EvaluationError
 from kvengine.evals.tasks import Sample
@@ -14,6 +19,29 @@ class TooShort(EvaluationError):
 
 class NoData(EvaluationError):
     """The task lives on data that the user must supply."""
+
+
+def json_lines(path: Path, most: int | None = None) -> list[Any]:
+    """The first `most` values of a JSON-lines file. Only newlines end a line: texts hold U+2028 and the like as they are.
+
+    Raises `EvaluationError` if it is none.
+    """
+    try:
+        lines = (line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip())
+        return [json.loads(line) for line in islice(lines, most)]
+    except ValueError as error:
+        raise EvaluationError(f"{path} is not JSON lines: {error}") from error
+
+
+@contextlib.contextmanager
+def published(complaint: str) -> Iterator[None]:
+    """Make an `EvaluationError` of what fails in the block because the user's data are not as they were published."""
+    try:
+        yield
+    except EvaluationError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise EvaluationError(f"{complaint}: {error!r}") from error
 
 
 def largest(fits: Callable[[int], bool], start: int, most: int = 10_000_000) -> int:

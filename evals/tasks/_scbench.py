@@ -13,7 +13,6 @@ the correct answer is"); the history has a list of names as "A, B" (officially a
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from typing import Any, ClassVar
 
 from kvengine.errors import EvaluationError
 from kvengine.evals.tasks import Plan, Sample, Task, Turn
-from kvengine.evals.tasks._fit import NoData, largest, shrink
+from kvengine.evals.tasks._fit import NoData, json_lines, largest, published, shrink
 
 Row = dict[str, Any]
 Scorer = Callable[[str, Any], dict[str, float]]
@@ -50,7 +49,10 @@ class SessionTask(Task):
         rows = self._rows(plan)
         if rows is not None:
             for index, row in enumerate(rows[: plan.count]):
-                yield self.session(row, str(row.get("id", index)) + f".{index}", "user data")
+                with published(f"{self._path(plan.data)}: row {index} is not of SCBench's schema"):
+                    made = self.session(row, str(row.get("id", index)) + f".{index}", "user data")
+                    self.check(made)
+                yield made
         else:
             yield from self._generated(plan)
 
@@ -75,6 +77,13 @@ class SessionTask(Task):
             provenance=provenance,
             meta=row.get("meta", {}),
         )
+
+    def check(self, made: Sample) -> None:
+        """Raise what scoring its turns would raise, or ValueError if it has none."""
+        if not made.turns:
+            raise ValueError("no turns")
+        for turn in made.turns:
+            self.score(turn, "")
 
     def turn(self, row: Row, index: int) -> Turn:
         """One of the row's turns."""
@@ -164,10 +173,7 @@ def load_rows(path: Path, name: str) -> list[Row] | None:
 
 
 def _lines(path: Path) -> list[Row]:
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except ValueError as error:
-        raise EvaluationError(f"{path} is not JSON lines: {error}") from error
+    rows: list[Row] = json_lines(path)
     for row in rows:
         if not isinstance(row, dict) or "multi_turns" not in row or not {"context", "input"} & row.keys():
             raise EvaluationError(f"{path}: a row lacks 'multi_turns' or 'context'; expected SCBench's schema")

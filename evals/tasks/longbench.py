@@ -9,7 +9,6 @@ stands within the length that prompts are cut to. The five Chinese tasks need a 
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any, ClassVar
 
 from kvengine.errors import EvaluationError
 from kvengine.evals.tasks import Plan, Sample, Task, Turn
-from kvengine.evals.tasks._fit import NoData
+from kvengine.evals.tasks._fit import NoData, json_lines, published
 from kvengine.evals.tasks._scores import english_f1, rouge_l
 
 BRIEF = "Only give me the answer and do not output any other words."
@@ -152,12 +151,11 @@ class LongBench(Task):
         if not self.available(plan.data):
             raise NoData(f"{self.name} needs its data: give --data longbench=FOLDER with {self.name}.jsonl")
         path = plan.data["longbench"] / f"{self.name}.jsonl"
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()[: plan.count]
-        except UnicodeDecodeError as error:
-            raise EvaluationError(f"{path} is not JSON lines: {error}") from error
-        for index, line in enumerate(lines):
-            yield self.sample(_row(path, line), index)
+        for index, row in enumerate(json_lines(path, plan.count)):
+            made = self.sample(_checked(path, row), index)
+            with published(f"{path}: row {index} is not of LongBench's schema"):
+                self.score(made.turns[0], "")
+            yield made
 
     def sample(self, row: dict[str, Any], index: int) -> Sample:
         """A row as a sample; what the prompt says after the context belongs to the question."""
@@ -177,11 +175,7 @@ class LongBench(Task):
         return {self.metric: max(self.scorer(text, answer, turn.meta["classes"]) for answer in turn.answers)}
 
 
-def _row(path: Path, line: str) -> dict[str, Any]:
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise EvaluationError(f"{path} is not JSON lines: {error}") from error
+def _checked(path: Path, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict) or not {"input", "context", "answers"} <= row.keys():
         raise EvaluationError(f"{path}: a row lacks input, context or answers; expected LongBench's schema")
     answers = row["answers"]

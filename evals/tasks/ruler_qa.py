@@ -11,6 +11,7 @@ from typing import Any
 
 from kvengine.errors import EvaluationError
 from kvengine.evals.tasks import Plan
+from kvengine.evals.tasks._fit import published
 from kvengine.evals.tasks._ruler import Draft, RulerTask
 from kvengine.evals.tasks._words import pair
 
@@ -66,12 +67,13 @@ class DocumentQA(RulerTask):
         """The user's file, else generated facts (two-hop for HotpotQA's place)."""
         if self.source in plan.data:
             path = plan.data[self.source]
-            try:
-                return READERS[self.source](path)
-            except EvaluationError:
-                raise
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise EvaluationError(f"{path} is not the published {self.source} file: {error!r}") from error
+            with published(f"{path} is not the published {self.source} file"):
+                found = READERS[self.source](path)
+            if not found.questions:
+                raise EvaluationError(
+                    f"{path} has no question that has an answer; give the published {self.source} file"
+                )
+            return found
         return facts(plan.seed, hops=2 if self.source == "hotpotqa" else 1)
 
     def recipe(self) -> dict[str, Any]:
@@ -98,9 +100,9 @@ def read_squad(path: Path) -> Library:
         documents |= dict.fromkeys(paragraphs)
         for paragraph in article["paragraphs"]:
             near = tuple(text for text in paragraphs if text != paragraph["context"])
-            asked = [qa for qa in paragraph["qas"] if not qa.get("is_impossible", False)]
+            asked = [qa for qa in paragraph["qas"] if qa["answers"] and not qa.get("is_impossible", False)]
             questions += [
-                Question(qa["question"], tuple(a["text"] for a in qa["answers"]), (paragraph["context"],), near)
+                Question(qa["question"], tuple(_text(a["text"]) for a in qa["answers"]), (paragraph["context"],), near)
                 for qa in asked
             ]
     return Library(tuple(questions), tuple(documents))
@@ -113,7 +115,7 @@ def read_hotpotqa(path: Path) -> Library:
     for row in _json(path):
         texts = tuple(f"{title}\n{''.join(lines)}" for title, lines in row["context"])
         documents |= dict.fromkeys(texts)
-        questions.append(Question(row["question"], (row["answer"],), texts, ()))
+        questions.append(Question(row["question"], (_text(row["answer"]),), texts, ()))
     return Library(tuple(questions), tuple(documents))
 
 
@@ -142,6 +144,12 @@ def _portrait(name: str, town: str, teacher: str, trade: str) -> str:
 def _two_hop(name: str, teacher: str, towns: dict[str, str], texts: dict[str, str]) -> Question:
     gold = tuple(dict.fromkeys((texts[name], texts[teacher])))
     return Question(f"In which town was the first teacher of {name} born?", (towns[teacher],), gold, ())
+
+
+def _text(answer: Any) -> str:
+    if not isinstance(answer, str):
+        raise TypeError(f"the answer {answer!r} is no text")
+    return answer
 
 
 def _json(path: Path) -> Any:

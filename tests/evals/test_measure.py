@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,26 @@ def test_a_folder_that_exists_is_resumed(tmp_path: Path) -> None:
     rows = (tmp_path / "rows.jsonl").read_bytes()
     assert measure("ruler", model=model, tokenizer=tokenizer, out=tmp_path, **SETTINGS) == first
     assert (tmp_path / "rows.jsonl").read_bytes() == rows
+
+
+def test_a_folder_of_another_seed_is_left_as_it_was(tmp_path: Path) -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    measure("ruler", model=model, tokenizer=tokenizer, out=tmp_path, **SETTINGS)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(EvaluationError, match="with seed 42, this one has 7"):
+        measure("ruler", model=model, tokenizer=tokenizer, out=tmp_path, seed=7, **SETTINGS)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_contexts_are_shared_and_time_ends_as_on_the_command_line(tmp_path: Path) -> None:
+    ours = {"model": tiny_model(), "tokenizer": tiny_tokenizer()}
+    measure("ruler", **ours, out=tmp_path / "a", **{**SETTINGS, "tasks": "niah_single_1", "samples": 3}, shared=True)
+    rows = [json.loads(line) for line in (tmp_path / "a" / "rows.jsonl").read_text().splitlines()]
+    assert None in {row["ttft"] for row in rows}  # only what is asked alone is timed
+    measure("ruler", **ours, out=tmp_path / "b", **{**SETTINGS, "samples": 50}, minutes=1e-6)
+    assert len((tmp_path / "b" / "rows.jsonl").read_text().splitlines()) == 2  # one round
+    with pytest.raises(EvaluationError, match="compare the scores"):
+        measure("ruler", **ours, **SETTINGS, fail_under={"fwe": 50})
 
 
 def test_a_setting_that_does_not_exist_is_an_error() -> None:

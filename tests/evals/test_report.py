@@ -398,6 +398,17 @@ def test_weighted_averages_reproduce_a_published_line() -> None:
     assert ruler_summary.effective(dict(zip((4, 8, 16, 32, 64, 128), scores, strict=True))) == 32
 
 
+def test_a_policy_that_was_asked_at_one_length_takes_none_from_the_others() -> None:
+    rows = [row("easy", "full", 0, 1.0, length=n) for n in (1024, 2048)]
+    rows += [row("easy", "less", 0, 0.5, length=n) for n in (1024, 2048)] + [row("easy", "late", 0, 1.0, length=2048)]
+    text = tables.markdown(cells(rows), MANIFEST).partition("over lengths")[2].splitlines()
+    assert [line for line in text if "`" in line] == [
+        "| `full` | multi-turn | 100.0 | 100.0 | 100.0 | 100.0 | 100.0 | 2048 |",
+        "| `less` | multi-turn | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | – |",
+        "| `late` | multi-turn | – | 100.0 | – | – | – | 2048 |",
+    ]
+
+
 def test_lengths_are_summarised() -> None:
     rows = [row("easy", "full", i, 1.0, length=n) for i in range(3) for n in (1024, 2048)]
     assert "| `full` | multi-turn | 100.0 | 100.0 | 100.0 | 100.0 | 100.0 | 2048 |" in tables.markdown(

@@ -214,6 +214,41 @@ def test_a_file_of_another_schema_is_refused(tmp_path: Path, row: str) -> None:
         list(TASKS["scbench_kv"].samples(plan(scbench_kv=path)))
 
 
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("scbench_kv", {"context": "c", "multi_turns": []}),
+        ("scbench_kv", {"context": "c", "multi_turns": "abc"}),
+        ("scbench_kv", {"context": "c", "multi_turns": [{"input": "q"}]}),
+        ("scbench_vt", {"input": "c", "multi_turns": [{"input": "q", "answer": []}]}),
+        ("scbench_mf", {"context": [1], "multi_turns": [{"input": "The largest is: ", "answer": "x"}]}),
+        (
+            "scbench_choice_eng",
+            {"context": "c", "multi_turns": [{"input": "q", "answer": "e", "options": ["a", "b", "c", "d"]}]},
+        ),
+        ("scbench_repoqa_and_kv", {"context": "c", "multi_turns": [{"input": "q", "answer": "a", "task": "x"}]}),
+    ],
+)
+def test_a_row_that_cannot_be_asked_or_scored_is_refused_before_anything_is_asked(
+    tmp_path: Path, name: str, row: dict[str, Any]
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(EvaluationError, match=r"x\.jsonl: row 0 is not of SCBench's schema"):
+        list(TASKS[name].samples(plan(**{name: path})))
+
+
+def test_only_newlines_end_a_line(tmp_path: Path) -> None:
+    """U+2028 and U+0085 stand in JSON as they are; Python's splitlines would cut a row there."""
+    path, text = tmp_path / "x.jsonl", "a\u2028b\x85c"
+    rows = [{"context": text, "multi_turns": [{"input": "q", "answer": "a"}]}] * 2
+    path.write_bytes(
+        b"\xef\xbb\xbf" + "\r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode() + b"\n\n"
+    )
+    found = list(TASKS["scbench_kv"].samples(plan(scbench_kv=path)))
+    assert len(found) == 2 and rows[0]["context"] in found[0].context
+
+
 # ---- scorers -------------------------------------------------------------------------------------------------------
 
 

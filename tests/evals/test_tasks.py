@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,3 +160,33 @@ def test_every_question_of_a_quiz_has_its_own_needles(name: str) -> None:
             asked = [key for key in dict(told) if key in turn.question]
             assert sorted(turn.answers) == sorted(value for key, value in told if key in asked)
             assert len(asked) == task.queried and all(key in turn.prefix for key in asked)
+
+
+def test_longbench_rows_end_at_newlines_only_and_are_scored_once_before_they_are_asked(tmp_path: Path) -> None:
+    row = {"input": "Who?", "context": "A\u2028B\x85C", "answers": ["Ann"], "all_classes": None}
+    (tmp_path / "qasper.jsonl").write_bytes(f"{json.dumps(row, ensure_ascii=False)}\n\n".encode() * 2)
+    found = list(catalogue("longbench")["qasper"].samples(plan(longbench=tmp_path)))
+    assert [sample.context.endswith("A\u2028B\x85C") for sample in found] == [True, True]
+    (tmp_path / "passage_retrieval_en.jsonl").write_text(json.dumps({**row, "answers": ["7"]}))
+    with pytest.raises(EvaluationError, match="row 0 is not of LongBench's schema"):
+        list(catalogue("longbench")["passage_retrieval_en"].samples(plan(longbench=tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("task", "source", "file"),
+    [
+        ("qa_1", "squad", {"data": []}),
+        (
+            "qa_1",
+            "squad",
+            {"data": [{"paragraphs": [{"context": "c", "qas": [{"question": "q", "answers": []}]}]}]},
+        ),
+        ("qa_2", "hotpotqa", []),
+        ("qa_2", "hotpotqa", [{"question": "q", "answer": 5, "context": [["t", ["s"]]]}]),
+    ],
+)
+def test_documents_without_a_question_are_refused(tmp_path: Path, task: str, source: str, file: Any) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(file))
+    with pytest.raises(EvaluationError, match=r"x\.json"):
+        list(catalogue("ruler")[task].samples(plan(**{source: path})))
