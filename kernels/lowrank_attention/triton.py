@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import FUSED, crowds
+from kvengine.kernels.gpu import FUSED, crowds, room
 from kvengine.kernels.gpu.stream import Partials, absorb, keep, pick, row_ends
 from kvengine.kernels.paged_attention.triton import MOST_HEADS
 from kvengine.kernels.state import State
@@ -19,26 +19,37 @@ from kvengine.kernels.state import State
 def part(
     q, basis, u, r, n, heads, token, ok,
     FROM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr,
-    DIM: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
+    HELD: tl.constexpr, DIM: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Channels [FROM, FROM + WIDTH): the queries, and the keys U @ basis of the tokens, before rotation."""
-    w, k = tl.arange(0, BLOCK_W), tl.arange(0, STEP)
+    w = tl.arange(0, BLOCK_W)
     x = tl.load(
         q + (r * heads + n)[:, None] * DIM + FROM + w[None, :], mask=(n < heads)[:, None] & (w < WIDTH)[None, :],
         other=0.0,
     )  # fmt: skip
     keys = tl.zeros([BLOCK, BLOCK_W], tl.float32)
-    for first in range(0, RANK, STEP):
-        inside = first + k < RANK
-        rows = tl.load(
-            u + token[:, None] * RANK + first + k[None, :], mask=ok[:, None] & inside[None, :], other=0.0
-        ).to(COMPUTE)  # fmt: skip
-        columns = tl.load(
-            basis + (r * RANK + first + k)[:, None] * DIM + FROM + w[None, :],
-            mask=inside[:, None] & (w < WIDTH)[None, :], other=0.0,
-        ).to(COMPUTE)  # fmt: skip
-        keys = tl.dot(rows, columns, keys, input_precision="ieee")
+    if HELD:  # no loop: so the basis stays in shared memory, and U is on its way while the tokens before are worked on
+        for first in tl.static_range(0, RANK, STEP):
+            keys = some(keys, basis, u, r, w, token, ok, first, FROM, WIDTH, RANK, STEP, DIM, COMPUTE)
+    else:
+        for first in range(0, RANK, STEP):
+            keys = some(keys, basis, u, r, w, token, ok, first, FROM, WIDTH, RANK, STEP, DIM, COMPUTE)
     return x.to(COMPUTE), keys
+
+
+@triton.jit
+def some(
+    keys, basis, u, r, w, token, ok, first, FROM: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr,
+    STEP: tl.constexpr, DIM: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The keys, with what STEP columns of U from `first` on add."""
+    k = first + tl.arange(0, STEP)
+    inside = k < RANK
+    rows = tl.load(u + token[:, None] * RANK + k[None, :], mask=ok[:, None] & inside[None, :], other=0.0).to(COMPUTE)
+    columns = tl.load(
+        basis + (r * RANK + k)[:, None] * DIM + FROM + w[None, :], mask=inside[:, None] & (w < WIDTH)[None, :], other=0.0
+    ).to(COMPUTE)
+    return tl.dot(rows, columns, keys, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["columns", "chosen", "table_row", "places"])
@@ -47,7 +58,7 @@ def lowrank_kernel(
     table_row, position_row, places, sharing, rows, columns, heads, chosen, scale, scaling,
     UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, SCORES: tl.constexpr, LENGTHS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, COMPUTE: tl.constexpr, RANK: tl.constexpr,
-    STEP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, REST: tl.constexpr,
+    STEP: tl.constexpr, HELD: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, REST: tl.constexpr,
     BLOCK_R: tl.constexpr, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -80,8 +91,8 @@ def lowrank_kernel(
             ok = ok & (page >= 0) & (place >= 0)
             token = tl.maximum(page, 0) * PAGE + slot % PAGE
             u_token = (r // sharing) * places + tl.maximum(place, 0).to(tl.int64)
-            q1, k1 = part(q, basis, u, r, n, heads, u_token, ok, 0, HALF, BLOCK_H, RANK, STEP, DIM, COMPUTE, BLOCK)
-            q2, k2 = part(q, basis, u, r, n, heads, u_token, ok, HALF, HALF, BLOCK_H, RANK, STEP, DIM, COMPUTE, BLOCK)
+            q1, k1 = part(q, basis, u, r, n, heads, u_token, ok, 0, HALF, BLOCK_H, RANK, STEP, HELD, DIM, COMPUTE, BLOCK)
+            q2, k2 = part(q, basis, u, r, n, heads, u_token, ok, HALF, HALF, BLOCK_H, RANK, STEP, HELD, DIM, COMPUTE, BLOCK)
             angle = place.to(tl.float32)[:, None] * frequency[None, :]
             cos, sin = tl.cos(angle) * scaling, tl.sin(angle) * scaling
             first, second = k1 * cos - k2 * sin, k2 * cos + k1 * sin
@@ -89,7 +100,7 @@ def lowrank_kernel(
             scores += tl.dot(q2, tl.trans(second.to(COMPUTE)), input_precision="ieee")
             if REST:
                 q3, k3 = part(
-                    q, basis, u, r, n, heads, u_token, ok, 2 * HALF, REST, BLOCK_R, RANK, STEP, DIM, COMPUTE, BLOCK
+                    q, basis, u, r, n, heads, u_token, ok, 2 * HALF, REST, BLOCK_R, RANK, STEP, HELD, DIM, COMPUTE, BLOCK
                 )
                 scores += tl.dot(q3, tl.trans(k3.to(COMPUTE)), input_precision="ieee")
             seen = (n < heads)[:, None] & ok[None, :]
@@ -132,6 +143,10 @@ def lowrank_attention(
         tile //= 2
     # What takes one step is no loop, and the compiler keeps all of the basis in shared memory.
     step = 16 if u.shape[-1] <= 32 and crowds(q.device, 128 * each) else 32
+    narrow = each <= 256 and tile == 16
+    held = narrow and 5 * triton.cdiv(u.shape[-1], step) * step * each <= 2 * room(q.device)
+    # As many as loads that wait for one another, and one block on its way (see paged_attention); else steps of the rank.
+    stages = (5 if units is None else 7) if held else 4 if narrow else 1 if crowds(q.device, 32 * each) else 2
     tiles = triton.cdiv(heads, tile)
     parts = Partials(q, dim_v, columns, block, None, tiles)
     low = torch.float32 if interpreted() else q.dtype  # the interpreter multiplies the bits of bfloat16 as integers
@@ -142,9 +157,9 @@ def lowrank_attention(
         u.shape[1], rows // len(u), rows, columns, heads, 0 if units is None else units.shape[1], scale, rope_scaling,
         UNITS=units is not None, UNIT=unit, PAGE=page, SCORES=want_probs, HEADS=tile,
         COMPUTE={torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[low],
-        RANK=u.shape[-1], STEP=step, DIM=dim, HALF=half, BLOCK_H=max(16, triton.next_power_of_2(half)),
+        RANK=u.shape[-1], STEP=step, HELD=held, DIM=dim, HALF=half, BLOCK_H=max(16, triton.next_power_of_2(half)),
         REST=dim - 2 * half, BLOCK_R=max(16, triton.next_power_of_2(max(1, dim - 2 * half))), DIM_V=dim_v,
-        BLOCK_V=max(16, triton.next_power_of_2(dim_v)), num_warps=8,
-        num_stages=1 if crowds(q.device, 32 * each) else 2, **parts.shape, **FUSED,
+        BLOCK_V=max(16, triton.next_power_of_2(dim_v)), num_warps=4 if held else 8,
+        num_stages=stages, **parts.shape, **FUSED,
     )  # fmt: skip
     return parts.found(None, scores, wait)

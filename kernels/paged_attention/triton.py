@@ -80,9 +80,9 @@ def attend_kernel(
             elif PAGED:
                 slot = column
                 if UNITS:
-                    unit = tl.load(units + r * chosen + column // UNIT, mask=ok, other=-1)
+                    unit = tl.load(units + r * chosen + column // UNIT, mask=ok, other=-1).to(tl.int32)
                     ok = ok & (unit >= 0)
-                    slot = (tl.maximum(unit, 0) * UNIT + column % UNIT).to(tl.int32)
+                    slot = tl.maximum(unit, 0) * UNIT + column % UNIT
                 page = tl.load(table + r * table_row + slot // PAGE, mask=ok, other=-1)
                 place = tl.load(position + r * position_row + slot, mask=ok, other=-1).to(tl.int64)
                 ok = ok & (page >= 0) & (place >= 0)
