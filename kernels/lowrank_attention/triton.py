@@ -48,7 +48,7 @@ def some(
     rows = tl.load(u + token[:, None] * RANK + k[None, :], mask=ok[:, None] & inside[None, :], other=0.0).to(COMPUTE)
     columns = tl.load(
         basis + (r * RANK + k)[:, None] * DIM + FROM + w[None, :], mask=inside[:, None] & (w < WIDTH)[None, :], other=0.0
-    ).to(COMPUTE)
+    ).to(COMPUTE)  # fmt: skip
     return tl.dot(rows, columns, keys, input_precision="ieee")
 
 
@@ -91,8 +91,12 @@ def lowrank_kernel(
             ok = ok & (page >= 0) & (place >= 0)
             token = tl.maximum(page, 0) * PAGE + slot % PAGE
             u_token = (r // sharing) * places + tl.maximum(place, 0).to(tl.int64)
-            q1, k1 = part(q, basis, u, r, n, heads, u_token, ok, 0, HALF, BLOCK_H, RANK, STEP, HELD, DIM, COMPUTE, BLOCK)
-            q2, k2 = part(q, basis, u, r, n, heads, u_token, ok, HALF, HALF, BLOCK_H, RANK, STEP, HELD, DIM, COMPUTE, BLOCK)
+            q1, k1 = part(
+                q, basis, u, r, n, heads, u_token, ok, 0, HALF, BLOCK_H, RANK, STEP, HELD, DIM, COMPUTE, BLOCK
+            )
+            q2, k2 = part(
+                q, basis, u, r, n, heads, u_token, ok, HALF, HALF, BLOCK_H, RANK, STEP, HELD, DIM, COMPUTE, BLOCK
+            )
             angle = place.to(tl.float32)[:, None] * frequency[None, :]
             cos, sin = tl.cos(angle) * scaling, tl.sin(angle) * scaling
             first, second = k1 * cos - k2 * sin, k2 * cos + k1 * sin
@@ -101,7 +105,7 @@ def lowrank_kernel(
             if REST:
                 q3, k3 = part(
                     q, basis, u, r, n, heads, u_token, ok, 2 * HALF, REST, BLOCK_R, RANK, STEP, HELD, DIM, COMPUTE, BLOCK
-                )
+                )  # fmt: skip
                 scores += tl.dot(q3, tl.trans(k3.to(COMPUTE)), input_precision="ieee")
             seen = (n < heads)[:, None] & ok[None, :]
             scores = tl.where(seen, scores * scale, -float("inf"))
