@@ -16,6 +16,7 @@ from kvengine.errors import EvaluationError
 from kvengine.evals import drive, manifest, report
 from kvengine.evals.config import RunConfig
 from kvengine.evals.drive import rounds
+from kvengine.evals.progress import Bar
 
 TASKS = "niah_single_2,niah_multikey_1"
 TOGETHER = "duo+quest(budget=0.125)+kivi(bits=4)"
@@ -42,7 +43,8 @@ def main(out: Path = Path("runs/demo"), minutes: float = 5.0, console: Console |
     console = console or Console()
     run = drive.prepare(settings(out, **more))  # type: ignore[arg-type]  # the keywords of `settings`
     manifest.write(out / "manifest.json", run)
-    done = rounds(run, time.monotonic() + 60 * minutes, console)
+    with Bar(len(run.cells()), run.config.samples_per_cell, console) as bar:
+        done = rounds(run, time.monotonic() + 60 * minutes, bar)
     manifest.write(out / "manifest.json", run)
     drive.summarise(report.write(out), console)
     console.print(

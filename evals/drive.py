@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from math import inf
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -30,7 +31,11 @@ def prepare(config: RunConfig) -> Run:
     choose(config.suite, config.tasks)
     config.arms()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]  # ours is enough
-    model, tokenizer = loading.load(config.model, device=config.device, dtype=config.dtype)
+    return ready(config, *loading.load(config.model, device=config.device, dtype=config.dtype))
+
+
+def ready(config: RunConfig, model: Any, tokenizer: Any) -> Run:
+    """`prepare` for a model that is loaded."""
     most = manifest.position_table(model)
     if most is not None and max(config.lengths) > most:
         raise EvaluationError(
@@ -97,7 +102,7 @@ def execute(task: Run, observer: Observer) -> None:
     elif config.minutes is None:
         task.execute(observer)
     else:
-        in_rounds(task, end, observer)
+        rounds(task, end, observer)
     if not task.journal.path.exists():
         raise EvaluationError(f"{config.minutes:g} minutes were over before a sample was done; give more")
     manifest.write(config.out / "manifest.json", task)
@@ -109,13 +114,7 @@ def warn(run: Run, console: Console) -> None:
         console.print(line, style="yellow", highlight=False, markup=False)
 
 
-def rounds(run: Run, end: float, console: Console) -> int:
-    """`in_rounds` with a bar."""
-    with Bar(len(run.cells()), run.config.samples_per_cell, console) as bar:
-        return in_rounds(run, end, bar)
-
-
-def in_rounds(run: Run, end: float, observer: Observer) -> int:
+def rounds(run: Run, end: float, observer: Observer) -> int:
     """One sample of every cell after the other while the next round would end in time. Returns the rounds done."""
     for limit in range(1, run.config.samples_per_cell + 1):
         start = time.monotonic()

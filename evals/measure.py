@@ -17,8 +17,7 @@ from kvengine.evals import drive, report
 from kvengine.evals.aggregate import CellResult
 from kvengine.evals.config import build
 from kvengine.evals.progress import Silent
-from kvengine.evals.records import ROWS, Journal
-from kvengine.evals.runner import Observer, Run
+from kvengine.evals.runner import Observer
 
 
 def measure(
@@ -54,6 +53,6 @@ def measure(
     config = build(suite, None, {**settings, "model": name, "out": out})
     if config.fail_under:
         raise EvaluationError("fail_under ends a command; from Python compare the scores of the cells returned")
-    run = Run(config, model, tokenizer, Journal.open(config.out / ROWS)) if loaded else drive.prepare(config)
+    run = drive.ready(config, model, tokenizer) if loaded else drive.prepare(config)
     drive.execute(run, show or Silent())
     return report.found(config.out)

@@ -54,6 +54,14 @@ def test_contexts_are_shared_and_time_ends_as_on_the_command_line(tmp_path: Path
         measure("ruler", **ours, **SETTINGS, fail_under={"fwe": 50})
 
 
+def test_what_a_loaded_model_cannot_be_asked_is_an_error() -> None:
+    ours = {"model": tiny_model(), "tokenizer": tiny_tokenizer()}
+    with pytest.raises(EvaluationError, match="no longbench task can run without data"):
+        measure("longbench", **ours, policies="full")
+    with pytest.raises(EvaluationError, match="no longbench task can run without data"):
+        measure("longbench", **ours, policies="full", minutes=1)
+
+
 def test_a_setting_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(EvaluationError, match="Did you mean 'samples'"):
         measure("ruler", model=tiny_model(), tokenizer=tiny_tokenizer(), sampels=2)

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from support_evals import saved_model, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
@@ -716,8 +715,7 @@ def test_the_demonstration_goes_in_rounds_and_can_be_continued(tmp_path: Path, m
         tiny_tokenizer(),
         Journal.open(tmp_path / "rows.jsonl"),
     )
-    console = Console(quiet=True)
-    assert demo.rounds(made, time.monotonic(), console) == 1
+    assert demo.rounds(made, time.monotonic(), Silent()) == 1
     assert [(row["mode"], row["sample"]) for row in fixed(tmp_path)] == [("multi-request", "0")]
-    assert demo.rounds(made, time.monotonic() + 1000, console) == 3
+    assert demo.rounds(made, time.monotonic() + 1000, Silent()) == 3
     assert sorted(row["sample"] for row in fixed(tmp_path)) == sorted("012")
