@@ -114,4 +114,14 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
     except RuntimeError as error:
         print(f"not captured, so the host's time counts: {str(error)[:300]}", flush=True)
         return call
-    return graph.replay
+    return Replay(graph, call)
+
+
+class Replay:
+    """A graph and the call it was made of, whose tensors it reads: were they given back, so would be their memory."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, call: Callable[[], object]) -> None:
+        self.graph, self.call = graph, call
+
+    def __call__(self) -> None:
+        self.graph.replay()

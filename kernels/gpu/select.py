@@ -6,8 +6,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MOST = 8192
+MOST = 16384
 """Numbers that one program holds in registers."""
+NEVER = tl.constexpr(-2139095041)
+"""-inf among ordered integers."""
 
 
 @triton.jit
@@ -19,14 +21,36 @@ def ordered(score):
 
 @triton.jit
 def threshold(key, count):
-    """Bit by bit the `count`-th largest, or any number that exactly `count` of them reach."""
-    more = tl.sum((key >= 0).to(tl.int32), 0)
-    least = tl.where(more >= count, 0, -2147483648).to(tl.int32)
-    step = tl.full([], 1073741824, tl.int32)
-    while (step > 0) & (more != count):
-        more = tl.sum((key >= least + step).to(tl.int32), 0)
-        least = tl.where(more >= count, least + step, least)
-        step = step // 2
+    """The `count`-th largest, or any number that exactly `count` of them reach."""
+    return between(key, count, tl.min(key, 0), tl.max(key, 0))
+
+
+@triton.jit
+def threshold_of_many(key, count, PARTS: tl.constexpr):
+    """As `threshold`, of a `count` of at most PARTS: so many reach the smallest of the parts' largest."""
+    BLOCK: tl.constexpr = key.shape[0]
+    if PARTS >= BLOCK:
+        least = tl.min(key, 0)
+    else:
+        least = tl.min(tl.max(tl.reshape(key, [PARTS, BLOCK // PARTS], can_reorder=True), 1), 0)
+    return between(key, count, least, tl.max(key, 0))
+
+
+@triton.jit
+def between(key, count, least, most):
+    """It lies from `least`, which `count` of them reach if so many there are, to `most`. A turn asks how many reach a quarter
+    and a half of the way, with one sum for both, as each sum waits for all warps."""
+    more = tl.full([], -2147483648, tl.int32)
+    while (least < most) & (more != count):
+        way = most.to(tl.int64) - least
+        quarter, half = (least + tl.maximum(way // 4, 1)).to(tl.int32), (least + tl.maximum(way // 2, 1)).to(tl.int32)
+        both = tl.sum((key >= quarter).to(tl.int32) + ((key >= half).to(tl.int32) << 16), 0)
+        reach_quarter, reach_half = both & 0xFFFF, both >> 16
+        upper = reach_half >= count
+        lower = reach_quarter >= count
+        most = tl.where(upper, most, tl.where(lower, half - 1, quarter - 1))
+        least = tl.where(upper, half, tl.where(lower, quarter, least))
+        more = tl.where(upper, reach_half, tl.where(lower, reach_quarter, more))
     return least
 
 

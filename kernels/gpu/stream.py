@@ -21,6 +21,9 @@ from kvengine.kernels.gpu import FUSED, chip
 from kvengine.kernels.state import State
 
 LOG2E = tl.constexpr(1.4426950408889634)
+JOINED, SHARES = 32, 128
+"""Channels of a query row that one program joins, and shares that it takes in at a time: it waits for memory at each turn, and
+nothing else of a step runs meanwhile."""
 
 
 @triton.jit
@@ -85,36 +88,44 @@ def join_kernel(
     LENGTHS2: tl.constexpr, BLOCK2: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     SHARES: tl.constexpr,
 ):  # fmt: skip
-    """One program per query row of a row: combine its shares, of one set of tokens or of two."""
-    n, row = tl.program_id(0), tl.program_id(1)  # only the first axis holds more than 65535 programs
+    """One program per BLOCK_D channels of a query row of a row: combine its shares, of one set of tokens or of two."""
+    SLICES: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
+    n, first_d = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES * BLOCK_D
+    row = tl.program_id(1)  # only the first axis holds more than 65535 programs
     high = tl.load(sinks + row * heads + n).to(tl.float32) if SINKS else -float("inf")
     total = tl.where(high == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_D], tl.float32)
     acc, high, total = gather(
-        parts, tops, totals, lengths, columns, programs, rows, heads, row, n, acc, high, total, LENGTHS, BLOCK, ROWS, DIM,
-        BLOCK_D, SHARES,
+        parts, tops, totals, lengths, columns, programs, rows, heads, row, n, first_d, acc, high, total, LENGTHS, BLOCK,
+        ROWS, DIM, BLOCK_D, SHARES,
     )  # fmt: skip
     if BOTH:
         acc, high, total = gather(
-            parts2, tops2, totals2, lengths2, columns2, programs2, rows, heads, row, n, acc, high, total, LENGTHS2, BLOCK2,
-            ROWS, DIM, BLOCK_D, SHARES,
+            parts2, tops2, totals2, lengths2, columns2, programs2, rows, heads, row, n, first_d, acc, high, total,
+            LENGTHS2, BLOCK2, ROWS, DIM, BLOCK_D, SHARES,
         )  # fmt: skip
-    at, d = row.to(tl.int64) * heads + n, tl.arange(0, BLOCK_D)
+    at, d = row.to(tl.int64) * heads + n, first_d + tl.arange(0, BLOCK_D)
     tl.store(out + at * DIM + d, tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0), mask=d < DIM)
-    tl.store(lse + at, tl.where(total > 0, high + tl.log(tl.where(total > 0, total, 1.0)), -float("inf")))
+    if first_d == 0:
+        tl.store(lse + at, tl.where(total > 0, high + tl.log(tl.where(total > 0, total, 1.0)), -float("inf")))
 
 
 @triton.jit
 def gather(
-    parts, tops, totals, lengths, columns, programs, rows, heads, row, n, acc, high, total,
+    parts, tops, totals, lengths, columns, programs, rows, heads, row, n, first_d, acc, high, total,
     LENGTHS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     SHARES: tl.constexpr,
 ):  # fmt: skip
     """Take in a query row's shares, SHARES at a time as each waits for memory."""
-    ends, _ = row_ends(lengths, rows, columns, LENGTHS, ROWS, BLOCK)
-    per = (tl.max(ends, 0) + programs - 1) // programs
-    start, end = pick(ends, row - 1, ROWS), pick(ends, row, ROWS)
-    d, p = tl.arange(0, BLOCK_D), tl.arange(0, SHARES)
+    if LENGTHS:
+        ends, _ = row_ends(lengths, rows, columns, LENGTHS, ROWS, BLOCK)
+        blocks = tl.max(ends, 0)
+        start, end = pick(ends, row - 1, ROWS), pick(ends, row, ROWS)
+    else:
+        end = (columns + BLOCK - 1) // BLOCK
+        blocks, start, end = end * rows, end * row, end * (row + 1)
+    per = (blocks + programs - 1) // programs
+    d, p = first_d + tl.arange(0, BLOCK_D), tl.arange(0, SHARES)
     first, last = 0, -1
     if end > start:
         first, last = start // per, (end - 1) // per
@@ -186,10 +197,12 @@ class Partials:
         logits = lse if sinks is None else sinks[..., None].expand(-1, -1, self.queries).contiguous()
         second = self if other is None else other
         if self.rows and self.heads:
-            join_kernel[(self.heads, self.rows)](
+            wide = triton.next_power_of_2(self.dim_v)
+            slice_of = min(wide, JOINED)  # channels of a program
+            join_kernel[(self.heads * triton.cdiv(self.dim_v, slice_of), self.rows)](
                 *self.given(lse), *second.given(lse), logits, out, lse, self.rows, self.heads, SINKS=sinks is not None,
                 BOTH=other is not None, LENGTHS2=second.shape["LENGTHS"], BLOCK2=second.shape["BLOCK"], DIM=self.dim_v,
-                BLOCK_D=triton.next_power_of_2(self.dim_v), SHARES=32, **self.shape, **FUSED,
+                BLOCK_D=slice_of, SHARES=SHARES, **self.shape, **FUSED,
             )  # fmt: skip
         shape = (self.group, self.queries)
         return State(out.unflatten(1, shape), lse.unflatten(1, shape))

@@ -9,36 +9,42 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import FUSED, room
-from kvengine.kernels.gpu.select import MOST, ordered, threshold, warps
+from kvengine.kernels.gpu import FUSED, room, stream
+from kvengine.kernels.gpu.select import MOST, NEVER, ordered, threshold_of_many, warps
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.page_scores import reference
 
+EACH = 3
+"""Programs that look at bounds, for each multiprocessor."""
 
-@triton.jit(do_not_specialize=["units", "alive_row"])
+
+@triton.jit(do_not_specialize=["units", "alive_row", "each"])
 def score_kernel(
-    q, low, high, alive, out, low_row, low_unit, high_row, high_unit, alive_row, units, group,
+    q, low, high, alive, out, low_row, low_unit, high_row, high_unit, alive_row, units, group, each,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, MEAN: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """As no channel's low is above its high, max(q low, q high) is max(q, 0) high + min(q, 0) low: two products."""
-    row = tl.program_id(0).to(tl.int64)
-    u = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """As no channel's low is above its high, max(q low, q high) is max(q, 0) high + min(q, 0) low: two products. A program has
+    `each` units of a row, some at a time with the next on their way."""
+    row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * each
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, HEADS)
-    inside = (u < units)[:, None] & (d < DIM)[None, :]  # a dead unit's bounds tell of nothing but itself
-    at = u.to(tl.int64)[:, None]
-    lower = tl.load(low + row * low_row + at * low_unit + d[None, :], mask=inside, other=0.0).to(COMPUTE)
-    upper = tl.load(high + row * high_row + at * high_unit + d[None, :], mask=inside, other=0.0).to(COMPUTE)
-    live = tl.load(alive + row * alive_row + u, mask=u < units, other=0) != 0
     asked = (n < group)[None, :] & (d < DIM)[:, None]
     x = tl.load(q + (row * group + n)[None, :] * DIM + d[:, None], mask=asked, other=0.0)
-    bound = tl.dot(upper, tl.maximum(x, 0.0).to(COMPUTE), input_precision="ieee")
-    bound = tl.dot(lower, tl.minimum(x, 0.0).to(COMPUTE), bound, input_precision="ieee")
-    if MEAN:
-        result = tl.sum(bound, 1) / group
-    else:
-        result = tl.max(tl.where((n < group)[None, :], bound, -float("inf")), 1)
-    tl.store(out + row * units + u, tl.where(live, result, -float("inf")), mask=u < units)
+    above, below = tl.maximum(x, 0.0).to(COMPUTE), tl.minimum(x, 0.0).to(COMPUTE)
+    for start in range(begin, tl.minimum(begin + each, units), BLOCK):
+        u = start + tl.arange(0, BLOCK)
+        inside = (u < units)[:, None] & (d < DIM)[None, :]  # a dead unit's bounds tell of nothing but itself
+        at = u.to(tl.int64)[:, None]
+        lower = tl.load(low + row * low_row + at * low_unit + d[None, :], mask=inside, other=0.0).to(COMPUTE)
+        upper = tl.load(high + row * high_row + at * high_unit + d[None, :], mask=inside, other=0.0).to(COMPUTE)
+        live = tl.load(alive + row * alive_row + u, mask=u < units, other=0) != 0
+        bound = tl.dot(upper, above, input_precision="ieee")
+        bound = tl.dot(lower, below, bound, input_precision="ieee")
+        if MEAN:
+            result = tl.sum(bound, 1) / group
+        else:
+            result = tl.max(tl.where((n < group)[None, :], bound, -float("inf")), 1)
+        tl.store(out + row * units + u, tl.where(live, result, -float("inf")), mask=u < units)
 
 
 @triton.jit(do_not_specialize=["units", "alive_row"])
@@ -89,23 +95,26 @@ def top_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
     here = at < candidates
-    unit = at.to(tl.int64)
+    unit = at
     if AMONG:
-        unit = tl.load(among + row * candidates + at, mask=here, other=-1)
+        unit = tl.load(among + row * candidates + at, mask=here, other=-1).to(tl.int32)
     score = tl.load(scores + row * units + unit, mask=here & (unit >= 0), other=-float("inf"))
-    key = ordered(score)
+    key = ordered(tl.where(score == score, score, -float("inf")))
     wanted = count
     if LIMITS:
         wanted = tl.minimum(tl.load(limits + row), count).to(tl.int32)
-    least = threshold(key, wanted)
-    above, equal = key > least, (key == least).to(tl.int32)
-    room = wanted - tl.sum(above.to(tl.int32), 0)
-    chosen = (above | ((equal != 0) & (tl.cumsum(equal, 0) <= room))) & (score > -float("inf"))
-    place = tl.cumsum(chosen.to(tl.int32), 0)
+    least = threshold_of_many(key, wanted, BLOCK_COUNT)
+    real = key > NEVER
+    above, equal = ((key > least) & real).to(tl.int32), ((key == least) & real).to(tl.int32)
+    ranks = tl.cumsum(above + (equal << 16), 0)  # of both, as each sum waits for all warps
+    better, alike = tl.sum(above, 0), ranks >> 16
+    room = wanted - better
+    chosen = (above != 0) | ((equal != 0) & (alike <= room))
+    place = (ranks & 0xFFFF) + tl.minimum(alike, room)
     out = ids + (row * tl.num_programs(1) + part) * count
-    tl.store(out + place - 1, unit, mask=chosen)
+    tl.store(out + place - 1, unit.to(tl.int64), mask=chosen)
     rest = tl.arange(0, BLOCK_COUNT)
-    tl.store(out + rest, -1, mask=(rest >= tl.sum(chosen.to(tl.int32), 0)) & (rest < count))
+    tl.store(out + rest, -1, mask=(rest >= tl.max(place, 0)) & (rest < count))
 
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
@@ -113,14 +122,16 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
     low, high, alive = (x if x.stride(-1) == 1 else x.contiguous() for x in (low, high, alive))
     (rows, group, dim), units = q.shape, alive.shape[1]
     out = torch.empty(rows, units, device=q.device, dtype=torch.float32)
-    compute, block_d, block, heads = _blocks(q, low, high)
+    compute, block_d, block, heads, stages = _blocks(q, low, high, taken=8192)
     if not heads:
         return reference.page_scores(q, low, high, alive, reduce)
     if out.numel():
-        score_kernel[(rows, triton.cdiv(units, block))](
+        parts = max(1, min(triton.cdiv(units, block), stream.programs(q.device, EACH) // rows))
+        each = triton.cdiv(units, parts * block) * block
+        score_kernel[(rows, triton.cdiv(units, each))](
             q.contiguous(), low, high, alive, out, low.stride(0), low.stride(1), high.stride(0), high.stride(1),
-            alive.stride(0), units, group, DIM=dim, BLOCK_D=block_d, BLOCK=block, MEAN=reduce == "mean",
-            HEADS=heads, COMPUTE=compute, **FUSED,
+            alive.stride(0), units, group, each, DIM=dim, BLOCK_D=block_d, BLOCK=block, MEAN=reduce == "mean",
+            HEADS=heads, COMPUTE=compute, num_stages=stages, **FUSED,
         )  # fmt: skip
     return out
 
@@ -130,7 +141,7 @@ def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float) -> Tensor:
     mean, alive = (x if x.stride(-1) == 1 else x.contiguous() for x in (mean, alive))
     (rows, group, dim), units = q.shape, alive.shape[1]
     out = torch.empty(rows, group, units, device=q.device, dtype=torch.float32)
-    compute, block_d, block, heads = _blocks(q, mean)
+    compute, block_d, block, heads, _ = _blocks(q, mean, taken=16384)
     if not heads:
         return reference.log_shares(q, mean, alive, scale)
     if out.numel():
@@ -142,15 +153,17 @@ def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float) -> Tensor:
     return out
 
 
-def _blocks(q: Tensor, *stored: Tensor) -> tuple[tl.dtype, int, int, int]:
-    """What is multiplied in, channels, units that a program takes, and its query heads; 0 if there is no room for them."""
+def _blocks(q: Tensor, *stored: Tensor, taken: int) -> tuple[tl.dtype, int, int, int, int]:
+    """What is multiplied in, channels, units that a program takes at a time (of `taken` bytes), its query heads, 0 if there is
+    no room for them, and how many such takes there is room for."""
     block_d, heads = max(16, triton.next_power_of_2(q.shape[-1])), max(8, triton.next_power_of_2(q.shape[1]))
     exact = all(x.dtype == q.dtype for x in stored) and not (interpreted() and q.dtype == torch.bfloat16)
     compute = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(q.dtype, tl.float32) if exact else tl.float32
     size = 4 if compute == tl.float32 else 2
-    block = max(16, 16384 // block_d // size)
-    fits = (heads + len(stored) * block) * block_d * size <= room(q.device)
-    return compute, block_d, block, heads if fits else 0
+    block = max(16, taken // block_d // size)
+    bytes_at_once = len(stored) * block * block_d * size
+    fits = heads * block_d * size + bytes_at_once <= room(q.device)
+    return compute, block_d, block, heads if fits else 0, max(1, min(4, room(q.device) // 2 // bytes_at_once))
 
 
 def top_units(scores: Tensor, count: int, counts: Tensor | None = None) -> Tensor:
