@@ -5,7 +5,7 @@
 
 What is in use was chosen by counting (`gpu_budget.py`), not by measuring: each case is timed as it is launched now, and with
 other settings. All are CUDA graphs over a cache far larger than the last-level cache, medians of 15; only the bounds of one
-sequence fit into that, and are read from there. Not run on a GPU yet.
+sequence fit into that, and are read from there.
 """
 
 from __future__ import annotations
