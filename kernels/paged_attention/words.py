@@ -121,7 +121,7 @@ def words_kernel(
             elif SALIENT is None:
                 words = rows_at(k_code + first * K_WORDS, t, there, K_WORDS)
             else:
-                plain, before = ranks(salience + number * (PAGE // 8), slot % PAGE, there, PAGE, BLOCK)
+                plain, before = ranks(salience, first, slot % PAGE, there, PAGE, BLOCK)
                 high_at = number * SALIENT + before
                 low_at = first + t - high_at
                 words = mixed(k_code, k_low, high_at, low_at, plain, there, K_WORDS)
@@ -215,12 +215,24 @@ def rows_at(code, at, mask, WORDS: tl.constexpr):
 
 
 @triton.jit
-def ranks(bits, start, there, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the slots from `start`: whether each is not salient, and how many of its page before it are."""
-    s, t = tl.arange(0, PAGE), start + tl.arange(0, BLOCK)
-    earlier = (tl.load(bits + s // 8, mask=there & (s < start), other=0).to(tl.int32) >> (s % 8)) & 1
-    own = (tl.load(bits + t // 8, mask=there, other=0).to(tl.int32) >> (t % 8)) & 1
-    return own == 0, tl.sum(earlier, 0) + tl.cumsum(own, 0) - own
+def ranks(bits, first, start, there, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the block at slot `start` of a page, `first` of all: whether each token is not salient, and how many of its page
+    before it are. By the word: bytes among the loads would have Triton 3.6 sum over 8 x 4 channels at a time, also where a
+    tile has only 16, and then wrongly; and what needs no neighbour can be had where the codes are wanted."""
+    s, t = tl.arange(0, PAGE // BLOCK), tl.arange(0, BLOCK)
+    earlier = tl.load(bits + (first - start) // BLOCK + s, mask=there & (s * BLOCK < start), other=0)
+    own = tl.load(bits + first // BLOCK, mask=there, other=0)
+    plain = ((own >> t) & 1) == 0
+    return plain, tl.sum(ones(earlier), 0) + ones(own & ((1 << t) - 1))
+
+
+@triton.jit
+def ones(x):
+    """How many bits of a word are set."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return (x + (x >> 8) + (x >> 16) + (x >> 24)) & 63
 
 
 @triton.jit
@@ -298,7 +310,7 @@ def attention(
         names, bits = ("code", "code"), (width(fields["k_code"], dim), width(fields["v_code"], dim_v))
         groups = page // fields["k_scale"].shape[1], dim_v // fields["v_scale"].shape[2]
     else:
-        salient, mask, channel = fields["k_high"].shape[1], fields["mask"], fields["v_channel"]
+        salient, mask, channel = fields["k_high"].shape[1], fields["mask"].view(torch.int32), fields["v_channel"]
     codes = [[fields[f"{side}_{name}"].view(torch.int32) for name in names] for side in "kv"]
     ranges = [[fields[f"{side}_{name}"] for name in ("scale", "scale" if turned else "zero")] for side in "kv"]
     wide = max(dim, dim_v) > 128
