@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +13,13 @@ import torch
 from support_ptx import Memory, Program
 from triton.runtime.jit import JITFunction
 
+from kvengine.kernels import dispatch
 from kvengine.kernels.gpu.ahead import only_compiling
+
+WRITTEN_OTHERWISE = (
+    "lowrank_attention.triton", "paged_attention.triton", "gpu.halves", "page_scores.triton", "span_attention.triton",
+)  # fmt: skip
+"""Kernels that ask whether they are interpreted."""
 
 
 @contextmanager
@@ -30,13 +38,15 @@ def running_compiled(capability: int) -> Iterator[list[tuple[str, int]]]:
                         kernel.asm["ptx"], kernel.metadata.num_warps, kernel.metadata.shared
                     )
                 names = inspect.signature(self.fn).parameters
-                bound = inspect.signature(self.fn).bind(*args, **{k: v for k, v in kwargs.items() if k in names}).arguments
+                bound = (
+                    inspect.signature(self.fn).bind(*args, **{k: v for k, v in kwargs.items() if k in names}).arguments
+                )
                 flat = [x for name, x in bound.items() for x in _flat(x, kernel.src.signature[name])]
                 tensors = [x for x in flat if isinstance(x, torch.Tensor)]
                 given = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in flat]
                 given += [0] * (len(program.types) - len(given))  # scratch memory that no kernel asks for
                 size = grid(bound) if callable(grid) else grid
-                ran.append((kernel.name, program.launch(size, given, Memory(tensors))))
+                ran.append((kernel.name, program.launch(size, given, Memory([*tensors, *program.tables.values()]))))
 
             return launch
 
@@ -54,3 +64,13 @@ def _flat(x: Any, kind: Any) -> Iterator[Any]:
             yield from _flat(part, of)
     elif kind != "constexpr":
         yield x
+
+
+def run_compiled(capability: int) -> None:
+    """From now on in this process (`TRITON_COMPILED=90`): CPU tensors may have the Triton backend, as where it is interpreted."""
+    whole = running_compiled(capability)
+    whole.__enter__()
+    atexit.register(whole.__exit__, None, None, None)
+    for name in WRITTEN_OTHERWISE:
+        sys.modules[f"kvengine.kernels.{name}"].interpreted = lambda: False  # type: ignore[attr-defined]
+    dispatch._interpreted = lambda: True

@@ -113,3 +113,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from support_sanitise import watch_interpreter
 
     watch_interpreter()
+elif capability := os.environ.get("TRITON_COMPILED"):
+    from support_compiled import run_compiled
+
+    run_compiled(int(capability))

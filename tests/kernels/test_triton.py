@@ -21,6 +21,11 @@ SMALL = (
     "or (turned and pages) or some_at_a_time or (waiting and (2-torch or several)) or told or halves "
     "or (of_the_cpu and duo and quest and kivi) or (minicpm3 and full)"
 )
+COMPILED = (
+    "(words_match and (4 or mixed or bfloat16) and not (forty or nine or turned-units)) "
+    "or (matches_a_loop and (33 and bfloat16-max or units-48-24)) "
+    "or (in_sixteen_bits and (bfloat16-96 or 47-torch.float16)) or (turned_codes and 3-72-0)"
+)
 SOME = {
     80: ["kivi, 4 bits", "bounds", "put a token"],
     86: ["latents, 128 heads", "turboquant, dim 512", "prompt, dim 512", "mass, dim 512"],  # which take most there
@@ -32,6 +37,7 @@ LIMITS = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this test starts the interpreter itself"),
+    pytest.mark.skipif("TRITON_COMPILED" in os.environ, reason="this test starts what runs compiled code itself"),
 ]
 
 
@@ -47,8 +53,12 @@ def interpret(which: str) -> None:
         pytest.skip(
             "its interpreter makes integers of a truth value that is spread over a block, and takes none as a mask"
         )
+    run(which, {"TRITON_INTERPRET": "1"})
+
+
+def run(which: str, how: dict[str, str]) -> None:
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE), "-k", which]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | how
     done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
@@ -61,6 +71,19 @@ def test_interpreted_on_a_few_cases() -> None:
 @pytest.mark.slow
 def test_interpreted_on_all_cases() -> None:
     interpret("triton")
+
+
+@pytest.mark.usefixtures("as_written")
+def test_compiled_code_on_a_few_cases() -> None:
+    """What a GPU would run, on a CPU (`support_ptx`): inline assembly, layouts, waits for copies."""
+    run(f"triton and ({COMPILED})", {"TRITON_COMPILED": "90"})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_written")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiled_code_on_all_cases(capability: int) -> None:
+    run("triton", {"TRITON_COMPILED": str(capability)})
 
 
 @pytest.mark.usefixtures("as_written")

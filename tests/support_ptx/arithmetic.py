@@ -17,8 +17,8 @@ Words = {
     8: np.dtype(np.uint64),
 }
 SIZES = {"pred": 0} | {f"{kind}{8 * size}": size for kind in "busf" for size in (1, 2, 4, 8)}
-SIZES |= {"f16x2": 4, "bf16x2": 4, "bf16": 2}
-ROUNDING = {"rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "approx", "full", "relu", "nan", "NaN", "uni"}
+SIZES |= {"f16x2": 4, "bf16x2": 4, "bf16": 2, "s16x2": 4, "u16x2": 4}
+TWO = {"f16x2": np.float16, "s16x2": np.int16, "u16x2": np.uint16}
 Operation = tuple[list[int], bool, Callable[..., Array]]
 
 
@@ -42,8 +42,8 @@ def typed(x: Array, kind: str) -> Array:
         return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if kind == "bf16x2":
         return (x[:, None].view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if kind == "f16x2":
-        return x[:, None].view(np.float16)
+    if kind in TWO:
+        return x[:, None].view(TWO[kind])
     size, letter = SIZES[kind], "i" if kind[0] == "s" else "f" if kind[0] == "f" else "u"
     return x.view(f"{letter}{size}")
 
@@ -58,8 +58,8 @@ def bits(x: Array, kind: str) -> Array:
         y = np.where(np.isnan(x), 0x7FFF, y).astype(np.uint16)
         return y if kind == "bf16" else y.view(np.uint32)[:, 0]
     size, letter = SIZES[kind], "i" if kind[0] == "s" else "f" if kind[0] == "f" else "u"
-    if kind == "f16x2":
-        return np.ascontiguousarray(x, dtype=np.float16).view(np.uint32)[:, 0]
+    if kind in TWO:
+        return np.ascontiguousarray(x, dtype=TWO[kind]).view(np.uint32)[:, 0]
     return np.ascontiguousarray(x).astype(f"{letter}{size}").view(Words[size])
 
 
@@ -99,10 +99,10 @@ def product(parts: tuple[str, ...]) -> Operation:
 
 
 def multiplied(parts: tuple[str, ...], count: int = 3) -> Operation:
-    """mul and mad of whole numbers: .lo, .hi, .wide; `.cc` is refused, as carries are not kept."""
+    """mul and mad of whole numbers: .lo, .hi, .wide."""
     (kind,) = kinds(parts)
     size = SIZES[kind]
-    if "cc" in parts or (size == 8 and "lo" not in parts):
+    if size == 8 and "lo" not in parts:
         raise NotImplementedError(parts)
     wide = 2 * size if "wide" in parts else size
 
@@ -271,17 +271,13 @@ def funnelled(parts: tuple[str, ...]) -> Operation:
     return [4, 4, 4], False, compute
 
 
-def absolute(a: Array) -> Array:
-    return np.abs(a)
-
-
 def logical(f: Callable[..., Array], count: int) -> Callable[[tuple[str, ...]], Operation]:
     return lambda parts: ([SIZES[kinds(parts)[0]]] * count, False, f)
 
 
 OPERATIONS: dict[str, Callable[[tuple[str, ...]], Operation]] = {
     "add": plain(operator.add, 2), "sub": plain(operator.sub, 2), "mul": product, "fma": plain(fused, 3), "mad": mad,
-    "div": divided, "rem": plain(remainder, 2), "neg": plain(operator.neg, 1), "abs": plain(absolute, 1),
+    "div": divided, "rem": plain(remainder, 2), "neg": plain(operator.neg, 1), "abs": plain(np.abs, 1),
     "min": plain(np.fmin, 2), "max": plain(np.fmax, 2), "ex2": plain(np.exp2, 1), "lg2": plain(np.log2, 1),
     "sqrt": plain(np.sqrt, 1), "rsqrt": plain(lambda a: 1 / np.sqrt(a), 1), "rcp": plain(lambda a: 1 / a, 1),
     "sin": plain(np.sin, 1), "cos": plain(np.cos, 1),
