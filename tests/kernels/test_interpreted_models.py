@@ -1,9 +1,10 @@
-"""Models on a pretended GPU, with the Triton kernels that would run there, interpreted and watched: what they say is what the
-CPU says. test_triton.py runs this where Triton is interpreted."""
+"""Models on a pretended GPU, with the Triton kernels that would run there, interpreted and watched, or compiled and run on the
+CPU: what they say is what the CPU says. test_triton.py runs this both ways."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,7 +29,10 @@ STACKS = list(
 RECORDED = [text for text in STACKS if not refusal(Stack.parse(text))]
 EVERY_WAY = ["h2o(budget=24)", "d2o(budget=24)", "quest(budget=24, page=4)", "zipcache(block=16)"]
 MIDDLES = [SMALL["quest"], SMALL["streaming"]]
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run in Triton's interpreter")
+COMPILED = "TRITON_COMPILED" in os.environ
+pytestmark = pytest.mark.skipif(
+    not COMPILED and os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run interpreted, or as compiled"
+)
 
 
 @pytest.fixture
@@ -39,8 +43,20 @@ def launched() -> set[str]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, launched: set[str]) -> Device:
-    from triton.runtime import interpreter
+    from triton.runtime import JITFunction, interpreter
 
+    if COMPILED:
+        launcher = JITFunction.__getitem__
+
+        def launch_compiled(self: Any, grid: Any) -> Callable[..., None]:
+            launched.add(self.fn.__name__)
+            launch = launcher(self, grid)
+            return lambda *given, **options: launch(
+                *numbers(given), **{name: numbers(x) for name, x in options.items()}
+            )
+
+        monkeypatch.setattr(JITFunction, "__getitem__", launch_compiled)
+        return Device(monkeypatch)
     launch = interpreter.GridExecutor.__call__
 
     def run(self: Any, *given: Any, **options: Any) -> None:
