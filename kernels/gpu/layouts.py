@@ -1,0 +1,57 @@
+"""Which lane of a warp holds which number, where Triton is left to choose and moves more than it must.
+
+A block of numbers goes through shared memory, or from lane to lane, wherever the order that it was made in differs from the
+order that it is wanted in. What is here changes no number and makes Triton's compiler choose an order that costs less. What
+came of it is seen only in compiled code (`benchmarks/gpu_budget.py`).
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def apart(x, N: tl.constexpr):
+    """[..., N] as N of [...]. Where a lane has all of the last axis, nothing moves, and it may have been loaded at once."""
+    if N == 1:
+        return (x.reshape(x.shape[:-1]),)
+    elif N == 2:
+        a, b = tl.split(x)
+        return (a, b)
+    else:
+        a, b = tl.split(x.reshape(x.shape[:-1] + (N // 2, 2)))
+        a, b, found = apart(a, N // 2), apart(b, N // 2), ()
+        for i in tl.static_range(N // 2):
+            found = found + (a[i], b[i])
+        return found
+
+
+@triton.jit
+def loaded(x, pointer, never):
+    """x, in the compiler's eyes out of memory: it brings what was loaded into the order of a product, once, but leaves in
+    its own order what was computed, and then moves what comes of it each time. `never` is False, of which it knows nothing."""
+    pointer = pointer.to(tl.pointer_type(x.dtype), bitcast=True) + tl.zeros(x.shape, tl.int32)
+    return tl.load(pointer, mask=tl.broadcast_to(never, x.shape), other=x)
+
+
+@triton.jit
+def as_product(x):
+    """x in float32, in the order that products come in."""
+    nothing = tl.zeros([x.shape[0], 16], tl.float16), tl.zeros([16, x.shape[1]], tl.float16)
+    return tl.dot(nothing[0], nothing[1], x)
+
+
+@triton.jit
+def exchanged(x):
+    """Rows in another order: bits 1 and 3 of their numbers change places; twice, and they are where they were.
+
+    To become a factor of the next product, a product's result must be transposed. In this order that concerns two bits of a
+    lane's number, and Triton does it by shared memory, with one instruction to write 32 rows and one to read them. In their
+    own order it is one bit, for which it exchanges numbers between lanes: with four times the instructions."""
+    if len(x.shape) == 1:
+        return tl.permute(x.reshape(x.shape[0] // 16, 2, 2, 2, 2), (0, 3, 2, 1, 4)).reshape(x.shape)
+    else:
+        y = tl.permute(x.reshape(x.shape[0] // 16, 2, 2, 2, 2, x.shape[1]), (0, 3, 2, 1, 4, 5))
+        return y.reshape(x.shape)
