@@ -44,14 +44,6 @@ def as_product(x):
 
 
 @triton.jit
-def exchanged(x):
-    """Rows in another order: bits 1 and 3 of their numbers change places; twice, and they are where they were.
-
-    To become a factor of the next product, a product's result must be transposed. In this order that concerns two bits of a
-    lane's number, and Triton does it by shared memory, with one instruction to write 32 rows and one to read them. In their
-    own order it is one bit, for which it exchanges numbers between lanes: with four times the instructions."""
-    if len(x.shape) == 1:
-        return tl.permute(x.reshape(x.shape[0] // 16, 2, 2, 2, 2), (0, 3, 2, 1, 4)).reshape(x.shape)
-    else:
-        y = tl.permute(x.reshape(x.shape[0] // 16, 2, 2, 2, 2, x.shape[1]), (0, 3, 2, 1, 4, 5))
-        return y.reshape(x.shape)
+def rows_of(x, second: tl.constexpr):
+    """The first or the second 8 of a product's 16 rows, which lie in different registers of the same lanes."""
+    return tl.split(tl.permute(x.reshape(2, 8, x.shape[1]), (1, 2, 0)))[second]

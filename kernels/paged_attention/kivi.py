@@ -9,10 +9,15 @@ each for `V_GROUP` channels of its value. So what is multiplied by codes is scal
 and the zeros are a product of their own, with one row for all tokens, or for all channels of a group. Codes come as float16's
 smallest numbers (`kvengine.kernels.gpu.halves.masked`), one instruction for two of them.
 
-A block is 32 tokens. Halves of words are the columns of its keys, and of 16 / bits tiles of them tile i has code i of each;
-so two channels lie in one register, as a product over channels wants them. Halves of words are the rows of its values, for
-which shared memory is read by columns: two tokens lie in one register. All 16 rows of a tile of values must have one scale;
-where a group has fewer halves, several codes of each half are its rows, side by side.
+A block is 32 tokens. Of halves of words there are 16 / bits tiles, tile i has code i of each. For scores, halves are summed
+over and tokens are columns: two channels lie in one register, as the product wants them. For the output, tokens are summed
+over and halves are rows, for which shared memory is read by columns: two tokens lie in one register. All 16 rows of such a
+tile must have one scale; where a group has fewer halves, several codes of each half are its rows, side by side.
+
+Scores have query heads as rows, so that a lane holds scores of neighbouring tokens, and weights made of them are a factor of
+the next product where they are; the same holds for scaled queries. With scores the other way round products were fewer, 42
+for 58, but for all else the first were written to shared memory and read again, nine times a block. A product has no fewer
+than 16 rows: of 8 heads, two tiles' queries are the rows of one factor, and half of each product is not used.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 
@@ -29,9 +34,9 @@ from kvengine.kernels.codecs import width
 from kvengine.kernels.dispatch import interpreted
 from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.gpu.halves import field, masked, masking
-from kvengine.kernels.gpu.layouts import apart, as_product, exchanged, loaded
+from kvengine.kernels.gpu.layouts import apart, as_product, loaded, rows_of
 from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, pick, row_ends
-from kvengine.kernels.paged_attention.words import BLOCK, EACH, EACH_OF_FOUR_BITS, MOST_HEADS, REGISTERS, tiles
+from kvengine.kernels.paged_attention.words import BLOCK, EACH, EACH_OF_FOUR_BITS, MOST_HEADS, REGISTERS
 from kvengine.kernels.state import State
 
 LEAST_GROUP = 32
@@ -52,6 +57,8 @@ def kivi_kernel(
 ):  # fmt: skip
     K_TILES: tl.constexpr = 16 // K_BITS
     K_HALVES: tl.constexpr = K_DIM // K_TILES
+    TWO: tl.constexpr = 2 if HEADS == 8 else 1
+    HALF: tl.constexpr = K_TILES // TWO
     V_TILES: tl.constexpr = 16 // V_BITS
     V_GROUPS: tl.constexpr = V_DIM // V_GROUP
     # A tile of values: SIDE codes of V_HALVES halves. A part of a piece has that many halves. Pieces are loaded one by one as
@@ -73,7 +80,6 @@ def kivi_kernel(
     at, stop = program * per, tl.minimum((program + 1) * per, blocks)
     n = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     some, t = n < heads, tl.arange(0, BLOCK)
-    v_t = exchanged(t)
     k_at = K_TILES * tl.arange(0, K_HALVES)
     k_all = k_at[:, None] + tl.arange(0, K_TILES)[None, :]
     # Zeros are loaded eight at a time, and a lane holds them as the left factor of a product, of which two of the four
@@ -87,28 +93,30 @@ def kivi_kernel(
         start, end = pick(ends, row - 1, ROWS), pick(ends, row, ROWS)
         upto = tl.minimum(stop, end)
         r = row.to(tl.int64)
-        asked = tiles(q + (r * heads + n)[:, None] * K_DIM + k_at[None, :], some[:, None], 0.0, K_TILES)
-        largest = tl.zeros([HEADS], tl.float32)
-        for i in tl.static_range(K_TILES):
-            largest = tl.maximum(largest, tl.max(tl.abs(asked[i].to(tl.float32)), 1))
+        at_q = q + (r * heads + n)[:, None] * K_DIM
+        x = tl.load(at_q + d[None, :], mask=some[:, None], other=0.0).to(tl.float32)
+        y = tl.load(at_q + d[None, :] + 2, mask=some[:, None], other=0.0).to(tl.float32)
         # Scaled to 1 at most, as float16 ends early; by a power of two, so that nothing is rounded.
+        largest = tl.max(tl.maximum(tl.abs(x), tl.abs(y)), 1)
         largest = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
         largest = tl.where(largest > 0, largest, 1.0)
-        unit = tl.where(scale < 0, -largest, largest)[:, None]
+        unit = tl.where(scale < 0, -largest, largest)
+        query_x = tl.trans(loaded((x / unit[:, None]).to(K_ZERO), position, columns < 0))
+        query_y = tl.trans(loaded((y / unit[:, None]).to(K_ZERO), position, columns < 0))
+        at_q = (
+            q + (r * heads + n)[None, :, None] * K_DIM + HALF * tl.arange(0, TWO)[:, None, None] + k_at[None, None, :]
+        )
         query, acc = (), ()
-        for i in tl.static_range(K_TILES):
-            x = asked[i].to(tl.float32) / unit * (LEVEL / (1 << K_BITS * i % PLACES))
-            query = query + (as_product(exchanged(tl.trans(x))).to(tl.float16),)
-        x = tl.load(q + (r * heads + n)[:, None] * K_DIM + d[None, :], mask=some[:, None], other=0.0)
-        y = tl.load(q + (r * heads + n)[:, None] * K_DIM + d[None, :] + 2, mask=some[:, None], other=0.0)
-        query_x = tl.trans(loaded((x.to(tl.float32) / unit).to(K_ZERO), position, columns < 0))
-        query_y = tl.trans(loaded((y.to(tl.float32) / unit).to(K_ZERO), position, columns < 0))
+        for i in tl.static_range(HALF):
+            x = tl.load(at_q + i, mask=some[None, :, None], other=0.0).to(tl.float32) / unit[None, :, None]
+            x = x.reshape(TWO * HEADS, K_HALVES) * (LEVEL / (1 << K_BITS * i % PLACES))
+            query = query + (as_product(x).to(tl.float16),)
         for _ in tl.static_range(V_DIM // 16):
             acc = acc + (tl.zeros([16, HEADS], tl.float32),)
         # A second use: what has only one the compiler brings into its order in the loop, each time.
         nothing = tl.zeros([16, K_DIM // 2], K_ZERO)
         acc_z = tl.dot(nothing, query_x, tl.dot(nothing, query_y))
-        total = tl.zeros([8, HEADS], tl.float32)
+        total = tl.zeros([HEADS, 8], tl.float32)
         factor = largest * tl.abs(scale) / (LEVEL * SMALLEST)
         power = tl.full([HEADS], LOG2E, tl.float32) if SOFTCAP else factor * LOG2E
         # `scores` count in units of `factor`, and weights and `top` in powers of two.
@@ -121,29 +129,41 @@ def kivi_kernel(
             words = stretch(k_code, first, t, there, K_HALVES, K_HALVES)
             group = first // K_GROUP * K_DIM
             k_scales = tl.load(k_scale + group + k_all, mask=there, other=0.0)
-            k_scales = apart(k_scales.to(tl.float16), K_TILES)
+            k_scales = apart(k_scales.to(tl.float16).reshape(K_HALVES, TWO, HALF), HALF)
             k_zeros = tl.load(k_zero + group + tl.arange(0, K_DIM), mask=there, other=0.0).to(K_ZERO)
             k_zeros = tl.permute(k_zeros.reshape(K_DIM // 32, 4, 2, 2, 2), (3, 0, 2, 1, 4)).reshape(2, 1, K_DIM // 2)
             k_zeros = tl.broadcast_to(k_zeros, 2, 8, K_DIM // 2).reshape(16, K_DIM // 2)
-            base, _of_others = tl.split(tl.permute(tl.dot(k_zeros, query_x).reshape(2, 8, HEADS), (1, 2, 0)))
-            _of_others, more = tl.split(tl.permute(tl.dot(k_zeros, query_y).reshape(2, 8, HEADS), (1, 2, 0)))
-            base = (base + more) * (LEVEL * SMALLEST)
-            scores = tl.broadcast_to(base[None], BLOCK // 8, 8, HEADS).reshape(BLOCK, HEADS)
-            high_scores = tl.zeros([BLOCK, HEADS], tl.float32)
-            for i in tl.static_range(K_TILES):
-                sized = exchanged(query[i] * exchanged(k_scales[i])[:, None])
+            base = rows_of(tl.dot(k_zeros, query_x), 0) + rows_of(tl.dot(k_zeros, query_y), 1)
+            base *= LEVEL * SMALLEST
+            scores = tl.broadcast_to(tl.trans(base)[:, None, :], HEADS, BLOCK // 8, 8).reshape(HEADS, BLOCK)
+            low = tl.zeros([TWO * HEADS, BLOCK], tl.float32)
+            high, low_of_second, high_of_second = low, low, low
+            for i in tl.static_range(HALF):
+                sizes = tl.broadcast_to(tl.trans(k_scales[i])[:, None, :], TWO, HEADS, K_HALVES)
+                sized = query[i] * sizes.reshape(TWO * HEADS, K_HALVES)
+                codes, second = tl.trans(field(words, i, K_BITS, ASM)), None
+                if TWO == 2:
+                    second = tl.trans(field(words, i + HALF, K_BITS, ASM))
                 if K_BITS * i % 8 < PLACES:
-                    scores = tl.dot(field(words, i, K_BITS, ASM), sized, scores)
+                    low = tl.dot(sized, codes, low)
+                    if TWO == 2:
+                        low_of_second = tl.dot(sized, second, low_of_second)
                 else:
-                    high_scores = tl.dot(field(words, i, K_BITS, ASM), sized, high_scores)
+                    high = tl.dot(sized, codes, high)
+                    if TWO == 2:
+                        high_of_second = tl.dot(sized, second, high_of_second)
             if PLACES < 8:
-                scores += high_scores / (1 << PLACES)
+                low, low_of_second = low + high / (1 << PLACES), low_of_second + high_of_second / (1 << PLACES)
+            if TWO == 2:
+                scores += rows_of(low, 0) + rows_of(low_of_second, 1)
+            else:
+                scores += low
             if SOFTCAP:
-                scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (factor * (2.0 / softcap))[None, :]) + 1.0))
-            seen = ok[:, None]
+                scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (factor * (2.0 / softcap))[:, None]) + 1.0))
+            seen = ok[None, :]
             if BY_POSITION:
                 own = tl.load(query_position + r * queries + n % queries, mask=some, other=0)
-                distance = own.to(tl.int64)[None, :] - place.to(tl.int64)[:, None]
+                distance = own.to(tl.int64)[:, None] - place.to(tl.int64)[None, :]
                 seen = seen & (distance >= 0) & ((distance < window) | (window == 0))
             scores = tl.where(seen, scores, -float("inf"))
             # A dead token's range may be anything; with 0 it adds nothing.
@@ -151,25 +171,25 @@ def kivi_kernel(
             v_scales = tl.load(v_scale + group, mask=ok[:, None], other=0.0)
             spare = headroom(v_scales)
             v_scales = apart(v_scales.to(tl.float16), V_GROUPS)
-            v_zeros = exchanged(tl.load(v_zero + group, mask=ok[:, None], other=0.0).to(tl.float16))
+            v_zeros = tl.load(v_zero + group, mask=ok[:, None], other=0.0).to(tl.float16)
             v_zeros = tl.broadcast_to(tl.trans(v_zeros)[None], 16 // V_GROUPS, V_GROUPS, BLOCK).reshape(16, BLOCK)
-            high = tl.maximum(top, tl.max(scores, 0) * power + spare)
-            shift = tl.where(high == float("-inf"), 0.0, high)
+            now_top = tl.maximum(top, tl.max(scores, 1) * power + spare)
+            shift = tl.where(now_top == float("-inf"), 0.0, now_top)
             shrink = tl.exp2(top - shift)
-            top = high
-            p = tl.exp2(scores * power[None, :] - shift[None, :])
-            total = total * shrink[None, :] + tl.sum(p.reshape(BLOCK // 8, 8, HEADS), 0)
+            top = now_top
+            p = tl.exp2(scores * power[:, None] - shift[:, None])
+            total = total * shrink[:, None] + tl.sum(p.reshape(HEADS, BLOCK // 8, 8), 1)
             p = p.to(tl.float16)
-            acc_z = tl.dot(v_zeros, exchanged(p), acc_z * shrink[None, :])
+            acc_z = tl.dot(v_zeros, tl.trans(p), acc_z * shrink[None, :])
             now = ()
             for piece in tl.static_range(PIECES):
-                words = stretch(v_code + PIECE * piece, first, v_t, there, PIECES * PIECE, PIECE)
+                words = stretch(v_code + PIECE * piece, first, t, there, PIECES * PIECE, PIECE)
                 words = apart(tl.permute(words.reshape(BLOCK, PARTS, V_HALVES), (0, 2, 1)), PARTS)
                 for part in tl.static_range(PARTS):
                     few = tl.trans(words[part])
                     if SIDE > 1:
                         few = tl.broadcast_to(few[None], SIDE, V_HALVES, BLOCK).reshape(16, BLOCK)
-                    sized = exchanged(p * v_scales[(PIECE * piece + V_HALVES * part) * V_TILES // V_GROUP][:, None])
+                    sized = tl.trans(p * v_scales[(PIECE * piece + V_HALVES * part) * V_TILES // V_GROUP][None, :])
                     for j in tl.static_range(STEPS):
                         bits = tl.broadcast_to((mask << V_BITS * SIDE * j % 8)[:, None], 16, BLOCK)
                         value = masked(few, bits, V_BITS * SIDE * j // 8 * 8, ASM)
@@ -184,7 +204,7 @@ def kivi_kernel(
                 found = acc[i] * back + mine[None, :]
                 tl.store(parts + out[None, :] * V_DIM + c[:, None], found, mask=some[None, :])
         tl.store(tops + out, top / LOG2E, mask=some)
-        tl.store(totals + out, tl.sum(total, 0), mask=some)
+        tl.store(totals + out, tl.sum(total, 1), mask=some)
         at = upto
 
 
