@@ -264,7 +264,7 @@ def attention(
     bits = width(k[0], dim), width(v[0], dim_v)
     exact = k[2].dtype == q.dtype == torch.bfloat16 and not interpreted()  # which has no products of these
     alone = tile <= MOST_HEADS
-    small = bits == (4, 4) and tile == 8 and max(dim, dim_v) <= 128
+    small = max(bits) <= 4 and tile == 8 and max(dim, dim_v) <= 128
     parts = Partials(q, dim_v, columns, BLOCK, None, tiles_of := triton.cdiv(heads, tile),
                      EACH_OF_FOUR_BITS if small else EACH if alone else 2)  # fmt: skip
     kivi_kernel[(parts.programs, tiles_of)](
