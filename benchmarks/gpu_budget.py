@@ -47,7 +47,7 @@ COUNTS = (
     Count("latents, 16 heads", "latents, 16 heads", "attend_kernel", 2, 64 * (2 * 576 + POSITION)),
     Count("latents, 128 heads, in two passes", "latents, 128 heads", "attend_kernel", 4, 64 * (2 * 576 + POSITION)),
     Count("bounds of 64 units", "bounds", "score_kernel", 0, 64 * 512),
-    *(Count(f"KIVI, {bits} bits", f"kivi, {bits} bits", "words_kernel", 2, 64 * kivi(bits)) for bits in (8, 4, 2)),
+    *(Count(f"KIVI, {bits} bits", f"kivi, {bits} bits", "kivi_kernel", 2, 64 * kivi(bits)) for bits in (8, 4, 2)),
     *(
         Count(
             f"TurboQuant, {bits} bits",

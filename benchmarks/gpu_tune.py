@@ -27,13 +27,13 @@ from kvengine.kernels import codecs, turboquant
 from kvengine.kernels.gpu import stream
 from kvengine.kernels.gpu.ahead import only_compiling
 from kvengine.kernels.page_scores import triton as page_scores
+from kvengine.kernels.paged_attention import kivi, words
 from kvengine.kernels.paged_attention import triton as dense
-from kvengine.kernels.paged_attention import words
 
 HEADS, GROUP, DIM, PAGE = 8, 4, 128, 64
 TRIED = {  # programs for each multiprocessor, stages, warps
     "full": (dense, "attend_kernel", ((2, 5, 4), *itertools.product((2, 3, 4), (3, 5, 7), (4, 8)))),
-    "KIVI, 4 bits": (words, "words_kernel", ((12, 3, 1), *itertools.product((6, 8, 12), (2, 3, 5), (1, 2)))),
+    "KIVI, 4 bits": (kivi, "kivi_kernel", ((12, 3, 1), *itertools.product((8, 12, 16), (2, 3, 4, 5), (1, 2)))),
     "TurboQuant, 4 bits": (words, "words_kernel", ((12, 3, 1), *itertools.product((8, 12), (2, 5), (1, 2)))),
     "Quest, bounds": (page_scores, "score_kernel", ((3, 4, 4), *itertools.product((2, 3, 4), (3, 4, 6), (2, 4)))),
     "Quest, 1 of 64 units": (page_scores, "top_kernel", tuple((1, 3, warps) for warps in (16, 8, 4, 32))),
@@ -56,7 +56,10 @@ class Launcher:
 def setting(module: Any, name: str, each: int, stages: int, warps: int) -> Iterator[None]:
     """The kernel with these, for a while."""
     kernel, programs = getattr(module, name), stream.programs
-    setattr(module, name, Launcher(kernel, num_stages=stages, num_warps=warps))
+    options = {"num_stages": stages, "num_warps": warps}
+    if module in (kivi, words):  # compiled for as many registers as leave room for so many programs
+        options["maxnreg"] = min(248, 65536 // (32 * each * warps) // 8 * 8)
+    setattr(module, name, Launcher(kernel, **options))
     stream.programs = lambda device, _: programs(device, each)
     try:
         yield

@@ -286,7 +286,7 @@ def test_settings_are_compared_with_what_is_launched_now(monkeypatch: pytest.Mon
     """Which need not be the first of them; a case that cannot be made takes no other with it."""
     pytest.importorskip("triton")
     tune, ms = script("gpu_tune"), iter((2.0, 4.0, 1.0))
-    tried = {name: (tune.words, "words_kernel", ((8, 3, 1), (6, 3, 1))) for name in ("too large", "KIVI, 4 bits")}
+    tried = {name: (tune.kivi, "kivi_kernel", ((8, 3, 1), (6, 3, 1))) for name in ("too large", "KIVI, 4 bits")}
 
     def call(what: str, *shape: object) -> Any:
         if what == "too large":

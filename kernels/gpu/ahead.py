@@ -309,6 +309,8 @@ def _counted(assembly: str) -> tuple[int, int]:
             back = re.search(r"BRA\b.*?(\.L_x_\d+)", line)
             if back and back[1] in labels:
                 loops.append((labels[back[1]], count))
+    # What jumps back into a loop from behind its end is no loop: code for a warp whose lanes have parted.
+    loops = [a for a in loops if not any(b[0] < a[0] < b[1] < a[1] for b in loops)]
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     return count, max((end - start for start, end in inner if end - start > 1), default=0)
 

@@ -108,12 +108,24 @@ def assembly(bits: int, turned: bool = False) -> tuple[str, ...] | None:
 
 
 @triton.jit
-def half(x, ASM: tl.constexpr):
-    """In float16; two at a time where the compiler would take them one by one."""
-    if x.dtype == tl.float16 or ASM is None:
-        return x.to(tl.float16)
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 a, b; .reg .f32 c, d; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000;"
-        " mov.b32 c, a; mov.b32 d, b; cvt.rn.f16x2.f32 $0, d, c; }",
-        "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2,
-    )  # fmt: skip
+def masked(x, mask, SHIFT: tl.constexpr, ASM: tl.constexpr):
+    """Codes as numbers: halves of words, shifted and masked, are multiples of float16's smallest number. Products of tensor
+    cores have no trouble with those, unlike sums and products of other instructions, which would round what they make of
+    them; and no 1024 needs to be taken away again."""
+    if ASM is None:
+        return ((x >> SHIFT) & mask).to(tl.float16, bitcast=True)
+    return tl.inline_asm_elementwise(ASM[SHIFT // 8], "=r,r,r", [x, mask], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def field(x, i: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Code i of each half of a word, times 2 ** (BITS * i % 8)."""
+    mask = tl.full(x.shape, ((1 << BITS) - 1) << (BITS * i % 8), tl.int16)
+    return masked(x, mask, BITS * i // 8 * 8, ASM)
+
+
+def masking() -> tuple[str, ...] | None:
+    """PTX of `masked`, for two halves at a time, out of the lower and out of the upper bytes; the interpreter has none."""
+    if interpreted():
+        return None
+    return "and.b32 $0, $1, $2;", "{ .reg .b32 t; shr.u32 t, $1, 8; and.b32 $0, t, $2; }"

@@ -20,7 +20,7 @@ from kvengine.kernels.gpu import FUSED, crowds, room
 from kvengine.kernels.gpu import fields as stored
 from kvengine.kernels.gpu.fields import read
 from kvengine.kernels.gpu.stream import Partials, absorb, block_at, keep, pick, row_ends
-from kvengine.kernels.paged_attention import words
+from kvengine.kernels.paged_attention import kivi, words
 from kvengine.kernels.state import State
 
 MOST_HEADS = 64
@@ -145,8 +145,9 @@ def paged_attention(
     wait: bool = False,
 ) -> State:
     """See `kvengine.kernels.paged_attention`."""
-    if words.fits(q, fields, page, unit, codec, dim_v, want_probs):
-        return words.attention(
+    by_word = kivi if codec == "kivi" else words
+    if by_word.fits(q, fields, page, unit, codec, dim_v, want_probs):
+        return by_word.attention(
             q, fields, table, position, page, scale, units, unit, codec, dim_v, query_position, window, softcap, sinks, wait
         )  # fmt: skip
     if codec == "turboquant":

@@ -2,8 +2,8 @@
 
 Two codes of a word are decoded at once (`kvengine.kernels.gpu.halves`), so that it has PER / 2 tiles, and attention sums over
 tiles. Tokens are the rows of the products and query heads their columns, of which 8 do; one warp has a block to itself and
-waits for no other. KIVI's codes of 2, 4 and 8 bits are read so, ZipCache's of 4 and 2 bits, the latter with room put between
-them, and TurboQuant's of 4 and 2 bits, whose scales, one for a token, wait until its products are there.
+waits for no other. ZipCache's codes of 4 and 2 bits are read so, the latter with room put between them, and TurboQuant's of 4
+and 2 bits, whose scales, one for a token, wait until its products are there. KIVI's have a kernel of their own (`kivi.py`).
 
 Few bytes are read in little time, so what limits this kernel is instructions (`benchmarks/gpu_budget.py`). Decoded code
 by code, as `attend_kernel` does what does not fit here, 64 tokens of 128 channels in 4 bits took six times as many.
@@ -22,7 +22,7 @@ from torch import Tensor
 from kvengine.kernels import turboquant
 from kvengine.kernels.codecs import width
 from kvengine.kernels.gpu import FUSED
-from kvengine.kernels.gpu.halves import SIZE, assembly, by_channel, by_token, half, shared
+from kvengine.kernels.gpu.halves import SIZE, assembly, by_channel, by_token, shared
 from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, pick, row_ends
 from kvengine.kernels.state import State
 
@@ -33,7 +33,7 @@ MOST_HEADS = 16
 EACH = 8
 """Programs, of one warp, for each multiprocessor: as many as its registers hold."""
 EACH_OF_FOUR_BITS = 12
-"""With up to 8 query rows and 128 channels they need fewer; TurboQuant's of 2 bits too."""
+"""With up to 8 query rows and 128 channels TurboQuant's need fewer, also those of 2 bits, and so do KIVI's of up to 4."""
 REGISTERS = 65536 // (32 * EACH_OF_FOUR_BITS) // 8 * 8
 """Of a thread, where so many programs run at once: Triton 3.9's compiler would take more, and spills no more with these."""
 
@@ -62,15 +62,14 @@ def words_kernel(
     rows, columns, heads, queries, chosen, window, scale, softcap,
     WHOLE: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, BY_POSITION: tl.constexpr,
     SOFTCAP: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
-    SALIENT: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_ASM: tl.constexpr,
-    V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_ASM: tl.constexpr, TURNED: tl.constexpr,
+    SALIENT: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_ASM: tl.constexpr,
+    V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_ASM: tl.constexpr, TURNED: tl.constexpr,
     K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
 ):  # fmt: skip
     K_WORDS: tl.constexpr = K_DIM * K_BITS // 32
     V_WORDS: tl.constexpr = V_DIM * V_BITS // 32
     K_TILES: tl.constexpr = 16 // K_BITS
     V_TILES: tl.constexpr = 16 // V_BITS
-    V_GROUPS: tl.constexpr = V_DIM // V_GROUP
     program, programs = tl.program_id(0), tl.num_programs(0)
     ends, _length = row_ends(units, rows, columns, LENGTHS, ROWS, BLOCK)
     blocks = tl.max(ends, 0)
@@ -118,21 +117,21 @@ def words_kernel(
             ok = place >= 0
             if not WHOLE:
                 words = rows_at(k_code, token, have[:, None], K_WORDS)
-            elif SALIENT is None:
+            elif TURNED:
                 words = rows_at(k_code + first * K_WORDS, t, there, K_WORDS)
             else:
-                plain, before = ranks(salience, first, slot % PAGE, there, PAGE, BLOCK)
-                high_at = number * SALIENT + before
-                low_at = first + t - high_at
-                words = mixed(k_code, k_low, high_at, low_at, plain, there, K_WORDS)
+                plain, before = ranks(salience, first, slot % PAGE, there, PAGE, BLOCK, K_DIM >= 128)
+                after = slot % PAGE + t - before
+                wide, narrow = number * SALIENT, number * (PAGE - SALIENT)
+                codes = k_code + wide * K_WORDS, k_low + narrow * (K_WORDS // 2)
+                words = mixed(*codes, before, after, plain, there, K_WORDS)
             if TURNED:
                 k_sizes = tl.load(k_scale + token, mask=ok, other=0.0).to(tl.float32)
             else:
                 # Ranges in one dimension: so the words are loaded in the layout of the product, and nothing is moved.
-                group = (first // K_GROUP if SALIENT is None else 2 * number) * K_DIM + k_at
+                group = 2 * number * K_DIM + k_at
                 k_scales = tiles(k_scale + group, there, 0.0, K_TILES)
                 k_zeros = tiles(k_zero + group, there, 0.0, K_TILES)
-            if SALIENT is not None:
                 others = tiles(k_scale + group + K_DIM, there, 0.0, K_TILES)
                 their_zeros = tiles(k_zero + group + K_DIM, there, 0.0, K_TILES)
             scores = tl.zeros([BLOCK, HEADS], tl.float32)
@@ -140,10 +139,8 @@ def words_kernel(
                 if TURNED:
                     key = by_channel(words, i, K_BITS, K_ASM, TURNED)
                 else:
-                    size, zero = half(k_scales[i], K_ASM)[None, :], half(k_zeros[i], K_ASM)[None, :]
-                    if SALIENT is not None:
-                        size = tl.where(plain[:, None], others[i][None, :], size)
-                        zero = tl.where(plain[:, None], their_zeros[i][None, :], zero)
+                    size = tl.where(plain[:, None], others[i][None, :], k_scales[i][None, :])
+                    zero = tl.where(plain[:, None], their_zeros[i][None, :], k_zeros[i][None, :])
                     key = by_channel(words, i, K_BITS, K_ASM, TURNED) * size + zero
                 scores = tl.dot(key, tl.trans(query[i]), scores, input_precision="ieee")
             scores = scores * (largest * scale)[None, :]
@@ -172,14 +169,9 @@ def words_kernel(
                 before_v, unit_v = unit_v, tl.maximum(unit_v, tl.max(v_sizes, 0))
                 of_unit = 1.0 / tl.where(unit_v > 1e-30, unit_v, 1.0)  # of less nothing is left
                 p, shrink = p * (v_sizes * of_unit)[:, None], shrink * (before_v * of_unit)
-            elif SALIENT is None:
-                words = rows_at(v_code + first * V_WORDS, t, there, V_WORDS)
-                group = (first + t)[:, None] * V_GROUPS + tl.arange(0, V_GROUPS)[None, :]
-                v_scales = tl.load(v_scale + group, mask=ok[:, None], other=0.0).to(tl.float16)
-                v_zeros = tl.load(v_zero + group, mask=ok[:, None], other=0.0).to(tl.float16)
-                v_scales, v_zeros = spread(v_scales, 2 * V_WORDS), spread(v_zeros, 2 * V_WORDS)
             else:
-                words = mixed(v_code, v_low, high_at, low_at, plain, there, V_WORDS)
+                codes = v_code + wide * V_WORDS, v_low + narrow * (V_WORDS // 2)
+                words = mixed(*codes, before, after, plain, there, V_WORDS)
                 v_scales = tl.load(v_scale + first + t, mask=ok, other=0.0)[:, None]
                 v_zeros = tl.load(v_zero + first + t, mask=ok, other=0.0)[:, None]
                 some_live = tl.max(ok.to(tl.int32), 0) > 0
@@ -192,9 +184,7 @@ def words_kernel(
                     value = by_token(one, two, i, V_BITS, V_ASM, TURNED)
                 else:
                     value = by_channel(words, i, V_BITS, V_ASM, TURNED) * v_scales + v_zeros
-                    if SALIENT is not None:
-                        value = value * factors[i][None, :]
-                    value = tl.trans(value)
+                    value = tl.trans(value * factors[i][None, :])
                 now = now + (tl.dot(value, p, acc[i] * shrink[None, :], input_precision="ieee"),)
             acc = now
         out = (program + row).to(tl.int64) * heads + n
@@ -215,15 +205,22 @@ def rows_at(code, at, mask, WORDS: tl.constexpr):
 
 
 @triton.jit
-def ranks(bits, first, start, there, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def ranks(bits, first, start, there, PAGE: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr):
     """Of the block at slot `start` of a page, `first` of all: whether each token is not salient, and how many of its page
-    before it are. By the word: bytes among the loads would have Triton 3.6 sum over 8 x 4 channels at a time, also where a
-    tile has only 16, and then wrongly; and what needs no neighbour can be had where the codes are wanted."""
+    before it are. A word for a block, so that what needs no neighbour is had where the codes are wanted.
+
+    From bytes among the loads Triton concludes to sum over 8 channels of a lane at a time, for which codes are loaded four
+    words at once; with 16 channels in a tile 3.6 does that wrongly (heads of 64), and `BYTES` must not be asked for."""
     s, t = tl.arange(0, PAGE // BLOCK), tl.arange(0, BLOCK)
     earlier = tl.load(bits + (first - start) // BLOCK + s, mask=there & (s * BLOCK < start), other=0)
-    own = tl.load(bits + first // BLOCK, mask=there, other=0)
-    plain = ((own >> t) & 1) == 0
-    return plain, tl.sum(ones(earlier), 0) + ones(own & ((1 << t) - 1))
+    if BYTES:
+        byte = tl.load(bits.to(tl.pointer_type(tl.uint8), bitcast=True) + (first + t) // 8, mask=there, other=0)
+        own = (byte.to(tl.int32) >> (t % 8)) & 1
+        plain, before = own == 0, tl.cumsum(own, 0) - own
+    else:
+        own = tl.load(bits + first // BLOCK, mask=there, other=0)
+        plain, before = ((own >> t) & 1) == 0, ones(own & ((1 << t) - 1))
+    return plain, tl.sum(ones(earlier), 0) + before
 
 
 @triton.jit
@@ -247,46 +244,29 @@ def mixed(high, low, high_at, low_at, plain, there, WORDS: tl.constexpr):
     return tl.where(plain[:, None], x, own)
 
 
-@triton.jit
-def spread(x, COLUMNS: tl.constexpr):
-    """[token, groups] over the columns of a tile."""
-    return tl.broadcast_to(x[:, :, None], x.shape[0], x.shape[1], COLUMNS // x.shape[1]).reshape(x.shape[0], COLUMNS)
-
-
 def fits(
     q: Tensor, fields: Mapping[str, Tensor], page: int, unit: int, codec: str, dim_v: int, want_probs: bool
 ) -> bool:
-    """Whether these pages can be read by the word: KIVI's codes, whole blocks of one key group; ZipCache's of 4 and 2 bits;
-    TurboQuant's of 4 or 2. Ranges are float16, or for KIVI bfloat16, as of a model in it; those are turned into float16,
-    whose numbers end at 65504: far beyond any key. TurboQuant's scales may have any dtype."""
-    if codec not in ("kivi", "zipcache", "turboquant") or want_probs:
+    """Whether these pages can be read by the word: ZipCache's of 4 and 2 bits, whole blocks of float16's ranges;
+    TurboQuant's of 4 or 2, with scales of any dtype."""
+    if codec not in ("zipcache", "turboquant") or want_probs:
         return False
-    if codec != "turboquant" and (page % BLOCK or unit % BLOCK):
+    if codec == "zipcache" and (page % BLOCK or unit % BLOCK or page & (page - 1)):
         return False
     if q.dtype not in (torch.float16, torch.bfloat16):
         return False
     if any(x.storage_offset() % 4 or not x.is_contiguous() for x in fields.values()):
-        return False
-    ranges = (torch.float16, torch.bfloat16) if codec == "kivi" else (torch.float16,)
-    names = () if codec == "turboquant" else ("scale", "zero")
-    if any(fields[f"{side}_{name}"].dtype not in ranges for side in "kv" for name in names):
         return False
     for side, dim in (("k", q.shape[-1]), ("v", dim_v)):
         if dim & (dim - 1) or dim > 256:
             return False
         if codec == "zipcache":
             high, low = fields[f"{side}_high"], fields[f"{side}_low"]
-            if (width(high, dim), width(low, dim)) != (4, 2) or dim < 64 or page & (page - 1):
+            if (width(high, dim), width(low, dim)) != (4, 2) or dim < 64:
                 return False
-            continue
-        code, groups = fields[f"{side}_code"], fields[f"{side}_scale"].shape
-        if codec == "turboquant":
-            if (bits := turboquant.width(code, dim)) not in (2, 4) or dim * bits < 256:
+            if any(fields[f"{side}_{name}"].dtype != torch.float16 for name in ("scale", "zero")):
                 return False
-            continue
-        if (bits := width(code, dim)) not in (2, 4, 8) or dim * bits < 256:
-            return False
-        if page // groups[1] % BLOCK if side == "k" else dim // groups[2] % (32 // bits):
+        elif (bits := turboquant.width(fields[f"{side}_code"], dim)) not in (2, 4) or dim * bits < 256:
             return False
     return True
 
@@ -305,17 +285,16 @@ def attention(
     # Four warps that share a block of several units are more than Triton 3.6's layouts bear.
     tile = min(64 if whole else MOST_HEADS, max(8, triton.next_power_of_2(heads)))
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
-    names, bits, groups, salient, mask, channel = ("high", "low"), (4, 4), (page, dim_v), None, table, table
-    if codec != "zipcache":
+    names, bits, salient, mask, channel = ("high", "low"), (4, 4), None, table, table
+    if turned:
         names, bits = ("code", "code"), (width(fields["k_code"], dim), width(fields["v_code"], dim_v))
-        groups = page // fields["k_scale"].shape[1], dim_v // fields["v_scale"].shape[2]
     else:
         salient, mask, channel = fields["k_high"].shape[1], fields["mask"].view(torch.int32), fields["v_channel"]
     codes = [[fields[f"{side}_{name}"].view(torch.int32) for name in names] for side in "kv"]
     ranges = [[fields[f"{side}_{name}"] for name in ("scale", "scale" if turned else "zero")] for side in "kv"]
     wide = max(dim, dim_v) > 128
-    alone = tile <= MOST_HEADS and not (wide and codec == "zipcache")
-    small = (turned or (codec == "kivi" and bits == (4, 4))) and tile == 8 and not wide
+    alone = tile <= MOST_HEADS and (turned or not wide)
+    small = turned and tile == 8 and not wide
     each = EACH_OF_FOUR_BITS if small else EACH if alone else 2
     tiles = triton.cdiv(heads, tile)
     parts = Partials(q, dim_v, columns, BLOCK, None, tiles, each)
@@ -326,8 +305,8 @@ def attention(
         rows, columns, heads, queries, 0 if units is None else units.shape[1], window or 0, scale, softcap or 1.0,
         WHOLE=whole, UNITS=units is not None, UNIT=unit, PAGE=page, BY_POSITION=query_position is not None,
         SOFTCAP=softcap is not None, HEADS=tile, SALIENT=salient, **parts.shape,
-        K_DIM=dim, K_BITS=bits[0], K_GROUP=groups[0], K_ASM=assembly(bits[0], turned),
-        V_DIM=dim_v, V_BITS=bits[1], V_GROUP=groups[1], V_ASM=assembly(bits[1], turned), TURNED=turned,
+        K_DIM=dim, K_BITS=bits[0], K_ASM=assembly(bits[0], turned),
+        V_DIM=dim_v, V_BITS=bits[1], V_ASM=assembly(bits[1], turned), TURNED=turned,
         K_SIZE=SIZE[bits[0]] if turned else 1.0, V_SIZE=SIZE[bits[1]] if turned else 1.0,
         num_warps=1 if alone else 4, num_stages=3, maxnreg=REGISTERS if small else None, **FUSED,
     )  # fmt: skip

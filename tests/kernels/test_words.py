@@ -28,6 +28,30 @@ CASES: dict[str, dict[str, Any]] = {
     "values wider": {"dim_v": 128},
     "pages of one group": {"page": 32},
     "groups of two blocks": {"group": 64, "page": 128},
+    "groups of two blocks, 2 bits": {"group": 64, "page": 128, "bits": 2, "dim": 128, "dim_v": 128},
+    "groups of two blocks, 8 bits": {"group": 64, "page": 128, "bits": 8, "dim": 128, "dim_v": 128},
+    "groups of a page, ranges in bfloat16": {"group": 128, "page": 128, "dim_v": 128, "ranges": torch.bfloat16},
+    "other groups of values": {"v_group": 64, "dim": 128, "dim_v": 128},
+    "8 bits, other groups of values": {"v_group": 128, "dim": 32, "dim_v": 256, "bits": 8},
+    "one group of values, 2 bits": {"v_group": 256, "dim": 256, "dim_v": 256, "bits": 2},
+    "small": {"k_size": 1e-3, "v_size": 1e-3},
+    "small, 2 bits, ranges in bfloat16": {
+        "k_size": 1e-3,
+        "v_size": 1e-3,
+        "bits": 2,
+        "dim": 128,
+        "dim_v": 128,
+        "ranges": torch.bfloat16,
+    },
+    "huge": {"k_size": 1.2e4, "v_size": 1.2e4},
+    "huge, 2 bits": {"k_size": 1.2e4, "v_size": 1.2e4, "bits": 2, "dim": 128, "dim_v": 128},
+    "huge, 8 bits, ranges in bfloat16": {"k_size": 1.2e4, "v_size": 1.2e4, "bits": 8, "ranges": torch.bfloat16},
+    "values that grow": {"grow": True},
+    "values that shrink, large ones": {"grow": True, "v_size": 1.2e4, "dim_v": 128},
+    "constant channels": {"constant": True},
+    "constant channels, 2 bits": {"constant": True, "bits": 2, "dim": 128, "dim_v": 128},
+    "far from zero": {"shift": 30.0},
+    "negative scale": {"negative": True},
     "one head": {"heads": 1},
     "nine heads": {"heads": 9},
     "forty rows": {"heads": 5, "query": 8, "seen": True},
@@ -64,13 +88,17 @@ def case(
     *, bits: Any = 4, dim: int = 64, dim_v: int = 64, page: int = 64, group: int = 32, heads: int = 4, query: int = 1,
     seen: bool = False, window: int | None = None, unit: int | None = None, softcap: float | None = None,
     sinks: bool = False, large: bool = False, salient: float | None = None,
-    ranges: torch.dtype = torch.float16, turned: bool = False, grow: bool = False,
+    ranges: torch.dtype = torch.float16, turned: bool = False, grow: bool = False, v_group: int | None = None,
+    k_size: float = 1.0, v_size: float = 1.0, constant: bool = False, shift: float = 0.0, negative: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, dict[str, Any]]:  # fmt: skip
     """Queries, fields, table, position and options; one full row, one with missing pages, one without any."""
     rng = torch.Generator().manual_seed(dim + page)
     k, v = (torch.randn(ROWS * TABLE + 2, page, d, generator=rng) for d in (dim, dim_v))
     if grow:  # from page to page
         v = v * 10.0 ** -(torch.arange(len(v)) % 5)[:, None, None]
+    k, v = k * k_size + shift, v * v_size + shift
+    if constant:  # for a while
+        k[:, : page // 2, ::3], v[:, ::3, :32] = 3.0, -2.0
     if turned:
         k_bits, v_bits = bits if isinstance(bits, tuple) else (bits, bits)
         fields = {}
@@ -78,6 +106,9 @@ def case(
             fields[f"{side}_code"], fields[f"{side}_scale"] = turboquant.encode(x, n, "unbiased", ranges)
     elif salient is None:
         fields = codecs.encode_kivi(k, v, bits, group, scale_dtype=ranges)
+        if v_group is not None:
+            other = codecs.encode_kivi(k[:, :1, :1].repeat(1, v_group, 16), v, bits, v_group, scale_dtype=ranges)
+            fields |= {name: x for name, x in other.items() if name.startswith("v")}
     else:
         chosen = torch.rand(len(k), page, generator=rng).argsort(1) < round(salient * page)
         fields = codecs.encode_zipcache(k, v, (4, 2), chosen)
@@ -86,7 +117,8 @@ def case(
     table[1, 2:], table[2] = -1, -1
     position = torch.arange(TABLE * page, dtype=torch.int32).repeat(ROWS, 1)
     position[torch.rand(position.shape, generator=rng) < 0.3] = -1
-    options: dict[str, Any] = {"scale": 0.2 / (1e6 if large else 1), "softcap": softcap, "window": window, "page": page}
+    size = (1e6 if large else 1) * k_size * (-1 if negative else 1) * (5 if shift else 1)
+    options: dict[str, Any] = {"scale": 0.2 / size, "softcap": softcap, "window": window, "page": page}
     if unit is not None:
         units = torch.stack([torch.randperm(TABLE * page // unit, generator=rng)[:4] for _ in range(ROWS)])
         units[0, 2] = -1
@@ -170,9 +202,7 @@ def test_the_polynomial_goes_through_the_levels(bits: int) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_other_pages_are_read_code_by_code() -> None:
-    from kvengine.kernels.paged_attention.words import fits
-
-    for other in ({"group": 16}, {"unit": 16}, {"dim": 32}, {"bits": 2}, {"dim_v": 96, "group": 32}):
+    for other in ({"group": 16}, {"unit": 16}, {"dim": 32}, {"bits": 2}, {"dim_v": 96, "group": 32}, {"v_group": 16}):
         q, fields, *_, options = case(**other)
         assert not fits(q, fields, options["page"], options.get("unit", 64), "kivi", options["dim_v"], False)
     for other in ({"bits": 3, "dim": 128}, {"bits": 1, "dim": 128}, {"dim": 32}, {"bits": 2}):
@@ -189,8 +219,6 @@ def test_other_pages_are_read_code_by_code() -> None:
 @pytest.mark.parametrize(("bits", "dim"), [(4, 64), (4, 128), (2, 128), (8, 256)])
 def test_the_policys_pages_are_read_by_the_word(bits: int, dim: int, dtype: torch.dtype) -> None:
     """As a model in this dtype stores them, with what nobody asks otherwise."""
-    from kvengine.kernels.paged_attention.words import fits
-
     stack = Stack.parse(f"kivi(bits={bits})")
     k = torch.randn(3, stack.page, dim).to(dtype)
     fields = stack.representation.encode(k, k, torch.zeros(3, stack.page))
@@ -201,10 +229,14 @@ def test_the_policys_pages_are_read_by_the_word(bits: int, dim: int, dtype: torc
     assert fits(k[:, None, :1], fields, stack.page, stack.page, "turboquant", dim, False)
 
 
+def fits(q: Tensor, fields: dict[str, Tensor], page: int, unit: int, codec: str, dim_v: int, want_probs: bool) -> bool:
+    from kvengine.kernels.paged_attention import kivi, words
+
+    return (kivi if codec == "kivi" else words).fits(q, fields, page, unit, codec, dim_v, want_probs)
+
+
 def taken(q: Tensor, fields: dict[str, Tensor], options: dict[str, Any]) -> None:
     """A case that another kernel runs would show nothing of this one."""
     if importlib.util.find_spec("triton") is not None:
-        from kvengine.kernels.paged_attention.words import fits
-
         unit, codec = options.get("unit", options["page"]), options["codec"]
         assert fits(q, fields, options["page"], unit, codec, options["dim_v"], False)

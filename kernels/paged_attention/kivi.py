@@ -1,0 +1,281 @@
+"""The Triton kernel for KIVI's pages, whose codes are multiplied as they are: no number is ever decoded.
+
+A code is `code * scale + zero`, where a channel of keys has one scale and zero for `K_GROUP` tokens, and a token has one of
+each for `V_GROUP` channels of its value. So what is multiplied by codes is scaled instead, of which there is less:
+
+    score  = sum over channels of  code * (scale * query) + zero * query
+    output = sum over tokens of    code * (scale * weight) + zero * weight
+
+and the zeros are a product of their own, with one row for all tokens, or for all channels of a group. Codes come as float16's
+smallest numbers (`kvengine.kernels.gpu.halves.masked`), one instruction for two of them.
+
+A block is 32 tokens. Of halves of words there are 16 / bits tiles, tile i has code i of each. For scores, halves are summed
+over and tokens are columns: two channels lie in one register, as the product wants them. For the output, tokens are summed
+over and halves are rows, for which shared memory is read by columns: two tokens lie in one register. All 16 rows of such a
+tile must have one scale; where a group has fewer halves, several codes of each half are its rows, side by side.
+
+Scores have query heads as rows, so that a lane holds scores of neighbouring tokens, and weights made of them are a factor of
+the next product where they are; the same holds for scaled queries. With scores the other way round products were fewer, 42
+for 58, but for all else the first were written to shared memory and read again, nine times a block. A product has no fewer
+than 16 rows: of 8 heads, two tiles' queries are the rows of one factor, and half of each product is not used.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvengine.kernels.codecs import width
+from kvengine.kernels.dispatch import interpreted
+from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu.halves import field, masked, masking
+from kvengine.kernels.gpu.layouts import apart, as_product, loaded, rows_of
+from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, pick, row_ends
+from kvengine.kernels.paged_attention.words import BLOCK, EACH, EACH_OF_FOUR_BITS, MOST_HEADS, REGISTERS
+from kvengine.kernels.state import State
+
+LEAST_GROUP = 32
+"""Channels of a value with one scale: two tiles of 16 rows."""
+SMALLEST = tl.constexpr(2.0**-24)
+"""Float16's smallest number, of which codes are multiples."""
+
+
+@triton.jit(do_not_specialize=["columns", "chosen", "window", "table_row"])
+def kivi_kernel(
+    q, k_code, k_scale, k_zero, v_code, v_scale, v_zero, parts, tops, totals,
+    table, position, units, query_position, table_row, position_row,
+    rows, columns, heads, queries, chosen, window, scale, softcap,
+    UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, BY_POSITION: tl.constexpr,
+    SOFTCAP: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_ZERO: tl.constexpr,
+    V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    K_TILES: tl.constexpr = 16 // K_BITS
+    K_HALVES: tl.constexpr = K_DIM // K_TILES
+    TWO: tl.constexpr = 2 if HEADS == 8 else 1
+    HALF: tl.constexpr = K_TILES // TWO
+    V_TILES: tl.constexpr = 16 // V_BITS
+    V_GROUPS: tl.constexpr = V_DIM // V_GROUP
+    # A tile of values: SIDE codes of V_HALVES halves. A part of a piece has that many halves. Pieces are loaded one by one as
+    # rows of 32 bytes, in shared memory, are read by columns faster than longer ones.
+    V_HALVES: tl.constexpr = min(16 if V_BITS == 8 else 8, V_GROUP // V_TILES)
+    PIECE: tl.constexpr = min(V_DIM // V_TILES, max(16, 2 * V_HALVES))
+    PIECES: tl.constexpr = V_DIM // V_TILES // PIECE
+    PARTS: tl.constexpr = PIECE // V_HALVES
+    SIDE: tl.constexpr = 16 // V_HALVES
+    STEPS: tl.constexpr = V_TILES // SIDE
+    # Tiles' codes stand in different places of their halves, for which queries make up: the highest place's are the least.
+    # No scale of float16's keys times LEVEL overflows.
+    PLACES: tl.constexpr = 4 if K_BITS == 2 else 8
+    LEVEL: tl.constexpr = 4.0 if K_BITS == 4 else 1.0
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    ends, _length = row_ends(units, rows, columns, LENGTHS, ROWS, BLOCK)
+    blocks = tl.max(ends, 0)
+    per = (blocks + programs - 1) // programs
+    at, stop = program * per, tl.minimum((program + 1) * per, blocks)
+    n = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    some, t = n < heads, tl.arange(0, BLOCK)
+    k_at = K_TILES * tl.arange(0, K_HALVES)
+    k_all = k_at[:, None] + tl.arange(0, K_TILES)[None, :]
+    # Zeros are loaded eight at a time, and a lane holds them as the left factor of a product, of which two of the four
+    # registers are rows 0 to 7, and two are rows 8 to 15: other channels, and other queries that are multiplied by them.
+    d = tl.arange(0, K_DIM // 2)
+    d = d // 16 * 32 + d % 8 // 2 * 8 + d % 16 // 8 * 4 + d % 2
+    side = tl.arange(0, 16) // V_HALVES
+    mask = loaded((((1 << V_BITS) - 1) << (V_BITS * side)).to(tl.int16), position, columns < 0)
+    while at < stop:  # one turn per row that this program has a share of
+        row = tl.sum((ends <= at).to(tl.int32), 0)
+        start, end = pick(ends, row - 1, ROWS), pick(ends, row, ROWS)
+        upto = tl.minimum(stop, end)
+        r = row.to(tl.int64)
+        at_q = q + (r * heads + n)[:, None] * K_DIM
+        x = tl.load(at_q + d[None, :], mask=some[:, None], other=0.0).to(tl.float32)
+        y = tl.load(at_q + d[None, :] + 2, mask=some[:, None], other=0.0).to(tl.float32)
+        # Scaled to 1 at most, as float16 ends early; by a power of two, so that nothing is rounded.
+        largest = tl.max(tl.maximum(tl.abs(x), tl.abs(y)), 1)
+        largest = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
+        largest = tl.where(largest > 0, largest, 1.0)
+        unit = tl.where(scale < 0, -largest, largest)
+        query_x = tl.trans(loaded((x / unit[:, None]).to(K_ZERO), position, columns < 0))
+        query_y = tl.trans(loaded((y / unit[:, None]).to(K_ZERO), position, columns < 0))
+        at_q = (
+            q + (r * heads + n)[None, :, None] * K_DIM + HALF * tl.arange(0, TWO)[:, None, None] + k_at[None, None, :]
+        )
+        query, acc = (), ()
+        for i in tl.static_range(HALF):
+            x = tl.load(at_q + i, mask=some[None, :, None], other=0.0).to(tl.float32) / unit[None, :, None]
+            x = x.reshape(TWO * HEADS, K_HALVES) * (LEVEL / (1 << K_BITS * i % PLACES))
+            query = query + (as_product(x).to(tl.float16),)
+        for _ in tl.static_range(V_DIM // 16):
+            acc = acc + (tl.zeros([16, HEADS], tl.float32),)
+        # A second use: what has only one the compiler brings into its order in the loop, each time.
+        nothing = tl.zeros([16, K_DIM // 2], K_ZERO)
+        acc_z = tl.dot(nothing, query_x, tl.dot(nothing, query_y))
+        total = tl.zeros([HEADS, 8], tl.float32)
+        factor = largest * tl.abs(scale) / (LEVEL * SMALLEST)
+        power = tl.full([HEADS], LOG2E, tl.float32) if SOFTCAP else factor * LOG2E
+        # `scores` count in units of `factor`, and weights and `top` in powers of two.
+        top = tl.full([HEADS], -float("inf"), tl.float32)
+        for block in range(at - start, upto - start):
+            slot, number, there = block_at(block, r, units, table, chosen, table_row, UNITS, UNIT, PAGE, BLOCK)
+            first = number * PAGE + slot % PAGE
+            place = tl.load(position + r * position_row + slot + t, mask=there, other=-1)
+            ok = place >= 0
+            words = stretch(k_code, first, t, there, K_HALVES, K_HALVES)
+            group = first // K_GROUP * K_DIM
+            k_scales = tl.load(k_scale + group + k_all, mask=there, other=0.0)
+            k_scales = apart(k_scales.to(tl.float16).reshape(K_HALVES, TWO, HALF), HALF)
+            k_zeros = tl.load(k_zero + group + tl.arange(0, K_DIM), mask=there, other=0.0).to(K_ZERO)
+            k_zeros = tl.permute(k_zeros.reshape(K_DIM // 32, 4, 2, 2, 2), (3, 0, 2, 1, 4)).reshape(2, 1, K_DIM // 2)
+            k_zeros = tl.broadcast_to(k_zeros, 2, 8, K_DIM // 2).reshape(16, K_DIM // 2)
+            base = rows_of(tl.dot(k_zeros, query_x), 0) + rows_of(tl.dot(k_zeros, query_y), 1)
+            base *= LEVEL * SMALLEST
+            scores = tl.broadcast_to(tl.trans(base)[:, None, :], HEADS, BLOCK // 8, 8).reshape(HEADS, BLOCK)
+            low = tl.zeros([TWO * HEADS, BLOCK], tl.float32)
+            high, low_of_second, high_of_second = low, low, low
+            for i in tl.static_range(HALF):
+                sizes = tl.broadcast_to(tl.trans(k_scales[i])[:, None, :], TWO, HEADS, K_HALVES)
+                sized = query[i] * sizes.reshape(TWO * HEADS, K_HALVES)
+                codes, second = tl.trans(field(words, i, K_BITS, ASM)), None
+                if TWO == 2:
+                    second = tl.trans(field(words, i + HALF, K_BITS, ASM))
+                if K_BITS * i % 8 < PLACES:
+                    low = tl.dot(sized, codes, low)
+                    if TWO == 2:
+                        low_of_second = tl.dot(sized, second, low_of_second)
+                else:
+                    high = tl.dot(sized, codes, high)
+                    if TWO == 2:
+                        high_of_second = tl.dot(sized, second, high_of_second)
+            if PLACES < 8:
+                low, low_of_second = low + high / (1 << PLACES), low_of_second + high_of_second / (1 << PLACES)
+            if TWO == 2:
+                scores += rows_of(low, 0) + rows_of(low_of_second, 1)
+            else:
+                scores += low
+            if SOFTCAP:
+                scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (factor * (2.0 / softcap))[:, None]) + 1.0))
+            seen = ok[None, :]
+            if BY_POSITION:
+                own = tl.load(query_position + r * queries + n % queries, mask=some, other=0)
+                distance = own.to(tl.int64)[:, None] - place.to(tl.int64)[None, :]
+                seen = seen & (distance >= 0) & ((distance < window) | (window == 0))
+            scores = tl.where(seen, scores, -float("inf"))
+            # A dead token's range may be anything; with 0 it adds nothing.
+            group = (first + t)[:, None] * V_GROUPS + tl.arange(0, V_GROUPS)[None, :]
+            v_scales = tl.load(v_scale + group, mask=ok[:, None], other=0.0)
+            spare = headroom(v_scales)
+            v_scales = apart(v_scales.to(tl.float16), V_GROUPS)
+            v_zeros = tl.load(v_zero + group, mask=ok[:, None], other=0.0).to(tl.float16)
+            v_zeros = tl.broadcast_to(tl.trans(v_zeros)[None], 16 // V_GROUPS, V_GROUPS, BLOCK).reshape(16, BLOCK)
+            now_top = tl.maximum(top, tl.max(scores, 1) * power + spare)
+            shift = tl.where(now_top == float("-inf"), 0.0, now_top)
+            shrink = tl.exp2(top - shift)
+            top = now_top
+            p = tl.exp2(scores * power[:, None] - shift[:, None])
+            total = total * shrink[:, None] + tl.sum(p.reshape(HEADS, BLOCK // 8, 8), 1)
+            p = p.to(tl.float16)
+            acc_z = tl.dot(v_zeros, tl.trans(p), acc_z * shrink[None, :])
+            now = ()
+            for piece in tl.static_range(PIECES):
+                words = stretch(v_code + PIECE * piece, first, t, there, PIECES * PIECE, PIECE)
+                words = apart(tl.permute(words.reshape(BLOCK, PARTS, V_HALVES), (0, 2, 1)), PARTS)
+                for part in tl.static_range(PARTS):
+                    few = tl.trans(words[part])
+                    if SIDE > 1:
+                        few = tl.broadcast_to(few[None], SIDE, V_HALVES, BLOCK).reshape(16, BLOCK)
+                    sized = tl.trans(p * v_scales[(PIECE * piece + V_HALVES * part) * V_TILES // V_GROUP][None, :])
+                    for j in tl.static_range(STEPS):
+                        bits = tl.broadcast_to((mask << V_BITS * SIDE * j % 8)[:, None], 16, BLOCK)
+                        value = masked(few, bits, V_BITS * SIDE * j // 8 * 8, ASM)
+                        now = now + (tl.dot(value, sized, acc[(piece * PARTS + part) * STEPS + j] * shrink[None, :]),)
+            acc = now
+        out = (program + row).to(tl.int64) * heads + n
+        for g in tl.static_range(V_GROUPS):
+            mine = tl.sum(tl.where((tl.arange(0, 16) == g)[:, None], acc_z, 0.0), 0)
+            for i in tl.static_range(g * (V_GROUP // 16), (g + 1) * (V_GROUP // 16)):
+                back = tl.exp2(-(V_BITS * SIDE * (i % STEPS) % 8 + V_BITS * side).to(tl.float32))[:, None] / SMALLEST
+                c = V_TILES * (V_HALVES * (i // STEPS) + tl.arange(0, 16) % V_HALVES) + SIDE * (i % STEPS) + side
+                found = acc[i] * back + mine[None, :]
+                tl.store(parts + out[None, :] * V_DIM + c[:, None], found, mask=some[None, :])
+        tl.store(tops + out, top / LOG2E, mask=some)
+        tl.store(totals + out, tl.sum(total, 1), mask=some)
+        at = upto
+
+
+@triton.jit
+def stretch(code, first, t, there, ROW: tl.constexpr, COLUMNS: tl.constexpr):
+    """Some columns of a block's rows."""
+    at = code + first * ROW + t[:, None] * ROW + tl.arange(0, COLUMNS)[None, :]
+    return tl.load(at, mask=there, other=0)
+
+
+@triton.jit
+def headroom(scales):
+    """By how many powers of two weights must be less than float16's largest, so that none overflows times a scale; less 15,
+    that is: as many as are left are used, so that small weights times small scales do not vanish."""
+    bits = tl.max(tl.max(scales.to(tl.int16, bitcast=True).to(tl.int32), 1), 0)  # none is negative: as whole numbers
+    if scales.dtype == tl.float16:
+        return (tl.maximum((bits >> 10) - 14, 0) - 15).to(tl.float32)
+    else:
+        return (tl.maximum((bits >> 7) - 126, 0) - 15).to(tl.float32)
+
+
+def fits(
+    q: Tensor, fields: Mapping[str, Tensor], page: int, unit: int, codec: str, dim_v: int, want_probs: bool
+) -> bool:
+    """Whether these pages can be read so: whole blocks of one key group, codes of 2, 4 or 8 bits, values in groups that fill
+    tiles. Ranges are float16 or bfloat16; those are turned into float16, whose numbers end at 65504: far beyond any key."""
+    if codec != "kivi" or want_probs or page % BLOCK or unit % BLOCK:
+        return False
+    kinds = (torch.float16, torch.bfloat16)
+    if q.dtype not in kinds or any(x.storage_offset() % 4 or not x.is_contiguous() for x in fields.values()):
+        return False
+    for side, dim in (("k", q.shape[-1]), ("v", dim_v)):
+        code, scale = fields[f"{side}_code"], fields[f"{side}_scale"]
+        if scale.dtype not in kinds or fields[f"{side}_zero"].dtype != scale.dtype:
+            return False
+        if dim & (dim - 1) or not 32 <= dim <= 256:
+            return False
+        if (bits := width(code, dim)) not in (2, 4, 8) or dim * bits < 256:
+            return False
+        if page // scale.shape[1] % BLOCK if side == "k" else dim // scale.shape[2] % LEAST_GROUP:
+            return False
+    return True
+
+
+def attention(
+    q: Tensor, fields: Mapping[str, Tensor], table: Tensor, position: Tensor, page: int, scale: float,
+    units: Tensor | None, unit: int, codec: str, dim_v: int, query_position: Tensor | None, window: int | None,
+    softcap: float | None, sinks: Tensor | None, wait: bool = False,
+) -> State:  # fmt: skip
+    """See `kvengine.kernels.paged_attention`, for what `fits`."""
+    q = q.contiguous()
+    rows, group, queries, dim = q.shape
+    heads = group * queries
+    tile = min(64, max(8, triton.next_power_of_2(heads)))
+    columns = table.shape[1] * page if units is None else units.shape[1] * unit
+    k, v = ([fields[f"{side}_{name}"] for name in ("code", "scale", "zero")] for side in "kv")
+    bits = width(k[0], dim), width(v[0], dim_v)
+    exact = k[2].dtype == q.dtype == torch.bfloat16 and not interpreted()  # which has no products of these
+    alone = tile <= MOST_HEADS
+    small = max(bits) <= 4 and tile == 8 and max(dim, dim_v) <= 128
+    parts = Partials(q, dim_v, columns, BLOCK, None, tiles_of := triton.cdiv(heads, tile),
+                     EACH_OF_FOUR_BITS if small else EACH if alone else 2)  # fmt: skip
+    kivi_kernel[(parts.programs, tiles_of)](
+        q, k[0].view(torch.int16), *k[1:], v[0].view(torch.int16), *v[1:], parts.parts, parts.tops, parts.totals,
+        table, position, table if units is None else units.contiguous(),
+        table if query_position is None else query_position.contiguous(), table.stride(0), position.stride(0),
+        rows, columns, heads, queries, 0 if units is None else units.shape[1], window or 0, scale, softcap or 1.0,
+        UNITS=units is not None, UNIT=unit, PAGE=page, BY_POSITION=query_position is not None,
+        SOFTCAP=softcap is not None, HEADS=tile, **parts.shape, ASM=masking(),
+        K_DIM=dim, K_BITS=bits[0], K_GROUP=page // k[1].shape[1], K_ZERO=tl.bfloat16 if exact else tl.float16,
+        V_DIM=dim_v, V_BITS=bits[1], V_GROUP=dim_v // v[1].shape[2],
+        num_warps=1 if alone else 4, num_stages=3, maxnreg=REGISTERS if small else None, **FUSED,
+    )  # fmt: skip
+    return parts.found(sinks, None, wait)
