@@ -48,6 +48,7 @@ COUNTS = (
     Count("latents, 128 heads, in two passes", "latents, 128 heads", "attend_kernel", 4, 64 * (2 * 576 + POSITION)),
     Count("bounds of 64 units", "bounds", "score_kernel", 0, 64 * 512),
     *(Count(f"KIVI, {bits} bits", f"kivi, {bits} bits", "kivi_kernel", 2, 64 * kivi(bits)) for bits in (8, 4, 2)),
+    Count("KIVI, 4 bits, chosen units of 16", "kivi, 4 bits, units of 16", "kivi_kernel", 4, 64 * kivi(4)),
     *(
         Count(
             f"TurboQuant, {bits} bits",

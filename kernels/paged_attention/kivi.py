@@ -9,7 +9,7 @@ each for `V_GROUP` channels of its value. So what is multiplied by codes is scal
 and the zeros are a product of their own, with one row for all tokens, or for all channels of a group. Codes come as float16's
 smallest numbers (`kvengine.kernels.gpu.halves.masked`), one instruction for two of them.
 
-A block is 32 tokens. Of halves of words there are 16 / bits tiles, tile i has code i of each. For scores, halves are summed
+A block is 32 tokens, or 16 where chosen units are so small. Of halves of words there are 16 / bits tiles, tile i has code i of each. For scores, halves are summed
 over and tokens are columns: two channels lie in one register, as the product wants them. For the output, tokens are summed
 over and halves are rows, for which shared memory is read by columns: two tokens lie in one register. All 16 rows of such a
 tile must have one scale; where a group has fewer halves, several codes of each half are its rows, side by side.
@@ -39,6 +39,8 @@ from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, pick, row_end
 from kvengine.kernels.paged_attention.words import BLOCK, EACH, EACH_OF_FOUR_BITS, MOST_HEADS, REGISTERS
 from kvengine.kernels.state import State
 
+HALF = 16
+"""Tokens at a time where units or key groups are no whole blocks."""
 LEAST_GROUP = 32
 """Channels of a value with one scale: two tiles of 16 rows."""
 SMALLEST = tl.constexpr(2.0**-24)
@@ -229,9 +231,9 @@ def headroom(scales):
 def fits(
     q: Tensor, fields: Mapping[str, Tensor], page: int, unit: int, codec: str, dim_v: int, want_probs: bool
 ) -> bool:
-    """Whether these pages can be read so: whole blocks of one key group, codes of 2, 4 or 8 bits, values in groups that fill
-    tiles. Ranges are float16 or bfloat16; those are turned into float16, whose numbers end at 65504: far beyond any key."""
-    if codec != "kivi" or want_probs or page % BLOCK or unit % BLOCK:
+    """Whether these pages can be read so: whole or half blocks of one key group, codes of 2, 4 or 8 bits, values in groups that
+    fill tiles. Ranges are float16 or bfloat16; those are turned into float16, whose numbers end at 65504: far beyond any key."""
+    if codec != "kivi" or want_probs or page % HALF or unit % HALF:
         return False
     kinds = (torch.float16, torch.bfloat16)
     if q.dtype not in kinds or any(x.storage_offset() % 4 or not x.is_contiguous() for x in fields.values()):
@@ -244,7 +246,7 @@ def fits(
             return False
         if (bits := width(code, dim)) not in (2, 4, 8) or dim * bits < 256:
             return False
-        if page // scale.shape[1] % BLOCK if side == "k" else dim // scale.shape[2] % LEAST_GROUP:
+        if page // scale.shape[1] % HALF if side == "k" else dim // scale.shape[2] % LEAST_GROUP:
             return False
     return True
 
@@ -260,12 +262,13 @@ def attention(
     heads = group * queries
     tile = min(64, max(8, triton.next_power_of_2(heads)))
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
+    block = HALF if page // fields["k_scale"].shape[1] % BLOCK or unit % BLOCK else BLOCK
     k, v = ([fields[f"{side}_{name}"] for name in ("code", "scale", "zero")] for side in "kv")
     bits = width(k[0], dim), width(v[0], dim_v)
     exact = k[2].dtype == q.dtype == torch.bfloat16 and not interpreted()  # which has no products of these
     alone = tile <= MOST_HEADS
     small = max(bits) <= 4 and tile == 8 and max(dim, dim_v) <= 128
-    parts = Partials(q, dim_v, columns, BLOCK, None, tiles_of := triton.cdiv(heads, tile),
+    parts = Partials(q, dim_v, columns, block, None, tiles_of := triton.cdiv(heads, tile),
                      EACH_OF_FOUR_BITS if small else EACH if alone else 2)  # fmt: skip
     kivi_kernel[(parts.programs, tiles_of)](
         q, k[0].view(torch.int16), *k[1:], v[0].view(torch.int16), *v[1:], parts.parts, parts.tops, parts.totals,

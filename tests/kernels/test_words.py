@@ -58,6 +58,16 @@ CASES: dict[str, dict[str, Any]] = {
     "causal": {"query": 3, "seen": True},
     "window": {"query": 2, "seen": True, "window": 50},
     "units": {"unit": 32},
+    "units of half a block": {"unit": 16, "dim": 128, "dim_v": 128},
+    "units of half a block, 2 bits, causal": {
+        "unit": 16,
+        "query": 2,
+        "seen": True,
+        "bits": 2,
+        "dim": 128,
+        "dim_v": 128,
+    },
+    "pages of half a block, 8 bits": {"page": 16, "group": 16, "v_group": 32, "bits": 8, "heads": 9},
     "units, causal": {"unit": 32, "query": 2, "seen": True},
     "softcap and sinks": {"softcap": 2.0, "sinks": True},
     "large queries": {"large": True},
@@ -202,7 +212,7 @@ def test_the_polynomial_goes_through_the_levels(bits: int) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_other_pages_are_read_code_by_code() -> None:
-    for other in ({"group": 16}, {"unit": 16}, {"dim": 32}, {"bits": 2}, {"dim_v": 96, "group": 32}, {"v_group": 16}):
+    for other in ({"group": 8}, {"unit": 8}, {"dim": 32}, {"bits": 2}, {"dim_v": 96, "group": 32}, {"v_group": 16}):
         q, fields, *_, options = case(**other)
         assert not fits(q, fields, options["page"], options.get("unit", 64), "kivi", options["dim_v"], False)
     for other in ({"bits": 3, "dim": 128}, {"bits": 1, "dim": 128}, {"dim": 32}, {"bits": 2}):
