@@ -9,15 +9,15 @@ each for `V_GROUP` channels of its value. So what is multiplied by codes is scal
 and the zeros are a product of their own, with one row for all tokens, or for all channels of a group. Codes come as float16's
 smallest numbers (`kvengine.kernels.gpu.halves.masked`), one instruction for two of them.
 
-A block is 32 tokens, or 16 where chosen units are so small. Of halves of words there are 16 / bits tiles, tile i has code i of each. For scores, halves are summed
-over and tokens are columns: two channels lie in one register, as the product wants them. For the output, tokens are summed
-over and halves are rows, for which shared memory is read by columns: two tokens lie in one register. All 16 rows of such a
-tile must have one scale; where a group has fewer halves, several codes of each half are its rows, side by side.
-
-Scores have query heads as rows, so that a lane holds scores of neighbouring tokens, and weights made of them are a factor of
-the next product where they are; the same holds for scaled queries. With scores the other way round products were fewer, 42
-for 58, but for all else the first were written to shared memory and read again, nine times a block. A product has no fewer
-than 16 rows: of 8 heads, two tiles' queries are the rows of one factor, and half of each product is not used.
+A block is 32 tokens, or 16 where chosen units are so small. Of halves of words there are 16 / bits tiles, tile i has code i of
+each. For scores, halves are summed over and tokens are columns: two channels lie in one register, as the product wants them.
+For the output, tokens are summed over and halves are rows, for which shared memory is read by columns: two tokens lie in one
+register. All 16 rows of such a tile must have one scale; where a group has fewer halves, several codes of each half are its
+rows, side by side. Scores have query heads as rows, so that a lane holds scores of neighbouring tokens, and weights made of
+them are a factor of the next product where they are; the same holds for scaled queries. With scores the other way round
+products were fewer, 42 for 58, but for all else the first were written to shared memory and read again, nine times a block. A
+product has no fewer than 16 rows: of 8 heads, two tiles' queries are the rows of one factor, and half of each product is not
+used.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 
