@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
 from kvengine.kernels.gpu import FUSED, room, stream
-from kvengine.kernels.gpu.select import MOST, NEVER, ordered, threshold_of_many, warps
+from kvengine.kernels.gpu.select import MOST, NEVER, counted, ordered, threshold_of_many, warps
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.page_scores import reference
 
-EACH = 3
+EACH = 4
 """Programs that look at bounds, for each multiprocessor."""
 
 
@@ -106,9 +106,8 @@ def top_kernel(
     least = threshold_of_many(key, wanted, BLOCK_COUNT)
     real = key > NEVER
     above, equal = ((key > least) & real).to(tl.int32), ((key == least) & real).to(tl.int32)
-    ranks = tl.cumsum(above + (equal << 16), 0)  # of both, as each sum waits for all warps
-    better, alike = tl.sum(above, 0), ranks >> 16
-    room = wanted - better
+    ranks, all_ = counted(above + (equal << 16))  # of both, as each sum waits for all warps
+    alike, room = ranks >> 16, wanted - (all_ & 0xFFFF)
     chosen = (above != 0) | ((equal != 0) & (alike <= room))
     place = (ranks & 0xFFFF) + tl.minimum(alike, room)
     out = ids + (row * tl.num_programs(1) + part) * count
@@ -131,7 +130,7 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
         score_kernel[(rows, triton.cdiv(units, each))](
             q.contiguous(), low, high, alive, out, low.stride(0), low.stride(1), high.stride(0), high.stride(1),
             alive.stride(0), units, group, each, DIM=dim, BLOCK_D=block_d, BLOCK=block, MEAN=reduce == "mean",
-            HEADS=heads, COMPUTE=compute, num_stages=stages, **FUSED,
+            HEADS=heads, COMPUTE=compute, num_warps=2, num_stages=stages, **FUSED,
         )  # fmt: skip
     return out
 
@@ -163,7 +162,7 @@ def _blocks(q: Tensor, *stored: Tensor, taken: int) -> tuple[tl.dtype, int, int,
     block = max(16, taken // block_d // size)
     bytes_at_once = len(stored) * block * block_d * size
     fits = heads * block_d * size + bytes_at_once <= room(q.device)
-    return compute, block_d, block, heads if fits else 0, max(1, min(4, room(q.device) // 2 // bytes_at_once))
+    return compute, block_d, block, heads if fits else 0, max(1, min(3, room(q.device) // 2 // bytes_at_once))
 
 
 def top_units(scores: Tensor, count: int, counts: Tensor | None = None) -> Tensor:
