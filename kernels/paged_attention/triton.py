@@ -41,7 +41,7 @@ def attend_kernel(
     K_LAYOUT: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK_D: tl.constexpr, K_BITS: tl.constexpr,
     K_LOW_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_SALIENT: tl.constexpr,
     V_LAYOUT: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK_D: tl.constexpr, V_BITS: tl.constexpr,
-    V_LOW_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_SALIENT: tl.constexpr, REST: tl.constexpr,
+    V_LOW_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_SALIENT: tl.constexpr, REST: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     ends, length = row_ends(lengths, rows, columns, LENGTHS, ROWS, BLOCK)
@@ -77,6 +77,21 @@ def attend_kernel(
                 place = tl.load(position + r * position_row + slot + tl.arange(0, BLOCK)).to(tl.int64)
                 ok = (place >= 0) & there
                 token = page * PAGE + slot % PAGE + tl.arange(0, BLOCK)
+            elif PAGED and TOGETHER > 1:  # tokens that lie together are looked up once
+                number = block * (BLOCK // TOGETHER) + tl.arange(0, BLOCK // TOGETHER)
+                have = number < (chosen if UNITS else columns // TOGETHER)
+                if UNITS:
+                    number = tl.load(units + r * chosen + number, mask=have, other=-1).to(tl.int32)
+                    have = have & (number >= 0)
+                first = tl.maximum(number, 0) * TOGETHER
+                page = tl.load(table + r * table_row + first // PAGE, mask=have, other=-1)
+                have = have & (page >= 0)
+                slot = each(first, TOGETHER, BLOCK)
+                place = tl.load(position + r * position_row + slot, mask=each_of(have, TOGETHER, BLOCK), other=-1).to(
+                    tl.int64
+                )
+                ok = place >= 0
+                token = each(tl.maximum(page, 0).to(tl.int64) * PAGE + first % PAGE, TOGETHER, BLOCK)
             elif PAGED:
                 slot = column
                 if UNITS:
@@ -124,6 +139,17 @@ def attend_kernel(
             acc, top, total = absorb(scores, value.to(COMPUTE), acc, top, total)
         keep(parts, tops, totals, program + row, n, heads, acc, top, total, V_DIM, V_BLOCK_D)
         at = upto
+
+
+@triton.jit
+def each(first, TOGETHER: tl.constexpr, BLOCK: tl.constexpr):
+    """Of so many that lie together, each one's number."""
+    return (first[:, None] + tl.arange(0, TOGETHER)[None, :]).reshape(BLOCK)
+
+
+@triton.jit
+def each_of(x, TOGETHER: tl.constexpr, BLOCK: tl.constexpr):
+    return tl.broadcast_to(x[:, None], BLOCK // TOGETHER, TOGETHER).reshape(BLOCK)
 
 
 def paged_attention(
@@ -203,6 +229,8 @@ def launch(
     whole = page % block == 0 and (
         units is None or unit % block == 0
     )  # a block lies in one page, which is looked up once
+    together = page if units is None else unit
+    together = 1 if block % together else together
     # Two blocks on their way while one is worked on. The compiler counts stages by how many loads wait for one another:
     # a token's place for nothing, its page, a unit's page.
     waits = 0 if table is None else 1 if units is None else 2
@@ -215,7 +243,7 @@ def launch(
         rows, columns, heads, queries, 0 if units is None else units.shape[1], window or 0, scale, softcap or 1.0,
         PAGED=table is not None, PLACED=position is not None, WHOLE=whole, UNITS=units is not None, UNIT=unit, PAGE=page,
         SEEN=seen.value, SOFTCAP=softcap is not None, SCORES=want_probs, HEADS=tile, COMPUTE=compute_dtype(q, k), **parts.shape,
-        **k.layout, **v.layout, REST=rest, num_warps=8 if large else 4, num_stages=stages, **FUSED,
+        **k.layout, **v.layout, REST=rest, TOGETHER=together, num_warps=8 if large else 4, num_stages=stages, **FUSED,
     )  # fmt: skip
     return parts.found(sinks, scores, wait)
 
