@@ -1,7 +1,8 @@
 """The Triton kernel: few programs, each reading whole lines of pinned host memory over the bus.
 
 A page is read as 64-bit words whatever it holds, if its bytes allow, so that one load instruction of a warp asks for
-512 bytes. The number of programs is bounded: some 32 fill the bus, and the rest of the chip is left to attention.
+512 bytes. The number of programs is bounded: some 32 fill the bus, and the rest of the chip is left to attention. An answer of
+the bus takes microseconds, in which each program has 8 KiB on their way: of short pages, several.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -14,20 +15,22 @@ from torch import Tensor
 
 from kvengine.kernels.gpu import FUSED
 
-PROGRAMS = 32
+PROGRAMS, AT_ONCE = 32, 1024
+"""Programs at most, and words that each has on their way."""
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 @triton.jit(do_not_specialize=["pages", "total"])
-def fetch_kernel(host, at, out, pages, words, total, BLOCK: tl.constexpr):
-    """Blocks of `BLOCK` words of the fetched pages, dealt to the programs in turn."""
+def fetch_kernel(host, at, out, pages, words, total, PAGES: tl.constexpr, BLOCK: tl.constexpr):
+    """Blocks of `BLOCK` words of PAGES fetched pages, dealt to the programs in turn."""
     per = (words + BLOCK - 1) // BLOCK
-    for block in range(tl.program_id(0), pages * per, tl.num_programs(0)):
-        page, word = block // per, (block % per) * BLOCK + tl.arange(0, BLOCK)
-        source = tl.load(at + page).to(tl.int64)
-        there = tl.where((source >= 0) & (source < total), words, 0)
-        x = tl.load(host + source * words + word, mask=word < there, other=0)
-        tl.store(out + page.to(tl.int64) * words + word, x, mask=word < words)
+    for block in range(tl.program_id(0), (pages + PAGES - 1) // PAGES * per, tl.num_programs(0)):
+        page, word = block // per * PAGES + tl.arange(0, PAGES), (block % per) * BLOCK + tl.arange(0, BLOCK)
+        source = tl.load(at + page, mask=page < pages, other=-1).to(tl.int64)
+        there, inside = (source >= 0) & (source < total), (word < words)[None, :]
+        x = tl.load(host + source[:, None] * words + word[None, :], mask=there[:, None] & inside, other=0)
+        to = out + page.to(tl.int64)[:, None] * words + word[None, :]
+        tl.store(to, x, mask=(page < pages)[:, None] & inside)
 
 
 def fetch(field: Tensor, at: Tensor, device: torch.device) -> Tensor:
@@ -39,9 +42,10 @@ def fetch(field: Tensor, at: Tensor, device: torch.device) -> Tensor:
     word = next(w for w in WORDS if size % w.itemsize == 0)
     source, to = (x.view(len(x), -1).view(torch.uint8).view(word) for x in (field, out))
     words = size // word.itemsize
-    block = min(1024, triton.next_power_of_2(words))
-    programs = min(PROGRAMS, len(at) * triton.cdiv(words, block))
+    block = min(AT_ONCE, triton.next_power_of_2(words))
+    several = AT_ONCE // block
+    programs = min(PROGRAMS, triton.cdiv(len(at), several) * triton.cdiv(words, block))
     fetch_kernel[(programs,)](
-        source, at.contiguous(), to, len(at), words, len(field), BLOCK=block, num_warps=4, **FUSED
+        source, at.contiguous(), to, len(at), words, len(field), PAGES=several, BLOCK=block, num_warps=4, **FUSED
     )
     return out

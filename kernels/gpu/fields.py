@@ -105,7 +105,7 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
     if codec == "dense":
         x = fields[side]
         x = x if spaced(x) else x.contiguous()
-        return _side(side, (x,) * 6, (0, x.stride(1)), dim, DENSE)
+        return _side(side, (x,) * 6, (0, x.stride(1)), dim, DENSE, stride=x.stride(1))
     if codec == "turboquant":
         code, scale = fields[f"{side}_code"], fields[f"{side}_scale"]
         levels = turboquant.levels(bits := turboquant.width(code, dim), code.device)
@@ -124,10 +124,10 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
 
 def _side(
     side: str, pointers: tuple[Tensor, ...], strides: tuple[int, int], dim: int, layout: tl.constexpr, bits: int = 8,
-    low_bits: int = 8, group: int = 1, salient: int = 1,
+    low_bits: int = 8, group: int = 1, salient: int = 1, stride: int = 0,
 ) -> Side:  # fmt: skip
     named = {
         "LAYOUT": layout.value, "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim)), "BITS": bits,
-        "LOW_BITS": low_bits, "GROUP": group, "SALIENT": salient,
+        "LOW_BITS": low_bits, "GROUP": group, "SALIENT": salient, "STRIDE": stride,
     }  # fmt: skip
     return Side(pointers, strides, {f"{side.upper()}_{name}": value for name, value in named.items()})

@@ -21,9 +21,9 @@ from kvengine.kernels.gpu import FUSED, chip
 from kvengine.kernels.state import State
 
 LOG2E = tl.constexpr(1.4426950408889634)
-JOINED, SHARES = 32, 128
+JOINED, SHARES, FEW = 32, 128, 4
 """Channels of a query row that one program joins, and shares that it takes in at a time: it waits for memory at each turn, and
-nothing else of a step runs meanwhile."""
+nothing else of a step runs meanwhile. Where rows are many, each has FEW shares, and a program joins all channels."""
 
 
 @triton.jit
@@ -143,6 +143,12 @@ def gather(
     return acc, high, total
 
 
+def undivided(blocks: int, most: int) -> int:
+    """Into how many equal parts, at most, a row's blocks can be divided; 0 for none. Programs that take such a part never pass
+    from one row to the next, for which their loads of the one have to end before those of the other begin."""
+    return next((parts for parts in range(most, 0, -1) if blocks % parts == 0), 0)
+
+
 def programs(device: torch.device, each: int) -> int:
     """How many programs share the work: so many for each multiprocessor; a handful in the interpreter."""
     if device.type != "cuda":
@@ -163,8 +169,15 @@ class Partials:
         self.rows, self.group, self.queries, _ = q.shape
         self.heads, self.dim_v, self.columns, self.lengths = self.group * self.queries, dim_v, columns, lengths
         self.scores: Tensor | None = None
-        share = -(-programs(q.device, each) // max(1, tiles))
-        self.programs = max(1, min(share, self.rows * -(-columns // block)))
+        share, blocks = -(-programs(q.device, each) // max(1, tiles)), -(-columns // block)
+        self.programs = max(1, min(share, self.rows * blocks))
+        if lengths is None and self.rows and (whole := undivided(blocks, self.programs // self.rows)):
+            if 10 * self.rows * whole >= 9 * self.programs:  # hardly fewer
+                self.programs = self.rows * whole
+        self.most = self.programs
+        """Shares that a row has, at most."""
+        if lengths is None and blocks:
+            self.most = -(-blocks // -(-self.rows * blocks // self.programs)) + 1
         shape = (self.programs + self.rows, self.heads)
         self.parts = torch.empty(*shape, dim_v, device=q.device, dtype=torch.float32)
         # One allocation each: where a half of one begins would depend on the programs, and with it what is compiled.
@@ -198,11 +211,12 @@ class Partials:
         second = self if other is None else other
         if self.rows and self.heads:
             wide = triton.next_power_of_2(self.dim_v)
-            slice_of = min(wide, JOINED)  # channels of a program
+            few = max(self.most, second.most) <= FEW
+            slice_of = wide if few else min(wide, JOINED)  # channels of a program
             join_kernel[(self.heads * triton.cdiv(self.dim_v, slice_of), self.rows)](
                 *self.given(lse), *second.given(lse), logits, out, lse, self.rows, self.heads, SINKS=sinks is not None,
                 BOTH=other is not None, LENGTHS2=second.shape["LENGTHS"], BLOCK2=second.shape["BLOCK"], DIM=self.dim_v,
-                BLOCK_D=slice_of, SHARES=SHARES, **self.shape, **FUSED,
+                BLOCK_D=slice_of, SHARES=FEW if few else SHARES, num_warps=1 if few else 4, **self.shape, **FUSED,
             )  # fmt: skip
         shape = (self.group, self.queries)
         return State(out.unflatten(1, shape), lse.unflatten(1, shape))

@@ -31,13 +31,17 @@ def score_kernel(
     asked = (n < group)[None, :] & (d < DIM)[:, None]
     x = tl.load(q + (row * group + n)[None, :] * DIM + d[:, None], mask=asked, other=0.0)
     above, below = tl.maximum(x, 0.0).to(COMPUTE), tl.minimum(x, 0.0).to(COMPUTE)
-    for start in range(begin, tl.minimum(begin + each, units), BLOCK):
+    end = tl.minimum(begin + each, units)
+    alive += row * alive_row + tl.arange(0, BLOCK)
+    next_live = tl.load(alive + begin, mask=begin + tl.arange(0, BLOCK) < end, other=0)
+    for start in range(begin, end, BLOCK):
         u = start + tl.arange(0, BLOCK)
+        live = next_live != 0  # asked for a turn before, as it is not among what the compiler brings in ahead
+        next_live = tl.load(alive + start + BLOCK, mask=u + BLOCK < end, other=0)
         inside = (u < units)[:, None] & (d < DIM)[None, :]  # a dead unit's bounds tell of nothing but itself
         at = u.to(tl.int64)[:, None]
         lower = tl.load(low + row * low_row + at * low_unit + d[None, :], mask=inside, other=0.0).to(COMPUTE)
         upper = tl.load(high + row * high_row + at * high_unit + d[None, :], mask=inside, other=0.0).to(COMPUTE)
-        live = tl.load(alive + row * alive_row + u, mask=u < units, other=0) != 0
         bound = tl.dot(upper, above, input_precision="ieee")
         bound = tl.dot(lower, below, bound, input_precision="ieee")
         if MEAN:

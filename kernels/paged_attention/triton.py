@@ -25,6 +25,9 @@ from kvengine.kernels.state import State
 
 MOST_HEADS = 64
 """Query rows in one tile; more take further passes over the tokens."""
+EACH_OF_SMALL = 12
+"""Programs of one warp, for each multiprocessor, where a block is one chosen unit."""
+REGISTERS = 65536 // (32 * EACH_OF_SMALL) // 8 * 8
 ANYONE, GIVEN, BY_POSITION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Who sees a token: every query, as `visible` says, or by position and window."""
 
@@ -39,9 +42,10 @@ def attend_kernel(
     SEEN: tl.constexpr, SOFTCAP: tl.constexpr, SCORES: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, HEADS: tl.constexpr, COMPUTE: tl.constexpr,
     K_LAYOUT: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK_D: tl.constexpr, K_BITS: tl.constexpr,
-    K_LOW_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_SALIENT: tl.constexpr,
+    K_LOW_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_SALIENT: tl.constexpr, K_STRIDE: tl.constexpr,
     V_LAYOUT: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK_D: tl.constexpr, V_BITS: tl.constexpr,
-    V_LOW_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_SALIENT: tl.constexpr, REST: tl.constexpr, TOGETHER: tl.constexpr,
+    V_LOW_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_SALIENT: tl.constexpr, V_STRIDE: tl.constexpr,
+    REST: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     ends, length = row_ends(lengths, rows, columns, LENGTHS, ROWS, BLOCK)
@@ -68,6 +72,7 @@ def attend_kernel(
         for block in range(at - start, upto - start):
             column = block * BLOCK + tl.arange(0, BLOCK)
             ok = column < length_here
+            exist = ok
             token = column.to(tl.int64)
             place = token
             if PLACED and not PAGED:
@@ -77,6 +82,9 @@ def attend_kernel(
                 place = tl.load(position + r * position_row + slot + tl.arange(0, BLOCK)).to(tl.int64)
                 ok = (place >= 0) & there
                 token = page * PAGE + slot % PAGE + tl.arange(0, BLOCK)
+                exist = tl.broadcast_to(
+                    there, BLOCK
+                )  # a dead token's key is read, as nothing tells so early that it is
             elif PAGED and TOGETHER > 1:  # tokens that lie together are looked up once
                 number = block * (BLOCK // TOGETHER) + tl.arange(0, BLOCK // TOGETHER)
                 have = number < (chosen if UNITS else columns // TOGETHER)
@@ -104,8 +112,8 @@ def attend_kernel(
                 # A select here breaks Triton 3.6's layouts.
                 token = tl.maximum(page, 0).to(tl.int64) * PAGE + slot % PAGE
             key = read(
-                k0, k1, k2, k3, k4, k5, token, ok, r * k_row, k_token, K_LAYOUT, K_DIM, K_BLOCK_D, K_BITS, K_LOW_BITS,
-                K_GROUP, PAGE, K_SALIENT,
+                k0, k1, k2, k3, k4, k5, token, exist if WHOLE and not REST else ok, 0 if K_STRIDE else r * k_row,
+                K_STRIDE if K_STRIDE else k_token, K_LAYOUT, K_DIM, K_BLOCK_D, K_BITS, K_LOW_BITS, K_GROUP, PAGE, K_SALIENT,
             )  # fmt: skip
             scores = tl.dot(queries_here, tl.trans(key.to(COMPUTE)), input_precision="ieee")
             if REST:  # channels of the keys behind those that are the values
@@ -133,8 +141,8 @@ def attend_kernel(
                 value = tl.where(ok[:, None], key, 0.0)
             else:
                 value = read(
-                    v0, v1, v2, v3, v4, v5, token, ok, r * v_row, v_token, V_LAYOUT, V_DIM, V_BLOCK_D, V_BITS, V_LOW_BITS,
-                    V_GROUP, PAGE, V_SALIENT,
+                    v0, v1, v2, v3, v4, v5, token, ok, 0 if V_STRIDE else r * v_row, V_STRIDE if V_STRIDE else v_token,
+                    V_LAYOUT, V_DIM, V_BLOCK_D, V_BITS, V_LOW_BITS, V_GROUP, PAGE, V_SALIENT,
                 )  # fmt: skip
             acc, top, total = absorb(scores, value.to(COMPUTE), acc, top, total)
         keep(parts, tops, totals, program + row, n, heads, acc, top, total, V_DIM, V_BLOCK_D)
@@ -219,7 +227,14 @@ def launch(
     )
     block = 64 if plain and not large else 16 if tight else 32
     tiles = triton.cdiv(heads, tile)
-    parts = Partials(q, v.layout["V_DIM"], columns, block, lengths, tiles)
+    # Of small chosen units each is a block of one warp: among 64 tokens of several each would be looked up, and that takes longer
+    # than to attend to them.
+    small = (
+        units is not None and plain and tile == 16 and q.element_size() == 2 and unit in (16, 32) and not page % unit
+    )
+    if small:
+        block = unit
+    parts = Partials(q, v.layout["V_DIM"], columns, block, lengths, tiles, EACH_OF_SMALL if small else 2)
     scores = None
     if want_probs:  # columns behind a row's length are not looked at
         scores = torch.empty(rows, heads, columns, dtype=torch.float32, device=q.device)
@@ -234,7 +249,7 @@ def launch(
     # Two blocks on their way while one is worked on. The compiler counts stages by how many loads wait for one another:
     # a token's place for nothing, its page, a unit's page.
     waits = 0 if table is None else 1 if units is None else 2
-    stages = 3 + 2 * waits if plain and q.element_size() == 2 else 1 if tight else 2
+    stages = 5 if small else 3 + 2 * waits if plain and q.element_size() == 2 else 1 if tight else 2
     attend_kernel[(parts.programs, tiles)](
         q, *k.pointers, *v.pointers, parts.parts, parts.tops, parts.totals, _or(scores, none),
         *(_or(x, none) for x in (table, position, units, query_position, visible, lengths)),
@@ -243,7 +258,8 @@ def launch(
         rows, columns, heads, queries, 0 if units is None else units.shape[1], window or 0, scale, softcap or 1.0,
         PAGED=table is not None, PLACED=position is not None, WHOLE=whole, UNITS=units is not None, UNIT=unit, PAGE=page,
         SEEN=seen.value, SOFTCAP=softcap is not None, SCORES=want_probs, HEADS=tile, COMPUTE=compute_dtype(q, k), **parts.shape,
-        **k.layout, **v.layout, REST=rest, TOGETHER=together, num_warps=8 if large else 4, num_stages=stages, **FUSED,
+        **k.layout, **v.layout, REST=rest, TOGETHER=together, num_warps=1 if small else 8 if large else 4,
+        num_stages=stages, maxnreg=REGISTERS if small else None, **FUSED,
     )  # fmt: skip
     return parts.found(sinks, scores, wait)
 
