@@ -1,12 +1,16 @@
 """How time and bytes per decoded token grow with the context, for every policy, beside what the bytes alone would take.
 
     python -P benchmarks/growth.py [--lengths 2048,8192,32768,65536] [--threads 1] [--cpu-time] [--out FILE.json]
+    python -P benchmarks/growth.py --device cuda [--batch 8] [--budget 2048] [--stacks TEXT ...] --out FILE.json
 
 One layer of 32 query and 8 KV heads of 128 in bfloat16, as in a model of 8 billion weights, through the engine's own
 layer cache; the prompt's own attention is left out, so filling 65536 tokens takes seconds. The model beside each time is
 bytes read (as the cache counts them) over the bandwidth of a sum over 256 MiB in the same run, and nothing else: what a
 line lies above it is computing and overhead. Policies that want the attention every prompt token received compute it in
-quadratic time, and are filled up to 8192 tokens only. Also draws growth.png beside the result.
+quadratic time, and are filled up to 8192 tokens only. Also draws a picture beside the result.
+
+On a GPU a step is timed on the device, which is kept busy until the host has queued all of it: so a recorded step takes. A
+policy that has to ask the device something while a step is made waits for that, and its time says so.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,83 +35,106 @@ from kvengine.session import Call
 from kvengine.stack import Stack
 from kvengine.stats import measure
 
-HEADS, GROUP, DIM, BUDGET, STEPS, WARM = 8, 4, 128, 1024, 15, 3
+HEADS, GROUP, DIM, STEPS, WARM = 8, 4, 128, 15, 3
 LONGEST = 8192
 """Longest prompt for the slow ones."""
+AHEAD = 20_000_000
+"""Cycles of a GPU, some 11 ms, in which the host queues a step."""
 
-STACKS = [
-    "full",
-    f"streaming(recent={BUDGET - 4})",
-    f"h2o(budget={BUDGET})",
-    f"tova(budget={BUDGET})",
-    f"snapkv(budget={BUDGET})",
-    f"pyramidkv(budget={BUDGET})",
-    f"adakv(budget={BUDGET})",
-    f"chunkkv(budget={BUDGET})",
-    f"keydiff(budget={BUDGET})",
-    f"expected_attention(budget={BUDGET})",
-    f"d2o(budget={BUDGET})",
-    f"kvzip(budget={BUDGET})",
-    f"rkv(budget={BUDGET})",
-    f"elastic(budget={BUDGET})",
-    "kivi(bits=4)",
-    "kivi(bits=2)",
-    "turboquant",
-    "turboquant(values=2)",
-    "zipcache",
-    "quantspec",
-    "lowrank(rank=160)",
-    f"quest(budget={BUDGET})",
-    f"tidal(budget={BUDGET})",
-    f"landmarks(budget={BUDGET})",
-    f"retrieval(budget={BUDGET})",
-    f"ann(budget={BUDGET})",
-    f"oracle_topk(budget={BUDGET})",
-    "duo(sparsity=0.5)",
-    "host",
-    f"host + quest(budget={BUDGET})",
-    f"quest(budget={BUDGET}) + kivi(bits=4)",
-    f"lowrank(rank=160) + landmarks(budget={BUDGET}) + host",
-    f"duo(sparsity=0.5) + quest(budget={BUDGET}) + kivi(bits=4)",
-]
+
+def stacks(budget: int) -> list[str]:
+    """Every policy, with so many tokens where it has a budget."""
+    return [
+        "full",
+        f"streaming(recent={budget - 4})",
+        f"h2o(budget={budget})",
+        f"tova(budget={budget})",
+        f"snapkv(budget={budget})",
+        f"pyramidkv(budget={budget})",
+        f"adakv(budget={budget})",
+        f"chunkkv(budget={budget})",
+        f"keydiff(budget={budget})",
+        f"expected_attention(budget={budget})",
+        f"d2o(budget={budget})",
+        f"kvzip(budget={budget})",
+        f"rkv(budget={budget})",
+        f"elastic(budget={budget})",
+        "kivi(bits=4)",
+        "kivi(bits=2)",
+        "turboquant",
+        "turboquant(values=2)",
+        "zipcache",
+        "quantspec",
+        "lowrank(rank=160)",
+        f"quest(budget={budget})",
+        f"tidal(budget={budget})",
+        f"landmarks(budget={budget})",
+        f"retrieval(budget={budget})",
+        f"ann(budget={budget})",
+        f"oracle_topk(budget={budget})",
+        "duo(sparsity=0.5)",
+        "host",
+        f"host + quest(budget={budget})",
+        f"quest(budget={budget}) + kivi(bits=4)",
+        f"lowrank(rank=160) + landmarks(budget={budget}) + host",
+        f"duo(sparsity=0.5) + quest(budget={budget}) + kivi(bits=4)",
+    ]
+
+
 SLOW = ("h2o", "d2o", "elastic")
 
 
-def drawn(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values of a sequence; its queries repeat after 512, as few policies look at more than the last ones."""
-    rng = torch.Generator().manual_seed(0)
-    some = torch.randn(1, HEADS * GROUP, 512, DIM, generator=rng).bfloat16()
-    k, v = (torch.randn(1, HEADS, tokens, DIM, generator=rng).bfloat16() for _ in range(2))
+def drawn(tokens: int, device: str, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values of sequences; their queries repeat after 512, as few policies look at more than the last ones."""
+    rng = torch.Generator(device).manual_seed(0)
+    new = partial(torch.randn, generator=rng, device=device)
+    some = new(batch, HEADS * GROUP, 512, DIM).bfloat16()
+    k, v = (new(batch, HEADS, tokens, DIM, dtype=torch.bfloat16) for _ in range(2))
     return some.repeat(1, 1, -(-tokens // 512), 1)[:, :, :tokens], k, v
 
 
-def bandwidth(clock: Callable[[], float]) -> float:
-    """Bytes per second that a sum over 256 MiB reads."""
-    source, taken = torch.ones(64 << 20), []
-    for _ in range(7):
+def timer(device: str, cpu_time: bool) -> Callable[[Callable[[], object]], float]:
+    """What says how many seconds a call takes."""
+    clock = time.process_time if cpu_time else time.perf_counter
+
+    def here(call: Callable[[], object]) -> float:
         begin = clock()
-        source.sum()
-        taken.append(clock() - begin)
-    return source.nbytes / statistics.median(taken)
+        call()
+        return clock() - begin
+
+    def there(call: Callable[[], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(AHEAD)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return here if device == "cpu" else there
+
+
+def bandwidth(device: str, clock: Callable[[Callable[[], object]], float]) -> float:
+    """Bytes per second that a sum over 256 MiB reads, on a GPU over 4 GiB."""
+    source = torch.ones((64 if device == "cpu" else 1024) << 20, device=device)
+    return source.nbytes / statistics.median(clock(source.sum) for _ in range(7))
 
 
 @torch.inference_mode()
 def one(
-    text: str, length: int, qkv: tuple[torch.Tensor, ...], speed: float, clock: Callable[[], float]
+    text: str, length: int, qkv: tuple[torch.Tensor, ...], speed: float, clock: Callable[[Callable[[], object]], float]
 ) -> dict[str, Any]:
     """Fill a cache, decode, and count."""
-    cache = LayerCache(Stack.parse(text), 0, 1)
-    cache.session.rope = Rope(10000.0 ** -(torch.arange(DIM // 2) * 2 / DIM))
-    nothing = torch.zeros(1, 1, 1, DIM, dtype=torch.bfloat16).expand(1, length, HEADS * GROUP, DIM)
-    tell(cache, 0, length)
+    cache, (batch, *_), device = LayerCache(Stack.parse(text), 0, 1), qkv[0].shape, qkv[0].device
+    cache.session.rope = Rope((10000.0 ** -(torch.arange(DIM // 2) * 2 / DIM)).to(device))
+    nothing = torch.zeros(1, 1, 1, DIM, dtype=torch.bfloat16, device=device).expand(batch, length, HEADS * GROUP, DIM)
+    tell(cache, 0, length, rows=batch)
     cache.forward(*(x[:, :, :length] for x in qkv), Call(DIM**-0.5), None, lambda k, v: nothing)  # type: ignore[call-arg]
     rerun([cache], [qkv], Call(DIM**-0.5))
     times = []
     for step in range(WARM + STEPS):
         s = slice(length + step, length + step + 1)
-        begin = clock()
-        cache.forward(*(x[:, :, s] for x in qkv), Call(DIM**-0.5))
-        times.append(1e3 * (clock() - begin))
+        times.append(1e3 * clock(lambda s=s: cache.forward(*(x[:, :, s] for x in qkv), Call(DIM**-0.5))))
     stats, cuts = measure([cache]), statistics.quantiles(times[WARM:], n=5)
     return {
         "policy": f"`{text}`", "spelled": Stack.parse(text).spelled(), "context": length,
@@ -142,37 +170,52 @@ def main() -> None:
     from where import processor
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--lengths", default="2048,8192,32768,65536")
+    parser.add_argument("--batch", type=int, default=1, help="sequences")
+    parser.add_argument("--budget", type=int, default=1024, help="tokens")
+    parser.add_argument("--stacks", nargs="+", help="instead of every policy")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cpu-time", action="store_true", help="processor time, for one thread on a busy machine")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/growth.json"))
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    clock = time.process_time if given.cpu_time else time.perf_counter
-    speed, rows = bandwidth(clock), []
-    for length in map(int, given.lengths.split(",")):
-        qkv = drawn(length + WARM + STEPS)
-        for text in STACKS:
-            if length > LONGEST and text.startswith(SLOW):
-                continue
-            rows.append(row := one(text, length, qkv, speed, clock))
-            print(f"{length:6} {text:60} {row['ms']:8.2f} ms, by bytes {row['model_ms']:7.2f}", flush=True)
-    rows.sort(key=lambda row: STACKS.index(row["policy"].strip("`")))
+    clock, texts = timer(given.device, given.cpu_time), given.stacks or stacks(given.budget)
+    speed, rows = bandwidth(given.device, clock), []
+    about = (
+        f"{given.threads} CPU core(s){processor()}" if given.device == "cpu" else f"one {torch.cuda.get_device_name()}"
+    )
+    sequences = "" if given.batch == 1 else f", {given.batch} sequences"
     result = {
-        "command": f"python -P benchmarks/growth.py --lengths {given.lengths} --threads {given.threads}"
-        + " --cpu-time" * given.cpu_time,
-        "machine": f"{given.threads} CPU core(s){processor()} that read {speed / 1e9:.1f} GB/s, torch {torch.__version__}, "
-        f"Python {platform.python_version()}; one layer of {HEADS * GROUP} query and {HEADS} KV heads of {DIM}, "
+        "command": f"python -P {' '.join(sys.argv)}",
+        "machine": f"{about} that reads {speed / 1e9:.1f} GB/s, torch {torch.__version__}, Python "
+        f"{platform.python_version()}; one layer of {HEADS * GROUP} query and {HEADS} KV heads of {DIM}{sequences}, "
         f"bfloat16, medians of {STEPS}{', processor time' * given.cpu_time}",
         "columns": {
             "policy": "policy", "context": "context", "read (MB)": "read_MB:.2f", "held (MB)": "held_MB:.2f",
-            "by bytes alone (ms)": "model_ms:.2f", "measured (ms)": "ms:.2f",
+            "by bytes alone (ms)": "model_ms:.3f", "measured (ms)": "ms:.3f",
         },
-        "rows": rows,
         "pictures": {"Bytes and time per decoded token against the context": given.out.with_suffix(".png").name},
     }  # fmt: skip
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
-    plot(rows, given.out.with_suffix(".png"))
+    for length in map(int, given.lengths.split(",")):
+        qkv = drawn(length + WARM + STEPS, given.device, given.batch)
+        for text in texts:
+            if length > LONGEST and text.startswith(SLOW):
+                continue
+            try:
+                row = one(text, length, qkv, speed, clock)
+            except Exception as error:  # the others go on
+                print(f"FAILED {length} {text}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                if given.device == "cpu":
+                    raise
+                continue
+            rows.append(row)
+            print(f"{length:6} {text:60} {row['ms']:8.3f} ms, by bytes {row['model_ms']:7.3f}", flush=True)
+            ordered = sorted(rows, key=lambda row: texts.index(row["policy"].strip("`")))
+            given.out.write_text(json.dumps(result | {"rows": ordered}, indent=1) + "\n")
+    if not rows:
+        sys.exit("nothing was measured")
+    plot(ordered, given.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -49,10 +49,24 @@ def block_at(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of a block that lies in one page: its row's slot, the page (0 for none), and whether there is one."""
+    unit = unit_at(block, r, units, chosen, UNITS, UNIT, BLOCK)
+    return lies_at(block, unit, r, table, table_row, UNITS, UNIT, PAGE, BLOCK)
+
+
+@triton.jit
+def unit_at(block, r, units, chosen, UNITS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Which unit holds a block, where they are chosen."""
+    return tl.load(units + r * chosen + block * BLOCK // UNIT) if UNITS else block
+
+
+@triton.jit
+def lies_at(
+    block, unit, r, table, table_row, UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """As `block_at`, of a block of this unit."""
     slot = block * BLOCK
     there = slot >= 0
     if UNITS:
-        unit = tl.load(units + r * chosen + slot // UNIT)
         there = unit >= 0
         slot = (tl.maximum(unit, 0) * UNIT + slot % UNIT).to(tl.int32)
     page = tl.load(table + r * table_row + slot // PAGE)

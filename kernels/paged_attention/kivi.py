@@ -35,7 +35,7 @@ from kvengine.kernels.dispatch import interpreted
 from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.gpu.halves import field, masked, masking
 from kvengine.kernels.gpu.layouts import apart, as_product, loaded, rows_of
-from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, pick, row_ends
+from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, lies_at, pick, row_ends, unit_at
 from kvengine.kernels.paged_attention.words import BLOCK, EACH, EACH_OF_FOUR_BITS, MOST_HEADS, REGISTERS
 from kvengine.kernels.state import State
 
@@ -123,11 +123,23 @@ def kivi_kernel(
         power = tl.full([HEADS], LOG2E, tl.float32) if SOFTCAP else factor * LOG2E
         # `scores` count in units of `factor`, and weights and `top` in powers of two.
         top = tl.full([HEADS], -float("inf"), tl.float32)
-        for block in range(at - start, upto - start):
-            slot, number, there = block_at(block, r, units, table, chosen, table_row, UNITS, UNIT, PAGE, BLOCK)
+        # Asked for turns ahead, so that nothing waits for it: where the next block lies, what lives there, the unit after it.
+        begin, last, places = at - start, upto - start - 1, position + r * position_row + t
+        next_slot, next_number, next_there = block_at(
+            begin, r, units, table, chosen, table_row, UNITS, UNIT, PAGE, BLOCK
+        )
+        next_place = tl.load(places + next_slot)
+        next_unit = unit_at(tl.minimum(begin + 1, last), r, units, chosen, UNITS, UNIT, BLOCK)
+        for block in range(begin, last + 1):
+            slot, number, there, place = next_slot, next_number, next_there, next_place
+            next_block = tl.minimum(block + 1, last)
+            next_slot, next_number, next_there = lies_at(
+                next_block, next_unit, r, table, table_row, UNITS, UNIT, PAGE, BLOCK
+            )
+            next_place = tl.load(places + next_slot)
+            next_unit = unit_at(tl.minimum(block + 2, last), r, units, chosen, UNITS, UNIT, BLOCK)
             first = number * PAGE + slot % PAGE
-            place = tl.load(position + r * position_row + slot + t, mask=there, other=-1)
-            ok = place >= 0
+            ok = (place >= 0) & there
             words = stretch(k_code, first, t, there, K_HALVES, K_HALVES)
             group = first // K_GROUP * K_DIM
             k_scales = tl.load(k_scale + group + k_all, mask=there, other=0.0)
