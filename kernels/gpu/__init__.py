@@ -29,6 +29,8 @@ class Chip(NamedTuple):
     processors: int
     room: int
     """Bytes of shared memory that a block may have."""
+    chains: bool
+    """Whether a kernel may come in before the one before it has ended (`kvengine.kernels.gpu.chain`)."""
     refusal: str | None
     """Why kernels are not launched; None if they are."""
 
@@ -44,8 +46,9 @@ def chip(device: torch.device) -> Chip:
         refusal = f"it needs compute capability {LEAST[0]}.{LEAST[1]}, and {has.name} has {has.major}.{has.minor}"
     if refusal:
         log.warning("no Triton kernel runs on %s: %s. Plain torch computes there, which takes longer", device, refusal)
-        return Chip(has.multi_processor_count, 0, refusal)
-    return Chip(has.multi_processor_count, has.shared_memory_per_block_optin, None)  # type: ignore[attr-defined]
+        return Chip(has.multi_processor_count, 0, False, refusal)
+    room: int = has.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Chip(has.multi_processor_count, room, has.major >= 9, None)
 
 
 def room(device: torch.device) -> int:
