@@ -167,15 +167,9 @@ def verdict(
         )  # fmt: skip
     elif isinstance(rule, Placed):
         placed_kernel[(rows,)](
-            position,
-            rule.budget,
-            rule.place,
-            position.stride(0),
-            slots,
-            BLOCK=block,
-            num_warps=warps(block),
+            position, rule.budget, rule.place, position.stride(0), slots, BLOCK=block, num_warps=warps(block),
             **chained(position.device),
-        )
+        )  # fmt: skip
     elif isinstance(rule, Paid) and mass is not None:
         _paid(rule, position, now, mass, score, None)
     elif isinstance(rule, Merged) and mass is not None and keys is not None and values is not None:
