@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import triton
-from triton.language import constexpr
+import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvengine.kernels.gpu import FUSED, chip, compiling_for
@@ -23,7 +23,7 @@ IN_TURN, APART = FUSED | {"PDL": True, "launch_pdl": True}, FUSED | {"PDL": Fals
 
 
 @triton.jit
-def in_turn(PDL: constexpr):
+def in_turn(PDL: tl.constexpr):
     """Stands before the first access to memory, whatever lies there: so a kernel ends after all that came before it, the next
     one waits for it alone, and nothing is read too early or replaced while an earlier kernel reads it.
 
