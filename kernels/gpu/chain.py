@@ -15,10 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvengine.kernels.gpu import FUSED, chip, compiling_for
+from kvengine.kernels.gpu import CHAINED, FUSED, chip, compiling_for
 
-FIRST = 90
-"""The compute capability, times ten, from which on chips have it."""
 IN_TURN, APART = FUSED | {"PDL": True, "launch_pdl": True}, FUSED | {"PDL": False}
 
 
@@ -38,5 +36,6 @@ def in_turn(PDL: tl.constexpr):
 def chained(device: torch.device) -> dict[str, Any]:
     """Options of a launch there of a kernel that waits `in_turn`. One that does not must not have them."""
     if device.type == "cuda":
-        return IN_TURN if chip(device).chains else APART
-    return IN_TURN if compiling_for.get(0) >= FIRST else APART  # the interpreter compiles for nothing
+        return IN_TURN if chip(device).chained else APART
+    # The interpreter compiles for no chip.
+    return IN_TURN if divmod(compiling_for.get(0), 10) >= CHAINED else APART
