@@ -16,6 +16,8 @@ FUSED = {"enable_fp_fusion": True}
 choice, and 3.10 would choose otherwise."""
 LEAST = (8, 0)
 """The compute capability from which on Triton supports chips, and multiplies bfloat16 by their tensor cores."""
+CHAINED = (9, 0)
+"""That from which on a kernel may come in before the one before it has ended (`kvengine.kernels.gpu.chain`)."""
 ROOM = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """By compute capability times ten: bytes of shared memory that a block may have."""
 
@@ -29,6 +31,8 @@ class Chip(NamedTuple):
     processors: int
     room: int
     """Bytes of shared memory that a block may have."""
+    chained: bool
+    """Whether a kernel may come in before the one before it has ended."""
     refusal: str | None
     """Why kernels are not launched; None if they are."""
 
@@ -44,8 +48,9 @@ def chip(device: torch.device) -> Chip:
         refusal = f"it needs compute capability {LEAST[0]}.{LEAST[1]}, and {has.name} has {has.major}.{has.minor}"
     if refusal:
         log.warning("no Triton kernel runs on %s: %s. Plain torch computes there, which takes longer", device, refusal)
-        return Chip(has.multi_processor_count, 0, refusal)
-    return Chip(has.multi_processor_count, has.shared_memory_per_block_optin, None)  # type: ignore[attr-defined]
+        return Chip(has.multi_processor_count, 0, False, refusal)
+    room: int = has.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Chip(has.multi_processor_count, room, (has.major, has.minor) >= CHAINED, None)
 
 
 def room(device: torch.device) -> int:

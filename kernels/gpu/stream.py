@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvengine.kernels.gpu import FUSED, chip
+from kvengine.kernels.gpu import chip
+from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.state import State
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -100,12 +101,13 @@ def join_kernel(
     parts, tops, totals, lengths, columns, programs, parts2, tops2, totals2, lengths2, columns2, programs2, sinks, out, lse,
     rows, heads, SINKS: tl.constexpr, LENGTHS: tl.constexpr, BLOCK: tl.constexpr, BOTH: tl.constexpr,
     LENGTHS2: tl.constexpr, BLOCK2: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    SHARES: tl.constexpr,
+    SHARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK_D channels of a query row of a row: combine its shares, of one set of tokens or of two."""
     SLICES: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
     n, first_d = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES * BLOCK_D
     row = tl.program_id(1)  # only the first axis holds more than 65535 programs
+    in_turn(PDL)
     high = tl.load(sinks + row * heads + n).to(tl.float32) if SINKS else -float("inf")
     total = tl.where(high == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_D], tl.float32)
@@ -230,7 +232,8 @@ class Partials:
             join_kernel[(self.heads * triton.cdiv(self.dim_v, slice_of), self.rows)](
                 *self.given(lse), *second.given(lse), logits, out, lse, self.rows, self.heads, SINKS=sinks is not None,
                 BOTH=other is not None, LENGTHS2=second.shape["LENGTHS"], BLOCK2=second.shape["BLOCK"], DIM=self.dim_v,
-                BLOCK_D=slice_of, SHARES=FEW if few else SHARES, num_warps=1 if few else 4, **self.shape, **FUSED,
+                BLOCK_D=slice_of, SHARES=FEW if few else SHARES, num_warps=1 if few else 4, **self.shape,
+                **chained(self.parts.device),
             )  # fmt: skip
         shape = (self.group, self.queries)
         return State(out.unflatten(1, shape), lse.unflatten(1, shape))

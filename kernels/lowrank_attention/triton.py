@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import FUSED, crowds, room
+from kvengine.kernels.gpu import crowds, room
+from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.stream import Partials, absorb, keep, pick, row_ends
 from kvengine.kernels.paged_attention.triton import MOST_HEADS
 from kvengine.kernels.state import State
@@ -60,8 +61,10 @@ def lowrank_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, COMPUTE: tl.constexpr, RANK: tl.constexpr,
     STEP: tl.constexpr, HELD: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, REST: tl.constexpr,
     BLOCK_R: tl.constexpr, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
+    in_turn(PDL)
     ends, length = row_ends(lengths, rows, columns, LENGTHS, ROWS, BLOCK)
     blocks = tl.max(ends, 0)
     per = (blocks + programs - 1) // programs
@@ -164,6 +167,6 @@ def lowrank_attention(
         RANK=u.shape[-1], STEP=step, HELD=held, DIM=dim, HALF=half, BLOCK_H=max(16, triton.next_power_of_2(half)),
         REST=dim - 2 * half, BLOCK_R=max(16, triton.next_power_of_2(max(1, dim - 2 * half))), DIM_V=dim_v,
         BLOCK_V=max(16, triton.next_power_of_2(dim_v)), num_warps=4 if held else 8,
-        num_stages=stages, **parts.shape, **FUSED,
+        num_stages=stages, **parts.shape, **chained(q.device),
     )  # fmt: skip
     return parts.found(None, scores, wait)

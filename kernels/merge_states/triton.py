@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.state import State
 
@@ -22,11 +22,12 @@ PAID = 256
 @triton.jit
 def merge_kernel(
     out0, out1, out2, out3, lse0, lse1, lse2, lse3, out, lse, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    COUNT: tl.constexpr,
+    COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per query row."""
     n = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
+    in_turn(PDL)
     high = tl.maximum(tl.load(lse0 + n), tl.load(lse1 + n))
     if COUNT > 2:
         high = tl.maximum(high, tl.load(lse2 + n))
@@ -55,11 +56,14 @@ def share(out, lse, n, d, shift, DIM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["columns", "column", "every"])
-def received_kernel(scores, lse, out, columns, column, every, queries, QUERIES: tl.constexpr, BLOCK: tl.constexpr):
+def received_kernel(
+    scores, lse, out, columns, column, every, queries, QUERIES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """What a query head's queries pay to BLOCK of a part's tokens, which are the whole's from `column` on."""
     head, t = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, QUERIES)
     asked = n < queries
+    in_turn(PDL)
     whole = tl.load(lse + head * queries + n, mask=asked, other=0.0)
     whole = tl.where(whole == float("-inf"), 0.0, whole)
     at = (head * queries + n)[:, None] * columns + t[None, :]
@@ -84,7 +88,7 @@ def _some(states: Sequence[State]) -> State:
     if lse.numel():
         merge_kernel[(lse.numel(),)](
             *outs, *outs[:1] * spare, *lses, *lses[:1] * spare, out, lse, DIM=dim,
-            BLOCK_D=triton.next_power_of_2(dim), COUNT=len(states), **FUSED,
+            BLOCK_D=triton.next_power_of_2(dim), COUNT=len(states), **chained(out.device),
         )  # fmt: skip
     return State(out, lse)
 
@@ -111,7 +115,7 @@ def received(parts: Sequence[State], whole: State) -> Tensor:
         if part.waiting is not None and part.waiting.scores is not None and out.numel() and width:
             received_kernel[(rows * group, triton.cdiv(width, PAID))](
                 part.waiting.scores, whole.lse, out, width, column, out.shape[2], queries,
-                QUERIES=triton.next_power_of_2(queries), BLOCK=PAID, **FUSED,
+                QUERIES=triton.next_power_of_2(queries), BLOCK=PAID, **chained(out.device),
             )  # fmt: skip
         column += width
     return out

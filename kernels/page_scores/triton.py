@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import FUSED, room, stream
+from kvengine.kernels.gpu import room, stream
+from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.select import MOST, NEVER, counted, ordered, threshold_of_many, warps
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.page_scores import reference
@@ -22,13 +23,14 @@ EACH = 4
 def score_kernel(
     q, low, high, alive, out, low_row, low_unit, high_row, high_unit, alive_row, units, group, each,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, MEAN: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As no channel's low is above its high, max(q low, q high) is max(q, 0) high + min(q, 0) low: two products. A program has
     `each` units of a row, some at a time with the next on their way."""
     row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * each
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, HEADS)
     asked = (n < group)[None, :] & (d < DIM)[:, None]
+    in_turn(PDL)
     x = tl.load(q + (row * group + n)[None, :] * DIM + d[:, None], mask=asked, other=0.0)
     above, below = tl.maximum(x, 0.0).to(COMPUTE), tl.minimum(x, 0.0).to(COMPUTE)
     end = tl.minimum(begin + each, units)
@@ -55,12 +57,14 @@ def score_kernel(
 def logit_kernel(
     q, mean, alive, out, mean_row, mean_unit, alive_row, units, group, scale,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, COMPUTE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Of each query head and unit, with the mean keys read once for the group."""
     row = tl.program_id(0).to(tl.int64)
     u = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, HEADS)
     inside = (u < units)[:, None] & (d < DIM)[None, :]
+    in_turn(PDL)
     key = tl.load(mean + row * mean_row + u.to(tl.int64)[:, None] * mean_unit + d[None, :], mask=inside, other=0.0)
     live = tl.load(alive + row * alive_row + u, mask=u < units, other=0) != 0
     asked = (n < group)[None, :] & (d < DIM)[:, None]
@@ -71,10 +75,11 @@ def logit_kernel(
 
 
 @triton.jit(do_not_specialize=["units"])
-def share_kernel(logits, units, BLOCK: tl.constexpr):
+def share_kernel(logits, units, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """The logarithm of a line's softmax, in its place."""
     line = logits + tl.program_id(0).to(tl.int64) * units
     high, total = tl.full([], -float("inf"), tl.float32), tl.full([], 0.0, tl.float32)
+    in_turn(PDL)
     for begin in range(0, units, BLOCK):
         u = begin + tl.arange(0, BLOCK)
         x = tl.load(line + u, mask=u < units, other=-float("inf"))
@@ -93,6 +98,7 @@ def share_kernel(logits, units, BLOCK: tl.constexpr):
 def top_kernel(
     scores, among, limits, ids, units, candidates, count,
     BLOCK_COUNT: tl.constexpr, BLOCK: tl.constexpr, AMONG: tl.constexpr, LIMITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Of a row's candidates from here to BLOCK further (units, or what `among` names of them) the best `count`, or so many as
     the row's limit allows."""
@@ -100,6 +106,7 @@ def top_kernel(
     at = part * BLOCK + tl.arange(0, BLOCK)
     here = at < candidates
     unit = at
+    in_turn(PDL)
     if AMONG:
         unit = tl.load(among + row * candidates + at, mask=here, other=-1).to(tl.int32)
     score = tl.load(scores + row * units + unit, mask=here & (unit >= 0), other=-float("inf"))
@@ -134,7 +141,7 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
         score_kernel[(rows, triton.cdiv(units, each))](
             q.contiguous(), low, high, alive, out, low.stride(0), low.stride(1), high.stride(0), high.stride(1),
             alive.stride(0), units, group, each, DIM=dim, BLOCK_D=block_d, BLOCK=block, MEAN=reduce == "mean",
-            HEADS=heads, COMPUTE=compute, num_warps=2, num_stages=stages, **FUSED,
+            HEADS=heads, COMPUTE=compute, num_warps=2, num_stages=stages, **chained(q.device),
         )  # fmt: skip
     return out
 
@@ -150,9 +157,9 @@ def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float) -> Tensor:
     if out.numel():
         logit_kernel[(rows, triton.cdiv(units, block))](
             q.contiguous(), mean, alive, out, mean.stride(0), mean.stride(1), alive.stride(0), units, group, scale, DIM=dim,
-            BLOCK_D=block_d, BLOCK=block, HEADS=heads, COMPUTE=compute, **FUSED,
+            BLOCK_D=block_d, BLOCK=block, HEADS=heads, COMPUTE=compute, **chained(q.device),
         )  # fmt: skip
-        share_kernel[(rows * group,)](out, units, BLOCK=4096, num_warps=8, **FUSED)
+        share_kernel[(rows * group,)](out, units, BLOCK=4096, num_warps=8, **chained(q.device))
     return out
 
 
@@ -192,6 +199,6 @@ def _top(
     top_kernel[(rows, parts)](
         scores, scores if among is None else among, ids if limits is None else limits.contiguous(), ids, units, candidates,
         count, BLOCK_COUNT=triton.next_power_of_2(count), BLOCK=block, AMONG=among is not None, LIMITS=limits is not None,
-        num_warps=warps(block), **FUSED,
+        num_warps=warps(block), **chained(scores.device),
     )  # fmt: skip
     return ids

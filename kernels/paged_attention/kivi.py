@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kvengine.kernels.codecs import width
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.halves import field, masked, masking
 from kvengine.kernels.gpu.layouts import apart, as_product, loaded, rows_of
 from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, lies_at, pick, row_ends, unit_at
@@ -55,7 +55,7 @@ def kivi_kernel(
     UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, BY_POSITION: tl.constexpr,
     SOFTCAP: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_ZERO: tl.constexpr,
-    V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUP: tl.constexpr, ASM: tl.constexpr,
+    V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUP: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     K_TILES: tl.constexpr = 16 // K_BITS
     K_HALVES: tl.constexpr = K_DIM // K_TILES
@@ -76,6 +76,7 @@ def kivi_kernel(
     PLACES: tl.constexpr = 4 if K_BITS == 2 else 8
     LEVEL: tl.constexpr = 4.0 if K_BITS == 4 else 1.0
     program, programs = tl.program_id(0), tl.num_programs(0)
+    in_turn(PDL)
     ends, _length = row_ends(units, rows, columns, LENGTHS, ROWS, BLOCK)
     blocks = tl.max(ends, 0)
     per = (blocks + programs - 1) // programs
@@ -291,6 +292,6 @@ def attention(
         SOFTCAP=softcap is not None, HEADS=tile, **parts.shape, ASM=masking(),
         K_DIM=dim, K_BITS=bits[0], K_GROUP=page // k[1].shape[1], K_ZERO=tl.bfloat16 if exact else tl.float16,
         V_DIM=dim_v, V_BITS=bits[1], V_GROUP=dim_v // v[1].shape[2],
-        num_warps=1 if alone else 4, num_stages=3, maxnreg=REGISTERS if small else None, **FUSED,
+        num_warps=1 if alone else 4, num_stages=3, maxnreg=REGISTERS if small else None, **chained(q.device),
     )  # fmt: skip
     return parts.found(sinks, None, wait)

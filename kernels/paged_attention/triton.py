@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kvengine.kernels import turboquant
 from kvengine.kernels.dispatch import beyond, interpreted
-from kvengine.kernels.gpu import FUSED, crowds, room
+from kvengine.kernels.gpu import crowds, room
 from kvengine.kernels.gpu import fields as stored
+from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.fields import read
 from kvengine.kernels.gpu.stream import Partials, absorb, block_at, keep, pick, row_ends
 from kvengine.kernels.paged_attention import kivi, words
@@ -45,9 +46,10 @@ def attend_kernel(
     K_LOW_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_SALIENT: tl.constexpr, K_STRIDE: tl.constexpr,
     V_LAYOUT: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK_D: tl.constexpr, V_BITS: tl.constexpr,
     V_LOW_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_SALIENT: tl.constexpr, V_STRIDE: tl.constexpr,
-    REST: tl.constexpr, TOGETHER: tl.constexpr,
+    REST: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
+    in_turn(PDL)
     ends, length = row_ends(lengths, rows, columns, LENGTHS, ROWS, BLOCK)
     blocks = tl.max(ends, 0)
     per = (blocks + programs - 1) // programs
@@ -259,7 +261,7 @@ def launch(
         PAGED=table is not None, PLACED=position is not None, WHOLE=whole, UNITS=units is not None, UNIT=unit, PAGE=page,
         SEEN=seen.value, SOFTCAP=softcap is not None, SCORES=want_probs, HEADS=tile, COMPUTE=compute_dtype(q, k), **parts.shape,
         **k.layout, **v.layout, REST=rest, TOGETHER=together, num_warps=1 if small else 8 if large else 4,
-        num_stages=stages, maxnreg=REGISTERS if small else None, **FUSED,
+        num_stages=stages, maxnreg=REGISTERS if small else None, **chained(q.device),
     )  # fmt: skip
     return parts.found(sinks, scores, wait)
 

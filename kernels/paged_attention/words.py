@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvengine.kernels import turboquant
 from kvengine.kernels.codecs import width
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.halves import SIZE, assembly, by_channel, by_token, shared
 from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, lies_at, pick, row_ends, unit_at
 from kvengine.kernels.state import State
@@ -64,13 +64,14 @@ def words_kernel(
     SOFTCAP: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     SALIENT: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_ASM: tl.constexpr,
     V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_ASM: tl.constexpr, TURNED: tl.constexpr,
-    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     K_WORDS: tl.constexpr = K_DIM * K_BITS // 32
     V_WORDS: tl.constexpr = V_DIM * V_BITS // 32
     K_TILES: tl.constexpr = 16 // K_BITS
     V_TILES: tl.constexpr = 16 // V_BITS
     program, programs = tl.program_id(0), tl.num_programs(0)
+    in_turn(PDL)
     ends, _length = row_ends(units, rows, columns, LENGTHS, ROWS, BLOCK)
     blocks = tl.max(ends, 0)
     per = (blocks + programs - 1) // programs
@@ -321,7 +322,7 @@ def attention(
         K_DIM=dim, K_BITS=bits[0], K_ASM=assembly(bits[0], turned),
         V_DIM=dim_v, V_BITS=bits[1], V_ASM=assembly(bits[1], turned), TURNED=turned,
         K_SIZE=SIZE[bits[0]] if turned else 1.0, V_SIZE=SIZE[bits[1]] if turned else 1.0,
-        num_warps=1 if alone else 4, num_stages=3, maxnreg=REGISTERS if small else None, **FUSED,
+        num_warps=1 if alone else 4, num_stages=3, maxnreg=REGISTERS if small else None, **chained(q.device),
     )  # fmt: skip
     found = parts.found(sinks, None, wait and not turned)
     return found._replace(out=turboquant.turned(found.out)) if turned else found

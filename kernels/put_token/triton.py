@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.put_token import Limit
 
 FREE, GIVEN, COUNTED = (tl.constexpr(i) for i in range(3))
@@ -20,8 +20,10 @@ def put_kernel(
     values_slot, position_row, score_row, now_row, slots, at, ring,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, WHICH: tl.constexpr,
     PLACED: tl.constexpr, SCORED: tl.constexpr, COUNTS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    in_turn(PDL)
     place = tl.load(now + row * now_row)
     if WHICH == FREE:
         slot = tl.full([], 0, tl.int32) + slots
@@ -73,5 +75,5 @@ def put_token(
         0 if len(now) == 1 else now.stride(0), keys.shape[1], at, ring,
         DIM=dim, BLOCK_D=triton.next_power_of_2(dim), DIM_V=dim_v, BLOCK_V=triton.next_power_of_2(max(dim_v, 1)), WHICH=which,
         PLACED=position is not None, SCORED=score is not None, COUNTS=counts is not None,
-        UNIT=0 if limit is None else limit.unit, BLOCK=1024, **FUSED,
+        UNIT=0 if limit is None else limit.unit, BLOCK=1024, **chained(k.device),
     )  # fmt: skip

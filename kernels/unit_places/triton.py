@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu.chain import chained, in_turn
 
 MOST = 1024
 """Tokens of a program."""
@@ -17,10 +17,11 @@ MOST = 1024
 @triton.jit(do_not_specialize=["chosen", "per", "table_row", "position_row"])
 def places_kernel(
     units, table, position, pieces, places, chosen, per, table_row, position_row,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, n, t = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
     here = n < chosen
+    in_turn(PDL)
     unit = tl.load(units + row * chosen + n, mask=here, other=-1).to(tl.int64)
     at = tl.maximum(unit, 0)
     page = tl.maximum(tl.load(table + row * table_row + at // per, mask=here, other=0), 0).to(tl.int64)
@@ -41,6 +42,6 @@ def unit_places(units: Tensor, table: Tensor, position: Tensor, per: int, unit: 
     if pieces.numel():
         places_kernel[(rows, triton.cdiv(chosen, block))](
             units, table, position, pieces, places, chosen, per, table.stride(0), position.stride(0), UNIT=unit, WIDE=wide,
-            BLOCK=block, **FUSED,
+            BLOCK=block, **chained(units.device),
         )  # fmt: skip
     return pieces, places

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.select import MOST, best_placed, threshold, warps
 from kvengine.kernels.step import Ends, Merged, Paid, Placed, Rule, Sealed
 from kvengine.kernels.verdict import reference
@@ -20,10 +20,11 @@ BLOCK = 1024
 @triton.jit(do_not_specialize=["slots", "units", "tails", "position_row", "sealed_row", "alive_row"])
 def ends_kernel(
     position, sealed, alive, first, recent, now, position_row, sealed_row, alive_row, slots, units, tails,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first `tails` programs of a row look at its tail, the others at UNITS units of what is sealed."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    in_turn(PDL)
     low, high = tl.load(first + row), tl.load(now) - tl.load(recent + row)
     if part < tails:
         s = part * BLOCK + tl.arange(0, BLOCK)
@@ -44,11 +45,12 @@ def ends_kernel(
 def paid_kernel(
     position, score, mass, gone, budget, recent, first, now, position_row, score_row, slots, group, share,
     TOGETHER: tl.constexpr, MOST_PAID: tl.constexpr, ADDS: tl.constexpr, SCORED: tl.constexpr, FIRST: tl.constexpr,
-    GONE: tl.constexpr, BLOCK: tl.constexpr,
+    GONE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, BLOCK)
     here = t < slots
+    in_turn(PDL)
     place = tl.load(position + row * position_row + t, mask=here, other=-1)
     heads = row // TOGETHER * TOGETHER * group
     paid = tl.zeros([BLOCK], tl.float32)
@@ -76,10 +78,11 @@ def paid_kernel(
 def merge_kernel(
     keys, values, position, gone, threshold, first, keys_row, keys_slot, values_row, values_slot, position_row, slots, beta,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, SHRINKS: tl.constexpr,
-    SPARES: tl.constexpr, BLOCK: tl.constexpr,
+    SPARES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program looks through its row for the key most like the lost one's."""
     row = tl.program_id(0).to(tl.int64)
+    in_turn(PDL)
     lost = tl.load(gone + row).to(tl.int64)
     if lost < slots:
         d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
@@ -127,9 +130,10 @@ def merge_kernel(
 
 
 @triton.jit(do_not_specialize=["slots", "position_row"])
-def placed_kernel(position, budget, wanted, position_row, slots, BLOCK: tl.constexpr):
+def placed_kernel(position, budget, wanted, position_row, slots, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, BLOCK)
+    in_turn(PDL)
     place = tl.load(position + row * position_row + t, mask=t < slots, other=-1)
     there = place >= 0
     key = tl.where(there, -place, -2147483647)
@@ -158,12 +162,14 @@ def verdict(
         some = max(1, BLOCK // wide)
         ends_kernel[(rows, tails + triton.cdiv(units, some))](
             position, sealed, alive, ends.first, ends.recent, now, position.stride(0), sealed.stride(0), alive.stride(0),
-            slots, units, tails, UNIT=unit, WIDE=wide, UNITS=some, BLOCK=BLOCK, **FUSED,
+            slots, units, tails, UNIT=unit, WIDE=wide, UNITS=some, BLOCK=BLOCK,
+            **chained(position.device),
         )  # fmt: skip
     elif isinstance(rule, Placed):
         placed_kernel[(rows,)](
-            position, rule.budget, rule.place, position.stride(0), slots, BLOCK=block, num_warps=warps(block), **FUSED
-        )
+            position, rule.budget, rule.place, position.stride(0), slots, BLOCK=block, num_warps=warps(block),
+            **chained(position.device),
+        )  # fmt: skip
     elif isinstance(rule, Paid) and mass is not None:
         _paid(rule, position, now, mass, score, None)
     elif isinstance(rule, Merged) and mass is not None and keys is not None and values is not None:
@@ -175,7 +181,7 @@ def verdict(
             keys, values, position, gone, rule.threshold, gone if first is None else first, keys.stride(0), keys.stride(1),
             values.stride(0), values.stride(1), position.stride(0), slots, rule.beta, DIM=dim, BLOCK_D=block_d, DIM_V=dim_v,
             BLOCK_V=triton.next_power_of_2(dim_v), SHRINKS=rule.shrinks, SPARES=rule.spares and first is not None,
-            BLOCK=max(16, 8192 // block_d), num_warps=8, **FUSED,
+            BLOCK=max(16, 8192 // block_d), num_warps=8, **chained(position.device),
         )  # fmt: skip
 
 
@@ -188,5 +194,5 @@ def _paid(rule: Paid, position: Tensor, now: Tensor, mass: Tensor, score: Tensor
         rule.budget if rule.first is None else rule.first, now, position.stride(0), 0 if score is None else score.stride(0),
         slots, mass.shape[1], share, TOGETHER=rule.together, MOST_PAID=rule.reduce == "max", ADDS=rule.adds,
         SCORED=score is not None, FIRST=rule.first is not None, GONE=gone is not None, BLOCK=block, num_warps=warps(block),
-        **FUSED,
+        **chained(position.device),
     )  # fmt: skip

@@ -19,9 +19,10 @@ import pytest
 CASES = ["kivi, 4 bits", "bounds", "fetch"]
 DRIVER = r"""
 #include "cuda.h"
-static int launches, refused;
+static int launches, refused, early;
 int launched(void) { return launches; }
 int not_launched(void) { return refused; }
+int launched_early(void) { return early; }
 CUresult cuGetErrorString(CUresult e, const char **s) { *s = "refused"; return 0; }
 CUresult cuDriverGetVersion(int *v) { *v = 13000; return 0; }
 CUresult cuCtxGetDevice(CUdevice *d) { *d = 0; return 0; }
@@ -50,6 +51,9 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **given, v
     int bad = !c->gridDimX || c->gridDimY > 65535 || c->gridDimZ > 65535 || c->sharedMemBytes > 227 << 10;
     refused += bad;
     launches += !bad;
+    for (unsigned i = 0; i < c->numAttrs; i++)
+        early += c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+                 && c->attrs[i].value.programmaticStreamSerializationAllowed;
     return bad ? CUDA_ERROR_INVALID_VALUE : 0;
 }
 """
@@ -61,26 +65,29 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.runtime.driver import driver
+from kvengine.kernels.gpu import compiling_for
 from kvengine.kernels.gpu.ahead import cases
 from kvengine.kernels.gpu.stream import join_kernel
 driver.set_active(SimpleNamespace(
     utils=CudaUtils(), launcher_cls=CudaLauncher, get_current_target=lambda: GPUTarget("cuda", 90, 32),
     get_current_device=lambda: 0, get_current_stream=lambda device: 0,
 ))
-found, wanted = {}, json.loads(sys.argv[2])
+found, early, wanted = {}, {}, json.loads(sys.argv[2])
+compiling_for.set(90)
 for name, call in cases().items():
     if not wanted or name in wanted:
-        before = driver_library.launched()
+        before = driver_library.launched(), driver_library.launched_early()
         call()
-        found[name] = driver_library.launched() - before
+        found[name] = driver_library.launched() - before[0]
+        early[name] = driver_library.launched_early() - before[1]
 x, refused = torch.zeros(4), False
 options = dict(SINKS=False, BOTH=False, LENGTHS=False, LENGTHS2=False, ROWS=1, BLOCK=16, BLOCK2=16, DIM=1, BLOCK_D=1,
-               SHARES=32, enable_fp_fusion=True)
+               SHARES=32, enable_fp_fusion=True, PDL=False)
 try:  # the control
     join_kernel[(1, 65536)](*(x, x, x, x, 16, 1) * 2, x, x, x, 1, 1, **options)
 except RuntimeError:
     refused = True
-print(json.dumps({"found": found, "refused": refused and driver_library.not_launched() == 1}))
+print(json.dumps({"found": found, "early": early, "refused": refused and driver_library.not_launched() == 1}))
 """
 
 pytestmark = [
@@ -90,8 +97,8 @@ pytestmark = [
 ]
 
 
-def launched(tmp_path: Path, only: list[str]) -> dict[str, int]:
-    """How many launches each case makes."""
+def launched(tmp_path: Path, only: list[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """How many launches each case makes, and how many of them may begin before what was launched before has ended."""
     import triton
 
     source, library = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
@@ -115,15 +122,16 @@ def launched(tmp_path: Path, only: list[str]) -> dict[str, int]:
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["refused"]
-    return said["found"]  # type: ignore[no-any-return]
+    return said["found"], said["early"]
 
 
 def test_some_kernels_are_launched(tmp_path: Path) -> None:
-    found = launched(tmp_path, CASES)
+    found, early = launched(tmp_path, CASES)
     assert set(found) == set(CASES) and all(found.values()), found
+    assert early == found | {"fetch": 0}
 
 
 @pytest.mark.slow
 def test_every_kernel_is_launched(tmp_path: Path) -> None:
-    found = launched(tmp_path, [])
+    found, _ = launched(tmp_path, [])
     assert set(CASES) < set(found) and all(found.values()), found

@@ -160,4 +160,5 @@ def nothing(program: Program, s: Statement) -> Step:
 
 THREADS: dict[str, Callable[[Program, Statement], Step]] = {
     "mov": _move, "ld": _load, "st": _store, "cp": _copy, "cvta": _converted, "membar": nothing, "fence": nothing,
+    "griddepcontrol": nothing,
 }  # fmt: skip
