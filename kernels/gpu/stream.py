@@ -51,27 +51,21 @@ def block_at(
 ):  # fmt: skip
     """Of a block that lies in one page: its row's slot, the page (0 for none), and whether there is one."""
     unit = unit_at(block, r, units, chosen, UNITS, UNIT, BLOCK)
-    return lies_at(block, unit, r, table, table_row, UNITS, UNIT, PAGE, BLOCK)
+    slot = slot_at(block, unit, UNITS, UNIT, BLOCK)
+    page = tl.load(table + r * table_row + slot // PAGE)
+    return slot, tl.maximum(page, 0).to(tl.int64), (unit >= 0) & (page >= 0)
 
 
 @triton.jit
 def unit_at(block, r, units, chosen, UNITS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Which unit holds a block, where they are chosen."""
+    """Which unit holds a block, where they are chosen; -1 for none."""
     return tl.load(units + r * chosen + block * BLOCK // UNIT) if UNITS else block
 
 
 @triton.jit
-def lies_at(
-    block, unit, r, table, table_row, UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """As `block_at`, of a block of this unit."""
-    slot = block * BLOCK
-    there = slot >= 0
-    if UNITS:
-        there = unit >= 0
-        slot = (tl.maximum(unit, 0) * UNIT + slot % UNIT).to(tl.int32)
-    page = tl.load(table + r * table_row + slot // PAGE)
-    return slot, tl.maximum(page, 0).to(tl.int64), there & (page >= 0)
+def slot_at(block, unit, UNITS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a block of this unit begins in its row."""
+    return (tl.maximum(unit, 0) * UNIT + block * BLOCK % UNIT).to(tl.int32) if UNITS else block * BLOCK
 
 
 @triton.jit

@@ -35,7 +35,7 @@ from kvengine.kernels.dispatch import interpreted
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.halves import field, masked, masking
 from kvengine.kernels.gpu.layouts import apart, as_product, loaded, rows_of
-from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, lies_at, pick, row_ends, unit_at
+from kvengine.kernels.gpu.stream import LOG2E, Partials, pick, row_ends, slot_at, unit_at
 from kvengine.kernels.paged_attention.words import BLOCK, EACH, EACH_OF_FOUR_BITS, MOST_HEADS, REGISTERS
 from kvengine.kernels.state import State
 
@@ -124,23 +124,22 @@ def kivi_kernel(
         power = tl.full([HEADS], LOG2E, tl.float32) if SOFTCAP else factor * LOG2E
         # `scores` count in units of `factor`, and weights and `top` in powers of two.
         top = tl.full([HEADS], -float("inf"), tl.float32)
-        # Asked for turns ahead, so that nothing waits for it: where the next block lies, what lives there, the unit after it.
+        # Asked for turns ahead, so that nothing waits for it: the next block's page, what lives there, the unit after it.
         begin, last, places = at - start, upto - start - 1, position + r * position_row + t
-        next_slot, next_number, next_there = block_at(
-            begin, r, units, table, chosen, table_row, UNITS, UNIT, PAGE, BLOCK
-        )
-        next_place = tl.load(places + next_slot)
+        pages, next_unit = table + r * table_row, unit_at(begin, r, units, chosen, UNITS, UNIT, BLOCK)
+        next_slot, next_there = slot_at(begin, next_unit, UNITS, UNIT, BLOCK), next_unit >= 0
+        next_page, next_place = tl.load(pages + next_slot // PAGE), tl.load(places + next_slot)
         next_unit = unit_at(tl.minimum(begin + 1, last), r, units, chosen, UNITS, UNIT, BLOCK)
         for block in range(begin, last + 1):
-            slot, number, there, place = next_slot, next_number, next_there, next_place
-            next_block = tl.minimum(block + 1, last)
-            next_slot, next_number, next_there = lies_at(
-                next_block, next_unit, r, table, table_row, UNITS, UNIT, PAGE, BLOCK
-            )
-            next_place = tl.load(places + next_slot)
+            slot, page, there = next_slot, next_page, next_there & (next_page >= 0)
+            live = there & (next_place >= 0)
+            next_there = next_unit >= 0
+            next_slot = slot_at(tl.minimum(block + 1, last), next_unit, UNITS, UNIT, BLOCK)
+            next_page, next_place = tl.load(pages + next_slot // PAGE), tl.load(places + next_slot)
             next_unit = unit_at(tl.minimum(block + 2, last), r, units, chosen, UNITS, UNIT, BLOCK)
-            first = number * PAGE + slot % PAGE
-            ok = (place >= 0) & there
+            first = tl.maximum(page, 0).to(tl.int64) * PAGE + slot % PAGE
+            place = tl.load(places + slot)  # again, as registers that wait for a load cannot be handed on
+            ok = there & (place >= 0)
             words = stretch(k_code, first, t, there, K_HALVES, K_HALVES)
             group = first // K_GROUP * K_DIM
             k_scales = tl.load(k_scale + group + k_all, mask=there, other=0.0)
@@ -183,10 +182,10 @@ def kivi_kernel(
             scores = tl.where(seen, scores, -float("inf"))
             # A dead token's range may be anything; with 0 it adds nothing.
             group = (first + t)[:, None] * V_GROUPS + tl.arange(0, V_GROUPS)[None, :]
-            v_scales = tl.load(v_scale + group, mask=ok[:, None], other=0.0)
+            v_scales = tl.load(v_scale + group, mask=live[:, None], other=0.0)
             spare = headroom(v_scales)
             v_scales = apart(v_scales.to(tl.float16), V_GROUPS)
-            v_zeros = tl.load(v_zero + group, mask=ok[:, None], other=0.0).to(tl.float16)
+            v_zeros = tl.load(v_zero + group, mask=live[:, None], other=0.0).to(tl.float16)
             v_zeros = tl.broadcast_to(tl.trans(v_zeros)[None], 16 // V_GROUPS, V_GROUPS, BLOCK).reshape(16, BLOCK)
             now_top = tl.maximum(top, tl.max(scores, 1) * power + spare)
             shift = tl.where(now_top == float("-inf"), 0.0, now_top)

@@ -20,7 +20,7 @@ from kvengine.kernels.gpu import crowds, room
 from kvengine.kernels.gpu import fields as stored
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.fields import read
-from kvengine.kernels.gpu.stream import Partials, absorb, block_at, keep, pick, row_ends
+from kvengine.kernels.gpu.stream import Partials, absorb, block_at, keep, pick, row_ends, slot_at, unit_at
 from kvengine.kernels.paged_attention import kivi, words
 from kvengine.kernels.state import State
 
@@ -71,22 +71,37 @@ def attend_kernel(
         acc = tl.zeros([HEADS, V_BLOCK_D], tl.float32)
         top = tl.full([HEADS], -float("inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
-        for block in range(at - start, upto - start):
-            column = block * BLOCK + tl.arange(0, BLOCK)
+        begin, last = at - start, upto - start - 1
+        t = tl.arange(0, BLOCK)
+        pages, places = table + r * table_row, position + r * position_row + t
+        if UNITS and WHOLE:  # asked for turns ahead: the next block's page, what lives there, and the unit after it
+            next_unit = unit_at(begin, r, units, chosen, UNITS, UNIT, BLOCK)
+            next_slot, next_there = slot_at(begin, next_unit, UNITS, UNIT, BLOCK), next_unit >= 0
+            next_page, next_place = tl.load(pages + next_slot // PAGE), tl.load(places + next_slot)
+            next_unit = unit_at(tl.minimum(begin + 1, last), r, units, chosen, UNITS, UNIT, BLOCK)
+        for block in range(begin, last + 1):
+            column = block * BLOCK + t
             ok = column < length_here
-            exist = ok
+            exist, live = ok, ok
             token = column.to(tl.int64)
             place = token
             if PLACED and not PAGED:
                 ok = ok & (tl.load(position + r * position_row + column, mask=ok, other=-1) >= 0)
-            if PAGED and WHOLE:
+            if UNITS and WHOLE:
+                slot, page, there = next_slot, next_page, next_there & (next_page >= 0)
+                live = there & (next_place >= 0)
+                next_there = next_unit >= 0
+                next_slot = slot_at(tl.minimum(block + 1, last), next_unit, UNITS, UNIT, BLOCK)
+                next_page, next_place = tl.load(pages + next_slot // PAGE), tl.load(places + next_slot)
+                next_unit = unit_at(tl.minimum(block + 2, last), r, units, chosen, UNITS, UNIT, BLOCK)
+                page = tl.maximum(page, 0).to(tl.int64)
+            elif PAGED and WHOLE:
                 slot, page, there = block_at(block, r, units, table, chosen, table_row, UNITS, UNIT, PAGE, BLOCK)
-                place = tl.load(position + r * position_row + slot + tl.arange(0, BLOCK)).to(tl.int64)
+            if PAGED and WHOLE:
+                place = tl.load(places + slot).to(tl.int64)  # again: registers that wait for a load cannot be handed on
                 ok = (place >= 0) & there
-                token = page * PAGE + slot % PAGE + tl.arange(0, BLOCK)
-                exist = tl.broadcast_to(
-                    there, BLOCK
-                )  # a dead token's key is read, as nothing tells so early that it is
+                token = page * PAGE + slot % PAGE + t
+                exist = tl.broadcast_to(there, BLOCK)  # a dead token's key is read: nothing tells so early that it is
             elif PAGED and TOGETHER > 1:  # tokens that lie together are looked up once
                 number = block * (BLOCK // TOGETHER) + tl.arange(0, BLOCK // TOGETHER)
                 have = number < (chosen if UNITS else columns // TOGETHER)
@@ -143,7 +158,8 @@ def attend_kernel(
                 value = tl.where(ok[:, None], key, 0.0)
             else:
                 value = read(
-                    v0, v1, v2, v3, v4, v5, token, ok, 0 if V_STRIDE else r * v_row, V_STRIDE if V_STRIDE else v_token,
+                    v0, v1, v2, v3, v4, v5, token, live if UNITS and WHOLE and SEEN == ANYONE else ok,
+                    0 if V_STRIDE else r * v_row, V_STRIDE if V_STRIDE else v_token,
                     V_LAYOUT, V_DIM, V_BLOCK_D, V_BITS, V_LOW_BITS, V_GROUP, PAGE, V_SALIENT,
                 )  # fmt: skip
             acc, top, total = absorb(scores, value.to(COMPUTE), acc, top, total)
@@ -249,9 +265,9 @@ def launch(
     together = page if units is None else unit
     together = 1 if block % together else together
     # Two blocks on their way while one is worked on. The compiler counts stages by how many loads wait for one another:
-    # a token's place for nothing, its page, a unit's page.
-    waits = 0 if table is None else 1 if units is None else 2
-    stages = 5 if small else 3 + 2 * waits if plain and q.element_size() == 2 else 1 if tight else 2
+    # a token's place for nothing, its page, a unit's page. Of whole units these are asked for a turn ahead.
+    waits = 0 if table is None or (whole and units is not None) else 1 if units is None else 2
+    stages = 3 + 2 * waits if plain and q.element_size() == 2 else 1 if tight else 2
     attend_kernel[(parts.programs, tiles)](
         q, *k.pointers, *v.pointers, parts.parts, parts.tops, parts.totals, _or(scores, none),
         *(_or(x, none) for x in (table, position, units, query_position, visible, lengths)),

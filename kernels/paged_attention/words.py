@@ -23,7 +23,7 @@ from kvengine.kernels import turboquant
 from kvengine.kernels.codecs import width
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.halves import SIZE, assembly, by_channel, by_token, shared
-from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, lies_at, pick, row_ends, unit_at
+from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, pick, row_ends
 from kvengine.kernels.state import State
 
 BLOCK = 32
@@ -100,24 +100,11 @@ def words_kernel(
         top = tl.full([HEADS], -float("inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         unit_v = 0.0  # the largest scale so far: `acc` counts in it, so that weights times scales are at most 1
-        begin, last, places = at - start, upto - start - 1, position + r * position_row
-        if WHOLE:  # asked for turns ahead, so that nothing waits for it: where the next block lies, the unit after it
-            next_slot, next_number, next_there = block_at(
-                begin, r, units, table, chosen, table_row, UNITS, UNIT, PAGE, BLOCK
-            )
-            next_place = tl.load(places + next_slot + t)
-            next_unit = unit_at(tl.minimum(begin + 1, last), r, units, chosen, UNITS, UNIT, BLOCK)
-        for block in range(begin, last + 1):
+        for block in range(at - start, upto - start):
             if WHOLE:
-                slot, number, there, place = next_slot, next_number, next_there, next_place
-                next_block = tl.minimum(block + 1, last)
-                next_slot, next_number, next_there = lies_at(
-                    next_block, next_unit, r, table, table_row, UNITS, UNIT, PAGE, BLOCK
-                )
-                next_place = tl.load(places + next_slot + t)
-                next_unit = unit_at(tl.minimum(block + 2, last), r, units, chosen, UNITS, UNIT, BLOCK)
+                slot, number, there = block_at(block, r, units, table, chosen, table_row, UNITS, UNIT, PAGE, BLOCK)
                 first = number * PAGE + slot % PAGE
-                token, have, ok = first + t, there, (place >= 0) & there
+                token, have = first + t, there
             else:  # pages, or units of them, of fewer tokens than a block
                 first, have, slot = 0, block * BLOCK + t < columns, block * BLOCK + t
                 if UNITS:
@@ -127,8 +114,8 @@ def words_kernel(
                 number = tl.load(table + r * table_row + slot // PAGE, mask=have, other=-1)
                 have = have & (number >= 0)
                 token = tl.maximum(number, 0).to(tl.int64) * PAGE + slot % PAGE
-                place = tl.load(places + slot, mask=have, other=-1)
-                ok = place >= 0
+            place = tl.load(position + r * position_row + slot + (t if WHOLE else 0), mask=have, other=-1)
+            ok = place >= 0
             if not WHOLE:
                 words = rows_at(k_code, token, have[:, None], K_WORDS)
             elif TURNED:
