@@ -40,9 +40,13 @@ def pick(operation: str, inputs: tuple[Tensor, ...], backend: str | None, native
     `inputs`: tensors that decide (device, dtype, gradients). `native`: whether the C version knows these shapes. `wide`:
     channels of a head, if the operation keeps heads whole. Raises KernelError if `backend` is unknown or cannot run here.
     """
-    which = chosen(inputs, backend, native, wide)
+    return module(operation, chosen(inputs, backend, native, wide), inputs[0].device)
+
+
+def module(operation: str, which: str, device: torch.device) -> Any:
+    """That of a backend which was `chosen`, for tensors there."""
     found = _module(operation, which)
-    return On(found, inputs[0].device) if which == "triton" and elsewhere(inputs[0].device) else found
+    return On(found, device) if which == "triton" and elsewhere(device) else found
 
 
 def chosen(inputs: tuple[Tensor, ...], backend: str | None, native: bool = True, wide: int = 0) -> str:
@@ -134,7 +138,9 @@ def _best(inputs: tuple[Tensor, ...], native: bool) -> str:
 def _checked(backend: str, inputs: tuple[Tensor, ...], native: bool) -> str:
     if backend not in BACKENDS:
         raise KernelError(unknown("backend", backend, BACKENDS))
-    refusal = {"native": native_refusal(inputs, native), "triton": triton_refusal(inputs)}.get(backend)
+    refusal = None
+    if backend != "reference":
+        refusal = native_refusal(inputs, native) if backend == "native" else triton_refusal(inputs)
     if refusal:
         raise KernelError(f"backend={backend!r} cannot run here: {refusal}. Leave backend=None to take what can.")
     return backend
@@ -162,9 +168,9 @@ def triton_refusal(inputs: tuple[Tensor, ...]) -> str | None:
             return refusal
     elif not _interpreted():
         return "the inputs are not on a CUDA device (and TRITON_INTERPRET is not 1)"
-    if any(x.dtype == torch.float64 for x in inputs):
+    if torch.float64 in [x.dtype for x in inputs]:
         return "it does not compute in float64"
-    return "it has no gradient" if torch.is_grad_enabled() and any(x.requires_grad for x in inputs) else None
+    return "it has no gradient" if torch.is_grad_enabled() and any([x.requires_grad for x in inputs]) else None
 
 
 @functools.cache
@@ -172,5 +178,6 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache  # asked for several times a launch; Triton too knows it of a process
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"

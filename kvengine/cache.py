@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.gradients import watched
+from kvengine.heads import Heads
 from kvengine.lane import Lane
 from kvengine.readers import Nodes, Prompt, Readers, Resumed, Taken
 from kvengine.replay import answer, check_known, judge_together
@@ -23,23 +24,6 @@ if TYPE_CHECKING:
     from kvengine.fixed import FixedLayer
 
 Stock = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """A lane, and which KV heads it serves (None: all)."""
-
-    lane: Lane
-    index: Int[Tensor, "head"] | None
-    run: slice | None = None
-    """The same, where these heads follow each other: a view then, not a copy."""
-
-    def of(self, lane: Lane) -> Heads:
-        """The same heads of another lane."""
-        return Heads(lane, self.index, self.run)
-
-    def pick(self, x: Float[Tensor, "seq head *rest"]) -> Float[Tensor, "row *rest"]:
-        return (x if self.index is None else x[:, self.run or self.index]).flatten(0, 1)
 
 
 class LayerCache:
@@ -158,10 +142,15 @@ class LayerCache:
         v: Float[Tensor, "seq head 1 dim_v"],
         scale: float,
     ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
-        """`forward` for a decoded token where one lane holds all heads and its policy has nothing to do; else None."""
+        """`forward` for a decoded token where one lane holds all heads and its policy has nothing to do; else None.
+
+        On a GPU, for every decoded token that nobody else reads: there C does nothing, and what is saved is the host's time.
+        """
         session = self.session
         if not self.parts or self.fixed is not None or session.tree is not None or session.again is not None:
             return None
+        if not k.is_cpu:
+            return self.decode(q, k, v, scale)
         first, end = self.parts[0], session.prompt_end
         lane = first.lane
         if first.index is not None or (end is not None and self.seen < end):
@@ -176,6 +165,16 @@ class LayerCache:
         session.torn = False
         if out is not None:
             self.seen += 1
+        return out
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
+        held = self.parts[0].lane.tail.k
+        other = k.shape[:2] != (self.sequences, self.heads) or (k.dtype, k.device) != (held.dtype, held.device)
+        if other or self.readers.count or self.prompt_tokens(1):
+            return None
+        self.session.begin(self.layer, self.seen)
+        out = self.take(q, k, v, Call(scale), None, None)
+        self.session.torn = self.session.due is not None
         return out
 
     def prompt_tokens(self, n: int) -> int:
@@ -342,7 +341,8 @@ class LayerCache:
         """The lanes' outputs, heads back in their places."""
         b, hq, n, _ = q.shape
         if len(outs) == 1:
-            return outs[0].unflatten(0, (b, -1)).flatten(1, 2).transpose(1, 2)
+            one = outs[0].unflatten(0, (b, -1)).flatten(1, 2) if n > 1 else outs[0].reshape(b, hq, 1, outs[0].shape[-1])
+            return one.transpose(1, 2)
         whole = outs[0].new_empty(b, self.heads, hq // self.heads, n, outs[0].shape[-1])
         for part, out in zip(self.parts, outs, strict=True):
             whole[:, part.run or part.index] = out.unflatten(0, (b, -1))

@@ -135,13 +135,15 @@ class Lane(Verdicts):
         steps: Steps | None = None,
     ) -> Float[Tensor, "row group query dim_v"]:
         """Take tokens as decoding does, in as large steps as give the same result, which are added to `steps`."""
-        if call.bare and q.shape[2] == 1 and valid is None and steps is None:
+        if k.is_cpu and call.bare and q.shape[2] == 1 and valid is None and steps is None:
             one = self.quick(q.contiguous(), k.contiguous(), v.contiguous(), call.scale)
             if one is not None:
                 return one.transpose(1, 2)
         out, i = [], 0
         self.since = self.seen
-        ends = [] if valid is None or q.shape[2] == 1 or not self.placing else breaks(valid)
+        if q.shape[2] == 1:
+            return self.step(q, k, v, valid, call, steps)
+        ends = [] if valid is None or not self.placing else breaks(valid)
         while i < q.shape[2]:
             m = min([q.shape[2] - i, self.stride(), *(end - i for end in ends if end > i)])
             part = None if valid is None else valid[:, i : i + m]
@@ -216,7 +218,8 @@ class Lane(Verdicts):
     ) -> Float[Tensor, "row group query dim_v"]:
         if self.session.recording:
             self.remember(k, v, valid)
-        if (self.rolls or self.pays) and call.bare and q.shape[2] == 1 and valid is None and steps is None:
+        once = k.is_cpu and (self.rolls or self.pays) and call.bare
+        if once and q.shape[2] == 1 and valid is None and steps is None:
             one = self.at_once(q.contiguous(), k.contiguous(), v.contiguous(), call.scale)
             if one is not None:
                 return one.transpose(1, 2)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvengine.errors import CacheError
 from kvengine.pages import Pages
 from kvengine.policies.retention import Notes, Retention
+from kvengine.session import Session
 from kvengine.stack import Stack
 from kvengine.tail import Tail
 from kvengine.tokens import padding_first
@@ -22,6 +23,7 @@ class Padded:
     """The part of a lane that knows of padding; the attributes are `Holding`'s."""
 
     stack: Stack
+    session: Session
     retention: Retention
     tail: Tail
     pages: Pages | None
@@ -45,7 +47,10 @@ class Padded:
         return self.stack.representation.probes > 0 and not r.counts and r.replay is None
 
     def positions(self, n: int, valid: Bool[Tensor, "row token"] | None) -> Int[Tensor, "row token"]:
-        at = torch.arange(self.seen, self.seen + n, dtype=torch.int32, device=self.first.device)
+        if n == 1:
+            at = self.session.position(self.seen, self.first.device)
+        else:
+            at = torch.arange(self.seen, self.seen + n, dtype=torch.int32, device=self.first.device)
         rows = at.expand(len(self.first), n) if self.ahead is None else at + self.ahead[:, None].to(at.dtype)
         return rows if valid is None else rows.masked_fill(~valid, -1)
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
-from jaxtyping import Bool, Float
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine import memory
@@ -74,11 +75,19 @@ class Session:
     torn: bool = False  # a layer has begun to change, and not ended
     reached: int = 1 << 30  # the last layer that began; so high that any layer begins the first pass
     before: int = 0  # tokens seen when the pass began
+    next: Int[Tensor, "1"] | None = None  # `position`, as it was last asked for
+    next_of: tuple[int, torch.device] | None = None
 
     @property
     def generating(self) -> bool:
         """Whether `generate` runs, which adds ones to the mask."""
         return self.options is not None and self.options() is not None
+
+    def position(self, seen: int, device: torch.device) -> Int[Tensor, "1"]:
+        """Where a token is that comes behind so many: one launch for all layers of a pass. Nobody writes into it."""
+        if self.next is None or self.next_of != (seen, device):
+            self.next, self.next_of = torch.arange(seen, seen + 1, dtype=torch.int32, device=device), (seen, device)
+        return self.next
 
     @property
     def last(self) -> int | None:

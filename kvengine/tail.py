@@ -132,7 +132,7 @@ class Tail:
             self.place()
         self.reserve(n)
         if n == 1:  # a decoded token: one launch of a GPU instead of four
-            self.put(k, v, position, slice(None), self.end)
+            self.put(k, v, position, self.end)
         else:
             s = slice(self.end, self.end + n)
             self.k[:, s], self.v[:, s] = k, v
@@ -204,14 +204,19 @@ class Tail:
         """Put one token into a free slot of each row; every row must have one."""
         self.place()
         self.own()
-        self.put(k, v, position, self.span)
+        self.put(k, v, position)
         self.written()
         self.next += 1
 
-    def put(self, k: Tensor, v: Tensor, position: Tensor, span: slice, slot: int | None = None) -> None:
-        """Write one token into this slot of those that `span` names, or into each row's first free one."""
-        held, score = self._position[:, span] if self.placed else None, self.score[:, span] if self.scored else None
-        put_token(k, v, self.k[:, span], self.v[:, span], held, position[:, 0], slot=slot, score=score)
+    def put(self, k: Tensor, v: Tensor, position: Tensor, slot: int | None = None) -> None:
+        """Write one token into this slot, or into each row's first free one of those in use."""
+        keys, values = self.k, self.v
+        held, score = self._position if self.placed else None, self.score if self.scored else None
+        if slot is None:
+            s = self.span
+            keys, values, held = keys[:, s], values[:, s], self._position[:, s]
+            score = score if score is None else score[:, s]
+        put_token(k, v, keys, values, held, position[:, 0], slot=slot, score=score)
 
     def written(self) -> None:
         """Used slots were written into by a kernel, which torch does not see; `watched` has to."""

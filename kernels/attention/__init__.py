@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import KernelError
-from kvengine.kernels.dispatch import DENSE_DIM, beyond, chosen, pick
+from kvengine.kernels.dispatch import DENSE_DIM, beyond, chosen, module
 from kvengine.kernels.state import State
 
 
@@ -42,7 +42,7 @@ def attention(
     native = contiguous and wide <= DENSE_DIM
     which = chosen((q, k, v), backend, native, 0 if beyond(k, v) else wide)
     if which == "triton":
-        return pick("attention", (q, k, v), which).attention(  # type: ignore[no-any-return]
+        return module("attention", which, q.device).attention(  # type: ignore[no-any-return]
             q, k, v, visible, scale, softcap, sinks, want_probs, lengths, position, wait
         )
     if position is not None:
@@ -50,7 +50,7 @@ def attention(
     if lengths is not None:
         within = (torch.arange(k.shape[1], device=k.device) < lengths[:, None])[:, None].expand(-1, q.shape[2], -1)
         visible = within if visible is None else visible & within
-    run = pick("attention", (q, k, v), which, native)
+    run = module("attention", which, q.device)
     return run.attention(q, k, v, visible, scale, softcap, sinks, want_probs)  # type: ignore[no-any-return]
 
 

@@ -9,10 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.best_tokens import reference
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu import FUSED, next_power_of_2
+from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.select import MOST, best, warps
 
 
+@launched_again
 @triton.jit(do_not_specialize=["tokens"])
 def best_kernel(score, count, keep, tokens, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -28,7 +30,7 @@ def best_tokens(score: Tensor, count: Tensor) -> Tensor:
     if tokens > MOST or not score.numel():
         return reference.best_tokens(score, count)
     keep = torch.empty(rows, tokens, dtype=torch.bool, device=score.device)
-    block = triton.next_power_of_2(tokens)
+    block = next_power_of_2(tokens)
     best_kernel[(rows,)](
         score.to(torch.float32).contiguous(), count.contiguous(), keep, tokens, BLOCK=block, num_warps=warps(block), **FUSED
     )  # fmt: skip

@@ -10,7 +10,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu import FUSED, cdiv, next_power_of_2
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.span_attention import Band
 from kvengine.kernels.span_attention.triton import compute_type
@@ -137,7 +137,7 @@ def received(
     (rows, group, queries, dim), tokens = q.shape, k.shape[1]
     lse = torch.empty(rows, group, queries, device=q.device, dtype=torch.float32)
     out = torch.empty(rows, group, tokens, device=q.device, dtype=torch.float32)
-    wide, exact = max(triton.next_power_of_2(dim), 16), k.dtype == torch.float32
+    wide, exact = max(next_power_of_2(dim), 16), k.dtype == torch.float32
     few, some = (16 if exact else QUERIES), (32 if exact or wide > 128 else TOKENS)
     starts = torch.arange(0, tokens, some, device=q.device, dtype=torch.int32)
     later = torch.searchsorted(at, starts, out_int32=True)
@@ -152,11 +152,11 @@ def received(
     )  # fmt: skip
     strides = k.stride(0), k.stride(1), position.stride(0)
     first = at if band is None else band.first
-    lse_kernel[(triton.cdiv(queries, few), rows * group)](
+    lse_kernel[(cdiv(queries, few), rows * group)](
         q, k, position, at, real, first, lse if sinks is None else sinks.contiguous(), lse, *strides, *numbers,
         SINKS=sinks is not None, **shape, **FUSED,
     )  # fmt: skip
-    mass_kernel[(triton.cdiv(tokens, some), rows * group)](
+    mass_kernel[(cdiv(tokens, some), rows * group)](
         q, k, position, at, real, first, later, lse, out, *strides, *numbers, MOST=most, **shape, **FUSED
     )
     return out

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.compact.reference import plan
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu import FUSED, cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -30,9 +30,9 @@ def compact(fields: Mapping[str, Tensor], table: Tensor, position: Tensor, into:
     source, target, moved = (x.contiguous() for x in plan(table, position, into, page))
     for field in fields.values():
         width = field[0, 0].numel() if field.numel() else 0
-        block_w = min(256, triton.next_power_of_2(max(width, 1)))
+        block_w = min(256, next_power_of_2(max(width, 1)))
         if width and source.numel():
-            move_kernel[(triton.cdiv(source.numel(), 16), triton.cdiv(width, block_w))](
+            move_kernel[(cdiv(source.numel(), 16), cdiv(width, block_w))](
                 field, source, target, source.numel(), WIDTH=width, BLOCK=16, BLOCK_W=block_w, **FUSED
             )
     return moved

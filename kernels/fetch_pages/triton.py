@@ -13,13 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu import FUSED, cdiv, next_power_of_2
+from kvengine.kernels.gpu.again import launched_again
 
 PROGRAMS, AT_ONCE = 32, 1024
 """Programs at most, and words that each has on their way."""
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
+@launched_again
 @triton.jit(do_not_specialize=["pages", "total"])
 def fetch_kernel(host, at, out, pages, words, total, PAGES: tl.constexpr, BLOCK: tl.constexpr):
     """Blocks of `BLOCK` words of PAGES fetched pages, dealt to the programs in turn."""
@@ -42,9 +44,9 @@ def fetch(field: Tensor, at: Tensor, device: torch.device) -> Tensor:
     word = next(w for w in WORDS if size % w.itemsize == 0)
     source, to = (x.view(len(x), -1).view(torch.uint8).view(word) for x in (field, out))
     words = size // word.itemsize
-    block = min(AT_ONCE, triton.next_power_of_2(words))
+    block = min(AT_ONCE, next_power_of_2(words))
     several = AT_ONCE // block
-    programs = min(PROGRAMS, triton.cdiv(len(at), several) * triton.cdiv(words, block))
+    programs = min(PROGRAMS, cdiv(len(at), several) * cdiv(words, block))
     fetch_kernel[(programs,)](
         source, at.contiguous(), to, len(at), words, len(field), PAGES=several, BLOCK=block, num_warps=4, **FUSED
     )

@@ -60,4 +60,19 @@ def room(device: torch.device) -> int:
 
 def crowds(device: torch.device, taken: int) -> bool:
     """Whether so many bytes of queries leave too little of that for tokens: more than three fifths."""
-    return 5 * taken > 3 * room(device)
+    return crowded(room(device), taken)
+
+
+def crowded(room: int, taken: int) -> bool:
+    """The same of so much room."""
+    return 5 * taken > 3 * room
+
+
+def cdiv(x: int, y: int) -> int:
+    """How many of size `y` hold `x`. Triton's own takes forty times as long on the host, and a launch asks several times."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is `n` or more; 0 for 0. As `cdiv`, not Triton's own."""
+    return 1 << (n - 1).bit_length() if n else 0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from kvengine.kernels import turboquant
 from kvengine.kernels.codecs import width
 from kvengine.kernels.dispatch import spaced
+from kvengine.kernels.gpu import next_power_of_2
 
 DENSE = tl.constexpr(0)
 PER_CHANNEL = tl.constexpr(1)
@@ -126,8 +128,16 @@ def _side(
     side: str, pointers: tuple[Tensor, ...], strides: tuple[int, int], dim: int, layout: tl.constexpr, bits: int = 8,
     low_bits: int = 8, group: int = 1, salient: int = 1, stride: int = 0,
 ) -> Side:  # fmt: skip
+    return Side(pointers, strides, _layout(side, layout.value, dim, bits, low_bits, group, salient, stride))
+
+
+@functools.lru_cache
+def _layout(
+    side: str, layout: int, dim: int, bits: int, low_bits: int, group: int, salient: int, stride: int
+) -> dict[str, Any]:
+    """Constants of a launch, by name. Asked for twice at every launch, so each is made once, and nobody changes it."""
     named = {
-        "LAYOUT": layout.value, "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim)), "BITS": bits,
+        "LAYOUT": layout, "DIM": dim, "BLOCK_D": max(16, next_power_of_2(dim)), "BITS": bits,
         "LOW_BITS": low_bits, "GROUP": group, "SALIENT": salient, "STRIDE": stride,
     }  # fmt: skip
-    return Side(pointers, strides, {f"{side.upper()}_{name}": value for name, value in named.items()})
+    return {f"{side.upper()}_{name}": value for name, value in named.items()}

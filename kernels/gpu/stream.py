@@ -10,6 +10,7 @@ Lengths stay on the device, and the grid does not depend on them, so a step can 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvengine.kernels.gpu import chip
+from kvengine.kernels.gpu import cdiv, chip, next_power_of_2
+from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.state import State
 
@@ -90,6 +92,7 @@ def keep(parts, tops, totals, slot, n, heads, acc, top, total, DIM: tl.constexpr
     tl.store(totals + at, total, mask=n < heads)
 
 
+@launched_again
 @triton.jit(do_not_specialize=["columns", "programs", "columns2", "programs2"])
 def join_kernel(
     parts, tops, totals, lengths, columns, programs, parts2, tops2, totals2, lengths2, columns2, programs2, sinks, out, lse,
@@ -153,6 +156,7 @@ def gather(
     return acc, high, total
 
 
+@functools.lru_cache  # a search at every launch
 def undivided(blocks: int, most: int) -> int:
     """Into how many equal parts, at most, a row's blocks can be divided; 0 for none. Programs that take such a part never pass
     from one row to the next, for which their loads of the one have to end before those of the other begin."""
@@ -194,7 +198,7 @@ class Partials:
         self.tops, self.totals = (torch.empty(shape, device=q.device, dtype=torch.float32) for _ in range(2))
         self.shape: dict[str, Any] = {
             "LENGTHS": lengths is not None,
-            "ROWS": triton.next_power_of_2(self.rows),
+            "ROWS": next_power_of_2(self.rows),
             "BLOCK": block,
         }
 
@@ -202,7 +206,7 @@ class Partials:
         """What the programs found, joined unless it may `wait`; `scores` [row, heads, column] become probabilities."""
         self.scores = scores
         if wait and sinks is None:
-            nothing = self.parts[0, 0, :0]
+            nothing = self.tops[:0]
             return State(nothing, nothing, None, self)
         state = self.join(sinks)
         if scores is None:
@@ -215,22 +219,22 @@ class Partials:
 
     def join(self, sinks: Tensor | None, other: Partials | None = None, dtype: torch.dtype = torch.float32) -> State:
         """Combine, and with what `other` programs found of other tokens; `out` is of the dtype."""
-        out = torch.empty(self.rows, self.heads, self.dim_v, device=self.parts.device, dtype=dtype)
-        lse = torch.empty(self.rows, self.heads, device=self.parts.device, dtype=torch.float32)
+        shape, device = (self.rows, self.group, self.queries), self.parts.device
+        out = torch.empty(*shape, self.dim_v, device=device, dtype=dtype)
+        lse = torch.empty(shape, device=device, dtype=torch.float32)
         logits = lse if sinks is None else sinks[..., None].expand(-1, -1, self.queries).contiguous()
         second = self if other is None else other
         if self.rows and self.heads:
-            wide = triton.next_power_of_2(self.dim_v)
+            wide = next_power_of_2(self.dim_v)
             few = max(self.most, second.most) <= FEW
             slice_of = wide if few else min(wide, JOINED)  # channels of a program
-            join_kernel[(self.heads * triton.cdiv(self.dim_v, slice_of), self.rows)](
+            join_kernel[(self.heads * cdiv(self.dim_v, slice_of), self.rows)](
                 *self.given(lse), *second.given(lse), logits, out, lse, self.rows, self.heads, SINKS=sinks is not None,
                 BOTH=other is not None, LENGTHS2=second.shape["LENGTHS"], BLOCK2=second.shape["BLOCK"], DIM=self.dim_v,
                 BLOCK_D=slice_of, SHARES=FEW if few else SHARES, num_warps=1 if few else 4, **self.shape,
-                **chained(self.parts.device),
+                **chained(device),
             )  # fmt: skip
-        shape = (self.group, self.queries)
-        return State(out.unflatten(1, shape), lse.unflatten(1, shape))
+        return State(out, lse)
 
     def given(self, none: Tensor) -> tuple[Any, ...]:
         """For the launch that joins; `none` stands for lengths that are not there."""

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import crowds, room
+from kvengine.kernels.gpu import cdiv, crowds, next_power_of_2, room
+from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.stream import Partials, absorb, keep, pick, row_ends
 from kvengine.kernels.paged_attention.triton import MOST_HEADS
@@ -53,6 +54,7 @@ def some(
     return tl.dot(rows, columns, keys, input_precision="ieee")
 
 
+@launched_again
 @triton.jit(do_not_specialize=["columns", "chosen", "table_row", "places"])
 def lowrank_kernel(
     q, u, v, basis, inv_freq, table, position, units, parts, tops, totals, scores_out, lengths,
@@ -144,17 +146,17 @@ def lowrank_attention(
     heads, half, dim_v, block = group * queries, inv_freq.shape[0], v.shape[-1], 32
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
     scores = q.new_full((rows, heads, columns), -torch.inf, dtype=torch.float32) if want_probs else None
-    tile = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
-    each = triton.next_power_of_2(max(dim, dim_v)) * q.itemsize  # bytes of a query
+    tile = min(MOST_HEADS, max(16, next_power_of_2(heads)))
+    each = next_power_of_2(max(dim, dim_v)) * q.itemsize  # bytes of a query
     while tile > 16 and crowds(q.device, tile * each):
         tile //= 2
     # What takes one step is no loop, and the compiler keeps all of the basis in shared memory.
     step = 16 if u.shape[-1] <= 32 and crowds(q.device, 128 * each) else 32
     narrow = each <= 256 and tile == 16
-    held = narrow and 5 * triton.cdiv(u.shape[-1], step) * step * each <= 2 * room(q.device)
+    held = narrow and 5 * cdiv(u.shape[-1], step) * step * each <= 2 * room(q.device)
     # As many as loads that wait for one another, and one block on its way (see paged_attention); else steps of the rank.
     stages = (5 if units is None else 7) if held else 4 if narrow else 1 if crowds(q.device, 32 * each) else 2
-    tiles = triton.cdiv(heads, tile)
+    tiles = cdiv(heads, tile)
     parts = Partials(q, dim_v, columns, block, None, tiles)
     low = torch.float32 if interpreted() else q.dtype  # the interpreter multiplies the bits of bfloat16 as integers
     lowrank_kernel[(parts.programs, tiles)](
@@ -164,9 +166,9 @@ def lowrank_attention(
         u.shape[1], rows // len(u), rows, columns, heads, 0 if units is None else units.shape[1], scale, rope_scaling,
         UNITS=units is not None, UNIT=unit, PAGE=page, SCORES=want_probs, HEADS=tile,
         COMPUTE={torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[low],
-        RANK=u.shape[-1], STEP=step, HELD=held, DIM=dim, HALF=half, BLOCK_H=max(16, triton.next_power_of_2(half)),
-        REST=dim - 2 * half, BLOCK_R=max(16, triton.next_power_of_2(max(1, dim - 2 * half))), DIM_V=dim_v,
-        BLOCK_V=max(16, triton.next_power_of_2(dim_v)), num_warps=4 if held else 8,
+        RANK=u.shape[-1], STEP=step, HELD=held, DIM=dim, HALF=half, BLOCK_H=max(16, next_power_of_2(half)),
+        REST=dim - 2 * half, BLOCK_R=max(16, next_power_of_2(max(1, dim - 2 * half))), DIM_V=dim_v,
+        BLOCK_V=max(16, next_power_of_2(dim_v)), num_warps=4 if held else 8,
         num_stages=stages, **parts.shape, **chained(q.device),
     )  # fmt: skip
     return parts.found(None, scores, wait)

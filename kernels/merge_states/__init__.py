@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvengine.errors import KernelError
-from kvengine.kernels.dispatch import pick
+from kvengine.kernels.dispatch import module, pick
 from kvengine.kernels.merge_states.native import fits
 from kvengine.kernels.state import State, rescaled
 
@@ -31,13 +31,13 @@ def merge_states(
     if not states:
         raise KernelError("merge_states needs at least one state")
     if (waits := next((s.waiting for s in states if s.waiting is not None), None)) is not None:
-        first, rest = pick("merge_states", (waits.parts,), "triton").joined(states, sinks, dtype)
+        first, rest = module("merge_states", "triton", waits.parts.device).joined(states, sinks, dtype)
         states, sinks = [first, *rest], None
     if sinks is not None:
         some = states[0]
         states = [*states, State(torch.zeros_like(some.out), sinks.float()[..., None].expand_as(some.lse).contiguous())]
     if len(states) == 1:
-        return _as(states[0]._replace(probs=None), dtype)
+        return _as(states[0] if states[0].probs is None else states[0]._replace(probs=None), dtype)
     shapes = {tuple(s.out.shape) for s in states}
     if len(shapes) > 1:
         raise KernelError(f"states to merge must share a shape [row, group, query, dim_v]; got {sorted(shapes)}")
@@ -53,7 +53,7 @@ def received(parts: Sequence[State], whole: State) -> Float[Tensor, "row group t
     """
     waits = [p.waiting is not None and p.waiting.scores is not None for p in parts]
     if all(waits):
-        return pick("merge_states", (whole.lse,), "triton").received(parts, whole)  # type: ignore[no-any-return]
+        return module("merge_states", "triton", whole.lse.device).received(parts, whole)  # type: ignore[no-any-return]
     if any(waits):
         return torch.cat([received([part], whole) for part in parts], 2)
     return torch.cat([rescaled(part, whole) for part in parts], 3).sum(2)
@@ -61,4 +61,5 @@ def received(parts: Sequence[State], whole: State) -> Float[Tensor, "row group t
 
 def _as(state: State, dtype: torch.dtype) -> State:
     # float64 stays: nothing is rounded that was not asked to be
-    return state if torch.finfo(dtype).bits >= 32 else state._replace(out=state.out.to(dtype))
+    same = state.out.dtype == dtype or torch.finfo(dtype).bits >= 32
+    return state if same else state._replace(out=state.out.to(dtype))

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvengine.kernels.gpu import cdiv, next_power_of_2
+from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.state import State
@@ -19,6 +21,7 @@ PAID = 256
 """Tokens whose attention a program adds up."""
 
 
+@launched_again
 @triton.jit
 def merge_kernel(
     out0, out1, out2, out3, lse0, lse1, lse2, lse3, out, lse, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -55,6 +58,7 @@ def share(out, lse, n, d, shift, DIM: tl.constexpr):
     return weight * tl.load(out + n * DIM + d, mask=(d < DIM) & (d * 0.0 + weight > 0), other=0.0), weight
 
 
+@launched_again
 @triton.jit(do_not_specialize=["columns", "column", "every"])
 def received_kernel(
     scores, lse, out, columns, column, every, queries, QUERIES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -88,7 +92,7 @@ def _some(states: Sequence[State]) -> State:
     if lse.numel():
         merge_kernel[(lse.numel(),)](
             *outs, *outs[:1] * spare, *lses, *lses[:1] * spare, out, lse, DIM=dim,
-            BLOCK_D=triton.next_power_of_2(dim), COUNT=len(states), **chained(out.device),
+            BLOCK_D=next_power_of_2(dim), COUNT=len(states), **chained(out.device),
         )  # fmt: skip
     return State(out, lse)
 
@@ -113,9 +117,9 @@ def received(parts: Sequence[State], whole: State) -> Tensor:
     column = 0
     for part, width in zip(parts, columns, strict=True):
         if part.waiting is not None and part.waiting.scores is not None and out.numel() and width:
-            received_kernel[(rows * group, triton.cdiv(width, PAID))](
+            received_kernel[(rows * group, cdiv(width, PAID))](
                 part.waiting.scores, whole.lse, out, width, column, out.shape[2], queries,
-                QUERIES=triton.next_power_of_2(queries), BLOCK=PAID, **chained(out.device),
+                QUERIES=next_power_of_2(queries), BLOCK=PAID, **chained(out.device),
             )  # fmt: skip
         column += width
     return out

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import room, stream
+from kvengine.kernels.gpu import cdiv, next_power_of_2, room, stream
+from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.select import MOST, NEVER, counted, ordered, threshold_of_many, warps
 from kvengine.kernels.gpu.stream import LOG2E
@@ -19,6 +20,7 @@ EACH = 4
 """Programs that look at bounds, for each multiprocessor."""
 
 
+@launched_again
 @triton.jit(do_not_specialize=["units", "alive_row", "each"])
 def score_kernel(
     q, low, high, alive, out, low_row, low_unit, high_row, high_unit, alive_row, units, group, each,
@@ -53,6 +55,7 @@ def score_kernel(
         tl.store(out + row * units + u, tl.where(live, result, -float("inf")), mask=u < units)
 
 
+@launched_again
 @triton.jit(do_not_specialize=["units", "alive_row"])
 def logit_kernel(
     q, mean, alive, out, mean_row, mean_unit, alive_row, units, group, scale,
@@ -74,6 +77,7 @@ def logit_kernel(
     tl.store(at, tl.where(live[:, None], score, -float("inf")), mask=(n < group)[None, :] & (u < units)[:, None])
 
 
+@launched_again
 @triton.jit(do_not_specialize=["units"])
 def share_kernel(logits, units, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """The logarithm of a line's softmax, in its place."""
@@ -94,6 +98,7 @@ def share_kernel(logits, units, BLOCK: tl.constexpr, PDL: tl.constexpr):
         tl.store(line + u, x - lse, mask=u < units)
 
 
+@launched_again
 @triton.jit(do_not_specialize=["units", "candidates", "count"])
 def top_kernel(
     scores, among, limits, ids, units, candidates, count,
@@ -136,9 +141,9 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
     if not heads:
         return reference.page_scores(q, low, high, alive, reduce)
     if out.numel():
-        parts = max(1, min(triton.cdiv(units, block), stream.programs(q.device, EACH) // rows))
-        each = triton.cdiv(units, parts * block) * block
-        score_kernel[(rows, triton.cdiv(units, each))](
+        parts = max(1, min(cdiv(units, block), stream.programs(q.device, EACH) // rows))
+        each = cdiv(units, parts * block) * block
+        score_kernel[(rows, cdiv(units, each))](
             q.contiguous(), low, high, alive, out, low.stride(0), low.stride(1), high.stride(0), high.stride(1),
             alive.stride(0), units, group, each, DIM=dim, BLOCK_D=block_d, BLOCK=block, MEAN=reduce == "mean",
             HEADS=heads, COMPUTE=compute, num_warps=2, num_stages=stages, **chained(q.device),
@@ -155,7 +160,7 @@ def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float) -> Tensor:
     if not heads:
         return reference.log_shares(q, mean, alive, scale)
     if out.numel():
-        logit_kernel[(rows, triton.cdiv(units, block))](
+        logit_kernel[(rows, cdiv(units, block))](
             q.contiguous(), mean, alive, out, mean.stride(0), mean.stride(1), alive.stride(0), units, group, scale, DIM=dim,
             BLOCK_D=block_d, BLOCK=block, HEADS=heads, COMPUTE=compute, **chained(q.device),
         )  # fmt: skip
@@ -166,7 +171,7 @@ def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float) -> Tensor:
 def _blocks(q: Tensor, *stored: Tensor, taken: int) -> tuple[tl.dtype, int, int, int, int]:
     """What is multiplied in, channels, units that a program takes at a time (of `taken` bytes), its query heads, 0 if there is
     no room for them, and how many such takes there is room for."""
-    block_d, heads = max(16, triton.next_power_of_2(q.shape[-1])), max(8, triton.next_power_of_2(q.shape[1]))
+    block_d, heads = max(16, next_power_of_2(q.shape[-1])), max(8, next_power_of_2(q.shape[1]))
     exact = all(x.dtype == q.dtype for x in stored) and not (interpreted() and q.dtype == torch.bfloat16)
     compute = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(q.dtype, tl.float32) if exact else tl.float32
     size = 4 if compute == tl.float32 else 2
@@ -183,7 +188,7 @@ def top_units(scores: Tensor, count: int, counts: Tensor | None = None) -> Tenso
     scores, ids = scores.to(torch.float32).contiguous(), None
     left = scores.shape[1]
     while left > MOST:
-        parts = triton.cdiv(left, MOST)
+        parts = cdiv(left, MOST)
         if 2 * parts * count > left:  # hardly fewer
             return reference.top_units(scores, count, counts)
         ids, left = _top(scores, ids, left, count, parts), parts * count
@@ -195,10 +200,10 @@ def _top(
 ) -> Tensor:
     rows, units = scores.shape
     ids = torch.empty(rows, parts * count, device=scores.device, dtype=torch.int64)
-    block = MOST if parts > 1 else triton.next_power_of_2(candidates)
+    block = MOST if parts > 1 else next_power_of_2(candidates)
     top_kernel[(rows, parts)](
         scores, scores if among is None else among, ids if limits is None else limits.contiguous(), ids, units, candidates,
-        count, BLOCK_COUNT=triton.next_power_of_2(count), BLOCK=block, AMONG=among is not None, LIMITS=limits is not None,
+        count, BLOCK_COUNT=next_power_of_2(count), BLOCK=block, AMONG=among is not None, LIMITS=limits is not None,
         num_warps=warps(block), **chained(scores.device),
     )  # fmt: skip
     return ids

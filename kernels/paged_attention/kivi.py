@@ -32,6 +32,8 @@ from torch import Tensor
 
 from kvengine.kernels.codecs import width
 from kvengine.kernels.dispatch import interpreted
+from kvengine.kernels.gpu import cdiv, next_power_of_2
+from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.halves import field, masked, masking
 from kvengine.kernels.gpu.layouts import apart, as_product, loaded, rows_of
@@ -47,6 +49,7 @@ SMALLEST = tl.constexpr(2.0**-24)
 """Float16's smallest number, of which codes are multiples."""
 
 
+@launched_again
 @triton.jit(do_not_specialize=["columns", "chosen", "window", "table_row"])
 def kivi_kernel(
     q, k_code, k_scale, k_zero, v_code, v_scale, v_zero, parts, tops, totals,
@@ -272,7 +275,7 @@ def attention(
     q = q.contiguous()
     rows, group, queries, dim = q.shape
     heads = group * queries
-    tile = min(64, max(8, triton.next_power_of_2(heads)))
+    tile = min(64, max(8, next_power_of_2(heads)))
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
     block = HALF if page // fields["k_scale"].shape[1] % BLOCK or unit % BLOCK else BLOCK
     k, v = ([fields[f"{side}_{name}"] for name in ("code", "scale", "zero")] for side in "kv")
@@ -280,7 +283,7 @@ def attention(
     exact = k[2].dtype == q.dtype == torch.bfloat16 and not interpreted()  # which has no products of these
     alone = tile <= MOST_HEADS
     small = max(bits) <= 4 and tile == 8 and max(dim, dim_v) <= 128
-    parts = Partials(q, dim_v, columns, block, None, tiles_of := triton.cdiv(heads, tile),
+    parts = Partials(q, dim_v, columns, block, None, tiles_of := cdiv(heads, tile),
                      EACH_OF_FOUR_BITS if small else EACH if alone else 2)  # fmt: skip
     kivi_kernel[(parts.programs, tiles_of)](
         q, k[0].view(torch.int16), *k[1:], v[0].view(torch.int16), *v[1:], parts.parts, parts.tops, parts.totals,

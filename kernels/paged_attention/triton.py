@@ -7,6 +7,7 @@ contiguous tokens too (`kvengine.kernels.attention`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from kvengine.kernels import turboquant
 from kvengine.kernels.dispatch import beyond, interpreted
-from kvengine.kernels.gpu import crowds, room
+from kvengine.kernels.gpu import cdiv, crowded, next_power_of_2, room
 from kvengine.kernels.gpu import fields as stored
+from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.fields import read
 from kvengine.kernels.gpu.stream import Partials, absorb, block_at, keep, pick, row_ends, slot_at, unit_at
@@ -29,10 +31,12 @@ MOST_HEADS = 64
 EACH_OF_SMALL = 12
 """Programs of one warp, for each multiprocessor, where a block is one chosen unit."""
 REGISTERS = 65536 // (32 * EACH_OF_SMALL) // 8 * 8
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ANYONE, GIVEN, BY_POSITION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Who sees a token: every query, as `visible` says, or by position and window."""
 
 
+@launched_again
 @triton.jit(do_not_specialize=["columns", "chosen", "window", "table_row", "visible_row", "visible_query"])
 def attend_kernel(
     q, k0, k1, k2, k3, k4, k5, v0, v1, v2, v3, v4, v5, parts, tops, totals, scores_out,
@@ -229,29 +233,14 @@ def launch(
     rest = beyond(k.pointers[0], v.pointers[0])
     if rest:
         k = k._replace(layout=k.layout | {"K_DIM": dim - rest, "K_BLOCK_D": dim - rest})
-    tile = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
-    wide, single = not rest and max(dim, v.layout["V_DIM"]) > 256, q.element_size() == 4
-    coded = k.layout["K_LAYOUT"] != stored.DENSE.value
-    # Of shared memory 64 query rows over latents take 148 KiB, as codes of wide heads do; codes of 256 channels in float32 180.
-    short = room(q.device) < (192 if single and coded else 160) << 10
-    if wide or (rest and (single or short)):
-        tile = 16  # the queries of more would not fit beside the tokens
-    while tile > 16 and crowds(q.device, (3 if coded else 1) * tile * k.layout["K_BLOCK_D"] * q.element_size()):
-        tile //= 2  # decoded numbers lie there too
-    large = tile * k.layout["K_BLOCK_D"] > 4096  # more registers than four warps have
-    plain = not coded and k.layout["K_BLOCK_D"] <= 128
-    tight = (
-        (single and (rest or wide)) or (short and coded and wide) or (short and single and k.layout["K_BLOCK_D"] > 128)
-    )
-    block = 64 if plain and not large else 16 if tight else 32
-    tiles = triton.cdiv(heads, tile)
-    # Of small chosen units each is a block of one warp: among 64 tokens of several each would be looked up, and that takes longer
-    # than to attend to them.
-    small = (
-        units is not None and plain and tile == 16 and q.element_size() == 2 and unit in (16, 32) and not page % unit
-    )
-    if small:
-        block = unit
+    # The compiler counts stages by how many loads wait for one another: a token's place for nothing, its page, a unit's page.
+    waits = 0 if table is None else 1 if units is None else 2
+    chosen = 0 if units is None or page % unit else unit
+    tile, block, warps, stages = _shape(
+        heads, max(dim, v.layout["V_DIM"]), k.layout["K_BLOCK_D"], q.element_size(),
+        k.layout["K_LAYOUT"] != stored.DENSE.value, rest, waits, chosen, room(q.device),
+    )  # fmt: skip
+    small, tiles = warps == 1, cdiv(heads, tile)
     parts = Partials(q, v.layout["V_DIM"], columns, block, lengths, tiles, EACH_OF_SMALL if small else 2)
     scores = None
     if want_probs:  # columns behind a row's length are not looked at
@@ -264,10 +253,6 @@ def launch(
     )  # a block lies in one page, which is looked up once
     together = page if units is None else unit
     together = 1 if block % together else together
-    # Two blocks on their way while one is worked on. The compiler counts stages by how many loads wait for one another:
-    # a token's place for nothing, its page, a unit's page. Of whole units these are asked for a turn ahead.
-    waits = 0 if table is None or (whole and units is not None) else 1 if units is None else 2
-    stages = 3 + 2 * waits if plain and q.element_size() == 2 else 1 if tight else 2
     attend_kernel[(parts.programs, tiles)](
         q, *k.pointers, *v.pointers, parts.parts, parts.tops, parts.totals, _or(scores, none),
         *(_or(x, none) for x in (table, position, units, query_position, visible, lengths)),
@@ -276,10 +261,38 @@ def launch(
         rows, columns, heads, queries, 0 if units is None else units.shape[1], window or 0, scale, softcap or 1.0,
         PAGED=table is not None, PLACED=position is not None, WHOLE=whole, UNITS=units is not None, UNIT=unit, PAGE=page,
         SEEN=seen.value, SOFTCAP=softcap is not None, SCORES=want_probs, HEADS=tile, COMPUTE=compute_dtype(q, k), **parts.shape,
-        **k.layout, **v.layout, REST=rest, TOGETHER=together, num_warps=1 if small else 8 if large else 4,
-        num_stages=stages, maxnreg=REGISTERS if small else None, **chained(q.device),
+        **k.layout, **v.layout, REST=rest, TOGETHER=together, num_warps=warps, num_stages=stages,
+        maxnreg=REGISTERS if small else None, **chained(q.device),
     )  # fmt: skip
     return parts.found(sinks, scores, wait)
+
+
+@functools.lru_cache  # asked for at every launch, and hardly ever of anything new
+def _shape(
+    heads: int, widest: int, block_d: int, size: int, coded: bool, rest: int, waits: int, chosen: int, room: int
+) -> tuple[int, int, int, int]:
+    """Query rows of a program, tokens that it takes at a time, warps, and stages. `chosen`: tokens of a chosen unit."""
+    tile = min(MOST_HEADS, max(16, next_power_of_2(heads)))
+    wide, single = not rest and widest > 256, size == 4
+    # Of shared memory 64 query rows over latents take 148 KiB, as codes of wide heads do; codes of 256 channels in float32 180.
+    short = room < (192 if single and coded else 160) << 10
+    if wide or (rest and (single or short)):
+        tile = 16  # the queries of more would not fit beside the tokens
+    while tile > 16 and crowded(room, (3 if coded else 1) * tile * block_d * size):
+        tile //= 2  # decoded numbers lie there too
+    large = tile * block_d > 4096  # more registers than four warps have
+    plain = not coded and block_d <= 128
+    # Of small chosen units each is a block of one warp: among 64 tokens of several each would be looked up, and that takes longer
+    # than to attend to them.
+    if plain and tile == 16 and size == 2 and chosen in (16, 32):
+        return tile, chosen, 1, 3
+    tight = (single and (rest or wide)) or (short and coded and wide) or (short and single and block_d > 128)
+    block = 64 if plain and not large else 16 if tight else 32
+    if chosen and chosen % block == 0:
+        waits = 0  # of whole units all this is asked for a turn ahead
+    # Two blocks on their way while one is worked on.
+    stages = 3 + 2 * waits if plain and size == 2 else 1 if tight else 2
+    return tile, block, 8 if large else 4, stages
 
 
 def compute_dtype(q: Tensor, k: stored.Side) -> tl.dtype:
@@ -287,7 +300,7 @@ def compute_dtype(q: Tensor, k: stored.Side) -> tl.dtype:
     dtype = k.pointers[0].dtype if k.layout["K_LAYOUT"] == stored.DENSE.value else q.dtype
     if dtype == torch.bfloat16 and interpreted():  # the interpreter multiplies the bits of bfloat16 as integers
         dtype = torch.float32
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+    return TYPES[dtype]
 
 
 def _or(x: Tensor | None, stand_in: Tensor) -> Tensor:

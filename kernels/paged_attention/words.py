@@ -21,6 +21,8 @@ from torch import Tensor
 
 from kvengine.kernels import turboquant
 from kvengine.kernels.codecs import width
+from kvengine.kernels.gpu import cdiv, next_power_of_2
+from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.halves import SIZE, assembly, by_channel, by_token, shared
 from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, pick, row_ends
@@ -55,6 +57,7 @@ def channels(DIM: tl.constexpr, BITS: tl.constexpr):
     return PER * (c // 2) + PER // 2 * (c % 2)
 
 
+@launched_again
 @triton.jit(do_not_specialize=["columns", "chosen", "window", "table_row"])
 def words_kernel(
     q, k_code, k_low, k_scale, k_zero, v_code, v_low, v_scale, v_zero, salience, channel, parts, tops, totals,
@@ -284,7 +287,7 @@ def attention(
     heads = group * queries
     whole = page % BLOCK == 0 and unit % BLOCK == 0
     # Four warps that share a block of several units are more than Triton 3.6's layouts bear.
-    tile = min(64 if whole else MOST_HEADS, max(8, triton.next_power_of_2(heads)))
+    tile = min(64 if whole else MOST_HEADS, max(8, next_power_of_2(heads)))
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
     names, bits, salient, mask, channel = ("high", "low"), (4, 4), None, table, table
     if turned:
@@ -297,7 +300,7 @@ def attention(
     alone = tile <= MOST_HEADS and (turned or not wide)
     small = turned and tile == 8 and not wide
     each = EACH_OF_FOUR_BITS if small else EACH if alone else 2
-    tiles = triton.cdiv(heads, tile)
+    tiles = cdiv(heads, tile)
     parts = Partials(q, dim_v, columns, BLOCK, None, tiles, each)
     words_kernel[(parts.programs, tiles)](
         q, *codes[0], *ranges[0], *codes[1], *ranges[1], mask, channel, parts.parts, parts.tops, parts.totals,

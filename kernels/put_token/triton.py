@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvengine.kernels.gpu import next_power_of_2
+from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.put_token import Limit
 
@@ -14,6 +16,7 @@ FREE, GIVEN, COUNTED = (tl.constexpr(i) for i in range(3))
 """Which slot: one that is free, number `at`, or as many as `now` is behind `at`."""
 
 
+@launched_again
 @triton.jit(do_not_specialize=["at", "ring", "slots", "position_row", "score_row", "now_row"])
 def put_kernel(
     k, v, keys, values, position, score, counts, now, reads, units, k_row, v_row, keys_row, keys_slot, values_row,
@@ -73,7 +76,7 @@ def put_token(
         k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         0 if position is None else position.stride(0), 0 if score is None else score.stride(0),
         0 if len(now) == 1 else now.stride(0), keys.shape[1], at, ring,
-        DIM=dim, BLOCK_D=triton.next_power_of_2(dim), DIM_V=dim_v, BLOCK_V=triton.next_power_of_2(max(dim_v, 1)), WHICH=which,
+        DIM=dim, BLOCK_D=next_power_of_2(dim), DIM_V=dim_v, BLOCK_V=next_power_of_2(max(dim_v, 1)), WHICH=which,
         PLACED=position is not None, SCORED=score is not None, COUNTS=counts is not None,
         UNIT=0 if limit is None else limit.unit, BLOCK=1024, **chained(k.device),
     )  # fmt: skip

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels import quantise as op
-from kvengine.kernels.gpu import FUSED
+from kvengine.kernels.gpu import FUSED, cdiv, next_power_of_2
+from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.quantise import reference
 
 WHOLE = tl.constexpr(12582912.0)
@@ -24,6 +25,7 @@ def packed(code, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexp
     return tl.sum(fields, 2).to(tl.uint8)
 
 
+@launched_again
 @triton.jit
 def pack_kernel(codes, out, size, BITS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -36,6 +38,7 @@ def pack_kernel(codes, out, size, BITS: tl.constexpr, BLOCK: tl.constexpr):
     )
 
 
+@launched_again
 @triton.jit(do_not_specialize=["tokens"])
 def quantise_kernel(
     x, alive, code_out, scale_out, zero_out, tokens, token_step, channel_step,
@@ -80,6 +83,7 @@ def quantise_kernel(
     )  # fmt: skip
 
 
+@launched_again
 @triton.jit(do_not_specialize=["tokens"])
 def turned_kernel(
     y, levels, code_out, scale_out, tokens,
@@ -130,10 +134,10 @@ def turned_codes(y: Tensor, bits: int, form: int, levels: Tensor) -> tuple[Tenso
     tokens, dim = y.shape
     code = torch.empty(tokens, dim * bits // 8, dtype=torch.uint8, device=y.device)
     scale = torch.empty(tokens, dtype=torch.float32, device=y.device)
-    channels = max(8, triton.next_power_of_2(dim))
+    channels = max(8, next_power_of_2(dim))
     block = max(1, 2048 // channels)
     if y.numel():
-        turned_kernel[(triton.cdiv(tokens, block),)](
+        turned_kernel[(cdiv(tokens, block),)](
             y.contiguous(), levels, code, scale, tokens, DIM=dim, BITS=bits, FORM=form, TOKENS=block, CHANNELS=channels, **FUSED
         )  # fmt: skip
     return code, scale
@@ -145,7 +149,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     out = torch.empty(*codes.shape[:-1], codes.shape[-1] * bits // 8, dtype=torch.uint8, device=codes.device)
     block = 1024
     if codes.numel():
-        pack_kernel[(triton.cdiv(codes.numel(), block),)](codes, out, codes.numel(), BITS=bits, BLOCK=block, **FUSED)
+        pack_kernel[(cdiv(codes.numel(), block),)](codes, out, codes.numel(), BITS=bits, BLOCK=block, **FUSED)
     return out
 
 
@@ -163,8 +167,8 @@ def quantise(
     shape = (token // group, dim) if by_channel else (token, dim // group)
     scale, zero = torch.empty(2, *x.shape[:-2], *shape, dtype=scale_dtype, device=x.device)
     steps = (group, 64) if by_channel else (32, group)
-    sides = triton.next_power_of_2(steps[0]), max(8, triton.next_power_of_2(steps[1]))
-    quantise_kernel[(triton.cdiv(tokens, steps[0]), triton.cdiv(dim, steps[1]))](
+    sides = next_power_of_2(steps[0]), max(8, next_power_of_2(steps[1]))
+    quantise_kernel[(cdiv(tokens, steps[0]), cdiv(dim, steps[1]))](
         x, x if alive is None else alive.contiguous(), code, scale, zero, tokens, *steps, DIM=dim, BITS=bits,
         BY_CHANNEL=by_channel, ALIVE=alive is not None, TOKENS=sides[0], CHANNELS=sides[1], **FUSED,
     )  # fmt: skip

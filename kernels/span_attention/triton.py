@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import FUSED, crowds
+from kvengine.kernels.gpu import FUSED, cdiv, crowds, next_power_of_2
 from kvengine.kernels.gpu.stream import absorb
 from kvengine.kernels.span_attention import Band
 
@@ -83,8 +83,8 @@ def span_attention(
     if share > 1:  # each query head reads for itself
         q = q.flatten(0, 1)[:, None]
     (rows, group, queries, dim), dim_v, count = q.shape, v.shape[-1], spans.shape[2]
-    heads = triton.next_power_of_2(group)
-    wide, exact = max(triton.next_power_of_2(dim), 16), k.dtype == torch.float32
+    heads = next_power_of_2(group)
+    wide, exact = max(next_power_of_2(dim), 16), k.dtype == torch.float32
     tile = 16 if exact else TILE
     if heads > tile and crowds(q.device, heads * wide * q.element_size()):
         some = zip(q.split(tile, 1), [None] * group if sinks is None else sinks.split(tile, 1), strict=False)
@@ -92,12 +92,12 @@ def span_attention(
     each = max(1, min(tile // heads, block & -block))  # a program's queries share their spans
     heads = max(heads, 16 // each)
     out = torch.empty(rows, group, queries, dim_v, device=q.device, dtype=q.dtype)
-    span_kernel[(triton.cdiv(queries, each), rows)](
+    span_kernel[(cdiv(queries, each), rows)](
         q, k, v, position, spans, spans if band is None else band.first, spans if sinks is None else sinks.contiguous(),
         out, k.stride(0), k.stride(1), v.stride(0), v.stride(1), position.stride(0),
         0 if len(spans) == 1 else spans.stride(0), share, group, queries, k.shape[1], block, count,
         0 if band is None else band.sinks, 0 if band is None else band.local, scale, softcap or 1.0,
-        QUERIES=each, HEADS=heads, DIM=dim, BLOCK_D=wide, DIM_V=dim_v, BLOCK_V=max(triton.next_power_of_2(dim_v), 16),
+        QUERIES=each, HEADS=heads, DIM=dim, BLOCK_D=wide, DIM_V=dim_v, BLOCK_V=max(next_power_of_2(dim_v), 16),
         BLOCK=16 if wide > 256 else 64 if wide <= 128 and not exact else 32, BAND=band is not None,
         SOFTCAP=softcap is not None, SINKS=sinks is not None,
         COMPUTE=compute_type(k.dtype), num_warps=8 if wide > 128 else 4, num_stages=2, **FUSED,

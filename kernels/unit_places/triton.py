@@ -8,12 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvengine.kernels.gpu import cdiv, next_power_of_2
+from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 
 MOST = 1024
 """Tokens of a program."""
 
 
+@launched_again
 @triton.jit(do_not_specialize=["chosen", "per", "table_row", "position_row"])
 def places_kernel(
     units, table, position, pieces, places, chosen, per, table_row, position_row,
@@ -37,10 +40,10 @@ def unit_places(units: Tensor, table: Tensor, position: Tensor, per: int, unit: 
     units, (rows, chosen) = units.contiguous(), units.shape
     pieces = torch.empty(rows * chosen, dtype=torch.int64, device=units.device)
     places = torch.empty(rows, chosen * unit, dtype=position.dtype, device=units.device)
-    wide = triton.next_power_of_2(unit)
+    wide = next_power_of_2(unit)
     block = max(1, MOST // wide)
     if pieces.numel():
-        places_kernel[(rows, triton.cdiv(chosen, block))](
+        places_kernel[(rows, cdiv(chosen, block))](
             units, table, position, pieces, places, chosen, per, table.stride(0), position.stride(0), UNIT=unit, WIDE=wide,
             BLOCK=block, **chained(units.device),
         )  # fmt: skip

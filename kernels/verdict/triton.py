@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvengine.kernels.gpu import cdiv, next_power_of_2
+from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.select import MOST, best_placed, threshold, warps
 from kvengine.kernels.step import Ends, Merged, Paid, Placed, Rule, Sealed
@@ -17,6 +19,7 @@ BLOCK = 1024
 """Slots that a program looks at, where tokens are judged one by one."""
 
 
+@launched_again
 @triton.jit(do_not_specialize=["slots", "units", "tails", "position_row", "sealed_row", "alive_row"])
 def ends_kernel(
     position, sealed, alive, first, recent, now, position_row, sealed_row, alive_row, slots, units, tails,
@@ -41,6 +44,7 @@ def ends_kernel(
         tl.store(alive + row * alive_row + u, stays != 0, mask=u < units)
 
 
+@launched_again
 @triton.jit(do_not_specialize=["slots", "position_row", "score_row"])
 def paid_kernel(
     position, score, mass, gone, budget, recent, first, now, position_row, score_row, slots, group, share,
@@ -74,6 +78,7 @@ def paid_kernel(
         tl.store(gone + row, tl.min(tl.where(goes, t, slots), 0))
 
 
+@launched_again
 @triton.jit(do_not_specialize=["slots", "position_row"])
 def merge_kernel(
     keys, values, position, gone, threshold, first, keys_row, keys_slot, values_row, values_slot, position_row, slots, beta,
@@ -129,6 +134,7 @@ def merge_kernel(
                 tl.store(values + slot * values_slot + e, (own_part * y + weight * value) / whole, mask=e < DIM_V)
 
 
+@launched_again
 @triton.jit(do_not_specialize=["slots", "position_row"])
 def placed_kernel(position, budget, wanted, position_row, slots, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -150,7 +156,7 @@ def verdict(
 ) -> None:  # fmt: skip
     """See `kvengine.kernels.verdict`. More tokens than a program holds are judged by torch."""
     rows, slots = position.shape
-    block = triton.next_power_of_2(max(slots, 16))
+    block = next_power_of_2(max(slots, 16))
     if not rows * slots or (slots > MOST and not isinstance(rule, Ends | Sealed)):
         return reference.verdict(rule, position, now, mass, score, keys, values)
     if isinstance(rule, Ends | Sealed):
@@ -158,9 +164,9 @@ def verdict(
         sealed, alive = (rule.position, rule.alive) if isinstance(rule, Sealed) else (position[:, :0], position[:, :0])
         units = alive.shape[1]
         unit = sealed.shape[1] // units if units else 1
-        wide, tails = triton.next_power_of_2(unit), triton.cdiv(slots, BLOCK)
+        wide, tails = next_power_of_2(unit), cdiv(slots, BLOCK)
         some = max(1, BLOCK // wide)
-        ends_kernel[(rows, tails + triton.cdiv(units, some))](
+        ends_kernel[(rows, tails + cdiv(units, some))](
             position, sealed, alive, ends.first, ends.recent, now, position.stride(0), sealed.stride(0), alive.stride(0),
             slots, units, tails, UNIT=unit, WIDE=wide, UNITS=some, BLOCK=BLOCK,
             **chained(position.device),
@@ -176,18 +182,18 @@ def verdict(
         gone = torch.empty(rows, dtype=torch.int32, device=position.device)
         _paid(rule.paid, position, now, mass, score, gone)
         first, (dim, dim_v) = rule.paid.first, (keys.shape[2], values.shape[2])
-        block_d = triton.next_power_of_2(dim)
+        block_d = next_power_of_2(dim)
         merge_kernel[(rows,)](
             keys, values, position, gone, rule.threshold, gone if first is None else first, keys.stride(0), keys.stride(1),
             values.stride(0), values.stride(1), position.stride(0), slots, rule.beta, DIM=dim, BLOCK_D=block_d, DIM_V=dim_v,
-            BLOCK_V=triton.next_power_of_2(dim_v), SHRINKS=rule.shrinks, SPARES=rule.spares and first is not None,
+            BLOCK_V=next_power_of_2(dim_v), SHRINKS=rule.shrinks, SPARES=rule.spares and first is not None,
             BLOCK=max(16, 8192 // block_d), num_warps=8, **chained(position.device),
         )  # fmt: skip
 
 
 def _paid(rule: Paid, position: Tensor, now: Tensor, mass: Tensor, score: Tensor | None, gone: Tensor | None) -> None:
     rows, slots = position.shape
-    block = triton.next_power_of_2(max(slots, 16))
+    block = next_power_of_2(max(slots, 16))
     share = 1 / (mass.shape[1] * rule.together) if rule.reduce == "mean" else 1.0
     paid_kernel[(rows,)](
         position, position if score is None else score, mass, position if gone is None else gone, rule.budget, rule.recent,

@@ -1,0 +1,108 @@
+"""Launch a kernel again, without what Triton does at every launch: 15 to 40 microseconds of the host, of which 5 remain.
+
+To find what it compiled for such arguments, Triton looks at each of them, writes the options out as text, compares the
+globals that the kernel reads with what they were, and calls empty lists of hooks. Here one key finds it, which tells
+arguments apart at least as finely as Triton's: a tensor by dtype and by where it lies within 16 bytes, a number by its type
+and its value (of one that is not specialised, whether 32 bits hold it), constants by name and value. What is not found, or
+not known to be safe, Triton launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction, KernelInterface
+
+KNOWN = "3.6."
+"""The releases of Triton whose launchers are called: how is nobody's interface."""
+MOST = 512
+"""Kinds of arguments that are remembered of a kernel: numbers that change at every launch should be none of those specialised,
+and if one is, memory does not grow with it."""
+PLAIN = {Tensor, int, float, bool, type(None)}
+
+
+def launched_again(kernel: Any) -> Any:
+    """The kernel, launched as before: `kernel[grid](...)`. Itself where it is interpreted, or Triton is another."""
+    return Again(kernel) if isinstance(kernel, JITFunction) and triton.__version__.startswith(KNOWN) else kernel
+
+
+class Again:
+    """A kernel, and how to launch what was compiled for arguments that came before."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        constant = [p.is_constexpr for p in kernel.params]
+        self.given = constant.index(True) if True in constant else len(constant)  # so many are not known by name
+        self.ordered = all(constant[self.given :])
+        self.any_value = [p.num for p in kernel.params[: self.given] if p.do_not_specialize]
+        self.ready: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], tuple[None, ...]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self.launch, grid)
+
+    def launch(self, grid: tuple[int, ...], /, *given: Any, **named: Any) -> None:
+        watched_there = JITFunction.__getitem__ is not KernelInterface.__getitem__  # by who only compiles, or counts
+        if watched_there or len(given) != self.given or watched():
+            self.kernel[grid](*given, **named)
+            return
+        device = driver.active.get_current_device()
+        key = (device, *self.kind(given), *named, *named.values())
+        ready = self.ready.get(key)
+        if ready is None:
+            self.remember(key, self.kernel[grid](*given, **named), given, named)
+            return
+        run, how, constants = ready
+        x, y, z = (*grid, 1, 1)[:3]
+        run(x, y, z, driver.active.get_current_stream(device), *how, *given, *constants)
+
+    def kind(self, given: tuple[Any, ...]) -> list[Any]:
+        """What of the arguments decides what is compiled: of each its type, and then what Triton asks of that."""
+        types = [type(x) for x in given]
+        seen = [x if type(x) is not Tensor else _lies(x) if x.data_ptr() % 16 else x.dtype for x in given]
+        for i in self.any_value:
+            if types[i] is int and -(1 << 31) <= given[i] < 1 << 31:
+                seen[i] = None
+        return types + seen
+
+    def remember(self, key: tuple[Any, ...], compiled: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """How to launch it, unless there is something about it or its arguments that Triton's launches look at anew."""
+        from triton.backends.nvidia.driver import CudaLauncher
+        from triton.compiler import CompiledKernel
+
+        if type(compiled) is not CompiledKernel or type(launcher := compiled.run) is not CudaLauncher:
+            return  # none was launched, or it is compiled meanwhile, or runs elsewhere
+        constants = self.kernel.params[self.given :]
+        whole = self.ordered and all(p.name in named for p in constants)  # nothing by default
+        scratch = launcher.global_scratch_size or launcher.profile_scratch_size
+        if not whole or scratch or self.kernel.pre_run_hooks or not PLAIN.issuperset(map(type, given)):
+            return
+        if len(self.ready) >= MOST:
+            self.ready.clear()
+        # No hooks, and nothing to tell them. Of constants, which are compiled in, the launcher only counts that they are there.
+        function, scratches, told = compiled.function, (None, None), (compiled.packed_metadata, None, None, None)
+        how = (function, launcher.launch_cooperative_grid, launcher.launch_pdl, *scratches, *told)
+        self.ready[key] = launcher.launch, how, (None,) * len(constants)
+
+
+def _lies(x: Tensor) -> tuple[Any, int]:
+    """Of a tensor that does not begin at a multiple of 16 bytes."""
+    return x.dtype, x.data_ptr() % 16
+
+
+def watched() -> bool:
+    """Whether launches are to be profiled or checked, which Triton does."""
+    runtime = knobs.runtime
+    try:
+        hooks = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+    except AttributeError:  # another kind of hook, or none
+        return True
+    return bool(hooks or runtime.debug or knobs.compilation.instrumentation_mode)
