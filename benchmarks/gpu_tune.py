@@ -33,7 +33,7 @@ from kvengine.kernels.paged_attention import triton as dense
 HEADS, GROUP, DIM, PAGE = 8, 4, 128, 64
 TRIED = {  # programs for each multiprocessor, stages, warps
     "full": (dense, "attend_kernel", ((2, 5, 4), *itertools.product((2, 3, 4), (3, 5, 7), (4, 8)))),
-    "KIVI, 4 bits": (kivi, "kivi_kernel", ((12, 3, 1), *itertools.product((8, 12, 16), (2, 3, 4, 5), (1, 2)))),
+    "KIVI, 4 bits": (kivi, "kivi_kernel", ((8, 3, 1), *itertools.product((8, 12, 16), (2, 3, 4, 5), (1, 2)))),
     "TurboQuant, 4 bits": (words, "words_kernel", ((12, 3, 1), *itertools.product((8, 12), (2, 5), (1, 2)))),
     "Quest, bounds": (page_scores, "score_kernel", ((4, 3, 2), *itertools.product((3, 4, 6, 8), (2, 3, 4), (1, 2, 4)))),
     "Quest, 1 of 64 units": (page_scores, "top_kernel", tuple((1, 3, warps) for warps in (8, 4, 16, 32))),

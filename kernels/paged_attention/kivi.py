@@ -38,7 +38,7 @@ from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.halves import field, masked, masking
 from kvengine.kernels.gpu.layouts import apart, as_product, loaded, rows_of
 from kvengine.kernels.gpu.stream import LOG2E, Partials, pick, row_ends, slot_at, unit_at
-from kvengine.kernels.paged_attention.words import BLOCK, EACH, EACH_OF_FOUR_BITS, MOST_HEADS, REGISTERS
+from kvengine.kernels.paged_attention.words import BLOCK, EACH, MOST_HEADS
 from kvengine.kernels.state import State
 
 HALF = 16
@@ -282,9 +282,8 @@ def attention(
     bits = width(k[0], dim), width(v[0], dim_v)
     exact = k[2].dtype == q.dtype == torch.bfloat16 and not interpreted()  # which has no products of these
     alone = tile <= MOST_HEADS
-    small = max(bits) <= 4 and tile == 8 and max(dim, dim_v) <= 128
     parts = Partials(q, dim_v, columns, block, None, tiles_of := cdiv(heads, tile),
-                     EACH_OF_FOUR_BITS if small else EACH if alone else 2)  # fmt: skip
+                     EACH if alone else 2)  # fmt: skip
     kivi_kernel[(parts.programs, tiles_of)](
         q, k[0].view(torch.int16), *k[1:], v[0].view(torch.int16), *v[1:], parts.parts, parts.tops, parts.totals,
         table, position, table if units is None else units.contiguous(),
@@ -294,6 +293,6 @@ def attention(
         SOFTCAP=softcap is not None, HEADS=tile, **parts.shape, ASM=masking(),
         K_DIM=dim, K_BITS=bits[0], K_GROUP=page // k[1].shape[1], K_ZERO=tl.bfloat16 if exact else tl.float16,
         V_DIM=dim_v, V_BITS=bits[1], V_GROUP=dim_v // v[1].shape[2],
-        num_warps=1 if alone else 4, num_stages=3, maxnreg=REGISTERS if small else None, **chained(q.device),
+        num_warps=1 if alone else 4, num_stages=3, **chained(q.device),
     )  # fmt: skip
     return parts.found(sinks, None, wait)

@@ -285,7 +285,7 @@ def _shape(
     # Of small chosen units each is a block of one warp: among 64 tokens of several each would be looked up, and that takes longer
     # than to attend to them.
     if plain and tile == 16 and size == 2 and chosen in (16, 32):
-        return tile, chosen, 1, 3
+        return tile, chosen, 1, 2
     tight = (single and (rest or wide)) or (short and coded and wide) or (short and single and block_d > 128)
     block = 64 if plain and not large else 16 if tight else 32
     if chosen and chosen % block == 0:

@@ -35,7 +35,7 @@ MOST_HEADS = 16
 EACH = 8
 """Programs, of one warp, for each multiprocessor: as many as its registers hold."""
 EACH_OF_FOUR_BITS = 12
-"""With up to 8 query rows and 128 channels TurboQuant's need fewer, also those of 2 bits, and so do KIVI's of up to 4."""
+"""With up to 8 query rows and 128 channels TurboQuant's need fewer, also those of 2 bits."""
 REGISTERS = 65536 // (32 * EACH_OF_FOUR_BITS) // 8 * 8
 """Of a thread, where so many programs run at once: Triton 3.9's compiler would take more, and spills no more with these."""
 

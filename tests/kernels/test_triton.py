@@ -113,7 +113,7 @@ def compiles(capability: int, only: list[str] | None) -> None:
 @pytest.mark.parametrize(
     ("case", "kernel", "ranges", "most"),
     [
-        ("kivi, 4 bits", "kivi_kernel", 2 * 4 * 128 / 32, 0.6),  # in bfloat16 for 32 numbers each
+        ("kivi, 4 bits", "kivi_kernel", 2 * 4 * 128 / 32, 0.62),  # in bfloat16 for 32 numbers each
         ("turboquant, 4 bits", "words_kernel", 2 * 2, 1.6),  # one scale for a key, one for a value
         ("turboquant, 4 bits, units of 16", "words_kernel", 2 * 2, 1.6),
     ],
@@ -207,7 +207,7 @@ def test_many_heads_of_many_queries_take_no_more_room_for_parts(monkeypatch: pyt
 
     monkeypatch.setattr(stream, "programs", lambda device, each: 132 * each)
     found = [stream.Partials(torch.zeros(1, 128, n, 16), 512, 1 << 17, 32, None, n * 2) for n in (1, 169)]
-    assert [x.programs for x in found] == [132, 1]
+    assert [x.programs for x in found] == [128, 1]  # of 132 as many as divide the row
     assert found[1].parts.numel() <= 2 * 169 * 128 * 512
 
 
