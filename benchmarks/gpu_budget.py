@@ -43,7 +43,7 @@ def kivi(bits: int) -> float:
 
 COUNTS = (
     Count("full, bfloat16", "pages", "attend_kernel", 1, 64 * (512 + POSITION)),
-    Count("chosen units of 16", "units of 16", "attend_kernel", 1, 64 * (512 + POSITION)),
+    Count("chosen units of 16", "units of 16", "attend_kernel", 4, 64 * (512 + POSITION)),
     Count("latents, 16 heads", "latents, 16 heads", "attend_kernel", 2, 64 * (2 * 576 + POSITION)),
     Count("latents, 128 heads, in two passes", "latents, 128 heads", "attend_kernel", 4, 64 * (2 * 576 + POSITION)),
     Count("bounds of 64 units", "bounds", "score_kernel", 0, 64 * 512),
