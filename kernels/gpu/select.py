@@ -22,12 +22,13 @@ def ordered(score):
 @triton.jit
 def threshold(key, count):
     """The `count`-th largest, or any number that exactly `count` of them reach."""
-    return between(key, count, tl.min(key, 0), tl.max(key, 0))
+    least, _reach = between(key, count, tl.min(key, 0), tl.max(key, 0))
+    return least
 
 
 @triton.jit
 def threshold_of_many(key, count, PARTS: tl.constexpr):
-    """As `threshold`, of a `count` of at most PARTS: so many reach the smallest of the parts' largest."""
+    """As `between`, of a `count` of at most PARTS: so many reach the smallest of the parts' largest."""
     BLOCK: tl.constexpr = key.shape[0]
     if PARTS >= BLOCK:
         least = tl.min(key, 0)
@@ -38,8 +39,9 @@ def threshold_of_many(key, count, PARTS: tl.constexpr):
 
 @triton.jit
 def between(key, count, least, most):
-    """It lies from `least`, which `count` of them reach if so many there are, to `most`. A turn asks how many reach a quarter
-    and a half of the way, with one sum for both, as each sum waits for all warps."""
+    """The `threshold`, which lies from `least`, which `count` of them reach if so many there are, to `most`; and how many
+    reach it, or fewer than none if nobody had to ask. A turn asks how many reach a quarter and a half of the way, with one
+    sum for both, as each sum waits for all warps."""
     more = tl.full([], -2147483648, tl.int32)
     while (least < most) & (more != count):
         way = most.to(tl.int64) - least
@@ -51,7 +53,7 @@ def between(key, count, least, most):
         most = tl.where(upper, most, tl.where(lower, half - 1, quarter - 1))
         least = tl.where(upper, half, tl.where(lower, quarter, least))
         more = tl.where(upper, reach_half, tl.where(lower, reach_quarter, more))
-    return least
+    return least, more
 
 
 @triton.jit

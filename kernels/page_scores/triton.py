@@ -12,7 +12,7 @@ from kvengine.kernels.dispatch import interpreted
 from kvengine.kernels.gpu import cdiv, next_power_of_2, room, stream
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
-from kvengine.kernels.gpu.select import MOST, NEVER, counted, ordered, threshold_of_many, warps
+from kvengine.kernels.gpu.select import MOST, NEVER, counted, ordered, threshold, threshold_of_many, warps
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.page_scores import reference
 
@@ -102,12 +102,14 @@ def share_kernel(logits, units, BLOCK: tl.constexpr, PDL: tl.constexpr):
 @triton.jit(do_not_specialize=["units", "candidates", "count"])
 def top_kernel(
     scores, among, limits, ids, units, candidates, count,
-    BLOCK_COUNT: tl.constexpr, BLOCK: tl.constexpr, AMONG: tl.constexpr, LIMITS: tl.constexpr,
+    BLOCK_COUNT: tl.constexpr, BLOCK: tl.constexpr, AMONG: tl.constexpr, LIMITS: tl.constexpr, FOURS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Of a row's candidates from here to BLOCK further (units, or what `among` names of them) the best `count`, or so many as
     the row's limit allows."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if FOURS:  # as the compiler has to be told: then four neighbours are one lane's
+        units, candidates = units // 4 * 4, candidates // 4 * 4
     at = part * BLOCK + tl.arange(0, BLOCK)
     here = at < candidates
     unit = at
@@ -119,17 +121,18 @@ def top_kernel(
     wanted = count
     if LIMITS:
         wanted = tl.minimum(tl.load(limits + row), count).to(tl.int32)
-    least = threshold_of_many(key, wanted, BLOCK_COUNT)
-    real = key > NEVER
-    above, equal = ((key > least) & real).to(tl.int32), ((key == least) & real).to(tl.int32)
-    ranks, all_ = counted(above + (equal << 16))  # of both, as each sum waits for all warps
-    alike, room = ranks >> 16, wanted - (all_ & 0xFFFF)
-    chosen = (above != 0) | ((equal != 0) & (alike <= room))
-    place = (ranks & 0xFFFF) + tl.minimum(alike, room)
+    least, reach = threshold_of_many(key, wanted, BLOCK_COUNT)
+    here = tl.arange(0, BLOCK)
+    last = tl.full([], BLOCK, tl.int32)
+    if reach != wanted:  # the first of those that are alike
+        room = wanted - tl.sum((key > least).to(tl.int32), 0)
+        last = BLOCK - threshold(tl.where(key == least, BLOCK - here, 0), room)
+    chosen = ((key > least) | ((key == least) & (here <= last))) & (key > NEVER) & (wanted > 0)
+    place, found = counted(chosen.to(tl.int32))
     out = ids + (row * tl.num_programs(1) + part) * count
     tl.store(out + place - 1, unit.to(tl.int64), mask=chosen)
     rest = tl.arange(0, BLOCK_COUNT)
-    tl.store(out + rest, -1, mask=(rest >= tl.max(place, 0)) & (rest < count))
+    tl.store(out + rest, -1, mask=(rest >= found) & (rest < count))
 
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
@@ -204,6 +207,6 @@ def _top(
     top_kernel[(rows, parts)](
         scores, scores if among is None else among, ids if limits is None else limits.contiguous(), ids, units, candidates,
         count, BLOCK_COUNT=next_power_of_2(count), BLOCK=block, AMONG=among is not None, LIMITS=limits is not None,
-        num_warps=warps(block), **chained(scores.device),
+        FOURS=units % 4 == 0 and candidates % 4 == 0, num_warps=warps(block), **chained(scores.device),
     )  # fmt: skip
     return ids
