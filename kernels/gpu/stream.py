@@ -24,9 +24,10 @@ from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.state import State
 
 LOG2E = tl.constexpr(1.4426950408889634)
-JOINED, SHARES, FEW = 32, 128, 4
+JOINED, SHARES, SOME, FEW = 32, 128, 32, 4
 """Channels of a query row that one program joins, and shares that it takes in at a time: it waits for memory at each turn, and
-nothing else of a step runs meanwhile. Where rows are many, each has FEW shares, and a program joins all channels."""
+nothing else of a step runs meanwhile. Where rows are many, each has SOME or FEW shares, which one warp joins, the latter of all
+channels."""
 
 
 @triton.jit
@@ -191,7 +192,8 @@ class Partials:
         self.most = self.programs
         """Shares that a row has, at most."""
         if lengths is None and blocks:
-            self.most = -(-blocks // -(-self.rows * blocks // self.programs)) + 1
+            per = -(-self.rows * blocks // self.programs)
+            self.most = -(-blocks // per) + (blocks % per > 0)  # a row that programs share unevenly begins within one's
         shape = (self.programs + self.rows, self.heads)
         self.parts = torch.empty(*shape, dim_v, device=q.device, dtype=torch.float32)
         # One allocation each: where a half of one begins would depend on the programs, and with it what is compiled.
@@ -226,12 +228,13 @@ class Partials:
         second = self if other is None else other
         if self.rows and self.heads:
             wide = next_power_of_2(self.dim_v)
-            few = max(self.most, second.most) <= FEW
-            slice_of = wide if few else min(wide, JOINED)  # channels of a program
+            most = max(self.most, second.most)
+            shares = next(size for size in (FEW, SOME, SHARES) if most <= size or size == SHARES)
+            slice_of = wide if shares == FEW else min(wide, JOINED)  # channels of a program
             join_kernel[(self.heads * cdiv(self.dim_v, slice_of), self.rows)](
                 *self.given(lse), *second.given(lse), logits, out, lse, self.rows, self.heads, SINKS=sinks is not None,
                 BOTH=other is not None, LENGTHS2=second.shape["LENGTHS"], BLOCK2=second.shape["BLOCK"], DIM=self.dim_v,
-                BLOCK_D=slice_of, SHARES=FEW if few else SHARES, num_warps=1 if few else 4, **self.shape,
+                BLOCK_D=slice_of, SHARES=shares, num_warps=4 if shares == SHARES else 1, **self.shape,
                 **chained(device),
             )  # fmt: skip
         return State(out, lse)
