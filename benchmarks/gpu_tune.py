@@ -80,11 +80,11 @@ def call(what: str, batch: int, length: int, device: str) -> Callable[[], object
     if what == "full":
         fields, codec = {"k": x, "v": x.clone()}, "dense"
     elif what.startswith("TurboQuant"):
-        code, scale = turboquant.encode(x, 4, "unbiased", x.dtype)
+        code, scale = turboquant.encode(x, 4, "unbiased", torch.float16)
         fields, codec = {"k_code": code, "k_scale": scale}, "turboquant"
         fields |= {"v_code": code.clone(), "v_scale": scale.clone()}  # the same memory would be read once for both
     else:  # ranges as the policy has them
-        fields, codec = codecs.encode_kivi(x, x, 4, 32, scale_dtype=x.dtype), "kivi"
+        fields, codec = codecs.encode_kivi(x, x, 4, 32), "kivi"
     rest = (None, PAGE, codec, DIM, None, None, None, None, False)  # all pages, no window, softcap, sinks or scores
     return lambda: dense.paged_attention(q, fields, table, position, PAGE, 0.1, *rest)
 

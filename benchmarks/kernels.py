@@ -38,7 +38,6 @@ from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.page_scores import best_units, page_bounds
 from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.kernels.paged_attention import paged_attention
-from kvengine.policies.representation.kivi import scale_type
 from kvengine.policies.representation.turboquant import TurboQuant
 
 HEADS, GROUP, DIM, PAGE, UNIT, BUDGET, RANK = 8, 4, 128, 64, 16, 2048, 160
@@ -153,13 +152,12 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
     mixed = torch.rand(len(pages["k"]), PAGE, device=k.device).argsort(1) < 38  # 60 % of a page
     groups = [(f"kivi {bits} bits", bits, 32) for bits in (8, 4, 2)]
     groups += [("kivi 4 bits, groups of 64", 4, 64)] if k.is_cuda else []
-    kivi = partial(codecs.encode_kivi, scale_dtype=scale_type(k))  # as the policy has it
 
     def turned(keys: Tensor, values: Tensor, bits: int) -> dict[str, Tensor]:
         return TurboQuant(bits).encode(keys.to(k.dtype), values.to(k.dtype), keys[..., 0])
 
     for name, codec, encode, *options in (
-        *((name, "kivi", kivi, *options) for name, *options in groups),
+        *((name, "kivi", codecs.encode_kivi, *options) for name, *options in groups),
         *((f"turboquant {bits} bits", "turboquant", turned, bits) for bits in (4, 2)),
         ("zipcache 4/2 bits", "zipcache", codecs.encode_zipcache, (4, 2), mixed),
     ):

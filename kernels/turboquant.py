@@ -27,6 +27,7 @@ from torch import Tensor
 from kvengine.errors import KernelError
 from kvengine.kernels.dispatch import chosen, pick
 from kvengine.kernels.quantise import laid, pack, unpack
+from kvengine.kernels.quantise.reference import kept
 
 BITS = (1, 2, 3, 4)
 Form = Literal["unbiased", "least", "paper"]
@@ -106,7 +107,7 @@ def encode(
     if (which := chosen((y,), backend, laid(dim))) != "reference":
         run = pick("quantise", (y,), which)
         code, scale = run.turned_codes(y.reshape(-1, dim), bits, FORMS.index(form), levels(bits, x.device))
-        return code.view(*x.shape[:-1], -1), scale.view(*x.shape[:-1], 1).to(scale_dtype)
+        return code.view(*x.shape[:-1], -1), kept(scale.view(*x.shape[:-1], 1), scale_dtype)
     square = y.square().sum(-1, keepdim=True)
     size = (square / dim).sqrt()
     level = levels(bits, x.device)[: 2**bits]
@@ -118,7 +119,7 @@ def encode(
         along = (y * near).sum(-1, keepdim=True)  # positive, as a number and its level have one sign
         scale = along / near.square().sum(-1, keepdim=True) if form == "least" else square / along
         scale = torch.where(size > 0, scale, 0)
-    return _packed(code.to(torch.uint8), bits), scale.to(scale_dtype)
+    return _packed(code.to(torch.uint8), bits), kept(scale, scale_dtype)
 
 
 def decode(

@@ -45,7 +45,8 @@ def quantise(
         alive=call.address(seen), code=code.data_ptr(),
     )  # fmt: skip
     library.needed().kv_ranges(ctypes.byref(Groups(low=low.data_ptr(), high=high.data_ptr(), **known)))
-    scale, zero = ((high - low) / top).to(scale_dtype), low.to(scale_dtype)  # codes go by these as they are kept
+    # Codes go by these as they are kept.
+    scale, zero = reference.kept((high - low) / top, scale_dtype), reference.kept(low, scale_dtype)
     step, start = torch.where(scale > 0, scale.float(), 1), zero.float()
     library.needed().kv_codes(ctypes.byref(Groups(low=start.data_ptr(), high=step.data_ptr(), **known)))
     return op.Quantised(*(y.unflatten(0, batch) if batch else y[0] for y in (code, scale, zero)))

@@ -23,11 +23,17 @@ def quantise(
     groups = x.to(torch.float32).unflatten(axis, (-1, group))
     low, high = _range(groups, axis, alive)
     top = 2**bits - 1
-    scale, zero = ((high - low) / top).to(scale_dtype), low.to(scale_dtype)
+    scale, zero = kept((high - low) / top, scale_dtype), kept(low, scale_dtype)
     step = torch.where(scale > 0, scale.to(torch.float32), 1)
     codes = ((groups - zero.to(torch.float32)) / step).nan_to_num(0).round_().clamp_(0, top)
     codes = codes.to(torch.uint8).flatten(axis - 1, axis)
     return op.Quantised(pack(codes, bits), scale.squeeze(axis), zero.squeeze(axis))
+
+
+def kept(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the dtype; what is beyond its numbers is its last."""
+    end = torch.finfo(dtype).max
+    return x.clamp(-end, end).to(dtype)
 
 
 def _range(groups: Tensor, axis: int, alive: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,10 @@ def quantise_kernel(
     high = tl.max(tl.where(seen, value, -float("inf")), axis)
     none = low > high
     low, high = tl.where(none, 0.0, low), tl.where(none, 0.0, high)
-    scale, zero = ((high - low) / (2**BITS - 1)).to(scale_out.dtype.element_ty), low.to(scale_out.dtype.element_ty)
+    scale, zero = (high - low) / (2**BITS - 1), low
+    if scale_out.dtype.element_ty == tl.float16:  # what is beyond its numbers is its last
+        scale, zero = tl.minimum(scale, 65504.0), tl.minimum(tl.maximum(zero, -65504.0), 65504.0)
+    scale, zero = scale.to(scale_out.dtype.element_ty), zero.to(scale_out.dtype.element_ty)
     step = tl.where(scale.to(tl.float32) > 0, scale.to(tl.float32), 1.0)
     base = zero.to(tl.float32)
     if BY_CHANNEL:

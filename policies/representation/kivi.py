@@ -4,7 +4,9 @@
     value  of token t, over a group of channels:      the same
     the newest `residual` tokens stay exact
 
-Effective bits: bits + 32 / group (a half-precision scale and minimum per group): 5.0 for 4 bits in groups of 32.
+Effective bits: bits + 32 / group (a scale and a minimum in float16 per group): 5.0 for 4 bits in groups of 32. For a model in
+bfloat16 too: rounded to its 8 bits, a scale is off by half a step of 8-bit codes at the far end. Numbers beyond 65 504, where
+float16 ends, are coded as if they were that.
 Defaults: group 32 and residual 128 as in the paper's runs; 4 bits, as its authors advise for models with query groups.
 
 Differs from the official code: the residual holds 128 to 159 tokens of keys and values alike (the code flushes 128 keys
@@ -15,7 +17,6 @@ supported everywhere.
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -62,8 +63,8 @@ class Kivi(Representation):
         v: Float[Tensor, "page token dim_v"],
         score: Float[Tensor, "page token"],
     ) -> Fields:
-        key = quantise(k, self.bits, self.group, "tokens", alive=score > float("-inf"), scale_dtype=scale_type(k))
-        value = quantise(v, self.bits, self.channels(v.shape[2]), "channels", scale_dtype=scale_type(v))
+        key = quantise(k, self.bits, self.group, "tokens", alive=score > float("-inf"))
+        value = quantise(v, self.bits, self.channels(v.shape[2]), "channels")
         return {f"{side}_{name}": x for side, q in (("k", key), ("v", value)) for name, x in q._asdict().items()}
 
     def decode(self, fields: Fields) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
@@ -73,8 +74,3 @@ class Kivi(Representation):
     def channels(self, dim: int) -> int:
         """Channels that share a scale: the group, or all if the head is narrower or not a multiple."""
         return self.group if dim % self.group == 0 else dim
-
-
-def scale_type(x: Tensor) -> torch.dtype:
-    """Scales take two bytes, in the model's own half precision if it has one."""
-    return x.dtype if x.dtype == torch.bfloat16 else torch.float16

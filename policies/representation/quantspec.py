@@ -30,7 +30,6 @@ from kvengine.kernels import codecs
 from kvengine.kernels.quantise import dequantise, pack, quantise
 from kvengine.policies._budget import check_choice, check_count
 from kvengine.policies.representation import Fields, Representation
-from kvengine.policies.representation.kivi import scale_type
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class QuantSpec(Representation):
         over: Literal["tokens", "channels"],
         alive: Bool[Tensor, "page token"] | None,
     ) -> Fields:
-        upper = quantise(x, 4, group, over, alive=alive, scale_dtype=scale_type(x))
+        upper = quantise(x, 4, group, over, alive=alive)
         found = {f"{side}_{name}": part for name, part in upper._asdict().items()}
         if self.bits == 8:
             step = codecs.spread(upper.scale, x) / 16

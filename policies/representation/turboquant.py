@@ -22,13 +22,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kvengine.kernels import codecs, turboquant
 from kvengine.policies._budget import check_choice, check_count
 from kvengine.policies.representation import Fields, Representation
-from kvengine.policies.representation.kivi import scale_type
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class TurboQuant(Representation):
     ) -> Fields:
         found = {}
         for side, x, bits in (("k", k, self.bits), ("v", v, self.values or self.bits)):
-            found[f"{side}_code"], found[f"{side}_scale"] = turboquant.encode(x, bits, self.scale, scale_type(x))
+            found[f"{side}_code"], found[f"{side}_scale"] = turboquant.encode(x, bits, self.scale, torch.float16)
         return found
 
     def decode(self, fields: Fields) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
