@@ -258,6 +258,9 @@ def cases() -> dict[str, Callable[[], object]]:
         ),
         "shares": lambda: log_shares(q[:, :, 0], bounds, torch.ones(ROWS, 64, dtype=torch.bool), 0.1),
         "top 128 of 8192": lambda: top_units(torch.zeros(ROWS, 8192), 128),
+        "top 128 of 8191, some alive": lambda: top_units(
+            torch.zeros(ROWS, 8191), 128, alive=torch.ones(ROWS, 8191, dtype=torch.bool)
+        ),
         "top 128 of 32768": lambda: top_units(torch.zeros(ROWS, 32768), 128),
         "best 1024 of 1025": lambda: best_tokens(torch.zeros(ROWS, 1025), torch.full((ROWS,), 1024)),
         "put a token": put(None, 0),

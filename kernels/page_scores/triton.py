@@ -21,9 +21,9 @@ EACH = 4
 
 
 @launched_again
-@triton.jit(do_not_specialize=["units", "alive_row", "each"])
+@triton.jit(do_not_specialize=["units", "alive_row", "out_row", "each"])
 def score_kernel(
-    q, low, high, alive, out, low_row, low_unit, high_row, high_unit, alive_row, units, group, each,
+    q, low, high, alive, out, low_row, low_unit, high_row, high_unit, alive_row, out_row, units, group, each,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, MEAN: tl.constexpr,
     COMPUTE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def score_kernel(
             result = tl.sum(bound, 1) / group
         else:
             result = tl.max(tl.where((n < group)[None, :], bound, -float("inf")), 1)
-        tl.store(out + row * units + u, tl.where(live, result, -float("inf")), mask=u < units)
+        tl.store(out + row * out_row + u, tl.where(live, result, -float("inf")), mask=u < units)
 
 
 @launched_again
@@ -99,24 +99,28 @@ def share_kernel(logits, units, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 @launched_again
-@triton.jit(do_not_specialize=["units", "candidates", "count"])
+@triton.jit(do_not_specialize=["scores_row", "alive_row", "candidates", "count"])
 def top_kernel(
-    scores, among, limits, ids, units, candidates, count,
-    BLOCK_COUNT: tl.constexpr, BLOCK: tl.constexpr, AMONG: tl.constexpr, LIMITS: tl.constexpr, FOURS: tl.constexpr,
+    scores, among, alive, limits, ids, scores_row, alive_row, candidates, count,
+    BLOCK_COUNT: tl.constexpr, BLOCK: tl.constexpr, AMONG: tl.constexpr, ALIVE: tl.constexpr, LIMITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Of a row's candidates from here to BLOCK further (units, or what `among` names of them) the best `count`, or so many as
     the row's limit allows."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if FOURS:  # as the compiler has to be told: then four neighbours are one lane's
-        units, candidates = units // 4 * 4, candidates // 4 * 4
     at = part * BLOCK + tl.arange(0, BLOCK)
     here = at < candidates
-    unit = at
     in_turn(PDL)
     if AMONG:
         unit = tl.load(among + row * candidates + at, mask=here, other=-1).to(tl.int32)
-    score = tl.load(scores + row * units + unit, mask=here & (unit >= 0), other=-float("inf"))
+        score = tl.load(scores + row * scores_row + unit, mask=unit >= 0, other=-float("inf"))
+    else:  # the rows are of whole fours, which the compiler has to be told: then four neighbours are one lane's
+        unit = at
+        whole = at < (candidates + 3) // 4 * 4
+        score = tl.load(scores + row * (scores_row // 4 * 4) + at, mask=whole, other=-float("inf"))
+        if ALIVE:
+            here = here & (tl.load(alive + row * alive_row + at, mask=here, other=0) != 0)
+        score = tl.where(here, score, -float("inf"))
     key = ordered(tl.where(score == score, score, -float("inf")))
     wanted = count
     if LIMITS:
@@ -139,7 +143,7 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
     """See `kvengine.kernels.page_scores`. More query heads than a program has room for are scored by torch."""
     low, high, alive = (x if x.stride(-1) == 1 else x.contiguous() for x in (low, high, alive))
     (rows, group, dim), units = q.shape, alive.shape[1]
-    out = torch.empty(rows, units, device=q.device, dtype=torch.float32)
+    out = _rows(rows, units, q.device)
     compute, block_d, block, heads, stages = _blocks(q, low, high, taken=8192)
     if not heads:
         return reference.page_scores(q, low, high, alive, reduce)
@@ -148,7 +152,7 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
         each = cdiv(units, parts * block) * block
         score_kernel[(rows, cdiv(units, each))](
             q.contiguous(), low, high, alive, out, low.stride(0), low.stride(1), high.stride(0), high.stride(1),
-            alive.stride(0), units, group, each, DIM=dim, BLOCK_D=block_d, BLOCK=block, MEAN=reduce == "mean",
+            alive.stride(0), out.stride(0), units, group, each, DIM=dim, BLOCK_D=block_d, BLOCK=block, MEAN=reduce == "mean",
             HEADS=heads, COMPUTE=compute, num_warps=2, num_stages=stages, **chained(q.device),
         )  # fmt: skip
     return out
@@ -184,29 +188,51 @@ def _blocks(q: Tensor, *stored: Tensor, taken: int) -> tuple[tl.dtype, int, int,
     return compute, block_d, block, heads if fits else 0, max(1, min(3, room(q.device) // 2 // bytes_at_once))
 
 
-def top_units(scores: Tensor, count: int, counts: Tensor | None = None) -> Tensor:
+def _rows(rows: int, units: int, device: torch.device) -> Tensor:
+    """Room for scores. Each row begins at a multiple of four and ends before one, so that it can be read in whole fours."""
+    return torch.empty(rows, cdiv(units, 4) * 4, device=device, dtype=torch.float32)[:, :units]
+
+
+def _in_fours(scores: Tensor) -> Tensor:
+    """As `_rows` has them: themselves, or a copy."""
+    (rows, units), row = scores.shape, scores.stride(0)
+    wide = cdiv(units, 4) * 4
+    end = scores.storage_offset() + (rows - 1) * row + wide
+    if scores.dtype == torch.float32 and scores.stride(1) == 1 and row % 4 == 0 and row >= wide:
+        if end * 4 <= scores.untyped_storage().nbytes():
+            return scores
+    return _rows(rows, units, scores.device).copy_(scores)
+
+
+def top_units(scores: Tensor, count: int, counts: Tensor | None = None, alive: Tensor | None = None) -> Tensor:
     """See `kvengine.kernels.page_scores.top_units`. More units than a program holds are chosen from what several chose."""
     if not scores.shape[0] * count:
         return reference.top_units(scores, count, counts)
-    scores, ids = scores.to(torch.float32).contiguous(), None
-    left = scores.shape[1]
+    scores, left, ids = _in_fours(scores), scores.shape[1], None
+    if alive is not None and alive.stride(1) != 1:
+        alive = alive.contiguous()
     while left > MOST:
         parts = cdiv(left, MOST)
         if 2 * parts * count > left:  # hardly fewer
-            return reference.top_units(scores, count, counts)
-        ids, left = _top(scores, ids, left, count, parts), parts * count
-    return _top(scores, ids, left, count, 1, counts)
+            return reference.top_units(
+                scores if alive is None else scores.masked_fill(~alive, -torch.inf), count, counts
+            )
+        ids, left = _top(scores, ids, alive, None, left, count, parts), parts * count
+    return _top(scores, ids, alive, counts, left, count, 1)
 
 
 def _top(
-    scores: Tensor, among: Tensor | None, candidates: int, count: int, parts: int, limits: Tensor | None = None
-) -> Tensor:
-    rows, units = scores.shape
+    scores: Tensor, among: Tensor | None, alive: Tensor | None, limits: Tensor | None, candidates: int, count: int,
+    parts: int,
+) -> Tensor:  # fmt: skip
+    if among is not None:  # and so alive
+        alive = None
+    rows, block = scores.shape[0], MOST if parts > 1 else next_power_of_2(candidates)
     ids = torch.empty(rows, parts * count, device=scores.device, dtype=torch.int64)
-    block = MOST if parts > 1 else next_power_of_2(candidates)
     top_kernel[(rows, parts)](
-        scores, scores if among is None else among, ids if limits is None else limits.contiguous(), ids, units, candidates,
-        count, BLOCK_COUNT=next_power_of_2(count), BLOCK=block, AMONG=among is not None, LIMITS=limits is not None,
-        FOURS=units % 4 == 0 and candidates % 4 == 0, num_warps=warps(block), **chained(scores.device),
+        scores, scores if among is None else among, scores if alive is None else alive,
+        ids if limits is None else limits.contiguous(), ids, scores.stride(0), 0 if alive is None else alive.stride(0),
+        candidates, count, BLOCK_COUNT=next_power_of_2(count), BLOCK=block, AMONG=among is not None, ALIVE=alive is not None,
+        LIMITS=limits is not None, num_warps=warps(block), **chained(scores.device),
     )  # fmt: skip
     return ids

@@ -122,6 +122,24 @@ def test_rows_may_have_counts_of_their_own(backend: str, monkeypatch: pytest.Mon
             assert ids == want + [-1] * (min(5, units) - len(want))
 
 
+@pytest.mark.parametrize("most", [16, 16384])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_who_is_not_alive_is_not_chosen(backend: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend == "triton":
+        monkeypatch.setattr("kvengine.kernels.page_scores.triton.MOST", most)
+    rng = torch.Generator().manual_seed(most)
+    for units in (1, 3, 16, 30, 91):
+        wide = torch.randint(-3, 12, (4, units + 9), generator=rng).float()
+        alive = (torch.rand(units, 4, generator=rng) < 0.6).T  # of a layout of its own
+        alive[3] = False
+        wide[1, ::2] = math.inf
+        apart, narrow = wide.clone()[:, 3 : units + 3], wide[:, :units].clone()
+        apart[~alive] = narrow[~alive] = math.nan
+        for scores in (apart, narrow, wide[:1, :units].expand(4, units)):
+            got = oracle.on(backend, top_units)(scores, 5, alive=alive, backend=backend).cpu()
+            assert torch.equal(got, top_units(scores.masked_fill(~alive, -math.inf), 5, backend="reference"))
+
+
 def test_refusals_say_why() -> None:
     low, high, alive = bounds(8, 4, torch.float32)
     q = torch.randn(3, 2, 8)
