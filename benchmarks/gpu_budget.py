@@ -36,9 +36,9 @@ class Count(NamedTuple):
     bytes: float
 
 
-def kivi(bits: int) -> float:
-    """Of a token: codes, ranges in float16 for every 32 numbers, a position."""
-    return 2 * 128 * bits / 8 + 2 * 4 * 128 / 32 + POSITION
+def kivi(bits: int, group: int = 32) -> float:
+    """Of a token: codes, ranges in float16 for every so many numbers, a position."""
+    return 2 * 128 * bits / 8 + 2 * 4 * 128 / group + POSITION
 
 
 COUNTS = (
@@ -49,6 +49,7 @@ COUNTS = (
     Count("bounds of 64 units", "bounds", "score_kernel", 0, 64 * 512),
     *(Count(f"KIVI, {bits} bits", f"kivi, {bits} bits", "kivi_kernel", 2, 64 * kivi(bits)) for bits in (8, 4, 2)),
     Count("KIVI, 4 bits, chosen units of 16", "kivi, 4 bits, units of 16", "kivi_kernel", 4, 64 * kivi(4)),
+    Count("QuantSpec, 8 bits in nibbles", "quantspec", "kivi_kernel", 2, 64 * kivi(8, 64)),
     *(
         Count(
             f"TurboQuant, {bits} bits",

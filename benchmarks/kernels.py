@@ -38,6 +38,7 @@ from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.page_scores import best_units, page_bounds
 from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.kernels.paged_attention import paged_attention
+from kvengine.policies.representation.quantspec import QuantSpec
 from kvengine.policies.representation.turboquant import TurboQuant
 
 HEADS, GROUP, DIM, PAGE, UNIT, BUDGET, RANK = 8, 4, 128, 64, 16, 2048, 160
@@ -156,8 +157,12 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
     def turned(keys: Tensor, values: Tensor, bits: int) -> dict[str, Tensor]:
         return TurboQuant(bits).encode(keys.to(k.dtype), values.to(k.dtype), keys[..., 0])
 
+    def nibbles(keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        return QuantSpec(group=PAGE).encode(keys, values, keys[..., 0].abs())
+
     for name, codec, encode, *options in (
         *((name, "kivi", codecs.encode_kivi, *options) for name, *options in groups),
+        ("quantspec 8 bits", "quantspec", nibbles),
         *((f"turboquant {bits} bits", "turboquant", turned, bits) for bits in (4, 2)),
         ("zipcache 4/2 bits", "zipcache", codecs.encode_zipcache, (4, 2), mixed),
     ):

@@ -7,7 +7,7 @@
   channels: `k_code` uint8 [P, page, D * bits / 8], `k_scale`, `k_zero` [P, page / g, D]; `v_code` uint8
   [P, page, Dv * bits / 8], `v_scale`, `v_zero` [P, page, Dv / h]. Keys and values may differ in bits (1, 2, 4, 8).
 * "quantspec" (arXiv 2502.10424): "kivi" with 4 bits, and `k_low`, `v_low` uint8 [P, page, D / 2], nibbles that refine
-  it: a value is `zero + (code + (low - 8) / 16) * scale`. Without them it reads as "kivi". No Triton kernel yet.
+  it: a value is `zero + (code + (low - 8) / 16) * scale`. Without them it reads as "kivi".
 * "turboquant" (arXiv 2504.19874): codes of turned vectors, and a scale for each: `k_code` uint8 [P, page, D * bits / 8]
   (bits 1 to 4), `k_scale` [P, page, 1]; `v_code`, `v_scale` alike. See `kvengine.kernels.turboquant`.
 * "zipcache" (arXiv 2405.14256): `n` tokens of each page are salient and have more bits; `mask` uint8 [P, page / 8] has
@@ -40,9 +40,6 @@ FIELDS = {
     "turboquant": ("k_code", "k_scale", "v_code", "v_scale"),
     "zipcache": ("mask", "k_high", "k_low", "k_scale", "k_zero", "v_high", "v_low", "v_scale", "v_zero", "v_channel"),
 }
-
-HOST_ONLY = ("quantspec",)
-"""Codecs that the Triton kernel does not read."""
 
 Fields = Mapping[str, Tensor]
 

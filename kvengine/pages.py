@@ -26,7 +26,6 @@ from torch import Tensor
 from kvengine import answers
 from kvengine.gradients import live, passes
 from kvengine.joint import Joint
-from kvengine.kernels.codecs import HOST_ONLY
 from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.kernels.unit_places import unit_places
 from kvengine.policies.representation import Representation
@@ -302,7 +301,7 @@ class Pages(User):
 
     def readable(self, units: Tensor | None) -> dict[str, Tensor] | None:
         """The pool's fields, if a kernel can read these units (None: all) where they are."""
-        if not self.codec or self.joint is not None or (self.codec in HOST_ONLY and self.filled.is_cuda):
+        if not self.codec or self.joint is not None:
             return None
         found = self.resident(units)
         return None if found is None else self.whole(found)

@@ -119,6 +119,9 @@ def cases() -> dict[str, Callable[[], object]]:
             return {"k": x, "v": x if dim <= 512 else x[..., :512]}
         if codec == "kivi":
             return codecs.encode_kivi(x, x, bits, 32)
+        if codec == "quantspec":
+            found = codecs.encode_kivi(x, x, 4, 64)
+            return found | {"k_low": found["k_code"], "v_low": found["v_code"]}
         if codec == "turboquant":
             code, size = turboquant.encode(x, bits, "unbiased", torch.float16)
             return {"k_code": code, "k_scale": size, "v_code": code, "v_scale": size}
@@ -225,6 +228,11 @@ def cases() -> dict[str, Callable[[], object]]:
         "kivi, dim 256": pages("kivi", 256),
         "kivi, dim 512": pages("kivi", 512),
         "kivi, units of 1": pages("kivi", chosen=True, unit=1),
+        "quantspec": pages("quantspec"),
+        "quantspec, units of 16": pages("quantspec", chosen=True),
+        "quantspec, units of 1": pages("quantspec", chosen=True, unit=1),
+        "quantspec, dim 256": pages("quantspec", 256),
+        "quantspec, dim 512": pages("quantspec", 512),
         "turboquant, 2 bits": pages("turboquant", bits=2),
         "turboquant, 3 bits": pages("turboquant", bits=3),
         "turboquant, 4 bits": pages("turboquant"),

@@ -44,6 +44,8 @@ def read(
         x = tl.load(data + row_offset + token[:, None] * token_stride + d[None, :], mask=mask, other=0.0)
     elif LAYOUT == PER_CHANNEL or LAYOUT == PER_TOKEN:
         code = codes(data, token, d, mask, DIM, BITS)
+        if LOW_BITS == 4:  # QuantSpec's lower nibbles
+            code += (codes(low, token, d, mask, DIM, 4) - 8.0) * (1.0 / 16)
         if LAYOUT == PER_CHANNEL:
             at = (token // GROUP)[:, None] * DIM + d[None, :]
         else:
@@ -113,11 +115,14 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
         levels = turboquant.levels(bits := turboquant.width(code, dim), code.device)
         return _side(side, (code, code, scale, levels, scale, code), (0, 0), dim, TURNED, bits)
     scale, zero = fields[f"{side}_scale"], fields[f"{side}_zero"]
-    if codec == "kivi":
+    if codec in ("kivi", "quantspec"):
         code = fields[f"{side}_code"]
+        low, low_bits = (code, 8) if codec == "kivi" else (fields[f"{side}_low"], 4)
         group = page // scale.shape[1] if side == "k" else dim // scale.shape[2]
         layout = PER_CHANNEL if side == "k" else PER_TOKEN
-        return _side(side, (code, code, scale, zero, scale, code), (0, 0), dim, layout, width(code, dim), 8, group)
+        return _side(
+            side, (code, low, scale, zero, scale, code), (0, 0), dim, layout, width(code, dim), low_bits, group
+        )
     high, low = fields[f"{side}_high"], fields[f"{side}_low"]
     pointers = (high, low, scale, zero, scale if side == "k" else fields["v_channel"], fields["mask"])
     layout, widths = (MIXED_CHANNEL if side == "k" else MIXED_TOKEN), (width(high, dim), width(low, dim))

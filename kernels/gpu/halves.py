@@ -124,8 +124,27 @@ def field(x, i: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     return masked(x, mask, BITS * i // 8 * 8, ASM)
 
 
+@triton.jit
+def whole(upper, lower, odd: tl.constexpr, ASM: tl.constexpr):
+    """Of halves of words that hold four upper and four lower nibbles, codes of 8 bits: 0 and 2 in one half, or 1 and 3."""
+    if ASM is None:
+        if odd:
+            return (upper & -0xF10) | ((lower >> 4) & 0xF0F)
+        else:
+            return ((upper << 4) & -0xF10) | (lower & 0xF0F)
+    else:
+        return tl.inline_asm_elementwise(ASM[2 + odd], "=r,r,r", [upper, lower], dtype=tl.int16, is_pure=True, pack=2)
+
+
 def masking() -> tuple[str, ...] | None:
-    """PTX of `masked`, for two halves at a time, out of the lower and out of the upper bytes; the interpreter has none."""
+    """PTX for two halves at a time: of `masked`, out of the lower and out of the upper bytes, and of `whole`. The interpreter
+    has none. What a shift brings over from the other half is masked away."""
     if interpreted():
         return None
-    return "and.b32 $0, $1, $2;", "{ .reg .b32 t; shr.u32 t, $1, 8; and.b32 $0, t, $2; }"
+    either = "lop3.b32 $0, {}, {}, 0xF0F0F0F0, 0xE4;"  # the upper nibbles of the first, the lower ones of the second
+    return (
+        "and.b32 $0, $1, $2;",
+        "{ .reg .b32 t; shr.u32 t, $1, 8; and.b32 $0, t, $2; }",
+        "{ .reg .b32 t; shl.b32 t, $1, 4; " + either.format("t", "$2") + " }",
+        "{ .reg .b32 t; shr.u32 t, $2, 4; " + either.format("$1", "t") + " }",
+    )

@@ -18,6 +18,10 @@ them are a factor of the next product where they are; the same holds for scaled 
 products were fewer, 42 for 58, but for all else the first were written to shared memory and read again, nine times a block. A
 product has no fewer than 16 rows: of 8 heads, two tiles' queries are the rows of one factor, and half of each product is not
 used.
+
+QuantSpec's pages (FINE) have lower nibbles beside the upper ones, `zero + (16 code + low - 8) * scale / 16`. Two instructions
+make codes of 8 bits of both, every second one at a time (`whole`), and what the 8 takes away is half of each scale, a product
+like that of the zeros.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 
@@ -35,7 +39,7 @@ from kvengine.kernels.dispatch import interpreted
 from kvengine.kernels.gpu import cdiv, next_power_of_2
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
-from kvengine.kernels.gpu.halves import field, masked, masking
+from kvengine.kernels.gpu.halves import field, masked, masking, whole
 from kvengine.kernels.gpu.layouts import apart, as_product, loaded, rows_of
 from kvengine.kernels.gpu.stream import LOG2E, Partials, pick, row_ends, slot_at, unit_at
 from kvengine.kernels.paged_attention.words import BLOCK, EACH, MOST_HEADS
@@ -52,13 +56,14 @@ SMALLEST = tl.constexpr(2.0**-24)
 @launched_again
 @triton.jit(do_not_specialize=["columns", "chosen", "window", "table_row"])
 def kivi_kernel(
-    q, k_code, k_scale, k_zero, v_code, v_scale, v_zero, parts, tops, totals,
+    q, k_code, k_low, k_scale, k_zero, v_code, v_low, v_scale, v_zero, parts, tops, totals,
     table, position, units, query_position, table_row, position_row,
     rows, columns, heads, queries, chosen, window, scale, softcap,
     UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, BY_POSITION: tl.constexpr,
     SOFTCAP: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_ZERO: tl.constexpr,
-    V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUP: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUP: tl.constexpr, FINE: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     K_TILES: tl.constexpr = 16 // K_BITS
     K_HALVES: tl.constexpr = K_DIM // K_TILES
@@ -68,7 +73,7 @@ def kivi_kernel(
     V_GROUPS: tl.constexpr = V_DIM // V_GROUP
     # A tile of values: SIDE codes of V_HALVES halves. A part of a piece has that many halves. Pieces are loaded one by one as
     # rows of 32 bytes, in shared memory, are read by columns faster than longer ones.
-    V_HALVES: tl.constexpr = min(16 if V_BITS == 8 else 8, V_GROUP // V_TILES)
+    V_HALVES: tl.constexpr = min(16 if V_BITS == 8 or FINE else 8, V_GROUP // V_TILES)
     PIECE: tl.constexpr = min(V_DIM // V_TILES, max(16, 2 * V_HALVES))
     PIECES: tl.constexpr = V_DIM // V_TILES // PIECE
     PARTS: tl.constexpr = PIECE // V_HALVES
@@ -77,7 +82,7 @@ def kivi_kernel(
     # Tiles' codes stand in different places of their halves, for which queries make up: the highest place's are the least.
     # No scale of float16's keys times LEVEL overflows.
     PLACES: tl.constexpr = 4 if K_BITS == 2 else 8
-    LEVEL: tl.constexpr = 4.0 if K_BITS == 4 else 1.0
+    LEVEL: tl.constexpr = 64.0 if FINE else 4.0 if K_BITS == 4 else 1.0
     program, programs = tl.program_id(0), tl.num_programs(0)
     in_turn(PDL)
     ends, _length = row_ends(units, rows, columns, LENGTHS, ROWS, BLOCK)
@@ -93,7 +98,7 @@ def kivi_kernel(
     d = tl.arange(0, K_DIM // 2)
     d = d // 16 * 32 + d % 8 // 2 * 8 + d % 16 // 8 * 4 + d % 2
     side = tl.arange(0, 16) // V_HALVES
-    mask = loaded((((1 << V_BITS) - 1) << (V_BITS * side)).to(tl.int16), position, columns < 0)
+    mask = loaded((((1 << (8 if FINE else V_BITS)) - 1) << (V_BITS * side)).to(tl.int16), position, columns < 0)
     while at < stop:  # one turn per row that this program has a share of
         row = tl.sum((ends <= at).to(tl.int32), 0)
         start, end = pick(ends, row - 1, ROWS), pick(ends, row, ROWS)
@@ -115,7 +120,7 @@ def kivi_kernel(
         query, acc = (), ()
         for i in tl.static_range(HALF):
             x = tl.load(at_q + i, mask=some[None, :, None], other=0.0).to(tl.float32) / unit[None, :, None]
-            x = x.reshape(TWO * HEADS, K_HALVES) * (LEVEL / (1 << K_BITS * i % PLACES))
+            x = x.reshape(TWO * HEADS, K_HALVES) * (LEVEL / (16 if FINE else 1 << K_BITS * i % PLACES))
             query = query + (as_product(x).to(tl.float16),)
         for _ in tl.static_range(V_DIM // 16):
             acc = acc + (tl.zeros([16, HEADS], tl.float32),)
@@ -144,13 +149,14 @@ def kivi_kernel(
             place = tl.load(places + slot)  # again, as registers that wait for a load cannot be handed on
             ok = there & (place >= 0)
             words = stretch(k_code, first, t, there, K_HALVES, K_HALVES)
+            if FINE:
+                lower = stretch(k_low, first, t, there, K_HALVES, K_HALVES)
             group = first // K_GROUP * K_DIM
             k_scales = tl.load(k_scale + group + k_all, mask=there, other=0.0)
             k_scales = apart(k_scales.to(tl.float16).reshape(K_HALVES, TWO, HALF), HALF)
-            k_zeros = tl.load(k_zero + group + tl.arange(0, K_DIM), mask=there, other=0.0).to(K_ZERO)
-            k_zeros = tl.permute(k_zeros.reshape(K_DIM // 32, 4, 2, 2, 2), (3, 0, 2, 1, 4)).reshape(2, 1, K_DIM // 2)
-            k_zeros = tl.broadcast_to(k_zeros, 2, 8, K_DIM // 2).reshape(16, K_DIM // 2)
-            base = rows_of(tl.dot(k_zeros, query_x), 0) + rows_of(tl.dot(k_zeros, query_y), 1)
+            base = ranges(k_zero + group, there, query_x, query_y, K_DIM, K_ZERO)
+            if FINE:
+                base -= 0.5 * ranges(k_scale + group, there, query_x, query_y, K_DIM, K_ZERO)
             base *= LEVEL * SMALLEST
             scores = tl.broadcast_to(tl.trans(base)[:, None, :], HEADS, BLOCK // 8, 8).reshape(HEADS, BLOCK)
             low = tl.zeros([TWO * HEADS, BLOCK], tl.float32)
@@ -158,9 +164,16 @@ def kivi_kernel(
             for i in tl.static_range(HALF):
                 sizes = tl.broadcast_to(tl.trans(k_scales[i])[:, None, :], TWO, HEADS, K_HALVES)
                 sized = query[i] * sizes.reshape(TWO * HEADS, K_HALVES)
-                codes, second = tl.trans(field(words, i, K_BITS, ASM)), None
-                if TWO == 2:
-                    second = tl.trans(field(words, i + HALF, K_BITS, ASM))
+                second = None
+                if FINE:
+                    bytes_ = whole(words, lower, i % 2, ASM)
+                    codes = tl.trans(field(bytes_, i // 2, 8, ASM))
+                    if TWO == 2:
+                        second = tl.trans(field(bytes_, i // 2 + 1, 8, ASM))
+                else:
+                    codes = tl.trans(field(words, i, K_BITS, ASM))
+                    if TWO == 2:
+                        second = tl.trans(field(words, i + HALF, K_BITS, ASM))
                 if K_BITS * i % 8 < PLACES:
                     low = tl.dot(sized, codes, low)
                     if TWO == 2:
@@ -187,7 +200,10 @@ def kivi_kernel(
             group = (first + t)[:, None] * V_GROUPS + tl.arange(0, V_GROUPS)[None, :]
             v_scales = tl.load(v_scale + group, mask=live[:, None], other=0.0)
             spare = headroom(v_scales)
-            v_scales = apart(v_scales.to(tl.float16), V_GROUPS)
+            v_scales = v_scales.to(tl.float16)
+            if FINE:
+                v_steps = tl.broadcast_to(tl.trans(v_scales)[None], 16 // V_GROUPS, V_GROUPS, BLOCK).reshape(16, BLOCK)
+            v_scales = apart(v_scales, V_GROUPS)
             v_zeros = tl.load(v_zero + group, mask=live[:, None], other=0.0).to(tl.float16)
             v_zeros = tl.broadcast_to(tl.trans(v_zeros)[None], 16 // V_GROUPS, V_GROUPS, BLOCK).reshape(16, BLOCK)
             now_top = tl.maximum(top, tl.max(scores, 1) * power + spare)
@@ -198,25 +214,34 @@ def kivi_kernel(
             total = total * shrink[:, None] + tl.sum(p.reshape(HEADS, BLOCK // 8, 8), 1)
             p = p.to(tl.float16)
             acc_z = tl.dot(v_zeros, tl.trans(p), acc_z * shrink[None, :])
+            if FINE:
+                acc_z = tl.dot(v_steps, tl.trans(p * -0.5), acc_z)
             now = ()
             for piece in tl.static_range(PIECES):
                 words = stretch(v_code + PIECE * piece, first, t, there, PIECES * PIECE, PIECE)
                 words = apart(tl.permute(words.reshape(BLOCK, PARTS, V_HALVES), (0, 2, 1)), PARTS)
+                if FINE:
+                    lower = stretch(v_low + PIECE * piece, first, t, there, PIECES * PIECE, PIECE)
+                    lower = apart(tl.permute(lower.reshape(BLOCK, PARTS, V_HALVES), (0, 2, 1)), PARTS)
                 for part in tl.static_range(PARTS):
                     few = tl.trans(words[part])
                     if SIDE > 1:
                         few = tl.broadcast_to(few[None], SIDE, V_HALVES, BLOCK).reshape(16, BLOCK)
                     sized = tl.trans(p * v_scales[(PIECE * piece + V_HALVES * part) * V_TILES // V_GROUP][None, :])
                     for j in tl.static_range(STEPS):
-                        bits = tl.broadcast_to((mask << V_BITS * SIDE * j % 8)[:, None], 16, BLOCK)
-                        value = masked(few, bits, V_BITS * SIDE * j // 8 * 8, ASM)
+                        if FINE:
+                            value = field(whole(few, tl.trans(lower[part]), j % 2, ASM), j // 2, 8, ASM)
+                        else:
+                            bits = tl.broadcast_to((mask << V_BITS * SIDE * j % 8)[:, None], 16, BLOCK)
+                            value = masked(few, bits, V_BITS * SIDE * j // 8 * 8, ASM)
                         now = now + (tl.dot(value, sized, acc[(piece * PARTS + part) * STEPS + j] * shrink[None, :]),)
             acc = now
         out = (program + row).to(tl.int64) * heads + n
         for g in tl.static_range(V_GROUPS):
             mine = tl.sum(tl.where((tl.arange(0, 16) == g)[:, None], acc_z, 0.0), 0)
             for i in tl.static_range(g * (V_GROUP // 16), (g + 1) * (V_GROUP // 16)):
-                back = tl.exp2(-(V_BITS * SIDE * (i % STEPS) % 8 + V_BITS * side).to(tl.float32))[:, None] / SMALLEST
+                shift = tl.full([16], 4, tl.int32) if FINE else V_BITS * SIDE * (i % STEPS) % 8 + V_BITS * side
+                back = tl.exp2(-shift.to(tl.float32))[:, None] / SMALLEST
                 c = V_TILES * (V_HALVES * (i // STEPS) + tl.arange(0, 16) % V_HALVES) + SIDE * (i % STEPS) + side
                 found = acc[i] * back + mine[None, :]
                 tl.store(parts + out[None, :] * V_DIM + c[:, None], found, mask=some[None, :])
@@ -230,6 +255,15 @@ def stretch(code, first, t, there, ROW: tl.constexpr, COLUMNS: tl.constexpr):
     """Some columns of a block's rows."""
     at = code + first * ROW + t[:, None] * ROW + tl.arange(0, COLUMNS)[None, :]
     return tl.load(at, mask=there, other=0)
+
+
+@triton.jit
+def ranges(pointer, there, query_x, query_y, DIM: tl.constexpr, DTYPE: tl.constexpr):
+    """Of a key group's zeros or scales, the product with each query."""
+    x = tl.load(pointer + tl.arange(0, DIM), mask=there, other=0.0).to(DTYPE)
+    x = tl.permute(x.reshape(DIM // 32, 4, 2, 2, 2), (3, 0, 2, 1, 4)).reshape(2, 1, DIM // 2)
+    x = tl.broadcast_to(x, 2, 8, DIM // 2).reshape(16, DIM // 2)
+    return rows_of(tl.dot(x, query_x), 0) + rows_of(tl.dot(x, query_y), 1)
 
 
 @triton.jit
@@ -248,7 +282,9 @@ def fits(
 ) -> bool:
     """Whether these pages can be read so: whole or half blocks of one key group, codes of 2, 4 or 8 bits, values in groups that
     fill tiles. Ranges are float16 or bfloat16; those are turned into float16, whose numbers end at 65504: far beyond any key."""
-    if codec != "kivi" or want_probs or page % HALF or unit % HALF:
+    if codec not in ("kivi", "quantspec") or want_probs or page % HALF or unit % HALF:
+        return False
+    if codec == "quantspec" and dim_v // fields["v_scale"].shape[2] % 64:
         return False
     kinds = (torch.float16, torch.bfloat16)
     if q.dtype not in kinds or any(x.storage_offset() % 4 or not x.is_contiguous() for x in fields.values()):
@@ -278,21 +314,24 @@ def attention(
     tile = min(64, max(8, next_power_of_2(heads)))
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
     block = HALF if page // fields["k_scale"].shape[1] % BLOCK or unit % BLOCK else BLOCK
-    k, v = ([fields[f"{side}_{name}"] for name in ("code", "scale", "zero")] for side in "kv")
+    fine = codec == "quantspec"
+    names = ("code", "low" if fine else "code", "scale", "zero")
+    k, v = ([fields[f"{side}_{name}"] for name in names] for side in "kv")
+    halves = lambda x: (x[0].view(torch.int16), x[1].view(torch.int16), *x[2:])  # noqa: E731
     bits = width(k[0], dim), width(v[0], dim_v)
-    exact = k[2].dtype == q.dtype == torch.bfloat16 and not interpreted()  # which has no products of these
+    exact = k[3].dtype == q.dtype == torch.bfloat16 and not interpreted()  # which has no products of these
     alone = tile <= MOST_HEADS
     parts = Partials(q, dim_v, columns, block, None, tiles_of := cdiv(heads, tile),
                      EACH if alone else 2)  # fmt: skip
     kivi_kernel[(parts.programs, tiles_of)](
-        q, k[0].view(torch.int16), *k[1:], v[0].view(torch.int16), *v[1:], parts.parts, parts.tops, parts.totals,
+        q, *halves(k), *halves(v), parts.parts, parts.tops, parts.totals,
         table, position, table if units is None else units.contiguous(),
         table if query_position is None else query_position.contiguous(), table.stride(0), position.stride(0),
         rows, columns, heads, queries, 0 if units is None else units.shape[1], window or 0, scale, softcap or 1.0,
         UNITS=units is not None, UNIT=unit, PAGE=page, BY_POSITION=query_position is not None,
         SOFTCAP=softcap is not None, HEADS=tile, **parts.shape, ASM=masking(),
-        K_DIM=dim, K_BITS=bits[0], K_GROUP=page // k[1].shape[1], K_ZERO=tl.bfloat16 if exact else tl.float16,
-        V_DIM=dim_v, V_BITS=bits[1], V_GROUP=dim_v // v[1].shape[2],
+        K_DIM=dim, K_BITS=bits[0], K_GROUP=page // k[2].shape[1], K_ZERO=tl.bfloat16 if exact else tl.float16,
+        V_DIM=dim_v, V_BITS=bits[1], V_GROUP=dim_v // v[2].shape[2], FINE=fine,
         num_warps=1 if alone else 4, num_stages=3, **chained(q.device),
     )  # fmt: skip
     return parts.found(sinks, None, wait)

@@ -201,7 +201,7 @@ def paged_attention(
     wait: bool = False,
 ) -> State:
     """See `kvengine.kernels.paged_attention`."""
-    by_word = kivi if codec == "kivi" else words
+    by_word = kivi if codec in ("kivi", "quantspec") else words
     if by_word.fits(q, fields, page, unit, codec, dim_v, want_probs):
         return by_word.attention(
             q, fields, table, position, page, scale, units, unit, codec, dim_v, query_position, window, softcap, sinks, wait

@@ -71,6 +71,33 @@ CASES: dict[str, dict[str, Any]] = {
     "units, causal": {"unit": 32, "query": 2, "seen": True},
     "softcap and sinks": {"softcap": 2.0, "sinks": True},
     "large queries": {"large": True},
+    "nibbles": {"nibbles": True, "v_group": 64},
+    "nibbles, one group, ranges in bfloat16": {
+        "nibbles": True,
+        "ranges": torch.bfloat16,
+        **{name: 128 for name in ("page", "group", "v_group", "dim", "dim_v")},
+    },
+    "nibbles, values wider, nine heads": {"nibbles": True, "v_group": 128, "dim": 64, "dim_v": 256, "heads": 9},
+    "nibbles, forty rows": {
+        "nibbles": True,
+        "v_group": 64,
+        "heads": 5,
+        "query": 8,
+        "seen": True,
+        "softcap": 2.0,
+        "sinks": True,
+    },
+    "nibbles, huge": {"nibbles": True, "v_group": 64, "k_size": 1.2e4, "v_size": 1.2e4},
+    "nibbles, small values that grow": {"nibbles": True, "v_group": 64, "grow": True, "v_size": 1e-3, "k_size": 1e-3},
+    "nibbles, constant channels, far from zero": {"nibbles": True, "v_group": 64, "constant": True, "shift": 30.0},
+    "nibbles, units of half a block, window": {
+        "nibbles": True,
+        "v_group": 64,
+        "unit": 16,
+        "query": 2,
+        "seen": True,
+        "window": 50,
+    },
     "turned": {"turned": True},
     "turned, 2 bits": {"turned": True, "bits": 2, "dim": 128, "dim_v": 128},
     "turned, keys 4, values 2, scales in bfloat16": {
@@ -100,6 +127,7 @@ def case(
     sinks: bool = False, large: bool = False, salient: float | None = None,
     ranges: torch.dtype = torch.float16, turned: bool = False, grow: bool = False, v_group: int | None = None,
     k_size: float = 1.0, v_size: float = 1.0, constant: bool = False, shift: float = 0.0, negative: bool = False,
+    nibbles: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, dict[str, Any]]:  # fmt: skip
     """Queries, fields, table, position and options; one full row, one with missing pages, one without any."""
     rng = torch.Generator().manual_seed(dim + page)
@@ -119,6 +147,10 @@ def case(
         if v_group is not None:
             other = codecs.encode_kivi(k[:, :1, :1].repeat(1, v_group, 16), v, bits, v_group, scale_dtype=ranges)
             fields |= {name: x for name, x in other.items() if name.startswith("v")}
+        if nibbles:
+            for side in "kv":
+                code = fields[f"{side}_code"]
+                fields[f"{side}_low"] = torch.randint(256, code.shape, generator=rng, dtype=torch.uint8)
     else:
         chosen = torch.rand(len(k), page, generator=rng).argsort(1) < round(salient * page)
         fields = codecs.encode_zipcache(k, v, (4, 2), chosen)
@@ -137,7 +169,7 @@ def case(
         options["query_position"] = torch.tensor([[120], [30], [5]]) + torch.arange(query)
     if sinks:
         options["sinks"] = torch.randn(ROWS, heads, generator=rng)
-    codec = "turboquant" if turned else "kivi" if salient is None else "zipcache"
+    codec = "turboquant" if turned else "quantspec" if nibbles else "kivi" if salient is None else "zipcache"
     return q, fields, table, position, options | {"codec": codec, "dim_v": dim_v}
 
 
@@ -161,11 +193,13 @@ def test_words_match_the_oracle(backend: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("salient", "turned"), [(None, False), (0.6, False), (None, True)], ids=["kivi", "mixed", "turned"]
+    "kind",
+    [{}, {"salient": 0.6}, {"turned": True}, {"nibbles": True, "v_group": 64}],
+    ids=["kivi", "mixed", "turned", "nibbles"],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_words_of_what_is_dead_may_hold_anything(backend: str, salient: float | None, turned: bool) -> None:
-    q, fields, table, position, options = case(page=64, unit=32, salient=salient, turned=turned)
+def test_words_of_what_is_dead_may_hold_anything(backend: str, kind: dict[str, Any]) -> None:
+    q, fields, table, position, options = case(page=64, unit=32, **kind)
     position[0, :32] = -1  # a whole key group
     position[1, 64:128] = -1  # a whole page
     run = oracle.on(backend, paged_attention)
@@ -174,10 +208,10 @@ def test_words_of_what_is_dead_may_hold_anything(backend: str, salient: float | 
     live = torch.zeros(ROWS * TABLE + 2, 64, dtype=torch.bool)
     live.flatten()[where[at >= 0]] = True
     spans = {"v_scale": 1, "v_zero": 1, "v_channel": 64}  # slots that a range is for
-    spans |= {"k_scale": 1} if turned else {}
+    spans |= {"k_scale": 1} if "turned" in kind else {}
     for name, field in fields.items():
         if field.is_floating_point():
-            span = spans.get(name, 64 if salient else 32)
+            span = spans.get(name, 64 if "salient" in kind else 32)
             dead = ~live.unflatten(1, (-1, span)).any(2)
             field[dead[:, 0] if span == 64 else dead] = math.nan
     assert torch.equal(run(q, fields, table, position, backend=backend, **options).out, before)
@@ -215,6 +249,9 @@ def test_other_pages_are_read_code_by_code() -> None:
     for other in ({"group": 8}, {"unit": 8}, {"dim": 32}, {"bits": 2}, {"dim_v": 96, "group": 32}, {"v_group": 16}):
         q, fields, *_, options = case(**other)
         assert not fits(q, fields, options["page"], options.get("unit", 64), "kivi", options["dim_v"], False)
+    for other in ({"v_group": 32}, {"dim_v": 32}, {"unit": 8, "v_group": 64}):
+        q, fields, *_, options = case(nibbles=True, **other)
+        assert not fits(q, fields, options["page"], options.get("unit", 64), "quantspec", options["dim_v"], False)
     for other in ({"bits": 3, "dim": 128}, {"bits": 1, "dim": 128}, {"dim": 32}, {"bits": 2}):
         q, fields, *_, options = case(turned=True, **other)
         assert not fits(q, fields, options["page"], options.get("unit", 64), "turboquant", options["dim_v"], False)
@@ -237,12 +274,16 @@ def test_the_policys_pages_are_read_by_the_word(bits: int, dim: int, dtype: torc
     k = torch.randn(3, stack.page, dim).to(dtype)
     fields = stack.representation.encode(k, k, torch.zeros(3, stack.page))
     assert fits(k[:, None, :1], fields, stack.page, stack.page, "turboquant", dim, False)
+    stack = Stack.parse("quantspec")
+    k = torch.randn(3, stack.page, dim).to(dtype)
+    fields = stack.representation.encode(k, k, torch.zeros(3, stack.page))
+    assert fits(k[:, None, :1], fields, stack.page, stack.page, "quantspec", dim, False)
 
 
 def fits(q: Tensor, fields: dict[str, Tensor], page: int, unit: int, codec: str, dim_v: int, want_probs: bool) -> bool:
     from kvengine.kernels.paged_attention import kivi, words
 
-    return (kivi if codec == "kivi" else words).fits(q, fields, page, unit, codec, dim_v, want_probs)
+    return (kivi if codec in ("kivi", "quantspec") else words).fits(q, fields, page, unit, codec, dim_v, want_probs)
 
 
 def taken(q: Tensor, fields: dict[str, Tensor], options: dict[str, Any]) -> None:
