@@ -200,6 +200,42 @@ def test_wide_bands_over_many_tiles(group: int, sinks: int, local: int) -> None:
     assert oracle.error(got, want) <= 1e-5
 
 
+@pytest.mark.parametrize(
+    ("dtype", "band", "scale"),
+    [
+        (torch.float32, None, 0.2),
+        (torch.float32, (40, 60), 0.2),
+        (torch.bfloat16, None, -0.2),
+        (torch.bfloat16, (4, 150), 0.2),
+        (torch.bfloat16, (100, 70), 0.2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", WIDE)
+def test_blocks_without_padding_that_all_see(
+    backend: str, dtype: torch.dtype, band: tuple[int, int] | None, scale: float
+) -> None:
+    """Padding in front, at the end, and in the middle; spans that begin and end anywhere."""
+    rng = torch.Generator().manual_seed(5)
+    q = torch.randn(3, 3, 70, 24, generator=rng).to(dtype)
+    k, v = (torch.randn(3, 300, 24, generator=rng).to(dtype) for _ in range(2))
+    position = torch.arange(300, dtype=torch.int32).repeat(3, 1)
+    position[0, :75], position[1, 240:], position[2, 130:133] = -1, -1, -1
+    first = torch.tensor([75, 0, 0])
+    k[position < 0], v[position < 0] = math.nan, math.nan
+    inside = None if band is None else Band(first, *band)
+    spans = causal_spans(70, 300, q.device, 64) if inside is None else band_spans(70, 300, inside, 64)
+    for some in (spans, torch.tensor([[3, 199], [210, 300]]).expand(1, 2, 2, 2)):
+
+        def call(q: Tensor, k: Tensor, v: Tensor, position: Tensor, spans: Tensor, first: Tensor) -> Tensor:
+            mine = None if band is None else Band(first, *band)
+            return span_attention(q, k, v, position, spans, scale=scale, band=mine, block=64, backend=backend)
+
+        got = oracle.on(backend, call)(q, k, v, position, some, first)
+        want = oracle.attend(q, k, v, allowed(position, 70, some, 64, inside), scale)
+        assert oracle.error(got, want.out) <= (1e-5 if dtype == torch.float32 else 1e-2)
+
+
 @pytest.mark.parametrize("queries, tokens, skip, block", [(7, 7, 0, 3), (5, 11, 2, 4), (9, 9, 3, 8), (1, 6, 0, 2)])
 def test_pairs_are_those_that_causal_spans_hold(queries: int, tokens: int, skip: int, block: int) -> None:
     rng = torch.Generator().manual_seed(queries)
