@@ -50,9 +50,9 @@ FIRST = ((32, 4096), (1, LONG), (8, LONG))
 CHOICE = "quest 2048: bounds and choice"
 AT_ONCE = 16384
 """Pages that are encoded at once."""
-SHARE = 3.8
+SHARE = 4.0
 """Memory that the cases of one copy of the inputs take, over that of its keys and values: they, what is copied into, and
-five encodings of them."""
+six encodings of them."""
 SLOW = 60
 """Milliseconds above which a case takes only every third turn."""
 COLUMNS = ("ms", "gb_per_s", "of_copy", "over_sdpa", "over_full", "byte_ratio")
