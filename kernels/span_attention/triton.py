@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from jaxtyping import Int
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import FUSED, cdiv, crowds, next_power_of_2
+from kvengine.kernels.gpu import FUSED, cdiv, crowds, next_power_of_2, room
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.span_attention import Band
 
@@ -18,23 +19,30 @@ TILE, WIDE_TILE = 128, 64
 delivers too few bytes for 64 rows at a time; of wider heads 128 do not fit."""
 
 
-@triton.jit(do_not_specialize=["position_row", "tokens"])
-def stretch_kernel(position, out, position_row, tokens, BLOCK: tl.constexpr):
-    """Of a row a stretch without padding: what follows the last, if it begins with padding, else what comes before the first."""
+@triton.jit(do_not_specialize=["line", "count", "least"])
+def stretch_kernel(x, out, line, count, least, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    first, last = tokens, 0
-    for begin in range(0, tokens, BLOCK):
+    first, last = count, 0
+    for begin in range(0, count, BLOCK):
         t = begin + tl.arange(0, BLOCK)
-        none = tl.load(position + row * position_row + t, mask=t < tokens, other=0) < 0
-        first = tl.minimum(first, tl.min(tl.where(none, t, tokens), 0))
+        none = tl.load(x + row * line + t, mask=t < count, other=1).to(tl.int32) < least
+        first = tl.minimum(first, tl.min(tl.where(none, t, count), 0))
         last = tl.maximum(last, tl.max(tl.where(none, t + 1, 0), 0))
     tl.store(out + 2 * row, tl.where(first == 0, last, 0))
-    tl.store(out + 2 * row + 1, tl.where(first == 0, tokens, first))
+    tl.store(out + 2 * row + 1, tl.where(first == 0, count, first))
+
+
+def stretches(x: Tensor, least: int) -> Int[Tensor, "row 2"]:
+    """[from, to) of each row's numbers, all of which are `least` or more: what follows the last that is less, if the row begins
+    with such a one, else what comes before the first. So a row with padding on one side has a stretch of all its tokens."""
+    out = torch.empty(len(x), 2, device=x.device, dtype=torch.int32)
+    stretch_kernel[(len(x),)](x, out, x.stride(0), x.shape[1], least, BLOCK=2048, num_warps=8, **FUSED)
+    return out
 
 
 @triton.jit(do_not_specialize=["queries", "tokens", "position_row", "spans_row", "count"])
 def span_kernel(
-    q, k, v, position, stretch, spans, first, sink_logits, out, k_row, k_token, v_row, v_token, position_row, spans_row,
+    q, k, v, position, clean, spans, first, sink_logits, out, k_row, k_token, v_row, v_token, position_row, spans_row,
     share, group, queries, tokens, block, count, band_sinks, band_local, scale, softcap,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, BAND: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
@@ -63,7 +71,7 @@ def span_kernel(
     if BAND:
         begin = tl.load(first + held).to(tl.int32)
     here = spans + row * spans_row + (part * QUERIES // block) * count * 2
-    clean_from, clean_to = tl.load(stretch + 2 * held), tl.load(stretch + 2 * held + 1)
+    clean_from, clean_to = tl.load(clean + 2 * held), tl.load(clean + 2 * held + 1)
     keys, values, places = k + held * k_row, v + held * v_row, position + held * position_row
     k_at, v_at = t[:, None] * k_token + d[None, :], t[:, None] * v_token + e[None, :]
     for s in range(0, count):
@@ -144,17 +152,18 @@ def span_attention(
     wide, wide_v, exact = max(next_power_of_2(dim), 16), max(next_power_of_2(dim_v), 16), k.dtype == torch.float32
     narrow = max(wide, wide_v) <= 128
     tile = 16 if exact else TILE if narrow else WIDE_TILE
+    if wide > 256 and room(q.device) < 128 << 10:
+        tile = min(tile, 32)
     if heads > tile and crowds(q.device, heads * wide * q.element_size()):
         some = zip(q.split(tile, 1), [None] * group if sinks is None else sinks.split(tile, 1), strict=False)
         return torch.cat([span_attention(x, k, v, position, spans, scale, band, softcap, s, block) for x, s in some], 1)
     each = max(1, min(tile // heads, block & -block))  # a program's queries share their spans
     heads = max(heads, 16 // each)
     out = torch.empty(rows, group, queries, dim_v, device=q.device, dtype=q.dtype)
-    stretch = torch.empty(len(k), 2, device=q.device, dtype=torch.int32)
-    stretch_kernel[(len(k),)](position, stretch, position.stride(0), k.shape[1], BLOCK=2048, num_warps=8, **FUSED)
     span_kernel[(cdiv(queries, each), rows)](
-        q, k, v, position, stretch, spans, spans if band is None else band.first, spans if sinks is None else sinks.contiguous(),
-        out, k.stride(0), k.stride(1), v.stride(0), v.stride(1), position.stride(0),
+        q, k, v, position, stretches(position, 0), spans, spans if band is None else band.first,
+        spans if sinks is None else sinks.contiguous(), out,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1), position.stride(0),
         0 if len(spans) == 1 else spans.stride(0), share, group, queries, k.shape[1], block, count,
         0 if band is None else band.sinks, 0 if band is None else band.local, scale, softcap or 1.0,
         QUERIES=each, HEADS=heads, DIM=dim, BLOCK_D=wide, DIM_V=dim_v, BLOCK_V=wide_v,

@@ -85,6 +85,29 @@ def test_matches_a_loop(backend: str, banded: bool, shape: tuple[int, ...]) -> N
         assert oracle.error(got, expected(q, k, other, 0.3)) > 1e-3
 
 
+@pytest.mark.parametrize("local", [None, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_without_padding_that_all_see(backend: str, dtype: torch.dtype, local: int | None) -> None:
+    """Padding, and queries that do not count, in front, at the end and in the middle."""
+    rng = torch.Generator().manual_seed(7)
+    q, k = (torch.randn(*s, 24, generator=rng).to(dtype) for s in ((3, 2, 200), (3, 300)))
+    position, at = torch.arange(300, dtype=torch.int32).repeat(3, 1), torch.arange(100, 300)
+    position[0, :75], position[1, 240:], position[2, 130:133] = -1, -1, -1
+    real = position[:, 100:] >= 0
+    real[0, :40], real[2, 150] = False, False
+    k[position < 0] = math.nan
+    q.transpose(1, 2)[~real] = math.nan
+    band = None if local is None else Band(torch.tensor([75, 0, 0]), 40, local)
+
+    def call(q: Tensor, k: Tensor, position: Tensor, at: Tensor, real: Tensor, first: Tensor) -> Tensor:
+        mine = None if band is None else band._replace(first=first)
+        return column_mass(q, k, position, at, real, scale=-0.2, band=mine, backend=backend)
+
+    got = oracle.on(backend, call)(q, k, position, at, real, torch.tensor([75, 0, 0]))
+    assert oracle.error(got, expected(q, k, allowed(position, at, real, band), -0.2)) <= 1e-5
+
+
 @pytest.mark.parametrize("dim", [16, 32, 96])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -160,7 +160,7 @@ def test_what_no_model_of_eight_billion_has_fits_a_small_chip() -> None:
         lowrank_attention(q, *lowrank, None, 64, 1.0, False)
         span_attention(q, x, x, position, causal_spans(1, 64, x.device), 0.1, None, None, None, 128)
         assert {kernel.name for kernel in compiled} == {
-            "attend_kernel", "words_kernel", "lowrank_kernel", "span_kernel", "join_kernel",
+            "attend_kernel", "words_kernel", "lowrank_kernel", "stretch_kernel", "span_kernel", "join_kernel",
         }  # fmt: skip
         many = len(compiled)
         page_scores(wide[:, :, 0], x.repeat(1, 1, 2), x.repeat(1, 1, 2), seen, "max")
@@ -182,11 +182,12 @@ def test_a_long_prompt_fits_into_the_grid(monkeypatch: pytest.MonkeyPatch) -> No
     q, k = torch.zeros(2, 8, 262144, 1), torch.zeros(2, 262144, 1)
     position = torch.arange(262144).expand(2, -1)
     span_attention(q, k, k, position, causal_spans(262144, 262144, k.device), 0.1, None, None, None, 128)
-    assert grids[0][0] > 65535 and all(n <= 65535 for n in grids[0][1:])
+    assert grids[0] == (2,) and grids[1][0] > 65535 and all(n <= 65535 for n in grids[1][1:])
     q, k, position = (x.repeat_interleave(16, 2 if x.dim() == 4 else 1) for x in (q[:, :2], k, position))
     real = torch.ones(2, len(at := torch.arange(16 * 262144)), dtype=torch.bool)
     column_mass(q, k, position, at, real, 0.1, None, None, None)
-    assert len(grids) == 3 and all(grid[0] > 65535 and grid[1] == 4 for grid in grids[1:])
+    assert grids[2:4] == [(2,)] * 2 and len(grids) == 6
+    assert all(grid[0] > 65535 and grid[1] == 4 for grid in grids[4:])
 
 
 def test_many_heads_of_many_queries_fit_into_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +265,6 @@ def test_lengths_do_not_decide_what_is_compiled() -> None:
     assert kinds.pop("attend_kernel") == 2 and kinds.pop("join_kernel") <= 3
     assert set(kinds) == {
         "lowrank_kernel", "score_kernel", "fetch_kernel", "span_kernel", "lse_kernel", "mass_kernel", "top_kernel",
-        "best_kernel", "put_kernel", "ends_kernel", "places_kernel",
+        "best_kernel", "put_kernel", "ends_kernel", "places_kernel", "stretch_kernel",
     }  # fmt: skip
     assert set(kinds.values()) == {1}, kinds
