@@ -91,7 +91,7 @@ def test_matches_a_loop(backend: str, banded: bool, shape: tuple[int, ...]) -> N
 def test_blocks_without_padding_that_all_see(backend: str, dtype: torch.dtype, local: int | None) -> None:
     """Padding, and queries that do not count, in front, at the end and in the middle."""
     rng = torch.Generator().manual_seed(7)
-    q, k = (torch.randn(*s, 24, generator=rng).to(dtype) for s in ((3, 2, 200), (3, 300)))
+    q, k = (torch.randn(*s, 48, generator=rng).to(dtype) for s in ((3, 2, 200), (3, 300)))
     position, at = torch.arange(300, dtype=torch.int32).repeat(3, 1), torch.arange(100, 300)
     position[0, :75], position[1, 240:], position[2, 130:133] = -1, -1, -1
     real = position[:, 100:] >= 0
