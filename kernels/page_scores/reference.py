@@ -27,9 +27,9 @@ def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float, softcap: fl
     return logits.log_softmax(-1).masked_fill(dead, -torch.inf)  # of nothing alive, the softmax is NaN
 
 
-def top_units(scores: Tensor, count: int, counts: Tensor | None = None) -> Tensor:
+def top_units(scores: Tensor, count: int, counts: Tensor | None = None, alive: Tensor | None = None) -> Tensor:
     """See `kvengine.kernels.page_scores.top_units`. One integer orders (score, lower id first), so keys are unique."""
-    units = scores.shape[1]
+    units, scores = scores.shape[1], scores if alive is None else scores.masked_fill(~alive, -torch.inf)
     bits = (scores.to(torch.float32) + 0.0).view(torch.int32).long()  # + 0.0 makes -0 the same as 0
     ordered = torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
     ids = torch.arange(units, device=scores.device)

@@ -207,16 +207,14 @@ def _in_fours(scores: Tensor) -> Tensor:
 def top_units(scores: Tensor, count: int, counts: Tensor | None = None, alive: Tensor | None = None) -> Tensor:
     """See `kvengine.kernels.page_scores.top_units`. More units than a program holds are chosen from what several chose."""
     if not scores.shape[0] * count:
-        return reference.top_units(scores, count, counts)
+        return reference.top_units(scores, count, counts, alive)
     scores, left, ids = _in_fours(scores), scores.shape[1], None
     if alive is not None and alive.stride(1) != 1:
         alive = alive.contiguous()
     while left > MOST:
         parts = cdiv(left, MOST)
         if 2 * parts * count > left:  # hardly fewer
-            return reference.top_units(
-                scores if alive is None else scores.masked_fill(~alive, -torch.inf), count, counts
-            )
+            return reference.top_units(scores, count, counts, alive)
         ids, left = _top(scores, ids, alive, None, left, count, parts), parts * count
     return _top(scores, ids, alive, counts, left, count, 1)
 
