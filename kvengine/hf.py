@@ -25,8 +25,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
 from kvengine.hf_attention import Seam, engine_attention
 from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
+from kvengine.hf_compiled import How, compile_decode
 from kvengine.hf_forward import caching, hook_passes
-from kvengine.hf_generate import METHODS, Method
+from kvengine.hf_generate import METHODS, RECORDING, Method
 from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_mask import LazyMask
 from kvengine.hf_names import CACHE
@@ -36,6 +37,7 @@ from kvengine.hf_trial import check_modules
 from kvengine.policies import name_of
 from kvengine.stack import Channels, Stack
 
+Record = bool | How
 KINDS = {
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
@@ -49,6 +51,8 @@ KINDS = {
 
 class Patch:
     """What was done to a model."""
+
+    record: Record = False
 
     def __init__(self, chosen: Chosen) -> None:
         self.chosen = chosen
@@ -67,7 +71,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, lazy_mask)
 
 
-def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedModel:
+def patch(model: PreTrainedModel, policy: str | Stack = "full", record: Record = False) -> PreTrainedModel:
     """Give a model the engine's cache; `model.generate()` then works as always, and so does a loop of one's own.
 
     `torch.compile` works too, but for `fullgraph=True`: caches do their work between the graphs.
@@ -75,16 +79,56 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
     Args:
         model: any decoder model of transformers that can switch its attention implementation. The one whose `generate` is
             called: of a part that was patched alone, the whole does not know, and makes a cache of transformers'.
-        policy: a policy string or a `Stack`. Patching a patched model only changes its policy.
+        policy: a policy string or a `Stack`. Patching a patched model only changes its policy, and `record`.
+        record: whether `generate` records a decode step and replays it for every token, where the model is on a GPU: without,
+            a step there takes as long as Python does. It then takes greedy decoding and sampling alone. Recording takes some
+            steps' time for each call. See `kvengine.compile_decode`, whose `how` it may also be.
 
     Returns:
         The same model.
 
     Raises:
-        ModelError: the model is not one that the engine can work with, or shares its configuration with a patched one.
-        PolicyError: the policy is wrong, or this model cannot do it.
+        ModelError: the model is not one that the engine can work with, or shares its configuration with a patched one; or its
+            `generate` is its own, which `record` does not reach.
+        PolicyError: the policy is wrong, or this model cannot do it; or its step cannot be recorded.
     """
-    stack = Stack.of(policy)
+    before: Patch | None = vars(model).get(STATE) if isinstance(model, PreTrainedModel) else None
+    stack = None if before is None else before.chosen.stack
+    enter_model(model, Stack.of(policy))
+    try:
+        record_by_itself(model, record)
+    except Exception:
+        if before is not None and stack is not None and vars(model).get(STATE) is before:
+            before.chosen.stack = stack
+        else:
+            unpatch(model)
+        raise
+    return model
+
+
+def record_by_itself(model: PreTrainedModel, record: Record) -> None:
+    """Have `generate` of what was patched record its steps, or no longer."""
+    state: Patch = getattr(model, STATE)
+    parts = [part for part in {id(x): x for x in (m.model() for m in state.methods)}.values() if part is not None]
+    if record:
+        compile_decode(model, None if record is True else record)
+        parts = [part for part in parts if getattr(type(part), RECORDING, None) is GenerationMixin.generate]
+        if not parts:
+            raise ModelError(
+                f"{type(model).__name__} has a generate() of its own, so nothing would be recorded; leave out record"
+            )
+    state.record = record
+    for method in [m for m in state.methods if m.name == RECORDING]:
+        state.methods.remove(method)
+        if (part := method.model()) is not None:
+            vars(part).pop(RECORDING, None)
+    for part in parts if record else ():
+        state.methods.append(Method(RECORDING, part))
+        setattr(part, RECORDING, state.methods[-1])
+
+
+def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
+    """Let the engine's attention in, under a stack."""
     check_model(model)
     text = model.config.get_text_config(decoder=True)
     modules = attention_modules(model, text)
@@ -113,7 +157,7 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full") -> PreTrainedMod
     state.hooks += hook_passes(model, text, state.chosen) + hook_replays(model, text)
     for part in generating(model, text):
         for name in METHODS:
-            if hasattr(part, name):
+            if hasattr(part, name) and name != RECORDING:
                 state.methods.append(Method(name, part))
                 setattr(part, name, state.methods[-1])
         setattr(part, STATE, state)
@@ -147,16 +191,19 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @contextmanager
-def patched(model: PreTrainedModel, policy: str | Stack = "full") -> Iterator[PreTrainedModel]:
+def patched(model: PreTrainedModel, policy: str | Stack = "full", record: Record = False) -> Iterator[PreTrainedModel]:
     """`with patched(model, "quest(budget=1024)"): ...`: patched inside, as before outside."""
-    before = getattr(model, STATE).chosen.stack if hasattr(model, STATE) else None
+    before = (getattr(model, STATE).chosen.stack, getattr(model, STATE).record) if hasattr(model, STATE) else None
     try:
-        yield patch(model, policy)
+        yield patch(model, policy, record)
     finally:
         if before is None:
             unpatch(model)
         else:
-            getattr(model, STATE).chosen.stack = before
+            state = getattr(model, STATE)
+            state.chosen.stack = before[0]
+            if state.record != before[1]:
+                record_by_itself(model, before[1])
 
 
 def check_model(model: Any) -> None:

@@ -8,7 +8,9 @@ the whole model is recorded into a CUDA graph, and every further token replays i
 decoding without a recording would have left it. On a CPU a recording saves nothing, and each step runs as it is, over a
 cache held still all the same; `how="trace"` records its torch operations, for tests.
 
-Recording takes some steps' time, and is done anew for every call of `generate`, as the cache of each lies elsewhere.
+Recording takes some steps' time, and is done anew for every call of `generate`, as the cache of each lies elsewhere, and
+where more tokens come than there was made room for (ROOM). `kvengine.patch(model, policy, record=True)` has every
+`generate` of the model do so by itself, where the model is on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer, check_kind, refusal
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import offloaded
-from kvengine.hf_generate import Decoder, check_mode
+from kvengine.hf_generate import STATE, Decoder, check_mode
 from kvengine.hf_held import HeldWindow, can_hold, empty
 from kvengine.hf_layer import EngineLayer
 from kvengine.hf_names import CACHE
@@ -40,6 +42,8 @@ from kvengine.stack import Stack
 
 How = Literal["graph", "trace", "eager"]
 Step = Callable[[], Tensor]
+ROOM = 1024
+"""Tokens that `generate` holds a cache still for at a time: room for all that may come could be more than the prompt takes."""
 WARM = 3
 """Steps before a CUDA graph is captured: kernels are compiled and memory is found in these."""
 KNOWN = ("input_ids", "position_ids", "attention_mask", "cache_position")
@@ -275,14 +279,18 @@ class StandIn:
         mask = inputs.get("attention_mask")
         if position is None:  # as where PEFT takes them out, and the model counts what is cached, padding included
             position = torch.full_like(ids, cache.seen)
+        if self._steps is not None and not self._steps.left:
+            self.close()
         if self._steps is None:
             real = ids.new_ones(len(ids), cache.seen) if mask is None else mask  # `generate` leaves out one of ones
-            self._steps = self._decoder.open(cache, self._more, real)
+            self._steps = self._decoder.open(cache, max(1, min(self._more, ROOM)), real)
+        self._more -= 1
         return CausalLMOutputWithPast(**{"logits": self._steps(ids, position), CACHE: cache})  # type: ignore[arg-type]
 
     def close(self) -> None:
         if self._steps is not None:
             self._steps.close()
+            self._steps = None
 
 
 def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
@@ -339,8 +347,6 @@ def compile_decode(model: PreTrainedModel, how: How | None = None) -> CompiledDe
         ModelError: the model is not patched, or `how` cannot be here.
         UnsupportedPolicy: a step under the model's policy cannot be recorded; the message says why.
     """
-    from kvengine.hf import STATE  # the two files are one edge; this breaks the circle
-
     if not hasattr(model, STATE):
         raise ModelError("a compiled decoder needs a patched model; call kvengine.patch(model) first")
     stack = getattr(model, STATE).chosen.stack

@@ -204,7 +204,7 @@ def check_mode(what: str, config: Any, assistant: Any) -> None:
     if mode not in PLAIN:
         raise ModelError(
             f"{what} does greedy decoding and sampling, no beams and no drafts of transformers'; these arguments ask for "
-            f"{mode.value.replace('_', ' ')}. Leave them out, or custom_generate"
+            f"{mode.value.replace('_', ' ')}. Leave them out, or custom_generate (or what kvengine.patch was told: record)"
         )
 
 
@@ -223,7 +223,19 @@ def chosen_options(self: PreTrainedModel, generation_config: Any = None, **kwarg
     return options, rest
 
 
+def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `generate` of a model that was patched with `record`."""
+    from kvengine.hf_compiled import compile_decode  # which needs what is here
+
+    record = getattr(self, STATE).record
+    if kwargs.get("custom_generate") is None and (record is not True or self.device.type == "cuda"):
+        kwargs["custom_generate"] = compile_decode(self, None if record is True else record)
+    return cast(Any, type(self)).generate(self, *args, **kwargs)
+
+
+RECORDING = "generate"
 METHODS: dict[str, Callable[..., Any]] = {
+    RECORDING: generate,
     "_extract_generation_mode_kwargs": mode_options,
     "_prefill": prefill,
     "_prepare_generation_config": chosen_options,

@@ -47,6 +47,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="end at this text (may be repeated)")] = None,
     seed: Annotated[int | None, typer.Option(min=-(1 << 63), max=(1 << 64) - 1, help="of sampling")] = None,
     report: Annotated[bool, typer.Option("--report/--no-report", help="print what it cost")] = False,
+    record: Annotated[bool, typer.Option("--record/--no-record", help="on a GPU, record a step and replay it")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -54,6 +55,8 @@ def generate(
     with readable_errors():
         if report and not speculate:
             raise EvaluationError("--report counts drafts; it needs --speculate")
+        if record and speculate:
+            raise EvaluationError("--record is for steps of one token; leave out --speculate")
         if (said := typed(context, "draft", "middle", "gamma")) and not speculate:
             raise EvaluationError(f"{said[0]} says how to draft; it needs --speculate")
         if (said := typed(context, "top_p", "top_k")) and not temperature:
@@ -80,7 +83,7 @@ def generate(
             if seed is not None:
                 torch.manual_seed(seed)
             sampling = {"do_sample": True} if temperature else {}
-            patch(target, policy)
+            patch(target, policy, record)
             target.generate(ids.to(target.device), **options, **sampling)
             return
         decoder = TriForce(target, drafter(draft, device, dtype), middle_policy, drafted, stack=policy)

@@ -42,6 +42,7 @@ def test_generate(folder: Path) -> None:
     text = (folder / "text.txt").read_text()[:80]
     code, plain = run("generate", folder, text, "--new", "20")
     assert code == 0 and len(plain.strip()) == 20
+    assert run("generate", folder, text, "--new", "20", "--record") == (0, plain)
     options = ["--speculate", "--middle", "quest(budget=24, page=4)", "--gamma", "2,4"]
     assert run("generate", folder, text, "--new", "20", *options) == (0, plain)
     code, sampled = run(
@@ -114,6 +115,8 @@ def test_windows() -> None:
         (["generate", "{}", "123", "--dtype", "int3"], "dtype 'int3' is not one of auto, float32"),
         (["generate", "{}", ""], "the prompt has no token"),
         (["generate", "{}", "123", "--report"], "it needs --speculate"),
+        (["generate", "{}", "123", "--record", "--speculate"], "--record is for steps of one token"),
+        (["generate", "{}", "123", "--record", "--policy", "ann(budget=24)"], "cannot be recorded"),
         (["generate", "{}", "123", "--middle", "quest"], "--middle says how to draft; it needs --speculate"),
         (["generate", "{}", "123", "--top-p", "0.5"], "--top-p says what may be drawn; it needs --temperature"),
         (["generate", "{}", "123", "--speculate", "--top-k", "3"], "--top-k says what may be drawn"),
