@@ -98,8 +98,8 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full", record: Record =
     try:
         record_by_itself(model, record)
     except Exception:
-        if before is not None and stack is not None and vars(model).get(STATE) is before:
-            before.chosen.stack = stack
+        if stack is not None and vars(model).get(STATE) is before:
+            getattr(model, STATE).chosen.stack = stack
         else:
             unpatch(model)
         raise
