@@ -47,7 +47,8 @@ COUNTS = (
     Count("latents, 16 heads", "latents, 16 heads", "attend_kernel", 2, 64 * (2 * 576 + POSITION)),
     Count("latents, 128 heads, in two passes", "latents, 128 heads", "attend_kernel", 4, 64 * (2 * 576 + POSITION)),
     Count("bounds of 64 units", "bounds", "score_kernel", 0, 64 * 512),
-    *(Count(f"KIVI, {bits} bits", f"kivi, {bits} bits", "kivi_kernel", 2, 64 * kivi(bits)) for bits in (8, 4, 2)),
+    *(Count(f"KIVI, {n} bits", f"kivi, {n} bits", "kivi_kernel", 2 if n == 8 else 1, 64 * kivi(n)) for n in (8, 4, 2)),
+    Count("KIVI, 4 bits, groups of 64", "kivi, 4 bits, groups of 64", "kivi_kernel", 1, 64 * kivi(4, 64)),
     Count("KIVI, 4 bits, chosen units of 16", "kivi, 4 bits, units of 16", "kivi_kernel", 4, 64 * kivi(4)),
     Count("QuantSpec, 8 bits in nibbles", "quantspec", "kivi_kernel", 2, 64 * kivi(8, 64)),
     *(

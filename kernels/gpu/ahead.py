@@ -113,12 +113,14 @@ def cases() -> dict[str, Callable[[], object]]:
     at = torch.full((ROWS, 16), 500)
     bf16, state = torch.bfloat16, State(torch.zeros(ROWS, 4, 1, 128), torch.zeros(ROWS, 4, 1))
 
-    def pool(codec: str, dim: int, dtype: torch.dtype, bits: int) -> dict[str, Tensor]:
-        x = torch.zeros(ROWS * TABLE, PAGE, dim, dtype=dtype)
+    def pool(
+        codec: str, dim: int, dtype: torch.dtype, bits: int = 4, scaled: int = 32, page: int = PAGE
+    ) -> dict[str, Tensor]:
+        x = torch.zeros(ROWS * TABLE, page, dim, dtype=dtype)
         if codec == "dense":
             return {"k": x, "v": x if dim <= 512 else x[..., :512]}
         if codec == "kivi":
-            return codecs.encode_kivi(x, x, bits, 32)
+            return codecs.encode_kivi(x, x, bits, scaled)
         if codec == "quantspec":
             found = codecs.encode_kivi(x, x, 4, 64)
             return found | {"k_low": found["k_code"], "v_low": found["v_code"]}
@@ -139,11 +141,14 @@ def cases() -> dict[str, Callable[[], object]]:
         rows: int = ROWS,
         group: int = 4,
         wait: bool = False,
+        scaled: int = 32,
+        page: int = PAGE,
     ) -> Callable[[], object]:
-        q, fields = torch.zeros(rows, group, query, dim, dtype=dtype), pool(codec, dim, dtype, bits)
+        q, fields = torch.zeros(rows, group, query, dim, dtype=dtype), pool(codec, dim, dtype, bits, scaled, page)
+        where = position[:rows, : TABLE * page].contiguous()
         return lambda: paged_attention(
-            q, fields, table[:rows], position[:rows], PAGE, 0.1, units[:rows] if chosen else None,
-            unit if chosen else PAGE, codec, min(dim, 512), at[:rows, :query] if window else None, window,
+            q, fields, table[:rows], where, page, 0.1, units[:rows] if chosen else None,
+            unit if chosen else page, codec, min(dim, 512), at[:rows, :query] if window else None, window,
             None, None, False, wait,
         )  # fmt: skip
 
@@ -195,7 +200,7 @@ def cases() -> dict[str, Callable[[], object]]:
         )
 
     bounds, x = torch.zeros(ROWS, 64, 128, dtype=bf16), torch.zeros(ROWS * TABLE, PAGE, 128, dtype=bf16)
-    q, dense = torch.zeros(ROWS, 4, 1, 128, dtype=bf16), pool("dense", 128, bf16, 0)
+    q, dense = torch.zeros(ROWS, 4, 1, 128, dtype=bf16), pool("dense", 128, bf16)
     basis, frequency = torch.zeros(ROWS, 160, 128, dtype=bf16), torch.ones(64)
     u = torch.zeros(ROWS * TABLE, PAGE, 160, dtype=bf16)
     turned, levels = torch.zeros(64, 128), turboquant.levels(4)
@@ -223,6 +228,8 @@ def cases() -> dict[str, Callable[[], object]]:
         "latents, fp32": pages(dim=576, rows=1, group=16, dtype=torch.float32),
         "kivi, 2 bits": pages("kivi", bits=2),
         "kivi, 4 bits": pages("kivi"),
+        "kivi, 4 bits, pages of 32": pages("kivi", page=32),
+        "kivi, 4 bits, groups of 64": pages("kivi", scaled=64),
         "kivi, 8 bits": pages("kivi", bits=8),
         "kivi, 4 bits, units of 16": pages("kivi", chosen=True),
         "kivi, dim 256": pages("kivi", 256),

@@ -108,20 +108,33 @@ def assembly(bits: int, turned: bool = False) -> tuple[str, ...] | None:
 
 
 @triton.jit
-def masked(x, mask, SHIFT: tl.constexpr, ASM: tl.constexpr):
-    """Codes as numbers: halves of words, shifted and masked, are multiples of float16's smallest number. Products of tensor
-    cores have no trouble with those, unlike sums and products of other instructions, which would round what they make of
-    them; and no 1024 needs to be taken away again."""
+def masked(x, mask, ASM: tl.constexpr):
+    """Codes as numbers: halves of words, masked, are multiples of float16's smallest number. Products of tensor cores have no
+    trouble with those, unlike sums and products of other instructions, which would round what they make of them; and no 1024
+    needs to be taken away again."""
     if ASM is None:
-        return ((x >> SHIFT) & mask).to(tl.float16, bitcast=True)
-    return tl.inline_asm_elementwise(ASM[SHIFT // 8], "=r,r,r", [x, mask], dtype=tl.float16, is_pure=True, pack=2)
+        return (x & mask).to(tl.float16, bitcast=True)
+    return tl.inline_asm_elementwise(ASM[0], "=r,r,r", [x, mask], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
-def field(x, i: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Code i of each half of a word, times 2 ** (BITS * i % 8)."""
-    mask = tl.full(x.shape, ((1 << BITS) - 1) << (BITS * i % 8), tl.int16)
-    return masked(x, mask, BITS * i // 8 * 8, ASM)
+def upper(x, ASM: tl.constexpr):
+    """The upper bytes of halves of words, as their lower ones."""
+    if ASM is None:
+        return (x >> 8) & 0xFF
+    return tl.inline_asm_elementwise(ASM[1], "=r,r", [x], dtype=tl.int16, is_pure=True, pack=2)
+
+
+@triton.jit
+def field(lower, upper, i: tl.constexpr, BITS: tl.constexpr, SUMS: tl.constexpr, ASM: tl.constexpr):
+    """Code i of each half of a word, times 2 ** (BITS * i % 8), of the half and of its `upper`; with `SUMS` all of its byte up
+    to code i: of the last one nothing is masked away then."""
+    x = lower if BITS * i < 8 else upper
+    PLACE: tl.constexpr = BITS * i % 8
+    MASK: tl.constexpr = (1 << PLACE + BITS) - 1 if SUMS else ((1 << BITS) - 1) << PLACE
+    if MASK == 0xFF and BITS * i >= 8:
+        return x.to(tl.float16, bitcast=True)
+    return masked(x, tl.full(x.shape, MASK, tl.int16), ASM)
 
 
 @triton.jit
@@ -137,14 +150,14 @@ def whole(upper, lower, odd: tl.constexpr, ASM: tl.constexpr):
 
 
 def masking() -> tuple[str, ...] | None:
-    """PTX for two halves at a time: of `masked`, out of the lower and out of the upper bytes, and of `whole`. The interpreter
-    has none. What a shift brings over from the other half is masked away."""
+    """PTX for two halves at a time: of `masked`, of `upper`, and of `whole`. The interpreter has none. What a shift brings over
+    from the other half is masked away."""
     if interpreted():
         return None
     either = "lop3.b32 $0, {}, {}, 0xF0F0F0F0, 0xE4;"  # the upper nibbles of the first, the lower ones of the second
     return (
         "and.b32 $0, $1, $2;",
-        "{ .reg .b32 t; shr.u32 t, $1, 8; and.b32 $0, t, $2; }",
+        "prmt.b32 $0, $1, 0, 0x4341;",
         "{ .reg .b32 t; shl.b32 t, $1, 4; " + either.format("t", "$2") + " }",
         "{ .reg .b32 t; shr.u32 t, $2, 4; " + either.format("$1", "t") + " }",
     )

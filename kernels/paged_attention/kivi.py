@@ -7,17 +7,19 @@ each for `V_GROUP` channels of its value. So what is multiplied by codes is scal
     output = sum over tokens of    code * (scale * weight) + zero * weight
 
 and the zeros are a product of their own, with one row for all tokens, or for all channels of a group. Codes come as float16's
-smallest numbers (`kvengine.kernels.gpu.halves.masked`), one instruction for two of them.
+smallest numbers (`kvengine.kernels.gpu.halves.masked`), one instruction for two of them. Of keys in 4 bits a byte's upper code
+comes with the lower one still in it (K_SUMS), for which the lower one's weight makes up: nothing is masked away then.
 
-A block is 32 tokens, or 16 where chosen units are so small. Of halves of words there are 16 / bits tiles, tile i has code i of
-each. For scores, halves are summed over and tokens are columns: two channels lie in one register, as the product wants them.
-For the output, tokens are summed over and halves are rows, for which shared memory is read by columns: two tokens lie in one
-register. All 16 rows of such a tile must have one scale; where a group has fewer halves, several codes of each half are its
-rows, side by side. Scores have query heads as rows, so that a lane holds scores of neighbouring tokens, and weights made of
-them are a factor of the next product where they are; the same holds for scaled queries. With scores the other way round
-products were fewer, 42 for 58, but for all else the first were written to shared memory and read again, nine times a block. A
-product has no fewer than 16 rows: of 8 heads, two tiles' queries are the rows of one factor, and half of each product is not
-used.
+A block is 64 tokens, in two lots of 32 with one maximum, as results are rescaled once for both and the products of one need not
+wait for those of the other; or one lot of 32, or of 16 where chosen units are so small. Of halves of words there are 16 / bits
+tiles, tile i has code i of each. For scores, halves are summed over and tokens are columns: two channels lie in one register, as
+the product wants them. For the output, tokens are summed over and halves are rows, for which shared memory is read by columns:
+two tokens lie in one register. All 16 rows of such a tile must have one scale; where a group has fewer halves, several codes of
+each half are its rows, side by side. Scores have query heads as rows, so that a lane holds scores of neighbouring tokens, and
+weights made of them are a factor of the next product where they are; the same holds for scaled queries. With scores the other
+way round products were fewer, 42 for 58 of 32 tokens, but for all else the first were written to shared memory and read again,
+nine times a block. A product has no fewer than 16 rows: of 8 heads, two tiles' queries are the rows of one factor, and half of
+each product is not used.
 
 QuantSpec's pages (FINE) have lower nibbles beside the upper ones, `zero + (16 code + low - 8) * scale / 16`. Two instructions
 make codes of 8 bits of both, every second one at a time (`whole`), and what the 8 takes away is half of each scale, a product
@@ -36,10 +38,10 @@ from torch import Tensor
 
 from kvengine.kernels.codecs import width
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import cdiv, next_power_of_2
+from kvengine.kernels.gpu import cdiv, next_power_of_2, room
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
-from kvengine.kernels.gpu.halves import field, masked, masking, whole
+from kvengine.kernels.gpu.halves import field, masked, masking, upper, whole
 from kvengine.kernels.gpu.layouts import apart, as_product, loaded, rows_of
 from kvengine.kernels.gpu.stream import LOG2E, Partials, pick, row_ends, slot_at, unit_at
 from kvengine.kernels.paged_attention.words import BLOCK, EACH, MOST_HEADS
@@ -47,6 +49,8 @@ from kvengine.kernels.state import State
 
 HALF = 16
 """Tokens at a time where units or key groups are no whole blocks."""
+ROOM_OF_TWO = 200 << 10
+"""Shared memory in which eight programs have two blocks, of 21 KiB, on their way."""
 LEAST_GROUP = 32
 """Channels of a value with one scale: two tiles of 16 rows."""
 SMALLEST = tl.constexpr(2.0**-24)
@@ -81,6 +85,9 @@ def kivi_kernel(
     STEPS: tl.constexpr = V_TILES // SIDE
     # Tiles' codes stand in different places of their halves, for which queries make up: the highest place's are the least.
     # No scale of float16's keys times LEVEL overflows.
+    LOT: tl.constexpr = min(BLOCK, 32)
+    LOTS: tl.constexpr = BLOCK // LOT
+    K_SUMS: tl.constexpr = K_BITS == 4 and not FINE
     PLACES: tl.constexpr = 4 if K_BITS == 2 else 8
     LEVEL: tl.constexpr = 64.0 if FINE else 4.0 if K_BITS == 4 else 1.0
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -90,7 +97,7 @@ def kivi_kernel(
     per = (blocks + programs - 1) // programs
     at, stop = program * per, tl.minimum((program + 1) * per, blocks)
     n = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    some, t = n < heads, tl.arange(0, BLOCK)
+    some, t = n < heads, tl.arange(0, LOT)
     k_at = K_TILES * tl.arange(0, K_HALVES)
     k_all = k_at[:, None] + tl.arange(0, K_TILES)[None, :]
     # Zeros are loaded eight at a time, and a lane holds them as the left factor of a product, of which two of the four
@@ -136,106 +143,123 @@ def kivi_kernel(
         begin, last, places = at - start, upto - start - 1, position + r * position_row + t
         pages, next_unit = table + r * table_row, unit_at(begin, r, units, chosen, UNITS, UNIT, BLOCK)
         next_slot, next_there = slot_at(begin, next_unit, UNITS, UNIT, BLOCK), next_unit >= 0
-        next_page, next_place = tl.load(pages + next_slot // PAGE), tl.load(places + next_slot)
+        next_page, next_places = tl.load(pages + next_slot // PAGE), by_lot(places, next_slot, LOTS, LOT)
         next_unit = unit_at(tl.minimum(begin + 1, last), r, units, chosen, UNITS, UNIT, BLOCK)
         for block in range(begin, last + 1):
             slot, page, there = next_slot, next_page, next_there & (next_page >= 0)
-            live = there & (next_place >= 0)
+            first = tl.maximum(page, 0).to(tl.int64) * PAGE + slot % PAGE
+            live = ()
+            for s in tl.static_range(LOTS):
+                live = live + (there & (next_places[s] >= 0),)
             next_there = next_unit >= 0
             next_slot = slot_at(tl.minimum(block + 1, last), next_unit, UNITS, UNIT, BLOCK)
-            next_page, next_place = tl.load(pages + next_slot // PAGE), tl.load(places + next_slot)
+            next_page, next_places = tl.load(pages + next_slot // PAGE), by_lot(places, next_slot, LOTS, LOT)
             next_unit = unit_at(tl.minimum(block + 2, last), r, units, chosen, UNITS, UNIT, BLOCK)
-            first = tl.maximum(page, 0).to(tl.int64) * PAGE + slot % PAGE
-            place = tl.load(places + slot)  # again, as registers that wait for a load cannot be handed on
-            ok = there & (place >= 0)
-            words = stretch(k_code, first, t, there, K_HALVES, K_HALVES)
-            if FINE:
-                lower = stretch(k_low, first, t, there, K_HALVES, K_HALVES)
-            group = first // K_GROUP * K_DIM
-            k_scales = tl.load(k_scale + group + k_all, mask=there, other=0.0)
-            k_scales = apart(k_scales.to(tl.float16).reshape(K_HALVES, TWO, HALF), HALF)
-            base = ranges(k_zero + group, there, query_x, query_y, K_DIM, K_ZERO)
-            if FINE:
-                base -= 0.5 * ranges(k_scale + group, there, query_x, query_y, K_DIM, K_ZERO)
-            base *= LEVEL * SMALLEST
-            scores = tl.broadcast_to(tl.trans(base)[:, None, :], HEADS, BLOCK // 8, 8).reshape(HEADS, BLOCK)
-            low = tl.zeros([TWO * HEADS, BLOCK], tl.float32)
-            high, low_of_second, high_of_second = low, low, low
-            for i in tl.static_range(HALF):
-                sizes = tl.broadcast_to(tl.trans(k_scales[i])[:, None, :], TWO, HEADS, K_HALVES)
-                sized = query[i] * sizes.reshape(TWO * HEADS, K_HALVES)
-                second = None
+            found = ()
+            for s in tl.static_range(LOTS):
+                place = tl.load(places + slot + s * LOT)  # again, as registers that wait for a load cannot be handed on
+                words = stretch(k_code, first + s * LOT, t, there, K_HALVES, K_HALVES)
                 if FINE:
-                    bytes_ = whole(words, lower, i % 2, ASM)
-                    codes = tl.trans(field(bytes_, i // 2, 8, ASM))
-                    if TWO == 2:
-                        second = tl.trans(field(bytes_, i // 2 + 1, 8, ASM))
+                    lower = stretch(k_low, first + s * LOT, t, there, K_HALVES, K_HALVES)
+                group = (first + s * LOT) // K_GROUP * K_DIM
+                k_scales = tl.load(k_scale + group + k_all, mask=there, other=0.0)
+                k_scales = apart(k_scales.to(tl.float16).reshape(K_HALVES, TWO, HALF), HALF)
+                base = ranges(k_zero + group, there, query_x, query_y, K_DIM, K_ZERO)
+                if FINE:
+                    base -= 0.5 * ranges(k_scale + group, there, query_x, query_y, K_DIM, K_ZERO)
+                base *= LEVEL * SMALLEST
+                scores = tl.broadcast_to(tl.trans(base)[:, None, :], HEADS, LOT // 8, 8).reshape(HEADS, LOT)
+                low = tl.zeros([TWO * HEADS, LOT], tl.float32)
+                high, low_of_second, high_of_second = low, low, low
+                weights = ()
+                for i in tl.static_range(HALF):
+                    sizes = tl.broadcast_to(tl.trans(k_scales[i])[:, None, :], TWO, HEADS, K_HALVES)
+                    weights = weights + (query[i] * sizes.reshape(TWO * HEADS, K_HALVES),)
+                high_bytes = upper(words, ASM)
+                for i in tl.static_range(HALF):
+                    sized = weights[i]
+                    if K_SUMS and i % 2 == 0:
+                        sized = sized - weights[i + 1]
+                    second = None
+                    if FINE:
+                        bytes_ = whole(words, lower, i % 2, ASM)
+                        codes = tl.trans(field(bytes_, upper(bytes_, ASM), i // 2, 8, False, ASM))
+                        if TWO == 2:
+                            second = tl.trans(field(bytes_, upper(bytes_, ASM), i // 2 + 1, 8, False, ASM))
+                    else:
+                        codes = tl.trans(field(words, high_bytes, i, K_BITS, K_SUMS, ASM))
+                        if TWO == 2:
+                            second = tl.trans(field(words, high_bytes, i + HALF, K_BITS, K_SUMS, ASM))
+                    if K_BITS * i % 8 < PLACES:
+                        low = tl.dot(sized, codes, low)
+                        if TWO == 2:
+                            low_of_second = tl.dot(sized, second, low_of_second)
+                    else:
+                        high = tl.dot(sized, codes, high)
+                        if TWO == 2:
+                            high_of_second = tl.dot(sized, second, high_of_second)
+                if PLACES < 8:
+                    low, low_of_second = low + high / (1 << PLACES), low_of_second + high_of_second / (1 << PLACES)
+                if TWO == 2:
+                    scores += rows_of(low, 0) + rows_of(low_of_second, 1)
                 else:
-                    codes = tl.trans(field(words, i, K_BITS, ASM))
-                    if TWO == 2:
-                        second = tl.trans(field(words, i + HALF, K_BITS, ASM))
-                if K_BITS * i % 8 < PLACES:
-                    low = tl.dot(sized, codes, low)
-                    if TWO == 2:
-                        low_of_second = tl.dot(sized, second, low_of_second)
-                else:
-                    high = tl.dot(sized, codes, high)
-                    if TWO == 2:
-                        high_of_second = tl.dot(sized, second, high_of_second)
-            if PLACES < 8:
-                low, low_of_second = low + high / (1 << PLACES), low_of_second + high_of_second / (1 << PLACES)
-            if TWO == 2:
-                scores += rows_of(low, 0) + rows_of(low_of_second, 1)
-            else:
-                scores += low
-            if SOFTCAP:
-                scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (factor * (2.0 / softcap))[:, None]) + 1.0))
-            seen = ok[None, :]
-            if BY_POSITION:
-                own = tl.load(query_position + r * queries + n % queries, mask=some, other=0)
-                distance = own.to(tl.int64)[:, None] - place.to(tl.int64)[None, :]
-                seen = seen & (distance >= 0) & ((distance < window) | (window == 0))
-            scores = tl.where(seen, scores, -float("inf"))
-            # A dead token's range may be anything; with 0 it adds nothing.
-            group = (first + t)[:, None] * V_GROUPS + tl.arange(0, V_GROUPS)[None, :]
-            v_scales = tl.load(v_scale + group, mask=live[:, None], other=0.0)
-            spare = headroom(v_scales)
-            v_scales = v_scales.to(tl.float16)
-            if FINE:
-                v_steps = tl.broadcast_to(tl.trans(v_scales)[None], 16 // V_GROUPS, V_GROUPS, BLOCK).reshape(16, BLOCK)
-            v_scales = apart(v_scales, V_GROUPS)
-            v_zeros = tl.load(v_zero + group, mask=live[:, None], other=0.0).to(tl.float16)
-            v_zeros = tl.broadcast_to(tl.trans(v_zeros)[None], 16 // V_GROUPS, V_GROUPS, BLOCK).reshape(16, BLOCK)
-            now_top = tl.maximum(top, tl.max(scores, 1) * power + spare)
+                    scores += low
+                if SOFTCAP:
+                    scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (factor * (2.0 / softcap))[:, None]) + 1.0))
+                seen = (place >= 0)[None, :]
+                if BY_POSITION:
+                    own = tl.load(query_position + r * queries + n % queries, mask=some, other=0)
+                    distance = own.to(tl.int64)[:, None] - place.to(tl.int64)[None, :]
+                    seen = seen & (distance >= 0) & ((distance < window) | (window == 0))
+                scores = tl.where(seen, scores, -float("inf"))
+                found = found + (scores,)
+            v_scales, v_zeros, spare = (), (), tl.full([], -float("inf"), tl.float32)
+            for s in tl.static_range(LOTS):
+                # A dead token's range may be anything; with 0 it adds nothing.
+                group = (first + s * LOT + t)[:, None] * V_GROUPS + tl.arange(0, V_GROUPS)[None, :]
+                given = tl.load(v_scale + group, mask=live[s][:, None], other=0.0)
+                v_scales, spare = v_scales + (given.to(tl.float16),), tl.maximum(spare, headroom(given))
+                v_zeros = v_zeros + (tl.load(v_zero + group, mask=live[s][:, None], other=0.0).to(tl.float16),)
+            highest = tl.max(found[0], 1)
+            for s in tl.static_range(1, LOTS):
+                highest = tl.maximum(highest, tl.max(found[s], 1))
+            highest = tl.where(there, highest, -float("inf"))
+            now_top = tl.maximum(top, highest * power + spare)
             shift = tl.where(now_top == float("-inf"), 0.0, now_top)
             shrink = tl.exp2(top - shift)
-            top = now_top
-            p = tl.exp2(scores * power[:, None] - shift[:, None])
-            total = total * shrink[:, None] + tl.sum(p.reshape(HEADS, BLOCK // 8, 8), 1)
-            p = p.to(tl.float16)
-            acc_z = tl.dot(v_zeros, tl.trans(p), acc_z * shrink[None, :])
-            if FINE:
-                acc_z = tl.dot(v_steps, tl.trans(p * -0.5), acc_z)
-            now = ()
-            for piece in tl.static_range(PIECES):
-                words = stretch(v_code + PIECE * piece, first, t, there, PIECES * PIECE, PIECE)
-                words = apart(tl.permute(words.reshape(BLOCK, PARTS, V_HALVES), (0, 2, 1)), PARTS)
-                if FINE:
-                    lower = stretch(v_low + PIECE * piece, first, t, there, PIECES * PIECE, PIECE)
-                    lower = apart(tl.permute(lower.reshape(BLOCK, PARTS, V_HALVES), (0, 2, 1)), PARTS)
-                for part in tl.static_range(PARTS):
-                    few = tl.trans(words[part])
-                    if SIDE > 1:
-                        few = tl.broadcast_to(few[None], SIDE, V_HALVES, BLOCK).reshape(16, BLOCK)
-                    sized = tl.trans(p * v_scales[(PIECE * piece + V_HALVES * part) * V_TILES // V_GROUP][None, :])
-                    for j in tl.static_range(STEPS):
-                        if FINE:
-                            value = field(whole(few, tl.trans(lower[part]), j % 2, ASM), j // 2, 8, ASM)
-                        else:
-                            bits = tl.broadcast_to((mask << V_BITS * SIDE * j % 8)[:, None], 16, BLOCK)
-                            value = masked(few, bits, V_BITS * SIDE * j // 8 * 8, ASM)
-                        now = now + (tl.dot(value, sized, acc[(piece * PARTS + part) * STEPS + j] * shrink[None, :]),)
+            top, shift = now_top, tl.where(there, shift, float("inf"))  # of nothing no weights
+            total, acc_z, now = total * shrink[:, None], acc_z * shrink[None, :], ()
+            for i in tl.static_range(V_DIM // 16):
+                now = now + (acc[i] * shrink[None, :],)
             acc = now
+            for s in tl.static_range(LOTS):
+                p = tl.exp2(found[s] * power[:, None] - shift[:, None])
+                total += tl.sum(p.reshape(HEADS, LOT // 8, 8), 1)
+                p, now = p.to(tl.float16), ()
+                acc_z = tl.dot(as_rows(v_zeros[s], V_GROUPS, LOT), tl.trans(p), acc_z)
+                if FINE:
+                    acc_z = tl.dot(as_rows(v_scales[s], V_GROUPS, LOT), tl.trans(p * -0.5), acc_z)
+                sizes = apart(v_scales[s], V_GROUPS)
+                for piece in tl.static_range(PIECES):
+                    words = stretch(v_code + PIECE * piece, first + s * LOT, t, there, PIECES * PIECE, PIECE)
+                    words = apart(tl.permute(words.reshape(LOT, PARTS, V_HALVES), (0, 2, 1)), PARTS)
+                    if FINE:
+                        lower = stretch(v_low + PIECE * piece, first + s * LOT, t, there, PIECES * PIECE, PIECE)
+                        lower = apart(tl.permute(lower.reshape(LOT, PARTS, V_HALVES), (0, 2, 1)), PARTS)
+                    for part in tl.static_range(PARTS):
+                        few = tl.trans(words[part])
+                        if SIDE > 1:
+                            few = tl.broadcast_to(few[None], SIDE, V_HALVES, LOT).reshape(16, LOT)
+                        sized = tl.trans(p * sizes[(PIECE * piece + V_HALVES * part) * V_TILES // V_GROUP][None, :])
+                        for j in tl.static_range(STEPS):
+                            if FINE:
+                                bytes_ = whole(few, tl.trans(lower[part]), j % 2, ASM)
+                                value = field(bytes_, upper(bytes_, ASM), j // 2, 8, False, ASM)
+                            else:
+                                bits = tl.broadcast_to((mask << V_BITS * SIDE * j % 8)[:, None], 16, LOT)
+                                value = masked(few if V_BITS * SIDE * j < 8 else upper(few, ASM), bits, ASM)
+                            now = now + (tl.dot(value, sized, acc[(piece * PARTS + part) * STEPS + j]),)
+                acc = now
         out = (program + row).to(tl.int64) * heads + n
         for g in tl.static_range(V_GROUPS):
             mine = tl.sum(tl.where((tl.arange(0, 16) == g)[:, None], acc_z, 0.0), 0)
@@ -248,6 +272,21 @@ def kivi_kernel(
         tl.store(tops + out, top / LOG2E, mask=some)
         tl.store(totals + out, tl.sum(total, 1), mask=some)
         at = upto
+
+
+@triton.jit
+def by_lot(places, slot, LOTS: tl.constexpr, LOT: tl.constexpr):
+    """The positions of a block's tokens."""
+    found = ()
+    for s in tl.static_range(LOTS):
+        found = found + (tl.load(places + slot + s * LOT),)
+    return found
+
+
+@triton.jit
+def as_rows(x, GROUPS: tl.constexpr, LOT: tl.constexpr):
+    """[token, group] as the 16 rows of a product's left factor, which repeat."""
+    return tl.broadcast_to(tl.trans(x)[None], 16 // GROUPS, GROUPS, LOT).reshape(16, LOT)
 
 
 @triton.jit
@@ -321,6 +360,9 @@ def attention(
     bits = width(k[0], dim), width(v[0], dim_v)
     exact = k[3].dtype == q.dtype == torch.bfloat16 and not interpreted()  # which has no products of these
     alone = tile <= MOST_HEADS
+    few = tile == 8 and max(dim, dim_v) <= 128 and max(bits) <= 4 and not fine
+    if few and block == BLOCK and unit % (2 * BLOCK) == 0 and room(q.device) >= ROOM_OF_TWO:
+        block = 2 * BLOCK
     parts = Partials(q, dim_v, columns, block, None, tiles_of := cdiv(heads, tile),
                      EACH if alone else 2)  # fmt: skip
     kivi_kernel[(parts.programs, tiles_of)](

@@ -27,6 +27,16 @@ CASES: dict[str, dict[str, Any]] = {
     "keys 4, values 2": {"bits": (4, 2), "dim_v": 128},
     "values wider": {"dim_v": 128},
     "pages of one group": {"page": 32},
+    "pages of one group, 2 bits, causal": {
+        "page": 32,
+        "bits": 2,
+        "dim": 128,
+        "dim_v": 128,
+        "query": 2,
+        "seen": True,
+        "softcap": 2.0,
+    },
+    "pages of three lots": {"page": 96, "dim": 128, "dim_v": 128},
     "groups of two blocks": {"group": 64, "page": 128},
     "groups of two blocks, 2 bits": {"group": 64, "page": 128, "bits": 2, "dim": 128, "dim_v": 128},
     "groups of two blocks, 8 bits": {"group": 64, "page": 128, "bits": 8, "dim": 128, "dim_v": 128},
@@ -58,6 +68,8 @@ CASES: dict[str, dict[str, Any]] = {
     "causal": {"query": 3, "seen": True},
     "window": {"query": 2, "seen": True, "window": 50},
     "units": {"unit": 32},
+    "units of two blocks": {"unit": 64, "dim": 128, "dim_v": 128},
+    "units of two blocks, 2 bits, causal": {"unit": 64, "query": 2, "seen": True, "bits": 2, "dim": 128, "dim_v": 128},
     "units of half a block": {"unit": 16, "dim": 128, "dim_v": 128},
     "units of half a block, 2 bits, causal": {
         "unit": 16,
@@ -198,13 +210,14 @@ def test_words_match_the_oracle(backend: str, name: str) -> None:
     ids=["kivi", "mixed", "turned", "nibbles"],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_words_of_what_is_dead_may_hold_anything(backend: str, kind: dict[str, Any]) -> None:
-    q, fields, table, position, options = case(page=64, unit=32, **kind)
+@pytest.mark.parametrize("unit", [32, 64])
+def test_words_of_what_is_dead_may_hold_anything(backend: str, kind: dict[str, Any], unit: int) -> None:
+    q, fields, table, position, options = case(page=64, unit=unit, **kind)
     position[0, :32] = -1  # a whole key group
     position[1, 64:128] = -1  # a whole page
     run = oracle.on(backend, paged_attention)
     before = run(q, fields, table, position, backend=backend, **options).out
-    where, at = resolve(table, position, options["units"], 32, 64)
+    where, at = resolve(table, position, options["units"], unit, 64)
     live = torch.zeros(ROWS * TABLE + 2, 64, dtype=torch.bool)
     live.flatten()[where[at >= 0]] = True
     spans = {"v_scale": 1, "v_zero": 1, "v_channel": 64}  # slots that a range is for
