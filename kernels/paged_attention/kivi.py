@@ -25,7 +25,7 @@ QuantSpec's pages (FINE) have lower nibbles beside the upper ones, `zero + (16 c
 make codes of 8 bits of both, every second one at a time (`whole`), and what the 8 takes away is half of each scale, a product
 like that of the zeros.
 """
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, var-annotated, misc"
 
 from __future__ import annotations
 
