@@ -25,6 +25,7 @@ from kvengine.kernels.gpu import cdiv, next_power_of_2
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.halves import SIZE, assembly, by_channel, by_token, shared
+from kvengine.kernels.gpu.layouts import apart
 from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, pick, row_ends
 from kvengine.kernels.state import State
 
@@ -124,20 +125,20 @@ def words_kernel(
             elif TURNED:
                 words = rows_at(k_code + first * K_WORDS, t, there, K_WORDS)
             else:
-                plain, before = ranks(salience, first, slot % PAGE, there, PAGE, BLOCK, K_DIM >= 128)
+                plain, before = ranks(salience, first, slot % PAGE, there, PAGE, BLOCK)
                 after = slot % PAGE + t - before
                 wide, narrow = number * SALIENT, number * (PAGE - SALIENT)
                 codes = k_code + wide * K_WORDS, k_low + narrow * (K_WORDS // 2)
                 words = mixed(*codes, before, after, plain, there, K_WORDS)
             if TURNED:
-                k_sizes = tl.load(k_scale + token, mask=ok, other=0.0).to(tl.float32)
+                k_sizes = tl.where(ok, of_token(k_scale, token, have).to(tl.float32), 0.0)
             else:
-                # Ranges in one dimension: so the words are loaded in the layout of the product, and nothing is moved.
-                group = 2 * number * K_DIM + k_at
-                k_scales = tiles(k_scale + group, there, 0.0, K_TILES)
-                k_zeros = tiles(k_zero + group, there, 0.0, K_TILES)
-                others = tiles(k_scale + group + K_DIM, there, 0.0, K_TILES)
-                their_zeros = tiles(k_zero + group + K_DIM, there, 0.0, K_TILES)
+                # Of all tiles at once, four bytes a lane or more, so that they are asked for turns ahead.
+                group = 2 * number * K_DIM + k_at[:, None] + tl.arange(0, K_TILES)[None, :]
+                k_scales = apart(tl.load(k_scale + group, mask=there, other=0.0), K_TILES)
+                k_zeros = apart(tl.load(k_zero + group, mask=there, other=0.0), K_TILES)
+                others = apart(tl.load(k_scale + group + K_DIM, mask=there, other=0.0), K_TILES)
+                their_zeros = apart(tl.load(k_zero + group + K_DIM, mask=there, other=0.0), K_TILES)
             scores = tl.zeros([BLOCK, HEADS], tl.float32)
             for i in tl.static_range(K_TILES):
                 if TURNED:
@@ -169,17 +170,18 @@ def words_kernel(
                     words = rows_at(v_code + first * V_WORDS, t, there, V_WORDS)
                 else:
                     words = rows_at(v_code, token, have[:, None], V_WORDS)
-                v_sizes = tl.load(v_scale + token, mask=ok, other=0.0).to(tl.float32)
+                v_sizes = tl.where(ok, of_token(v_scale, token, have).to(tl.float32), 0.0)
                 before_v, unit_v = unit_v, tl.maximum(unit_v, tl.max(v_sizes, 0))
                 of_unit = 1.0 / tl.where(unit_v > 1e-30, unit_v, 1.0)  # of less nothing is left
                 p, shrink = p * (v_sizes * of_unit)[:, None], shrink * (before_v * of_unit)
             else:
                 codes = v_code + wide * V_WORDS, v_low + narrow * (V_WORDS // 2)
                 words = mixed(*codes, before, after, plain, there, V_WORDS)
-                v_scales = tl.load(v_scale + first + t, mask=ok, other=0.0)[:, None]
-                v_zeros = tl.load(v_zero + first + t, mask=ok, other=0.0)[:, None]
+                v_scales = tl.where(ok, of_token(v_scale, token, have), 0.0)[:, None]
+                v_zeros = tl.where(ok, of_token(v_zero, token, have), 0.0)[:, None]
                 some_live = tl.max(ok.to(tl.int32), 0) > 0
-                factors = tiles(channel + number * V_DIM + v_at, some_live, 0.0, V_TILES)
+                group = number * V_DIM + v_at[:, None] + tl.arange(0, V_TILES)[None, :]
+                factors = apart(tl.load(channel + group, mask=some_live, other=0.0), V_TILES)
             if TURNED:
                 one, two = shared(words)
             p, now = p.to(tl.float16), ()
@@ -209,22 +211,23 @@ def rows_at(code, at, mask, WORDS: tl.constexpr):
 
 
 @triton.jit
-def ranks(bits, first, start, there, PAGE: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr):
-    """Of the block at slot `start` of a page, `first` of all: whether each token is not salient, and how many of its page
-    before it are. A word for a block, so that what needs no neighbour is had where the codes are wanted.
+def of_token(pointer, token, there):
+    """Each token's number. Those of two bytes come with their neighbours: less than four bytes are not asked for turns ahead."""
+    if pointer.dtype.element_ty.primitive_bitwidth == 16:
+        both = tl.load(pointer.to(tl.pointer_type(tl.int32), bitcast=True) + token // 2, mask=there, other=0)
+        return (both >> (token % 2 * 16).to(tl.int32)).to(tl.int16).to(pointer.dtype.element_ty, bitcast=True)
+    else:
+        return tl.load(pointer + token, mask=there, other=0.0)
 
-    From bytes among the loads Triton concludes to sum over 8 channels of a lane at a time, for which codes are loaded four
-    words at once; with 16 channels in a tile 3.6 does that wrongly (heads of 64), and `BYTES` must not be asked for."""
+
+@triton.jit
+def ranks(bits, first, start, there, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the block at slot `start` of a page, `first` of all: whether each token is not salient, and how many of its page
+    before it are. The block's word is loaded once for each token, as one number alone is waited for, and so are single bytes."""
     s, t = tl.arange(0, PAGE // BLOCK), tl.arange(0, BLOCK)
     earlier = tl.load(bits + (first - start) // BLOCK + s, mask=there & (s * BLOCK < start), other=0)
-    if BYTES:
-        byte = tl.load(bits.to(tl.pointer_type(tl.uint8), bitcast=True) + (first + t) // 8, mask=there, other=0)
-        own = (byte.to(tl.int32) >> (t % 8)) & 1
-        plain, before = own == 0, tl.cumsum(own, 0) - own
-    else:
-        own = tl.load(bits + first // BLOCK, mask=there, other=0)
-        plain, before = ((own >> t) & 1) == 0, ones(own & ((1 << t) - 1))
-    return plain, tl.sum(ones(earlier), 0) + before
+    own = (tl.load(bits + (first + t) // BLOCK, mask=there, other=0) >> t) & 1
+    return own == 0, tl.sum(ones(earlier), 0) + tl.cumsum(own, 0) - own
 
 
 @triton.jit
