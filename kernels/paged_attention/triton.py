@@ -133,12 +133,13 @@ def attend_kernel(
                 # A select here breaks Triton 3.6's layouts.
                 token = tl.maximum(page, 0).to(tl.int64) * PAGE + slot % PAGE
             key = read(
-                k0, k1, k2, k3, k4, k5, token, exist if WHOLE and not REST else ok, 0 if K_STRIDE else r * k_row,
+                k0, k1, k2, k3, k4, k5, token, exist if WHOLE else ok, 0 if K_STRIDE else r * k_row,
                 K_STRIDE if K_STRIDE else k_token, K_LAYOUT, K_DIM, K_BLOCK_D, K_BITS, K_LOW_BITS, K_GROUP, PAGE, K_SALIENT,
             )  # fmt: skip
             scores = tl.dot(queries_here, tl.trans(key.to(COMPUTE)), input_precision="ieee")
             if REST:  # channels of the keys behind those that are the values
-                rest = tl.load(k0 + r * k_row + token[:, None] * k_token + e[None, :], mask=ok[:, None], other=0.0)
+                own = exist if WHOLE else ok
+                rest = tl.load(k0 + r * k_row + token[:, None] * k_token + e[None, :], mask=own[:, None], other=0.0)
                 scores += tl.dot(others_here, tl.trans(rest.to(COMPUTE)), input_precision="ieee")
             scores *= scale
             if SOFTCAP:

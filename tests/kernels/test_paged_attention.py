@@ -231,6 +231,27 @@ def test_values_that_are_a_part_of_the_keys(backend: str, unit: int | None, dtyp
         oracle.close(got, want, {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype])
 
 
+@pytest.mark.parametrize("unit", [None, 64])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dead_latents_may_hold_anything(backend: str, unit: int | None) -> None:
+    """In whole blocks, whose tokens are read before anybody knows which of them are dead."""
+    rng = torch.Generator().manual_seed(4)
+    k, q = torch.randn(8, 64, 96, generator=rng).bfloat16(), torch.randn(2, 20, 1, 96, generator=rng).bfloat16()
+    table = torch.tensor([[6, 0, 3], [7, 2, -1]])
+    position = torch.arange(192).repeat(2, 1)
+    position[torch.rand(position.shape, generator=rng) < 0.4] = -1
+    units = None if unit is None else torch.tensor([[2, 0], [1, -1]])
+    where, at = resolve(table, position, units, unit or 64, 64)
+    live = torch.zeros(8 * 64, dtype=torch.bool)
+    live[where[at >= 0]] = True
+    want = oracle.attend(q, *(x.flatten(0, 1)[where] for x in (k, k[..., :64])), at[:, None] >= 0, 0.1)
+    k.flatten(0, 1)[~live] = math.nan
+    got = oracle.on(backend, paged_attention)(
+        q, {"k": k, "v": k[..., :64]}, table, position, page=64, scale=0.1, units=units, unit=unit, backend=backend
+    )
+    oracle.close(got, want, 1e-2)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_softcap_and_sinks(backend: str) -> None:
     codec, fields, k, v = pool("float32", 32, 32)
