@@ -299,25 +299,27 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def _report(case: str, kernel: Any, capability: int) -> Compiled:
-    usage = _dump(kernel.asm["cubin"], "cuobjdump", "--dump-resource-usage")
+    usage = dump(kernel.asm["cubin"], "cuobjdump", "--dump-resource-usage")
     used = {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", usage)}
+    count, start, end = longest_loop(dump(kernel.asm["cubin"], "nvdisasm", "--print-code"))
     return Compiled(
         case, kernel.name, f"sm_{capability}", used["REG"], used["STACK"], kernel.metadata.shared,
-        kernel.metadata.num_warps, *_counted(_dump(kernel.asm["cubin"], "nvdisasm", "--print-code")),
+        kernel.metadata.num_warps, count, end - start,
     )  # fmt: skip
 
 
-def _dump(cubin: bytes, tool: str, option: str) -> str:
+def dump(cubin: bytes, tool: str, *options: str) -> str:
     """What one of the tools that come with Triton says."""
     path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([path, option, file.name], check=True, capture_output=True, text=True).stdout
+        return subprocess.run([path, *options, file.name], check=True, capture_output=True, text=True).stdout
 
 
-def _counted(assembly: str) -> tuple[int, int]:
-    """All instructions, and those of the longest inner loop: what lies between a label and a branch back to it."""
+def longest_loop(assembly: str) -> tuple[int, int, int]:
+    """How many instructions there are, and where the longest inner loop starts and ends: what lies between a label and a branch
+    back to it; nowhere, if there is none."""
     count, labels, loops = 0, dict[str, int](), list[tuple[int, int]]()
     for line in assembly.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
@@ -330,7 +332,8 @@ def _counted(assembly: str) -> tuple[int, int]:
     # What jumps back into a loop from behind its end is no loop: code for a warp whose lanes have parted.
     loops = [a for a in loops if not any(b[0] < a[0] < b[1] < a[1] for b in loops)]
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    return count, max((end - start for start, end in inner if end - start > 1), default=0)
+    start, end = max((a for a in inner if a[1] - a[0] > 1), key=lambda a: a[1] - a[0], default=(0, 0))
+    return count, start, end
 
 
 def main() -> None:

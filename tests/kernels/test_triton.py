@@ -135,6 +135,16 @@ def test_codes_cost_few_instructions_for_their_bytes(
     assert (read.shared + 1024) * programs <= 228 << 10
 
 
+@pytest.mark.usefixtures("as_written")
+@pytest.mark.parametrize("case", ["zipcache", "kivi, 4 bits", "turboquant, 4 bits", "low rank", "units of 16"])
+def test_no_load_of_these_is_waited_for(case: str) -> None:
+    """Of two bytes a lane, or where registers wait that are handed on, a compiler's loads come when they are wanted."""
+    from kvengine.kernels.gpu.schedule import loops
+
+    (found,) = [loop for loop in loops(90, [case]) if loop.kernel != "join_kernel"]
+    assert found.instructions and not found.waits
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_written")
 def test_what_no_model_of_eight_billion_has_fits_a_small_chip() -> None:
