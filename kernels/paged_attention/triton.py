@@ -52,6 +52,7 @@ def attend_kernel(
     V_LOW_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_SALIENT: tl.constexpr, V_STRIDE: tl.constexpr,
     REST: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    AHEAD: tl.constexpr = PAGED and WHOLE and (UNITS or REST > 0)
     program, programs = tl.program_id(0), tl.num_programs(0)
     in_turn(PDL)
     ends, length = row_ends(lengths, rows, columns, LENGTHS, ROWS, BLOCK)
@@ -78,7 +79,7 @@ def attend_kernel(
         begin, last = at - start, upto - start - 1
         t = tl.arange(0, BLOCK)
         pages, places = table + r * table_row, position + r * position_row + t
-        if UNITS and WHOLE:  # asked for turns ahead: the next block's page, what lives there, and the unit after it
+        if AHEAD:  # asked for turns ahead: the next block's page, what lives there, and the unit after it
             next_unit = unit_at(begin, r, units, chosen, UNITS, UNIT, BLOCK)
             next_slot, next_there = slot_at(begin, next_unit, UNITS, UNIT, BLOCK), next_unit >= 0
             next_page, next_place = tl.load(pages + next_slot // PAGE), tl.load(places + next_slot)
@@ -91,7 +92,7 @@ def attend_kernel(
             place = token
             if PLACED and not PAGED:
                 ok = ok & (tl.load(position + r * position_row + column, mask=ok, other=-1) >= 0)
-            if UNITS and WHOLE:
+            if AHEAD:
                 slot, page, there = next_slot, next_page, next_there & (next_page >= 0)
                 live = there & (next_place >= 0)
                 next_there = next_unit >= 0
@@ -132,13 +133,13 @@ def attend_kernel(
                 ok = ok & (page >= 0) & (place >= 0)
                 # A select here breaks Triton 3.6's layouts.
                 token = tl.maximum(page, 0).to(tl.int64) * PAGE + slot % PAGE
+            own = live if AHEAD else ok  # latents are values too, in which a dead token's would count
             key = read(
-                k0, k1, k2, k3, k4, k5, token, exist if WHOLE else ok, 0 if K_STRIDE else r * k_row,
+                k0, k1, k2, k3, k4, k5, token, own if REST else exist if WHOLE else ok, 0 if K_STRIDE else r * k_row,
                 K_STRIDE if K_STRIDE else k_token, K_LAYOUT, K_DIM, K_BLOCK_D, K_BITS, K_LOW_BITS, K_GROUP, PAGE, K_SALIENT,
             )  # fmt: skip
             scores = tl.dot(queries_here, tl.trans(key.to(COMPUTE)), input_precision="ieee")
             if REST:  # channels of the keys behind those that are the values
-                own = exist if WHOLE else ok
                 rest = tl.load(k0 + r * k_row + token[:, None] * k_token + e[None, :], mask=own[:, None], other=0.0)
                 scores += tl.dot(others_here, tl.trans(rest.to(COMPUTE)), input_precision="ieee")
             scores *= scale
@@ -160,7 +161,7 @@ def attend_kernel(
             if SEEN != ANYONE:  # a value nobody in this tile sees may hold anything
                 ok = ok & (tl.max(seen.to(tl.int32), 0) > 0)
             if REST:
-                value = tl.where(ok[:, None], key, 0.0)
+                value = key if AHEAD and SEEN == ANYONE else tl.where(ok[:, None], key, 0.0)
             else:
                 value = read(
                     v0, v1, v2, v3, v4, v5, token, live if UNITS and WHOLE and SEEN == ANYONE else ok,
