@@ -265,7 +265,7 @@ def fits(
     if any(x.storage_offset() % 4 or not x.is_contiguous() for x in fields.values()):
         return False
     for side, dim in (("k", q.shape[-1]), ("v", dim_v)):
-        if dim & (dim - 1) or dim > 256:
+        if dim & (dim - 1) or dim > 256 or fields[f"{side}_scale"].numel() % 2:  # which are read two at a time
             return False
         if codec == "zipcache":
             high, low = fields[f"{side}_high"], fields[f"{side}_low"]

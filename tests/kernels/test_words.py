@@ -293,6 +293,16 @@ def test_the_policys_pages_are_read_by_the_word(bits: int, dim: int, dtype: torc
     assert fits(k[:, None, :1], fields, stack.page, stack.page, "quantspec", dim, False)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("page", [4, 5])
+def test_an_odd_number_of_sizes_is_not_read_by_twos(page: int) -> None:
+    """What lies behind the last is not the field's."""
+    x = torch.randn(3, page, 64)
+    code, scale = turboquant.encode(x, 4, "unbiased", torch.float16)
+    fields = {"k_code": code, "v_code": code, "k_scale": scale, "v_scale": scale}
+    assert fits(x[:, None, :1].half(), fields, page, page, "turboquant", 64, False) == (page == 4)
+
+
 def fits(q: Tensor, fields: dict[str, Tensor], page: int, unit: int, codec: str, dim_v: int, want_probs: bool) -> bool:
     from kvengine.kernels.paged_attention import kivi, words
 
