@@ -275,6 +275,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   const int k_mixed = !tiled && !k_paired && mixed_lie(&a->k, a->dim, a->padded);
   const int v_mixed = !tiled && !v_paired && mixed_lie(&a->v, a->dim_v, a->padded);
   const int k_turned = turned_lie(&a->k, a->dim, a->padded), v_turned = turned_lie(&a->v, a->dim_v, a->padded);
+  const int k_halved = HALVES && k_lies && a->halves != 0 && a->k.dtype == BF16;
   const Way *const way = way_of(a);
   Turned turned;
   Vectors x;
@@ -292,7 +293,10 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   memset(tile, 0, sizeof tile);
   memset(weights, 0, sizeof weights);
   memset(out, 0, sizeof(float) * a->padded * a->dim_v);
-  if (k_lies && a->k.dtype == BF16) {
+#if HALVES
+  if (k_halved) halve(q, a->halves, a->padded * a->dim, (uint16_t *)sorted);
+#endif
+  if (k_lies && a->k.dtype == BF16 && !k_halved) {
     sort(q, a->padded * a->dim, sorted);
     q = sorted;
   }
@@ -320,6 +324,10 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     else {
       if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
       locate(&a->k, &keys, row, k_lies, key, b->is.count, &next->is, a->dim, tile, &x);
+#if HALVES
+      if (k_halved) dots_halved((const uint16_t *)sorted, a->halves, x.at, x.soon, b->is.count, a->dim, weights);
+      else
+#endif
       dots(q, a->padded, x.at, k_lies ? x.soon : NULL, b->is.count, a->dim, weights, x.dtype);
     }
     if (!k_lies && !tiled) fetch_batch(&a->k, row, &next->is);

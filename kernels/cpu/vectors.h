@@ -93,6 +93,41 @@ INLINE void weigh_as(const float *p, int64_t rows, const char *const *at, const 
 SPECIALISE(dots)
 SPECIALISE(weigh)
 
+#if HALVES
+/* Four query rows that were bfloat16, as they were: without the scale that `q` has. */
+INLINE void halve(const float *q, float scale, int64_t n, uint16_t *out) {
+  for (int64_t i = 0; i < n; i += PAIRED) {
+    const vf a = load(q + i) / scale, b = load(q + i + LANES) / scale;
+    _mm512_storeu_si512(out + i, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+  }
+}
+
+/* `dots` of four rows and keys in bfloat16 by products of pairs, which are exact as well, and need no widening. */
+static void dots_halved(const uint16_t *q, float scale, const char *const *at, const char *const *soon, int count,
+                        int64_t dim, float *scores) {
+  for (int t = 0; t < count; t += ACROSS) {
+    __m512 s[AT_ONCE];
+    for (int i = 0; i < AT_ONCE; i++) s[i] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < dim; d += PAIRED) {
+      __m512bh k[ACROSS];
+#pragma GCC unroll 4
+      for (int j = 0; j < ACROSS; j++) {
+        __builtin_prefetch(soon[t + j] + 2 * d, 0, 2);
+        k[j] = (__m512bh)_mm512_loadu_si512(at[t + j] + 2 * d);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        const __m512bh x = (__m512bh)_mm512_loadu_si512(q + i * dim + d);
+#pragma GCC unroll 4
+        for (int j = 0; j < ACROSS; j++) s[ACROSS * i + j] = _mm512_dpbf16_ps(s[ACROSS * i + j], x, k[j]);
+      }
+    }
+    const Totals total = totals((const vf *)s);
+    for (int i = 0; i < 4; i++) *(va *)(scores + i * TILE + t) = total.row[i] * scale;
+  }
+}
+#endif
+
 /* Whether vectors are used as they lie. A half is widened once for all query rows if these are many. */
 INLINE int plain(const Field *f, int64_t dim, int64_t padded) {
   return f->layout == DENSE && f->dim == dim && (f->dtype == F32 || (padded == 4 && dim % 32 == 0));
