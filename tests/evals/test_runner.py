@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from typer.testing import CliRunner
 
 from kvengine.cli import app
 from kvengine.errors import EvaluationError, PolicyError, UnsupportedPolicy
-from kvengine.evals import aggregate, demo, drive, report
+from kvengine.evals import aggregate, demo, drive, records, report
 from kvengine.evals.config import RunConfig, build
 from kvengine.evals.engine import CacheSession, StockEngine, Usage
 from kvengine.evals.policies import arms, split
@@ -301,6 +302,51 @@ def test_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path.write_text(f"{row}\n{row[:10]}\n{row}\n")
     with pytest.raises(EvaluationError, match="damaged at byte 51"):
         Journal.open(path)
+
+
+@pytest.mark.parametrize("line", ["{}", "[1]", '{"key": "k", "sample": "0", "turn": "x", "turns": null}', '{"a": 1}'])
+def test_another_tools_file_is_neither_read_nor_cut(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{line}\n")
+    with pytest.raises(EvaluationError, match="no row of a run, at byte 0"):
+        Journal.open(path)
+    assert path.read_text() == f"{line}\n"
+
+
+def test_who_opens_a_journal_cuts_off_nothing_that_another_process_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--dry-run` beside a run took the sample for torn that came while it read, and cut it off."""
+    path, there, threads = tmp_path / "rows.jsonl", records.read_rows, []
+    row = {"key": "k", "sample": "0", "turn": 0, "turns": 1}
+    Journal(path).append([row])
+
+    def slowly(path: Path) -> Any:
+        found = there(path)
+        threads.append(threading.Thread(target=Journal(path).append, args=([{**row, "sample": "1"}],)))
+        threads[0].start()
+        threads[0].join(0.3)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "read_rows", slowly)
+        assert len(Journal.open(path).rows) == 1
+    threads[0].join()
+    assert len(Journal.open(path).rows) == 2
+
+
+def test_a_journal_that_grows_while_it_is_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, whole = tmp_path / "rows.jsonl", Path.read_bytes
+    row = json.dumps({"key": "k", "sample": "0", "turn": 0, "turns": 1}).encode() + b"\n"
+    path.write_bytes(row + row[:10])
+
+    def growing(self: Path) -> bytes:
+        found = whole(self)
+        self.write_bytes(row + row)
+        return found
+
+    monkeypatch.setattr(Path, "read_bytes", growing)
+    assert records.read_rows(path)[1] == len(row)
 
 
 def refusing(error: Exception) -> Any:
