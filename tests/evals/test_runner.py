@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +16,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from support_evals import saved_model, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
@@ -29,11 +33,11 @@ from kvengine.evals import aggregate, demo, drive, records, report
 from kvengine.evals.config import RunConfig, build
 from kvengine.evals.engine import CacheSession, StockEngine, Usage
 from kvengine.evals.policies import arms, split
-from kvengine.evals.progress import Silent
+from kvengine.evals.progress import Bar, Silent
 from kvengine.evals.prompt import Prompter, middle_cut
 from kvengine.evals.protocol import Protocol
 from kvengine.evals.records import MEASURED, Journal
-from kvengine.evals.runner import Run, room
+from kvengine.evals.runner import Cell, Run, room
 from kvengine.evals.tasks import Sample, Turn
 from kvengine.evals.tasks import _words as words
 from kvengine.policies import catalogue
@@ -273,6 +277,21 @@ def test_edited_data_are_done_again(tmp_path: Path) -> None:
         run(settings)
     hashes = [row["sample_hash"] for row in fixed(tmp_path / "run")]
     assert len(set(hashes)) == 2 == len(hashes)
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_no_number_is_shortened_on_a_narrow_terminal(width: int) -> None:
+    """The bar's count and the time left were dots even on 80 columns, the table's `96.7` was `96…` on 40."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    cell = Cell(
+        SimpleNamespace(name="scbench_needles"), 4096, "multi-turn", SimpleNamespace(policy="oracle_topk(budget=0.25)")
+    )  # type: ignore[arg-type]
+    with Bar(3, 20, console) as bar:
+        bar.cell(cell, 20, 7)
+    drive.show(console, "ruler", ["score", "read/token"], [["snapkv(budget=0.25)", "96.7", "920.9 KiB"]])
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"7/60 0:00:\d\d eta [-:]+ scbench", text) and "96.7" in text and "920.9 KiB" in text
+    assert max(map(len, text.splitlines())) <= width
 
 
 def test_a_policy_that_was_asked_of_other_data_stands_beside_no_other(tmp_path: Path, model_folder: Path) -> None:
