@@ -22,6 +22,9 @@ from kvengine.evals.records import ROWS, Journal
 from kvengine.evals.runner import GIVEN_UP, Cell, Observer, Run, verdict
 from kvengine.evals.tasks import choose
 
+NARROW = 72
+"""Characters of a line that the table of policies needs."""
+
 
 def prepare(config: RunConfig) -> Run:
     """Load the model and open the journal. Policies and tasks are checked first: loading may take minutes.
@@ -161,20 +164,29 @@ def summarise(found: list[CellResult], console: Console) -> None:
         means = {policy: tables.figure(mean) for policy, mean in tables.policy_means(chosen).items()}
         losses = {cell.policy: tables.loss(cell) for cell in chosen if cell.metric == "nll"}
         head = ["NLL" if losses else "score", "attended", "held", "read/token", "first token s", "tokens/s"]
-        shown = Table(
-            Column("policy", overflow="fold"),
-            *(Column(name, justify="right") for name in head),
-            title=f"{suite}, {length} tokens, {mode}",
-            box=SIMPLE,
-            pad_edge=False,
-        )
+        rows = []
         for policy in tables.unique(cell.policy for cell in chosen if cell.score):
             texts = tables.cost_texts([cell for cell in chosen if cell.policy == policy and cell.score])
-            shown.add_row(escape(policy), losses.get(policy) or means.get(policy, "–"), *texts[1:6])
-        console.print(shown)
+            rows.append([policy, losses.get(policy) or means.get(policy, "–"), *texts[1:6]])
+        show(console, f"{suite}, {length} tokens, {mode}", head, rows)
         console.print(
             Markdown("\n".join(f"- {line}" for line in tables.in_short(chosen)) + "\n" + tables.notes(chosen))
         )
+
+
+def show(console: Console, title: str, head: list[str], rows: list[list[str]]) -> None:
+    """A row per policy, or a list per policy where columns would be too narrow for their numbers."""
+    if console.width < NARROW:
+        lines = [title]
+        for policy, *texts in rows:
+            lines += ["", policy, *(f"  {name}: {text}" for name, text in zip(head, texts, strict=True))]
+        console.print("\n".join(lines), highlight=False, markup=False)
+        return
+    columns = (Column(name, justify="right") for name in head)
+    shown = Table(Column("policy", overflow="fold"), *columns, title=title, box=SIMPLE, pad_edge=False)
+    for policy, *texts in rows:
+        shown.add_row(escape(policy), *texts)
+    console.print(shown)
 
 
 def below(found: list[CellResult], config: RunConfig) -> list[str]:

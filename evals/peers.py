@@ -32,7 +32,8 @@ KVPRESS_COLUMNS = (
 
 def write(folder: Path, rows: list[Row], manifest: dict[str, Any]) -> None:
     """Write what the rows' suites have formats for."""
-    shutil.rmtree(folder, ignore_errors=True)  # summaries are appended to, as their tools do
+    for peer in ("ruler", "scbench", "kvpress"):  # summaries are appended to, as their tools do
+        shutil.rmtree(folder / peer, ignore_errors=True)
     model = slug(Path(str(manifest["model_name"])).name)
     done = list({(row["key"], row["sample"], row["turn"]): row for row in ok(rows)}.values())
     for suite, policy, mode in _groups(done, "suite", "policy", "mode"):

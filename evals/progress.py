@@ -8,6 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 from kvengine.evals.records import Row
 from kvengine.evals.runner import Cell
@@ -28,8 +29,17 @@ class Bar(AbstractContextManager["Bar"]):
     """
 
     def __init__(self, cells: int, samples: int, console: Console) -> None:
-        columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn()
-        self.progress = Progress(*columns, TextColumn("{task.description}", markup=False), console=console)
+        whole, rest = Column(no_wrap=True), Column(no_wrap=True, ratio=1)  # where it is narrow, the name gives way
+        self.progress = Progress(
+            BarColumn(max(3, min(40, console.width // 8))),
+            MofNCompleteColumn(table_column=whole),
+            TimeElapsedColumn(table_column=whole),
+            TextColumn("eta"),
+            TimeRemainingColumn(table_column=whole),
+            TextColumn("{task.description}", markup=False, table_column=rest),
+            console=console,
+            expand=True,
+        )
         self.bar = self.progress.add_task("", total=cells * samples)
         self.samples = samples
         self.done: dict[str, int] = {}

@@ -1,7 +1,8 @@
 """The journal of a run: one JSON line per turn, appended and flushed to disk sample by sample.
 
 All turns of a sample are one write. What a killed process leaves is therefore whole samples and at most one torn tail,
-which `Journal.open` cuts off; the sample is then done again.
+which `Journal.open` cuts off; the sample is then done again. Processes may share a journal: one that opens it waits for
+another's write to end, and takes nothing for torn that came meanwhile.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvengine.errors import EvaluationError
 from kvengine.evals.tasks import Sample
@@ -21,6 +23,8 @@ Row = dict[str, Any]
 
 ROWS = "rows.jsonl"
 """The journal's name in a run folder."""
+PLACE = {"key": str, "sample": str | None, "turn": int, "turns": int}
+"""Fields without which a line is no row."""
 MEASURED = frozenset({"ttft", "decode", "tokens_per_s", "peak_bytes", "together"})
 """Fields that differ from run to run; all others are the same for the same configuration."""
 
@@ -48,9 +52,11 @@ class Journal:
         """Read what is there and cut off a torn tail. Raises `EvaluationError` if an earlier line is damaged."""
         journal = cls(path)
         if path.exists():
-            whole, size = read_rows(path)
-            if size < path.stat().st_size:
-                os.truncate(path, size)
+            with path.open("rb") as file:
+                alone(file)
+                whole, size = read_rows(path)
+                if size < path.stat().st_size:
+                    os.truncate(path, size)
             journal._remember(whole)
         return journal
 
@@ -76,6 +82,7 @@ class Journal:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
+            alone(file)
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
@@ -87,6 +94,14 @@ class Journal:
             self.done[row["key"], row["sample"]] = row.get("sample_hash")
 
 
+def alone(file: IO[bytes]) -> None:
+    """Wait until no other process is here, and keep them out until the file is closed."""
+    with suppress(ImportError, OSError):  # Windows, or a file system without locks
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
 def ok(rows: Iterable[Row]) -> Iterator[Row]:
     """Rows that hold a result."""
     return (row for row in rows if row["status"] == "ok")
@@ -96,12 +111,15 @@ def read_rows(path: Path) -> tuple[list[Row], int]:
     """Rows of whole samples, and the bytes they take. A torn or incomplete last sample is left out."""
     rows: list[Row] = []
     size = end = whole = 0
-    for line in path.read_bytes().splitlines(keepends=True):
+    text = path.read_bytes()
+    for line in text.splitlines(keepends=True):
         row = _parse(line)
         if row is None:
-            if end + len(line) < path.stat().st_size:
+            if end + len(line) < len(text):
                 raise EvaluationError(f"{path} is damaged at byte {end}: not a torn last line. Choose another --out")
             break
+        if not all(isinstance(row.get(name), kind) for name, kind in PLACE.items()):  # whole, so not ours to cut off
+            raise EvaluationError(f"{path} has a line that is no row of a run, at byte {end}. Choose another --out")
         end += len(line)
         rows.append(row)
         if row["turn"] == row["turns"] - 1:
@@ -116,4 +134,4 @@ def _parse(line: bytes) -> Row | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) else None
+    return row if isinstance(row, dict) else {}

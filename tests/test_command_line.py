@@ -82,6 +82,12 @@ def test_a_prompt_that_is_no_text() -> None:
     assert "not UTF-8" in refused("generate", "bundled", text=b"a\xff")
 
 
+def test_a_closed_standard_input_is_no_prompt() -> None:
+    command = [sys.executable, "-P", "-c", "from kvengine.cli import main; main()", "generate", "bundled"]
+    found = subprocess.run(["sh", "-c", '"$@" <&-', "sh", *command], capture_output=True, text=True)
+    assert found.returncode == 2 and "standard input is closed" in found.stderr and "Traceback" not in found.stderr
+
+
 @pytest.mark.parametrize(("words", "says"), [
     (("--device", "meta"), "holds no numbers"),
     (("--seed", str(1 << 70), "--temperature", "1"), "--seed"),

@@ -167,6 +167,8 @@ def save(found: list[bench.Result], out: Path, model: str) -> None:
 def given(prompt: str | None) -> str:
     """The prompt, or standard input. Raises EvaluationError for what is not text."""
     try:
+        if prompt is None and sys.stdin is None:
+            raise EvaluationError("there is no prompt, and standard input is closed; give some text to continue")
         text = sys.stdin.read() if prompt is None else prompt
         text.encode()  # bytes that are no UTF-8 arrive as halves of surrogate pairs
     except UnicodeError as error:

@@ -84,7 +84,12 @@ class FileSystem:
 
 def replace_file(path: Path, data: Buffer) -> None:
     """Write a file: the whole of it or nothing, durable when this returns, whoever else writes it; who may read one that is
-    replaced may read the new one. Raises OSError."""
+    replaced may read the new one. A link stays, and what it leads to is replaced. Raises OSError."""
+    if path.exists() and not path.is_file():
+        with path.open("wb") as there:  # a rename would make a file of /dev/null, for everybody
+            there.write(data)
+        return
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
     files, draft = FileSystem(), path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}.part")
     try:
         with draft.open("xb") as file:

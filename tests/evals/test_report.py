@@ -367,8 +367,11 @@ def test_kvpress_files_have_its_shape_and_its_ratio(tmp_path: Path) -> None:
 def test_scbench_files_have_the_official_shape_and_are_not_doubled(tmp_path: Path) -> None:
     rows = [row("scbench_kv", "p", i, float(t == 0), t, 2, suite="scbench") for i in range(3) for t in range(2)]
     rows += [{**one, "mode": "multi-request", "key": "another"} for one in rows]
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "mine").write_text("a folder of that name may be the user's")
     for _ in range(2):
         peers.write(tmp_path / "x", rows, MANIFEST)
+    assert (tmp_path / "x" / "mine").exists()
     found = tmp_path / "x" / "scbench" / "model_kvengine_p"
     lines = [json.loads(line) for line in (found / "prediction_scbench_kv_multi_turn.jsonl").read_text().splitlines()]
     assert [(line["id"], line["turn_idx"]) for line in lines] == [(i, t) for i in range(3) for t in range(2)]

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from support_evals import saved_model, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
@@ -24,15 +29,15 @@ from typer.testing import CliRunner
 
 from kvengine.cli import app
 from kvengine.errors import EvaluationError, PolicyError, UnsupportedPolicy
-from kvengine.evals import aggregate, demo, drive, report
+from kvengine.evals import aggregate, demo, drive, records, report
 from kvengine.evals.config import RunConfig, build
 from kvengine.evals.engine import CacheSession, StockEngine, Usage
 from kvengine.evals.policies import arms, split
-from kvengine.evals.progress import Silent
+from kvengine.evals.progress import Bar, Silent
 from kvengine.evals.prompt import Prompter, middle_cut
 from kvengine.evals.protocol import Protocol
 from kvengine.evals.records import MEASURED, Journal
-from kvengine.evals.runner import Run, room
+from kvengine.evals.runner import Cell, Run, room
 from kvengine.evals.tasks import Sample, Turn
 from kvengine.evals.tasks import _words as words
 from kvengine.policies import catalogue
@@ -274,6 +279,21 @@ def test_edited_data_are_done_again(tmp_path: Path) -> None:
     assert len(set(hashes)) == 2 == len(hashes)
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_no_number_is_shortened_on_a_narrow_terminal(width: int) -> None:
+    """The bar's count and the time left were dots even on 80 columns, the table's `96.7` was `96…` on 40."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    cell = Cell(
+        SimpleNamespace(name="scbench_needles"), 4096, "multi-turn", SimpleNamespace(policy="oracle_topk(budget=0.25)")
+    )  # type: ignore[arg-type]
+    with Bar(3, 20, console) as bar:
+        bar.cell(cell, 20, 7)
+    drive.show(console, "ruler", ["score", "read/token"], [["snapkv(budget=0.25)", "96.7", "920.9 KiB"]])
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"7/60 0:00:\d\d eta [-:]+ scbench", text) and "96.7" in text and "920.9 KiB" in text
+    assert max(map(len, text.splitlines())) <= width
+
+
 def test_a_policy_that_was_asked_of_other_data_stands_beside_no_other(tmp_path: Path, model_folder: Path) -> None:
     """The data are edited and the run goes on with another policy: its samples have the names of the older ones."""
     words = ["--model", str(model_folder), "--data", f"longbench={tmp_path}", "--tasks", "hotpotqa", "--samples", "1"]
@@ -301,6 +321,51 @@ def test_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path.write_text(f"{row}\n{row[:10]}\n{row}\n")
     with pytest.raises(EvaluationError, match="damaged at byte 51"):
         Journal.open(path)
+
+
+@pytest.mark.parametrize("line", ["{}", "[1]", '{"key": "k", "sample": "0", "turn": "x", "turns": null}', '{"a": 1}'])
+def test_another_tools_file_is_neither_read_nor_cut(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{line}\n")
+    with pytest.raises(EvaluationError, match="no row of a run, at byte 0"):
+        Journal.open(path)
+    assert path.read_text() == f"{line}\n"
+
+
+def test_who_opens_a_journal_cuts_off_nothing_that_another_process_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--dry-run` beside a run took the sample for torn that came while it read, and cut it off."""
+    path, there, threads = tmp_path / "rows.jsonl", records.read_rows, []
+    row = {"key": "k", "sample": "0", "turn": 0, "turns": 1}
+    Journal(path).append([row])
+
+    def slowly(path: Path) -> Any:
+        found = there(path)
+        threads.append(threading.Thread(target=Journal(path).append, args=([{**row, "sample": "1"}],)))
+        threads[0].start()
+        threads[0].join(0.3)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "read_rows", slowly)
+        assert len(Journal.open(path).rows) == 1
+    threads[0].join()
+    assert len(Journal.open(path).rows) == 2
+
+
+def test_a_journal_that_grows_while_it_is_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, whole = tmp_path / "rows.jsonl", Path.read_bytes
+    row = json.dumps({"key": "k", "sample": "0", "turn": 0, "turns": 1}).encode() + b"\n"
+    path.write_bytes(row + row[:10])
+
+    def growing(self: Path) -> bytes:
+        found = whole(self)
+        self.write_bytes(row + row)
+        return found
+
+    monkeypatch.setattr(Path, "read_bytes", growing)
+    assert records.read_rows(path)[1] == len(row)
 
 
 def refusing(error: Exception) -> Any:

@@ -181,6 +181,26 @@ def test_a_file_that_is_replaced_keeps_its_permissions_whatever_its_name(tmp_pat
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_what_is_no_plain_file_is_written_to_and_stays(tmp_path: Path) -> None:
+    """Whoever saved to /dev/null as root had a plain file there from then on, and so had every other program."""
+    pipe, link, dangling, file = (tmp_path / name for name in ("pipe", "link", "dangling", "file"))
+    os.mkfifo(pipe)
+    read = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    replace_file(pipe, b"whole")
+    assert pipe.is_fifo() and os.read(read, 9) == b"whole"
+    os.close(read)
+    file.write_bytes(b"first")
+    link.symlink_to(file)
+    dangling.symlink_to(tmp_path / "new")
+    for name in (link, dangling):
+        replace_file(name, b"second")
+        assert name.is_symlink() and name.read_bytes() == b"second"
+    assert file.read_bytes() == (tmp_path / "new").read_bytes() == b"second"
+    assert len(list(tmp_path.iterdir())) == 5
+    with pytest.raises(IsADirectoryError):
+        replace_file(tmp_path, b"")
+
+
 def test_headers_are_plain_and_stable() -> None:
     data = cachegen.encode(cache(), "low")
     header = box.read_bytes(data).header
