@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.gradients import watched
-from kvengine.heads import Heads
+from kvengine.heads import Heads, check_batch
 from kvengine.lane import Lane
 from kvengine.readers import Nodes, Prompt, Readers, Resumed, Taken
 from kvengine.replay import answer, check_known, judge_together
@@ -91,12 +91,8 @@ class LayerCache:
                 return out
         if not self.parts:
             self.open(k, v)
-        elif (k.shape[0], k.shape[1]) != (self.sequences, self.heads):
-            raise CacheError(
-                f"this cache holds {self.sequences} sequences of {self.heads} KV heads, but the layer brought "
-                f"{k.shape[0]} of {k.shape[1]}; use one cache for one batch of one model"
-            )
-        elif (k.dtype, k.device) != ((held := self.parts[0].lane.tail.k).dtype, held.device):
+        check_batch(self, k)
+        if (k.dtype, k.device) != ((held := self.parts[0].lane.tail.k).dtype, held.device):
             raise CacheError(
                 f"this cache holds {held.dtype} on {held.device}, but the layer brought {k.dtype} on {k.device}; make a new "
                 "cache after model.to(), and stay in autocast or out of it"
@@ -274,10 +270,13 @@ class LayerCache:
         """Tokens of a cache that keeps everything, whose queries are answered elsewhere."""
         if not self.parts:
             self.open(k, v)
+        check_batch(self, k)
+        self.session.begin(self.layer, self.seen)
         self.seen += k.shape[2]
         for part in self.parts:
             part.lane.enter(part.pick(k), part.pick(v), None if valid is None else self.by_row(valid, part))
         self.session.passed(k, v)
+        self.session.torn = False
 
     def take(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Tensor | None, stock: Stock | None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvengine.errors import CacheError
 from kvengine.lane import Lane
 
 
@@ -25,3 +27,12 @@ class Heads:
 
     def pick(self, x: Float[Tensor, "seq head *rest"]) -> Float[Tensor, "row *rest"]:
         return (x if self.index is None else x[:, self.run or self.index]).flatten(0, 1)
+
+
+def check_batch(cache: Any, k: Float[Tensor, "seq head token dim"]) -> None:
+    """Refuse, for a layer's cache, tokens of other sequences or heads than it holds."""
+    if (k.shape[0], k.shape[1]) != (cache.sequences, cache.heads):
+        raise CacheError(
+            f"this cache holds {cache.sequences} sequences of {cache.heads} KV heads, but the layer brought "
+            f"{k.shape[0]} of {k.shape[1]}; use one cache for one batch of one model"
+        )

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvengine import hf_states
 from kvengine.errors import CacheError
 from kvengine.hf_held import HeldWindow
+from kvengine.hf_layer import BREAKS, EngineLayer
+from kvengine.session import BROKEN
 
 STATE = ("keys", "values", "cumulative_length", "is_initialized", "dtype", "device")
 """Of a layer with a window; what it has of this, as a dtype up to transformers 5.23."""
@@ -22,6 +24,14 @@ GO_BACK = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
 def goes_back(config: Any) -> bool:
     """Whether tokens can be taken back from every layer of a model; a recurrent state has absorbed them."""
     return {type(layer).__name__ for layer in DynamicCache(config=config).layers} <= GO_BACK
+
+
+@torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]
+def check_even(layers: list[Any], seen: int, torn: bool = False) -> None:
+    """Refuse layers of which some hold tokens of a pass that others have not seen, or one has `torn` off: it broke off."""
+    growing = [layer for layer in layers if isinstance(layer, EngineLayer | DynamicLayer)]
+    if torn or any(layer.get_seq_length() != seen for layer in growing):
+        raise CacheError(BROKEN)
 
 
 def adopt(layer: Any, its: Any, late: int) -> None:

@@ -18,14 +18,14 @@ from transformers.cache_utils import Cache, DynamicLayer
 from kvengine import hf_states
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
-from kvengine.hf_back import back, check_back, empty, repeat, settle
+from kvengine.hf_back import back, check_back, check_even, empty, repeat, settle
 from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import BREAKS, COPIED, EngineLayer
 from kvengine.hf_names import passed
 from kvengine.hf_rope import needs_rope, rope_for
 from kvengine.readers import sources
 from kvengine.rope import Rope
-from kvengine.session import BROKEN, Session
+from kvengine.session import Session
 from kvengine.stack import Channels, Stack
 from kvengine.stats import Stats, measure
 
@@ -150,6 +150,8 @@ class EngineCache(Cache):
                 "kvengine.patch(model)"
             )
         self.thaw()
+        if self.session.ours is None or len(self.session.ours) < len(self.layers):  # else layers notice by themselves
+            check_even(self.layers, self.seen)
         return super().get_mask_sizes(*args, **kwargs)  # type: ignore[no-any-return]
 
     def thaw(self) -> None:
@@ -219,9 +221,7 @@ class EngineCache(Cache):
         Raises:
             CacheError: no token is new, or an earlier pass broke off.
         """
-        growing = [layer for layer in self.layers if isinstance(layer, EngineLayer | DynamicLayer)]
-        if any(layer.get_seq_length() != self.seen for layer in growing):
-            raise CacheError(BROKEN)
+        check_even(self.layers, self.seen)
         if total is not None and 0 < total <= self.seen and not drafting:
             raise CacheError(
                 f"generate() was given {total} tokens, but this cache has seen {self.seen}; give the whole text so far and "

@@ -78,6 +78,7 @@ class Steps:
         if torch.is_inference_mode_enabled():
             raise CacheError("a step cannot be recorded in torch.inference_mode(); leave it, torch.no_grad() will do")
         self.model, self.cache, self.left, self.how = model, cache, more, how
+        cache.thaw()
         device = model.device
         self.now = torch.tensor([cache.seen], device=device)
         self.rope = cache.session.rope

@@ -80,6 +80,8 @@ def noted(cache: EngineCache, given: dict[str, Any]) -> tuple[tuple[Any, ...], d
     layers, session = cache.engines, cache.session
     if layers and layers[0].fixed is not None:
         return None  # a recorded step: who runs it knows the tokens
+    if layers and layers[0].parts and layers[0].sequences != len(made):
+        return None  # another batch's pass, which the layers refuse: what was noted of theirs stays
     session.rest = None  # of a pass that broke off
     prompt = layers[0].prompt_tokens(n) if layers else n
     cut = None

@@ -53,6 +53,7 @@ class Lane(Verdicts):
     ) -> None:
         """Add a chunk of the prompt. `moved`: its tokens are not in the order in which they came."""
         n = k.shape[1]
+        self.check_end(n)
         if not self.reading:
             if self.filling:
                 self.tail.sort()

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvengine.errors import CacheError
 from kvengine.pages import Pages
 from kvengine.policies.retention import Notes, Retention
+from kvengine.saliency import Saliency
 from kvengine.session import Session
 from kvengine.stack import Stack
 from kvengine.tail import Tail
@@ -36,6 +37,7 @@ class Padded:
     turn: int
     past: Notes
     ahead: Int[Tensor, "row"] | None
+    saliency: Saliency | None
     notes: Notes
     padded: bool
     moved: bool
@@ -139,6 +141,15 @@ class Padded:
     def order_for(self, valid: Bool[Tensor, "row token"] | None) -> Int[Tensor, "row token"] | None:
         """The order in which to `enter` such a chunk, so that a row's tokens stay one after the other."""
         return padding_first(valid) if valid is not None and self.placing else None
+
+    def check_end(self, n: int) -> None:
+        """Refuse `n` tokens of a prompt by which it ends elsewhere than was announced, if some of its queries were probes."""
+        known, end = self.saliency, max(self.seen + n, self.session.prompt_end or 0)
+        if known is not None and known.end != end:
+            raise CacheError(
+                f"this prompt was to end at {known.end} tokens, by which '{self.stack}' has chosen some of its queries, and now "
+                f"it is to end at {end}. Call cache.reset(), announce all of it and give it anew, or in one pass"
+            )
 
     def check_padding(self, valid: Bool[Tensor, "row token"]) -> None:
         """Refuse padding behind a row's tokens that came with an earlier chunk, if some of its queries were probes."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, KVEngineError, StoreError
+from kvengine.hf_back import check_even
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import layer_devices, weights
 from kvengine.hf_held import HeldWindow
@@ -37,7 +38,6 @@ from kvengine.pages import Pages
 from kvengine.pool import Pool
 from kvengine.saliency import Saliency
 from kvengine.saved_beside import check_same_rows, restore
-from kvengine.session import BROKEN
 from kvengine.sound import check_fields, check_kinds, check_lengths, check_pages, check_rows, check_tail, expect
 from kvengine.tail import Nested, Tail
 from kvengine.text import Text
@@ -115,8 +115,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         raise CacheError(f"a session is saved from an EngineCache, not from a {type(cache).__name__}")
     if cache.config is not model.config.get_text_config(decoder=True):  # type: ignore[operator, union-attr]
         raise CacheError("this cache was made for another model; a file that names this one would be taken for its own")
-    if cache.session.torn or cache.session.waiting:
-        raise CacheError(BROKEN)
+    check_even(cache.layers, cache.seen, cache.session.torn or bool(cache.session.waiting))
     for layer in (*cache.engines, *(layer for layer in cache.others if isinstance(layer, HeldWindow))):
         layer.check_free()  # type: ignore[attr-defined]
     if any(part.lane.marks for layer in cache.engines for part in layer.parts):

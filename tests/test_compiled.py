@@ -247,6 +247,21 @@ def test_a_recording_is_not_made_in_inference_mode(model: Any) -> None:
                 decoder.open(cache, 4)
 
 
+@pytest.mark.parametrize("text", ["full", "quest(budget=24, page=4)"])
+def test_what_was_read_in_inference_mode_is_recorded_outside_of_it(text: str, model: Any) -> None:
+    with kvengine.patched(model, text):
+        caches = [kvengine.EngineCache(model) for _ in range(2)]
+        token, place = torch.tensor([[7]]), torch.tensor([[61]])
+        for cache, inferred in zip(caches, (True, False), strict=True):
+            with torch.inference_mode(inferred), torch.no_grad():
+                model(**one(), cache=cache)
+        with torch.no_grad():
+            want = model(token, cache=caches[1]).logits
+            steps = kvengine.compile_decode(model, "eager").open(caches[0], 4)
+            torch.testing.assert_close(steps(token, place), want)
+            steps.close()
+
+
 def test_a_conversation_goes_on_after_it(model: Any) -> None:
     with kvengine.patched(model, MIXED[0]):
         texts = []

@@ -182,6 +182,36 @@ def test_a_pass_that_broke_off_between_layers_is_noticed(text: str, prompt: bool
     torch.testing.assert_close(step(model, cache, ids), step(model, kvengine.EngineCache(model), ids), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "mistral_window", "deepseek_v3"])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_pass_that_broke_off_behind_any_kind_of_layer_is_noticed(family: str, tokens: int, tmp_path: Path) -> None:
+    """One of transformers' own, with a window, and one of latents under `full`, whose tokens the engine only stores."""
+    model, ids = kvengine.patch(build(family)), one(40)["input_ids"]
+    cache = started(model, ids)
+    saved.save(cache, tmp_path / "before.kv", model)
+    broken(model, cache, ids[:, :tokens], model.model.layers[1], before=True)
+    with pytest.raises(CacheError, match="broke off.*cache.reset"):
+        step(model, cache, ids[:, :tokens])
+    with pytest.raises(CacheError, match="broke off"):
+        saved.save(cache, tmp_path / "before.kv", model)
+    want = step(model, started(model, ids), ids[:, :tokens])
+    for whole in (saved.load(model, tmp_path / "before.kv"), cache):
+        if whole is cache:
+            cache.reset()
+            step(model, cache, ids)
+        torch.testing.assert_close(step(model, whole, ids[:, :tokens]), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_latents_of_another_batch_are_refused_before_any_are_taken(tokens: int) -> None:
+    """Of one row they would have gone to all rows, if there were several."""
+    model, ids = kvengine.patch(build("deepseek_v3")), prompts()["input_ids"]
+    cache, want = started(model, ids), started(model, ids)
+    with pytest.raises(CacheError, match="holds 3 sequences"):
+        step(model, cache, ids[:1, :tokens])
+    torch.testing.assert_close(step(model, cache, ids[:, :1]), step(model, want, ids[:, :1]), rtol=0, atol=0)
+
+
 def test_a_layer_that_broke_off_within_itself_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = patched("h2o(budget=24, average=True)", num_hidden_layers=1), one()["input_ids"]
     cache = started(model, ids)

@@ -228,6 +228,16 @@ def test_probes_that_were_chosen_for_a_longer_text_are_refused() -> None:
         read(patched("zipcache(block=8, probes=0.5)"), *scattered(), (15, 35))
 
 
+def test_a_prompt_longer_than_announced_is_refused_where_probes_were_chosen_by_its_end() -> None:
+    model, ids = patched("zipcache(block=8, probes=0.5)"), ragged(1, 60, (0,), 1)[0]
+    cache = EngineCache(model)
+    cache.announce(40)
+    with torch.no_grad():
+        model(ids[:, :30], **{CACHE: cache})
+        with pytest.raises(CacheError, match="was to end at 40 tokens.*now it is to end at 60.*announce"):
+            model(ids[:, 30:], **{CACHE: cache})
+
+
 @pytest.mark.parametrize(
     "text", ["snapkv(budget=20, window=8)", "adakv(budget=20, window=8) + kivi(group=8, residual=8)"]
 )

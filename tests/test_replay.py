@@ -254,6 +254,21 @@ def test_layers_of_transformers_own_are_as_they_were(family: str) -> None:
         assert torch.equal(alone[0, -6:], together[row])
 
 
+@pytest.mark.parametrize("seen", [25, 61])
+def test_another_batchs_pass_that_is_refused_leaves_no_trace(seen: int, model: Any) -> None:
+    """In the midst of the prompt, and behind it, where nothing is left to repeat."""
+    first, rest = one(75)["input_ids"].expand(2, -1).split([seen, 75 - seen], 1)
+    want, cache = EngineCache(model), EngineCache(model)
+    for each in (want, cache):
+        each.announce(max(seen, 61))
+        turns(model, each, [first])
+    with pytest.raises(CacheError, match="holds 2 sequences"):
+        turns(model, cache, [torch.ones(1, 2, dtype=torch.long)])
+    for each in (want, cache):
+        each.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(turns(model, cache, [rest]), turns(model, want, [rest])) and kept(cache) == kept(want)
+
+
 def test_positions_go_on_behind_the_text_and_keep_their_distances() -> None:
     """Of three axes as behind images, and of four, whose first counts tokens."""
     how = Replay(chunk=4, carry=2, prompt=(7, 8), suffix=(9,), sinks=0)
