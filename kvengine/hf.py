@@ -27,7 +27,7 @@ from kvengine.hf_attention import Seam, engine_attention
 from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
 from kvengine.hf_compiled import How, compile_decode
 from kvengine.hf_forward import caching, hook_passes
-from kvengine.hf_generate import METHODS, RECORDING, Method
+from kvengine.hf_generate import METHODS, PREPARING, RECORDING, Method
 from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_mask import LazyMask
 from kvengine.hf_names import CACHE
@@ -133,6 +133,7 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     text = model.config.get_text_config(decoder=True)
     modules = attention_modules(model, text)
     check_attention(model, text, modules)
+    check_layers(model, text, modules)
     state = getattr(model, STATE, None) or Patch(Chosen(stack))
     check_stack(stack, text, state.chosen.channels)
     if STATE not in vars(model) and text._attn_implementation == NAME:
@@ -145,7 +146,6 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
         state.chosen.stack = stack
         return model
     unpatch(model)
-    check_layers(model, text, modules)
     channels = check_modules(model, text, modules)
     check_stack(stack, text, channels)
     previous = text._attn_implementation
@@ -157,7 +157,7 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     state.hooks += hook_passes(model, text, state.chosen) + hook_replays(model, text)
     for part in generating(model, text):
         for name in METHODS:
-            if hasattr(part, name) and name != RECORDING:
+            if hasattr(part, name) and name != RECORDING and (name != PREPARING or prepares(part)):
                 state.methods.append(Method(name, part))
                 setattr(part, name, state.methods[-1])
         setattr(part, STATE, state)
@@ -309,6 +309,12 @@ def generating(model: PreTrainedModel, text: Any) -> list[PreTrainedModel]:
     """The model, and those in it that generate with the same text model, as some ask one inside them to (BLIP-2)."""
     able: list[Any] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
     return [model, *(m for m in able if m is not model and m.config.get_text_config(decoder=True) is text)]
+
+
+def prepares(part: PreTrainedModel) -> bool:
+    """Whether it prepares its inputs itself, and PEFT does not at this moment."""
+    own = getattr(type(part), PREPARING) is not getattr(GenerationMixin, PREPARING)
+    return own and PREPARING not in vars(part)
 
 
 def lazy_mask(**kwargs: Any) -> LazyMask:

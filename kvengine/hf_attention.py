@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from kvengine import hf_window, latent
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_held import HeldWindow
-from kvengine.hf_layer import BREAKS, EngineLayer
+from kvengine.hf_layer import BREAKS, WEIGHTS, EngineLayer
 from kvengine.hf_mask import UNPATCH, LazyMask
 from kvengine.hf_previous import as_before
 from kvengine.kernels.causal_attention import causal_attention, quicker
@@ -101,10 +101,7 @@ def attend(
         out = hf_window.read(stock, attention_mask, key, value) if query.shape[2] > 1 and stock.simple else None
         return stock.run(key, value) if out is None else (out, None)
     if kwargs.get("output_attentions"):
-        raise ModelError(
-            "output_attentions=True on a patched model: the engine never forms the attention matrix. Pass use_cache=False or "
-            "call kvengine.unpatch(model)"
-        )
+        raise ModelError(WEIGHTS)
     if own is not None and not latent.is_latent(module):
         check_brought(module, layer, key, value)
     foreign = [name for name in FOREIGN if kwargs.get(name) is not None]
@@ -219,8 +216,9 @@ class Stock:
     def simple(self) -> bool:
         """Whether a rule says what is masked, and nothing is asked for but attention."""
         asked = ("output_attentions", *FOREIGN)
+        always = getattr(getattr(self.module, "config", None), "output_attentions", False)
         plain = isinstance(self.mask, LazyMask) and not self.kwargs["dropout"] and self.previous in ("sdpa", "eager")
-        return plain and not any(self.kwargs.get(name) is not None for name in asked)
+        return plain and not always and not any(self.kwargs.get(name) is not None for name in asked)
 
     @property
     def slow(self) -> bool:

@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from kvengine.errors import ModelError
 from kvengine.hf_cache import NAME, Chosen, EngineCache
-from kvengine.hf_layer import BREAKS
+from kvengine.hf_layer import BREAKS, WEIGHTS, EngineLayer
 from kvengine.hf_names import NAMES, OTHER, name_of_cache, own_name, renamed
 from kvengine.stack import Stack
 
@@ -35,6 +35,7 @@ PAGED = (
 )
 LONE = 3
 """Passes in a row whose caches are dropped, until somebody is told that such passes say nothing of a policy."""
+MATRICES = "output_attentions"
 IMAGES = "encoder_hidden_states"
 ASKED = ("use_cache", IMAGES)
 """What decides beside a cache. Who gives `encoder_hidden_states` wants a cache of two, one of them for what is not text."""
@@ -79,10 +80,26 @@ def before(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Chosen, at: dict[str, int], name: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before a part runs: `provide`, and its cache by the name that it takes it by."""
-    if OTHER[name] not in kwargs:
-        return provide(module, args, kwargs, chosen, at, name)
-    kwargs = renamed(kwargs, name)
-    return provide(module, args, kwargs, chosen, at, name) or (args, kwargs)
+    new = renamed(kwargs, name)
+    found = provide(module, args, new, chosen, at, name) or (None if new is kwargs else (args, new))
+    check_weights(module, *(found or (args, kwargs)), at, name)
+    return found
+
+
+def check_weights(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], at: dict[str, int], name: str
+) -> None:
+    """Refuse a pass that is to give attention matrices, where the engine answers: some models do not tell their attention.
+
+    A configuration that asks for them always is nobody's question to a text that `generate` makes.
+    """
+    asked = kwargs.get(MATRICES)
+    if not (asked or (asked is None and getattr(module.config, MATRICES, False))):
+        return
+    cache: Any = args[at[name]] if at[name] < len(args) else kwargs.get(name)
+    if isinstance(cache, EngineCache) and (asked or not cache.session.generating):
+        if any(isinstance(layer, EngineLayer) for layer in cache.layers):
+            raise ModelError(WEIGHTS)
 
 
 def provide(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_forward import PAGED, PREPARED
-from kvengine.hf_names import CACHE, NAMES, renamed
+from kvengine.hf_names import CACHE, NAMES, cache_among, renamed
 from kvengine.stack import Stack
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
@@ -40,6 +41,8 @@ class Method:
 
     def __init__(self, name: str, model: PreTrainedModel | None) -> None:
         self.name, self.model = name, (lambda: None) if model is None else weakref.ref(model)
+        if model is not None:  # transformers looks up which arguments it may pass
+            self.__signature__ = inspect.signature(getattr(type(model), name).__get__(model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return METHODS[self.name](self.model(), *args, **kwargs)
@@ -180,6 +183,35 @@ def read(
     return found
 
 
+def prepare_inputs(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for a `prepare_inputs_for_generation` of a model's own.
+
+    Some drop the cache where the text outgrows the shorter of two rotations (Phi-3), and read it from its first token on:
+    into the same cache, emptied, whose policy and statistics somebody may have asked for.
+    """
+    stock: Any = type(self).prepare_inputs_for_generation  # type: ignore[attr-defined]
+    found, cache = stock(self, *args, **kwargs), kwargs.get(CACHE)
+    if isinstance(cache, EngineCache) and cache_among(found) is None:
+        begin_again(cache)
+        found[CACHE] = cache
+    return found
+
+
+def begin_again(cache: EngineCache) -> None:
+    """Empty a cache, to which the running `generate` gives its text once more, and what it drafts behind."""
+    session = cache.session
+    if not cache.seen:
+        return
+    options = None if session.options is None else session.options()
+    text = cache.seen + 1 - bool(getattr(options, "is_assistant", False))  # as `EngineCache.announce` has it
+    end, recording = max(session.prompt_end or 0, text), session.recording
+    kept = {"options": session.options, "lent": session.lent, "prompt_end": end, "turn": 0}
+    cache.reset()
+    if recording:
+        cache.activate_past_recording()
+    vars(session).update(kept)
+
+
 def refuse_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     """Stands in for continuous batching."""
     raise ModelError(PAGED)
@@ -234,10 +266,12 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 
 
 RECORDING = "generate"
+PREPARING = "prepare_inputs_for_generation"
 METHODS: dict[str, Callable[..., Any]] = {
     RECORDING: generate,
     "_extract_generation_mode_kwargs": mode_options,
     "_prefill": prefill,
+    PREPARING: prepare_inputs,
     "_prepare_generation_config": chosen_options,
     "_prepare_cache_for_generation": prepare_cache,
     "generate_batch": refuse_batching,

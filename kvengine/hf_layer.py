@@ -24,6 +24,10 @@ BREAKS = (
 )
 """Why, to who compiles."""
 COPIED = ", which the model has made: it runs layers several times over. The engine cannot enter it; call kvengine.unpatch(model)"
+WEIGHTS = (
+    "output_attentions=True on a patched model: the engine never forms the attention matrix. Pass use_cache=False or call "
+    "kvengine.unpatch(model)"
+)
 Listener = Callable[[Tensor, Tensor, Tensor, Call], None]
 """Told the queries, keys and values of every pass."""
 Heard = tuple[Tensor, Tensor, Tensor, Call]

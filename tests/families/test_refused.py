@@ -63,8 +63,9 @@ def test_refused_with_a_reason(name: str) -> None:
         return text
 
     want, before = generate(), model.config._attn_implementation
-    with pytest.raises(ModelError, match=match):
-        kvengine.patch(model, "full")
+    for policy in ("quest(budget=500)", "full"):  # no policy is advised that is refused as well
+        with pytest.raises(ModelError, match=match):
+            kvengine.patch(model, policy)
     assert not hasattr(model, STATE) and model.config._attn_implementation == before
     assert torch.equal(generate(), want)
 

@@ -1,0 +1,85 @@
+"""Models with a rotation for short texts and one for long ones (Phi-3): where a text outgrows the first, all is read anew."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families.configs import BASE
+from torch import Tensor
+
+import kvengine
+from kvengine.hf_generate import PREPARING
+
+SHORT = 32
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": SHORT, "short_mscale": 1.0, "long_mscale": 1.0,
+}  # fmt: skip
+
+
+def build() -> Any:
+    options = {"sliding_window": None, "original_max_position_embeddings": SHORT, "rope_parameters": LONGROPE}
+    torch.manual_seed(0)
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**BASE | options)).eval()
+
+
+def text(length: int) -> Tensor:
+    """It says everything twice, so that drafts are found in it."""
+    ids = torch.randint(2, 120, (1, (length + 1) // 2), generator=torch.Generator().manual_seed(0))
+    return ids.repeat(1, 2)[:, :length]
+
+
+def said(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    found: Tensor = model.generate(ids, max_new_tokens=16, do_sample=False, **options)
+    return found
+
+
+@pytest.mark.parametrize("length", [28, 50])
+def test_a_cache_that_is_given_holds_the_text_under_its_own_policy(length: int) -> None:
+    model = kvengine.patch(build(), "streaming(sinks=1, recent=6)")
+    want = said(model, text(length))
+    kvengine.patch(model, "full")
+    assert not torch.equal(said(model, text(length)), want)
+    cache = kvengine.EngineCache(model, "streaming(sinks=1, recent=6)")
+    assert torch.equal(said(model, text(length), cache=cache), want)
+    assert cache.seen == length + 15 and (cache.stats().held == 7).all()
+
+
+@pytest.mark.parametrize("length", [28, 50])
+@pytest.mark.parametrize("way", ["look-up", "an assistant"])
+@pytest.mark.parametrize("policy", ["full", "h2o(budget=500)", "quest(budget=500) + kivi(residual=500)"])
+def test_drafts_are_taken_back(length: int, way: str, policy: str) -> None:
+    model, assistant = build(), build()
+    if way == "an assistant":
+        kvengine.patch(assistant, policy)
+    options = {"prompt_lookup_num_tokens": 4} if way == "look-up" else {"assistant_model": assistant}
+    want = said(build(), text(length), **options)
+    assert torch.equal(said(kvengine.patch(model, policy), text(length), **options), want)
+
+
+@pytest.mark.parametrize("policy", ["snapkv(budget=12, window=4)", "kvzip(budget=12, chunk=8, carry=2)"])
+def test_a_later_turn_is_judged_with_the_text_before_it(policy: str) -> None:
+    """The first turn was short enough, and the second's prompt is not: as a prompt of that length."""
+    model = kvengine.patch(build(), policy)
+    cache = kvengine.EngineCache(model)
+    model.generate(text(20), max_new_tokens=4, do_sample=False, cache=cache)
+    assert torch.equal(said(model, text(60), cache=cache), said(model, text(60)))
+    assert cache.seen == 75
+
+
+def test_who_prepares_its_inputs_keeps_doing_so() -> None:
+    model = build()
+    before = set(vars(model))
+    kvengine.patch(model, "streaming(sinks=1, recent=6)")
+    want = said(model, text(50))
+    vectors = model.get_input_embeddings()(text(50)).detach()
+    assert torch.equal(model.generate(inputs_embeds=vectors, max_new_tokens=16, do_sample=False), want[:, 50:])
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(said(twin, text(50)), want)
+    with pytest.raises(ValueError, match="not used by the model.*nonsense"):
+        said(model, text(50), nonsense=1)
+    kvengine.unpatch(model)
+    assert set(vars(model)) == before and getattr(model, PREPARING).__func__ is getattr(type(model), PREPARING)
