@@ -27,7 +27,7 @@ from kvengine.kernels import codecs, turboquant
 from kvengine.kernels.gpu import stream
 from kvengine.kernels.gpu.ahead import only_compiling
 from kvengine.kernels.page_scores import triton as page_scores
-from kvengine.kernels.paged_attention import kivi, words
+from kvengine.kernels.paged_attention import kivi, mixed, words
 from kvengine.kernels.paged_attention import triton as dense
 
 HEADS, GROUP, DIM, PAGE = 8, 4, 128, 64
@@ -35,6 +35,7 @@ TRIED = {  # programs for each multiprocessor, stages, warps
     "full": (dense, "attend_kernel", ((2, 5, 4), *itertools.product((2, 3, 4), (3, 5, 7), (4, 8)))),
     "KIVI, 4 bits": (kivi, "kivi_kernel", ((8, 3, 1), *itertools.product((8, 12, 16), (2, 3, 4, 5), (1, 2)))),
     "TurboQuant, 4 bits": (words, "words_kernel", ((12, 3, 1), *itertools.product((8, 12), (2, 5), (1, 2)))),
+    "ZipCache": (mixed, "mixed_kernel", ((10, 3, 1), *itertools.product((8, 10, 12), (2, 3, 4), (1,)))),
     "Quest, bounds": (page_scores, "score_kernel", ((4, 3, 2), *itertools.product((3, 4, 6, 8), (2, 3, 4), (1, 2, 4)))),
     "Quest, 1 of 64 units": (page_scores, "top_kernel", tuple((1, 3, warps) for warps in (8, 4, 16, 32))),
 }
@@ -57,7 +58,7 @@ def setting(module: Any, name: str, each: int, stages: int, warps: int) -> Itera
     """The kernel with these, for a while."""
     kernel, programs = getattr(module, name), stream.programs
     options = {"num_stages": stages, "num_warps": warps}
-    if module in (kivi, words):  # compiled for as many registers as leave room for so many programs
+    if module in (kivi, mixed, words):  # compiled for as many registers as leave room for so many programs
         options["maxnreg"] = min(248, 65536 // (32 * each * warps) // 8 * 8)
     setattr(module, name, Launcher(kernel, **options))
     stream.programs = lambda device, _: programs(device, each)
@@ -72,21 +73,25 @@ def call(what: str, batch: int, length: int, device: str) -> Callable[[], object
     """One decode step's attention over all pages, or what it does before."""
     if what.startswith("Quest"):
         return choosing(what, batch * HEADS, max(length // UNIT, 64), device)
-    rows, pages = batch * HEADS, batch * HEADS * length // PAGE
+    page = 128 if what == "ZipCache" else PAGE  # as the policy has it
+    rows, pages = batch * HEADS, batch * HEADS * length // page
     q = torch.randn(rows, GROUP, 1, DIM, device=device).bfloat16()
     table = torch.arange(pages, dtype=torch.int32, device=device).view(rows, -1)
     position = torch.arange(length, dtype=torch.int32, device=device).repeat(rows, 1)
-    x = torch.randn(pages, PAGE, DIM, device=device).bfloat16()
+    x = torch.randn(pages, page, DIM, device=device).bfloat16()
     if what == "full":
         fields, codec = {"k": x, "v": x.clone()}, "dense"
     elif what.startswith("TurboQuant"):
         code, scale = turboquant.encode(x, 4, "unbiased", torch.float16)
         fields, codec = {"k_code": code, "k_scale": scale}, "turboquant"
         fields |= {"v_code": code.clone(), "v_scale": scale.clone()}  # the same memory would be read once for both
+    elif what == "ZipCache":
+        salient = torch.rand(pages, page, device=device).argsort(1) < round(0.6 * page)
+        fields, codec = codecs.encode_zipcache(x, x, (4, 2), salient), "zipcache"
     else:  # ranges as the policy has them
         fields, codec = codecs.encode_kivi(x, x, 4, 32), "kivi"
-    rest = (None, PAGE, codec, DIM, None, None, None, None, False)  # all pages, no window, softcap, sinks or scores
-    return lambda: dense.paged_attention(q, fields, table, position, PAGE, 0.1, *rest)
+    rest = (None, page, codec, DIM, None, None, None, None, False)  # all pages, no window, softcap, sinks or scores
+    return lambda: dense.paged_attention(q, fields, table, position, page, 0.1, *rest)
 
 
 def choosing(what: str, rows: int, units: int, device: str) -> Callable[[], object]:

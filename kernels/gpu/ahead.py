@@ -66,6 +66,8 @@ class Compiled(NamedTuple):
     instructions: int
     loop: int
     """Instructions of the longest loop that holds no other; each warp issues them once a turn."""
+    second: int
+    """Of the next longest one."""
 
 
 def compile_all(capability: int, only: Sequence[str] | None = None) -> list[Compiled]:
@@ -127,7 +129,7 @@ def cases() -> dict[str, Callable[[], object]]:
         if codec == "turboquant":
             code, size = turboquant.encode(x, bits, "unbiased", torch.float16)
             return {"k_code": code, "k_scale": size, "v_code": code, "v_scale": size}
-        return codecs.encode_zipcache(x, x, (4, 2), (torch.arange(PAGE) < 38).expand(len(x), -1))
+        return codecs.encode_zipcache(x, x, (4, 2), (torch.arange(page) < round(0.6 * page)).expand(len(x), -1))
 
     def pages(
         codec: str = "dense",
@@ -145,7 +147,7 @@ def cases() -> dict[str, Callable[[], object]]:
         page: int = PAGE,
     ) -> Callable[[], object]:
         q, fields = torch.zeros(rows, group, query, dim, dtype=dtype), pool(codec, dim, dtype, bits, scaled, page)
-        where = position[:rows, : TABLE * page].contiguous()
+        where = torch.arange(TABLE * page, dtype=torch.int32).repeat(rows, 1)
         return lambda: paged_attention(
             q, fields, table[:rows], where, page, 0.1, units[:rows] if chosen else None,
             unit if chosen else page, codec, min(dim, 512), at[:rows, :query] if window else None, window,
@@ -248,6 +250,8 @@ def cases() -> dict[str, Callable[[], object]]:
         "turboquant, dim 256": pages("turboquant", 256),
         "turboquant, dim 512": pages("turboquant", 512),
         "zipcache": pages("zipcache"),
+        "zipcache, pages of 128": pages("zipcache", page=128),
+        "zipcache, units of 32": pages("zipcache", chosen=True, unit=32),
         "zipcache, dim 256": pages("zipcache", 256),
         "zipcache, dim 512": pages("zipcache", 512),
         "prompt, causal": prompt(),
@@ -301,10 +305,11 @@ def cases() -> dict[str, Callable[[], object]]:
 def _report(case: str, kernel: Any, capability: int) -> Compiled:
     usage = dump(kernel.asm["cubin"], "cuobjdump", "--dump-resource-usage")
     used = {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", usage)}
-    count, start, end = longest_loop(dump(kernel.asm["cubin"], "nvdisasm", "--print-code"))
+    count, loops = inner_loops(dump(kernel.asm["cubin"], "nvdisasm", "--print-code"))
+    longest, second, *_ = (*(end - start for start, end in loops), 0, 0)
     return Compiled(
         case, kernel.name, f"sm_{capability}", used["REG"], used["STACK"], kernel.metadata.shared,
-        kernel.metadata.num_warps, count, end - start,
+        kernel.metadata.num_warps, count, longest, second,
     )  # fmt: skip
 
 
@@ -317,9 +322,9 @@ def dump(cubin: bytes, tool: str, *options: str) -> str:
         return subprocess.run([path, *options, file.name], check=True, capture_output=True, text=True).stdout
 
 
-def longest_loop(assembly: str) -> tuple[int, int, int]:
-    """How many instructions there are, and where the longest inner loop starts and ends: what lies between a label and a branch
-    back to it; nowhere, if there is none."""
+def inner_loops(assembly: str) -> tuple[int, list[tuple[int, int]]]:
+    """How many instructions there are, and where loops that hold no other start and end, the longest first: what lies between a
+    label and a branch back to it."""
     count, labels, loops = 0, dict[str, int](), list[tuple[int, int]]()
     for line in assembly.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
@@ -332,8 +337,7 @@ def longest_loop(assembly: str) -> tuple[int, int, int]:
     # What jumps back into a loop from behind its end is no loop: code for a warp whose lanes have parted.
     loops = [a for a in loops if not any(b[0] < a[0] < b[1] < a[1] for b in loops)]
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    start, end = max((a for a in inner if a[1] - a[0] > 1), key=lambda a: a[1] - a[0], default=(0, 0))
-    return count, start, end
+    return count, sorted((a for a in inner if a[1] - a[0] > 1), key=lambda a: a[0] - a[1])
 
 
 def main() -> None:

@@ -138,6 +138,18 @@ def field(lower, upper, i: tl.constexpr, BITS: tl.constexpr, SUMS: tl.constexpr,
 
 
 @triton.jit
+def ones(x, ASM: tl.constexpr):
+    """How many bits of a word are set."""
+    if ASM is None:
+        x = x - ((x >> 1) & 0x55555555)
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F
+        return (x + (x >> 8) + (x >> 16) + (x >> 24)) & 63
+    else:
+        return tl.inline_asm_elementwise(ASM[4], "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def whole(upper, lower, odd: tl.constexpr, ASM: tl.constexpr):
     """Of halves of words that hold four upper and four lower nibbles, codes of 8 bits: 0 and 2 in one half, or 1 and 3."""
     if ASM is None:
@@ -150,8 +162,8 @@ def whole(upper, lower, odd: tl.constexpr, ASM: tl.constexpr):
 
 
 def masking() -> tuple[str, ...] | None:
-    """PTX for two halves at a time: of `masked`, of `upper`, and of `whole`. The interpreter has none. What a shift brings over
-    from the other half is masked away."""
+    """PTX for two halves at a time: of `masked`, of `upper`, and of `whole`; and of `ones`. The interpreter has none. What a
+    shift brings over from the other half is masked away."""
     if interpreted():
         return None
     either = "lop3.b32 $0, {}, {}, 0xF0F0F0F0, 0xE4;"  # the upper nibbles of the first, the lower ones of the second
@@ -160,4 +172,5 @@ def masking() -> tuple[str, ...] | None:
         "prmt.b32 $0, $1, 0, 0x4341;",
         "{ .reg .b32 t; shl.b32 t, $1, 4; " + either.format("t", "$2") + " }",
         "{ .reg .b32 t; shr.u32 t, $2, 4; " + either.format("$1", "t") + " }",
+        "popc.b32 $0, $1;",
     )

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kvengine.kernels.gpu.ahead import cases, dump, longest_loop, only_compiling
+from kvengine.kernels.gpu.ahead import cases, dump, inner_loops, only_compiling
 
 TAKES = {"LDG": 600, "LDS": 30, "LDSM": 33, "SHFL": 25, "MUFU": 22, "REDUX": 24}
 """Cycles until a result is there: a GPU's memory under load, shared memory, other lanes. Others of no known duration: SHORT."""
@@ -65,7 +65,8 @@ def loops(capability: int, only: Sequence[str]) -> Iterator[Loop]:
 
 def timed(case: str, kernel: Any) -> Loop:
     assembly = dump(kernel.asm["cubin"], "nvdisasm", "--print-code", "--print-instruction-encoding")
-    _, start, end = longest_loop(assembly)
+    _, found = inner_loops(assembly)
+    start, end = found[0] if found else (0, 0)
     loop = instructions(assembly)[start:end]
     return Loop(case, kernel.name, kernel.metadata.num_warps, len(loop), *turn(loop))
 

@@ -99,9 +99,10 @@ def join_kernel(
     parts, tops, totals, lengths, columns, programs, parts2, tops2, totals2, lengths2, columns2, programs2, sinks, out, lse,
     rows, heads, SINKS: tl.constexpr, LENGTHS: tl.constexpr, BLOCK: tl.constexpr, BOTH: tl.constexpr,
     LENGTHS2: tl.constexpr, BLOCK2: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    SHARES: tl.constexpr, PDL: tl.constexpr,
+    SHARES: tl.constexpr, TIMES: tl.constexpr, TIMES2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per BLOCK_D channels of a query row of a row: combine its shares, of one set of tokens or of two."""
+    """One program per BLOCK_D channels of a query row of a row: combine its shares, of one set of tokens or of two. Each set's
+    line has a row so many TIMES, one after the other."""
     SLICES: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
     n, first_d = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES * BLOCK_D
     row = tl.program_id(1)  # only the first axis holds more than 65535 programs
@@ -109,14 +110,15 @@ def join_kernel(
     high = tl.load(sinks + row * heads + n).to(tl.float32) if SINKS else -float("inf")
     total = tl.where(high == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_D], tl.float32)
-    acc, high, total = gather(
-        parts, tops, totals, lengths, columns, programs, rows, heads, row, n, first_d, acc, high, total, LENGTHS, BLOCK,
-        ROWS, DIM, BLOCK_D, SHARES,
-    )  # fmt: skip
-    if BOTH:
+    for i in tl.static_range(TIMES):
         acc, high, total = gather(
-            parts2, tops2, totals2, lengths2, columns2, programs2, rows, heads, row, n, first_d, acc, high, total,
-            LENGTHS2, BLOCK2, ROWS, DIM, BLOCK_D, SHARES,
+            parts, tops, totals, lengths, columns, programs, TIMES * rows, heads, TIMES * row + i, n, first_d, acc, high, total,
+            LENGTHS, BLOCK, ROWS, DIM, BLOCK_D, SHARES,
+        )  # fmt: skip
+    for i in tl.static_range(TIMES2 if BOTH else 0):
+        acc, high, total = gather(
+            parts2, tops2, totals2, lengths2, columns2, programs2, TIMES2 * rows, heads, TIMES2 * row + i, n, first_d, acc, high,
+            total, LENGTHS2, BLOCK2, ROWS, DIM, BLOCK_D, SHARES,
         )  # fmt: skip
     at, d = row.to(tl.int64) * heads + n, first_d + tl.arange(0, BLOCK_D)
     tl.store(out + at * DIM + d, tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0), mask=d < DIM)
@@ -175,32 +177,34 @@ class Partials:
     """Room for what the programs find, and the launch that joins it.
 
     `tiles`: in how many parts the query rows of a row are taken, each by programs of its own. `each`: programs for each
-    multiprocessor.
+    multiprocessor. `times`: how often the line has each row.
     """
 
     def __init__(
-        self, q: Tensor, dim_v: int, columns: int, block: int, lengths: Tensor | None, tiles: int, each: int = 2
-    ) -> None:
+        self, q: Tensor, dim_v: int, columns: int, block: int, lengths: Tensor | None, tiles: int, each: int = 2,
+        times: int = 1,
+    ) -> None:  # fmt: skip
         self.rows, self.group, self.queries, _ = q.shape
         self.heads, self.dim_v, self.columns, self.lengths = self.group * self.queries, dim_v, columns, lengths
         self.scores: Tensor | None = None
+        self.times, rows = times, times * self.rows
         share, blocks = -(-programs(q.device, each) // max(1, tiles)), -(-columns // block)
-        self.programs = max(1, min(share, self.rows * blocks))
-        if lengths is None and self.rows and (whole := undivided(blocks, self.programs // self.rows)):
-            if 10 * self.rows * whole >= 9 * self.programs:  # hardly fewer
-                self.programs = self.rows * whole
+        self.programs = max(1, min(share, rows * blocks))
+        if lengths is None and rows and (whole := undivided(blocks, self.programs // rows)):
+            if 10 * rows * whole >= 9 * self.programs:  # hardly fewer
+                self.programs = rows * whole
         self.most = self.programs
         """Shares that a row has, at most."""
         if lengths is None and blocks:
-            per = -(-self.rows * blocks // self.programs)
+            per = -(-rows * blocks // self.programs)
             self.most = -(-blocks // per) + (blocks % per > 0)  # a row that programs share unevenly begins within one's
-        shape = (self.programs + self.rows, self.heads)
+        shape = (self.programs + rows, self.heads)
         self.parts = torch.empty(*shape, dim_v, device=q.device, dtype=torch.float32)
         # One allocation each: where a half of one begins would depend on the programs, and with it what is compiled.
         self.tops, self.totals = (torch.empty(shape, device=q.device, dtype=torch.float32) for _ in range(2))
         self.shape: dict[str, Any] = {
             "LENGTHS": lengths is not None,
-            "ROWS": next_power_of_2(self.rows),
+            "ROWS": next_power_of_2(rows),
             "BLOCK": block,
         }
 
@@ -233,9 +237,9 @@ class Partials:
             slice_of = wide if shares == FEW else min(wide, JOINED)  # channels of a program
             join_kernel[(self.heads * cdiv(self.dim_v, slice_of), self.rows)](
                 *self.given(lse), *second.given(lse), logits, out, lse, self.rows, self.heads, SINKS=sinks is not None,
-                BOTH=other is not None, LENGTHS2=second.shape["LENGTHS"], BLOCK2=second.shape["BLOCK"], DIM=self.dim_v,
-                BLOCK_D=slice_of, SHARES=shares, num_warps=4 if shares == SHARES else 1, **self.shape,
-                **chained(device),
+                BOTH=other is not None, LENGTHS2=second.shape["LENGTHS"], BLOCK2=second.shape["BLOCK"], TIMES=self.times,
+                TIMES2=second.times, DIM=self.dim_v, BLOCK_D=slice_of, SHARES=shares, num_warps=4 if shares == SHARES else 1,
+                **self.shape, **chained(device),
             )  # fmt: skip
         return State(out, lse)
 

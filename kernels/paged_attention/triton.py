@@ -23,7 +23,7 @@ from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.fields import read
 from kvengine.kernels.gpu.stream import Partials, absorb, block_at, keep, pick, row_ends, slot_at, unit_at
-from kvengine.kernels.paged_attention import kivi, words
+from kvengine.kernels.paged_attention import kivi, mixed, words
 from kvengine.kernels.state import State
 
 MOST_HEADS = 64
@@ -203,6 +203,10 @@ def paged_attention(
     wait: bool = False,
 ) -> State:
     """See `kvengine.kernels.paged_attention`."""
+    if mixed.fits(q, fields, page, units, codec, dim_v, want_probs):
+        return mixed.attention(
+            q, fields, table, position, page, scale, dim_v, query_position, window, softcap, sinks, wait
+        )
     by_word = kivi if codec in ("kivi", "quantspec") else words
     if by_word.fits(q, fields, page, unit, codec, dim_v, want_probs):
         return by_word.attention(

@@ -24,7 +24,7 @@ from kvengine.kernels.codecs import width
 from kvengine.kernels.gpu import cdiv, next_power_of_2
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
-from kvengine.kernels.gpu.halves import SIZE, assembly, by_channel, by_token, shared
+from kvengine.kernels.gpu.halves import SIZE, assembly, by_channel, by_token, ones, shared
 from kvengine.kernels.gpu.layouts import apart
 from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, pick, row_ends
 from kvengine.kernels.state import State
@@ -227,16 +227,7 @@ def ranks(bits, first, start, there, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     s, t = tl.arange(0, PAGE // BLOCK), tl.arange(0, BLOCK)
     earlier = tl.load(bits + (first - start) // BLOCK + s, mask=there & (s * BLOCK < start), other=0)
     own = (tl.load(bits + (first + t) // BLOCK, mask=there, other=0) >> t) & 1
-    return own == 0, tl.sum(ones(earlier), 0) + tl.cumsum(own, 0) - own
-
-
-@triton.jit
-def ones(x):
-    """How many bits of a word are set."""
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return (x + (x >> 8) + (x >> 16) + (x >> 24)) & 63
+    return own == 0, tl.sum(ones(earlier, None), 0) + tl.cumsum(own, 0) - own
 
 
 @triton.jit

@@ -130,6 +130,50 @@ CASES: dict[str, dict[str, Any]] = {
     "mixed, units, window": {"salient": 0.9, "unit": 32, "query": 2, "seen": True, "window": 50},
     "mixed, all salient": {"salient": 1.0},
     "mixed, none salient": {"salient": 0.0, "softcap": 2.0},
+    "mixed, by width": {"salient": 0.6, "dim": 128, "dim_v": 128},
+    "mixed, by width, long pages": {
+        "salient": 0.6,
+        "page": 128,
+        "dim": 128,
+        "dim_v": 128,
+        "softcap": 2.0,
+        "sinks": True,
+    },
+    "mixed, by width, one salient": {
+        "salient": 0.04,
+        "page": 32,
+        "dim": 128,
+        "dim_v": 128,
+        "query": 2,
+        "seen": True,
+        "window": 50,
+    },
+    "mixed, by width, one not salient": {"salient": 0.99, "page": 128, "dim": 128, "dim_v": 128, "heads": 8},
+    "mixed, by width, huge": {
+        "salient": 0.5,
+        "dim": 128,
+        "dim_v": 128,
+        "k_size": 1.2e4,
+        "v_size": 1.2e4,
+        "negative": True,
+    },
+    "mixed, by width, small": {
+        "salient": 0.7,
+        "dim": 128,
+        "dim_v": 128,
+        "k_size": 1e-3,
+        "v_size": 1e-3,
+        "heads": 1,
+    },
+    "mixed, by width, values that grow": {"salient": 0.6, "dim": 128, "dim_v": 128, "grow": True},
+    "mixed, by width, large queries": {
+        "salient": 0.3,
+        "page": 128,
+        "dim": 128,
+        "dim_v": 128,
+        "large": True,
+        "constant": True,
+    },
 }
 
 
@@ -189,7 +233,7 @@ def case(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_words_match_the_oracle(backend: str, name: str) -> None:
     q, fields, table, position, options = case(**CASES[name])
-    taken(q, fields, options)
+    taken(q, fields, options, "by width" in name)
     codec = options["codec"]
     got = oracle.on(backend, paged_attention)(q, fields, table, position, backend=backend, **options)
     page, units = options["page"], options.get("units")
@@ -206,18 +250,24 @@ def test_words_match_the_oracle(backend: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [{}, {"salient": 0.6}, {"turned": True}, {"nibbles": True, "v_group": 64}],
-    ids=["kivi", "mixed", "turned", "nibbles"],
+    [
+        {},
+        {"salient": 0.6},
+        {"salient": 0.6, "dim": 128, "dim_v": 128},
+        {"turned": True},
+        {"nibbles": True, "v_group": 64},
+    ],
+    ids=["kivi", "mixed", "by width", "turned", "nibbles"],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("unit", [32, 64])
-def test_words_of_what_is_dead_may_hold_anything(backend: str, kind: dict[str, Any], unit: int) -> None:
+@pytest.mark.parametrize("unit", [32, 64, None])
+def test_words_of_what_is_dead_may_hold_anything(backend: str, kind: dict[str, Any], unit: int | None) -> None:
     q, fields, table, position, options = case(page=64, unit=unit, **kind)
     position[0, :32] = -1  # a whole key group
     position[1, 64:128] = -1  # a whole page
     run = oracle.on(backend, paged_attention)
     before = run(q, fields, table, position, backend=backend, **options).out
-    where, at = resolve(table, position, options["units"], unit, 64)
+    where, at = resolve(table, position, options.get("units"), unit or 64, 64)
     live = torch.zeros(ROWS * TABLE + 2, 64, dtype=torch.bool)
     live.flatten()[where[at >= 0]] = True
     spans = {"v_scale": 1, "v_zero": 1, "v_channel": 64}  # slots that a range is for
@@ -309,8 +359,12 @@ def fits(q: Tensor, fields: dict[str, Tensor], page: int, unit: int, codec: str,
     return (kivi if codec in ("kivi", "quantspec") else words).fits(q, fields, page, unit, codec, dim_v, want_probs)
 
 
-def taken(q: Tensor, fields: dict[str, Tensor], options: dict[str, Any]) -> None:
+def taken(q: Tensor, fields: dict[str, Tensor], options: dict[str, Any], by_width: bool) -> None:
     """A case that another kernel runs would show nothing of this one."""
     if importlib.util.find_spec("triton") is not None:
+        from kvengine.kernels.paged_attention import mixed
+
         unit, codec = options.get("unit", options["page"]), options["codec"]
-        assert fits(q, fields, options["page"], unit, codec, options["dim_v"], False)
+        more = options["page"], options.get("units"), codec, options["dim_v"], False
+        assert mixed.fits(q, fields, *more) == by_width
+        assert by_width or fits(q, fields, options["page"], unit, codec, options["dim_v"], False)
