@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.codecs import width
+from kvengine.kernels.gpu import cdiv
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.halves import field, masked, masking, ones, upper
@@ -36,6 +37,8 @@ from kvengine.kernels.state import State
 
 HEADS = 8
 """Query rows of a program."""
+MOST_TILES = 3
+"""In how many parts query rows are taken, at most, each of which reads the pages: `words.py` reads them once for more."""
 EACH = 10
 """Programs for each multiprocessor: a warp waits more than it computes, so they are more than have all registers they want."""
 REGISTERS = 65536 // (32 * EACH) // 8 * 8
@@ -98,7 +101,7 @@ def share(
 ):  # fmt: skip
     """Pages `begin` to `last` of a row, of them the tokens of one width."""
     WORDS: tl.constexpr = PAGE // 32
-    n = tl.arange(0, HEADS)
+    n = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     some = n < heads
     d = tl.arange(0, K_DIM // 2)
     d = d // 16 * 32 + d % 8 // 2 * 8 + d % 16 // 8 * 4 + d % 2
@@ -384,7 +387,7 @@ def fits(
     """Whether pages can be read so: all of them, of 4 and 2 bits, ranges in float16, few queries."""
     if codec != "zipcache" or want_probs or units is not None or page not in (32, 64, 128):
         return False
-    if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[1] * q.shape[2] > HEADS:
+    if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[1] * q.shape[2] > MOST_TILES * HEADS:
         return False
     salient = fields["k_high"].shape[1]
     if not 0 < salient < page or any(x.storage_offset() % 4 or not x.is_contiguous() for x in fields.values()):
@@ -408,8 +411,9 @@ def attention(
     columns = table.shape[1] * page
     k, v = ([fields[f"{side}_{name}"].view(torch.int16) for name in ("high", "low")] for side in "kv")
     ranges_of = [[fields[f"{side}_{name}"] for name in ("scale", "zero")] for side in "kv"]
-    parts = Partials(q, dim_v, columns, page, None, 1, EACH, times=2)
-    mixed_kernel[(parts.programs,)](
+    tiles = cdiv(group * queries, HEADS)
+    parts = Partials(q, dim_v, columns, page, None, tiles, EACH, times=2)
+    mixed_kernel[(parts.programs, tiles)](
         q, *k, *ranges_of[0], *v, *ranges_of[1], fields["v_channel"], fields["mask"].view(torch.int32),
         parts.parts, parts.tops, parts.totals, table, position,
         table if query_position is None else query_position.contiguous(), table.stride(0), position.stride(0),

@@ -149,6 +149,8 @@ CASES: dict[str, dict[str, Any]] = {
         "window": 50,
     },
     "mixed, by width, one not salient": {"salient": 0.99, "page": 128, "dim": 128, "dim_v": 128, "heads": 8},
+    "mixed, by width, many rows": {"salient": 0.6, "dim": 128, "dim_v": 128, "heads": 5, "query": 4, "seen": True},
+    "mixed, more rows": {"salient": 0.6, "dim": 128, "dim_v": 128, "heads": 5, "query": 5, "seen": True},
     "mixed, by width, huge": {
         "salient": 0.5,
         "dim": 128,
@@ -337,6 +339,13 @@ def test_the_policys_pages_are_read_by_the_word(bits: int, dim: int, dtype: torc
     k = torch.randn(3, stack.page, dim).to(dtype)
     fields = stack.representation.encode(k, k, torch.zeros(3, stack.page))
     assert fits(k[:, None, :1], fields, stack.page, stack.page, "turboquant", dim, False)
+    if dim == 128:
+        from kvengine.kernels.paged_attention import mixed
+
+        stack = Stack.parse("zipcache")
+        k = torch.randn(3, stack.page, dim).to(dtype)
+        fields = stack.representation.encode(k, k, torch.zeros(3, stack.page))
+        assert mixed.fits(k[:, None, :1], fields, stack.page, None, "zipcache", dim, False)
     stack = Stack.parse("quantspec")
     k = torch.randn(3, stack.page, dim).to(dtype)
     fields = stack.representation.encode(k, k, torch.zeros(3, stack.page))
