@@ -9,10 +9,9 @@ is multiplied with queries and weights instead.
 
 Rows stand on the line of work twice, one width behind the other, and their shares are joined as those of any row.
 
-What lies by slot, positions and the ranges of values, is brought into the order of the codes: the i-th salient token's slot is
-found by halving words of the mask (`nth`), a turn ahead. A lot is 32 tokens, or 16 where a page's last ones are so few. Results
-add up by tiles of 16 channels, two codes of each of 8 halves of words, over all tokens of a page before its channels' factors
-come in; zeros are where a tile's sum begins.
+What lies by slot, positions and the ranges of values, is brought into the order of the codes a turn ahead (`by_width.py`). A
+lot is 32 tokens, or 16 where a page's last ones are so few. Results add up by tiles of 16 channels, two codes of each of 8 halves
+of words, over all tokens of a page before its channels' factors come in; zeros are where a tile's sum begins.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, var-annotated, misc"
 
@@ -29,9 +28,10 @@ from kvengine.kernels.codecs import width
 from kvengine.kernels.gpu import cdiv
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
-from kvengine.kernels.gpu.halves import field, masked, masking, ones, upper
+from kvengine.kernels.gpu.halves import field, masked, masking, upper
 from kvengine.kernels.gpu.layouts import apart, as_product, loaded, rows_of
 from kvengine.kernels.gpu.stream import LOG2E, Partials, pick, row_ends
+from kvengine.kernels.paged_attention.by_width import by_lot, lots, low_half, range_of, words_of
 from kvengine.kernels.paged_attention.kivi import SMALLEST, headroom, ranges
 from kvengine.kernels.state import State
 
@@ -48,13 +48,6 @@ REGISTERS = 65536 // (32 * EACH) // 8 * 8
 def level(bits):
     """By how much queries are more than 1 at most, that few are lost; no scale of float16's keys times it overflows."""
     return 4.0 if bits == 4 else 1.0
-
-
-@triton.constexpr_function
-def lots(tokens):
-    """Of how many tokens each lot is."""
-    whole, rest = tokens // 32, tokens % 32
-    return (32,) * whole + (() if rest == 0 else (16,) if rest <= 16 else (32,))
 
 
 @launched_again
@@ -199,52 +192,6 @@ def factors(channel, page, DIM: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def words_of(salience, page, WORDS: tl.constexpr):
-    """A page's mask."""
-    found = ()
-    for w in tl.static_range(WORDS):
-        found = found + (tl.load(salience + tl.maximum(page, 0).to(tl.int64) * WORDS + w),)
-    return found
-
-
-@triton.jit
-def by_lot(
-    places, v_scale, v_zero, page, bits, BITS: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
-    """Of each lot: positions, and both halves of values' ranges."""
-    found = ()
-    for s in tl.static_range(len(lots(TOKENS))):
-        found = found + of_lot(places, v_scale, v_zero, page, bits, BITS, s, lots(TOKENS)[s], TOKENS, PAGE, ASM)
-    return found
-
-
-@triton.jit
-def of_lot(
-    places, v_scale, v_zero, page, bits, BITS: tl.constexpr, s: tl.constexpr, LOT: tl.constexpr, TOKENS: tl.constexpr,
-    PAGE: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    i = 32 * s + tl.arange(0, LOT)
-    slot = nth(bits, tl.minimum(i, TOKENS - 1), BITS == 2, ASM)
-    there = (i < TOKENS) & (page >= 0)
-    place = tl.load(places + slot, mask=there, other=-1)
-    first = tl.maximum(page, 0).to(tl.int64) * PAGE
-    size = tl.load(v_scale + first + slot, mask=there, other=0.0)
-    return place, size, tl.load(v_zero + first + slot, mask=there, other=0.0)
-
-
-@triton.jit
-def range_of(place, size, zero):
-    """Both in one number; a dead token's may be anything, with 0 it adds nothing."""
-    size, zero = size.to(tl.int16, bitcast=True).to(tl.int32), zero.to(tl.int16, bitcast=True).to(tl.int32)
-    return tl.where(place >= 0, (size & 0xFFFF) | (zero << 16), 0)
-
-
-@triton.jit
-def low_half(x):
-    return x.to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
 def width_scores(
     code, page, there, query, query_x, query_y, scale, zero, BITS: tl.constexpr, TOKENS: tl.constexpr,
     DIM: tl.constexpr, K_ZERO: tl.constexpr, HEADS: tl.constexpr, ASM: tl.constexpr,
@@ -359,26 +306,6 @@ def tile(words, part: tl.constexpr, sized, by, rest, mask, j: tl.constexpr, BITS
 def places_of(j: tl.constexpr, BITS: tl.constexpr):
     """Of a tile's rows: by how many bits their codes are shifted."""
     return (2 * BITS * j % 8 + BITS * (tl.arange(0, 16) // 8)).to(tl.float32)
-
-
-@triton.jit
-def nth(words, i, low: tl.constexpr, ASM: tl.constexpr):
-    """Slot of the i-th salient token of a page, or of the i-th other one."""
-    at, before = tl.zeros(i.shape, tl.int32), tl.zeros(i.shape, tl.int32)
-    word = tl.broadcast_to(words[0] ^ (-1 if low else 0), i.shape)
-    seen = ones(words[0] ^ (-1 if low else 0), ASM)
-    for w in tl.static_range(1, len(words)):
-        past = i >= seen
-        word = tl.where(past, words[w] ^ (-1 if low else 0), word)
-        at, before = tl.where(past, 32 * w, at), tl.where(past, seen, before)
-        seen += ones(words[w] ^ (-1 if low else 0), ASM)
-    i -= before
-    for k in tl.static_range(5):
-        below = ones(word & ((1 << (16 >> k)) - 1), ASM)
-        past = i >= below
-        i, at = tl.where(past, i - below, i), tl.where(past, at + (16 >> k), at)
-        word = tl.where(past, word >> (16 >> k), word)
-    return at
 
 
 def fits(
