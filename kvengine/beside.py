@@ -1,45 +1,70 @@
-"""Sealed pages that a decoded token reads together with the tail, in one call of the C kernels."""
+"""Sealed pages that a decoded token reads together with the tail: in one call of the C kernels, or in a GPU's launches."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from kvengine.kernels.gpu.step import Far
 from kvengine.kernels.paged_attention import Described, described
+from kvengine.offload.placement import Flat
 from kvengine.pages import Pages
+from kvengine.pool import Pool
+from kvengine.tail import Tail
 
 
 class Beside:
-    """A lane's pages, described to C for as long as their tensors are the same.
+    """A lane's pages, described for as long as their tensors are the same.
 
     Attributes:
-        refused: the C kernels cannot read them where they are.
+        refused: they cannot be read where they are.
     """
 
     def __init__(self) -> None:
         self.refused, self.columns, self.codec = False, 0, ""
-        self.made: Described | None = None
+        self.made: Described | Far | None = None
         self.of: list[Tensor] = []
+        self.pool: tuple[Pool, int] | None = None  # and its pages, if nothing else can put their fields elsewhere
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """A copy describes pages of its own."""
         return type(self), ()
 
-    def forget(self) -> None:
-        """Let go of the tensors, which are about to be replaced by others."""
-        self.made, self.of = None, []
+    def forget(self, tail: Tail) -> None:
+        """Let go of the tensors, which are about to be replaced by others; so does the tail, whose launches name them."""
+        self.made, self.of, self.pool, tail.ready = None, [], None, None
 
-    def reading(self, pages: Pages, units: Tensor | None, dim: int, dim_v: int) -> int | None:
-        """Where the description of these units lies (None: of all pages); None, from then on too, if there can be none."""
-        fields, made = pages.readable(units), self.made
-        if fields is not None:
-            of = [pages._table, pages._position, *fields.values()]
-            same = pages.columns == self.columns and pages.codec == self.codec and len(of) == len(self.of)
-            if made is None or not same or not all([a is b for a, b in zip(of, self.of, strict=True)]):
-                self.columns, self.codec, self.of = pages.columns, pages.codec, of
-                made = self.made = described(
-                    fields, pages.table, pages.position, page=pages.page, codec=pages.codec, dim=dim, dim_v=dim_v
-                )
-        if fields is None or made is None:
+    def reading(self, pages: Pages, units: Tensor | None, dim: int, dim_v: int) -> int | Far | None:
+        """Where the description of these units lies (None: of all pages), on a GPU itself; None, from then on too, if there can
+        be none."""
+        made = self.made if self.same(pages) else self.describe(pages, units, dim, dim_v)
+        if made is None:
             self.refused = True
             return None
+        if isinstance(made, Far):
+            return made.reading(pages.columns, units, pages.selection.unit)
         return made.reading(units, pages.selection.unit)
+
+    def same(self, pages: Pages) -> bool:
+        """Whether what was described last is there still, and nobody need look at each field."""
+        alike = pages.columns == self.columns or isinstance(self.made, Far)
+        return (
+            alike and self.pool is not None and pages.pool is self.pool[0] and pages.pool.pages == self.pool[1]
+            and pages.codec == self.codec and pages._table is self.of[0] and pages._position is self.of[1]
+        )  # fmt: skip
+
+    def describe(self, pages: Pages, units: Tensor | None, dim: int, dim_v: int) -> Described | Far | None:
+        if (fields := pages.readable(units)) is None:
+            return None
+        of = [pages._table, pages._position, *fields.values()]
+        same = pages.columns == self.columns and pages.codec == self.codec and len(of) == len(self.of)
+        if self.made is None or not same or not all([a is b for a, b in zip(of, self.of, strict=True)]):
+            self.columns, self.codec, self.of = pages.columns, pages.codec, of
+            page, codec = pages.page, pages.codec
+            if pages._table.is_cpu:
+                where = pages.table, pages.position
+                self.made = described(fields, *where, page=page, codec=codec, dim=dim, dim_v=dim_v)
+            else:
+                self.made = Far(fields, pages._table, pages._position, page, codec, dim_v)
+        steady = pages.pool.per == 1 and all(type(x) is Flat and x.tier == "device" for x in pages.pool.shelves)
+        self.pool = (pages.pool, pages.pool.pages) if steady and pages.inner is None else None
+        return self.made

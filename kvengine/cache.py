@@ -147,13 +147,11 @@ class LayerCache:
             return None
         if not k.is_cpu:
             return self.decode(q, k, v, scale)
-        first, end = self.parts[0], session.prompt_end
-        lane = first.lane
+        first, lane, end = self.parts[0], self.parts[0].lane, session.prompt_end
         if first.index is not None or (end is not None and self.seen < end):
             return None
-        if not (lane.plain or ((lane.rolls or lane.pays) and not self.readers.count)):
-            return None
-        if k.shape[0] != self.sequences:
+        alone = lane.plain or ((lane.rolls or lane.pays) and not self.readers.count)
+        if not alone or k.shape[0] != self.sequences:
             return None
         session.begin(self.layer, self.seen)
         self.readers.begin([lane])
@@ -169,7 +167,9 @@ class LayerCache:
         if other or self.readers.count or self.prompt_tokens(1):
             return None
         self.session.begin(self.layer, self.seen)
-        out = self.take(q, k, v, Call(scale), None, None)
+        out = None if self.parts[0].index is not None else self.parts[0].lane.quick(q, k, v, scale)
+        self.seen += out is not None
+        out = self.take(q, k, v, Call(scale), None, None) if out is None else out
         self.session.torn = self.session.due is not None
         return out
 

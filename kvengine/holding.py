@@ -62,9 +62,7 @@ class Holding(Padded):
         self.tally = Tally()  # of prompts, if a prefill method leaves something out
         self.due = 0  # tokens seen before which no row is full, if the retention waits for that
         self.notes: Notes = {}  # the retention's
-        self.lengths: list[tuple[int, Tensor | None]] = [
-            (0, None)
-        ]  # tokens in the tail, and the rows that have so many
+        self.lengths: list[tuple[int, Tensor | None]] = [(0, None)]  # tokens in the tail, and their rows
         self.first = torch.zeros(len(k), dtype=torch.long, device=k.device)
         self.prompt_length = torch.zeros(len(k), dtype=torch.long, device=k.device)
         self.begin = self.first  # position of each row's first token of the last prompt
@@ -250,7 +248,8 @@ class Holding(Padded):
 
     def sealed(self, k: Tensor | None = None, position: Tensor | None = None, new: Tensor | None = None) -> Pages:
         """The pages; made, if there are none yet, for a prompt of these tokens, of which the `new` rows seal some."""
-        self.beside.forget()
+        if self.pages is None or k is not None or not self.pages.roomy:
+            self.beside.forget(self.tail)
         if self.pages is None:
             self.pool = self.new_pool()
             s, rope = self.stack, self.session.rope
@@ -372,6 +371,7 @@ class Holding(Padded):
         is called, nor on what else is in the batch.
         """
         pages = self.sealed()
+        self.beside.forget(self.tail)
         pages.release()
         if self.stack.selects or not self.stack.representation.lossless or not len(pages):
             return
@@ -381,7 +381,7 @@ class Holding(Padded):
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows (beam search, batch selection)."""
         self.due = 0
-        self.beside.forget()
+        self.beside.forget(self.tail)
         self.tail.rows(index)
         count = self.open()
         if isinstance(count, Tensor):

@@ -59,7 +59,7 @@ class Lane(Verdicts):
                 self.tail.sort()
             self.reading, self.begin = True, torch.full_like(self.first, self.seen)
             self.turn, self.past = self.seen, dict(self.notes)
-            self.beside.forget()
+            self.beside.forget(self.tail)
         if valid is not None:
             self.check_padding(valid)
             self.pad(valid, resumed)
@@ -136,7 +136,7 @@ class Lane(Verdicts):
         steps: Steps | None = None,
     ) -> Float[Tensor, "row group query dim_v"]:
         """Take tokens as decoding does, in as large steps as give the same result, which are added to `steps`."""
-        if k.is_cpu and call.bare and q.shape[2] == 1 and valid is None and steps is None:
+        if call.bare and q.shape[2] == 1 and valid is None and steps is None:
             one = self.quick(q.contiguous(), k.contiguous(), v.contiguous(), call.scale)
             if one is not None:
                 return one.transpose(1, 2)
@@ -157,19 +157,24 @@ class Lane(Verdicts):
 
         Heads may be rows, or there may be several in a row, [seq, head, 1, dim].
         """
-        if self.reads:
+        if self.reads and len(q) == len(self.first):
             return self.quick_paged(q, k, v, Call(scale))
+        if self.reads:
+            out = self.quick_paged(q.reshape(len(self.first), -1, 1, q.shape[-1]), k, v, Call(scale))
+            return out if out is None else out.view(len(q), 1, q.shape[1], -1)
         once = self.rolls or self.pays or self.still_waits
         if self.marks or not (self.plain or (once and not self.session.recording)):
             return None
         return self.at_once(q, k, v, scale)
 
     def at_once(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
-        rule = self.rule() if k.is_cpu and (self.rolls or self.pays) else None
-        if not k.is_cpu or (self.pays and rule is None):
+        if self.pays and not k.is_cpu:
+            return None
+        rule = self.rule() if self.rolls or self.pays else None
+        if self.pays and rule is None:
             return None
         full = not self.plain and self.limit is not None and len(self.tail) > self.limit
-        out = self.tail.step(q, k, v, self.seen, scale, full, rule)
+        out = self.tail.step(q, k, v, self.session.place_of(self.seen, k), scale, full, rule)
         if out is not None:
             if self.waits:
                 self.ask(q.reshape(len(self.first), -1, 1, q.shape[-1]), None)
@@ -193,7 +198,8 @@ class Lane(Verdicts):
         if self.thins:
             pages.own()
         far = self.beside.reading(pages, self.units, k.shape[-1], v.shape[-1])
-        out = None if far is None else tail.step(q, k, v, self.since, call.scale, False, self.paged_rule(pages), far)
+        at = self.session.place_of(self.since, k)
+        out = None if far is None else tail.step(q, k, v, at, call.scale, False, self.paged_rule(pages), far)
         if out is None:
             self.seen, self.lengths = self.since, before
             return None

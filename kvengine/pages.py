@@ -256,10 +256,16 @@ class Pages(User):
             self._summary = {name: x.clone() for name, x in self._summary.items()}
             self.shared = False
 
+    @property
+    def roomy(self) -> bool:
+        """Whether each row can have one more page, and no tensor is replaced by a longer one."""
+        return self.columns < self._table.shape[1] and len(self.filled) <= len(self.pool.free)
+
     def reserve(self, more: int) -> None:
         """Room for `more` columns, an eighth more than asked if there is none."""
         if (need := self.columns + more) <= self._table.shape[1]:
             return
+        self.bounds.remembered.forget()
         columns = need + (need // 8 if self.columns else 1)
         self._table = wider(self._table, columns, -1)
         self._position = wider(self._position, columns * self.page, -1)

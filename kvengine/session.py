@@ -89,6 +89,10 @@ class Session:
             self.next, self.next_of = torch.arange(seen, seen + 1, dtype=torch.int32, device=device), (seen, device)
         return self.next
 
+    def place_of(self, seen: int, k: Tensor) -> int | Int[Tensor, "1"]:
+        """Where such a token of a decode step is, as `Tail.step` takes it: on a GPU it is told on the device."""
+        return seen if k.is_cpu else self.position(seen, k.device)
+
     @property
     def last(self) -> int | None:
         """The last layer that the engine serves; None: each layer is alone."""

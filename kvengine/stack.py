@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -89,28 +90,28 @@ class Stack:
             if check is not None:
                 check(self)
 
-    @property
+    @cached_property
     def selects(self) -> bool:
         """Whether a query reads only some of what is stored."""
         return self.selection.reads is not None
 
-    @property
+    @cached_property
     def placed(self) -> bool:
         """Whether pages live elsewhere than on the compute device."""
         return type(self.placement) is not Device
 
-    @property
+    @cached_property
     def paged(self) -> bool:
         """Whether history is sealed into pages; if not, it stays in the open tail."""
         return not isinstance(self.representation, Dense) or self.selects or self.placed or self.retention.ragged
 
-    @property
+    @cached_property
     def page(self) -> int:
         """Tokens of a page: a multiple of what the representation groups and of what the selection chooses."""
         least = math.lcm(self.representation.multiple, self.selection.unit)
         return least * math.ceil(PAGE / least) if least < PAGE else least
 
-    @property
+    @cached_property
     def room(self) -> int:
         """The newest tokens that stay in the open tail."""
         return max(self.representation.room, self.selection.room)

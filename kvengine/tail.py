@@ -13,11 +13,14 @@ state looks; every other change replaces tensors instead of writing into them wh
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from kvengine.kernels.gpu import step as gpu
 from kvengine.kernels.put_token import put_token
 from kvengine.kernels.step import Merged, Rule, Slots, ready
 from kvengine.tokens import moved, take
@@ -50,7 +53,7 @@ class Tail:
         self.scored = scored
         self.clean = True  # every slot in [start, end) holds a token
         self.shared = False  # a remembered state refers to these tensors
-        self.ready: Slots | None = None  # these slots as `step` last saw them
+        self.ready: Slots | gpu.Slots | None = None  # these slots as `step` last saw them
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -96,7 +99,8 @@ class Tail:
         return self.score.new_zeros(()).expand(len(self.score), span.stop - span.start)
 
     def reserve(self, more: int) -> None:
-        """Room for `more` tokens: if there is none, move to the front of larger slots, with some to spare.
+        """Room for `more` tokens: if there is none, move to the front of larger slots, with some to spare, or of these, if sealed
+        tokens have left as many.
 
         The first tokens, a prompt as a rule, get the slots they need. Growing by a part of the length, a token is moved
         `PART` times on average at most, however long the text becomes, and what is spare stays below that part (or
@@ -105,7 +109,11 @@ class Tail:
         if self.end + more <= self.capacity:
             return
         need = len(self) + more
-        slots = need + max(GROWTH, need // PART) - 1 if len(self) else need
+        some = max(GROWTH, need // PART)
+        if need <= self.capacity and self.start >= some and not (self.shared or self.k.requires_grad):
+            self.restart()
+            return
+        slots = need + some - 1 if len(self) else need
         s = self.span
         self.keep(self.k[:, s], self.v[:, s], slots)
         if self.placed:
@@ -113,6 +121,14 @@ class Tail:
         if self.scored:
             self.score = moved(self.score[:, s], slots)
         self.start, self.end, self.shared = 0, need - more, False
+
+    def restart(self) -> None:
+        """Move to the front of these slots, which what was sealed has left free: so they stay where they are."""
+        n, s = len(self), self.span
+        told = [x for x, stored in ((self._position, self.placed), (self.score, self.scored)) if stored]
+        for x in (self.k, self.v, *told):
+            x[:, :n] = x[:, s] if n <= self.start else x[:, s].clone()
+        self.start, self.end = 0, n
 
     def keep(self, k: Tensor, v: Tensor, slots: int) -> None:
         """Have copies of these at the front of `slots` slots."""
@@ -149,13 +165,14 @@ class Tail:
         q: Float[Tensor, "seq q_head 1 dim"],
         k: Float[Tensor, "seq *head 1 dim"],
         v: Float[Tensor, "seq *head 1 dim_v"],
-        at: int,
+        at: int | Int[Tensor, "1"],
         scale: float,
         fill: bool = False,
         rule: Rule | None = None,
-        far: int | None = None,
+        far: int | gpu.Far | None = None,
     ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
-        """Append a token of position `at` and attend from it to all that is held, in one call of the C kernels.
+        """Append a token of position `at` and attend from it to all that is held: one call of the C kernels; on a GPU, where
+        `at` lies there, launches that are remembered.
 
         Sequences with their heads, or rows: then q is [row, group, 1, dim], k and v have no axis of heads, and what comes
         back is [row, 1, group, dim_v].
@@ -177,7 +194,8 @@ class Tail:
         if slots is None:
             return None
         score = self.score if self.scored else None
-        out = slots.step(q, k, v, self.start, self.end, at, not self.clean, scale, fill, rule, far, score)
+        run: Any = slots.step  # at and far as the slots are
+        out: Tensor | None = run(q, k, v, self.start, self.end, at, not self.clean, scale, fill, rule, far, score)
         if out is not None:
             if fill or isinstance(rule, Merged):
                 self.written()
@@ -186,11 +204,11 @@ class Tail:
             self.clean &= rule is None
         return out
 
-    def slots(self) -> Slots | None:
-        """The slots, described to the C kernels; None if they cannot serve them."""
+    def slots(self) -> Slots | gpu.Slots | None:
+        """The slots, described to the C kernels, or for a GPU; None if they cannot serve them."""
         slots, position = self.ready, self._position if self.placed else None
         if slots is None or slots.keys is not self.k or slots.values is not self.v or slots.position is not position:
-            slots = self.ready = ready(self.k, self.v, position)
+            slots = self.ready = (ready if self.k.is_cpu else gpu.Slots)(self.k, self.v, position)
         return slots
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -344,6 +362,10 @@ class Nested(Tail):
 
     def keep(self, k: Tensor, v: Tensor, slots: int) -> None:
         self.k, self.ready = moved(k, slots), None
+
+    def slots(self) -> Slots | gpu.Slots | None:
+        """Not for a GPU, to which the view of the values would be another at every token."""
+        return super().slots() if self.k.is_cpu else None
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: x for name, x in super().tensors().items() if name != "v"}

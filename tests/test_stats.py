@@ -10,7 +10,9 @@ from support import MIXED, SMALL, Bare, every, greedy, held, one, patched, promp
 from torch import Tensor
 
 import kvengine
+from kvengine.cache import LayerCache
 from kvengine.evals import maps
+from kvengine.session import Call
 from kvengine.stack import Stack
 
 
@@ -289,3 +291,18 @@ def test_padding_is_not_counted_as_computed() -> None:
 def test_an_empty_cache_holds_nothing() -> None:
     stats = kvengine.EngineCache(patched("quest(budget=32, page=8)")).stats()
     assert str(stats) == "0 tokens seen; per head 0 held, 0 read; nothing held"
+
+
+@pytest.mark.parametrize("text", ["kivi(bits=4)", "quest(budget=64)"])
+def test_a_tail_that_is_sealed_from_stays_where_it_is(text: str) -> None:
+    """Neither copied every few tokens nor grown: what was sealed leaves room for what comes."""
+    cache = LayerCache(Stack.parse(text), 0, 1)
+    given = [torch.randn(1, heads, 500, 64, generator=torch.Generator().manual_seed(2)) for heads in (4, 2, 2)]
+    cache.forward(*(x[:, :, :200] for x in given), Call(0.125))
+    tail, places = cache.parts[0].lane.tail, set()
+    for i in range(200, 500):
+        cache.forward(*(x[:, :, i : i + 1] for x in given), Call(0.125))
+        places.add((tail.k.data_ptr(), tail.capacity))
+        for x, every_one in zip(tail.held(), given[1:], strict=False):
+            assert torch.equal(x.unflatten(0, (1, 2)), every_one[:, :, i + 1 - len(tail) : i + 1])
+    assert len(places) == 1

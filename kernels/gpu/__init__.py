@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +25,32 @@ ROOM = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10
 
 compiling_for: ContextVar[int] = ContextVar("compiling_for", default=90)
 """Compute capability times ten, while launches compile for a chip that is not here."""
+
+
+class Note(NamedTuple):
+    """A launch."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+    ready: Any
+    """How it is launched without Triton (`kvengine.kernels.gpu.again`); None if that is not known."""
+
+
+noting: ContextVar[list[Note] | None] = ContextVar("noting", default=None)
+"""Where to note what is launched."""
+
+
+@contextmanager
+def noted() -> Iterator[list[Note]]:
+    """What is launched inside."""
+    notes: list[Note] = []
+    token = noting.set(notes)
+    try:
+        yield notes
+    finally:
+        noting.reset(token)
 
 
 class Chip(NamedTuple):

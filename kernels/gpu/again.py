@@ -19,29 +19,28 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, KernelInterface
 
+from kvengine.kernels.gpu import Note, noting
+
 KNOWN = "3.6."
 """The releases of Triton whose launchers are called: how is nobody's interface."""
 MOST = 512
 """Kinds of arguments that are remembered of a kernel: numbers that change at every launch should be none of those specialised,
 and if one is, memory does not grow with it."""
 PLAIN = {Tensor, int, float, bool, type(None)}
+Ready = tuple[Callable[..., None], tuple[Any, ...], tuple[None, ...]]
 
 
 def launched_again(kernel: Any) -> Any:
-    """The kernel, launched as before: `kernel[grid](...)`. Itself where it is interpreted, or Triton is another."""
-    return Again(kernel) if isinstance(kernel, JITFunction) and triton.__version__.startswith(KNOWN) else kernel
+    """The kernel, launched as before: `kernel[grid](...)`. By Triton alone where it is interpreted, or Triton is another."""
+    known = isinstance(kernel, JITFunction) and triton.__version__.startswith(KNOWN)
+    return Again(kernel) if known else Noted(kernel)
 
 
-class Again:
-    """A kernel, and how to launch what was compiled for arguments that came before."""
+class Noted:
+    """A kernel whose launches are noted, if somebody wants to make them again (`kvengine.kernels.gpu.launches`)."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        constant = [p.is_constexpr for p in kernel.params]
-        self.given = constant.index(True) if True in constant else len(constant)  # so many are not known by name
-        self.ordered = all(constant[self.given :])
-        self.any_value = [p.num for p in kernel.params[: self.given] if p.do_not_specialize]
-        self.ready: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], tuple[None, ...]]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
@@ -50,19 +49,39 @@ class Again:
         return partial(self.launch, grid)
 
     def launch(self, grid: tuple[int, ...], /, *given: Any, **named: Any) -> None:
-        watched_there = JITFunction.__getitem__ is not KernelInterface.__getitem__  # by who only compiles, or counts
-        if watched_there or len(given) != self.given or watched():
-            self.kernel[grid](*given, **named)
+        self.kernel[grid](*given, **named)
+        self.note(grid, given, named)
+
+    def note(self, grid: tuple[int, ...], given: tuple[Any, ...], named: dict[str, Any], ready: Any = None) -> None:
+        if (notes := noting.get()) is not None:
+            notes.append(Note(self, grid, given, named, ready))
+
+
+class Again(Noted):
+    """A kernel, and how to launch what was compiled for arguments that came before."""
+
+    def __init__(self, kernel: Any) -> None:
+        super().__init__(kernel)
+        constant = [p.is_constexpr for p in kernel.params]
+        self.given = constant.index(True) if True in constant else len(constant)  # so many are not known by name
+        self.ordered = all(constant[self.given :])
+        self.any_value = [p.num for p in kernel.params[: self.given] if p.do_not_specialize]
+        self.ready: dict[tuple[Any, ...], Ready] = {}
+
+    def launch(self, grid: tuple[int, ...], /, *given: Any, **named: Any) -> None:
+        if len(given) != self.given or watched():
+            super().launch(grid, *given, **named)
             return
         device = driver.active.get_current_device()
         key = (device, *self.kind(given), *named, *named.values())
         ready = self.ready.get(key)
         if ready is None:
             self.remember(key, self.kernel[grid](*given, **named), given, named)
-            return
-        run, how, constants = ready
-        x, y, z = (*grid, 1, 1)[:3]
-        run(x, y, z, driver.active.get_current_stream(device), *how, *given, *constants)
+        else:
+            run, how, constants = ready
+            x, y, z = (*grid, 1, 1)[:3]
+            run(x, y, z, driver.active.get_current_stream(device), *how, *given, *constants)
+        self.note(grid, given, named, self.ready.get(key))
 
     def kind(self, given: tuple[Any, ...]) -> list[Any]:
         """What of the arguments decides what is compiled: of each its type, and then what Triton asks of that."""
@@ -99,8 +118,10 @@ def _lies(x: Tensor) -> tuple[Any, int]:
 
 
 def watched() -> bool:
-    """Whether launches are to be profiled or checked, which Triton does."""
+    """Whether launches are to be profiled or checked, which Triton does, or somebody only compiles or counts."""
     runtime = knobs.runtime
+    if JITFunction.__getitem__ is not KernelInterface.__getitem__:
+        return True
     try:
         hooks = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
     except AttributeError:  # another kind of hook, or none

@@ -1,7 +1,7 @@
 """An 8-bit copy of units' bounds, by which the best units are found while reading a fraction of the bytes.
 
 The copy only rules units out: those that it leaves are scored with the true bounds, so the choice is the one that
-scoring everything makes (`kvengine/kernels/cpu/coarse.c`). CPU only; elsewhere the copy is never made.
+scoring everything makes (`kvengine/kernels/cpu/coarse.c`). CPU only; on a GPU what is kept from call to call is how to launch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from kvengine.errors import KernelError
 from kvengine.kernels.cpu import call, library
 from kvengine.kernels.page_scores import native
+from kvengine.kernels.page_scores.remembered import Remembered
 
 BLOCK = 64
 """Units that share a scale per channel. Mirrors coarse.c."""
@@ -49,6 +50,7 @@ class Coarse:
         self._refined = torch.zeros(1)  # by row
         self._tensors: dict[str, Tensor] = {}
         self._shared = False  # another refers to the tensors, so they are cloned before more is written
+        self.remembered = Remembered()  # on a GPU
 
     def __copy__(self) -> Coarse:
         twin = object.__new__(Coarse)
@@ -80,6 +82,7 @@ class Coarse:
     def clear(self) -> None:
         """Forget everything."""
         self.done, self._tensors, self._shared = 0, {}, False
+        self.remembered.forget()
 
     def top(
         self,

@@ -147,7 +147,8 @@ class LayerView:
 
     def quick(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
         """`forward` for one drafted token in one call; None if that cannot be."""
-        out = None if self.session.tree is not None else self.tail.step(q, k, v, self.seen, scale)
+        at = self.session.place_of(self.seen, k)
+        out = None if self.session.tree is not None else self.tail.step(q, k, v, at, scale)
         self.seen += out is not None
         return out
 

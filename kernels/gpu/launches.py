@@ -1,0 +1,112 @@
+"""Launches made again for the next token, which differ from those before in a few tensors and numbers.
+
+Between a step's launches stand a hundred small things that lead to the same arguments for every token: shapes and strides are
+checked, grids divided, memory is taken, what was compiled is looked up. Here launches are noted as they are made, once, and then
+made again with other tensors in the places of those that were named, and nothing in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.driver import driver
+
+from kvengine.kernels.dispatch import elsewhere
+from kvengine.kernels.gpu import Note
+from kvengine.kernels.gpu.again import watched
+
+ALIGNED = 16
+"""Bytes, at whose multiples tensors have to begin: Triton compiles anew for those that do not."""
+APART = 256
+"""Bytes, at whose multiples memory of one launch begins beside that of others."""
+
+
+class Launches:
+    """Launches as they were noted.
+
+    Args:
+        notes: what was launched.
+        given: tensors that are others at each time.
+        own: tensors that only these launches read and write, taken anew at each time.
+        numbers: (which launch, name of its argument, which of the numbers that are given each time stands there).
+    """
+
+    def __init__(
+        self, notes: list[Note], given: Sequence[Tensor], own: Sequence[Tensor], numbers: Sequence[tuple[int, str, int]]
+    ) -> None:
+        self.device = given[0].device
+        self.own = [(x.dtype, x.shape, x.stride()) for x in own]
+        sizes = [-(-x.untyped_storage().nbytes() // APART) * APART for x in own]
+        *self.offsets, self.size = accumulate(sizes, initial=0)
+        others = {id(x): i for i, x in enumerate((*given, *own))}
+        self.places = [[(i, others[id(x)]) for i, x in enumerate(note.given) if id(x) in others] for note in notes]
+        for number, name, j in numbers:
+            self.places[number].append((notes[number].kernel.arg_names.index(name), len(others) + j))
+        self.ready = [
+            (note.ready[0], (*note.grid, 1, 1)[:3], note.ready[1], [_address(x) for x in note.given], places, note.ready[2])
+            for note, places in zip(notes, self.places, strict=True) if note.ready is not None
+        ]  # fmt: skip
+        self.ready = self.ready if len(self.ready) == len(notes) else []
+        self.notes = [
+            note._replace(given=tuple(None if id(x) in others else x for x in note.given)) for note in notes
+        ]  # what comes and goes is not kept
+
+    def again(self, given: Sequence[Tensor], numbers: Sequence[int]) -> bool:
+        """Make them with these tensors and numbers. Whether that could be: if not, nothing was launched."""
+        values = [x.data_ptr() for x in given]
+        if any([x % ALIGNED for x in values]) or elsewhere(self.device):
+            return False
+        room = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        if not self.ready or watched():
+            self.plainly(given, room, numbers)
+            return True
+        base, stream = room.data_ptr(), driver.active.get_current_stream(self.device.index)
+        values += [base + offset for offset in self.offsets]
+        values += numbers
+        for launch, grid, how, arguments, places, constants in self.ready:
+            for i, j in places:
+                arguments[i] = values[j]
+            launch(*grid, stream, *how, *arguments, *constants)
+        return True
+
+    def plainly(self, given: Sequence[Tensor], room: Tensor, numbers: Sequence[int]) -> None:
+        """The same as Triton launches it, from tensors."""
+        values: list[Any] = list(given)
+        for (dtype, shape, stride), start, end in zip(
+            self.own, self.offsets, [*self.offsets[1:], self.size], strict=True
+        ):
+            values.append(room[start:end].view(dtype).as_strided(shape, stride))
+        values += numbers
+        for note, places in zip(self.notes, self.places, strict=True):
+            arguments = list(note.given)
+            for i, j in places:
+                arguments[i] = values[j]
+            note.kernel[note.grid](*arguments, **note.named)
+
+
+def remembered(
+    notes: list[Note],
+    given: Sequence[Tensor],
+    own: Sequence[Tensor],
+    held: Sequence[Tensor],
+    numbers: Sequence[tuple[int, str, int]],
+) -> Launches | None:
+    """These launches, if nothing went in but `given`, `own` and `held` tensors (which stay where they are) or views of the last,
+    and if they are to be found again."""
+    known, kept = {id(x) for x in (*given, *own)}, {x.untyped_storage().data_ptr() for x in held}
+    for note in notes:
+        for x in note.given:
+            if isinstance(x, Tensor) and id(x) not in known and x.untyped_storage().data_ptr() not in kept:
+                return None
+    if any(x.data_ptr() % ALIGNED for x in (*given, *own)) or elsewhere(given[0].device):
+        return None
+    return Launches(notes, given, own, numbers)
+
+
+def _address(x: Any) -> Any:
+    """A tensor as launchers take it soonest."""
+    return x.data_ptr() if isinstance(x, Tensor) else x

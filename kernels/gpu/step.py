@@ -1,0 +1,238 @@
+"""One decoded token over contiguous slots on a GPU, and over pages beside them: its launches, made again for the next one.
+
+The counterpart of what is described to C on a CPU (`kvengine.kernels.step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvengine.kernels import codecs
+from kvengine.kernels.attention import attention
+from kvengine.kernels.gpu import Note, noted
+from kvengine.kernels.merge_states import merge_states
+from kvengine.kernels.paged_attention import paged_attention
+from kvengine.kernels.put_token import put_token
+from kvengine.kernels.state import State
+from kvengine.kernels.step import Merged, Paid, Placed, Rule, Sealed
+from kvengine.kernels.verdict import verdict
+
+if TYPE_CHECKING:
+    from kvengine.kernels.gpu.launches import Launches
+
+END, LONG = 0, 1
+"""What changes from token to token: the slot that is written, and how many are read."""
+LATER = Paid, Merged, Placed
+"""Rules that are judged behind a step."""
+KINDS = 8
+"""Of tokens, that are remembered at once: how many units are chosen goes to and fro as the tail is filled and sealed."""
+
+
+class Far:
+    """Sealed pages that a token reads too, for as long as their memory is the same; `table` and `position` may have room left."""
+
+    def __init__(
+        self, fields: Mapping[str, Tensor], table: Tensor, position: Tensor, page: int, codec: str, dim_v: int
+    ) -> None:
+        self.fields, self.table, self.position = fields, table, position
+        self.page, self.codec, self.dim_v = page, codec, dim_v
+        self.units: Tensor | None = None
+        self.columns, self.unit = 0, page
+
+    def reading(self, columns: int, units: Tensor | None, unit: int) -> Far:
+        """With these units of so many columns to read next (None: all pages)."""
+        self.columns, self.units, self.unit = columns, units, self.page if units is None else unit
+        return self
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What decides how it is launched: of chosen units nothing depends on how many there are."""
+        return (id(self), self.columns) if self.units is None else (id(self), self.units.shape, self.units.dtype)
+
+    def attend(self, q: Tensor, scale: float) -> State:
+        table, position = self.table[:, : self.columns], self.position[:, : self.columns * self.page]
+        return paged_attention(
+            q, self.fields, table, position, page=self.page, scale=scale, units=self.units, unit=self.unit,
+            codec=self.codec, dim_v=self.dim_v, wait=True,
+        )  # fmt: skip
+
+    def tensors(self) -> list[Tensor]:
+        return [self.table, self.position, *(self.fields[name] for name in codecs.FIELDS[self.codec])]
+
+
+class Token(NamedTuple):
+    """What comes, where it goes, and what is asked of it: see `kvengine.kernels.step`. `at` lies on the device."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    at: Tensor
+    start: int
+    end: int
+    holes: bool
+    scale: float
+    fill: bool
+    rule: Rule | None
+    far: Far | None
+    score: Tensor | None
+
+    @property
+    def slots(self) -> int:
+        """How many are read."""
+        return self.end - self.start + (not self.fill)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What decides how it is launched, beside the number of slots."""
+        q, k, v = self.q, self.k, self.v
+        rule: tuple[Any, ...] = (id(self.rule),)
+        if isinstance(self.rule, Sealed):
+            alive = self.rule.alive
+            rule = id(self.rule.ends), self.rule.position.data_ptr(), alive.data_ptr(), alive.shape[1]
+        return (
+            q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, self.holes, self.scale,
+            self.fill and self.start, rule, id(self.score), None if self.far is None else self.far.kind,
+        )  # fmt: skip
+
+    @property
+    def named(self) -> tuple[Any, ...]:
+        """What the kind names by number, and so must not go."""
+        return self.rule, self.far, self.score
+
+
+class Known(NamedTuple):
+    """How tokens of a kind are launched that read more than `least` slots, and up to `most`."""
+
+    least: int
+    most: int
+    launches: Launches | None
+    named: tuple[Any, ...]
+
+
+class Done(NamedTuple):
+    """What the general way has launched."""
+
+    out: Tensor
+    given: list[Tensor]
+    """Tensors that are others at each time, in the order of `Slots.given`."""
+    parts: list[State]
+    whole: State
+
+
+class Slots:
+    """Slots that one token after the other is put into.
+
+    What is launched for a token is noted. As long as the next ones are of its kind, and their number takes as many blocks, only
+    slots and counts differ, and the memory of what comes and goes.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, position: Tensor | None) -> None:
+        self.keys, self.values, self.position = keys, values, position
+        self.rows, _, self.dim = keys.shape
+        self.dtype, self.dim_v = keys.dtype, values.shape[2]
+        self.sizes = self.rows * self.dim, self.rows * self.dim_v
+        self.known: dict[tuple[Any, ...], Known] = {}
+        self.missed = 0  # kinds in a row that did not come again: noting does not pay where each token has its own
+        self.since, self.there = -1, [keys]
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """None, to who copies what holds this: a copy has other slots, and notes for those."""
+        return type(None), ()
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether this token can be put here."""
+        dtype = self.dtype
+        alike = q.dtype is dtype and k.dtype is dtype and v.dtype is dtype
+        return alike and (k.numel(), v.numel()) == self.sizes and q.shape[-1] == self.dim and not self.learns(q, k, v)
+
+    def learns(self, *given: Tensor) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in (*given, self.keys, self.values))
+
+    def here(self, start: int) -> list[Tensor]:
+        """Keys, values and, if they are told, positions from this slot on."""
+        if self.since != start:
+            told = [] if self.position is None else [self.position]
+            self.since, self.there = start, [x[:, start:] for x in (self.keys, self.values, *told)]
+        return self.there
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, at: Tensor, holes: bool, scale: float,
+        fill: bool = False, rule: Rule | None = None, far: Far | None = None, score: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """See `kvengine.kernels.step`. None, with nothing done, for what goes another way."""
+        token = Token(q, k, v, at, start, end, holes, scale, fill, rule, far, score)
+        kind, n = token.kind, token.slots
+        known = self.known.get(kind)
+        new = known is None or not known.least < n <= known.most
+        if isinstance(rule, LATER) or (not self.takes(q, k, v) if new else self.learns(q, k, v)):
+            return None
+        if known is not None and not new and known.launches is not None:
+            out = q.new_empty(q.shape[0], 1, q.shape[1], self.dim_v)
+            if known.launches.again(self.given(token, q, k, v, out), (end, n)):
+                self.missed = 0
+                return out
+        with noted() as notes:
+            done = self.plainly(token)
+        if new and self.missed < KINDS:
+            self.missed += 1
+            if len(self.known) >= KINDS:
+                self.known.clear()
+            self.known[kind] = self.remember(notes, done, token)
+        return done.out
+
+    def given(self, token: Token, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[Tensor]:
+        """What is another at each time: these of a token, and what lies elsewhere for another start or choice."""
+        far = token.far
+        units = [] if far is None or far.units is None else [far.units]
+        return [q, k, v, token.at, out, *self.here(token.start), *units]
+
+    def plainly(self, token: Token) -> Done:
+        """The general way."""
+        q, start, n, at = token.q, token.start, token.slots, token.at
+        asked, key = q.reshape(self.rows, -1, 1, self.dim), token.k.reshape(self.rows, 1, -1)
+        value, score, there = token.v.reshape(self.rows, 1, -1), token.score, self.here(start)
+        keys, values, *told = [x[:, :n] for x in there]
+        place = told[0] if told else None
+        if token.fill:
+            put_token(key, value, keys, values, place, at, score=None if score is None else score[:, start : start + n])
+        else:
+            put_token(key, value, self.keys, self.values, self.position, at, slot=token.end, score=score)
+        where = place if token.holes else None
+        parts = [attention(asked, keys, values, None, token.scale, position=where, wait=True)]
+        if token.far is not None:
+            parts.insert(0, token.far.attend(asked, token.scale))
+        whole = merge_states(parts, dtype=q.dtype)
+        if token.rule is not None and place is not None:
+            verdict(token.rule, place, at)
+        out = whole.out.to(q.dtype).reshape(q.shape[0], 1, q.shape[1], self.dim_v)
+        given = self.given(token, asked, key, value, whole.out)
+        given[5 : 5 + len(there)] = [keys, values, *told]
+        return Done(out, given, parts, whole)
+
+    def remember(self, notes: list[Note], done: Done, token: Token) -> Known:
+        """How to launch these again, if they are all that was done."""
+        n, count, rule, far = token.slots, len(done.parts), token.rule, token.far
+        waiting = [x.waiting for x in done.parts if x.waiting is not None]
+        if len(notes) != 2 + count + (rule is not None) or len(waiting) != count:
+            return Known(n - 1, n, None, token.named)
+        from kvengine.kernels.gpu.launches import remembered  # which needs Triton
+
+        own = [*(x for w in waiting for x in (w.parts, w.tops, w.totals)), done.whole.lse]
+        held = [self.keys, self.values, self.position, token.score, *(() if far is None else far.tensors())]
+        if isinstance(rule, Sealed):
+            held, rule = [*held, rule.position, rule.alive], rule.ends
+        numbers = [(1, "columns", LONG), (1 + count, "columns2", LONG)]
+        numbers.append((0, "slots", LONG) if token.fill else (0, "at", END))
+        if far is None:
+            numbers.append((1 + count, "columns", LONG))
+        if rule is not None:
+            held += rule
+            numbers.append((2 + count, "slots", LONG))
+        block = notes[1].named["BLOCK"]
+        least = (n - 1) // block * block
+        launches = remembered(notes, done.given, own, [x for x in held if x is not None], numbers)
+        return Known(least, least + block, launches, token.named)

@@ -1,0 +1,122 @@
+"""Launches that are made again for the next token (kernels/gpu/launches.py) are those that the general way makes, argument by
+argument: on tensors that say they are on a GPU, through Triton's launcher, over a driver that only looks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support_driver import needed, said
+
+STACKS = ["full", "quest(budget=96) + kivi(bits=4)", "streaming(recent=70) + quest(budget=64)"]
+OTHERS = [
+    "streaming(recent=40)", "snapkv(budget=64)", "adakv(budget=64)", "zipcache(block=16)", "landmarks(budget=64)",
+    "tidal(budget=64)", "duo(sparsity=0.5, sinks=4, recent=32)",
+]  # fmt: skip
+PRETEND = r"""
+from types import SimpleNamespace
+
+own = torch._C.TensorBase.__dict__
+torch.Tensor.is_cuda, torch.Tensor.is_cpu = own["is_cpu"], own["is_cuda"]
+chip = dict(name="pretended", major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+torch.cuda.get_device_properties = lambda *given: SimpleNamespace(**chip)
+torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
+
+from kvengine.cache import LayerCache
+from kvengine.kernels.gpu import again, compiling_for, launches
+from kvengine.session import Call
+from kvengine.stack import Stack
+from torch.utils._python_dispatch import TorchDispatchMode
+
+compiling_for.set(90)
+torch.set_grad_enabled(False)
+seen, kept, places = [], [], {}
+
+def launching(self, source, metadata, make=CudaLauncher.__init__):
+    make(self, source, metadata)
+    launch, kinds, name = self.launch, list(source.signature.values()), source.fn.__name__
+
+    def run(*given):
+        x, y, z, stream, function, *how = given[:13]
+        numbers = [place(a) if kind[0] == "*" else a for a, kind in zip(given[13:], kinds) if kind != "constexpr"]
+        seen.append([name, function, x, y, z, stream, how[:4], list(how[4]), numbers])
+        launch(*given)
+
+    self.launch = run
+
+def place(x):
+    "Where in the cache's tensors or the token's it lies; of other memory, which of what came so far in this step."
+    address = x.data_ptr() if torch.is_tensor(x) else x
+    for name, (start, end) in places.items():
+        if start <= address < end:
+            return [name, address - start]
+    return others.setdefault(address, len(others))
+
+CudaLauncher.__init__ = launching
+torch.empty, torch.empty_like = torch.zeros, torch.zeros_like  # nothing is computed here, but what is there decides
+
+class Keeping(TorchDispatchMode):
+    "What was launched on is nothing else in the same step."
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kept.append(func(*args, **(kwargs or {})))
+        return kept[-1]
+
+def known(cache, **token):
+    found = dict(token)
+    for i, part in enumerate(cache.parts):
+        lane = part.lane
+        found |= {f"{i}.{name}": x for name, x in lane.tail.tensors().items()}
+        if lane.pages is not None:
+            found |= {f"{i}.pages.{name}": x for name, x in lane.pages.tensors().items()}
+            for shelf in lane.pages.pool.shelves:
+                found |= {f"{i}.{name}": store.data for name, store in shelf.stores.items()}
+    spans = {name: x.untyped_storage() for name, x in found.items()}
+    return {name: (x.data_ptr(), x.data_ptr() + x.nbytes()) for name, x in spans.items()}
+
+made_again = launches.Launches.again
+
+def lives(text, how):
+    rng = torch.Generator().manual_seed(1)
+    launches.Launches.again = how
+    cache = LayerCache(Stack.parse(text), 2, 8)
+    prompt = [torch.randn(1, heads, 150, 64, generator=rng).bfloat16() for heads in (8, 2, 2)]
+    cache.forward(*prompt, Call(0.125))
+    found, counts = [], []
+    for _ in range(given["tokens"]):
+        q, k, v = (torch.randn(1, heads, 1, 64, generator=rng).bfloat16() for heads in (8, 2, 2))
+        seen.clear(), kept.clear(), others.clear()
+        before = cache.seen
+        places.clear()
+        places.update(known(cache, q=q, k=k, v=v, at=cache.session.position(before, q.device)))
+        with Keeping():
+            out = cache.forward(q, k, v, Call(0.125))
+        found.append(json.loads(json.dumps(seen)))
+        lane = cache.parts[0].lane
+        counts.append([list(out.shape), cache.seen, len(lane.tail), lane.tail.clean, lane.whole, lane.lengths[0][0]])
+    return found, counts
+
+others, told = {}, {}
+for text in given["stacks"]:
+    asked = []
+    def again(self, *about):
+        asked.append(made_again(self, *about))
+        return asked[-1]
+    general, counts = lives(text, lambda self, *about: False)
+    ours, ours_counts = lives(text, again)
+    wrong = [i for i, (a, b) in enumerate(zip(general, ours)) if a != b]
+    told[text] = {"wrong": wrong[:3], "first": [[general[i], ours[i]] for i in wrong[:1]], "counts": counts == ours_counts,
+                  "again": sum(asked), "of": len(asked), "launches": len(ours[-1])}
+print(json.dumps(told))
+"""
+
+pytestmark = needed
+
+
+@pytest.mark.parametrize("stacks", [STACKS, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"])
+def test_launches_made_again_are_those_of_the_general_way(stacks: list[str], tmp_path: Path) -> None:
+    told = said(PRETEND, {"stacks": stacks, "tokens": 90}, tmp_path)
+    assert set(told) == set(stacks)
+    for text, found in told.items():
+        assert not found["wrong"] and found["counts"], (text, found)
+        assert found["again"] == found["of"] > 40, (text, found)
