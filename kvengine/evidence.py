@@ -11,7 +11,7 @@ from torch import Tensor
 from kvengine import answers
 from kvengine.kernels.attention import attention
 from kvengine.kernels.column_mass import column_mass, columns, masked
-from kvengine.kernels.merge_states import merge_states, received
+from kvengine.kernels.merge_states import merge_states, ongoing, received
 from kvengine.kernels.span_attention import Band
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.retention import Seen
@@ -120,11 +120,18 @@ class Evidence(Recall):
                 q, k, v[..., :1], None if one else self.visible(at, position, False), call.scale, softcap=call.softcap,
                 position=position if one else None, want_probs=True, wait=True,
             )  # fmt: skip
-            mass = received([part], merge_states([part], sinks=call.sinks)).sum(1)
+            whole = merge_states([part], sinks=call.sinks)
+            if one and self.tail.scored:
+                self.tail.own_small()
+                if ongoing(part, whole, self.tail.score[:, self.tail.span], position, at, self.judged):
+                    return
+            mass = received([part], whole).sum(1)
         else:  # padding says nothing
             visible = self.visible(at, position, False) & valid[..., None]
             mass = columns(q, k.float().transpose(1, 2), visible, call.scale, call.softcap, call.sinks).sum(1)
         self.tail.judge(running(score, mass, position, at, self.judged, valid), None)
 
     def newest(self, n: int) -> Int[Tensor, "query"]:
+        if n == 1 and not self.first.is_cpu:
+            return self.session.position(self.seen - 1, self.first.device)
         return torch.arange(self.seen - n, self.seen, device=self.first.device)

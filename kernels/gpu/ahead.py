@@ -32,7 +32,7 @@ from kvengine.kernels.compact.triton import compact
 from kvengine.kernels.fetch_pages.triton import fetch
 from kvengine.kernels.gpu import compiling_for
 from kvengine.kernels.lowrank_attention.triton import lowrank_attention
-from kvengine.kernels.merge_states.triton import joined, merge_states, received
+from kvengine.kernels.merge_states.triton import joined, merge_states, ongoing, received
 from kvengine.kernels.page_scores.triton import log_shares, page_scores, top_units
 from kvengine.kernels.paged_attention.triton import paged_attention
 from kvengine.kernels.put_token import Limit
@@ -161,6 +161,11 @@ def cases() -> dict[str, Callable[[], object]]:
         visible = torch.ones(ROWS, query, 256, dtype=torch.bool) if masked else None
         return lambda: attention(q, k, k, visible, 0.1, None if masked else 30.0, None, not masked, wait=wait)
 
+    def weighed() -> object:
+        part: Any = tail(1, masked=False, wait=True)()
+        ongoing(part, joined([part], None, bf16)[0], torch.zeros(ROWS, 256), position[:, :256], count[:1], 0)
+        return part
+
     def together(far: Callable[[], Any], near: Callable[[], Any]) -> Callable[[], object]:
         def call() -> object:
             parts = [far(), near()]
@@ -269,6 +274,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "mass, dim 256, fp32": mass(torch.float32, dim=256),
         "mass, dim 512": mass(dim=512),
         "tail and pages, joined": together(pages(wait=True), tail(1, masked=False, wait=True)),
+        "tail, a mean of what is received": weighed,
         "merge of 2": lambda: merge_states([state] * 2),
         "merge of 4": lambda: merge_states([state] * 4),
         "bounds": lambda: page_scores(q[:, :, 0], bounds, bounds, torch.ones(ROWS, 64, dtype=torch.bool), "max"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvengine.errors import KernelError
@@ -57,6 +57,27 @@ def received(parts: Sequence[State], whole: State) -> Float[Tensor, "row group t
     if any(waits):
         return torch.cat([received([part], whole) for part in parts], 2)
     return torch.cat([rescaled(part, whole) for part in parts], 3).sum(2)
+
+
+def ongoing(
+    part: State,
+    whole: State,
+    mean: Float[Tensor, "row token"],
+    position: Int[Tensor, "row token"],
+    at: Int[Tensor, "1"],
+    judged: int | Int[Tensor, "row 1"],
+) -> bool:
+    """Whether it could be done in one launch: let the mean of what each token gets go on, in its place, with a query at `at`:
+
+        mean  =  mean + (received - mean) / (at + 1 - max(position, judged - 1))
+
+    `received` is summed over a row's heads, of one query each. `judged`: up to where what came before counts once. Only of a part
+    on a GPU that waits.
+    """
+    if part.waiting is None or part.waiting.scores is None:
+        return False
+    module("merge_states", "triton", mean.device).ongoing(part, whole, mean, position, at, judged)
+    return True
 
 
 def _as(state: State, dtype: torch.dtype) -> State:

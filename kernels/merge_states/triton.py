@@ -76,6 +76,29 @@ def received_kernel(
     tl.store(out + head * every + column + t, paid, mask=t < columns)
 
 
+@launched_again
+@triton.jit(do_not_specialize=["columns", "mean_row", "position_row", "judged"])
+def ongoing_kernel(
+    scores, lse, mean, position, at, judged_row, columns, mean_row, position_row, judged, group,
+    BY_ROW: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What a row's queries, one for each of its heads, pay to BLOCK of a part's tokens, and the mean that goes on with it."""
+    row, t = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n, here = tl.arange(0, GROUP), t < columns
+    asked = n < group
+    in_turn(PDL)
+    whole = tl.load(lse + row * group + n, mask=asked, other=0.0)
+    whole = tl.where(whole == float("-inf"), 0.0, whole)
+    score = scores + (row * group + n)[:, None] * columns + t[None, :]
+    score = tl.load(score, mask=asked[:, None] & here[None, :], other=-float("inf"))
+    paid = tl.sum(tl.exp2((score - whole[:, None]) * LOG2E), 0)
+    since = (tl.load(judged_row + row) if BY_ROW else judged).to(tl.int32) - 1
+    place = tl.load(position + row * position_row + t, mask=here, other=0).to(tl.int32)
+    seen = tl.load(at).to(tl.int32) + 1 - tl.maximum(place, since)
+    old = tl.load(mean + row * mean_row + t, mask=here, other=0.0)
+    tl.store(mean + row * mean_row + t, old + (paid - old) / seen.to(tl.float32), mask=here)
+
+
 def merge_states(states: Sequence[State]) -> State:
     """See `kvengine.kernels.merge_states`."""
     first, *rest = states
@@ -123,3 +146,15 @@ def received(parts: Sequence[State], whole: State) -> Tensor:
             )  # fmt: skip
         column += width
     return out
+
+
+def ongoing(part: State, whole: State, mean: Tensor, position: Tensor, at: Tensor, judged: int | Tensor) -> None:
+    """See `kvengine.kernels.merge_states.ongoing`; of a part that waits, or waited."""
+    rows, group, _ = whole.lse.shape
+    waits, by_row = part.waiting, isinstance(judged, Tensor)
+    if waits is not None and mean.numel():
+        ongoing_kernel[(rows, cdiv(waits.columns, PAID))](
+            waits.scores, whole.lse, mean, position, at, judged if by_row else at, waits.columns, mean.stride(0),
+            position.stride(0), 0 if by_row else judged, group, BY_ROW=by_row, GROUP=next_power_of_2(group), BLOCK=PAID,
+            **chained(mean.device),
+        )  # fmt: skip

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kvengine.kernels import codecs
 from kvengine.kernels.attention import attention
-from kvengine.kernels.merge_states import merge_states, received
+from kvengine.kernels.merge_states import merge_states, ongoing, received
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.state import State
+from kvengine.saliency import running
 
 BACKENDS = oracle.backends()
 ROWS, GROUP = 3, 5
@@ -67,6 +68,31 @@ def test_waiting_parts_of_several_queries_are_received(backend: str) -> None:
     got = merge_states(parts)
     oracle.close(got, want, 1e-5)
     assert want.probs is not None and oracle.error(received(parts, got), want.probs.sum(2)) <= 1e-5
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mean_goes_on(backend: str, by_row: bool, sinks: bool) -> None:
+    """In one launch what `running` says; a row that sees nothing, and slots between others that hold the mean, included."""
+    q, k, v, position = case(300, torch.float32)
+    position[2] = -1
+    held = torch.rand(ROWS, 310, generator=torch.Generator().manual_seed(1))
+    mean, at = held[:, 4:304], torch.tensor([300])
+    judged = torch.tensor([[7], [250], [0]]) if by_row else 120
+    logits = torch.linspace(-2, 3, ROWS * GROUP).view(ROWS, GROUP) if sinks else None
+    paid = oracle.attend(q, k, v, (position >= 0)[:, None], 0.3, sinks=logits).probs
+    assert paid is not None
+    want = held.double()
+    want[:, 4:304] = running(want[:, 4:304], paid.sum((1, 2)), position, at, judged)
+    device = oracle.device_of(backend)
+    q, k, v, position, held, at = (x.to(device) for x in (q, k, v, position, held, at))
+    mean, judged = held[:, 4:304], judged.to(device) if isinstance(judged, Tensor) else judged
+    part = attention(q, k, v, None, 0.3, position=position, want_probs=True, wait=True, backend=backend)
+    whole = merge_states([part], sinks=None if logits is None else logits.to(device))
+    assert ongoing(part, whole, mean, position, at, judged) == (backend == "triton")
+    if backend == "triton":
+        torch.testing.assert_close(held.double().cpu(), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("codec", ["dense", "kivi"])
