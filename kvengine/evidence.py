@@ -121,7 +121,7 @@ class Evidence(Recall):
                 position=position if one else None, want_probs=True, wait=True,
             )  # fmt: skip
             whole = merge_states([part], sinks=call.sinks)
-            if one and self.tail.scored:
+            if one and self.tail.scored and part.waiting is not None:
                 self.tail.own_small()
                 if ongoing(part, whole, self.tail.score[:, self.tail.span], position, at, self.judged):
                     return
