@@ -61,7 +61,7 @@ class ChunkKV(Retention):
         return 0
 
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
-        vote, votable = votes(seen, self.reduce), seen.valid & ~self.always(seen)
+        vote, votable = votes(seen, self.reduce, self.window), seen.valid & ~self.always(seen)
         at = (seen.valid.cumsum(1) - 1).clamp_(min=0) // self.chunk
         total = torch.zeros_like(vote).scatter_add_(1, at, vote)
         count = torch.zeros_like(vote).scatter_add_(1, at, votable.to(vote.dtype))

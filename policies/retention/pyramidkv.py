@@ -48,8 +48,8 @@ class PyramidKV(SnapKV):
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
         window = seen.recent(self.window)
         average = (seen.count(self.budget) - self.window).clamp(min=0)
-        others = (seen.valid & ~window).sum(1)
-        chosen = share(average, others, self.beta, *seen.place)
+        text = (seen.newest + 1 - seen.first - self.window).clamp(min=0)  # not what an earlier verdict left of it here
+        chosen = share(average, text, self.beta, *seen.place)
         count = chosen + torch.minimum(seen.count(self.budget), window.sum(1))
         want = seen.score.float().masked_fill(window, float("inf")).masked_fill(~seen.valid, float("-inf"))
         return best_tokens(want, count)

@@ -1,6 +1,6 @@
 """R-KV (Cai et al., NeurIPS 2025, arXiv:2505.24133): drop what says the same as something newer, while a model thinks.
 
-    paid_j     =  mean over the last `window` queries of softmax_j(max over the group of q k_j / sqrt(d))
+    paid_j     =  mean over the last `window` queries of softmax_j(max over the group of q k_j / sqrt(d))   (j older than these)
     I_j        =  the largest paid among j and its neighbours                          (a window of `kernel` tokens)
     S_ij       =  cos(k_i, k_j), but 0 for i = j, and 0 if j is the newest of the tokens with cos(k_i, k_j) > `alike`
     R          =  softmax over j of the mean over i of S_ij

@@ -68,7 +68,7 @@ class SnapKV(Retention):
         return 0
 
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
-        return self.pooled(votes(seen, self.reduce), seen)
+        return self.pooled(votes(seen, self.reduce, self.window), seen)
 
     def pooled(self, vote: Float[Tensor, "row token"], seen: Seen) -> Float[Tensor, "row token"]:
         """Neighbours are the tokens held before and after, whatever slots without a token are between them."""
@@ -94,8 +94,11 @@ class SnapKV(Retention):
         return keep_top(seen, seen.score, self.budget, self.always(seen))
 
 
-def votes(seen: Seen, reduce: Reduce) -> Float[Tensor, "row token"]:
-    """Attention that the observed queries pay to each token outside the window, summed over them."""
+def votes(seen: Seen, reduce: Reduce, window: int = 0) -> Float[Tensor, "row token"]:
+    """Attention that the observed queries pay to each token but their own and the newest `window`, summed over them.
+
+    In a later turn that is shorter than the window, the queries are fewer than the window's tokens.
+    """
     keys, _ = seen.read()
     at, q, position = seen.query_position, seen.queries.float(), seen.position
     logits = torch.matmul(q.flatten(1, 2) * seen.scale, keys.float().transpose(1, 2))  # keys once for the whole group
@@ -113,4 +116,5 @@ def votes(seen: Seen, reduce: Reduce) -> Float[Tensor, "row token"]:
     if seen.sink_logits is not None:
         left = (logits.logsumexp(-1) - seen.sink_logits.float()[..., None]).sigmoid_()  # what the sink leaves to tokens
         paid *= left[..., None]
-    return over_group(paid.sum(2), reduce).masked_fill((position >= seen.asking[:, None]) | ~seen.valid, 0)
+    others = seen.valid & (position < seen.asking[:, None]) & ~seen.recent(window)
+    return over_group(paid.sum(2), reduce).masked_fill(~others, 0)

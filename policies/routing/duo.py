@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -61,7 +61,12 @@ class Duo(Routing):
         check_count(self, least=1, recent=self.recent)
         check_choice(self, prompt=(self.prompt, ("exact", "streaming")))
         if self.pattern:
-            read_pattern(self.pattern)
+            _ = self.alpha
+
+    @cached_property
+    def alpha(self) -> tuple[tuple[float, ...], ...]:
+        """The pattern's, as it was when the policy was made: what is written over it later is for later policies."""
+        return read_pattern(self.pattern)
 
     @property
     def exact(self) -> bool:
@@ -82,7 +87,7 @@ class Duo(Routing):
         if not self.pattern:
             before, after = (round(self.sparsity * heads * n) for n in (layer, layer + 1))
             return set(range(heads - (after - before), heads))
-        alpha = read_pattern(self.pattern)
+        alpha = self.alpha
         if len(alpha) != layers or len(alpha[0]) != heads:
             raise PolicyError(
                 f"Duo: the pattern {self.pattern!r} is for {len(alpha)} layers of {len(alpha[0])} KV heads, but the "
@@ -93,7 +98,6 @@ class Duo(Routing):
         return {h for _, i, h in chosen if i == layer}
 
 
-@lru_cache(maxsize=32)
 def read_pattern(path: str) -> tuple[tuple[float, ...], ...]:
     """The alphas of a pattern folder or file, [layer][head], clipped to [0, 1].
 

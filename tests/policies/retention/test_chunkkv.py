@@ -43,6 +43,25 @@ def test_it_keeps_the_chunks_that_the_window_votes_for(
     same_source(case, layer)
 
 
+def test_the_window_has_no_votes_where_a_later_turn_is_shorter() -> None:
+    """Three queries, a window of eight: a chunk that it cuts is judged by its tokens outside of it alone."""
+    case = Case(pads=(0, 5), length=60)
+    layer = case.prompt("chunkkv(budget=30, window=8, chunk=6)")
+    case.feed(layer, 60, 61)
+    before = [positions(layer, row) for row in range(case.rows)]
+    case.feed(layer, 61, 64)
+    for row in range(case.rows):
+        tokens = before[row] + [61, 62, 63]
+        vote = torch.zeros(len(tokens))
+        for i in (61, 62, 63):
+            seen = [p for p in tokens if p <= i]
+            vote[: len(seen)] += probabilities(case, row, i, seen).mean(0)
+        outside = range(len(tokens) - 8)
+        chunk = {c: [j for j in outside if j // 6 == c] for c in range(len(tokens) // 6 + 1)}
+        score = {p: float(vote[chunk[j // 6]].mean()) if chunk[j // 6] else 0.0 for j, p in enumerate(tokens)}
+        assert positions(layer, row) == best(score, 30, lambda p: p >= 56)
+
+
 def test_chunks_of_one_token_are_snapkv_without_pooling() -> None:
     case = Case()
     mine = case.prompt("chunkkv(budget=15, window=4, chunk=1)")

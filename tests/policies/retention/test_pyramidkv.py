@@ -103,3 +103,19 @@ def test_a_later_turn_within_the_budget_is_kept_whole() -> None:
             model(token, cache=cache)
         model(**one(20, seed=3), cache=cache)
     assert (cache.stats().held == 130).all()
+
+
+@pytest.mark.parametrize("prompt, turn", [(200, 12), (200, 60), (40, 12)])
+def test_later_turns_meet_the_budget_too(prompt: int, turn: int) -> None:
+    """Late layers hold few tokens then, and must not take that for a short text."""
+    held = []
+    for i in range(4):
+        case = Case(length=prompt, layer=i, layers=4, seed=i, steps=turn + 3, pads=(0, 5))
+        layer = case.prompt("pyramidkv(budget=32, window=8)")
+        for a, b in ((prompt, prompt + 3), (prompt + 3, prompt + 3 + turn)):
+            case.session.following = b - a == 3
+            case.feed(layer, a, b)
+        held.append([len(positions(layer, row)) for row in range(case.rows)])
+    for row, pad in enumerate((0, 0, 5, 5)):
+        assert [h[row] for h in held] == [8 + n for n in shares(24, prompt + 3 + turn - pad - 8, 20, 4)]
+        assert sum(h[row] for h in held) == 4 * 32

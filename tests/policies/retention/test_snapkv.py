@@ -54,3 +54,22 @@ def test_it_keeps_what_the_window_votes_for(
             torch.testing.assert_close(output(case, out, row), attended(case, row, t, tokens))
             assert positions(layer, row) == tokens
     same_source(case, layer)
+
+
+@pytest.mark.parametrize("kernel, pool", [(5, "avg"), (7, "max")])
+def test_the_window_has_no_votes_where_a_later_turn_is_shorter(kernel: int, pool: str) -> None:
+    """Three queries, a window of eight: the window's other five tokens were read before, and stay all the same."""
+    case = Case(pads=(0, 5), length=60)
+    layer = case.prompt(f"snapkv(budget=30, window=8, kernel={kernel}, pool='{pool}')")
+    case.feed(layer, 60, 61)
+    before = [positions(layer, row) for row in range(case.rows)]
+    case.feed(layer, 61, 64)
+    for row in range(case.rows):
+        tokens = before[row] + [61, 62, 63]
+        vote = torch.zeros(len(tokens))
+        for i in (61, 62, 63):
+            seen = [p for p in tokens if p <= i]
+            vote[: len(seen)] += probabilities(case, row, i, seen).mean(0)
+        vote[-8:] = 0
+        score = dict(zip(tokens, pooled(vote.tolist(), kernel, pool), strict=True))
+        assert positions(layer, row) == best(score, 30, lambda p: p >= 56)

@@ -47,6 +47,14 @@ def test_ties_are_broken_the_same_way_every_time(tmp_path: Path) -> None:
     assert sum(len(duo.streaming(i, 3, 4)) for i in range(3)) == 3
 
 
+def test_a_pattern_that_was_trained_again_is_read_again(pattern: str) -> None:
+    before = Duo(sparsity=0.25, pattern=pattern)
+    write_pattern(Path(pattern), ALPHA[::-1], 64, 256)
+    after = Duo(sparsity=0.25, pattern=pattern)
+    assert [before.streaming(i, 2, 4) for i in range(2)] == [{1}, {0}]
+    assert [after.streaming(i, 2, 4) for i in range(2)] == [{0}, {1}]
+
+
 @pytest.mark.parametrize("heads", [1, 2, 3, 8])
 @pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.25, 0.5, 0.75, 1.0])
 def test_without_a_pattern_the_share_of_heads_is_what_was_asked_for(heads: int, sparsity: float) -> None:
