@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,8 +109,12 @@ class Remote(Packed):
                     self.values[place[0]] = (size, wanted - 1)
                 else:
                     gone.append(place[0])
-        if gone:
-            (self.run or direct)(lambda: delete(self.backend, self.owners.remove(gone)))
+        if gone := self.owners.remove(gone):
+            work = partial(delete, self.backend, gone)
+            try:
+                (self.run or direct)(work)
+            except RuntimeError:  # no thread can be started
+                work()
 
     def nbytes(self) -> dict[str, int]:
         with self.change:
@@ -124,7 +129,10 @@ def give_up(backend: Backend, values: dict[str, tuple[int, int]], owners: Owners
     """Delete what nobody else wants. A cache may be collected at any moment, also while this very thread holds a lock that the
     store wants; so another thread does it, but at the end of the process, where there can be none."""
     work = threading.Thread(target=delete, args=(backend, owners.remove(values)), name="kvpages-delete")
-    work.start() if threading.main_thread().is_alive() else work.run()
+    try:
+        work.start() if threading.main_thread().is_alive() else work.run()
+    except RuntimeError:  # no thread can be started: they expire
+        return
 
 
 def delete(backend: Backend, keys: Iterable[str]) -> None:

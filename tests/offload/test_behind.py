@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import subprocess
 import sys
@@ -297,3 +298,48 @@ def test_a_copy_has_what_waits(broken: bool, tmp_path: Path) -> None:
     put(twin, [20])
     twin.flush()
     assert got(twin, [*range(12), 20]) == [*range(12), 20]
+
+
+def refused(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("kind", ["file", "store"])
+def test_where_no_thread_can_be_started_what_waits_stays_and_is_written_later(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was an error of Python's, and whoever waited for the tier from then on waited for ever."""
+    store = Gated()
+    s = shelf(File(Layout.of(LIKE), str(tmp_path), 64) if kind == "file" else in_store(store))
+    with monkeypatch.context() as none:
+        none.setattr(threading.Thread, "start", refused)
+        put(s, range(4))
+        s.flush()
+        assert got(s, range(4)) == [0, 1, 2, 3] and s.faults > 0
+        twin = copy.deepcopy(s)
+    put(s, range(4, 8))
+    s.flush()
+    assert got(s, range(8)) == list(range(8)) and not s.levels[-1].batches
+    assert len(store.values) == (2 if kind == "store" else 0)
+    assert got(twin, range(4)) == [0, 1, 2, 3]
+
+
+def test_of_a_load_that_never_began_nothing_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a thread, and interrupted (Control-C) just where one was to be asked: bytes that nobody had written were read."""
+    s = shelf(in_store(Gated()))
+    put(s, range(4))
+    s.flush()
+    for error in (RuntimeError("can't start new thread"), KeyboardInterrupt()):
+        with monkeypatch.context() as broken:
+            broken.setattr(Ahead, "run", lambda *_, error=error: (_ for _ in ()).throw(error))
+            try:
+                assert got(s, range(4)) == [0, 1, 2, 3]
+            except KeyboardInterrupt:
+                pass
+        assert got(s, range(4)) == [0, 1, 2, 3]
+
+
+def test_too_many_open_files_are_called_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.mkstemp", lambda *_: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many open files")))
+    with pytest.raises(StoreError, match="Too many open files; .*ulimit -n"):
+        File(Layout.of(LIKE), str(tmp_path), 4)
