@@ -340,6 +340,8 @@ def test_of_a_load_that_never_began_nothing_is_used(monkeypatch: pytest.MonkeyPa
 
 
 def test_too_many_open_files_are_called_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.mkstemp", lambda *_: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many open files")))
+    monkeypatch.setattr(
+        "tempfile.mkstemp", lambda *_: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many open files"))
+    )
     with pytest.raises(StoreError, match="Too many open files; .*ulimit -n"):
         File(Layout.of(LIKE), str(tmp_path), 4)
