@@ -284,6 +284,26 @@ def test_values_are_deleted_at_the_end_of_the_process(tmp_path: Path) -> None:
     assert done.stdout.strip() == "1" and not list((tmp_path / "objects").rglob("*.kv")), done.stderr
 
 
+def test_a_process_that_was_forked_off_takes_no_values_along(tmp_path: Path) -> None:
+    """As a server's or a daemon's first process ends: whoever goes on with the cache found its pages gone."""
+    code = f"""if 1:
+        import os, sys, torch
+        from kvengine.offload.placement._levels import Layout
+        from kvengine.offload.placement._remote import Remote
+        from kvengine.offload.stores import Files
+        like = {{"a": torch.zeros(1, 4)}}
+        held = Remote(Layout.of(like), Files({str(tmp_path)!r}), 100, 1000.0)
+        at = held.slots.take(3)
+        held.write(at, {{"a": torch.ones(3, 4)}})
+        held.flush()
+        if (child := os.fork()) == 0:
+            sys.exit(0)
+        os.waitpid(child, 0)
+        print(int(held.read(at, ())["a"].sum()))"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "12" and not list((tmp_path / "objects").rglob("*.kv")), done.stderr
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_copy_has_what_waits(broken: bool, tmp_path: Path) -> None:
     store = Gated(lambda n: broken)
