@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.gradients import watched
-from kvengine.heads import Heads, check_batch
+from kvengine.heads import Heads, check_batch, check_layer_back, check_settled
 from kvengine.lane import Lane
 from kvengine.readers import Nodes, Prompt, Readers, Resumed, Taken
 from kvengine.replay import answer, check_known, judge_together
@@ -379,7 +379,7 @@ class LayerCache:
         Raises:
             CacheError: they were not recorded, and the policy has acted on them.
         """
-        self.check_free()
+        check_layer_back(self, n)
         for part in self.parts:
             part.lane.rollback(n)
         self.seen -= n
@@ -391,7 +391,7 @@ class LayerCache:
 
     def rows(self, sequences: Int[Tensor, "chosen"]) -> None:
         """Become the given sequences, in that order."""
-        self.check_free()
+        check_settled(self)
         for part in self.parts:
             heads = self.heads if part.index is None else len(part.index)
             index = (sequences[:, None] * heads + torch.arange(heads, device=sequences.device)).flatten()

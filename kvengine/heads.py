@@ -29,6 +29,20 @@ class Heads:
         return (x if self.index is None else x[:, self.run or self.index]).flatten(0, 1)
 
 
+def check_layer_back(cache: Any, n: int) -> None:
+    """Refuse, before any lane of a layer's cache has changed, to take back the last `n` tokens if one of them cannot."""
+    cache.check_free()
+    for part in cache.parts:
+        part.lane.check_back(n)
+
+
+def check_settled(cache: Any) -> None:
+    """Refuse, before any lane of a layer's cache has changed, to reorder rows while one of them has a draft to take back."""
+    cache.check_free()
+    for part in cache.parts:
+        part.lane.check_settled()
+
+
 def check_batch(cache: Any, k: Float[Tensor, "seq head token dim"]) -> None:
     """Refuse, for a layer's cache, tokens of other sequences or heads than it holds."""
     if (k.shape[0], k.shape[1]) != (cache.sequences, cache.heads):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,9 +12,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvengine import hf_states
 from kvengine.errors import CacheError
+from kvengine.heads import check_layer_back, check_settled
 from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import BREAKS, EngineLayer
-from kvengine.session import BROKEN
+from kvengine.session import BROKEN, Session
 
 STATE = ("keys", "values", "cumulative_length", "is_initialized", "dtype", "device")
 """Of a layer with a window; what it has of this, as a dtype up to transformers 5.23."""
@@ -82,6 +85,15 @@ def back(layer: Any, n: int) -> None:
         layer.cumulative_length -= n
 
 
+def all_back(layers: list[Any], session: Session, n: int, seen: int) -> None:
+    """Take back the last `n` of `seen` tokens from every layer, or refuse and leave all as they are."""
+    for layer in layers:
+        check_layer_back(layer.cache, n) if isinstance(layer, EngineLayer) else check_back(layer, n, seen)
+    with session.changing():
+        for layer in layers:
+            layer.cache.rollback(n) if isinstance(layer, EngineLayer) else back(layer, n)
+
+
 def settle(layer: Any) -> None:
     """What one of transformers' own layers recorded is history."""
     if not getattr(layer, "record_past", False):
@@ -90,6 +102,18 @@ def settle(layer: Any) -> None:
         hf_states.settle(layer)
     if getattr(layer, "sliding_window", None) is not None and layer.is_initialized:
         DynamicSlidingWindowLayer.crop(layer, 0)  # gives up what a window has passed
+
+
+@contextmanager
+def changing_rows(layers: list[Any], session: Session) -> Iterator[None]:
+    """Every layer takes other rows, or it is refused and all stay as they are."""
+    for layer in layers:
+        if isinstance(layer, EngineLayer):
+            check_settled(layer.cache)
+        elif isinstance(layer, HeldWindow):
+            layer.check_free()
+    with session.changing():
+        yield
 
 
 def repeat(layer: Any, repeats: int) -> None:

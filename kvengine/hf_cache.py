@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from kvengine import hf_states
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
-from kvengine.hf_back import back, check_back, check_even, empty, repeat, settle
+from kvengine.hf_back import all_back, changing_rows, check_even, empty, repeat, settle
 from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import BREAKS, COPIED, EngineLayer
 from kvengine.hf_names import passed
@@ -315,12 +315,7 @@ class EngineCache(Cache):
         if not 0 <= n <= self.seen:
             raise CacheError(f"cannot take back {n} tokens of {self.seen} seen")
         self.thaw()
-        for other in self.others:
-            check_back(other, n, self.seen)
-        for layer in self.engines:
-            layer.rollback(n)
-        for other in self.others:
-            back(other, n)
+        all_back(self.layers, self.session, n, self.seen)
 
     def crop(self, tokens_to_remove: int | Int[Tensor, ""]) -> None:
         """Forget the last `-tokens_to_remove` tokens; what was recorded before them is history. (Positive: keep that many.)
@@ -335,8 +330,9 @@ class EngineCache(Cache):
     def reorder_cache(self, beam_idx: Int[Tensor, "chosen"]) -> None:
         """Keep these rows, in this order."""
         self.session.inferred |= torch.is_inference_mode_enabled()
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self.session.text.rows(beam_idx)
+        with changing_rows(self.layers, self.session):
+            super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+            self.session.text.rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order; or those that a mask names."""
@@ -345,9 +341,10 @@ class EngineCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row, `repeats` times."""
         self.session.inferred |= torch.is_inference_mode_enabled()
-        for layer in self.layers:
-            layer.batch_repeat_interleave(repeats) if isinstance(layer, EngineLayer) else repeat(layer, repeats)
-        self.session.text.repeat(repeats)
+        with changing_rows(self.layers, self.session):
+            for layer in self.layers:
+                layer.batch_repeat_interleave(repeats) if isinstance(layer, EngineLayer) else repeat(layer, repeats)
+            self.session.text.repeat(repeats)
 
     def commit(self) -> None:
         """What was recorded is history."""

@@ -106,9 +106,8 @@ class Recall(Holding):
         Raises:
             CacheError: they were not remembered, and the policy has acted on them.
         """
+        self.check_back(n)
         goal, mark = self.seen - n, None
-        if n and (not self.marks or self.marks[0].seen > goal):
-            self.check_shortening(goal, self.marks[0].firm if self.marks else self.firm)
         while self.marks and self.marks[-1].seen > goal:
             mark = self.marks.pop()
         if n and self.marks:
@@ -128,6 +127,12 @@ class Recall(Holding):
             self.tail.shorten(self.seen - goal)
             self.lengths = [(max(0, m - self.seen + goal), rows) for m, rows in self.lengths]
             self.seen = goal
+
+    def check_back(self, n: int) -> None:
+        """Refuse to forget the last `n` tokens as `rollback` would, and change nothing."""
+        goal = self.seen - n
+        if n and (not self.marks or self.marks[0].seen > goal):
+            self.check_shortening(goal, self.marks[0].firm if self.marks else self.firm)
 
     def unread(self, goal: int) -> None:
         """The tokens from there on are taken back: what was counted of a prompt whose end is still to come."""
@@ -173,7 +178,10 @@ class Recall(Holding):
         self.marks.clear()
         self.share(False)
 
-    def rows(self, index: Int[Tensor, "chosen"]) -> None:
+    def check_settled(self) -> None:
         if self.marks:
             raise CacheError("rows cannot be reordered while a draft is pending; commit or roll back first")
+
+    def rows(self, index: Int[Tensor, "chosen"]) -> None:
+        self.check_settled()
         super().rows(index)

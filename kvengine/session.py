@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
     from kvengine.lane import Lane
 
 BROKEN = (
-    "the last pass through the model broke off (interrupted, or out of memory), and some layers took its tokens while "
-    "others did not; call cache.reset() and give the whole text again"
+    "the last pass through the model, or a change of this cache since, broke off (interrupted, or out of memory), and some "
+    "layers took part in it while others did not; call cache.reset() and give the whole text again"
 )
 HELD = (
     "this cache is held still for recorded steps (kvengine.compile_decode) and takes one token after the other; close() these "
@@ -101,6 +103,13 @@ class Session:
     def place(self, layer: int, layers: int) -> tuple[int, int]:
         """Which of the layers that the engine serves this one of so many is, and how many they are."""
         return (self.ours.index(layer), len(self.ours)) if self.ours else (layer, layers)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Layer after layer changes, outside of a pass. If that breaks off, the next pass notices."""
+        torn, self.torn = self.torn, True
+        yield
+        self.torn = torn
 
     def begin(self, layer: int, seen: int) -> None:
         """A layer is about to take tokens.

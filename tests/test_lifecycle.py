@@ -427,3 +427,50 @@ def test_rows_of_which_nothing_is_left_begin_anew(text: str) -> None:
             cache.crop(-20)
         found.append(greedy(model, batch, 9, cache=cache))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("text", ["duo", f"{SMALL['snapkv']} + duo", f"{SMALL['pyramidkv']} + duo"])
+def test_what_some_heads_cannot_take_back_no_head_takes_back(text: str) -> None:
+    """Heads that only add tokens could go back; those beside them, which dropped some since, cannot."""
+    model, ids = patched(text), prompts(2)["input_ids"]
+    cache, want = started(model, ids), started(model, ids)
+    for i in range(20):
+        for each in (cache, want):
+            step(model, each, ids[:, i : i + 1])
+    with pytest.raises(CacheError, match="cannot go back from 81 to 78"):
+        cache.rollback(3)
+    torch.testing.assert_close(step(model, cache, ids[:, :1]), step(model, want, ids[:, :1]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
+def test_rows_of_a_cache_with_a_draft_in_some_heads_stay_where_they_are(way: str) -> None:
+    model, ids = patched("duo"), prompts(2)["input_ids"]
+    cache, want = started(model, ids), started(model, ids)
+    for each in (cache, want):
+        each.activate_past_recording()
+        step(model, each, ids[:, :1])
+    with pytest.raises(CacheError, match="while a draft is pending"):
+        getattr(cache, way)(2 if way == "batch_repeat_interleave" else torch.tensor([1, 0]))
+    torch.testing.assert_close(step(model, cache, ids[:, :1]), step(model, want, ids[:, :1]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("text", ["full", "duo", "h2o(budget=24) + host"])
+@pytest.mark.parametrize("way", ["rollback", "reorder_cache", "batch_repeat_interleave"])
+def test_a_change_that_broke_off_between_two_passes_is_noticed(
+    text: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer has gone back, or has other rows, and the second has not: the text would go on from neither."""
+    model, ids = patched(text), prompts(2)["input_ids"]
+    cache = started(model, ids)
+    if way == "rollback":
+        cache.activate_past_recording()
+        step(model, cache, ids[:, :1])
+    lane = cache.engines[1].parts[0].lane
+    monkeypatch.setattr(lane, "rollback" if way == "rollback" else "rows", lambda _: (_ for _ in ()).throw(Stop))
+    with pytest.raises(Stop):
+        getattr(cache, way)(torch.tensor([1, 0]) if way == "reorder_cache" else 1)
+    monkeypatch.undo()
+    with pytest.raises(CacheError, match="broke off.*cache.reset"):
+        step(model, cache, ids[:, :1])
+    cache.reset()
+    torch.testing.assert_close(step(model, cache, ids), step(model, kvengine.EngineCache(model), ids), rtol=0, atol=0)

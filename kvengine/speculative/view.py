@@ -186,6 +186,9 @@ class LayerView:
         self.tail.end -= n
         self.seen -= n
 
+    def check_free(self) -> None:
+        """A view is never held still."""
+
     def commit(self) -> None:
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -40,7 +41,10 @@ class File(Packed):
             self.handle, path = tempfile.mkstemp(SUFFIX, "kvengine-", place)
             fcntl.flock(self.handle, fcntl.LOCK_EX)
         except OSError as error:
-            raise StoreError(f"pages cannot be kept in {place}: {error}; give another folder") from error
+            way = "give another folder"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                way = "every cache has a file open for each lane of a layer: raise the limit (ulimit -n), or keep fewer caches"
+            raise StoreError(f"pages cannot be kept in {place}: {error}; {way}") from error
         self.close = weakref.finalize(self, dispose, self.handle, path)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> File:

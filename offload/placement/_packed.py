@@ -130,13 +130,19 @@ class Packed(ABC):
         if self.run is None:
             while self.write_next():
                 pass
-        else:
+            return
+        try:
             self.run(partial(drain, weakref.ref(self)))
+        except BaseException as error:
+            self.running = False
+            if not isinstance(error, RuntimeError):  # which says that no thread can be started
+                raise
+            self.failed(self.batches[0], str(error))
 
     def write_next(self) -> bool:
         """Write the oldest batch; whether there may be another."""
         with self.change:
-            if not self.batches or self.stuck:
+            if not self.batches or self.stuck or self.batches[0].busy:  # by a thread that goes on with those behind it
                 self.running = False
                 return False
             batch = self.batches[0]

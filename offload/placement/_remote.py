@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,7 +52,7 @@ class Remote(Packed):
         self.backend, self.ttl, self.owners = backend, ttl, Owners()
         self.places: dict[int, tuple[str, int]] = {}  # slot: value, and where in it
         self.values: dict[str, tuple[int, int]] = {}  # value: bytes, and pages still wanted
-        self.close = weakref.finalize(self, give_up, backend, self.values, self.owners)
+        self.close = weakref.finalize(self, give_up, backend, self.values, self.owners, os.getpid())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Remote:
         """The same pieces: values never change, so copies share them, and the last one deletes them."""
@@ -62,7 +64,7 @@ class Remote(Packed):
         twin.close.detach()
         twin.owners = self.owners
         twin.owners.add(self.values)
-        twin.close = weakref.finalize(twin, give_up, twin.backend, twin.values, twin.owners)
+        twin.close = weakref.finalize(twin, give_up, twin.backend, twin.values, twin.owners, os.getpid())
         return twin
 
     def put(self, slots: np.ndarray, raw: np.ndarray) -> None:
@@ -108,8 +110,12 @@ class Remote(Packed):
                     self.values[place[0]] = (size, wanted - 1)
                 else:
                     gone.append(place[0])
-        if gone:
-            (self.run or direct)(lambda: delete(self.backend, self.owners.remove(gone)))
+        if gone := self.owners.remove(gone):
+            work = partial(delete, self.backend, gone)
+            try:
+                (self.run or direct)(work)
+            except RuntimeError:  # no thread can be started
+                work()
 
     def nbytes(self) -> dict[str, int]:
         with self.change:
@@ -120,11 +126,17 @@ def direct(work: Any) -> None:
     work()
 
 
-def give_up(backend: Backend, values: dict[str, tuple[int, int]], owners: Owners) -> None:
+def give_up(backend: Backend, values: dict[str, tuple[int, int]], owners: Owners, process: int) -> None:
     """Delete what nobody else wants. A cache may be collected at any moment, also while this very thread holds a lock that the
-    store wants; so another thread does it, but at the end of the process, where there can be none."""
+    store wants; so another thread does it, but at the end of the process, where there can be none. What a process that was forked
+    off has are copies: the values are those of the `process` that made them."""
+    if os.getpid() != process:
+        return
     work = threading.Thread(target=delete, args=(backend, owners.remove(values)), name="kvpages-delete")
-    work.start() if threading.main_thread().is_alive() else work.run()
+    try:
+        work.start() if threading.main_thread().is_alive() else work.run()
+    except RuntimeError:  # no thread can be started: they expire
+        return
 
 
 def delete(backend: Backend, keys: Iterable[str]) -> None:

@@ -277,14 +277,19 @@ class Tiered:
         ids = self.last[~there[: below[0]].any(0) & there.any(0)]
         if not len(ids):
             return
-        staged = self.staged = Staged(ids, torch.empty(len(ids), self.layout.size, dtype=torch.uint8))
+        staged = Staged(ids, torch.empty(len(ids), self.layout.size, dtype=torch.uint8))
         source = self.lowest(ids)
         loads = [
             (level, self.slot[t, ids[source == t]], np.flatnonzero(source == t))
             for t, level in enumerate(self.levels)
             if isinstance(level, Packed)
         ]
-        staged.future = self.site.ahead.run(lambda: staged.fill(loads))
+        try:
+            staged.future = self.site.ahead.run(lambda: staged.fill(loads))
+        except RuntimeError:  # no thread can be started: they are fetched when they are read
+            self.refused += 1
+            return
+        self.staged = staged  # not before: of a load that never began nothing may be used
 
     @property
     def below(self) -> list[int]:

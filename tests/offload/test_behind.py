@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import subprocess
 import sys
@@ -283,6 +284,26 @@ def test_values_are_deleted_at_the_end_of_the_process(tmp_path: Path) -> None:
     assert done.stdout.strip() == "1" and not list((tmp_path / "objects").rglob("*.kv")), done.stderr
 
 
+def test_a_process_that_was_forked_off_takes_no_values_along(tmp_path: Path) -> None:
+    """As a server's or a daemon's first process ends: whoever goes on with the cache found its pages gone."""
+    code = f"""if 1:
+        import os, sys, torch
+        from kvengine.offload.placement._levels import Layout
+        from kvengine.offload.placement._remote import Remote
+        from kvengine.offload.stores import Files
+        like = {{"a": torch.zeros(1, 4)}}
+        held = Remote(Layout.of(like), Files({str(tmp_path)!r}), 100, 1000.0)
+        at = held.slots.take(3)
+        held.write(at, {{"a": torch.ones(3, 4)}})
+        held.flush()
+        if (child := os.fork()) == 0:
+            sys.exit(0)
+        os.waitpid(child, 0)
+        print(int(held.read(at, ())["a"].sum()))"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "12" and not list((tmp_path / "objects").rglob("*.kv")), done.stderr
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_copy_has_what_waits(broken: bool, tmp_path: Path) -> None:
     store = Gated(lambda n: broken)
@@ -297,3 +318,50 @@ def test_a_copy_has_what_waits(broken: bool, tmp_path: Path) -> None:
     put(twin, [20])
     twin.flush()
     assert got(twin, [*range(12), 20]) == [*range(12), 20]
+
+
+def refused(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("kind", ["file", "store"])
+def test_where_no_thread_can_be_started_what_waits_stays_and_is_written_later(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was an error of Python's, and whoever waited for the tier from then on waited for ever."""
+    store = Gated()
+    s = shelf(File(Layout.of(LIKE), str(tmp_path), 64) if kind == "file" else in_store(store))
+    with monkeypatch.context() as none:
+        none.setattr(threading.Thread, "start", refused)
+        put(s, range(4))
+        s.flush()
+        assert got(s, range(4)) == [0, 1, 2, 3] and s.faults > 0
+        twin = copy.deepcopy(s)
+    put(s, range(4, 8))
+    s.flush()
+    assert got(s, range(8)) == list(range(8)) and not s.levels[-1].batches
+    assert len(store.values) == (2 if kind == "store" else 0)
+    assert got(twin, range(4)) == [0, 1, 2, 3]
+
+
+def test_of_a_load_that_never_began_nothing_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a thread, and interrupted (Control-C) just where one was to be asked: bytes that nobody had written were read."""
+    s = shelf(in_store(Gated()))
+    put(s, range(4))
+    s.flush()
+    for error in (RuntimeError("can't start new thread"), KeyboardInterrupt()):
+        with monkeypatch.context() as broken:
+            broken.setattr(Ahead, "run", lambda *_, error=error: (_ for _ in ()).throw(error))
+            try:
+                assert got(s, range(4)) == [0, 1, 2, 3]
+            except KeyboardInterrupt:
+                pass
+        assert got(s, range(4)) == [0, 1, 2, 3]
+
+
+def test_too_many_open_files_are_called_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tempfile.mkstemp", lambda *_: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many open files"))
+    )
+    with pytest.raises(StoreError, match="Too many open files; .*ulimit -n"):
+        File(Layout.of(LIKE), str(tmp_path), 4)
