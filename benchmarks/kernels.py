@@ -113,10 +113,10 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
     many = torch.cat([q.roll(i, 3) for i in range(4)], 1)
     into = k.clone()  # written to before: the first touch of memory costs more
     read = partial(paged_attention, table=table, position=position, page=PAGE, scale=SCALE)
-    coarse, chosen = Coarse(), rows * min(BUDGET, length)
+    coarse, chosen, asks = Coarse(), rows * min(BUDGET, length), q[:, :, 0]
 
     def choice() -> Tensor:
-        return best_units(q[:, :, 0], x["low"], x["high"], x["alive"], BUDGET // UNIT, coarse=coarse)
+        return best_units(asks, x["low"], x["high"], x["alive"], BUDGET // UNIT, coarse=coarse)
 
     def quest(fields: dict[str, Tensor], codec: str) -> object:
         return read(q, fields, units=choice(), unit=UNIT, codec=codec)

@@ -154,9 +154,14 @@ def native_refusal(inputs: tuple[Tensor, ...], native: bool) -> str | None:
         return "it reads CPU memory, and an input is on another device"
     if not native or not all([x.dtype in NATIVE_DTYPES for x in inputs]):
         return "it does not know these shapes or dtypes"
-    if torch.is_grad_enabled() and any([x.requires_grad for x in inputs]):
+    if watched(inputs):
         return "it has no gradient"
     return library.load().reason
+
+
+def watched(inputs: tuple[Tensor, ...]) -> bool:
+    """Whether torch must see what is done to these: operations are recorded, or there is a gradient."""
+    return _torch_only.get() or (torch.is_grad_enabled() and any([x.requires_grad for x in inputs]))
 
 
 def triton_refusal(inputs: tuple[Tensor, ...]) -> str | None:

@@ -150,13 +150,13 @@ class LayerCache:
         first, lane, end = self.parts[0], self.parts[0].lane, session.prompt_end
         if first.index is not None or (end is not None and self.seen < end):
             return None
-        alone = lane.plain or ((lane.rolls or lane.pays) and not self.readers.count)
+        alone = lane.plain or ((lane.rolls or lane.pays or lane.reads) and not self.readers.count)
         if not alone or k.shape[0] != self.sequences:
             return None
         session.begin(self.layer, self.seen)
         self.readers.begin([lane])
         out = lane.quick(q, k, v, scale)
-        session.torn = False
+        session.torn = out is not None and session.due is not None
         if out is not None:
             self.seen += 1
         return out

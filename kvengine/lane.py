@@ -157,11 +157,8 @@ class Lane(Verdicts):
 
         Heads may be rows, or there may be several in a row, [seq, head, 1, dim].
         """
-        if self.reads and len(q) == len(self.first):
-            return self.quick_paged(q, k, v, Call(scale))
         if self.reads:
-            out = self.quick_paged(q.reshape(len(self.first), -1, 1, q.shape[-1]), k, v, Call(scale))
-            return out if out is None else out.view(len(q), 1, q.shape[1], -1)
+            return self.quick_paged(q, k, v, Call(scale))
         once = self.rolls or self.pays or self.still_waits
         if self.marks or not (self.plain or (once and not self.session.recording)):
             return None
@@ -185,7 +182,7 @@ class Lane(Verdicts):
         return out
 
     def quick_paged(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        """`quick` for a lane that `reads` pages too; [row, group, 1, dim]. It may seal some of its tail then."""
+        """`quick` for a lane that `reads` pages too. It may seal some of its tail then."""
         pages, tail = self.pages, self.tail
         if self.marks or self.session.recording or self.beside.refused or pages is None or not len(pages):
             return None
@@ -206,7 +203,7 @@ class Lane(Verdicts):
         if self.thins:
             self.whole = pages.clean = False
         if self.weighs:
-            self.weigh(q, None, call)
+            self.weigh(q.reshape(len(self.first), -1, 1, q.shape[-1]), None, call)
         self.seal()
         return out
 
@@ -380,9 +377,9 @@ class Lane(Verdicts):
             pages, call, lambda: ((by_row() - self.open()) // selection.unit).clamp(min=1), max(1, most),
             same and len(lengths) == 1,
         )  # fmt: skip
-        return answers.units(
-            selection, selection.select(q[:, :, 0], pages.summary, pages.alive, where), len(q), pages.units
-        )
+        asks = q.reshape(len(self.first), -1, q.shape[-1])  # of one token; heads may be rows, or several in a row
+        chosen = selection.select(asks, pages.summary, pages.alive, where)
+        return answers.units(selection, chosen, len(asks), pages.units)
 
     def where(self, pages: Pages, call: Call, counts: Callable[[], Tensor], most: int, even: bool) -> Where:
         return Where(

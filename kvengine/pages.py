@@ -67,6 +67,7 @@ class Pages(User):
         self.cut = False  # some tokens came with gradients, which do not pass through what is kept of them
         self.bounds = Coarse()  # what a selection by bounds keeps to read less of them
         self.beside: dict[str, Any] = {}  # what the selection keeps of all pages together
+        self._of, self._views = tuple[Any, ...](), tuple[Any, ...]((0,))  # see `by_unit`
         pool.users.add(self)
 
     def __copy__(self) -> Pages:
@@ -99,11 +100,19 @@ class Pages(User):
 
     @property
     def alive(self) -> Bool[Tensor, "row unit"]:
-        return self._alive[:, : self.units]
+        return self.by_unit()[1]
 
     @property
     def summary(self) -> dict[str, Tensor]:
-        return {name: x[:, : self.units] for name, x in self._summary.items()}
+        return dict(zip(self._summary, self.by_unit()[2:], strict=True))
+
+    def by_unit(self) -> tuple[Any, ...]:
+        """How many units there are, who of them is alive, and the summaries: views made once, as each token asks for them."""
+        units, of = self.units, (self._alive, *self._summary.values())
+        same = len(of) == len(self._of) and self._views[0] == units
+        if not same or any([a is not b for a, b in zip(of, self._of, strict=True)]):
+            self._of, self._views = of, (units, *(x[:, :units] for x in of))
+        return self._views
 
     @property
     def stamps(self) -> Int[np.ndarray, "row column"]:

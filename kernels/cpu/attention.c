@@ -380,27 +380,31 @@ static void join(const Attention *a, int64_t row, const float *out, const float 
 }
 
 /* Returns 0, or 1 if memory for the partial results cannot be had. */
-int kv_attention(const Attention *given) {
-  const Attention *a = given;
+int kv_attention(const Attention *call) {
+  Attention mine = *call, *const a = &mine;
   const int64_t splits = a->splits, tasks = a->rows * splits, span = (a->columns + splits - 1) / splits;
-  const int64_t outs = a->padded * a->dim_v;
-  const int64_t asked = a->padded * a->dim, turning = a->k.layout == TURNED;
-  float *parts = malloc(sizeof(float) * (tasks * (outs + 2 * a->padded) + turning * a->rows * asked) + 1);
+  const int64_t outs = a->padded * a->dim_v, asked = a->padded * a->dim, all = a->rows * asked;
+  const int64_t raw = !a->q, turning = a->k.layout == TURNED;
+  const int64_t room = (raw + turning) * all + tasks * (outs + 2 * a->padded);
+  float *held = aligned_alloc(64, (sizeof(float) * room / 64 + 1) * 64);
   int *left = malloc(sizeof(int) * a->rows + 1);
-  if (!parts || !left) {
-    free(parts);
+  if (!held || !left) {
+    free(held);
     free(left);
     return 1;
   }
+  float *turned = held + raw * all, *parts = turned + turning * all;
   float *tops = parts + tasks * outs, *totals = tops + tasks * a->padded;
   for (int64_t row = 0; row < a->rows; row++) left[row] = splits;
-  Attention turned = *given;
+  if (raw) {
+    kv_queries(a->given, a->given_dtype, a->rows, a->heads, a->given_row, a->given_head, a->given_dim, a->padded, a->dim, 0,
+               a->scale, held);
+    a->q = held;
+  }
   if (turning) {
-    float *q = totals + tasks * a->padded;
 #pragma omp parallel for schedule(static) num_threads(a->threads)
-    for (int64_t row = 0; row < a->rows; row++) turn_rows(&a->k, a->q + row * asked, a->padded, a->dim, q + row * asked);
-    turned.q = q;
-    a = &turned;
+    for (int64_t row = 0; row < a->rows; row++) turn_rows(&a->k, a->q + row * asked, a->padded, a->dim, turned + row * asked);
+    a->q = turned;
   }
 #pragma omp parallel for schedule(dynamic, 1) num_threads(a->threads)
   for (int64_t i = 0; i < tasks; i++) {
@@ -412,7 +416,7 @@ int kv_attention(const Attention *given) {
     if (__atomic_sub_fetch(&left[row], 1, __ATOMIC_ACQ_REL) == 0) /* the row's last task joins its parts */
       join(a, row, parts + first * outs, tops + first * a->padded, totals + first * a->padded);
   }
-  free(parts);
+  free(held);
   free(left);
   return 0;
 }

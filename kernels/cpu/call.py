@@ -41,14 +41,15 @@ class Attention(ctypes.Structure):
             "rows", "heads", "padded", "queries", "dim", "dim_v", "columns", "splits", "threads",
         )),
         ("q", POINTER),
+        ("given", POINTER),
+        *((name, I64) for name in ("given_dtype", "given_dim", "given_row", "given_head")),
         ("k", Field),
         ("v", Field),
         ("visible", POINTER),
         *((name, I64) for name in ("visible_row", "visible_query", "visible_column")),
         *((name, POINTER) for name in ("table", "position", "units", "query_position")),
         *((name, I64) for name in ("table_row", "position_row", "page", "unit", "chosen", "window")),
-        ("softcap", ctypes.c_float),
-        ("halves", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("softcap", "scale", "halves")),
         *((name, POINTER) for name in ("sinks", "scores", "out", "lse")),
     ]  # fmt: skip
 
@@ -94,7 +95,7 @@ def paged(codec: str, fields: Mapping[str, Tensor], side: str, dim: int, page: i
 
 def int32(x: Tensor) -> Tensor:
     """As int32 with contiguous rows; what the engine keeps already is, and is not copied."""
-    x = x.to(torch.int32)
+    x = x if x.dtype is torch.int32 else x.to(torch.int32)
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
@@ -103,15 +104,15 @@ def up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def floats(q: Tensor, dim: int, scale: float = 1.0, split: bool = False) -> Tensor:
-    """Queries [row, head, dim] as the kernels take them (`kv_queries`): one call for what would be many small ones."""
+def parts(q: Tensor, dim: int) -> Tensor:
+    """Queries [row, head, dim] in parts, as `kv_queries` splits them."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     rows, heads, wide = q.shape
     padded = up(heads, 4)
-    out = torch.empty(rows, padded, 2 if split else 1, dim)
+    out = torch.empty(rows, padded, 2, dim)
     library.needed().kv_queries(
-        POINTER(q.data_ptr()), *map(I64, (DTYPES[q.dtype], rows, heads, q.stride(0), q.stride(1), wide, padded, dim, split)),
-        ctypes.c_float(scale), POINTER(out.data_ptr()),
+        POINTER(q.data_ptr()), *map(I64, (DTYPES[q.dtype], rows, heads, q.stride(0), q.stride(1), wide, padded, dim, 1)),
+        ctypes.c_float(1), POINTER(out.data_ptr()),
     )  # fmt: skip
     return out
 
@@ -122,17 +123,19 @@ def run(
 ) -> State:  # fmt: skip
     """Attend. `more`: the members of `Attention` that say which columns are seen; tensors must outlive the call. `logs`:
     probabilities as logarithms."""
-    rows, group, queries, _ = q.shape
+    rows, group, queries, wide = q.shape
+    if q.stride(3) != 1 or (queries > 1 < group and q.stride(1) != queries * q.stride(2)):
+        q = q.contiguous()
     heads, dim, dim_v = group * queries, up(k.dim, LANES), up(v.dim, LANES)
-    scaled = floats(q.flatten(1, 2), dim, scale)
-    out = torch.empty(rows, heads, dim_v)
+    out = torch.empty(rows, group, queries, dim_v)
     lse = torch.empty(rows, group, queries)
     scores = torch.full((rows, heads, columns), -torch.inf) if want_probs else None
     logits = None if sinks is None else sinks.float()[..., None].expand(rows, group, queries).contiguous()
     threads = team(rows * columns * (k.dim + v.dim))
     call = Attention(
         rows=rows, heads=heads, padded=up(heads, 4), queries=queries, dim=dim, dim_v=dim_v, columns=columns,
-        splits=_splits(rows, columns, threads), threads=threads, q=scaled.data_ptr(), k=k, v=v,
+        splits=_splits(rows, columns, threads), threads=threads, given=q.data_ptr(), given_dtype=DTYPES[q.dtype],
+        given_dim=wide, given_row=q.stride(0), given_head=q.stride(2 if queries > 1 else 1), k=k, v=v, scale=scale,
         softcap=softcap or 0.0, halves=scale if q.dtype == torch.bfloat16 else 0.0, sinks=address(logits),
         scores=address(scores), out=out.data_ptr(), lse=lse.data_ptr(), **more,
     )  # fmt: skip
@@ -141,12 +144,17 @@ def run(
     probs = None if scores is None else _shares(scores.view(rows, group, queries, columns), lse)
     if probs is not None and not logs:
         probs.exp_()
-    return State(out.view(rows, group, queries, dim_v)[..., : v.dim], lse, probs)
+    return State(out if dim_v == v.dim else out[..., : v.dim], lse, probs)
 
 
 def team(values: int) -> int:
-    """Threads for reading so many values: torch's setting, but one for each 32 768 at most, as waking one costs."""
-    return max(1, min(torch.get_num_threads(), values // 32768))
+    """Threads for reading so many values: torch's setting, but no more than `most`."""
+    return min(torch.get_num_threads(), most(values))
+
+
+def most(values: int) -> int:
+    """Threads that reading so many values may use: one for each 32 768, as waking one costs."""
+    return max(1, values // 32768)
 
 
 def address(x: Tensor | None) -> int | None:

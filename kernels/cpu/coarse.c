@@ -13,7 +13,9 @@
 #define AHEAD 8192 /* bytes */
 
 typedef struct {
-  Bounds exact;     /* `out` is not used */
+  Bounds exact;     /* `out` and `q` are not used */
+  const char *given; /* choose: the queries [row, group, given_dim] as they are; elements from row to row, head to head */
+  int64_t given_dtype, given_dim, given_row, given_head;
   int64_t coded;    /* the first so many units have codes, a multiple of BLOCK; the others are always candidates */
   int64_t code_row, scale_row; /* elements from row to row */
   int64_t stride;              /* 2 * dim, up to a multiple of 64 */
@@ -21,7 +23,8 @@ typedef struct {
   float *scale, *zero;         /* [row, block, 2 * dim]; a scale of infinity: the block holds what has no code */
   int64_t from, count;         /* build: the first unit to code; choose: units per row */
   float *limits;               /* work space: [row, 2, coded] */
-  int64_t *ids, *refined;      /* [row, count]; [row]: how many were scored with the true bounds */
+  int32_t *ids;                /* [row, count] */
+  int64_t *refined;            /* [row]: how many were scored with the true bounds */
 } Coarse;
 
 /* Codes of LANES units stand together, so that each lane scores a unit: of 64 channels, four of each unit, then the
@@ -222,7 +225,8 @@ static int decide(const Coarse *c, int64_t row, const float *upper, float *lower
   const uint8_t *alive = b->alive + row * b->alive_row;
   const float enough = c->coded >= c->count ? about_kth(lower, c->coded, c->count) : -INFINITY;
   const float cut = enough > -FLT_MAX ? enough : -FLT_MAX; /* -inf: dead */
-  int64_t n = 0, *ids = c->ids + row * c->count, chosen = 0;
+  int64_t n = 0, chosen = 0;
+  int32_t *ids = c->ids + row * c->count;
   uint64_t *rank = malloc(sizeof(uint64_t) * 3 * (units + 1));
   if (!rank) return 1;
   int64_t *place = (int64_t *)(rank + 2 * (units + 1));
@@ -253,26 +257,33 @@ static int decide(const Coarse *c, int64_t row, const float *upper, float *lower
   if (n > c->count) least = kth_rank(sorted, n, c->count);
   const uint64_t nothing = rank_of(-INFINITY, 0, units); /* no unit's score of -inf is above it */
   for (int64_t i = 0; i < n && chosen < c->count; i++)
-    if (rank[i] >= least && rank[i] > nothing) ids[chosen++] = place[i];
+    if (rank[i] >= least && rank[i] > nothing) ids[chosen++] = (int32_t)place[i];
   for (; chosen < c->count; chosen++) ids[chosen] = -1;
   free(rank);
   return 0;
 }
 
 /* Returns 0, or 1 without memory. */
-int kv_coarse_top(const Coarse *c) {
-  const int64_t rows = c->exact.rows, coded = c->coded, blocks = coded / BLOCK, tasks = blocks ? blocks : 1;
+int kv_coarse_top(const Coarse *asked) {
+  Coarse mine = *asked;
+  const Coarse *c = &mine;
+  Bounds *b = &mine.exact;
+  const int64_t rows = b->rows, coded = c->coded, blocks = coded / BLOCK, tasks = blocks ? blocks : 1;
+  const int64_t queries = rows * b->padded * 2 * b->dim;
   if (!c->count || !rows) return 0;
-  int *left = malloc(sizeof(int) * rows), failed = 0;
-  if (!left) return 1;
+  float *q = aligned_alloc(64, (sizeof(float) * queries + sizeof(int) * rows + 63) / 64 * 64);
+  if (!q) return 1;
+  int *left = (int *)(q + queries), failed = 0;
+  kv_queries(c->given, c->given_dtype, rows, b->group, c->given_row, c->given_head, c->given_dim, b->padded, b->dim, 1, 1, q);
+  b->q = q;
   for (int64_t row = 0; row < rows; row++) left[row] = tasks;
-#pragma omp parallel for schedule(dynamic, 8) num_threads(c->exact.threads) reduction(| : failed)
+#pragma omp parallel for schedule(dynamic, 8) num_threads(b->threads) reduction(| : failed)
   for (int64_t i = 0; i < rows * tasks; i++) {
     int64_t row = i / tasks, first = i % tasks * BLOCK;
     float *upper = c->limits + row * 2 * coded, *lower = upper + coded;
     if (blocks) scan(c, row, i % tasks, upper + first, lower + first);
     if (__atomic_sub_fetch(&left[row], 1, __ATOMIC_ACQ_REL) == 0) failed |= decide(c, row, upper, lower);
   }
-  free(left);
+  free(q);
   return failed;
 }

@@ -40,16 +40,21 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
 
 def bounds(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> tuple[Bounds, tuple[Tensor, ...]]:
     """The bounds and the queries as the C kernels take them, and the tensors that must outlive the call."""
-    rows, group, dim = q.shape
-    wide = call.up(dim, call.LANES)
-    parts = call.floats(q, wide, split=True)
     alive = alive if alive.stride(-1) == 1 else alive.contiguous()
-    described = Bounds(
-        rows=rows, group=group, padded=parts.shape[1], dim=wide, units=alive.shape[1],
-        threads=call.team(2 * low.numel()), mean=reduce == "mean", q=parts.data_ptr(), high=call.dense(high),
-        low=call.dense(low), alive=alive.data_ptr(), alive_row=alive.stride(0),
-    )  # fmt: skip
+    described = of(q, low, high, alive, reduce)
+    parts = call.parts(q, described.dim)
+    described.q = parts.data_ptr()
     return described, (parts, alive)
+
+
+def of(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Bounds:
+    """The bounds as the C kernels take them, for queries of this shape; units lie side by side in `alive`."""
+    rows, group, dim = q.shape
+    return Bounds(
+        rows=rows, group=group, padded=call.up(group, 4), dim=call.up(dim, call.LANES), units=alive.shape[1],
+        threads=call.team(2 * low.numel()), mean=reduce == "mean", high=call.dense(high), low=call.dense(low),
+        alive=alive.data_ptr(), alive_row=alive.stride(0),
+    )  # fmt: skip
 
 
 def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float) -> Tensor:

@@ -31,7 +31,7 @@ def paged_attention(
     """See `kvengine.kernels.paged_attention`."""
     dim = q.shape[-1]
     table, position = call.int32(table), call.int32(position)
-    units, query_position = (None if x is None else call.int32(x).contiguous() for x in (units, query_position))
+    units, query_position = (None if x is None else whole(x) for x in (units, query_position))
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
     return call.run(
         q, call.paged(codec, fields, "k", dim, page), call.paged(codec, fields, "v", dim_v, page), columns, scale,
@@ -40,6 +40,12 @@ def paged_attention(
         position_row=position.stride(0), page=page, unit=unit,
         chosen=0 if units is None else units.shape[1], window=window or 0,
     )  # fmt: skip
+
+
+def whole(x: Tensor) -> Tensor:
+    """As int32, contiguous."""
+    x = call.int32(x)
+    return x if x.is_contiguous() else x.contiguous()
 
 
 class Described:
@@ -62,7 +68,7 @@ class Described:
         if units is None:
             about.units, about.unit, about.chosen, about.columns = None, self.page, 0, self.table.shape[1] * self.page
         else:
-            self.units = units = call.int32(units).contiguous()
+            self.units = units = whole(units)
             about.units, about.unit, about.chosen = units.data_ptr(), unit, units.shape[1]
             about.columns = about.chosen * unit
         return ctypes.addressof(about)
