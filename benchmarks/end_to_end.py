@@ -5,8 +5,8 @@
 A Llama with the shape of the 8-billion model and random weights in bfloat16. Every candidate reads the same random
 prompt, then decodes; the time per token is the median of the steps, the device waited for at each. Stock transformers
 runs with each attention there is, over its growing and its static cache, torch's with and without cuDNN's, which plans anew
-for every length; ratios are to the fastest of these. `--shape
-tiny --device cpu` runs the same on any machine, to see that it runs. The file is written after each row; a candidate
+for every length, and with `--compiled` compiled over its static cache, as its `generate` does; ratios are to the fastest.
+`--shape tiny --device cpu` runs the same on any machine, to see that it runs. The file is written after each row; a candidate
 that fails is named in it, and the others go on.
 """
 
@@ -82,8 +82,19 @@ def plain(model: Any, cache: Any) -> Step:
     return step
 
 
-def stock(model: Any, ids: Tensor, steps: int, device: str) -> Iterator[dict[str, Any]]:
-    """Stock transformers, with every attention and cache there is."""
+def compiled(model: Any, cache: Any) -> Step:
+    """As transformers' `generate` compiles it over a static cache."""
+    run = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
+
+    def step(token: Tensor, at: int) -> Tensor:
+        logits: Tensor = run(token, position_ids=torch.full_like(token, at), **{CACHE: cache}).logits
+        return logits
+
+    return step
+
+
+def stock(model: Any, ids: Tensor, steps: int, device: str, compiles: bool) -> Iterator[dict[str, Any]]:
+    """Stock transformers, with every attention and cache there is; compiled, which takes minutes, if asked to."""
     attentions = ["sdpa", *(["flash_attention_2"] if importlib.util.find_spec("flash_attn") else [])]
     for attention in attentions:
         model.set_attn_implementation(attention)
@@ -92,11 +103,14 @@ def stock(model: Any, ids: Tensor, steps: int, device: str) -> Iterator[dict[str
         names = [attention, *(["sdpa without cuDNN"] if attention == "sdpa" and device == "cuda" else [])]
         yield from each(names, "growing", model, growing, first, ids, steps, device)
         # The static cache gets its prompt from the other: reading it would take a mask of prompt times room.
-        static = StaticCache(model.config, length + len(names) * (WARM + steps))
+        static = StaticCache(model.config, length + (len(names) + compiles) * (WARM + steps))
         for i, layer in enumerate(growing.layers):
             static.update(layer.keys[:, :, :length], layer.values[:, :, :length], i)
             layer.keys = layer.values = None
         yield from each(names, "static", model, static, first, ids, steps, device)
+        if compiles:
+            ms = timed(compiled(model, static), first, length + len(names) * (WARM + steps), steps, device)
+            yield row(f"stock, {attention}, static cache, compiled", "–", ids, ms)
     model.set_attn_implementation("sdpa")
 
 
@@ -121,7 +135,7 @@ def cudnn(allowed: bool) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def ours(model: Any, ids: Tensor, text: str, steps: int, device: str) -> Iterator[dict[str, Any]]:
+def ours(model: Any, ids: Tensor, text: str, steps: int, device: str, fuses: bool) -> Iterator[dict[str, Any]]:
     """Eager steps after a prompt, then, as the prompt takes longest, replayed ones on the same cache."""
     with kvengine.patched(model, text):
         cache = kvengine.EngineCache(model)
@@ -129,12 +143,15 @@ def ours(model: Any, ids: Tensor, text: str, steps: int, device: str) -> Iterato
         first = model(ids, **{CACHE: cache}, logits_to_keep=1).logits.argmax(-1)
         ms = timed(plain(model, cache), first, ids.shape[1], steps, device)
         yield row(f"`{text}`", "eager", ids, ms) | held(cache)
-        decoder = kvengine.compile_decode(model).open(cache, WARM + steps)
-        try:
-            ms = timed(lambda t, at: decoder(t, torch.full_like(t, at)), first, cache.seen, steps, device)
-        finally:
-            decoder.close()
-        yield row(f"`{text}`", "replayed", ids, ms) | held(cache)
+        for how, fuse in (("replayed", False), ("replayed, fused", True))[: 1 + fuses]:
+            decoder = kvengine.compile_decode(model, fuse=fuse).open(cache, WARM + steps)
+            try:
+                ms = timed(
+                    lambda t, at, step=decoder: step(t, torch.full_like(t, at)), first, cache.seen, steps, device
+                )
+            finally:
+                decoder.close()
+            yield row(f"`{text}`", how, ids, ms) | held(cache)
 
 
 def held(cache: Any) -> dict[str, float]:
@@ -165,9 +182,10 @@ def row(what: str, how: str, ids: Tensor, ms: list[float]) -> dict[str, Any]:
 def measure(model: Any, length: int, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     rng = torch.Generator().manual_seed(length)
     ids = torch.randint(10, model.config.vocab_size, (1, length), generator=rng).to(given.device)
-    yield from surviving("stock", stock(model, ids, given.steps, given.device))
+    fuses = given.device == "cuda" if given.fuse is None else given.fuse
+    yield from surviving("stock", stock(model, ids, given.steps, given.device, given.compiled))
     for text in given.stacks:
-        yield from surviving(f"`{text}`", ours(model, ids, text, given.steps, given.device))
+        yield from surviving(f"`{text}`", ours(model, ids, text, given.steps, given.device, fuses))
 
 
 def main() -> None:
@@ -178,10 +196,12 @@ def main() -> None:
     parser.add_argument("--lengths", default="8192,131072", help="tokens")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--stacks", nargs="+", default=STACKS)
+    parser.add_argument("--fuse", action=argparse.BooleanOptionalAction, help="fused steps, too; by default on a GPU")
+    parser.add_argument("--compiled", action="store_true", help="stock transformers compiled, too")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/end_to_end.json"))
     given = parser.parse_args()
     lengths = [int(n) for n in given.lengths.split(",")]
-    longest = max(lengths) + 2 * (WARM + given.steps)
+    longest = max(lengths) + 3 * (WARM + given.steps)
     model, rows = random_model(given.shape, given.device, longest), []
     for length in lengths:
         for row in measure(model, length, given):

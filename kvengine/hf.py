@@ -53,6 +53,7 @@ class Patch:
     """What was done to a model."""
 
     record: Record = False
+    fuse: bool = False
 
     def __init__(self, chosen: Chosen) -> None:
         self.chosen = chosen
@@ -71,7 +72,9 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, lazy_mask)
 
 
-def patch(model: PreTrainedModel, policy: str | Stack = "full", record: Record = False) -> PreTrainedModel:
+def patch(
+    model: PreTrainedModel, policy: str | Stack = "full", record: Record = False, fuse: bool = False
+) -> PreTrainedModel:
     """Give a model the engine's cache; `model.generate()` then works as always, and so does a loop of one's own.
 
     `torch.compile` works too, but for `fullgraph=True`: caches do their work between the graphs.
@@ -79,24 +82,26 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full", record: Record =
     Args:
         model: any decoder model of transformers that can switch its attention implementation. The one whose `generate` is
             called: of a part that was patched alone, the whole does not know, and makes a cache of transformers'.
-        policy: a policy string or a `Stack`. Patching a patched model only changes its policy, and `record`.
+        policy: a policy string or a `Stack`. Patching a patched model only changes its policy, `record` and `fuse`.
         record: whether `generate` records a decode step and replays it for every token, where the model is on a GPU: without,
             a step there takes as long as Python does. It then takes greedy decoding and sampling alone. Recording takes some
             steps' time for each call. See `kvengine.compile_decode`, whose `how` it may also be.
+        fuse: whether what a recorded step does beside attention and products of matrices is fused by torch's compiler: about a
+            third of the launches, for tens of seconds at the model's first token. See `kvengine.compile_decode`.
 
     Returns:
         The same model.
 
     Raises:
         ModelError: the model is not one that the engine can work with, or shares its configuration with a patched one; or its
-            `generate` is its own, which `record` does not reach.
+            `generate` is its own, which `record` does not reach; or `fuse` comes without `record`.
         PolicyError: the policy is wrong, or this model cannot do it; or its step cannot be recorded.
     """
     before: Patch | None = vars(model).get(STATE) if isinstance(model, PreTrainedModel) else None
     stack = None if before is None else before.chosen.stack
     enter_model(model, Stack.of(policy))
     try:
-        record_by_itself(model, record)
+        record_by_itself(model, record, fuse)
     except Exception:
         if stack is not None and vars(model).get(STATE) is before:
             getattr(model, STATE).chosen.stack = stack
@@ -106,18 +111,20 @@ def patch(model: PreTrainedModel, policy: str | Stack = "full", record: Record =
     return model
 
 
-def record_by_itself(model: PreTrainedModel, record: Record) -> None:
+def record_by_itself(model: PreTrainedModel, record: Record, fuse: bool) -> None:
     """Have `generate` of what was patched record its steps, or no longer."""
+    if fuse and not record:
+        raise ModelError("fuse says how steps are recorded; give record=True as well")
     state: Patch = getattr(model, STATE)
     parts = [part for part in {id(x): x for x in (m.model() for m in state.methods)}.values() if part is not None]
     if record:
-        compile_decode(model, None if record is True else record)
+        compile_decode(model, None if record is True else record, fuse)
         parts = [part for part in parts if getattr(type(part), RECORDING, None) is GenerationMixin.generate]
         if not parts:
             raise ModelError(
                 f"{type(model).__name__} has a generate() of its own, so nothing would be recorded; leave out record"
             )
-    state.record = record
+    state.record, state.fuse = record, fuse
     for method in [m for m in state.methods if m.name == RECORDING]:
         state.methods.remove(method)
         if (part := method.model()) is not None:
@@ -191,19 +198,22 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @contextmanager
-def patched(model: PreTrainedModel, policy: str | Stack = "full", record: Record = False) -> Iterator[PreTrainedModel]:
+def patched(
+    model: PreTrainedModel, policy: str | Stack = "full", record: Record = False, fuse: bool = False
+) -> Iterator[PreTrainedModel]:
     """`with patched(model, "quest(budget=1024)"): ...`: patched inside, as before outside."""
-    before = (getattr(model, STATE).chosen.stack, getattr(model, STATE).record) if hasattr(model, STATE) else None
+    state: Patch | None = getattr(model, STATE, None)
+    before = None if state is None else (state.chosen.stack, state.record, state.fuse)
     try:
-        yield patch(model, policy, record)
+        yield patch(model, policy, record, fuse)
     finally:
         if before is None:
             unpatch(model)
         else:
             state = getattr(model, STATE)
             state.chosen.stack = before[0]
-            if state.record != before[1]:
-                record_by_itself(model, before[1])
+            if (state.record, state.fuse) != before[1:]:
+                record_by_itself(model, *before[1:])
 
 
 def check_model(model: Any) -> None:

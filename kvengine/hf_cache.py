@@ -131,6 +131,8 @@ class EngineCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """New keys and values of a layer; without what transformers offers for layers that are its own to move."""
+        if torch.compiler.is_compiling():  # which would compile for each layer's number
+            return aside(self, key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
         layer: Any = self.layers[layer_idx]
         if type(layer) is EngineLayer and layer.layer != layer_idx:
             raise ModelError(f"layer {layer_idx} of this cache is a copy of layer {layer.layer}{COPIED}")
@@ -389,6 +391,7 @@ class EngineCache(Cache):
 
 
 apart: Any = torch.compiler.disable(EngineCache.thaw, reason=BREAKS)
+aside: Any = torch.compiler.disable(EngineCache.update, reason=BREAKS)
 
 
 def engine_layers(config: Any) -> list[bool]:

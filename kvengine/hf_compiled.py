@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -31,6 +31,7 @@ from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer, check_kind, refusal
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import offloaded
+from kvengine.hf_fused import Fused
 from kvengine.hf_generate import STATE, Decoder, check_mode
 from kvengine.hf_held import HeldWindow, can_hold, empty
 from kvengine.hf_layer import EngineLayer
@@ -60,6 +61,7 @@ class Steps:
         cache: has read its prompt.
         more: tokens it will take at most.
         how: "graph" captures a CUDA graph, "trace" records torch operations, "eager" runs the step each time.
+        fused: the model's layers, if they are to run compiled.
         real: which tokens so far are tokens, [seq, token]; None: all. Layers with a sliding window ask.
 
     Raises:
@@ -73,11 +75,12 @@ class Steps:
         cache: EngineCache,
         more: int,
         how: How,
+        fused: Fused | None = None,
         real: Bool[Tensor, "seq token"] | None = None,
     ) -> None:
         if torch.is_inference_mode_enabled():
             raise CacheError("a step cannot be recorded in torch.inference_mode(); leave it, torch.no_grad() will do")
-        self.model, self.cache, self.left, self.how = model, cache, more, how
+        self.model, self.cache, self.left, self.how, self.fused = model, cache, more, how, fused
         cache.thaw()
         device = model.device
         self.now = torch.tensor([cache.seen], device=device)
@@ -129,9 +132,10 @@ class Steps:
 
     def run(self) -> Tensor:
         """The step itself: reads and changes tensors that stay where they are."""
-        out: Any = self.model(
-            input_ids=self.ids, position_ids=self.position, **{CACHE: self.cache}, use_cache=True, return_dict=True
-        )
+        with nullcontext() if self.fused is None else self.fused.inside():
+            out: Any = self.model(
+                input_ids=self.ids, position_ids=self.position, **{CACHE: self.cache}, use_cache=True, return_dict=True
+            )
         self.now.add_(1)
         logits: Tensor = out.logits
         return logits
@@ -197,8 +201,8 @@ class Steps:
 class CompiledDecode(Decoder):
     """What `compile_decode` returns: give it to `generate` as `custom_generate`, or call its own `generate`."""
 
-    def __init__(self, model: PreTrainedModel, how: How) -> None:
-        self.model, self.how = model, how
+    def __init__(self, model: PreTrainedModel, how: How, fused: Fused | None = None) -> None:
+        self.model, self.how, self.fused = model, how, fused
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`model.generate`, with decode steps replayed. Takes what it takes, for greedy decoding and sampling."""
@@ -254,7 +258,7 @@ class CompiledDecode(Decoder):
             raise CacheError(
                 "there is padding in the batch, and layers with a sliding window have to be told where: give attention_mask"
             )
-        return Steps(self.model, cache, max_new_tokens, self.how, real)
+        return Steps(self.model, cache, max_new_tokens, self.how, self.fused, real)
 
 
 class StandIn:
@@ -333,19 +337,21 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def compile_decode(model: PreTrainedModel, how: How | None = None) -> CompiledDecode:
+def compile_decode(model: PreTrainedModel, how: How | None = None, fuse: bool = False) -> CompiledDecode:
     """A decoder that records one step of a patched model, and replays it for every token.
 
     Args:
         model: a patched model. Its policy may change afterwards; what counts is the cache that is decoded with.
         how: "graph" captures a CUDA graph (needs CUDA); "trace" records torch operations; "eager" runs each step, over a
             cache held still all the same. By default "graph" on a GPU, "eager" elsewhere.
+        fuse: whether `torch.compile` fuses what a layer does beside attention and products of matrices, so that a recorded
+            step launches half as much. It takes a while at the first step (tens of seconds), and rounds as the model does.
 
     Returns:
         A `CompiledDecode`, for `model.generate(..., custom_generate=decoder)`.
 
     Raises:
-        ModelError: the model is not patched, or `how` cannot be here.
+        ModelError: the model is not patched, or `how` cannot be here, or not with `fuse`, or the model has nothing to fuse.
         UnsupportedPolicy: a step under the model's policy cannot be recorded; the message says why.
     """
     if not hasattr(model, STATE):
@@ -364,4 +370,6 @@ def compile_decode(model: PreTrainedModel, how: How | None = None) -> CompiledDe
         raise ModelError(
             f"how='graph' captures a CUDA graph, but the model is on {model.device}; use 'trace' or 'eager'"
         )
-    return CompiledDecode(model, how)
+    if fuse and how == "trace":
+        raise ModelError("how='trace' records torch operations one by one; leave out fuse, or take 'graph' or 'eager'")
+    return CompiledDecode(model, how, Fused(model) if fuse else None)

@@ -259,9 +259,10 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `generate` of a model that was patched with `record`."""
     from kvengine.hf_compiled import compile_decode  # which needs what is here
 
-    record = getattr(self, STATE).record
+    state = getattr(self, STATE)
+    record = state.record
     if kwargs.get("custom_generate") is None and (record is not True or self.device.type == "cuda"):
-        kwargs["custom_generate"] = compile_decode(self, None if record is True else record)
+        kwargs["custom_generate"] = compile_decode(self, None if record is True else record, state.fuse)
     return cast(Any, type(self)).generate(self, *args, **kwargs)
 
 

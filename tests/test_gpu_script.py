@@ -384,7 +384,7 @@ def test_stock_is_timed_with_and_without_what_plans_for_each_length(
     monkeypatch.setattr(model, "timed", noted)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     with torch.no_grad():
-        rows = [*model.stock(model.random_model("tiny", "cpu", 99), torch.full((1, 40), 11), 3, "cuda")]
+        rows = [*model.stock(model.random_model("tiny", "cpu", 99), torch.full((1, 40), 11), 3, "cuda", False)]
     assert allowed == [True, False] * 2 and torch.backends.cuda.cudnn_sdp_enabled()
     assert [r["what"].split(", ")[1:] for r in rows] == [
         [name, f"{kind} cache"] for kind in ("growing", "static") for name in ("sdpa", "sdpa without cuDNN")
@@ -422,4 +422,4 @@ def test_it_needs_no_more_than_it_says(gpu: ModuleType, tmp_path: Path) -> None:
 def test_a_dry_run_reaches_the_end(gpu: ModuleType, tmp_path: Path) -> None:
     assert gpu.run(["benchmarks/gpu.py", "--dry", "--out", str(tmp_path)]) == 0
     model = json.loads((tmp_path / "end_to_end.json").read_text())["rows"]
-    assert {row["how"] for row in model} == {"–", "eager", "replayed"}
+    assert {row["how"] for row in model} == {"–", "eager", "replayed", "replayed, fused"}

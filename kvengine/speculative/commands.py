@@ -48,15 +48,15 @@ def generate(
     seed: Annotated[int | None, typer.Option(min=-(1 << 63), max=(1 << 64) - 1, help="of sampling")] = None,
     report: Annotated[bool, typer.Option("--report/--no-report", help="print what it cost")] = False,
     record: Annotated[bool, typer.Option("--record/--no-record", help="on a GPU, record a step and replay it")] = False,
+    fuse: Annotated[
+        bool, typer.Option("--fuse/--no-fuse", help="fuse what a recorded step does beside attention")
+    ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """Continue a text, printing as it goes."""
     with readable_errors():
-        if report and not speculate:
-            raise EvaluationError("--report counts drafts; it needs --speculate")
-        if record and speculate:
-            raise EvaluationError("--record is for steps of one token; leave out --speculate")
+        check_flags(report=report, speculate=speculate, record=record, fuse=fuse)
         if (said := typed(context, "draft", "middle", "gamma")) and not speculate:
             raise EvaluationError(f"{said[0]} says how to draft; it needs --speculate")
         if (said := typed(context, "top_p", "top_k")) and not temperature:
@@ -83,13 +83,23 @@ def generate(
             if seed is not None:
                 torch.manual_seed(seed)
             sampling = {"do_sample": True} if temperature else {}
-            patch(target, policy, record)
+            patch(target, policy, record, fuse)
             target.generate(ids.to(target.device), **options, **sampling)
             return
         decoder = TriForce(target, drafter(draft, device, dtype), middle_policy, drafted, stack=policy)
         decoder.generate(ids.to(target.device), seed=seed, **options)
         if report:
             console.print(str(decoder.report), highlight=False, markup=False)
+
+
+def check_flags(*, report: bool, speculate: bool, record: bool, fuse: bool) -> None:
+    """Refuse what goes with none of the rest."""
+    if report and not speculate:
+        raise EvaluationError("--report counts drafts; it needs --speculate")
+    if record and speculate:
+        raise EvaluationError("--record is for steps of one token; leave out --speculate")
+    if fuse and not record:
+        raise EvaluationError("--fuse says how a step is recorded; it needs --record")
 
 
 def typed(context: typer.Context, *names: str) -> list[str]:

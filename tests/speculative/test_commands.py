@@ -117,6 +117,7 @@ def test_windows() -> None:
         (["generate", "{}", "123", "--report"], "it needs --speculate"),
         (["generate", "{}", "123", "--record", "--speculate"], "--record is for steps of one token"),
         (["generate", "{}", "123", "--record", "--policy", "ann(budget=24)"], "cannot be recorded"),
+        (["generate", "{}", "123", "--fuse"], "it needs --record"),
         (["generate", "{}", "123", "--middle", "quest"], "--middle says how to draft; it needs --speculate"),
         (["generate", "{}", "123", "--top-p", "0.5"], "--top-p says what may be drawn; it needs --temperature"),
         (["generate", "{}", "123", "--speculate", "--top-k", "3"], "--top-k says what may be drawn"),
