@@ -104,6 +104,19 @@ def test_what_a_dropped_cache_held_is_free(text: str, recording: bool) -> None:
     assert threading.active_count() <= before
 
 
+def test_what_was_known_of_units_goes_where_they_are_others() -> None:
+    """Rows that change places have summaries of their own, and longer texts longer ones: the old ones wait for nobody."""
+    bare = Bare("quest(budget=24, page=4)", tokens=900)
+    bare.feed(200), bare.feed(1)
+    pages = bare.cache.parts[0].lane.pages
+    assert pages is not None
+    for change in (lambda: bare.cache.rows(torch.tensor([0])), lambda: bare.feed(400)):
+        assert pages.summary  # as the next token asks
+        old = [weakref.ref(x) for x in (pages._alive, *pages._summary.values())]
+        change()
+        assert [x() for x in old] == [None] * 3
+
+
 @pytest.mark.parametrize(("text", "first"), in_turn([*STACKS, SMALL["host"], DUO], [True, False]))
 def test_a_cache_goes_on_outside_of_inference_mode(text: str, first: bool) -> None:
     """What was written there must not be changed elsewhere; whoever calls `generate` need not know of each other's mode."""
