@@ -208,7 +208,7 @@ class Pages(User):
                 continue
             if name not in self._summary:
                 self._summary[name] = x.new_zeros(*self._alive.shape, *x.shape[1:])
-            by_page(self._summary[name], per)[at] = shape(x.unflatten(0, (-1, per)))
+            by_page(self._summary[name], per)[at] = shape(x.detach().unflatten(0, (-1, per)))
 
     def move(self, by: Int[Tensor, "row"]) -> None:
         """Count each row's tokens as that many positions later."""
