@@ -137,6 +137,20 @@ def test_a_cache_goes_on_outside_of_inference_mode(text: str, first: bool) -> No
     assert cache.seen == want.seen and torch.equal(cache.stats().held, want.stats().held)
 
 
+@pytest.mark.parametrize("text", ["quest(budget=24, page=4)", "kivi(group=8, residual=8)"])
+def test_what_has_gradients_does_not_leave_inference_mode_and_the_error_says_so(text: str) -> None:
+    model, ids = patched(text), one()["input_ids"]
+    cache = kvengine.EngineCache(model)
+    model(ids, cache=cache)
+    with torch.inference_mode():
+        model(ids[:, :1], cache=cache)
+    for _ in range(2):
+        with pytest.raises(CacheError, match=r"pass with gradients.*inference mode.*cache\.reset\(\)"):
+            step(model, cache, ids[:, :1])
+    cache.reset()
+    torch.testing.assert_close(step(model, cache, ids), step(model, kvengine.EngineCache(model), ids))
+
+
 @pytest.mark.parametrize("way", ["loaded", "copied", "reordered"])
 def test_what_else_makes_tensors_in_inference_mode(way: str, tmp_path: Path) -> None:
     model, more = patched("quest(budget=24, page=4)"), one(20, seed=5)["input_ids"]
