@@ -108,6 +108,8 @@ class Pages(User):
 
     def by_unit(self) -> tuple[Tensor, ...]:
         """Which units are alive, and their summaries."""
+        if not answers.ours(self.selection.__class__.__module__):  # it may reshape what it is given
+            self.views.forget()
         return self.views.first(self.units, self._alive, *self._summary.values())
 
     @property
