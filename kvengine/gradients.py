@@ -6,8 +6,9 @@ away keeps no way back to what it was made of. Torch would name an in-place oper
 
 from __future__ import annotations
 
+import copy
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from kvengine.pages import Pages
     from kvengine.tail import Tail
 
+Copied = TypeVar("Copied")
 DO = (
     "Read what comes before under torch.no_grad(), give what is trained in one pass without follow_up(), and call backward() "
     "before the next one; or train with use_cache=False, or after kvengine.unpatch(model)"
@@ -59,3 +61,19 @@ def check(grad: Tensor, read: list[tuple[Tensor, int]], cut: bool) -> None:
         raise CacheError(
             f"this gradient needs keys and values as a pass has read them, but the cache has written there since. {DO}"
         )
+
+
+def copied(what: Copied, memo: dict[int, object], instead: str) -> Copied:
+    """A deep copy of what a cache holds.
+
+    Raises:
+        CacheError: it holds tokens with gradients, of which torch makes no copy; `instead` ends the message with what to do.
+    """
+    try:
+        return copy.deepcopy(what, memo)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        if "graph leaves" not in str(error):
+            raise
+        raise CacheError(
+            f"this cache holds keys and values of a pass with gradients, which cannot be copied{instead}"
+        ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from kvengine import hf_states
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
+from kvengine.gradients import copied
 from kvengine.hf_back import all_back, changing_rows, check_even, empty, repeat, settle
 from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import BREAKS, COPIED, EngineLayer
@@ -29,6 +29,10 @@ from kvengine.session import Session
 from kvengine.stack import Channels, Stack
 from kvengine.stats import Stats, measure
 
+THAWED = (
+    ", as what it took in torch's inference mode has to be outside of it; give it all passes under torch.no_grad() or in "
+    "inference mode, and call cache.reset() to begin anew"
+)
 NAME = "kvengine"  # of the engine's attention, as models' configurations know it
 
 
@@ -109,15 +113,7 @@ class EngineCache(Cache):
         self.unread = None
         memo.setdefault(id(self.config), self.config)  # a cache knows its model by this very object
         twin = memo[id(self)] = object.__new__(type(self))
-        try:
-            vars(twin).update(copy.deepcopy(vars(self), memo))
-        except RuntimeError as error:
-            if "graph leaves" not in str(error):
-                raise
-            raise CacheError(
-                "this cache holds keys and values of a pass with gradients, which cannot be copied; run what is to be copied "
-                "under torch.no_grad()"
-            ) from error
+        vars(twin).update(copied(vars(self), memo, "; run what is to be copied under torch.no_grad()"))
         twin.session.inferred = torch.is_inference_mode_enabled()
         return twin
 
@@ -165,13 +161,13 @@ class EngineCache(Cache):
         if torch.is_inference_mode_enabled():
             session.inferred = True
         elif session.inferred:
-            session.inferred = False
             memo = {id(session): session, id(session.ahead): session.ahead}
             for layer in self.layers:
                 if isinstance(layer, EngineLayer):
-                    layer.cache = copy.deepcopy(layer.cache, memo)
+                    layer.cache = copied(layer.cache, memo, THAWED)
                 elif hf_states.has_states(layer):
                     hf_states.thaw(layer)
+            session.inferred = False
 
     def layer_for(self, module: nn.Module) -> EngineLayer | None:
         """The layer that an attention module is to use; None if it is one of transformers' own."""

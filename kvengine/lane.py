@@ -379,7 +379,7 @@ class Lane(Verdicts):
         )  # fmt: skip
         asks = q.reshape(len(self.first), -1, q.shape[-1])  # of one token; heads may be rows, or several in a row
         chosen = selection.select(asks, pages.summary, pages.alive, where)
-        return answers.units(selection, chosen, len(asks), pages.units)
+        return answers.units(selection, chosen, len(self.first), pages.units)
 
     def where(self, pages: Pages, call: Call, counts: Callable[[], Tensor], most: int, even: bool) -> Where:
         return Where(

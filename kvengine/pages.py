@@ -31,7 +31,7 @@ from kvengine.kernels.unit_places import unit_places
 from kvengine.policies.representation import Representation
 from kvengine.policies.selection import Selection
 from kvengine.pool import Pool, User
-from kvengine.tokens import wider
+from kvengine.tokens import Views, wider
 
 
 class Pages(User):
@@ -67,12 +67,12 @@ class Pages(User):
         self.cut = False  # some tokens came with gradients, which do not pass through what is kept of them
         self.bounds = Coarse()  # what a selection by bounds keeps to read less of them
         self.beside: dict[str, Any] = {}  # what the selection keeps of all pages together
-        self._of, self._views = tuple[Any, ...](), tuple[Any, ...]((0,))  # see `by_unit`
+        self.views = Views()  # of what is known by unit
         pool.users.add(self)
 
     def __copy__(self) -> Pages:
         twin = object.__new__(Pages)
-        twin.__dict__.update(self.__dict__, _summary=dict(self._summary), bounds=copy(self.bounds))
+        twin.__dict__.update(self.__dict__, _summary=dict(self._summary), bounds=copy(self.bounds), views=Views())
         self.pool.users.add(twin)
         return twin
 
@@ -100,19 +100,17 @@ class Pages(User):
 
     @property
     def alive(self) -> Bool[Tensor, "row unit"]:
-        return self.by_unit()[1]
+        return self.by_unit()[0]
 
     @property
     def summary(self) -> dict[str, Tensor]:
-        return dict(zip(self._summary, self.by_unit()[2:], strict=True))
+        return dict(zip(self._summary, self.by_unit()[1:], strict=True))
 
-    def by_unit(self) -> tuple[Any, ...]:
-        """How many units there are, who of them is alive, and the summaries: views made once, as each token asks for them."""
-        units, of = self.units, (self._alive, *self._summary.values())
-        same = len(of) == len(self._of) and self._views[0] == units
-        if not same or any([a is not b for a, b in zip(of, self._of, strict=True)]):
-            self._of, self._views = of, (units, *(x[:, :units] for x in of))
-        return self._views
+    def by_unit(self) -> tuple[Tensor, ...]:
+        """Which units are alive, and their summaries."""
+        if not answers.ours(self.selection.__class__.__module__):  # it may reshape what it is given
+            self.views.forget()
+        return self.views.first(self.units, self._alive, *self._summary.values())
 
     @property
     def stamps(self) -> Int[np.ndarray, "row column"]:
@@ -212,7 +210,7 @@ class Pages(User):
                 continue
             if name not in self._summary:
                 self._summary[name] = x.new_zeros(*self._alive.shape, *x.shape[1:])
-            by_page(self._summary[name], per)[at] = shape(x.unflatten(0, (-1, per)))
+            by_page(self._summary[name], per)[at] = shape(x.detach().unflatten(0, (-1, per)))
 
     def move(self, by: Int[Tensor, "row"]) -> None:
         """Count each row's tokens as that many positions later."""
@@ -275,6 +273,7 @@ class Pages(User):
         if (need := self.columns + more) <= self._table.shape[1]:
             return
         self.bounds.remembered.forget()
+        self.views.forget()
         columns = need + (need // 8 if self.columns else 1)
         self._table = wider(self._table, columns, -1)
         self._position = wider(self._position, columns * self.page, -1)
@@ -390,6 +389,7 @@ class Pages(User):
         if not self.even:
             self.gather_columns()  # the rows with most pages may be gone
         self.bounds.clear()
+        self.views.forget()
         self.joint = None if self.joint is None else self.joint.rows(index)
 
     def tensors(self) -> dict[str, Tensor]:

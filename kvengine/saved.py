@@ -60,7 +60,7 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
     LayerCache: {"stack", "layer", "layers", "session", "parts", "readers"},
     Tail: {"shared", "scored", "ready"},
     Nested: {"shared", "scored", "ready"},
-    Pages: {"pool", "page", "inner", "joint", "representation", "selection", "shared", "scored", "beside", "bounds"},
+    Pages: {"pool", "page", "inner", "joint", "representation", "selection", "shared", "scored", "beside", "bounds", "views"},
 }  # fmt: skip
 LOOSE, FOLD = 1 << 26, 16
 """Bytes that any session may take, and how many times its own length: numbers that are all alike are coded in none, so a short

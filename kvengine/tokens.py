@@ -100,3 +100,25 @@ def wider(x: Tensor, size: int, empty: int | float) -> Tensor:
     out = moved(x, size)
     out[:, x.shape[1] :] = empty
     return out
+
+
+class Views:
+    """Views of the first places of some tensors along axis 1, made once, for who asks for them at every token."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """A copy makes views of its own."""
+        return type(self), ()
+
+    def forget(self) -> None:
+        """Let go of the tensors, which have been replaced by others: else they stay until somebody asks again."""
+        self.size, self.of, self.made = 0, tuple[Tensor, ...](), tuple[Tensor, ...]()
+
+    def first(self, size: int, *of: Tensor) -> tuple[Tensor, ...]:
+        """`x[:, :size]` of each, the same as at the last call where that had these tensors."""
+        same = size == self.size and len(of) == len(self.of)
+        if not same or any([a is not b for a, b in zip(of, self.of, strict=True)]):
+            self.size, self.of, self.made = size, of, tuple([x[:, :size] for x in of])
+        return self.made

@@ -9,9 +9,12 @@ from support import MIXED, SMALL, every, one, patched
 from torch import Tensor
 
 from kvengine import EngineCache, memory
+from kvengine.cache import LayerCache
 from kvengine.errors import CacheError
 from kvengine.hf_names import CACHE
 from kvengine.kernels.span_attention import causal_spans, span_attention
+from kvengine.session import Call, Session
+from kvengine.stack import Stack
 
 STACKS = {name: text for name, text in SMALL.items() if text not in ("uniform", "exact", "dense", "all", "device")}
 READ, ALL = 60, 80
@@ -134,6 +137,28 @@ def test_a_loop_that_forgot_its_gradients_goes_on_and_its_cache_is_not_copied() 
     model(ids[:, :1], cache=out[CACHE])
     with pytest.raises(CacheError, match=r"gradients, which cannot be copied.*no_grad"):
         copy.deepcopy(out[CACHE])
+
+
+def test_a_page_sealed_with_gradients_is_chosen_among_those_that_were_without() -> None:
+    """Of a shorter row: what is known of pages has room for it, and was looked at under no_grad()."""
+    rng = torch.Generator().manual_seed(0)
+    feed = lambda n: [torch.randn(2, heads, n, 16, generator=rng) for heads in (4, 2, 2)]  # noqa: E731
+    valid = torch.ones(2, 400, dtype=torch.bool)
+    valid[1, :10] = False
+    layer = LayerCache(Stack.parse("quest(budget=24, page=4)"), 0, 1, Session())
+    with torch.no_grad():
+        layer.forward(*feed(400), Call(0.25), valid)
+        layer.forward(*feed(1), Call(0.25))
+    twin, pages = copy.deepcopy(layer), layer.parts[0].lane.pages
+    assert pages is not None and pages.filled.tolist() == [25, 25, 24, 24]
+    for _ in range(11):
+        token = feed(1)
+        out = layer.forward(*(x.requires_grad_() for x in token), Call(0.25))
+        with torch.no_grad():
+            want = twin.forward(*(x.detach() for x in token), Call(0.25))
+        torch.testing.assert_close(out.detach(), want)
+    assert pages.filled.tolist() == [25, 25, 25, 25]
+    assert not any(x.requires_grad for x in pages.summary.values())  # nobody asks for the gradient of a choice
 
 
 def test_a_sink_alone_may_want_its_gradient() -> None:

@@ -104,6 +104,19 @@ def test_what_a_dropped_cache_held_is_free(text: str, recording: bool) -> None:
     assert threading.active_count() <= before
 
 
+def test_what_was_known_of_units_goes_where_they_are_others() -> None:
+    """Rows that change places have summaries of their own, and longer texts longer ones: the old ones wait for nobody."""
+    bare = Bare("quest(budget=24, page=4)", tokens=900)
+    bare.feed(200), bare.feed(1)
+    pages = bare.cache.parts[0].lane.pages
+    assert pages is not None
+    for change in (lambda: bare.cache.rows(torch.tensor([0])), lambda: bare.feed(400)):
+        assert pages.summary  # as the next token asks
+        old = [weakref.ref(x) for x in (pages._alive, *pages._summary.values())]
+        change()
+        assert [x() for x in old] == [None] * 3
+
+
 @pytest.mark.parametrize(("text", "first"), in_turn([*STACKS, SMALL["host"], DUO], [True, False]))
 def test_a_cache_goes_on_outside_of_inference_mode(text: str, first: bool) -> None:
     """What was written there must not be changed elsewhere; whoever calls `generate` need not know of each other's mode."""
@@ -122,6 +135,20 @@ def test_a_cache_goes_on_outside_of_inference_mode(text: str, first: bool) -> No
             want.rollback(2)
     cache.commit()
     assert cache.seen == want.seen and torch.equal(cache.stats().held, want.stats().held)
+
+
+@pytest.mark.parametrize("text", ["quest(budget=24, page=4)", "kivi(group=8, residual=8)"])
+def test_what_has_gradients_does_not_leave_inference_mode_and_the_error_says_so(text: str) -> None:
+    model, ids = patched(text), one()["input_ids"]
+    cache = kvengine.EngineCache(model)
+    model(ids, cache=cache)
+    with torch.inference_mode():
+        model(ids[:, :1], cache=cache)
+    for _ in range(2):
+        with pytest.raises(CacheError, match=r"pass with gradients.*inference mode.*cache\.reset\(\)"):
+            step(model, cache, ids[:, :1])
+    cache.reset()
+    torch.testing.assert_close(step(model, cache, ids), step(model, kvengine.EngineCache(model), ids))
 
 
 @pytest.mark.parametrize("way", ["loaded", "copied", "reordered"])

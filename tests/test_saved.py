@@ -21,6 +21,7 @@ from kvengine import saved
 from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache
 from kvengine.offload import cachegen
 from kvengine.offload.stores.filesystem import replace_file
+from kvengine.pages import Pages
 
 MIXED = [
     "snapkv(budget=24, window=6) + kivi(bits=4, group=16)", "duo(sinks=2, recent=10) + quest(budget=32, page=8)",
@@ -180,6 +181,26 @@ def test_a_session_is_smaller_than_its_tensors(tmp_path: Path) -> None:
         size = saved.save(cache, tmp_path / "s.kv", model)
         held = sum(part.lane.tail.held()[0].nbytes * 2 for layer in cache.engines for part in layer.parts)
         assert size < 0.85 * held
+
+
+def test_what_was_asked_of_pages_is_not_in_the_file(tmp_path: Path) -> None:
+    """Nor do sessions that were saved before lack it: what is made anew has no place in them."""
+    model = patched("quest(budget=24, page=4)")
+    cache = kvengine.EngineCache(model)
+    with torch.inference_mode():
+        first = model(**prompts(1), cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
+    go_on(model, cache, first, 2)
+    asked = [part.lane.pages for layer in cache.engines for part in layer.parts]
+    size = saved.save(cache, tmp_path / "s.kv", model)
+    for pages in asked:
+        assert pages is not None and pages.alive.any() and pages.summary
+    assert saved.save(copy.deepcopy(cache), tmp_path / "s.kv", model) == size
+    for pages in asked:
+        assert pages is not None and set(vars(pages)) - saved.OUTSIDE[Pages] == {
+            "columns", "filled", "even", "clean", "coarse", "cut", "_table", "_position", "_score", "_alive", "_summary",
+        }  # fmt: skip
+    held = saved.load(model, tmp_path / "s.kv").stats().bytes_held
+    assert size < 1.3 * held
 
 
 def test_the_fingerprint_sees_a_changed_weight() -> None:

@@ -145,6 +145,7 @@ class Coarse:
         reduce: str,
     ) -> Int[Tensor, "row chosen"]:
         """What `top_units(page_scores(...), count)` gives, as int32."""
+        self._ready = None  # what it describes may be replaced, and then this may break off
         rows, units = alive.shape
         alive = alive if alive.stride(-1) == 1 else alive.contiguous()
         q = q if q.stride(-1) == 1 else q.contiguous()

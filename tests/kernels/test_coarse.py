@@ -91,6 +91,25 @@ def test_a_change_that_is_not_announced_is_missed() -> None:
     assert worst in best_units(q, low, high, alive, 20, coarse=coarse)[0]
 
 
+def test_a_choice_that_broke_off_leaves_none_to_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then the codes are gone that the one before it was described by."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    low, high, alive = bounds(16, units=1600)
+    q, coarse, fewer = torch.ones(3, 1, 16), Coarse(), (low[:, :640], high[:, :640], alive[:, :640])
+    best_units(q, *fewer, 20, coarse=coarse)
+    assert coarse.again(q, *fewer, 20, "max") is not None
+    with monkeypatch.context() as patch:
+        patch.setattr("kvengine.kernels.page_scores.coarse.Ready", stop)
+        with pytest.raises(KeyboardInterrupt):
+            best_units(q, low, high, alive, 20, coarse=coarse)
+    coarse.changed(640)
+    assert coarse.again(q, *fewer, 20, "max") is None
+    assert torch.equal(best_units(q, *fewer, 20, coarse=coarse), plain(q, *fewer, 20))
+
+
 @pytest.mark.parametrize("odd", [math.inf, -math.inf, 3e38, 1e-42])
 def test_values_without_a_code_are_scored_exactly(odd: float) -> None:
     low, high, alive = bounds(16)

@@ -98,6 +98,26 @@ def test_a_selection_that_is_wrong_is_told_which_method(model: Any, mistake: str
     told(model, "selection", lambda: of(Selection, **{"unit": 8, "reads": 32, "summarise": mean} | methods), message)
 
 
+def test_a_selection_may_reshape_what_it_is_given(model: Any) -> None:
+    """The next token's is what it would have been."""
+
+    def select(self: Any, q: torch.Tensor, summary: Any, alive: torch.Tensor, at: Any) -> torch.Tensor:
+        mean, there = summary.pop("mean"), alive
+        want = (q.amax(1, keepdim=True) @ mean.mT)[:, 0].masked_fill(~there, -torch.inf)
+        mean.transpose_(1, 2), there.unsqueeze_(1), q.unsqueeze_(0)
+        return want.topk(2).indices
+
+    def plain(self: Any, q: torch.Tensor, summary: Any, alive: torch.Tensor, at: Any) -> torch.Tensor:
+        return select(self, q[:], {"mean": summary["mean"][:]}, alive[:], at)
+
+    found = []
+    for way in (select, plain):
+        mine = of(Selection, unit=4, reads=32, summarise=mean, select=way)
+        with kvengine.patched(model, kvengine.Stack(selection=mine)):
+            found.append(model.generate(IDS, max_new_tokens=20, do_sample=False))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("mistake", REPRESENTATIONS)
 def test_a_representation_that_is_wrong_is_told_which_method(model: Any, mistake: str) -> None:
     methods, message = REPRESENTATIONS[mistake]
