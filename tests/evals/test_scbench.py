@@ -73,7 +73,9 @@ def test_generated_sessions_fit_and_are_the_same_again(name: str) -> None:
 @pytest.mark.parametrize("name", ["scbench_vt", "scbench_many_shot"])
 def test_a_conversation_fits_with_the_template_around_every_turn(name: str) -> None:
     tokenizer = tiny_tokenizer(chat=True)
-    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "<|end|>\n<next speaker of the conversation>\n")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "<|end|>", "<|end|>\n<next speaker of the conversation>\n"
+    )
     prompter, length = Prompter(tokenizer, chat=True), 2000
     fitting = Plan(length=length, count=1, seed=42, measure=prompter.measure, conversation=prompter.conversation)
     for sample in TASKS[name].samples(fitting):

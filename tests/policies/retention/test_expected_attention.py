@@ -89,7 +89,9 @@ def test_short_prompts() -> None:
         assert len(positions(layer, 0)) == min(4, length)
 
 
-@pytest.mark.parametrize("policy", ["expected_attention(budget=0.06, sinks=4)", "adakv(budget=0.06, base='expected_attention')"])
+@pytest.mark.parametrize(
+    "policy", ["expected_attention(budget=0.06, sinks=4)", "adakv(budget=0.06, base='expected_attention')"]
+)
 def test_a_budget_below_the_sinks_goes_to_the_first_of_them(policy: str) -> None:
     case = Case(length=50, pads=(0, 10), session=Session(rope=Rope(FREQUENCY)))
     layer = case.prompt(policy)
