@@ -168,9 +168,16 @@ def question(package: ModuleType) -> str:
     return text[:1].upper() + text[1:]
 
 
+BUDGETS = (
+    "A budget is a number of tokens (`64`), or a fraction of the prompt (`0.25`). In a conversation that is a fraction of all "
+    "prompts so far: generated tokens do not raise it, though what is kept of them counts against it. So after long answers a "
+    "fraction leaves little, and a number of tokens says better what is meant."
+)
+
+
 def policies_page(catalogue: Mapping[str, str], load: Load) -> str:
     """Every policy in the tree, by axis."""
-    page = "# Policies\n\nWritten by `make docs` from the docstrings of the policies; edit those.\n"
+    page = f"# Policies\n\nWritten by `make docs` from the docstrings of the policies; edit those.\n\n{BUDGETS}\n"
     for axis in dict.fromkeys(catalogue.values()):
         classes = {name: load(name)[1] for name, its_axis in sorted(catalogue.items()) if its_axis == axis}
         package = sys.modules[next(iter(classes.values())).__module__.rpartition(".")[0]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +109,12 @@ class Prompter:
     def measure(self, sample: Sample) -> int:
         """Tokens of the first prompt."""
         return len(self.of(sample).whole(sample))
+
+    def conversation(self, sample: Sample) -> int:
+        """Tokens read until the last turn's answer, where right answers stand between the turns."""
+        one = self.of(sample)
+        later = (one.follow(a.answers[0], b) for a, b in itertools.pairwise(sample.turns))
+        return len(one.whole(sample)) + sum(map(len, later))
 
     def text(self, ids: list[int]) -> str:
         """What was generated."""

@@ -130,6 +130,7 @@ class Run:
                 count=self.config.samples,
                 seed=self.config.seed,
                 measure=self.prompter.measure,
+                conversation=self.prompter.conversation,
                 data=self.config.data,
             )
             drawn = list(cell.task.samples(plan))

@@ -1,4 +1,8 @@
-"""Budgets: one meaning for all methods, in tokens or as a fraction of the prompt."""
+"""Budgets: one meaning for all methods, in tokens or as a fraction of the prompt.
+
+In a conversation that is a fraction of all prompts so far, each with the last token of the answer before it. The rest of the
+answers does not raise a budget, so that it stays what it is while decoding; what is kept of them counts against it.
+"""
 
 from __future__ import annotations
 

@@ -278,3 +278,13 @@ def test_generate_takes_a_ragged_turn_behind_the_last_token(text: str, size: int
             ids = model.generate(ids, max_new_tokens=6, do_sample=False, **options)
         out.append(ids[-1, -6:])
     assert torch.equal(*out)
+
+
+def test_a_fraction_is_one_of_all_prompts_without_the_answers() -> None:
+    model = patched("keydiff(budget=0.5)")
+    cache = EngineCache(model)
+    text = model.generate(torch.randint(1, 128, (1, 40)), max_new_tokens=21, do_sample=False, **{CACHE: cache})
+    assert set(cache.stats().held.flatten().tolist()) == {20 + 20}
+    with torch.no_grad():
+        model(torch.cat([text[:, -1:], text[:, :10]], 1), cache=cache)  # the answer's last token comes with the prompt
+    assert set(cache.stats().held.flatten().tolist()) == {(40 + 11) // 2}

@@ -141,7 +141,10 @@ class SessionTask(Task):
         return self.session({**row, "meta": {"units": size}}, str(index), "re-created")
 
     def _fits(self, plan: Plan, sample: Sample) -> bool:
-        return plan.measure(as_one(sample)) + max(self.kinds.values()) <= plan.length
+        tokens = plan.measure(as_one(sample))
+        if plan.conversation is not None:  # a chat template puts words around every turn
+            tokens = max(tokens, plan.conversation(sample))
+        return tokens + max(self.kinds.values()) <= plan.length
 
 
 def as_one(sample: Sample) -> Sample:

@@ -114,7 +114,8 @@ class ExpectedAttention(Retention):
         return found + torch.stack(square, 1) * (seen.scale**2 / 2)
 
     def always(self, seen: Seen) -> Bool[Tensor, "row token"]:
-        return seen.sinks(self.sinks)
+        most = seen.count(self.budget).clamp(max=self.sinks)  # of too small a budget the first ones, which matter most
+        return seen.valid & (seen.position < (seen.first + most)[:, None])
 
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
         return keep_top(seen, seen.score, self.budget, self.always(seen))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -67,6 +68,22 @@ def test_generated_sessions_fit_and_are_the_same_again(name: str) -> None:
         assert len(sample.turns) == {"scbench_mf": 3, "scbench_mixed": 8}.get(name, 5)
         assert len({turn.question for turn in sample.turns}) == len(sample.turns)
         assert sample.provenance == "re-created"
+
+
+@pytest.mark.parametrize("name", ["scbench_vt", "scbench_many_shot"])
+def test_a_conversation_fits_with_the_template_around_every_turn(name: str) -> None:
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "<|end|>", "<|end|>\n<next speaker of the conversation>\n"
+    )
+    prompter, length = Prompter(tokenizer, chat=True), 2000
+    fitting = Plan(length=length, count=1, seed=42, measure=prompter.measure, conversation=prompter.conversation)
+    for sample in TASKS[name].samples(fitting):
+        read = prompter.whole(sample)
+        for before, turn in itertools.pairwise(sample.turns):
+            read = read + prompter.follow(before.answers[0], turn)
+        assert 1500 < len(read) + sample.turns[-1].max_new_tokens <= length
+        assert prompter.conversation(sample) == len(read)
 
 
 @pytest.mark.parametrize("name", GENERATED)

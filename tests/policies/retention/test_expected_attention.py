@@ -89,6 +89,15 @@ def test_short_prompts() -> None:
         assert len(positions(layer, 0)) == min(4, length)
 
 
+@pytest.mark.parametrize(
+    "policy", ["expected_attention(budget=0.06, sinks=4)", "adakv(budget=0.06, base='expected_attention')"]
+)
+def test_a_budget_below_the_sinks_goes_to_the_first_of_them(policy: str) -> None:
+    case = Case(length=50, pads=(0, 10), session=Session(rope=Rope(FREQUENCY)))
+    layer = case.prompt(policy)
+    assert [positions(layer, row) for row in range(case.rows)] == [[0, 1, 2]] * 2 + [[10, 11]] * 2
+
+
 def test_without_a_known_rotation_it_is_refused() -> None:
     with pytest.raises(UnsupportedPolicy, match="the model's is not known"):
         Case().prompt("expected_attention")

@@ -79,3 +79,12 @@ def test_saliency_is_no_evidence_for_a_later_verdict() -> None:
         case.feed(layer, 51, 54)
         held.append([positions(layer, row) for row in range(case.rows)])
     assert held[0] == held[1]
+
+
+def test_what_a_prefill_method_leaves_out_counts_unless_it_is_a_band() -> None:
+    case = Case(length=61, pads=(0, 5))
+    alone, flex, band = (
+        [positions(case.prompt(f"{prefill} + h2o(budget=20)"), row) for row in range(case.rows)]
+        for prefill in ("exact", "flexprefill(gamma=0.3, tau=0, min_budget=8, block=8)", "ashape(sinks=2, local=9)")
+    )
+    assert flex == alone != band
