@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 bench_app = typer.Typer(help="Measure speed.", no_args_is_help=True)
 console = Console()
+COLDEST = 1e-30  # logits are some hundreds, and float32 ends at 3e38
 
 Model = Annotated[str, typer.Argument(help="folder or hub id of the model, or 'bundled'")]
 Draft = Annotated[str, typer.Option(help="lookup, recycling, none, or a small model: folder, hub id, 'bundled-draft'")]
@@ -61,6 +62,9 @@ def generate(
             raise EvaluationError(f"{said[0]} says how to draft; it needs --speculate")
         if (said := typed(context, "top_p", "top_k")) and not temperature:
             raise EvaluationError(f"{said[0]} says what may be drawn; it needs --temperature above 0")
+        if stop and "" in stop:
+            raise EvaluationError("--stop has no text to end at; leave it out, or give some")
+        check_temperature(temperature)
         drafted = steps(gamma)
         import torch
         from transformers import TextStreamer
@@ -92,6 +96,12 @@ def generate(
             console.print(str(decoder.report), highlight=False, markup=False)
 
 
+def check_temperature(temperature: float) -> None:
+    """Refuse what makes infinities of logits that are divided by it, and of these no law."""
+    if 0 < temperature < COLDEST:
+        raise EvaluationError(f"--temperature {temperature} is too near 0 to divide by; give 0 for the likeliest token")
+
+
 def typed(context: typer.Context, *names: str) -> list[str]:
     """Those of the options that the user gave."""
     sources = {name: context.get_parameter_source(name) for name in names}
@@ -119,6 +129,7 @@ def speculate(
     """Speculative against plain decoding: acceptance, costs, and the speed-up measured and predicted."""
     with readable_errors():
         lengths = numbers(contexts)
+        check_temperature(temperature)
         if new < 2:
             raise EvaluationError(
                 "--new 1 measures prompts only: the first token of each costs no pass; give 2 or more"
