@@ -111,24 +111,27 @@ class Prefix:
 
     def read(self, keys: Sequence[str]) -> list[KV]:
         """The leading chunks that are there, whole and in time."""
-        found: list[KV] = []
-        jobs = []
-        for key, size in zip(keys, self.store.leading(keys, self.timeout), strict=False):
+        buffers: list[bytearray] = []
+        for size in self.store.leading(keys, self.timeout):
             try:
-                buffer = bytearray(size)
+                buffers.append(bytearray(size))
             except (MemoryError, OverflowError):  # what a store says of a value is checked only once it is here
                 log.warning("a stored chunk is recomputed: the store says that it has %d bytes", size)
                 break
-            jobs.append((self.store.submit_get([key], [buffer]), buffer))
+        # The last first: a store that needs room gives up what was used longest ago, and that should not be the beginning.
+        wanted = list(zip(keys, buffers, strict=False))[::-1]
+        jobs = [(self.store.submit_get([key], [buffer]), buffer) for key, buffer in wanted]
+        found: list[KV] = []
+        timeout = self.timeout
         for job, buffer in jobs:  # all are under way; decoding one overlaps with reading the next
-            done = self.store.wait(job, self.timeout)
-            if done is None or not all(done.ok):
-                break
+            done = self.store.wait(job, timeout)
+            if done is None:
+                timeout = 0.0  # that was the time there is: what has come by now counts
             try:
-                found.append(decode(buffer, self.whose))
+                found = [decode(buffer, self.whose), *found] if done is not None and all(done.ok) else []
             except StoreError as error:
                 log.warning("a stored chunk is recomputed: %s", error)
-                break
+                found = []
         return found
 
     def enter(self, cache: EngineCache, chunks: Sequence[KV], total: int) -> None:
@@ -167,9 +170,22 @@ class Prefix:
         layers = [layer.contents() for layer in engines]
         if self.rank:  # values that a policy has are the keys' first channels
             layers = [(k, v[..., :0]) for k, v in layers]
-        for i in range(have, len(keys)):
+        for i in self.order(
+            have, len(keys), self.chunk * sum(k[:, :, :1].nbytes + v[:, :, :1].nbytes for k, v in layers)
+        ):
             span = slice(i * self.chunk, (i + 1) * self.chunk)
             kv = KV([(k[0, :, span], v[0, :, span]) for k, v in layers],
                     torch.arange(span.start, span.stop), self.whose)  # fmt: skip
             self.store.submit_put([keys[i]], [encode(kv, self.level, chunk=self.chunk)], self.ttl)
         return len(keys) - have
+
+    def order(self, have: int, end: int, size: int) -> list[int]:
+        """The chunks from `have` to `end`, of so many bytes each, in the order in which they are put.
+
+        The last first, so that a store that is short of room gives up what nobody can use without the rest; but no more than
+        may wait for it, as what does not is dropped.
+        """
+        most = have + self.store.pending // (
+            2 * size
+        )  # twice: encoded they may be a little more, and others may wait too
+        return [*range(have, end)[: most - have][::-1], *range(most, end)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,58 @@ def test_damage_shortens_the_chain_and_generation_goes_on(model: Any, tmp_path: 
     reuse.keep(ids, cache)
     reuse.store.drain()
     assert reuse.fetch(ids).seen == 96
+    reuse.store.close()
+
+
+def small(model: Any, folder: Path, chunks: int) -> Prefix:
+    """A store with room for so many chunks, which it is given, and gives, one after the other."""
+    reuse, _ = stored(model, folder / "whole", prompt(100))
+    size = max(entry.size for entry in reuse.store.entries())
+    reuse.store.close()
+    backend = stores.Files(folder / "small", cap=chunks * size, sync="none")
+    return Prefix(model, stores.Store(backend, threads=1), chunk=16)
+
+
+def put(model: Any, reuse: Prefix, ids: torch.Tensor) -> None:
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(ids, cache=cache)
+    reuse.keep(ids, cache)
+    reuse.store.drain()
+
+
+def test_a_store_too_small_for_a_prompt_keeps_its_beginning(model: Any, tmp_path: Path) -> None:
+    """What was used longest ago goes first, and a chunk without those before it serves nobody."""
+    reuse, ids = small(model, tmp_path, 4), prompt(100)
+    put(model, reuse, ids)
+    assert reuse.fetch(ids).seen == 16 * len(reuse.store.entries()) == 64
+    reuse.store.close()
+
+
+def test_more_than_may_wait_for_a_store_is_given_to_it_from_its_beginning_on(model: Any, tmp_path: Path) -> None:
+    reuse, ids = small(model, tmp_path, 99), prompt(100)
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(ids, cache=cache)
+    per_token = sum(x.nbytes for layer in cache.engines for x in layer.contents()) // 100
+    reuse.store.pending = 5 * 16 * per_token
+    awake, real = threading.Event(), reuse.store.backend.put
+    reuse.store.backend.put = lambda *a: awake.wait(10) and real(*a)  # type: ignore[method-assign]
+    reuse.keep(ids, cache)
+    awake.set()
+    reuse.store.drain()
+    assert reuse.store.counts["dropped"] and reuse.fetch(ids).seen >= 32
+    reuse.store.close()
+
+
+def test_what_makes_room_for_another_prompt_is_the_end_of_one_that_was_read(model: Any, tmp_path: Path) -> None:
+    reuse, ids = small(model, tmp_path, 7), prompt(100)
+    put(model, reuse, ids)
+    for entry in reuse.store.entries():
+        os.utime(reuse.store.backend.path(entry.key), (1.0, 1.0))  # type: ignore[attr-defined]
+    assert reuse.fetch(ids).seen == 96
+    put(model, reuse, prompt(64, 3))
+    assert reuse.fetch(ids).seen == 48 and reuse.fetch(prompt(64, 3)).seen == 48
     reuse.store.close()
 
 
