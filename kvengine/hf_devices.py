@@ -39,6 +39,14 @@ def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, weight
 
 
+def kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that are stored with a model and are no parameters, as those of some quantised layers; none that is elsewhere."""
+    for place, module in model.named_modules():
+        for name, held in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and not held.is_meta:
+                yield f"{place}.{name}", held
+
+
 def first_device(model: nn.Module) -> torch.device:
     """Where a model takes its tokens."""
     return device_of(cast(Any, model).get_input_embeddings())

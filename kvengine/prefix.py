@@ -17,7 +17,7 @@ whole, in time, and of this model is computed again, and the store's `counts` an
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from kvengine.errors import CacheError, ModelError, StoreError
+from kvengine.fingerprint import identity, state
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import layer_devices
 from kvengine.hf_replay import given
@@ -34,7 +35,6 @@ from kvengine.offload.cachegen.codec import DTYPES
 from kvengine.offload.cachegen.levels import resolve
 from kvengine.offload.stores import Store, chain, root
 from kvengine.offload.stores.record import check_ttl
-from kvengine.saved import identity
 from kvengine.stack import Stack
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class Prefix:
     ttl: float | None = None
     whose: Identity = field(init=False)
     start: bytes = field(init=False)
+    known: Hashable = field(init=False, default=None, repr=False)  # the state of the model of which these are
     rank: int = field(init=False)  # channels of a latent that are values; 0: the model has keys and values
 
     def __post_init__(self) -> None:
@@ -79,9 +80,15 @@ class Prefix:
             )
         resolve(self.level)
         check_ttl(self.ttl)
-        self.whose = identity(self.model, self.tokenizer)
+        self.identify()
         self.rank = next((m.kv_lora_rank for m in self.model.modules() if is_latent(m)), 0)  # type: ignore[assignment]
-        self.start = root(self.whose, f"exact/{self.level}", chunk=self.chunk, salt=self.salt)
+
+    def identify(self) -> None:
+        """Name chunks by the model as it is now: its weights, or which adapter is in use, may have changed since."""
+        if (now := state(self.model)) != self.known:
+            self.whose = identity(self.model, self.tokenizer)
+            self.start = root(self.whose, f"exact/{self.level}", chunk=self.chunk, salt=self.salt)
+            self.known = now
 
     def fetch(self, ids: Int[Tensor, "1 token"], stack: str | Stack | None = None) -> EngineCache:
         """A new cache with the longest stored chain of the prompt's chunks in it.
@@ -94,6 +101,7 @@ class Prefix:
         tokens = ids[0].tolist()
         if len(ids) != 1 or not self.fits(cache):
             return cache
+        self.identify()
         last = max(1, cache.stack.retention.observes)
         chunks = self.read(chain(tokens[:-last], self.start, self.chunk))
         if chunks:
@@ -152,6 +160,7 @@ class Prefix:
         Raises CacheError if the cache no longer holds every token of the prompt exactly, holds several sequences, or was
         given padding, which no chunk's name tells.
         """
+        self.identify()
         tokens = ids[0].tolist()
         keys = chain(tokens, self.start, self.chunk)
         engines = cache.engines

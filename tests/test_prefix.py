@@ -105,6 +105,50 @@ def test_another_model_or_tenant_finds_nothing(model: Any, tmp_path: Path) -> No
     reuse.store.close()
 
 
+class Tuned(torch.nn.Module):
+    """A layer with adapters, as PEFT makes them: what it computes depends on which are in use, and its weights do not."""
+
+    disable_adapters = False
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base, self.active_adapters, self.scaling = base, ["a"], {"a": 1.0, "b": 1.0}
+        self.deltas = torch.nn.ParameterDict({name: torch.randn_like(base.weight) for name in self.scaling})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x)
+        for name in () if self.disable_adapters else self.active_adapters:
+            out = out + self.scaling[name] * (x @ self.deltas[name].T)
+        return out
+
+
+def test_chunks_are_those_of_the_adapter_in_use(tmp_path: Path) -> None:
+    model, ids = llama(), prompt(100)
+    layer = model.model.layers[0].self_attn.k_proj = Tuned(model.model.layers[0].self_attn.k_proj)
+    reuse, cold = stored(kvengine.patch(model), tmp_path, ids)
+    for name, value in (("active_adapters", ["b"]), ("disable_adapters", True), ("scaling", {"a": 2.0, "b": 1.0})):
+        before = getattr(layer, name)
+        setattr(layer, name, value)
+        cache = reuse.fetch(ids)
+        assert cache.seen == 0 and text(model, ids, cache) != cold
+        setattr(layer, name, before)
+    cache = reuse.fetch(ids)
+    assert cache.seen == 96 and text(model, ids, cache) == cold
+    reuse.store.close()
+
+
+def test_chunks_of_a_model_that_has_learned_since_are_not_its(tmp_path: Path) -> None:
+    model, ids = llama(), prompt(100)
+    reuse, _ = stored(kvengine.patch(model), tmp_path, ids)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight *= 1.5
+    cache = reuse.fetch(ids)
+    assert cache.seen == 0
+    text(model, ids, cache)
+    assert reuse.keep(ids, cache) == 6
+    reuse.store.close()
+
+
 def test_damage_shortens_the_chain_and_generation_goes_on(model: Any, tmp_path: Path) -> None:
     ids = prompt(100)
     reuse, cold = stored(model, tmp_path, ids)
