@@ -54,14 +54,7 @@ def generate(
 ) -> None:
     """Continue a text, printing as it goes."""
     with readable_errors():
-        if report and not speculate:
-            raise EvaluationError("--report counts drafts; it needs --speculate")
-        if record and speculate:
-            raise EvaluationError("--record is for steps of one token; leave out --speculate")
-        if (said := typed(context, "draft", "middle", "gamma")) and not speculate:
-            raise EvaluationError(f"{said[0]} says how to draft; it needs --speculate")
-        if (said := typed(context, "top_p", "top_k")) and not temperature:
-            raise EvaluationError(f"{said[0]} says what may be drawn; it needs --temperature above 0")
+        check_together(context, speculate, report, record, temperature)
         if stop and "" in stop:
             raise EvaluationError("--stop has no text to end at; leave it out, or give some")
         check_temperature(temperature)
@@ -94,6 +87,18 @@ def generate(
         decoder.generate(ids.to(target.device), seed=seed, **options)
         if report:
             console.print(str(decoder.report), highlight=False, markup=False)
+
+
+def check_together(context: typer.Context, speculate: bool, report: bool, record: bool, temperature: float) -> None:
+    """Refuse options that would do nothing without another, or beside it."""
+    if report and not speculate:
+        raise EvaluationError("--report counts drafts; it needs --speculate")
+    if record and speculate:
+        raise EvaluationError("--record is for steps of one token; leave out --speculate")
+    if (said := typed(context, "draft", "middle", "gamma")) and not speculate:
+        raise EvaluationError(f"{said[0]} says how to draft; it needs --speculate")
+    if (said := typed(context, "top_p", "top_k")) and not temperature:
+        raise EvaluationError(f"{said[0]} says what may be drawn; it needs --temperature above 0")
 
 
 def check_temperature(temperature: float) -> None:
