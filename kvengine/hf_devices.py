@@ -30,8 +30,9 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A model's parameters with their numbers, wherever these are kept while they are not used."""
-    for name, weight in model.named_parameters():
+    """A model's parameters with their numbers, wherever these are kept while they are not used; tied ones by each of their names,
+    as whatever brings them when they are needed unties them."""
+    for name, weight in model.named_parameters(remove_duplicate=False):
         if weight.is_meta:
             place, _, own = name.rpartition(".")
             kept = [getattr(hook, "weights_map", None) or {} for hook in hooks(model.get_submodule(place))]
