@@ -132,10 +132,10 @@ class Stack:
         form, moved = self.representation, getattr(self.placement, "fields", ())
         if form == Dense() and not (nested and moved):
             return
-        k, v = (torch.zeros(1, form.multiple, n, device="cpu") for n in (dim, dim_v))
+        k, v = (torch.zeros(1, form.multiple, n, dtype=torch.float32, device="cpu") for n in (dim, dim_v))
         try:
             with torch.autocast("cpu", enabled=False):  # as where pages are sealed
-                names = form.encode(k, v, torch.zeros(1, form.multiple, device="cpu"))
+                names = form.encode(k, v, torch.zeros(1, form.multiple, dtype=torch.float32, device="cpu"))
         except (KernelError, PolicyError) as error:
             raise UnsupportedPolicy(
                 f"'{spell(form)}' cannot store keys of {dim} and values of {dim_v} channels, which is what this model's heads "
