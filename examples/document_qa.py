@@ -132,7 +132,7 @@ class Library:
             known = cache.seen
             self.model(ids[:, known:], cache=cache, logits_to_keep=1)
             self.prefix.keep(ids, cache)
-            stored = self.stored()  # `poll` hands out every finished job: nobody else may have one under way
+            stored = self.stored(ids)  # `poll` hands out every finished job: nobody else may have one under way
         return {"id": name, "tokens": ids.shape[1], "already_known": known, **stored}
 
     def write(self, name: str, body: bytes) -> None:
@@ -193,16 +193,18 @@ class Library:
         counts = self.prefix.store.counts
         return counts["failed"] + counts["skipped"]
 
-    def stored(self) -> dict[str, Any]:
-        """Whether what was submitted has reached the store."""
-        self.prefix.store.drain()
-        down = [done for done in self.prefix.store.poll() if not all(done.ok)]
-        if not down:
+    def stored(self, ids: Tensor) -> dict[str, Any]:
+        """Whether what was submitted has reached the store, and is still there: a store that is full makes room."""
+        store, keys = self.prefix.store, chain(ids[0].tolist(), self.prefix.start, self.prefix.chunk)
+        store.drain()
+        down = [done for done in store.poll() if not all(done.ok)]
+        kept = store.lookup(keys, self.prefix.timeout)
+        if kept == len(keys):
             return {"stored": True}
-        return {
-            "stored": False,
-            "warning": "the store cannot be reached; questions work, and are computed from scratch",
-        }
+        why = (
+            "cannot be reached or takes no more (see /health)" if down else f"keeps {kept} of {len(keys)} chunks of it"
+        )
+        return {"stored": False, "warning": f"the store {why}; questions work, and the rest is computed for each"}
 
     def ask(self, name: str, question: str, most: int, gone: threading.Event | None = None) -> dict[str, Any]:
         """Answer a question on a document, unless the client is `gone`. Raises HTTPException 404, 413 or 500."""

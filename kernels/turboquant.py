@@ -60,7 +60,7 @@ def rotation(dim: int, device: torch.device = CPU) -> Float[Tensor, "dim dim"]:
 @torch.inference_mode(False)  # whoever asks first: later passes may have gradients
 def _levels(bits: int, device: torch.device) -> Tensor:
     upper = UPPER[bits]
-    return torch.tensor([*(-x for x in reversed(upper)), *upper] * (16 >> bits), device=device)
+    return torch.tensor([*(-x for x in reversed(upper)), *upper] * (16 >> bits), dtype=torch.float32, device=device)
 
 
 @cache

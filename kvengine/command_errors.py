@@ -15,13 +15,19 @@ from kvengine.errors import KVEngineError
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """An error of ours, or of the file system, is one line on standard error and exit code 2, not a traceback."""
+    """An error of ours, or of the file system, is one line on standard error and exit code 2, not a traceback; so are words
+    that are no text."""
     try:
         yield
     except (KVEngineError, OSError) as error:
         told = Console(stderr=True)
         said = "; ".join([str(error), *getattr(error, "__notes__", [])])
         told.print(f"[red]{type(error).__name__}[/red]: {escape(said)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    except UnicodeEncodeError as error:  # bytes that are no UTF-8 arrive as halves of surrogate pairs
+        if "surrogates" not in error.reason:
+            raise
+        typer.echo(f"{error.object[:80]!r} is not UTF-8 text; convert it first", err=True)
         raise typer.Exit(2) from error
 
 

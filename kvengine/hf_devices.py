@@ -30,13 +30,22 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A model's parameters with their numbers, wherever these are kept while they are not used."""
-    for name, weight in model.named_parameters():
+    """A model's parameters with their numbers, wherever these are kept while they are not used; tied ones by each of their names,
+    as whatever brings them when they are needed unties them."""
+    for name, weight in model.named_parameters(remove_duplicate=False):
         if weight.is_meta:
             place, _, own = name.rpartition(".")
             kept = [getattr(hook, "weights_map", None) or {} for hook in hooks(model.get_submodule(place))]
             weight = next((held[own] for held in kept if own in held), weight)
         yield name, weight
+
+
+def kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that are stored with a model and are no parameters, as those of some quantised layers; none that is elsewhere."""
+    for place, module in model.named_modules():
+        for name, held in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and not held.is_meta:
+                yield f"{place}.{name}", held
 
 
 def first_device(model: nn.Module) -> torch.device:

@@ -45,7 +45,10 @@ def _own(kind: Any) -> str:
 
 
 def renamed(given: dict[str, Any], name: str) -> dict[str, Any]:
-    """The same arguments, the cache among them by this name. Raises ModelError where there are two."""
+    """The same arguments, the cache among them by this name. Raises ModelError where there are two, or a policy is one."""
+    for policy in (given.get(name), given.get(OTHER[name])):
+        if isinstance(policy, str):
+            raise ModelError(f"{policy!r} is no cache; pass cache=kvengine.EngineCache(model, {policy!r})")
     if (other := OTHER[name]) not in given:
         return given
     rest = {key: value for key, value in given.items() if key != other}

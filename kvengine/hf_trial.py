@@ -76,7 +76,7 @@ def check_modules(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -
 @torch.no_grad()
 def attempt(model: PreTrainedModel, text: Any, module: nn.Module) -> None:
     """Run the module on tokens of noise, at places where nothing is rotated."""
-    noise = torch.randn(1, TOKENS, text.hidden_size, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(1, TOKENS, text.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     x = noise.to(device_of(module), model.dtype)
     mask = {"batch_size": 1, "q_length": TOKENS, "kv_length": TOKENS, "q_offset": 0, "kv_offset": 0}
     taken = inspect.signature(type(module).forward).parameters

@@ -17,7 +17,7 @@ whole, in time, and of this model is computed again, and the store's `counts` an
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from kvengine.errors import CacheError, ModelError, StoreError
+from kvengine.fingerprint import identity, state
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import layer_devices
 from kvengine.hf_replay import given
@@ -34,7 +35,6 @@ from kvengine.offload.cachegen.codec import DTYPES
 from kvengine.offload.cachegen.levels import resolve
 from kvengine.offload.stores import Store, chain, root
 from kvengine.offload.stores.record import check_ttl
-from kvengine.saved import identity
 from kvengine.stack import Stack
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class Prefix:
     ttl: float | None = None
     whose: Identity = field(init=False)
     start: bytes = field(init=False)
+    known: Hashable = field(init=False, default=None, repr=False)  # the state of the model of which these are
     rank: int = field(init=False)  # channels of a latent that are values; 0: the model has keys and values
 
     def __post_init__(self) -> None:
@@ -79,9 +80,15 @@ class Prefix:
             )
         resolve(self.level)
         check_ttl(self.ttl)
-        self.whose = identity(self.model, self.tokenizer)
+        self.identify()
         self.rank = next((m.kv_lora_rank for m in self.model.modules() if is_latent(m)), 0)  # type: ignore[assignment]
-        self.start = root(self.whose, f"exact/{self.level}", chunk=self.chunk, salt=self.salt)
+
+    def identify(self) -> None:
+        """Name chunks by the model as it is now: its weights, or which adapter is in use, may have changed since."""
+        if (now := state(self.model)) != self.known:
+            self.whose = identity(self.model, self.tokenizer)
+            self.start = root(self.whose, f"exact/{self.level}", chunk=self.chunk, salt=self.salt)
+            self.known = now
 
     def fetch(self, ids: Int[Tensor, "1 token"], stack: str | Stack | None = None) -> EngineCache:
         """A new cache with the longest stored chain of the prompt's chunks in it.
@@ -94,6 +101,7 @@ class Prefix:
         tokens = ids[0].tolist()
         if len(ids) != 1 or not self.fits(cache):
             return cache
+        self.identify()
         last = max(1, cache.stack.retention.observes)
         chunks = self.read(chain(tokens[:-last], self.start, self.chunk))
         if chunks:
@@ -111,24 +119,27 @@ class Prefix:
 
     def read(self, keys: Sequence[str]) -> list[KV]:
         """The leading chunks that are there, whole and in time."""
-        found: list[KV] = []
-        jobs = []
-        for key, size in zip(keys, self.store.leading(keys, self.timeout), strict=False):
+        buffers: list[bytearray] = []
+        for size in self.store.leading(keys, self.timeout):
             try:
-                buffer = bytearray(size)
+                buffers.append(bytearray(size))
             except (MemoryError, OverflowError):  # what a store says of a value is checked only once it is here
                 log.warning("a stored chunk is recomputed: the store says that it has %d bytes", size)
                 break
-            jobs.append((self.store.submit_get([key], [buffer]), buffer))
+        # The last first: a store that needs room gives up what was used longest ago, and that should not be the beginning.
+        wanted = list(zip(keys, buffers, strict=False))[::-1]
+        jobs = [(self.store.submit_get([key], [buffer]), buffer) for key, buffer in wanted]
+        found: list[KV] = []
+        timeout = self.timeout
         for job, buffer in jobs:  # all are under way; decoding one overlaps with reading the next
-            done = self.store.wait(job, self.timeout)
-            if done is None or not all(done.ok):
-                break
+            done = self.store.wait(job, timeout)
+            if done is None:
+                timeout = 0.0  # that was the time there is: what has come by now counts
             try:
-                found.append(decode(buffer, self.whose))
+                found = [decode(buffer, self.whose), *found] if done is not None and all(done.ok) else []
             except StoreError as error:
                 log.warning("a stored chunk is recomputed: %s", error)
-                break
+                found = []
         return found
 
     def enter(self, cache: EngineCache, chunks: Sequence[KV], total: int) -> None:
@@ -149,6 +160,7 @@ class Prefix:
         Raises CacheError if the cache no longer holds every token of the prompt exactly, holds several sequences, or was
         given padding, which no chunk's name tells.
         """
+        self.identify()
         tokens = ids[0].tolist()
         keys = chain(tokens, self.start, self.chunk)
         engines = cache.engines
@@ -167,9 +179,22 @@ class Prefix:
         layers = [layer.contents() for layer in engines]
         if self.rank:  # values that a policy has are the keys' first channels
             layers = [(k, v[..., :0]) for k, v in layers]
-        for i in range(have, len(keys)):
+        for i in self.order(
+            have, len(keys), self.chunk * sum(k[:, :, :1].nbytes + v[:, :, :1].nbytes for k, v in layers)
+        ):
             span = slice(i * self.chunk, (i + 1) * self.chunk)
             kv = KV([(k[0, :, span], v[0, :, span]) for k, v in layers],
                     torch.arange(span.start, span.stop), self.whose)  # fmt: skip
             self.store.submit_put([keys[i]], [encode(kv, self.level, chunk=self.chunk)], self.ttl)
         return len(keys) - have
+
+    def order(self, have: int, end: int, size: int) -> list[int]:
+        """The chunks from `have` to `end`, of so many bytes each, in the order in which they are put.
+
+        The last first, so that a store that is short of room gives up what nobody can use without the rest; but no more than
+        may wait for it, as what does not is dropped.
+        """
+        most = have + self.store.pending // (
+            2 * size
+        )  # twice: encoded they may be a little more, and others may wait too
+        return [*range(have, end)[: most - have][::-1], *range(most, end)]

@@ -10,10 +10,8 @@ some table still names are kept, wherever they were placed. Nothing is unpickled
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,10 @@ from torch import Tensor, nn
 
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, KVEngineError, StoreError
+from kvengine.fingerprint import identity
 from kvengine.hf_back import check_even
 from kvengine.hf_cache import EngineCache
-from kvengine.hf_devices import layer_devices, weights
+from kvengine.hf_devices import layer_devices
 from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import EngineLayer
 from kvengine.joint import Joint
@@ -43,11 +42,6 @@ from kvengine.tail import Nested, Tail
 from kvengine.text import Text
 
 FORMAT = 1
-SAMPLES = 64  # numbers of each weight that go into a model's fingerprint
-LOADED = {
-    "_name_or_path",
-    "transformers_version",
-}  # of a configuration: where a model came from and by what, not which it is
 RAW = {str(d).removeprefix("torch."): d for d in (
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float64, torch.float8_e4m3fn,
     torch.float8_e5m2, *DTYPES.values(),
@@ -66,34 +60,6 @@ LOOSE, FOLD = 1 << 26, 16
 """Bytes that any session may take, and how many times its own length: numbers that are all alike are coded in none, so a short
 file could ask for all memory, and those of a text shrink to no less than half."""
 SESSION = ("prompt_end", "following", "dense", "positions")
-
-
-def identity(model: nn.Module, tokenizer: Any = None) -> Identity:
-    """Fingerprints of a model (configuration, and evenly spaced numbers of every weight) and of its tokenizer.
-
-    They are the same wherever the model lies, so that another machine knows it again.
-    """
-    config = json.loads(model.config.to_json_string(use_diff=False), object_hook=_lasting)  # type: ignore[operator, union-attr]
-    mark = sha256(json.dumps(config, sort_keys=True).encode())
-    for name, weight in weights(model):
-        flat = weight.detach().flatten()
-        some = flat[:: max(1, len(flat) // SAMPLES)].float().cpu().contiguous().numpy().tobytes()
-        mark.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode() + some)
-    text = "" if tokenizer is None else _tokenizer_text(tokenizer)
-    return Identity(model=mark.hexdigest(), tokenizer=sha256(text.encode()).hexdigest() if text else "")
-
-
-def _lasting(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name not in LOADED}
-
-
-def _tokenizer_text(tokenizer: Any) -> str:
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is None:
-        words = repr(sorted(tokenizer.get_vocab().items()))
-    else:  # the last call's padding and truncation stay with it
-        words = json.dumps({**json.loads(fast.to_str()), "padding": None, "truncation": None}, sort_keys=True)
-    return f"{words}{getattr(tokenizer, 'chat_template', None)}"
 
 
 def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mapping[str, Any] | None = None) -> int:

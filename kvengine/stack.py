@@ -132,10 +132,10 @@ class Stack:
         form, moved = self.representation, getattr(self.placement, "fields", ())
         if form == Dense() and not (nested and moved):
             return
-        k, v = (torch.zeros(1, form.multiple, n, device="cpu") for n in (dim, dim_v))
+        k, v = (torch.zeros(1, form.multiple, n, dtype=torch.float32, device="cpu") for n in (dim, dim_v))
         try:
             with torch.autocast("cpu", enabled=False):  # as where pages are sealed
-                names = form.encode(k, v, torch.zeros(1, form.multiple, device="cpu"))
+                names = form.encode(k, v, torch.zeros(1, form.multiple, dtype=torch.float32, device="cpu"))
         except (KernelError, PolicyError) as error:
             raise UnsupportedPolicy(
                 f"'{spell(form)}' cannot store keys of {dim} and values of {dim_v} channels, which is what this model's heads "
@@ -251,8 +251,9 @@ def terms(text: str) -> list[tuple[str, dict[str, Any]]]:
         raise PolicyError(f"{text!r} is not a policy string; {FORM}")
     try:
         node: ast.expr = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise PolicyError(f"{text!r} is not a policy string: {error.msg}; {FORM}") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # no Unicode text; nested too deeply
+        why = error.msg if isinstance(error, SyntaxError) else error
+        raise PolicyError(f"{text!r} is not a policy string: {why}; {FORM}") from None
     parts: list[ast.expr] = []
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         parts.insert(0, node.right)
@@ -270,7 +271,7 @@ def term(node: ast.expr) -> tuple[str, dict[str, Any]]:
         raise PolicyError(f"{ast.unparse(node)!r} gives an option twice")
     try:
         return head.id, {str(k.arg): ast.literal_eval(k.value) for k in keywords}
-    except ValueError:
+    except (ValueError, TypeError):  # the latter: a key that cannot be one
         raise PolicyError(
             f"{ast.unparse(node)!r}: option values must be plain numbers, strings or tuples; {FORM}"
         ) from None

@@ -93,9 +93,16 @@ def test_a_closed_standard_input_is_no_prompt() -> None:
     (("--seed", str(1 << 70), "--temperature", "1"), "--seed"),
     (("--device", "nothing"), "not one that torch knows"),
     (("--device", "xla"), "device 'xla' cannot be used here"),
+    (("--stop", "\udcff"), "'\\udcff' is not UTF-8 text"),
+    (("--stop", ""), "--stop has no text"),
+    (("--temperature", "1e-300"), "give 0 for the likeliest token"),
 ])  # fmt: skip
 def test_settings_of_generate(words: tuple[str, ...], says: str) -> None:
     assert says in refused("generate", "bundled", "hi", "--new", "1", *words)
+
+
+def test_policies_that_are_no_text() -> None:
+    assert "is not UTF-8 text" in refused("eval", "ruler", "--policies", "full;\udcff", "--dry-run")
 
 
 @pytest.mark.parametrize(("text", "says"), [

@@ -294,6 +294,13 @@ def test_a_cache_needs_a_patched_model() -> None:
         ("", PolicyError, "is not a policy string"),
         ("quest(", PolicyError, "is not a policy string"),
         ("quest(64)", PolicyError, "not of the form"),
+        ("quest(budget={[]: 1})", PolicyError, "plain numbers"),
+        (f"quest(budget={'-' * 9999}1)", PolicyError, "is not a policy string"),
+        ("\udcff", PolicyError, "is not a policy string"),  # what a byte that is no UTF-8 arrives as
+        ("pyramidkv(beta=1e400)", PolicyError, "beta=inf must be a number"),
+        ("expected_attention(epsilon=1e400)", PolicyError, "epsilon=inf must be a number"),
+        ("remote(ttl=1e400)", PolicyError, "ttl=inf must be a positive number of seconds"),
+        ("remote(disk={})", PolicyError, "disk={} must be a number of bytes"),
         ("kivi(bits=4, bits=2)", PolicyError, "gives an option twice"),
         ("quest(budget=x)", PolicyError, "plain numbers"),
         ("quest(reduce=each)", PolicyError, "text in quotes"),

@@ -63,6 +63,14 @@ def test_two_are_refused() -> None:
     assert type(nothing[CACHE]) is kvengine.EngineCache
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_policy_is_no_cache(name: str) -> None:
+    model, ids = kvengine.patch(llama()), prompts()["input_ids"][:1]
+    for run in (model, model.model, lambda *a, **k: model.generate(*a, **k, max_new_tokens=2)):
+        with pytest.raises(ModelError, match=r"pass cache=kvengine.EngineCache\(model, 'quest\(budget=8\)'\)"):
+            run(ids, **{name: "quest(budget=8)"})
+
+
 def test_a_stock_cache_has_either_name_too() -> None:
     model, batch = kvengine.patch(llama()), prompts(1, 12)
     for name in NAMES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,50 @@ def test_another_model_or_tenant_finds_nothing(model: Any, tmp_path: Path) -> No
     reuse.store.close()
 
 
+class Tuned(torch.nn.Module):
+    """A layer with adapters, as PEFT makes them: what it computes depends on which are in use, and its weights do not."""
+
+    disable_adapters = False
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base, self.active_adapters, self.scaling = base, ["a"], {"a": 1.0, "b": 1.0}
+        self.deltas = torch.nn.ParameterDict({name: torch.randn_like(base.weight) for name in self.scaling})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x)
+        for name in () if self.disable_adapters else self.active_adapters:
+            out = out + self.scaling[name] * (x @ self.deltas[name].T)
+        return out
+
+
+def test_chunks_are_those_of_the_adapter_in_use(tmp_path: Path) -> None:
+    model, ids = llama(), prompt(100)
+    layer = model.model.layers[0].self_attn.k_proj = Tuned(model.model.layers[0].self_attn.k_proj)
+    reuse, cold = stored(kvengine.patch(model), tmp_path, ids)
+    for name, value in (("active_adapters", ["b"]), ("disable_adapters", True), ("scaling", {"a": 2.0, "b": 1.0})):
+        before = getattr(layer, name)
+        setattr(layer, name, value)
+        cache = reuse.fetch(ids)
+        assert cache.seen == 0 and text(model, ids, cache) != cold
+        setattr(layer, name, before)
+    cache = reuse.fetch(ids)
+    assert cache.seen == 96 and text(model, ids, cache) == cold
+    reuse.store.close()
+
+
+def test_chunks_of_a_model_that_has_learned_since_are_not_its(tmp_path: Path) -> None:
+    model, ids = llama(), prompt(100)
+    reuse, _ = stored(kvengine.patch(model), tmp_path, ids)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight *= 1.5
+    cache = reuse.fetch(ids)
+    assert cache.seen == 0
+    text(model, ids, cache)
+    assert reuse.keep(ids, cache) == 6
+    reuse.store.close()
+
+
 def test_damage_shortens_the_chain_and_generation_goes_on(model: Any, tmp_path: Path) -> None:
     ids = prompt(100)
     reuse, cold = stored(model, tmp_path, ids)
@@ -114,6 +160,58 @@ def test_damage_shortens_the_chain_and_generation_goes_on(model: Any, tmp_path: 
     reuse.keep(ids, cache)
     reuse.store.drain()
     assert reuse.fetch(ids).seen == 96
+    reuse.store.close()
+
+
+def small(model: Any, folder: Path, chunks: int) -> Prefix:
+    """A store with room for so many chunks, which it is given, and gives, one after the other."""
+    reuse, _ = stored(model, folder / "whole", prompt(100))
+    size = max(entry.size for entry in reuse.store.entries())
+    reuse.store.close()
+    backend = stores.Files(folder / "small", cap=chunks * size, sync="none")
+    return Prefix(model, stores.Store(backend, threads=1), chunk=16)
+
+
+def put(model: Any, reuse: Prefix, ids: torch.Tensor) -> None:
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(ids, cache=cache)
+    reuse.keep(ids, cache)
+    reuse.store.drain()
+
+
+def test_a_store_too_small_for_a_prompt_keeps_its_beginning(model: Any, tmp_path: Path) -> None:
+    """What was used longest ago goes first, and a chunk without those before it serves nobody."""
+    reuse, ids = small(model, tmp_path, 4), prompt(100)
+    put(model, reuse, ids)
+    assert reuse.fetch(ids).seen == 16 * len(reuse.store.entries()) == 64
+    reuse.store.close()
+
+
+def test_more_than_may_wait_for_a_store_is_given_to_it_from_its_beginning_on(model: Any, tmp_path: Path) -> None:
+    reuse, ids = small(model, tmp_path, 99), prompt(100)
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(ids, cache=cache)
+    per_token = sum(x.nbytes for layer in cache.engines for x in layer.contents()) // 100
+    reuse.store.pending = 5 * 16 * per_token
+    awake, real = threading.Event(), reuse.store.backend.put
+    reuse.store.backend.put = lambda *a: awake.wait(10) and real(*a)  # type: ignore[method-assign]
+    reuse.keep(ids, cache)
+    awake.set()
+    reuse.store.drain()
+    assert reuse.store.counts["dropped"] and reuse.fetch(ids).seen >= 32
+    reuse.store.close()
+
+
+def test_what_makes_room_for_another_prompt_is_the_end_of_one_that_was_read(model: Any, tmp_path: Path) -> None:
+    reuse, ids = small(model, tmp_path, 7), prompt(100)
+    put(model, reuse, ids)
+    for entry in reuse.store.entries():
+        os.utime(reuse.store.backend.path(entry.key), (1.0, 1.0))  # type: ignore[attr-defined]
+    assert reuse.fetch(ids).seen == 96
+    put(model, reuse, prompt(64, 3))
+    assert reuse.fetch(ids).seen == 48 and reuse.fetch(prompt(64, 3)).seen == 48
     reuse.store.close()
 
 

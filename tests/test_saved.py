@@ -212,6 +212,27 @@ def test_the_fingerprint_sees_a_changed_weight() -> None:
     assert saved.identity(model) != before
 
 
+def test_the_fingerprint_sees_what_is_stored_and_no_parameter() -> None:
+    """As the weights of layers that GPTQ or AWQ have quantised, and the corrections of DeepSeek's routers."""
+    marks = set()
+    for number in (1, 2):
+        model = llama()
+        layer = model.model.layers[0].self_attn.k_proj
+        layer.register_buffer("codes", torch.full((4, 4), number, dtype=torch.int32))
+        layer.register_buffer("table", torch.randn(3), persistent=False)  # is made anew with every model
+        marks.add(saved.identity(model).model)
+        torch.nn.init.normal_(layer.table)
+        marks.add(saved.identity(model).model)
+    assert len(marks) == 2
+
+
+def test_the_fingerprint_is_of_what_keys_depend_on() -> None:
+    model = llama()
+    before = saved.identity(model)
+    model.config.pad_token_id, model.config.eos_token_id, model.config.use_cache = 7, [1, 2], False
+    assert saved.identity(model) == before
+
+
 def test_the_fingerprint_is_that_of_a_copy_elsewhere(tmp_path: Path) -> None:
     """Another machine has the model in another folder; a session saved here goes on there."""
     from transformers import AutoModelForCausalLM

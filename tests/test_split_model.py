@@ -191,9 +191,11 @@ class Hook(SimpleNamespace):
     """What accelerate leaves on a module."""
 
 
-def test_where_weights_come_when_they_are_needed() -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_where_weights_come_when_they_are_needed(tied: bool) -> None:
     """A session of a model whose weights are offloaded is that of the model."""
-    model, plain = llama(), llama()
+    model, plain = (llama(tie_word_embeddings=tied) for _ in range(2))
+    assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == tied
     for part in (model.model.embed_tokens, model.model.layers[1].self_attn.q_proj):
         kept = {"weight": part.weight.detach().clone()}
         part._hf_hook = Hook(hooks=[Hook(execution_device="cuda:0", offload=True, weights_map=kept)])

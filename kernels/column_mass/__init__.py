@@ -51,7 +51,7 @@ def column_mass(
         what = [list(x.shape) for x in (real, sinks) if x is not None]
         raise KernelError(f"column_mass takes real [{rows}, {queries}] and sinks [{rows}, {group}]; got {what}")
     if not q.numel() or not k.numel():
-        return torch.zeros(rows, group, k.shape[1], device=q.device)
+        return torch.zeros(rows, group, k.shape[1], dtype=torch.float32, device=q.device)
     native = (backend is not None or pays(q, k)) and fits(q, k)
     run = pick("column_mass", (q, k), backend, native, dim)
     return run.column_mass(q, k, position, at, real, scale, band, softcap, sinks)  # type: ignore[no-any-return]

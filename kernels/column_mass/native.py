@@ -68,7 +68,7 @@ def received(
     position, at, real = int32(position), at.to(torch.int64).contiguous(), real.contiguous()
     first = None if band is None else band.first.to(torch.int64).contiguous()
     logits = None if sinks is None else sinks.float().contiguous()
-    out = torch.empty(parts, rows, group, tokens)
+    out = torch.empty(parts, rows, group, tokens, dtype=torch.float32)
     call = Mass(
         rows=rows, group=group, queries=queries, tokens=tokens, dim=dim, parts=parts, threads=torch.get_num_threads(),
         q_dtype=DTYPES[q.dtype], k_dtype=DTYPES[k.dtype], scale=scale, softcap=softcap or 0.0, q=q.data_ptr(),

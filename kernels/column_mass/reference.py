@@ -41,7 +41,7 @@ def masked(
     sinks: Float[Tensor, "row group"] | None,
 ) -> Float[Tensor, "row group token"]:
     """What each token receives, where `sees` says of some of the queries which of the first tokens they see."""
-    mass = torch.zeros(*q.shape[:2], k.shape[1], device=q.device)
+    mass = torch.zeros(*q.shape[:2], k.shape[1], dtype=torch.float32, device=q.device)
     keys = k.float().transpose(1, 2)
     for span in blocks(q, k.shape[1]):
         visible = sees(span)

@@ -47,7 +47,7 @@ def column_peak(
         what = [list(x.shape) for x in (real, sinks) if x is not None]
         raise KernelError(f"column_peak takes real [{rows}, {queries}] and sinks [{rows}, {group}]; got {what}")
     if not q.numel() or not k.numel():
-        return torch.zeros(k.shape[:2], device=q.device)
+        return torch.zeros(k.shape[:2], dtype=torch.float32, device=q.device)
     run = pick("column_peak", (q, k), backend, fits(q, k), dim)
     return run.column_peak(q, k, position, at, real, scale, softcap, sinks)  # type: ignore[no-any-return]
 

@@ -22,7 +22,7 @@ def column_peak(
 ) -> Tensor:
     """See `kvengine.kernels.column_peak`."""
     group = q.shape[1]
-    found = torch.full(k.shape[:2], float("-inf"), device=q.device)
+    found = torch.full(k.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
     none = position < 0
     holes, every = bool(none.any()), bool(real.all())
     keys = k.float().masked_fill(none[..., None], 0).transpose(1, 2)

@@ -109,7 +109,7 @@ def parts(q: Tensor, dim: int) -> Tensor:
     q = q if q.stride(-1) == 1 else q.contiguous()
     rows, heads, wide = q.shape
     padded = up(heads, 4)
-    out = torch.empty(rows, padded, 2, dim)
+    out = torch.empty(rows, padded, 2, dim, dtype=torch.float32)
     library.needed().kv_queries(
         POINTER(q.data_ptr()), *map(I64, (DTYPES[q.dtype], rows, heads, q.stride(0), q.stride(1), wide, padded, dim, 1)),
         ctypes.c_float(1), POINTER(out.data_ptr()),
@@ -127,9 +127,9 @@ def run(
     if q.stride(3) != 1 or (queries > 1 < group and q.stride(1) != queries * q.stride(2)):
         q = q.contiguous()
     heads, dim, dim_v = group * queries, up(k.dim, LANES), up(v.dim, LANES)
-    out = torch.empty(rows, group, queries, dim_v)
-    lse = torch.empty(rows, group, queries)
-    scores = torch.full((rows, heads, columns), -torch.inf) if want_probs else None
+    out = torch.empty(rows, group, queries, dim_v, dtype=torch.float32)
+    lse = torch.empty(rows, group, queries, dtype=torch.float32)
+    scores = torch.full((rows, heads, columns), -torch.inf, dtype=torch.float32) if want_probs else None
     logits = None if sinks is None else sinks.float()[..., None].expand(rows, group, queries).contiguous()
     threads = team(rows * columns * (k.dim + v.dim))
     call = Attention(

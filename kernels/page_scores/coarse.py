@@ -177,9 +177,9 @@ class Coarse:
         room = BLOCK * -(-(units + units // 8) // BLOCK)
         made = {
             "code": torch.empty(rows, room, wide, dtype=torch.uint8),
-            "scale": torch.empty(rows, room // BLOCK, 2 * dim),
-            "zero": torch.empty(rows, room // BLOCK, 2 * dim),
-            "limits": torch.empty(rows, room, 2),
+            "scale": torch.empty(rows, room // BLOCK, 2 * dim, dtype=torch.float32),
+            "zero": torch.empty(rows, room // BLOCK, 2 * dim, dtype=torch.float32),
+            "limits": torch.empty(rows, room, 2, dtype=torch.float32),
         }
         if not same:
             self.done = 0

@@ -30,7 +30,7 @@ class Bounds(ctypes.Structure):
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
     """See `kvengine.kernels.page_scores`."""
-    out = torch.empty(alive.shape)
+    out = torch.empty(alive.shape, dtype=torch.float32)
     described, keep = bounds(q, low, high, alive, reduce)
     described.out = out.data_ptr()
     library.needed().kv_bounds(ctypes.byref(described))

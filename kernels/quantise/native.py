@@ -36,7 +36,9 @@ def quantise(
     flat = x.reshape(-1, tokens, dim)
     flat = flat if flat.stride(2) == 1 else flat.contiguous()
     along, top = over == "tokens", 2**bits - 1
-    low = torch.empty(len(flat), tokens // group if along else tokens, dim if along else dim // group)
+    low = torch.empty(
+        len(flat), tokens // group if along else tokens, dim if along else dim // group, dtype=torch.float32
+    )
     high, code = torch.empty_like(low), torch.empty(len(flat), tokens, dim * bits // 8, dtype=torch.uint8)
     seen = None if alive is None else alive.expand(*batch, tokens).contiguous()
     known: dict[str, Any] = dict(
@@ -56,7 +58,7 @@ def decode(codec: str, fields: Mapping[str, Tensor], side: str, dim: int) -> Ten
     """Keys ("k") or values ("v") of whole pages, [P, page, dim] in float32."""
     fields = {name: x.contiguous() for name, x in fields.items() if name.startswith(side) or name == "mask"}
     pages, page = len(fields[f"{side}_scale"]), _slots(codec, fields, side)
-    out = torch.empty(pages, page, dim)
+    out = torch.empty(pages, page, dim, dtype=torch.float32)
     if out.numel():
         field = call.paged(codec, fields, side, dim, page)
         field.page = page
@@ -78,7 +80,7 @@ class Coding(ctypes.Structure):
 def turned_codes(y: Tensor, bits: int, form: int, levels: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [n, dim * bits / 8] and scales [n, 1] of turned vectors (`kvengine.kernels.turboquant`)."""
     n, dim = y.shape
-    code, scale = torch.empty(n, dim * bits // 8, dtype=torch.uint8), torch.empty(n, 1)
+    code, scale = torch.empty(n, dim * bits // 8, dtype=torch.uint8), torch.empty(n, 1, dtype=torch.float32)
     library.needed().kv_turned_codes(ctypes.byref(Coding(
         vectors=n, dim=dim, bits=bits, form=form, threads=call.team(y.numel()), x=y.data_ptr(),
         levels=levels.data_ptr(), code=code.data_ptr(), scale=scale.data_ptr(),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 bench_app = typer.Typer(help="Measure speed.", no_args_is_help=True)
 console = Console()
+COLDEST = 1e-30  # logits are some hundreds, and float32 ends at 3e38
 
 Model = Annotated[str, typer.Argument(help="folder or hub id of the model, or 'bundled'")]
 Draft = Annotated[str, typer.Option(help="lookup, recycling, none, or a small model: folder, hub id, 'bundled-draft'")]
@@ -56,11 +57,10 @@ def generate(
 ) -> None:
     """Continue a text, printing as it goes."""
     with readable_errors():
-        check_flags(report=report, speculate=speculate, record=record, fuse=fuse)
-        if (said := typed(context, "draft", "middle", "gamma")) and not speculate:
-            raise EvaluationError(f"{said[0]} says how to draft; it needs --speculate")
-        if (said := typed(context, "top_p", "top_k")) and not temperature:
-            raise EvaluationError(f"{said[0]} says what may be drawn; it needs --temperature above 0")
+        check_together(context, speculate, report, record, fuse, temperature)
+        if stop and "" in stop:
+            raise EvaluationError("--stop has no text to end at; leave it out, or give some")
+        check_temperature(temperature)
         drafted = steps(gamma)
         import torch
         from transformers import TextStreamer
@@ -92,14 +92,26 @@ def generate(
             console.print(str(decoder.report), highlight=False, markup=False)
 
 
-def check_flags(*, report: bool, speculate: bool, record: bool, fuse: bool) -> None:
-    """Refuse what goes with none of the rest."""
+def check_together(
+    context: typer.Context, speculate: bool, report: bool, record: bool, fuse: bool, temperature: float
+) -> None:
+    """Refuse options that would do nothing without another, or beside it."""
     if report and not speculate:
         raise EvaluationError("--report counts drafts; it needs --speculate")
     if record and speculate:
         raise EvaluationError("--record is for steps of one token; leave out --speculate")
     if fuse and not record:
         raise EvaluationError("--fuse says how a step is recorded; it needs --record")
+    if (said := typed(context, "draft", "middle", "gamma")) and not speculate:
+        raise EvaluationError(f"{said[0]} says how to draft; it needs --speculate")
+    if (said := typed(context, "top_p", "top_k")) and not temperature:
+        raise EvaluationError(f"{said[0]} says what may be drawn; it needs --temperature above 0")
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuse what makes infinities of logits that are divided by it, and of these no law."""
+    if 0 < temperature < COLDEST:
+        raise EvaluationError(f"--temperature {temperature} is too near 0 to divide by; give 0 for the likeliest token")
 
 
 def typed(context: typer.Context, *names: str) -> list[str]:
@@ -129,6 +141,7 @@ def speculate(
     """Speculative against plain decoding: acceptance, costs, and the speed-up measured and predicted."""
     with readable_errors():
         lengths = numbers(contexts)
+        check_temperature(temperature)
         if new < 2:
             raise EvaluationError(
                 "--new 1 measures prompts only: the first token of each costs no pass; give 2 or more"

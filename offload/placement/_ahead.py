@@ -54,7 +54,10 @@ class Ahead:
     def backend(self, url: str) -> Backend:
         """The store at a URL, one for all lanes."""
         if url not in self.backends:
-            from kvengine.offload.stores.urls import backend  # its client library, only where it is used
+            from kvengine.offload.stores.files import Files  # and client libraries, only where they are used
+            from kvengine.offload.stores.urls import backend
 
-            self.backends[url] = backend(url)
+            self.backends[url] = made = backend(url)
+            if isinstance(made, Files):
+                made.spares = True  # what was used longest ago may be pages of this very cache
         return self.backends[url]

@@ -222,6 +222,11 @@ class Packed(ABC):
     def get_checked(self, slots: np.ndarray, raw: np.ndarray) -> None:
         try:
             self.get(slots, raw)
+        except KeyError as error:
+            raise StoreError(
+                f"pages could not be read from the {self.name} tier, which has them no more: they expired (ttl), or were evicted "
+                "or deleted. kvengine.recover.generate computes such tokens again"
+            ) from error
         except Exception as error:
             raise StoreError(f"pages could not be read from the {self.name} tier: {error}") from error
         for slot, piece in zip(slots.tolist(), raw, strict=True):

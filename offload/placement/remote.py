@@ -11,6 +11,7 @@ Values are deleted with the cache, and expire if its process is killed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ class Remote(Placement):
 
     def __post_init__(self) -> None:
         check_names(self, self.fields)
-        check_caps(self, device=self.device, host=self.host, disk=self.disk or 0, remote=self.remote)
+        check_caps(self, device=self.device, host=self.host, disk=self.disk, remote=self.remote)
         if not isinstance(self.url, str) or not self.url:
             raise PolicyError(f"Remote: url={self.url!r} must say where the store is, as in 'redis://host:6379/0'")
         try:
@@ -65,7 +66,7 @@ class Remote(Placement):
                 f"Remote: url={shown(self.url)!r} has a password in it, and a policy's text is shown and saved with sessions. "
                 "Put it into a variable of the environment and name that: redis://me:${REDIS_PASSWORD}@host:6379/0"
             )
-        if not isinstance(self.ttl, int | float) or not self.ttl > 0:
+        if not isinstance(self.ttl, int | float) or isinstance(self.ttl, bool) or not 0 < self.ttl < math.inf:
             raise PolicyError(f"Remote: ttl={self.ttl!r} must be a positive number of seconds")
 
     def open(self, like: Mapping[str, Tensor], site: Site) -> list[Shelf]:

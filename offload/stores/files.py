@@ -44,6 +44,7 @@ class Files:
     folder:  made if missing
     cap:     most bytes of payload, None without limit; least recently used values that are not pinned make room
     sync:    "always" survives power loss; "none" only the end of the process, and is several times faster
+    spares:  what does not fit on a full disk is not stored; else it costs values, those that were used longest ago
     grace:   seconds after which an unfinished file counts as left over
     files:   where the bytes go; for tests
 
@@ -56,11 +57,12 @@ class Files:
         *,
         cap: int | None = None,
         sync: Literal["always", "none"] = "always",
+        spares: bool = False,
         grace: float = 3600.0,
         files: FileSystem | None = None,
     ) -> None:
         self.folder, self.cap, self.durable, self.grace = Path(folder), cap, sync == "always", grace
-        self.files = files or FileSystem()
+        self.files, self.spares = files or FileSystem(), spares
         try:
             self._prepare()
             if not os.access(self.folder, os.W_OK):
@@ -88,7 +90,8 @@ class Files:
         try:
             self._reserved_write(entry, [front, *payload])
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._make_room(entry.size):
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not full or self.spares or not self._make_room(entry.size):
                 raise StoreError(f"{key[:12]}... was not stored: {error}") from error
             self._last_try(entry, [front, *payload])
 

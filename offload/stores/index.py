@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class Index:
                 raise
             self._remove()
             self.base = self._open()
+        weakref.finalize(self, self.base.close).atexit = False  # by itself it goes with the garbage: it is in a circle
 
     def _open(self) -> sqlite3.Connection:
         base = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)

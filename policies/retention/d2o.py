@@ -150,7 +150,7 @@ class D2O(Retention):
         keys, values = seen.read()
         gone = seen.valid & ~keep
         if not bool(gone.any()):
-            seen.notes["threshold"] = torch.full((len(keys),), float("nan"), device=keys.device)
+            seen.notes["threshold"] = torch.full((len(keys),), float("nan"), dtype=torch.float32, device=keys.device)
             return keys, values
         like, mate, index, real = nearest(keys, gone, self.targets(seen, keep))
         passed = real & (like >= self.threshold(seen, like, real)[:, None])
@@ -212,7 +212,7 @@ class D2O(Retention):
         part = passed.float() if official else weight
         more = x.gather(1, wide(index, x)).float().masked_fill(~passed[..., None], 0) * weight[..., None]
         own = 1.0 if official else torch.e
-        total = torch.full(x.shape[:2], own, device=x.device).scatter_add_(1, mate, part)
+        total = torch.full(x.shape[:2], own, dtype=torch.float32, device=x.device).scatter_add_(1, mate, part)
         summed = (x.float() * own).scatter_add(1, wide(mate, x), more) / total[..., None]
         return torch.where((total > own)[..., None], summed.to(x.dtype), x)
 

@@ -16,6 +16,7 @@ Differs from the reference code: queries are those the model computed, turned ba
 hidden states (the same, and right for models that normalise queries); the softmax runs over a row's real tokens only.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -59,8 +60,8 @@ class ExpectedAttention(Retention):
         check_count(self, sinks=self.sinks)
         check_count(self, least=1, horizon=self.horizon)
         check_choice(self, reduce=(self.reduce, REDUCE))
-        if not self.epsilon >= 0:
-            raise PolicyError(f"ExpectedAttention: epsilon={self.epsilon!r} must not be negative")
+        if not 0 <= self.epsilon < math.inf:
+            raise PolicyError(f"ExpectedAttention: epsilon={self.epsilon!r} must be a number, and not negative")
 
     @property
     def needs_rope(self) -> bool:

@@ -13,6 +13,7 @@ window instead, which take no part. It gives all layers the same when the prompt
 capped by the prompt instead. One verdict per KV head.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +43,10 @@ class PyramidKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.beta >= 1:
-            raise PolicyError(f"PyramidKV: beta={self.beta!r} must be at least 1; 1 gives all layers the same")
+        if not 1 <= self.beta < math.inf:
+            raise PolicyError(
+                f"PyramidKV: beta={self.beta!r} must be a number of at least 1; 1 gives all layers the same"
+            )
 
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
         window = seen.recent(self.window)

@@ -20,6 +20,7 @@ contain; layer numbers follow the model's depth.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -86,7 +87,7 @@ class Tidal(Selection):
         check_count(self, start=self.start)
         check_choice(self, reduce=(self.reduce, ("max", "mean")))
         number = isinstance(self.reselect, int | float) and not isinstance(self.reselect, bool)
-        if not number or self.reselect < 0 or (isinstance(self.reselect, float) and self.reselect > 1):
+        if not number or not 0 <= self.reselect <= (1 if isinstance(self.reselect, float) else math.inf):
             raise PolicyError(
                 f"Tidal: reselect={self.reselect!r} must be a layer's number (int) or a fraction of the depth (float)"
             )

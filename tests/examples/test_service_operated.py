@@ -97,6 +97,19 @@ def test_a_full_disk_keeps_what_was_there(served: Served, monkeypatch: pytest.Mo
     assert client(f"/documents/{made['id']}/questions", QUESTION)[0] == 200
 
 
+def test_a_document_that_the_store_has_no_room_for_is_told_of(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, library, _ = served
+    text = document("large") * 5
+    made = client("/documents", text)[1]
+    chunks, sizes = made["tokens"] // library.prefix.chunk, [e.size for e in library.prefix.store.entries()]
+    assert made["stored"] is True and chunks > 3
+    client(f"/documents/{made['id']}", method="DELETE")
+    monkeypatch.setattr(library.prefix.store.backend, "cap", (chunks - 1) * max(sizes))
+    status, made = client("/documents", text)
+    assert status == 201 and made["stored"] is False and f"of {chunks} chunks" in made["warning"]
+    assert client(f"/documents/{made['id']}/questions", QUESTION)[1]["reused_tokens"] > 0
+
+
 def test_documents_are_counted_and_can_be_deleted(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     client, library, _ = served
     made = client("/documents", document("deleted"))[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 import time
 from pathlib import Path
@@ -74,3 +76,17 @@ def test_closing_waits_for_what_was_taken_and_takes_no_more(tmp_path: Path) -> N
     again = stores.Files(tmp_path / "kv")
     assert {entry.key for entry in again.entries()} == set(keys[:taken])
     again.close()
+
+
+@pytest.mark.skipif(not Path("/dev/fd").is_dir(), reason="open files are not listed on this system")
+def test_a_store_that_nobody_holds_any_more_leaves_no_file_open(tmp_path: Path) -> None:
+    """At once, as under `remote` every cache has one: programs that must not pause run the garbage collector seldom, or never."""
+    stores.Files(tmp_path).close()
+    before = len(os.listdir("/dev/fd"))
+    gc.disable()
+    try:
+        for _ in range(3):
+            stores.Files(tmp_path)
+        assert len(os.listdir("/dev/fd")) == before
+    finally:
+        gc.enable()

@@ -1,15 +1,21 @@
-"""The disk tier in a folder that others write to, as the system's for temporary files is."""
+"""Tiers in folders that others write to, as the system's for temporary files is, and on disks that are full."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from support_layer import draw, run
 
 from kvengine.offload.placement._file import File
 from kvengine.offload.placement._levels import Layout
+from kvengine.offload.stores.filesystem import FileSystem
+from kvengine.stats import measure
 
 
 def test_what_others_put_there_is_left_alone(tmp_path: Path) -> None:
@@ -28,3 +34,24 @@ def test_what_others_put_there_is_left_alone(tmp_path: Path) -> None:
     os.close(held)
     file.close()
     assert sorted(path.name for path in folder.iterdir()) == ["kvengine-held.kvpages", "kvengine-link.kvpages"]
+
+
+def test_a_full_disk_makes_no_room_of_the_pages_that_are_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store gives up what was used longest ago for what is new; but under `remote` that is this very cache."""
+    tokens, policy = draw(160), f"quest(budget=40) + remote(url='{tmp_path}/kv', host=4096)"
+    want = run(policy, tokens, 80).out
+    write, left = FileSystem.write, [24_000]
+
+    def full(self: FileSystem, handle: int, data: Any) -> None:
+        left[0] -= len(data)
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "no space left")
+        write(self, handle, data)
+
+    monkeypatch.setattr(FileSystem, "write", full)
+    found = run(policy, tokens, 80)
+    stats = measure([found.cache])
+    assert stats.faults > 0 < stats.tier("remote")
+    assert torch.equal(found.out, want)

@@ -369,7 +369,7 @@ def test_a_value_that_the_store_lost_is_a_typed_error() -> None:
     shelf.write(torch.arange(8), rows(range(8)))
     shelf.flush()
     store.values.clear()
-    with pytest.raises(StoreError, match="could not be read from the remote tier"):
+    with pytest.raises(StoreError, match="could not be read from the remote tier, which has them no more.*recover"):
         shelf.read(torch.tensor([5]))
 
 

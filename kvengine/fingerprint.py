@@ -1,0 +1,75 @@
+"""Whose keys and values something stored is: fingerprints of a model and of its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from hashlib import sha256
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvengine.hf_devices import kept_buffers, weights
+from kvengine.offload.cachegen import Identity
+
+SAMPLES = 64  # numbers of each weight that go into a model's fingerprint
+NEUTRAL = {
+    "_name_or_path", "transformers_version",  # where a model came from and by what, not which it is
+    "use_cache", "output_attentions", "output_hidden_states", "return_dict",  # what a pass gives back
+    "pad_token_id", "bos_token_id", "eos_token_id",  # where a text ends; scripts set them after loading
+}  # fmt: skip
+"""Of a configuration, what no key or value depends on."""
+
+
+def identity(model: nn.Module, tokenizer: Any = None) -> Identity:
+    """Fingerprints of a model (configuration, evenly spaced numbers of every weight, adapters in use) and of its tokenizer.
+
+    They are the same wherever the model lies, so that another machine knows it again.
+    """
+    config = json.loads(model.config.to_json_string(use_diff=False), object_hook=_lasting)  # type: ignore[operator, union-attr]
+    mark = sha256(json.dumps(config, sort_keys=True).encode())
+    for name, weight in (*weights(model), *kept_buffers(model)):
+        flat = weight.detach().flatten()
+        some = flat[:: max(1, len(flat) // SAMPLES)].float().cpu().contiguous().numpy().tobytes()
+        mark.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode() + some)
+    if used := [(name, *settings[:3]) for name, *settings in adapters(model)]:
+        mark.update(repr(used).encode())
+    text = "" if tokenizer is None else _tokenizer_text(tokenizer)
+    return Identity(model=mark.hexdigest(), tokenizer=sha256(text.encode()).hexdigest() if text else "")
+
+
+def adapters(model: nn.Module) -> list[tuple[str, str, bool, str, str]]:
+    """Of each layer that PEFT gave adapters: its name, which are in use, whether none is, their strengths, and which are merged.
+
+    Their weights are the model's, in use or not.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(active := getattr(module, "active_adapters", None), list):  # of a whole model it is a method
+            off, scaling = getattr(module, "disable_adapters", False) is True, getattr(module, "scaling", {})
+            found.append((name, repr(active), off, repr(scaling), repr(getattr(module, "merged_adapters", []))))
+    return found
+
+
+def state(model: nn.Module) -> Hashable:
+    """What differs when `identity` may: cheap, as no weight is read. A change through `weight.data` is not seen."""
+
+    def version(x: Tensor) -> tuple[int, Any, int]:
+        number = 0 if x.is_meta else id(x)  # accelerate puts another in its place after each use
+        return number, x.dtype, 0 if x.is_inference() else x._version
+
+    held = (*model.parameters(), *(buffer for _, buffer in kept_buffers(model)))
+    return tuple(map(version, held)), tuple(adapters(model))
+
+
+def _lasting(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in NEUTRAL}
+
+
+def _tokenizer_text(tokenizer: Any) -> str:
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        words = repr(sorted(tokenizer.get_vocab().items()))
+    else:  # the last call's padding and truncation stay with it
+        words = json.dumps({**json.loads(fast.to_str()), "padding": None, "truncation": None}, sort_keys=True)
+    return f"{words}{getattr(tokenizer, 'chat_template', None)}"
