@@ -39,10 +39,14 @@ INLINE int64_t collect_run(const Attention *a, int64_t row, int64_t column, int6
     int32_t dead = 0;
     for (int i = 0; position && i < n; i++) dead |= position[i];
     if (dead >= 0) {
-      for (int i = 0; i < n; i++) b->is.token[at + i] = token + i;
-      for (int i = 0; i < n; i++) b->column[at + i] = column + i;
-      for (int i = 0; i < n; i++) b->place[at + i] = position ? position[i] : 0;
+      if (n == TILE) /* a constant number */
+        for (int i = 0; i < TILE; i++) b->is.token[i] = token + i;
+      else
+        for (int i = 0; i < n; i++) b->is.token[at + i] = token + i;
+      for (int i = 0; a->scores && i < n; i++) b->column[at + i] = column + i;
+      for (int i = 0; a->k.layout == LOWRANK && i < n; i++) b->place[at + i] = position ? position[i] : 0;
       b->is.count = at + n;
+      b->is.together = n == TILE;
       return column + n;
     }
   }
@@ -68,32 +72,29 @@ INLINE int64_t collect_run(const Attention *a, int64_t row, int64_t column, int6
   return column;
 }
 
-/* The slot of a column of a paged row; -1 where the row has none. */
-INLINE int64_t slot_of(const Attention *a, int64_t row, int64_t column, int64_t span) {
-  int64_t index = column / span;
-  if (a->units) index = a->units[row * a->chosen + index];
-  return index < 0 ? -1 : index * span + column % span;
-}
-
 /* Ask for the positions and the first bytes of the batch from this column on: finding out where memory is takes as long
    as reading it, and several searches run at once only if they are asked for together. */
 static void look_ahead(const Attention *a, int64_t row, int64_t column, int64_t to) {
   if (!a->table) return;
-  const int64_t span = a->units ? a->unit : a->page, step = span < 16 ? span : 16;
-  for (int64_t end = column + TILE < to ? column + TILE : to; column < end; column += step - column % span % step) {
-    const int64_t slot = slot_of(a, row, column, span);
-    const int64_t page = slot < 0 ? -1 : a->table[row * a->table_row + slot / a->page];
+  const int64_t span = a->units ? a->unit : a->page, end = column + TILE < to ? column + TILE : to;
+  for (int64_t run; column < end; column += run) { /* tokens that follow each other in one page */
+    int64_t index = column / span;
+    const int64_t inside = column - index * span;
+    run = span - inside < end - column ? span - inside : end - column;
+    if (a->units) index = a->units[row * a->chosen + index];
+    if (index < 0) continue;
+    const int64_t slot = index * span + inside, number = slot / a->page, page = a->table[row * a->table_row + number];
     if (page < 0) continue;
-    const int64_t token = page * a->page + slot % a->page;
-    __builtin_prefetch(a->position + row * a->position_row + slot, 0, 2);
-    fetch_start(&a->k, row, token);
-    fetch_start(&a->v, row, token);
+    const int64_t token = page * a->page + slot - number * a->page;
+    for (int64_t i = 0; i < run; i += 16) __builtin_prefetch(a->position + row * a->position_row + slot + i, 0, 2);
+    fetch_start(&a->k, row, token, run);
+    fetch_start(&a->v, row, token, run);
   }
 }
 
 /* Fill a batch from the columns [column, to); returns where to go on. */
 INLINE int64_t collect_any(const Attention *a, int64_t row, int64_t column, int64_t to, Batch *b) {
-  b->is.count = b->told = 0;
+  b->is.count = b->is.together = b->told = 0;
   if (!a->table) return collect_run(a, row, column, to, column, NULL, b);
   const int64_t span = a->units ? a->unit : a->page; /* columns whose slots follow each other in one page */
   while (column < to && b->is.count < TILE) {
@@ -118,7 +119,7 @@ typedef struct {
 
 static void open_widths(Widths *x) {
   x->mixed.is.count = x->of[0].is.count = x->of[1].is.count = x->done = 0;
-  for (int i = 0; i < 2; i++) x->of[i].is.narrow = i;
+  for (int i = 0; i < 2; i++) x->of[i].is.narrow = i, x->of[i].is.together = 0;
 }
 
 /* Until the batch of a width is full, which is returned; NULL if none is. Without a branch on the width, which nobody could
@@ -160,7 +161,13 @@ static Batch *sort_widths(const Attention *a, Widths *x) {
 
 /* As `collect_any`, but for mixed pages tokens of one width; `x` keeps the others. */
 static int64_t collect(const Attention *a, int64_t row, int64_t column, int64_t to, Widths *x, Batch *b) {
-  if (a->k.layout != MIXED) return collect_any(a, row, column, to, b);
+  if (a->k.layout != MIXED) {
+    column = collect_any(a, row, column, to, b);
+    int64_t apart = b->is.count - TILE;
+    for (int64_t i = 0; i < TILE && !apart && !b->is.together; i++) apart = b->is.token[i] - b->is.token[0] - i;
+    b->is.together = !apart;
+    return column;
+  }
   Batch *full;
   while (!(full = sort_widths(a, x)) && column < to) {
     column = collect_any(a, row, column, to, &x->mixed);
@@ -259,6 +266,40 @@ static int dense_task(const Attention *a, const Way *way, int64_t row, int64_t f
   return 1;
 }
 
+/* `task` for codes that are read by pairs. The scores of a batch are made before the sums of the one before, so that neither
+   they nor the weights have to be waited for. */
+static void paired_task(const Attention *a, int64_t row, int64_t from, int64_t to, float *out, float *top, float *total) {
+  const float *q = a->q + row * a->padded * a->dim;
+  float room[2][a->padded * TILE] __attribute__((aligned(64))), *weights = room[0], *scores = room[1];
+  Pairs pairs;
+  Batch batch[3], *now = batch, *next = batch + 1, *then = batch + 2; /* of sums, of scores, and what is asked for */
+  Widths widths;
+  open_widths(&widths);
+  memset(room, 0, sizeof room);
+  memset(out, 0, sizeof(float) * a->padded * a->dim_v);
+  pairs_keys(&a->k, q, a->padded, &pairs);
+  pairs_values(&a->v, &pairs);
+  look_ahead(a, row, from, to);
+  look_ahead(a, row, from + TILE, to);
+  from = collect(a, row, from, to, &widths, next);
+  for (now->is.count = 0; now->is.count || next->is.count;) {
+    look_ahead(a, row, from + TILE, to);
+    from = collect(a, row, from, to, &widths, then);
+    if (next->is.count) {
+      fetch_batch(&a->v, row, &next->is);
+      pairs_dots(&a->k, a->padded, &next->is, &pairs, scores);
+      fetch_batch(&a->k, row, &then->is);
+    }
+    if (now->is.count) pairs_weigh(&a->v, weights, a->padded, &now->is, &pairs, out);
+    if (next->is.count) soften(a, row, next, scores, top, total, out);
+    Batch *const done = now;
+    float *const free = weights;
+    now = next, next = then, then = done;
+    weights = scores, scores = free;
+  }
+  pairs_unsort(&a->v, &pairs, out, a->padded);
+}
+
 /* `total`: by lane */
 static void task(const Attention *a, int64_t row, int64_t from, int64_t to, float *out, float *top, float *total) {
   const int64_t wide = a->dim > a->dim_v ? a->dim : a->dim_v;
@@ -287,6 +328,10 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   Widths widths;
   for (int64_t n = 0; n < a->padded; n++) top[n] = -INFINITY, store(total + n * LANES, splat(0));
   if (way && dense_task(a, way, row, from, to, out, top, total)) return;
+  if (k_paired && v_paired) {
+    paired_task(a, row, from, to, out, top, total);
+    return;
+  }
   open_widths(&widths);
   memset(&keys, 0, sizeof keys);
   memset(&values, 0, sizeof values);

@@ -197,6 +197,11 @@ INLINE const char *bytes_of(const Field *f, int64_t row, int64_t token, int64_t 
   return (const char *)f->data + token * *count;
 }
 
+INLINE void fetch_lines(const char *from, int64_t bytes) {
+#pragma GCC unroll 8
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
+}
+
 /* Ask for the tokens' bytes, to be read soon: memory works while other tokens are computed with. */
 void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count) {
   int64_t bytes;
@@ -208,6 +213,14 @@ void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count) 
 }
 
 void fetch_batch(const Field *f, int64_t row, const Tokens *x) {
+  if (x->together && f->layout != LOWRANK && f->layout != DENSE) { /* one run of bytes */
+    int64_t bytes;
+    const char *const from = bytes_of(f, row, x->token[0], &bytes);
+    if (bytes <= 64) { /* more lines, asked for as fast as this, would keep what is needed now waiting */
+      fetch_lines(from, TILE * bytes);
+      return;
+    }
+  }
   if (f->layout != MIXED) {
     fetch_tokens(f, row, x->token, x->count);
     return;
@@ -218,16 +231,22 @@ void fetch_batch(const Field *f, int64_t row, const Tokens *x) {
     for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(data + x->index[i] * size + line, 0, 2);
 }
 
-/* Ask for a token's first line and for the scales it is read with. */
-void fetch_start(const Field *f, int64_t row, int64_t token) {
+/* Ask for some of the first lines of tokens that follow each other, and for the scales they are read with. */
+void fetch_start(const Field *f, int64_t row, int64_t token, int64_t count) {
   int64_t bytes;
   if (f->layout == LOWRANK) return;
-  __builtin_prefetch(bytes_of(f, row, token, &bytes), 0, 2);
-  if (f->layout != PER_CHANNEL && f->layout != PER_TOKEN) return;
-  const int64_t size = f->dtype == F32 ? 4 : 2, channels = f->layout == PER_CHANNEL;
-  const int64_t from = channels ? token / f->group * f->dim : token * (f->dim / f->group);
-  for (int64_t line = 0; line < (channels ? f->dim * size : 1); line += 64) {
-    __builtin_prefetch((const char *)f->scale + from * size + line, 0, 2);
-    __builtin_prefetch((const char *)f->zero + from * size + line, 0, 2);
+  for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(bytes_of(f, row, token + i, &bytes), 0, 2);
+  const int64_t size = f->dtype == F32 ? 4 : 2;
+  const char *const scale = f->scale, *const zero = f->zero;
+  if (f->layout == PER_CHANNEL) {
+    const int64_t each = f->dim * size;
+    for (int64_t number = token / f->group; number * f->group < token + count; number++) {
+      fetch_lines(scale + number * each, each);
+      fetch_lines(zero + number * each, each);
+    }
+  } else if (f->layout == PER_TOKEN) {
+    const int64_t each = f->dim / f->group * size;
+    fetch_lines(scale + token * each, count * each);
+    fetch_lines(zero + token * each, count * each);
   }
 }

@@ -38,6 +38,7 @@ INLINE vf numbers(const void *p, int64_t i, int64_t dtype) {
 /* A batch of tokens; of mixed pages all are of one width, and `index` are their numbers among all tokens of it. */
 typedef struct {
   int count, narrow;
+  int together; /* TILE tokens that follow each other, of pages that are not mixed */
   int64_t token[TILE], index[TILE];
 } Tokens;
 
@@ -47,7 +48,7 @@ void read_tokens(const Field *f, Memo *memo, int64_t row, const int64_t *token, 
 void widen_run(const void *p, int64_t start, int64_t n, int64_t dtype, float *out); /* `n` numbers as floats */
 void kv_queries(const char *q, int64_t dtype, int64_t rows, int64_t heads, int64_t row_stride, int64_t head_stride,
                 int64_t wide, int64_t padded, int64_t dim, int64_t split, float scale, float *out);
-void fetch_start(const Field *f, int64_t row, int64_t token);
+void fetch_start(const Field *f, int64_t row, int64_t token, int64_t count);
 void fetch_tokens(const Field *f, int64_t row, const int64_t *token, int count);
 void fetch_batch(const Field *f, int64_t row, const Tokens *x);
 

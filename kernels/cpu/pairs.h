@@ -13,7 +13,8 @@
 
 /* The queries for keys of one width: a row's pairs of channels, which stand in the order of `products`. */
 typedef struct {
-  float even[CODED_QUERIES * 128], odd[CODED_QUERIES * 128];
+  float q[CODED_QUERIES * 256] __attribute__((aligned(64)));
+  uint16_t order[PAIRED];                                          /* channels of 32 in the order of pairs */
   uint32_t part[CODED_QUERIES * 128] __attribute__((aligned(64))); /* times the scales of a key group, rounded */
   float add[CODED_QUERIES], unit[CODED_QUERIES];                   /* a term of every score; what whole numbers count */
 } Queries;
@@ -22,8 +23,10 @@ typedef struct {
 typedef struct {
   Queries keys[2];                 /* of mixed pages, each width has its own */
   int64_t from[2], to[2];          /* the tokens of each one's key group that was read last */
-  int32_t token[16], group[8][16]; /* values: a lane's token, where [token, group] are lanes; a register's groups */
-  uint16_t two[32];                /* places of (token, group) in the order (group, token) of two tokens at a time */
+  uint16_t order[PAIRED];          /* values: scales of some tokens as [group, token] */
+  uint16_t two[PAIRED];            /* and of those as [two tokens, group] */
+  uint16_t half[2][PAIRED];        /* half words of two tokens side by side */
+  int32_t turn[LANES], group[8][LANES]; /* lanes by group; a register's groups */
   int16_t channel[256];            /* what the numbers of a result are of */
   float factor[2][256];            /* of a mixed page's channels, for either width */
   int64_t page[2];                 /* whose they are */

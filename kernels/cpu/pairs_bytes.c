@@ -38,38 +38,30 @@ INLINE float unit_of(vf largest) { return fmaxf(peak(largest), 1e-30f) / 32767; 
 
 /* The queries times the scales of a key group. */
 void take_bytes(const Field *k, int64_t rows, int64_t group, Queries *x) {
-  const int64_t dim = k->dim, half = dim / 2;
+  const int64_t dim = k->dim;
   float scale[256], zero[256], by[256];
-  uint16_t places[32];
-  for (int i = 0; i < 32; i++) places[i] = (uint16_t)(i / 2 + i % 2 * 16);
-  const Words order = _mm512_loadu_si512(places);
-  widen_run(k->scale, group * dim, dim, k->dtype, scale);
-  widen_run(k->zero, group * dim, dim, k->dtype, zero);
-  for (int64_t i = 0; i < half; i += LANES) { /* by pairs, from here on */
+  for (int64_t d = 0; d < dim; d += PAIRED) { /* by pairs, from here on */
     vf s[2], z[2];
-    split(scale + 2 * i, k->bits == 8 ? 2 : 4, s, s + 1);
-    split(zero + 2 * i, k->bits == 8 ? 2 : 4, z, z + 1);
+    in_order(k->scale, group * dim + d, k->dtype, x->order, s);
+    in_order(k->zero, group * dim + d, k->dtype, x->order, z);
     for (int j = 0; j < 2; j++) {
-      store(scale + 2 * i + j * LANES, s[j] * byte_step(k));
-      store(zero + 2 * i + j * LANES, z[j] - s[j] * byte_step(k) * byte_zero(k));
+      store(scale + d + j * LANES, s[j] * byte_step(k));
+      store(zero + d + j * LANES, z[j] - s[j] * byte_step(k) * byte_zero(k));
     }
   }
   for (int64_t n = 0; n < rows; n++) {
     vf exact = {0}, largest = {0};
-    for (int64_t i = 0; i < half; i += LANES) {
-      const vf q0 = load(x->even + n * half + i), q1 = load(x->odd + n * half + i);
-      const vf x0 = q0 * load(scale + 2 * i), x1 = q1 * load(scale + 2 * i + LANES);
-      exact += q0 * load(zero + 2 * i) + q1 * load(zero + 2 * i + LANES);
-      largest = larger(largest, larger(magnitude(x0), magnitude(x1)));
-      store(by + 2 * i, x0);
-      store(by + 2 * i + LANES, x1);
+    for (int64_t d = 0; d < dim; d += LANES) {
+      const vf q = load(x->q + n * dim + d), y = q * load(scale + d);
+      exact += q * load(zero + d);
+      largest = larger(largest, magnitude(y));
+      store(by + d, y);
     }
     x->add[n] = sum(exact);
     x->unit[n] = unit_of(largest);
     const float many = 1 / x->unit[n];
-    for (int64_t i = 0; i < half; i += LANES)
-      _mm512_store_si512(x->part + n * half + i,
-                         _mm512_permutexvar_epi16(order, whole_numbers(load(by + 2 * i) * many, load(by + 2 * i + LANES) * many)));
+    for (int64_t d = 0; d < dim; d += PAIRED)
+      _mm512_store_si512(x->part + (n * dim + d) / 2, whole_numbers(load(by + d) * many, load(by + d + LANES) * many));
   }
 }
 
@@ -126,25 +118,34 @@ void byte_products(const Field *k, const Queries *x, int64_t rows, const uint8_t
 }
 
 /* Weights of four rows times scales. */
-static void weigh_bytes(const Pairs *known, Weights *x, const float *p, int64_t groups) {
-  const Words order = _mm512_loadu_si512(known->two), each = _mm512_set1_epi32(known->token[LANES - 1] + 1);
+INLINE void weigh_bytes_as(const Pairs *known, Weights *x, const float *p, int groups) {
+  const Words order = _mm512_loadu_si512(known->two), turn = _mm512_loadu_si512(known->turn);
+  const int each = LANES / groups;
   for (int i = 0; i < 4; i++) {
-    const __m512 a = (__m512)load(p + i * TILE), b = (__m512)load(p + i * TILE + LANES);
-    Words which = _mm512_loadu_si512(known->token);
     vf exact = {0}, largest = {0};
     float by[TILE * LANES];
-    for (int64_t d = 0; d < TILE * groups; d += LANES, which = _mm512_add_epi32(which, each)) {
-      const vf weight = (vf)_mm512_permutex2var_ps(a, which, b), y = load(x->scale + d) * weight;
-      exact += load(x->zero + d) * weight;
+    for (int t = 0; t < TILE; t += each) {
+      const vf weight = repeated(p + i * TILE + t, each), y = load(x->scale + t * groups) * weight;
+      exact += load(x->zero + t * groups) * weight;
       largest = larger(largest, magnitude(y));
-      store(by + d, y);
+      store(by + t * groups, y);
     }
     x->unit[i] = unit_of(largest);
-    x->add[i] = over_groups(exact, groups);
+    x->add[i] = over_groups((vf)_mm512_permutexvar_ps(turn, (__m512)exact), groups);
     const float many = 1 / x->unit[i];
-    for (int64_t d = 0; d < TILE * groups; d += 2 * LANES)
-      _mm512_storeu_si512(x->weight[i] + d / 2,
-                          _mm512_permutexvar_epi16(order, whole_numbers(load(by + d) * many, load(by + d + LANES) * many)));
+    for (int d = 0; d < TILE * groups; d += PAIRED)
+      _mm512_store_si512(x->weight[i] + d / 2,
+                         _mm512_permutexvar_epi16(order, whole_numbers(load(by + d) * many, load(by + d + LANES) * many)));
+  }
+}
+
+static void weigh_bytes(const Pairs *known, Weights *x, const float *p, int64_t groups) {
+  switch (groups) { /* a constant, so that each loop is specialised */
+    case 1: weigh_bytes_as(known, x, p, 1); break;
+    case 2: weigh_bytes_as(known, x, p, 2); break;
+    case 4: weigh_bytes_as(known, x, p, 4); break;
+    case 8: weigh_bytes_as(known, x, p, 8); break;
+    default: weigh_bytes_as(known, x, p, 16);
   }
 }
 

@@ -27,6 +27,29 @@ INLINE void turn_round(const uint8_t *const *at, int64_t from, Words out[4]) {
   out[2] = _mm512_unpacklo_epi64(b, d), out[3] = _mm512_unpackhi_epi64(b, d);
 }
 
+/* Eight words of 16 tokens, a token to a lane. */
+INLINE void turn_both(const uint8_t *const *at, int64_t from, Words out[8]) {
+  Words z[8], a[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    const int token = i / 4 * 8 + i % 4;
+    z[i] = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(at[token] + from)));
+    z[i] = _mm512_inserti64x4(z[i], _mm256_loadu_si256((const __m256i *)(at[token + 4] + from)), 1);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    const Words first = _mm512_unpacklo_epi32(z[i], z[i + 1]), second = _mm512_unpackhi_epi32(z[i], z[i + 1]);
+    const Words third = _mm512_unpacklo_epi32(z[i + 2], z[i + 3]), fourth = _mm512_unpackhi_epi32(z[i + 2], z[i + 3]);
+    a[i] = _mm512_unpacklo_epi64(first, third), a[i + 1] = _mm512_unpackhi_epi64(first, third);
+    a[i + 2] = _mm512_unpacklo_epi64(second, fourth), a[i + 3] = _mm512_unpackhi_epi64(second, fourth);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    out[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+    out[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+  }
+}
+
 /* Lane i becomes the sum of those lanes that are of group i % groups. */
 INLINE vf over_groups(vf x, int64_t groups) {
   __m512 y = (__m512)x;
@@ -56,33 +79,84 @@ INLINE Words side_by_side(const uint8_t *a, const uint8_t *b, int64_t r, int who
   return _mm512_or_si512(x, _mm512_slli_epi32(y, 16));
 }
 
-/* 32 channels by pairs, of half words with so many fields: the first of each, the second of each. */
-INLINE void split(const float *p, int fields, vf *even, vf *odd) {
-  const __m512 a = (__m512)load(p), b = (__m512)load(p + LANES);
-  if (fields == 2) {
-    const Words first = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0), second = _mm512_set_epi64(15, 13, 11, 9, 7, 5, 3, 1);
-    *even = (vf)_mm512_permutex2var_pd((__m512d)a, first, (__m512d)b);
-    *odd = (vf)_mm512_permutex2var_pd((__m512d)a, second, (__m512d)b);
+/* out[i] is the sum of x[i]. */
+INLINE void sums_of_four(const vf x[4], float *out) {
+  const vf a = EVEN_1(x[0], x[1]) + ODD_1(x[0], x[1]), b = EVEN_1(x[2], x[3]) + ODD_1(x[2], x[3]);
+  vf c = EVEN_2(a, b) + ODD_2(a, b); /* of each quarter of the lanes */
+  c += ODD_8(c, c);
+  c += ODD_4(c, c);
+  memcpy(out, &c, 4 * sizeof *out);
+}
+
+/* 32 numbers, those at these places */
+INLINE void in_order(const void *p, int64_t start, int64_t dtype, const uint16_t *order, vf out[2]) {
+  const Words places = _mm512_loadu_si512(order);
+  const Words first = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(places));
+  const Words second = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(places, 1));
+  if (dtype == F32) {
+    const __m512 a = (__m512)numbers(p, start, F32), b = (__m512)numbers(p, start + LANES, F32);
+    out[0] = (vf)_mm512_permutex2var_ps(a, first, b);
+    out[1] = (vf)_mm512_permutex2var_ps(a, second, b);
     return;
   }
-  *even = (vf)(fields == 4 ? _mm512_shuffle_f32x4(a, b, 0x88) : _mm512_shuffle_f32x4(a, b, 0x44));
-  *odd = (vf)(fields == 4 ? _mm512_shuffle_f32x4(a, b, 0xdd) : _mm512_shuffle_f32x4(a, b, 0xee));
+  const Words x = _mm512_loadu_si512((const uint16_t *)p + start);
+  if (dtype == BF16) { /* each becomes the upper half of a word */
+    out[0] = (vf)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, _mm512_slli_epi32(first, 16), x);
+    out[1] = (vf)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, _mm512_slli_epi32(second, 16), x);
+  } else {
+    const Words y = _mm512_permutexvar_epi16(places, x);
+    out[0] = (vf)_mm512_cvtph_ps(_mm512_castsi512_si256(y));
+    out[1] = (vf)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(y, 1));
+  }
 }
+
+/* So many numbers again and again, as often as there is room. */
+INLINE vf repeated(const float *p, int many) {
+  switch (many) {
+    case 1: return splat(*p);
+    case 2: return (vf)_mm512_castpd_ps(_mm512_broadcastsd_pd(_mm_loadu_pd((const double *)p)));
+    case 4: return (vf)_mm512_broadcast_f32x4(_mm_loadu_ps(p));
+    case 8: return (vf)_mm512_broadcast_f32x8(_mm256_loadu_ps(p));
+    default: return load(p);
+  }
+}
+
+/* How many tokens from number `t` on follow each other. */
+INLINE int following(const int64_t *token, int t, int count) {
+  const Words lane = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), first = _mm512_set1_epi64(token[t] - t);
+  uint64_t same = 0;
+  for (int i = 0; i < TILE; i += 8) {
+    const Words x = _mm512_sub_epi64(_mm512_loadu_si512(token + i), _mm512_add_epi64(lane, _mm512_set1_epi64(i)));
+    same |= (uint64_t)_mm512_cmpeq_epi64_mask(x, first) << i;
+  }
+  const int run = __builtin_ctzll(~(same >> t));
+  return run < count - t ? run : count - t;
+}
+
+/* Half words of two tokens, side by side, in this order. */
+INLINE Words two_halves(const uint8_t *a, const uint8_t *b, Words order, int whole) {
+  if (whole) return _mm512_permutex2var_epi16(_mm512_loadu_si512(a), order, _mm512_loadu_si512(b));
+  const Words x = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)a));
+  return _mm512_permutex2var_epi16(x, order, _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)b)));
+}
+
+#define WEIGHTS (TILE / 2 * LANES + LANES)
 
 /* What values are multiplied by. */
 typedef struct {
-  float scale[TILE * LANES + LANES], zero[TILE * LANES + LANES]; /* [token, group] of fractions */
-  uint32_t weight[4][TILE / 2 * LANES + LANES];                  /* [row][two tokens, group] */
-  vf add[4];                                                     /* [row]: lane i is of group i % groups */
-  float unit[4];                                                 /* [row]: of weights that are whole numbers */
-  const uint8_t *at[TILE];                                       /* beyond the last token, anywhere */
+  float scale[TILE * LANES], zero[TILE * LANES]; /* lanes of [group, token], see `order` */
+  uint32_t weight[4][WEIGHTS] __attribute__((aligned(64))); /* [row][two tokens, group] */
+  vf add[4];                                     /* [row]: lane i is of group i % groups */
+  float unit[4];                                 /* [row]: of weights that are whole numbers */
+  const uint8_t *at[TILE];                       /* beyond the last token, anywhere */
 } Weights;
 
 INLINE int by_bytes(const Field *f) { return BYTES && (f->bits == 8 || refined(f)); } /* as whole numbers */
 /* What a byte counts, and which stands for 0: of two nibbles, a sixteenth of the upper one's step, and half of that. */
 INLINE float byte_step(const Field *f) { return f->bits == 8 ? 1 : 1.0f / 16; }
 INLINE float byte_zero(const Field *f) { return f->bits == 8 ? 0 : 8; }
-INLINE float middle(int64_t bits) { return 1.5f - 0.5f / (float)(1 << bits); } /* of all fractions */
+#define STEPS 128.0f /* of a code from one fraction to the next */
+INLINE float middle(int64_t bits) { return 1 + (float)((1 << bits) - 1) / (2 * STEPS); } /* of all fractions */
 
 void take_pairs(const Field *k, int64_t bits, int64_t rows, int64_t group, Queries *x);
 void pair_products(const Field *k, int64_t bits, const Queries *x, int64_t rows, const uint8_t **at, int n, float *scores);

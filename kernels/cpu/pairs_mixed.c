@@ -8,7 +8,7 @@
 void pairs_weigh_mixed(const Field *v, const float *p, int64_t rows, const Tokens *tokens, Pairs *known, float *out) {
   const int64_t dim = v->dim;
   const int narrow = tokens->narrow;
-  const float steps = narrow ? 4 : 16, under = middle(v->bits) - 1 - (narrow ? 1.0f / 16 : 0);
+  const float steps = narrow ? STEPS / 4 : STEPS, under = middle(v->bits) - 1 - (narrow ? 1 / STEPS : 0);
   float *factor = known->factor[narrow];
   uint8_t room[TILE][128] __attribute__((aligned(64)));
   float weights[rows * TILE], sums[rows * dim] __attribute__((aligned(64)));

@@ -178,6 +178,35 @@ def test_for_queries_of_bfloat16_codes_are_about_what_they_stand_for(shape: str,
     oracle.close(got, want, max(1e-2, 2 * oracle.error(rounded.probs, want.probs)))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dim", "bits", "group"),
+    [(64, 4, 16), (64, 4, 64), (128, 4, 16), (128, 4, 32), (128, 4, 128), (256, 4, 16), (256, 4, 32), (256, 4, 64),
+     (128, 2, 16), (128, 2, 64), (256, 2, 32), (128, 8, 32), (128, "mixed", 39)],
+)  # fmt: skip
+def test_pages_that_follow_each_other_without_gaps(dim: int, bits: int | str, group: int, scales: torch.dtype) -> None:
+    """Whole batches of tokens side by side, as most are: their scales and codes are read where they lie."""
+    rng = torch.Generator().manual_seed(dim + group)
+    page = 128 if group == 128 else PAGE
+    k, v = torch.randn(2, 2 * TABLE, page, dim, generator=rng) + 1
+    if bits == "mixed":
+        chosen = torch.rand(len(k), page, generator=rng).argsort(1) < group
+        fields = codecs.encode_zipcache(k, v, (4, 2), chosen, scale_dtype=scales)
+    else:
+        fields = codecs.encode_kivi(k, v, int(bits), group, scale_dtype=scales)
+    codec = "zipcache" if bits == "mixed" else "kivi"
+    k, v = (x.view(2, -1, dim) for x in codecs.decode(codec, fields, dim, dim))
+    table, position = torch.arange(2 * TABLE).view(2, TABLE).int(), torch.arange(TABLE * page).repeat(2, 1).int()
+    q = torch.randn(2, 4, 1, dim, generator=rng).bfloat16()
+    got = paged_attention(
+        q, fields, table, position, page=page, scale=dim**-0.5, codec=codec, dim_v=dim, backend="native"
+    )
+    scores = torch.einsum("rgqd,rtd->rgqt", q.float(), k) * dim**-0.5
+    want = torch.einsum("rgqt,rtd->rgqd", scores.softmax(-1), v)
+    assert (got.lse - scores.logsumexp(-1)).abs().max() < 1e-2
+    assert (got.out - want).abs().max() < 2e-2
+
+
 @pytest.mark.parametrize("shape", ["4 bits", "2 bits", "mixed", "two nibbles"])
 def test_in_bfloat16_less_is_lost_than_by_rounding_decoded_keys_and_values(shape: str) -> None:
     lost, by_rounding = 0.0, 0.0
