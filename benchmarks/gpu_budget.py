@@ -54,8 +54,8 @@ COUNTS = (
     Count("bounds of 64 units", "bounds", "score_kernel", 0, 64 * 512),
     *(Count(f"KIVI, {n} bits", f"kivi, {n} bits", "kivi_kernel", 2 if n == 8 else 1, 64 * kivi(n)) for n in (8, 4, 2)),
     *(
-        Count(f"KIVI, {n} bits, pages of 32", f"kivi, {n} bits, pages of 32", "kivi_kernel", 2, 64 * kivi(n))
-        for n in (4, 2)
+        Count(f"KIVI, {n} bits, pages of 32", f"kivi, {n} bits, pages of 32", "kivi_kernel", turns, 64 * kivi(n))
+        for n, turns in ((4, 1), (2, 2))
     ),
     Count("KIVI, 4 bits, groups of 64", "kivi, 4 bits, groups of 64", "kivi_kernel", 1, 64 * kivi(4, 64)),
     Count("KIVI, 4 bits, chosen units of 16", "kivi, 4 bits, units of 16", "kivi_kernel", 4, 64 * kivi(4)),
