@@ -1,5 +1,5 @@
-"""What the kernels share that multiply codes as they are (`kivi.py`, `mixed.py`): queries in units that float16 holds, the share
-of a score that all tokens of a key group have, and by how much weights may grow.
+"""What the kernels share that multiply codes as they are (`kivi.py`, `mixed.py`): queries in units that float16 holds, and by how
+much weights may grow; and, of KIVI's, the share of a score that all tokens of a key group have.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc"
 
@@ -15,19 +15,24 @@ SMALLEST = tl.constexpr(2.0**-24)
 
 
 @triton.jit
+def counted_in(largest, scale):
+    """Of each query row's largest number a power of two that is no less, in which its numbers are counted, as float16 ends early
+    and nothing is rounded by it; and the same with the sign of `scale`."""
+    largest = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
+    largest = tl.where(largest > 0, largest, 1.0)
+    return largest, tl.where(scale < 0, -largest, largest)
+
+
+@triton.jit
 def asked(q, some, scale, DIM: tl.constexpr, HEADS: tl.constexpr, LEVEL: tl.constexpr, DTYPE: tl.constexpr):
-    """Of each query row (`q`: where it begins) a power of two that none of its numbers exceeds, which is what numbers are
-    counted in, as float16 ends early, and nothing is rounded by; the same with the sign of `scale`; and the left factors for
-    `shared`: of 8 rows one, which has channels in its rows 0 to 7 and others in 8 to 15, of more rows one for each."""
+    """What each query row (`q`: where it begins) is `counted_in`, and the left factors for `shared`: of 8 rows one, which has
+    channels in its rows 0 to 7 and others in 8 to 15, of more rows one for each."""
     # Nothing is joined: Triton's compiler takes that for wider loads, and brings factors into another order.
     d = tl.arange(0, DIM // 2)
     d = d // 16 * 32 + d % 8 // 2 * 8 + d % 16 // 8 * 2 + d % 2
     at = q[None, :, None] + 4 * tl.arange(0, 2)[:, None, None] + d[None, None, :]
     x = tl.load(at, mask=some[None, :, None], other=0.0).to(tl.float32)
-    largest = tl.max(tl.max(tl.abs(x), 2), 0)
-    largest = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
-    largest = tl.where(largest > 0, largest, 1.0)
-    unit = tl.where(scale < 0, -largest, largest)
+    largest, unit = counted_in(tl.max(tl.max(tl.abs(x), 2), 0), scale)
     x = x / unit[None, :, None]
     if DTYPE == tl.bfloat16:  # whose numbers get as small as codes are
         x = x * (LEVEL * SMALLEST)

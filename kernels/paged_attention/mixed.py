@@ -31,7 +31,7 @@ from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.halves import field, masked, masking, upper
 from kvengine.kernels.gpu.layouts import apart, as_product, loaded, rows_of
 from kvengine.kernels.gpu.stream import LOG2E, Partials, pick, row_ends
-from kvengine.kernels.paged_attention.by_code import SMALLEST, asked, headroom, over, shared
+from kvengine.kernels.paged_attention.by_code import SMALLEST, counted_in, headroom
 from kvengine.kernels.paged_attention.by_width import by_lot, lots, low_half, range_of, words_of
 from kvengine.kernels.state import State
 
@@ -97,8 +97,14 @@ def share(
     n = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     some = n < heads
     mask = loaded((((1 << BITS) - 1) << BITS * (tl.arange(0, 16) // 8)).to(tl.int16), position, never)
-    at_q = q + (r * heads + n) * K_DIM
-    largest, unit, query_z = asked(at_q, some, scale, K_DIM, HEADS, level(BITS), tl.float16)
+    d = tl.arange(0, K_DIM // 2)
+    d = d // 16 * 32 + d % 8 // 2 * 8 + d % 16 // 8 * 4 + d % 2
+    at_q = q + (r * heads + n)[:, None] * K_DIM
+    x = tl.load(at_q + d[None, :], mask=some[:, None], other=0.0).to(tl.float32)
+    y = tl.load(at_q + d[None, :] + 2, mask=some[:, None], other=0.0).to(tl.float32)
+    largest, unit = counted_in(tl.max(tl.maximum(tl.abs(x), tl.abs(y)), 1), scale)
+    query_x = tl.trans(loaded((x / unit[:, None]).to(tl.float16), position, never))
+    query_y = tl.trans(loaded((y / unit[:, None]).to(tl.float16), position, never))
     query, acc = by_tile(q, r * heads, n, some, unit, K_DIM, BITS, HEADS), ()
     for _ in tl.static_range(V_DIM // 16):
         acc = acc + (tl.zeros([16, HEADS], tl.float32),)
@@ -125,7 +131,9 @@ def share(
         this, next_page = tl.maximum(next_page, -1), tl.maximum(third, -1)
         next_bits, next_by = words_of(salience, next_page, WORDS), factors(channel, this, V_DIM, BITS)
         third = tl.load(pages + tl.minimum(block + 3, last))
-        scores = width_scores(k_code, page, there, query, query_z, k_scale, k_zero, BITS, TOKENS, K_DIM, HEADS, ASM)
+        scores = width_scores(
+            k_code, page, there, query, query_x, query_y, k_scale, k_zero, BITS, TOKENS, K_DIM, HEADS, ASM
+        )
         found, spare = (), tl.full([], -float("inf"), tl.float32)
         for s in tl.static_range(len(scores)):
             score = scores[s]
@@ -181,13 +189,13 @@ def factors(channel, page, DIM: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def width_scores(
-    code, page, there, query, query_z, scale, zero, BITS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
-    HEADS: tl.constexpr, ASM: tl.constexpr,
+    code, page, there, query, query_x, query_y, scale, zero, BITS: tl.constexpr, TOKENS: tl.constexpr,
+    DIM: tl.constexpr, HEADS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores of a page's tokens of one width, by lots."""
     group = 2 * page * DIM
     weights = weighted(query, scale + group, there, DIM * BITS // 16, BITS, HEADS)
-    base = shared(zero + group, there, query_z, DIM, level(BITS), tl.float16)
+    base = ranges(zero + group, there, query_x, query_y, DIM) * (level(BITS) * SMALLEST)
     scores = ()
     for s in tl.static_range(len(lots(TOKENS))):
         # Behind the last token its own codes again, of which nothing comes.
@@ -196,6 +204,16 @@ def width_scores(
         words = tl.load(code + page * (TOKENS * DIM * BITS // 16) + at, mask=there, other=0)
         scores = scores + (scored(words, weights, base, BITS, lots(TOKENS)[s], HEADS, ASM),)
     return scores
+
+
+@triton.jit
+def ranges(pointer, there, query_x, query_y, DIM: tl.constexpr):
+    """Of a page's zeros, the product with each query. A lane holds them as the left factor of a product, of which two of the four
+    registers are rows 0 to 7, and two are rows 8 to 15: other channels, and other queries that are multiplied by them."""
+    x = tl.load(pointer + tl.arange(0, DIM), mask=there, other=0.0).to(tl.float16)
+    x = tl.permute(x.reshape(DIM // 32, 4, 2, 2, 2), (3, 0, 2, 1, 4)).reshape(2, 1, DIM // 2)
+    x = tl.broadcast_to(x, 2, 8, DIM // 2).reshape(16, DIM // 2)
+    return rows_of(tl.dot(x, query_x), 0) + rows_of(tl.dot(x, query_y), 1)
 
 
 @triton.jit
@@ -234,9 +252,8 @@ def scored(words, weights, base, BITS: tl.constexpr, LOT: tl.constexpr, HEADS: t
     """Scores [head, token] of a lot."""
     HALF: tl.constexpr = 8 // BITS
     SUMS: tl.constexpr = BITS == 4
-    low, low_of_second = over(base[0], LOT), over(base[1], LOT)
-    high = tl.zeros([2 * HEADS, LOT], tl.float32)
-    high_of_second = high
+    low = tl.zeros([2 * HEADS, LOT], tl.float32)
+    high, low_of_second, high_of_second = low, low, low
     high_bytes = upper(words, ASM)
     for i in tl.static_range(HALF):
         codes = tl.trans(field(words, high_bytes, i, BITS, SUMS, ASM))
@@ -249,7 +266,8 @@ def scored(words, weights, base, BITS: tl.constexpr, LOT: tl.constexpr, HEADS: t
             high_of_second = tl.dot(weights[i], second, high_of_second)
     if BITS == 2:
         low, low_of_second = low + high / 16, low_of_second + high_of_second / 16
-    return rows_of(low, 0) + rows_of(low_of_second, 1)
+    scores = tl.broadcast_to(tl.trans(base)[:, None, :], HEADS, LOT // 8, 8).reshape(HEADS, LOT)
+    return scores + rows_of(low, 0) + rows_of(low_of_second, 1)
 
 
 @triton.jit
