@@ -235,6 +235,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "latents, fp32": pages(dim=576, rows=1, group=16, dtype=torch.float32),
         "kivi, 2 bits": pages("kivi", bits=2),
         "kivi, 4 bits": pages("kivi"),
+        "kivi, 2 bits, pages of 32": pages("kivi", bits=2, page=32),
         "kivi, 4 bits, pages of 32": pages("kivi", page=32),
         "kivi, 4 bits, groups of 64": pages("kivi", scaled=64),
         "kivi, 8 bits": pages("kivi", bits=8),

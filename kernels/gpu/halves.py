@@ -161,9 +161,20 @@ def whole(upper, lower, odd: tl.constexpr, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(ASM[2 + odd], "=r,r,r", [upper, lower], dtype=tl.int16, is_pure=True, pack=2)
 
 
+@triton.jit
+def alive(scores, place, ASM: tl.constexpr):
+    """Scores [head, token], -inf of dead tokens, whose place is negative, whatever theirs are. Not by conditions: of so many the
+    compiler makes bits of a number first. A minimum leaves the number that is one, of which the interpreter knows nothing."""
+    if ASM is None:
+        return tl.where((place >= 0)[None, :], scores, -float("inf"))
+    else:  # of two constants the compiler would make two instructions
+        bound = tl.inline_asm_elementwise(ASM[5], "=r,r", [place], dtype=tl.int32, is_pure=True, pack=1)
+        return tl.minimum(scores, bound.to(tl.float32, bitcast=True)[None, :])
+
+
 def masking() -> tuple[str, ...] | None:
-    """PTX for two halves at a time: of `masked`, of `upper`, and of `whole`; and of `ones`. The interpreter has none. What a
-    shift brings over from the other half is masked away."""
+    """PTX for two halves at a time: of `masked`, of `upper`, and of `whole`; of `ones`; and of `alive`. The interpreter has none.
+    What a shift brings over from the other half is masked away."""
     if interpreted():
         return None
     either = "lop3.b32 $0, {}, {}, 0xF0F0F0F0, 0xE4;"  # the upper nibbles of the first, the lower ones of the second
@@ -173,4 +184,5 @@ def masking() -> tuple[str, ...] | None:
         "{ .reg .b32 t; shl.b32 t, $1, 4; " + either.format("t", "$2") + " }",
         "{ .reg .b32 t; shr.u32 t, $2, 4; " + either.format("$1", "t") + " }",
         "popc.b32 $0, $1;",
+        "lop3.b32 $0, $1, 0x80000000, 0x7F800000, 0xEA;",
     )

@@ -6,20 +6,21 @@ each for `V_GROUP` channels of its value. So what is multiplied by codes is scal
     score  = sum over channels of  code * (scale * query) + zero * query
     output = sum over tokens of    code * (scale * weight) + zero * weight
 
-and the zeros are a product of their own, with one row for all tokens, or for all channels of a group. Codes come as float16's
-smallest numbers (`kvengine.kernels.gpu.halves.masked`), one instruction for two of them. Of keys in 4 bits a byte's upper code
-comes with the lower one still in it (K_SUMS), for which the lower one's weight makes up: nothing is masked away then.
+and the zeros are a product of their own, which sums of scores begin with, or one row for all channels of a group. Codes come as
+float16's smallest numbers (`kvengine.kernels.gpu.halves.masked`), one instruction for two of them. Of keys in 4 bits a byte's
+upper code comes with the lower one still in it (K_SUMS), for which the lower one's weight makes up: nothing is masked away
+then.
 
 A block is 64 tokens, in two lots of 32 with one maximum, as results are rescaled once for both and the products of one need not
-wait for those of the other; or one lot of 32, or of 16 where chosen units are so small. Of halves of words there are 16 / bits
-tiles, tile i has code i of each. For scores, halves are summed over and tokens are columns: two channels lie in one register, as
-the product wants them. For the output, tokens are summed over and halves are rows, for which shared memory is read by columns:
-two tokens lie in one register. All 16 rows of such a tile must have one scale; where a group has fewer halves, several codes of
-each half are its rows, side by side. Scores have query heads as rows, so that a lane holds scores of neighbouring tokens, and
-weights made of them are a factor of the next product where they are; the same holds for scaled queries. With scores the other
-way round products were fewer, 42 for 58 of 32 tokens, but for all else the first were written to shared memory and read again,
-nine times a block. A product has no fewer than 16 rows: of 8 heads, two tiles' queries are the rows of one factor, and half of
-each product is not used.
+wait for those of the other; of 4 bits in one page or in two. Or it is one lot of 32, or of 16 where chosen units are so small.
+Of halves of words there are 16 / bits tiles, tile i has code i of each. For scores, halves are summed over and tokens are
+columns: two channels lie in one register, as the product wants them. For the output, tokens are summed over and halves are
+rows, for which shared memory is read by columns: two tokens lie in one register. All 16 rows of such a tile must have one
+scale; where a group has fewer halves, several codes of each half are its rows, side by side. Scores have query heads as rows,
+so that a lane holds scores of neighbouring tokens, and weights made of them are a factor of the next product where they are;
+the same holds for scaled queries. With scores the other way round products were fewer, 42 for 58 of 32 tokens, but for all else
+the first were written to shared memory and read again, nine times a block. A product has no fewer than 16 rows: of 8 heads, two
+tiles' queries are the rows of one factor, and half of each product is not used.
 
 QuantSpec's pages (FINE) have lower nibbles beside the upper ones, `zero + (16 code + low - 8) * scale / 16`. Two instructions
 make codes of 8 bits of both, every second one at a time (`whole`), and what the 8 takes away is half of each scale, a product
@@ -41,9 +42,10 @@ from kvengine.kernels.dispatch import interpreted
 from kvengine.kernels.gpu import cdiv, next_power_of_2, room
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
-from kvengine.kernels.gpu.halves import field, masked, masking, upper, whole
+from kvengine.kernels.gpu.halves import alive, field, masked, masking, upper, whole
 from kvengine.kernels.gpu.layouts import apart, as_product, loaded, rows_of
 from kvengine.kernels.gpu.stream import LOG2E, Partials, pick, row_ends, slot_at, unit_at
+from kvengine.kernels.paged_attention.by_code import SMALLEST, asked, headroom, over, shared
 from kvengine.kernels.paged_attention.words import BLOCK, EACH, MOST_HEADS
 from kvengine.kernels.state import State
 
@@ -53,8 +55,6 @@ ROOM_OF_TWO = 200 << 10
 """Shared memory in which eight programs have two blocks, of 21 KiB, on their way."""
 LEAST_GROUP = 32
 """Channels of a value with one scale: two tiles of 16 rows."""
-SMALLEST = tl.constexpr(2.0**-24)
-"""Float16's smallest number, of which codes are multiples."""
 
 
 @launched_again
@@ -100,10 +100,6 @@ def kivi_kernel(
     some, t = n < heads, tl.arange(0, LOT)
     k_at = K_TILES * tl.arange(0, K_HALVES)
     k_all = k_at[:, None] + tl.arange(0, K_TILES)[None, :]
-    # Zeros are loaded eight at a time, and a lane holds them as the left factor of a product, of which two of the four
-    # registers are rows 0 to 7, and two are rows 8 to 15: other channels, and other queries that are multiplied by them.
-    d = tl.arange(0, K_DIM // 2)
-    d = d // 16 * 32 + d % 8 // 2 * 8 + d % 16 // 8 * 4 + d % 2
     side = tl.arange(0, 16) // V_HALVES
     mask = loaded((((1 << (8 if FINE else V_BITS)) - 1) << (V_BITS * side)).to(tl.int16), position, columns < 0)
     while at < stop:  # one turn per row that this program has a share of
@@ -111,16 +107,7 @@ def kivi_kernel(
         start, end = pick(ends, row - 1, ROWS), pick(ends, row, ROWS)
         upto = tl.minimum(stop, end)
         r = row.to(tl.int64)
-        at_q = q + (r * heads + n)[:, None] * K_DIM
-        x = tl.load(at_q + d[None, :], mask=some[:, None], other=0.0).to(tl.float32)
-        y = tl.load(at_q + d[None, :] + 2, mask=some[:, None], other=0.0).to(tl.float32)
-        # Scaled to 1 at most, as float16 ends early; by a power of two, so that nothing is rounded.
-        largest = tl.max(tl.maximum(tl.abs(x), tl.abs(y)), 1)
-        largest = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
-        largest = tl.where(largest > 0, largest, 1.0)
-        unit = tl.where(scale < 0, -largest, largest)
-        query_x = tl.trans(loaded((x / unit[:, None]).to(K_ZERO), position, columns < 0))
-        query_y = tl.trans(loaded((y / unit[:, None]).to(K_ZERO), position, columns < 0))
+        largest, unit, query_z = asked(q + (r * heads + n) * K_DIM, some, scale, K_DIM, HEADS, LEVEL, K_ZERO)
         at_q = (
             q + (r * heads + n)[None, :, None] * K_DIM + HALF * tl.arange(0, TWO)[:, None, None] + k_at[None, None, :]
         )
@@ -131,50 +118,55 @@ def kivi_kernel(
             query = query + (as_product(x).to(tl.float16),)
         for _ in tl.static_range(V_DIM // 16):
             acc = acc + (tl.zeros([16, HEADS], tl.float32),)
-        # A second use: what has only one the compiler brings into its order in the loop, each time.
-        nothing = tl.zeros([16, K_DIM // 2], K_ZERO)
-        acc_z = tl.dot(nothing, query_x, tl.dot(nothing, query_y))
-        total = tl.zeros([HEADS, 8], tl.float32)
+        acc_z = tl.zeros([16, HEADS], tl.float32)
+        total = tl.zeros([8, HEADS], tl.float32)  # of which each row says the same
         factor = largest * tl.abs(scale) / (LEVEL * SMALLEST)
         power = tl.full([HEADS], LOG2E, tl.float32) if SOFTCAP else factor * LOG2E
+        ones = tl.full([16, LOT], 1.0, tl.float16)
         # `scores` count in units of `factor`, and weights and `top` in powers of two.
         top = tl.full([HEADS], -float("inf"), tl.float32)
         # Asked for turns ahead, so that nothing waits for it: the next block's page, what lives there, the unit after it.
         begin, last, places = at - start, upto - start - 1, position + r * position_row + t
         pages, next_unit = table + r * table_row, unit_at(begin, r, units, chosen, UNITS, UNIT, BLOCK)
         next_slot, next_there = slot_at(begin, next_unit, UNITS, UNIT, BLOCK), next_unit >= 0
-        next_page, next_places = tl.load(pages + next_slot // PAGE), by_lot(places, next_slot, LOTS, LOT)
+        next_pages = pages_at(pages, next_slot, columns, PAGE, BLOCK, LOT)
+        next_places = places_at(places, next_slot, columns, PAGE, BLOCK, LOT)
         next_unit = unit_at(tl.minimum(begin + 1, last), r, units, chosen, UNITS, UNIT, BLOCK)
         for block in range(begin, last + 1):
-            slot, page, there = next_slot, next_page, next_there & (next_page >= 0)
-            first = tl.maximum(page, 0).to(tl.int64) * PAGE + slot % PAGE
-            live = ()
+            slot, there, first, live = next_slot, (), (), ()
             for s in tl.static_range(LOTS):
-                live = live + (there & (next_places[s] >= 0),)
+                there = there + (next_there & (next_pages[s] >= 0),)
+                first = first + (first_of(next_pages, slot, s, PAGE, BLOCK, LOT),)
+                live = live + (there[s] & (next_places[s] >= 0),)
             next_there = next_unit >= 0
             next_slot = slot_at(tl.minimum(block + 1, last), next_unit, UNITS, UNIT, BLOCK)
-            next_page, next_places = tl.load(pages + next_slot // PAGE), by_lot(places, next_slot, LOTS, LOT)
+            next_pages = pages_at(pages, next_slot, columns, PAGE, BLOCK, LOT)
+            next_places = places_at(places, next_slot, columns, PAGE, BLOCK, LOT)
             next_unit = unit_at(tl.minimum(block + 2, last), r, units, chosen, UNITS, UNIT, BLOCK)
             found = ()
             for s in tl.static_range(LOTS):
-                place = tl.load(places + slot + s * LOT)  # again, as registers that wait for a load cannot be handed on
-                words = stretch(k_code, first + s * LOT, t, there, K_HALVES, K_HALVES)
+                # Again, as registers that wait for a load cannot be handed on.
+                place = place_at(places, slot, s, columns, PAGE, BLOCK, LOT)
+                words = stretch(k_code, first[s], t, there[s], K_HALVES, K_HALVES)
                 if FINE:
-                    lower = stretch(k_low, first + s * LOT, t, there, K_HALVES, K_HALVES)
-                group = (first + s * LOT) // K_GROUP * K_DIM
-                k_scales = tl.load(k_scale + group + k_all, mask=there, other=0.0)
-                k_scales = apart(k_scales.to(tl.float16).reshape(K_HALVES, TWO, HALF), HALF)
-                base = ranges(k_zero + group, there, query_x, query_y, K_DIM, K_ZERO)
-                if FINE:
-                    base -= 0.5 * ranges(k_scale + group, there, query_x, query_y, K_DIM, K_ZERO)
-                base *= LEVEL * SMALLEST
-                scores = tl.broadcast_to(tl.trans(base)[:, None, :], HEADS, LOT // 8, 8).reshape(HEADS, LOT)
-                low = tl.zeros([TWO * HEADS, LOT], tl.float32)
-                high, low_of_second, high_of_second = low, low, low
-                weights = ()
-                for i in tl.static_range(HALF):
-                    sizes = tl.broadcast_to(tl.trans(k_scales[i])[:, None, :], TWO, HEADS, K_HALVES)
-                    weights = weights + (query[i] * sizes.reshape(TWO * HEADS, K_HALVES),)
+                    lower = stretch(k_low, first[s], t, there[s], K_HALVES, K_HALVES)
+                if s == 0 or K_GROUP % BLOCK:  # else all of a block are of one group
+                    group = first[s] // K_GROUP * K_DIM
+                    k_scales = tl.load(k_scale + group + k_all, mask=there[s], other=0.0)
+                    k_scales = apart(k_scales.to(tl.float16).reshape(K_HALVES, TWO, HALF), HALF)
+                    base = shared(k_zero + group, there[s], query_z, K_DIM, LEVEL, K_ZERO)
+                    if FINE:
+                        halves = shared(k_scale + group, there[s], query_z, K_DIM, LEVEL, K_ZERO)
+                        base = base[0] - 0.5 * halves[0], base[1] - 0.5 * halves[1]
+                    if TWO == 1:
+                        base = base[0] + base[1], base[1]
+                    weights = ()
+                    for i in tl.static_range(HALF):
+                        sizes = tl.broadcast_to(tl.trans(k_scales[i])[:, None, :], TWO, HEADS, K_HALVES)
+                        weights = weights + (query[i] * sizes.reshape(TWO * HEADS, K_HALVES),)
+                low, low_of_second = over(base[0], LOT), over(base[1], LOT)
+                high = tl.zeros([TWO * HEADS, LOT], tl.float32)
+                high_of_second = high
                 high_bytes = upper(words, ASM)
                 for i in tl.static_range(HALF):
                     sized = weights[i]
@@ -201,50 +193,50 @@ def kivi_kernel(
                 if PLACES < 8:
                     low, low_of_second = low + high / (1 << PLACES), low_of_second + high_of_second / (1 << PLACES)
                 if TWO == 2:
-                    scores += rows_of(low, 0) + rows_of(low_of_second, 1)
+                    scores = rows_of(low, 0) + rows_of(low_of_second, 1)
                 else:
-                    scores += low
+                    scores = low
                 if SOFTCAP:
                     scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (factor * (2.0 / softcap))[:, None]) + 1.0))
-                seen = (place >= 0)[None, :]
+                scores = alive(scores, place, ASM)
                 if BY_POSITION:
                     own = tl.load(query_position + r * queries + n % queries, mask=some, other=0)
                     distance = own.to(tl.int64)[:, None] - place.to(tl.int64)[None, :]
-                    seen = seen & (distance >= 0) & ((distance < window) | (window == 0))
-                scores = tl.where(seen, scores, -float("inf"))
+                    seen = (distance >= 0) & ((distance < window) | (window == 0))
+                    scores = tl.where(seen, scores, -float("inf"))
                 found = found + (scores,)
             v_scales, v_zeros, spare = (), (), tl.full([], -float("inf"), tl.float32)
             for s in tl.static_range(LOTS):
                 # A dead token's range may be anything; with 0 it adds nothing.
-                group = (first + s * LOT + t)[:, None] * V_GROUPS + tl.arange(0, V_GROUPS)[None, :]
+                group = (first[s] + t)[:, None] * V_GROUPS + tl.arange(0, V_GROUPS)[None, :]
                 given = tl.load(v_scale + group, mask=live[s][:, None], other=0.0)
                 v_scales, spare = v_scales + (given.to(tl.float16),), tl.maximum(spare, headroom(given))
                 v_zeros = v_zeros + (tl.load(v_zero + group, mask=live[s][:, None], other=0.0).to(tl.float16),)
-            highest = tl.max(found[0], 1)
-            for s in tl.static_range(1, LOTS):
-                highest = tl.maximum(highest, tl.max(found[s], 1))
-            highest = tl.where(there, highest, -float("inf"))
+            highest = most(found, there, PAGE % BLOCK == 0)
             now_top = tl.maximum(top, highest * power + spare)
             shift = tl.where(now_top == float("-inf"), 0.0, now_top)
             shrink = tl.exp2(top - shift)
-            top, shift = now_top, tl.where(there, shift, float("inf"))  # of nothing no weights
-            total, acc_z, now = total * shrink[:, None], acc_z * shrink[None, :], ()
+            top = now_top
+            begin_of = ()
+            for s in tl.static_range(LOTS):  # of nothing no weights
+                begin_of = begin_of + (tl.where(there[s], shift, float("inf")),)
+            acc_z, sums, now = acc_z * shrink[None, :], tl.zeros([16, HEADS], tl.float32), ()
             for i in tl.static_range(V_DIM // 16):
                 now = now + (acc[i] * shrink[None, :],)
             acc = now
             for s in tl.static_range(LOTS):
-                p = tl.exp2(found[s] * power[:, None] - shift[:, None])
-                total += tl.sum(p.reshape(HEADS, LOT // 8, 8), 1)
+                p = tl.exp2(found[s] * power[:, None] - begin_of[s][:, None])
                 p, now = p.to(tl.float16), ()
+                sums = tl.dot(ones, tl.trans(p), sums)
                 acc_z = tl.dot(as_rows(v_zeros[s], V_GROUPS, LOT), tl.trans(p), acc_z)
                 if FINE:
                     acc_z = tl.dot(as_rows(v_scales[s], V_GROUPS, LOT), tl.trans(p * -0.5), acc_z)
                 sizes = apart(v_scales[s], V_GROUPS)
                 for piece in tl.static_range(PIECES):
-                    words = stretch(v_code + PIECE * piece, first + s * LOT, t, there, PIECES * PIECE, PIECE)
+                    words = stretch(v_code + PIECE * piece, first[s], t, there[s], PIECES * PIECE, PIECE)
                     words = apart(tl.permute(words.reshape(LOT, PARTS, V_HALVES), (0, 2, 1)), PARTS)
                     if FINE:
-                        lower = stretch(v_low + PIECE * piece, first + s * LOT, t, there, PIECES * PIECE, PIECE)
+                        lower = stretch(v_low + PIECE * piece, first[s], t, there[s], PIECES * PIECE, PIECE)
                         lower = apart(tl.permute(lower.reshape(LOT, PARTS, V_HALVES), (0, 2, 1)), PARTS)
                     for part in tl.static_range(PARTS):
                         few = tl.trans(words[part])
@@ -260,6 +252,7 @@ def kivi_kernel(
                                 value = masked(few if V_BITS * SIDE * j < 8 else upper(few, ASM), bits, ASM)
                             now = now + (tl.dot(value, sized, acc[(piece * PARTS + part) * STEPS + j]),)
                 acc = now
+            total = total * shrink[None, :] + rows_of(sums, 0)
         out = (program + row).to(tl.int64) * heads + n
         for g in tl.static_range(V_GROUPS):
             mine = tl.sum(tl.where((tl.arange(0, 16) == g)[:, None], acc_z, 0.0), 0)
@@ -270,17 +263,57 @@ def kivi_kernel(
                 found = acc[i] * back + mine[None, :]
                 tl.store(parts + out[None, :] * V_DIM + c[:, None], found, mask=some[None, :])
         tl.store(tops + out, top / LOG2E, mask=some)
-        tl.store(totals + out, tl.sum(total, 1), mask=some)
+        tl.store(totals + out, tl.sum(total, 0) / 8, mask=some)
         at = upto
 
 
 @triton.jit
-def by_lot(places, slot, LOTS: tl.constexpr, LOT: tl.constexpr):
-    """The positions of a block's tokens."""
+def pages_at(pages, slot, columns, PAGE: tl.constexpr, BLOCK: tl.constexpr, LOT: tl.constexpr):
+    """Where a block's lots are: in one page, or in some that follow one another, of which the last may be missing."""
     found = ()
-    for s in tl.static_range(LOTS):
-        found = found + (tl.load(places + slot + s * LOT),)
+    for s in tl.static_range(BLOCK // LOT):
+        if PAGE % BLOCK == 0:
+            found = found + (tl.load(pages + slot // PAGE),)
+        else:
+            at = slot + s * LOT
+            found = found + (tl.load(pages + at // PAGE, mask=at < columns, other=-1),)
     return found
+
+
+@triton.jit
+def first_of(page, slot, s: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, LOT: tl.constexpr):
+    """Of all pages' tokens, a lot's first."""
+    if PAGE % BLOCK == 0:
+        return tl.maximum(page[0], 0).to(tl.int64) * PAGE + slot % PAGE + s * LOT
+    else:
+        return tl.maximum(page[s], 0).to(tl.int64) * PAGE + (slot + s * LOT) % PAGE
+
+
+@triton.jit
+def places_at(places, slot, columns, PAGE: tl.constexpr, BLOCK: tl.constexpr, LOT: tl.constexpr):
+    """The positions of a block's tokens, by lots."""
+    found = ()
+    for s in tl.static_range(BLOCK // LOT):
+        found = found + (place_at(places, slot, s, columns, PAGE, BLOCK, LOT),)
+    return found
+
+
+@triton.jit
+def place_at(places, slot, s: tl.constexpr, columns, PAGE: tl.constexpr, BLOCK: tl.constexpr, LOT: tl.constexpr):
+    if PAGE % BLOCK == 0:
+        return tl.load(places + slot + s * LOT)
+    else:
+        return tl.load(places + slot + s * LOT, mask=slot + s * LOT < columns)
+
+
+@triton.jit
+def most(found, there, ONE: tl.constexpr):
+    """The highest scores of each query, in lots that are there: all or none of them if it is ONE page."""
+    highest = tl.max(found[0], 1) if ONE else tl.where(there[0], tl.max(found[0], 1), -float("inf"))
+    for s in tl.static_range(1, len(found)):
+        other = tl.max(found[s], 1)
+        highest = tl.maximum(highest, other if ONE else tl.where(there[s], other, -float("inf")))
+    return tl.where(there[0], highest, -float("inf")) if ONE else highest
 
 
 @triton.jit
@@ -294,26 +327,6 @@ def stretch(code, first, t, there, ROW: tl.constexpr, COLUMNS: tl.constexpr):
     """Some columns of a block's rows."""
     at = code + first * ROW + t[:, None] * ROW + tl.arange(0, COLUMNS)[None, :]
     return tl.load(at, mask=there, other=0)
-
-
-@triton.jit
-def ranges(pointer, there, query_x, query_y, DIM: tl.constexpr, DTYPE: tl.constexpr):
-    """Of a key group's zeros or scales, the product with each query."""
-    x = tl.load(pointer + tl.arange(0, DIM), mask=there, other=0.0).to(DTYPE)
-    x = tl.permute(x.reshape(DIM // 32, 4, 2, 2, 2), (3, 0, 2, 1, 4)).reshape(2, 1, DIM // 2)
-    x = tl.broadcast_to(x, 2, 8, DIM // 2).reshape(16, DIM // 2)
-    return rows_of(tl.dot(x, query_x), 0) + rows_of(tl.dot(x, query_y), 1)
-
-
-@triton.jit
-def headroom(scales):
-    """By how many powers of two weights must be less than float16's largest, so that none overflows times a scale; less 15,
-    that is: as many as are left are used, so that small weights times small scales do not vanish."""
-    bits = tl.max(tl.max(scales.to(tl.int16, bitcast=True).to(tl.int32), 1), 0)  # none is negative: as whole numbers
-    if scales.dtype == tl.float16:
-        return (tl.maximum((bits >> 10) - 14, 0) - 15).to(tl.float32)
-    else:
-        return (tl.maximum((bits >> 7) - 126, 0) - 15).to(tl.float32)
 
 
 def fits(
@@ -361,7 +374,9 @@ def attention(
     exact = k[3].dtype == q.dtype == torch.bfloat16 and not interpreted()  # which has no products of these
     alone = tile <= MOST_HEADS
     few = tile == 8 and max(dim, dim_v) <= 128 and max(bits) <= 4 and not fine
-    if few and block == BLOCK and unit % (2 * BLOCK) == 0 and room(q.device) >= ROOM_OF_TWO:
+    # Of 2 bits registers do not suffice for two pages.
+    two = unit % (2 * BLOCK) == 0 or (units is None and min(bits) == 4)
+    if few and two and block == BLOCK and room(q.device) >= ROOM_OF_TWO:
         block = 2 * BLOCK
     parts = Partials(q, dim_v, columns, block, None, tiles_of := cdiv(heads, tile),
                      EACH if alone else 2)  # fmt: skip

@@ -31,8 +31,8 @@ from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.halves import field, masked, masking, upper
 from kvengine.kernels.gpu.layouts import apart, as_product, loaded, rows_of
 from kvengine.kernels.gpu.stream import LOG2E, Partials, pick, row_ends
+from kvengine.kernels.paged_attention.by_code import SMALLEST, counted_in, headroom
 from kvengine.kernels.paged_attention.by_width import by_lot, lots, low_half, range_of, words_of
-from kvengine.kernels.paged_attention.kivi import SMALLEST, headroom, ranges
 from kvengine.kernels.state import State
 
 HEADS = 8
@@ -57,7 +57,7 @@ def mixed_kernel(
     table, position, query_position, table_row, position_row, rows, columns, heads, queries, window, scale, softcap,
     PAGE: tl.constexpr, SALIENT: tl.constexpr, BY_POSITION: tl.constexpr, SOFTCAP: tl.constexpr, LENGTHS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    K_ZERO: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     in_turn(PDL)
@@ -74,13 +74,13 @@ def mixed_kernel(
             share(
                 q, k_high, k_scale, k_zero, v_high, v_scale, v_zero, channel, salience, parts, tops, totals, table, position,
                 query_position, table_row, position_row, heads, queries, window, scale, softcap, columns < 0, row, out,
-                at - start, upto - start - 1, 4, SALIENT, PAGE, BY_POSITION, SOFTCAP, HEADS, K_DIM, V_DIM, K_ZERO, ASM,
+                at - start, upto - start - 1, 4, SALIENT, PAGE, BY_POSITION, SOFTCAP, HEADS, K_DIM, V_DIM, ASM,
             )  # fmt: skip
         else:
             share(
                 q, k_low, k_scale + K_DIM, k_zero + K_DIM, v_low, v_scale, v_zero, channel, salience, parts, tops, totals, table,
                 position, query_position, table_row, position_row, heads, queries, window, scale, softcap, columns < 0, row, out,
-                at - start, upto - start - 1, 2, PAGE - SALIENT, PAGE, BY_POSITION, SOFTCAP, HEADS, K_DIM, V_DIM, K_ZERO, ASM,
+                at - start, upto - start - 1, 2, PAGE - SALIENT, PAGE, BY_POSITION, SOFTCAP, HEADS, K_DIM, V_DIM, ASM,
             )  # fmt: skip
         at = upto
 
@@ -90,26 +90,22 @@ def share(
     q, k_code, k_scale, k_zero, v_code, v_scale, v_zero, channel, salience, parts, tops, totals, table, position,
     query_position, table_row, position_row, heads, queries, window, scale, softcap, never, r, out, begin, last,
     BITS: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, BY_POSITION: tl.constexpr, SOFTCAP: tl.constexpr,
-    HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_ZERO: tl.constexpr, ASM: tl.constexpr,
+    HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Pages `begin` to `last` of a row, of them the tokens of one width."""
     WORDS: tl.constexpr = PAGE // 32
     n = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     some = n < heads
+    mask = loaded((((1 << BITS) - 1) << BITS * (tl.arange(0, 16) // 8)).to(tl.int16), position, never)
     d = tl.arange(0, K_DIM // 2)
     d = d // 16 * 32 + d % 8 // 2 * 8 + d % 16 // 8 * 4 + d % 2
-    mask = loaded((((1 << BITS) - 1) << BITS * (tl.arange(0, 16) // 8)).to(tl.int16), position, never)
     at_q = q + (r * heads + n)[:, None] * K_DIM
     x = tl.load(at_q + d[None, :], mask=some[:, None], other=0.0).to(tl.float32)
     y = tl.load(at_q + d[None, :] + 2, mask=some[:, None], other=0.0).to(tl.float32)
-    # Scaled to 1 at most, as float16 ends early; by a power of two, so that nothing is rounded.
-    largest = tl.max(tl.maximum(tl.abs(x), tl.abs(y)), 1)
-    largest = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
-    largest = tl.where(largest > 0, largest, 1.0)
-    unit = tl.where(scale < 0, -largest, largest)
-    query_x = tl.trans(loaded((x / unit[:, None]).to(K_ZERO), position, never))
-    query_y = tl.trans(loaded((y / unit[:, None]).to(K_ZERO), position, never))
-    query, acc = asked(q, r * heads, n, some, unit, K_DIM, BITS, HEADS), ()
+    largest, unit = counted_in(tl.max(tl.maximum(tl.abs(x), tl.abs(y)), 1), scale)
+    query_x = tl.trans(loaded((x / unit[:, None]).to(tl.float16), position, never))
+    query_y = tl.trans(loaded((y / unit[:, None]).to(tl.float16), position, never))
+    query, acc = by_tile(q, r * heads, n, some, unit, K_DIM, BITS, HEADS), ()
     for _ in tl.static_range(V_DIM // 16):
         acc = acc + (tl.zeros([16, HEADS], tl.float32),)
     total = tl.zeros([HEADS, 8], tl.float32)
@@ -136,7 +132,7 @@ def share(
         next_bits, next_by = words_of(salience, next_page, WORDS), factors(channel, this, V_DIM, BITS)
         third = tl.load(pages + tl.minimum(block + 3, last))
         scores = width_scores(
-            k_code, page, there, query, query_x, query_y, k_scale, k_zero, BITS, TOKENS, K_DIM, K_ZERO, HEADS, ASM
+            k_code, page, there, query, query_x, query_y, k_scale, k_zero, BITS, TOKENS, K_DIM, HEADS, ASM
         )
         found, spare = (), tl.full([], -float("inf"), tl.float32)
         for s in tl.static_range(len(scores)):
@@ -194,12 +190,12 @@ def factors(channel, page, DIM: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def width_scores(
     code, page, there, query, query_x, query_y, scale, zero, BITS: tl.constexpr, TOKENS: tl.constexpr,
-    DIM: tl.constexpr, K_ZERO: tl.constexpr, HEADS: tl.constexpr, ASM: tl.constexpr,
+    DIM: tl.constexpr, HEADS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores of a page's tokens of one width, by lots."""
     group = 2 * page * DIM
     weights = weighted(query, scale + group, there, DIM * BITS // 16, BITS, HEADS)
-    base = ranges(zero + group, there, query_x, query_y, DIM, K_ZERO) * (level(BITS) * SMALLEST)
+    base = ranges(zero + group, there, query_x, query_y, DIM) * (level(BITS) * SMALLEST)
     scores = ()
     for s in tl.static_range(len(lots(TOKENS))):
         # Behind the last token its own codes again, of which nothing comes.
@@ -211,7 +207,17 @@ def width_scores(
 
 
 @triton.jit
-def asked(q, first, n, some, unit, DIM: tl.constexpr, BITS: tl.constexpr, HEADS: tl.constexpr):
+def ranges(pointer, there, query_x, query_y, DIM: tl.constexpr):
+    """Of a page's zeros, the product with each query. A lane holds them as the left factor of a product, of which two of the four
+    registers are rows 0 to 7, and two are rows 8 to 15: other channels, and other queries that are multiplied by them."""
+    x = tl.load(pointer + tl.arange(0, DIM), mask=there, other=0.0).to(tl.float16)
+    x = tl.permute(x.reshape(DIM // 32, 4, 2, 2, 2), (3, 0, 2, 1, 4)).reshape(2, 1, DIM // 2)
+    x = tl.broadcast_to(x, 2, 8, DIM // 2).reshape(16, DIM // 2)
+    return rows_of(tl.dot(x, query_x), 0) + rows_of(tl.dot(x, query_y), 1)
+
+
+@triton.jit
+def by_tile(q, first, n, some, unit, DIM: tl.constexpr, BITS: tl.constexpr, HEADS: tl.constexpr):
     """Queries by tiles, two of them the rows of one factor, for codes of so many bits."""
     TILES: tl.constexpr = 16 // BITS
     HALVES: tl.constexpr = DIM // TILES
@@ -346,7 +352,7 @@ def attention(
         table if query_position is None else query_position.contiguous(), table.stride(0), position.stride(0),
         rows, columns, group * queries, queries, window or 0, scale, softcap or 1.0,
         PAGE=page, SALIENT=fields["k_high"].shape[1], BY_POSITION=query_position is not None,
-        SOFTCAP=softcap is not None, HEADS=HEADS, K_DIM=dim, V_DIM=dim_v, K_ZERO=tl.float16, ASM=masking(),
+        SOFTCAP=softcap is not None, HEADS=HEADS, K_DIM=dim, V_DIM=dim_v, ASM=masking(),
         num_warps=1, num_stages=3, maxnreg=REGISTERS, **parts.shape, **chained(q.device),
     )  # fmt: skip
     return parts.found(sinks, None, wait)

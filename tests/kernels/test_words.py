@@ -37,6 +37,17 @@ CASES: dict[str, dict[str, Any]] = {
         "softcap": 2.0,
     },
     "pages of three lots": {"page": 96, "dim": 128, "dim_v": 128},
+    "two pages of a block": {"page": 32, "dim": 128, "dim_v": 128, "pages": 2, "gap": True},
+    "two pages of a block, an odd number, ranges in bfloat16": {
+        "page": 32,
+        "dim": 128,
+        "dim_v": 128,
+        "ranges": torch.bfloat16,
+        "softcap": 2.0,
+        "sinks": True,
+    },
+    "two pages of a block, one page, causal": {"page": 32, "dim_v": 128, "pages": 1, "query": 2, "seen": True},
+    "pages of three lots, the first missing": {"page": 96, "dim": 128, "gap": True},
     "groups of two blocks": {"group": 64, "page": 128},
     "groups of two blocks, 2 bits": {"group": 64, "page": 128, "bits": 2, "dim": 128, "dim_v": 128},
     "groups of two blocks, 8 bits": {"group": 64, "page": 128, "bits": 8, "dim": 128, "dim_v": 128},
@@ -185,7 +196,7 @@ def case(
     sinks: bool = False, large: bool = False, salient: float | None = None,
     ranges: torch.dtype = torch.float16, turned: bool = False, grow: bool = False, v_group: int | None = None,
     k_size: float = 1.0, v_size: float = 1.0, constant: bool = False, shift: float = 0.0, negative: bool = False,
-    nibbles: bool = False,
+    nibbles: bool = False, pages: int | None = None, gap: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, dict[str, Any]]:  # fmt: skip
     """Queries, fields, table, position and options; one full row, one with missing pages, one without any."""
     rng = torch.Generator().manual_seed(dim + page)
@@ -215,8 +226,12 @@ def case(
     q = torch.randn(ROWS, heads, query, dim, generator=rng).bfloat16() * (1e6 if large else 1)
     table = torch.randperm(len(k), generator=rng)[: ROWS * TABLE].reshape(ROWS, TABLE).int()
     table[1, 2:], table[2] = -1, -1
+    if gap:
+        table[0, 0] = -1
     position = torch.arange(TABLE * page, dtype=torch.int32).repeat(ROWS, 1)
     position[torch.rand(position.shape, generator=rng) < 0.3] = -1
+    if pages is not None:
+        table, position = table[:, :pages], position[:, : pages * page]
     size = (1e6 if large else 1) * k_size * (-1 if negative else 1) * (5 if shift else 1)
     options: dict[str, Any] = {"scale": 0.2 / size, "softcap": softcap, "window": window, "page": page}
     if unit is not None:
@@ -254,23 +269,27 @@ def test_words_match_the_oracle(backend: str, name: str) -> None:
     "kind",
     [
         {},
+        {"page": 32},
         {"salient": 0.6},
         {"salient": 0.6, "dim": 128, "dim_v": 128},
         {"turned": True},
         {"nibbles": True, "v_group": 64},
     ],
-    ids=["kivi", "mixed", "by width", "turned", "nibbles"],
+    ids=["kivi", "pages of 32", "mixed", "by width", "turned", "nibbles"],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("unit", [32, 64, None])
 def test_words_of_what_is_dead_may_hold_anything(backend: str, kind: dict[str, Any], unit: int | None) -> None:
-    q, fields, table, position, options = case(page=64, unit=unit, **kind)
+    page = kind.get("page", 64)
+    if unit is not None and unit > page:
+        pytest.skip("no unit is more than a page")
+    q, fields, table, position, options = case(**{"page": page, "unit": unit} | kind)
     position[0, :32] = -1  # a whole key group
-    position[1, 64:128] = -1  # a whole page
+    position[1, page : 2 * page] = -1  # a whole page
     run = oracle.on(backend, paged_attention)
     before = run(q, fields, table, position, backend=backend, **options).out
-    where, at = resolve(table, position, options.get("units"), unit or 64, 64)
-    live = torch.zeros(ROWS * TABLE + 2, 64, dtype=torch.bool)
+    where, at = resolve(table, position, options.get("units"), unit or page, page)
+    live = torch.zeros(ROWS * TABLE + 2, page, dtype=torch.bool)
     live.flatten()[where[at >= 0]] = True
     spans = {"v_scale": 1, "v_zero": 1, "v_channel": 64}  # slots that a range is for
     spans |= {"k_scale": 1} if "turned" in kind else {}
@@ -278,7 +297,7 @@ def test_words_of_what_is_dead_may_hold_anything(backend: str, kind: dict[str, A
         if field.is_floating_point():
             span = spans.get(name, 64 if "salient" in kind else 32)
             dead = ~live.unflatten(1, (-1, span)).any(2)
-            field[dead[:, 0] if span == 64 else dead] = math.nan
+            field[dead[:, 0] if span >= page else dead] = math.nan
     assert torch.equal(run(q, fields, table, position, backend=backend, **options).out, before)
 
 
