@@ -71,6 +71,11 @@ def test_bytes_equal_the_allocations(text: str, asked: Callable[[], dict[str, Te
     check_bytes(cache)
 
 
+def test_a_prompt_that_follows_keeps_nothing_that_units_were_chosen_by_before() -> None:
+    """A case of the test above that the fast suite would leave out: the summaries grow, and who saw them must let go."""
+    test_bytes_equal_the_allocations(SMALL["quest"], one)
+
+
 @pytest.mark.parametrize("text", every(3, [*SMALL.values(), *MIXED], 1))
 def test_tokens_held_are_those_that_are_there(text: str) -> None:
     model = patched(text)
