@@ -71,6 +71,7 @@ def known(cache, **token):
             found |= {f"{i}.pages.{name}": x for name, x in lane.pages.tensors().items()}
             for shelf in lane.pages.pool.shelves:
                 found |= {f"{i}.{name}": store.data for name, store in shelf.stores.items()}
+    kept.append(found)  # or what replaces a tensor in this step would lie where that was
     spans = {name: x.untyped_storage() for name, x in found.items()}
     return {name: (x.data_ptr(), x.data_ptr() + x.nbytes()) for name, x in spans.items()}
 
