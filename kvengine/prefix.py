@@ -179,9 +179,8 @@ class Prefix:
         layers = [layer.contents() for layer in engines]
         if self.rank:  # values that a policy has are the keys' first channels
             layers = [(k, v[..., :0]) for k, v in layers]
-        for i in self.order(
-            have, len(keys), self.chunk * sum(k[:, :, :1].nbytes + v[:, :, :1].nbytes for k, v in layers)
-        ):
+        size = self.chunk * sum(k[:, :, :1].nbytes + v[:, :, :1].nbytes for k, v in layers)
+        for i in self.order(have, len(keys), size):
             span = slice(i * self.chunk, (i + 1) * self.chunk)
             kv = KV([(k[0, :, span], v[0, :, span]) for k, v in layers],
                     torch.arange(span.start, span.stop), self.whose)  # fmt: skip
@@ -194,7 +193,6 @@ class Prefix:
         The last first, so that a store that is short of room gives up what nobody can use without the rest; but no more than
         may wait for it, as what does not is dropped.
         """
-        most = have + self.store.pending // (
-            2 * size
-        )  # twice: encoded they may be a little more, and others may wait too
+        # Twice their size: encoded they may be a little more, and others may wait too.
+        most = have + self.store.pending // (2 * size)
         return [*range(have, end)[: most - have][::-1], *range(most, end)]

@@ -31,20 +31,12 @@ class Bounds(ctypes.Structure):
 def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
     """See `kvengine.kernels.page_scores`."""
     out = torch.empty(alive.shape, dtype=torch.float32)
-    described, keep = bounds(q, low, high, alive, reduce)
-    described.out = out.data_ptr()
-    library.needed().kv_bounds(ctypes.byref(described))
-    del keep
-    return out
-
-
-def bounds(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> tuple[Bounds, tuple[Tensor, ...]]:
-    """The bounds and the queries as the C kernels take them, and the tensors that must outlive the call."""
     alive = alive if alive.stride(-1) == 1 else alive.contiguous()
     described = of(q, low, high, alive, reduce)
     parts = call.parts(q, described.dim)
-    described.q = parts.data_ptr()
-    return described, (parts, alive)
+    described.q, described.out = parts.data_ptr(), out.data_ptr()
+    library.needed().kv_bounds(ctypes.byref(described))
+    return out
 
 
 def of(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Bounds:
