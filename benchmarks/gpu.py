@@ -20,8 +20,7 @@ end a test whose kernel does not. No other dependency of the package is imported
 machine with these nothing needs to be carried, and the package is installed by `pip install --no-deps --no-build-isolation
 -e .` (setuptools >= 77). flash-attn and flashinfer are compared with where they are installed.
 
-The results that are committed were measured part by part, on one H200; docs/performance.md says of which commit, and what was
-not run.
+The results that are committed were measured part by part, on one H200; docs/gpu.md says of which commit, and what was not run.
 """
 
 from __future__ import annotations
@@ -138,6 +137,15 @@ def model_targets(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, float]
             yield f"{row['what']} {row['how']}, over the best stock ({row['context']} tokens)", ">= 2.2", row["speedup"]
 
 
+def draw(measured: Path) -> Path | None:
+    """A picture beside what the kernels took; none where there is nothing to draw with."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no picture is drawn: matplotlib is not installed")
+        return None
+    picture = measured.with_suffix(".png")
+    return None if run(["benchmarks/plot_kernels.py", str(measured), str(picture)]) else picture
+
+
 def targets(out: Path, command: str) -> None:
     """Write and print what should be reached beside what is."""
     kernels, model = (
@@ -155,6 +163,8 @@ def targets(out: Path, command: str) -> None:
         ]
         short = [{key: row.get(key) for key in keys} for row in some]  # the other shapes are in the file
         shown = {"command": f"{command} --only kernels", "machine": where, "columns": COLUMNS, "rows": short}
+        if (picture := draw(out / KERNELS)) is not None:
+            shown["pictures"] = {"Bandwidth against length, and speed-up beside the ratio of bytes": picture.name}
         (out / "gpu_kernels.json").write_text(json.dumps(shown, indent=1) + "\n")
     for row in rows:
         print(f"{row['what']:70} {row['wanted']:>8} {row['reached']:8.2f}")

@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ def stacks(budget: int) -> list[str]:
     ]
 
 
+KINDS = ("retention", "representation", "selection", "others, and together")
 SLOW = ("h2o", "d2o", "elastic")
 
 
@@ -145,24 +147,45 @@ def one(
     }  # fmt: skip
 
 
+def kind(spelled: str) -> str:
+    """Where a stack is drawn: the only axis on which it chooses something, where that has many methods."""
+    idle = Stack().spelled().split(" + ")
+    axes = [field.name for field in fields(Stack)]
+    chosen = [axis for axis, part, null in zip(axes, spelled.split(" + "), idle, strict=True) if part != null]
+    return chosen[0] if chosen in ([one] for one in KINDS) else KINDS[-1]
+
+
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Bytes and time against context."""
+    """Bytes and time against context, a line of pictures for each kind of policy, with `full` in all of them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(15, 5.5), layout="constrained")
-    for number, name in enumerate(dict.fromkeys(row["policy"] for row in rows)):
-        line = [row for row in rows if row["policy"] == name]
-        at, style = [row["context"] for row in line], {"color": plt.colormaps["tab20"](number % 20)}
-        left.plot(at, [row["read_MB"] for row in line], marker="o", **style, label=name.strip("`"))
-        right.plot(at, [row["ms"] for row in line], marker="o", **style)
-        right.plot(at, [row["model_ms"] for row in line], linestyle=":", **style)
-    left.set(title="read per token and layer (MB)", xlabel="context", xscale="log", yscale="log")
-    right.set(title="time (ms); dotted: bytes over bandwidth", xlabel="context", xscale="log", yscale="log")
-    figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(file, dpi=80)
+    kinds = {name: [row["policy"] for row in rows if kind(row["spelled"]) == name] for name in KINDS}
+    kinds = {name: policies for name, policies in kinds.items() if policies}
+    full = next((row["policy"] for row in rows if row["spelled"] == Stack().spelled()), None)
+    contexts = sorted({row["context"] for row in rows})
+    shape = {"figsize": (14, 4.2 * len(kinds)), "layout": "constrained", "squeeze": False}
+    figure, pairs = plt.subplots(len(kinds), 2, **shape, sharex=True, sharey="col")
+    for (title, policies), (left, right) in zip(kinds.items(), pairs, strict=True):
+        for number, name in enumerate(dict.fromkeys([full, *policies] if full else policies)):
+            line = [row for row in rows if row["policy"] == name]
+            at = [row["context"] for row in line]
+            style = {"color": "black" if name == full else plt.colormaps["tab20"](number % 20)}
+            mark = {"marker": "os^"[number % 3], "markersize": 4}
+            left.plot(at, [row["read_MB"] for row in line], **mark, **style)
+            right.plot(at, [row["ms"] for row in line], **mark, **style, label=name.strip("`"))
+            right.plot(at, [row["model_ms"] for row in line], linestyle=":", linewidth=0.8, **style)
+        left.set(title=f"{title}: read per token and layer (MB)", xscale="log", yscale="log")
+        right.set(title=f"{title}: time (ms); dotted: bytes over bandwidth", xscale="log", yscale="log")
+        for axes in (left, right):
+            axes.set_xticks(contexts, [str(context) for context in contexts])
+            axes.minorticks_off()
+        right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    for axes in pairs[-1]:
+        axes.set_xlabel("context")
+    figure.savefig(file, dpi=70)
 
 
 def main() -> None:

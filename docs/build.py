@@ -27,6 +27,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 UNMEASURED = "*Not measured yet.*\n"
+FOLDED = 60
+"""Rows beyond which a table is shown on demand."""
 
 Load = Callable[[str], tuple[str, type[Any]]]
 
@@ -63,7 +65,10 @@ def table(name: str) -> str:
     result = json.loads(source.read_text())
     drawn = result.get("pictures", {}).items()
     pictures = "".join(f"![{what}](../benchmarks/results/{file})\n\n" for what, file in drawn)
-    return f"{pictures}{markdown_table(result['columns'], result['rows'])}\n`{result['command']}` on {result['machine']}.\n"
+    rows = markdown_table(result["columns"], result["rows"])
+    if len(result["rows"]) > FOLDED:
+        rows = f"<details><summary>The table, {len(result['rows'])} rows</summary>\n\n{rows}\n</details>\n"
+    return f"{pictures}{rows}\n`{result['command']}` on {result['machine']}.\n"
 
 
 def fill(text: str) -> str:

@@ -70,8 +70,18 @@ def test_a_table_without_result_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda path: path.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?", page.read_text())
+    assert [target for target, _ in links if not (page.parent / target).exists()] == []
+    there = {target: headings(page.parent / target if target else page) for target, part in links if part}
+    assert [f"{target}#{part}" for target, part in links if part and part not in there[target]] == []
+
+
+def headings(page: Path) -> set[str]:
+    """What a link into a page can name, as GitHub makes it of headings."""
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    }
 
 
 # Policies
@@ -150,7 +160,7 @@ def python_blocks(page: str) -> list[str]:
 
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 SNIPPETS = {f"{page}-{i}": (page, block) for page in PAGES for i, block in enumerate(python_blocks(page))}
-RUN = {"README.md-0": "answer", "docs/speculation.md-0": "out", "docs/performance.md-0": "decoder"}
+RUN = {"README.md-0": "answer", "docs/speculation.md-0": "out", "docs/gpu.md-0": "decoder"}
 """Snippets that are run, with a name that is there afterwards. The others: a policy's file, looked at below, and what needs
 lm-evaluation-harness and its data, looked at where that is installed (tests/evals/test_lm_eval.py)."""
 

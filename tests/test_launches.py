@@ -30,7 +30,7 @@ NOTHING = {
     "new_empty_strided", "_reshape_alias", "lift_fresh", "unfold", "diagonal", "promote_types",
 }  # fmt: skip
 """Operations that launch nothing."""
-DOCUMENT = (ROOT / "docs/performance.md").read_text()
+DOCUMENT = (ROOT / "docs/gpu.md").read_text()
 COUNTED = {
     stack: {"recorded": int(recorded), "eager": int(eager)}
     for stack, recorded, eager in re.findall(r"^\| `([^`]+)` \| (\d+) \| (\d+) \|$", DOCUMENT, re.MULTILINE)
