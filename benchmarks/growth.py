@@ -22,7 +22,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,6 @@ def stacks(budget: int) -> list[str]:
     ]
 
 
-KINDS = ("retention", "representation", "selection", "others, and together")
 SLOW = ("h2o", "d2o", "elastic")
 
 
@@ -147,19 +145,12 @@ def one(
     }  # fmt: skip
 
 
-def kind(spelled: str) -> str:
-    """Where a stack is drawn: the only axis on which it chooses something, where that has many methods."""
-    idle = Stack().spelled().split(" + ")
-    axes = [field.name for field in fields(Stack)]
-    chosen = [axis for axis, part, null in zip(axes, spelled.split(" + "), idle, strict=True) if part != null]
-    return chosen[0] if chosen in ([one] for one in KINDS) else KINDS[-1]
-
-
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
     """Bytes and time against context, a line of pictures for each kind of policy, with `full` in all of them."""
     import matplotlib
 
     matplotlib.use("Agg")
+    from kinds import KINDS, kind
     from matplotlib import pyplot as plt
 
     kinds = {name: [row["policy"] for row in rows if kind(row["spelled"]) == name] for name in KINDS}

@@ -10,7 +10,7 @@ and questions of equal size go in lockstep (`kvengine.evals.together`). The work
 task under every policy and placement; a round that would end after `--minutes` is not begun, so all cells have the same
 number. What is done is kept in RUN/rows.jsonl; run again, it goes on there.
 
-Writes benchmarks/results/quality.json, front.json (README's part of it), quality_held.png, quality_read.png, and
+Writes benchmarks/results/quality.json, quality_held.png, quality_read.png, README's part of it (front.json, front.png), and
 RUN/report.html.
 """
 
@@ -20,12 +20,14 @@ import argparse
 import json
 import platform
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvengine.command_errors import resumable
@@ -112,25 +114,70 @@ def rows(found: list[CellResult]) -> list[dict[str, Any]]:
     return made
 
 
-def draw(made: list[dict[str, Any]], name: str, label: str) -> Figure:
-    """Score against a cost: one mark per method, its budgets joined; dashed: what nothing beats."""
-    figure = Figure(figsize=(12, 5.6), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    methods = unique(row["policy"].strip("`").partition("(")[0] for row in made)
-    for ax, when in zip(axes, WHEN.values(), strict=True):
-        for at, method in enumerate(methods):
-            mine = [r for r in made if r["policy"].strip("`").partition("(")[0] == method]
-            points = sorted((r[name], r[f"mean_{when}"]) for r in mine if r[name] and r[f"mean_{when}"] is not None)
-            xs, ys = [x for x, _ in points], [y for _, y in points]
-            ax.plot(xs, ys, label=method, markersize=6, linewidth=0.8, alpha=0.85, **style(at))
-        judged = [r for r in made if r["role"] != "oracle" and r[name] and r[f"mean_{when}"] is not None]
-        best = frontier((r[name], r[f"mean_{when}"]) for r in judged)
-        ax.plot([x for x, _ in best], [y for _, y in best], color="black", linestyle="--", linewidth=1.2, zorder=0)
-        ax.set(xlabel=label, xscale="log", ylim=(-3, 103), title=f"question {when} the compressed prompt")
-        ax.grid(alpha=0.3)
-    axes[0].set_ylabel("mean score (%)")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+def draw(made: list[dict[str, Any]], cost: str, label: str) -> Figure:
+    """Score against a cost, a line of pictures for each kind of policy. What differs in its budget alone is joined, `full` and
+    what nothing beats (dashed) are in all of them."""
+    kinds = by_kind(made)
+    figure = Figure(figsize=(15, 4.4 * len(kinds)), layout="constrained")
+    pairs = figure.subplots(len(kinds), 2, sharex=True, sharey=True, squeeze=False)
+    for (name, mine), axes in zip(kinds.items(), pairs, strict=True):
+        for ax, when in zip(axes, WHEN.values(), strict=True):
+            panel(ax, made, mine, cost, f"mean_{when}")
+            ax.set_title(f"{name}: the question {when} the compressed prompt")
+        axes[1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    for ax in pairs[-1]:
+        ax.set_xlabel(label)
+    for ax in pairs[:, 0]:
+        ax.set_ylabel("mean score (%)")
     return figure
+
+
+def draw_front(made: list[dict[str, Any]]) -> Figure:
+    """README's picture: the three kinds with many methods, the question after, against bytes read."""
+    kinds = list(by_kind(made).items())[:3]
+    figure = Figure(figsize=(15, 6.6), layout="constrained")
+    for (name, mine), ax in zip(kinds, figure.subplots(1, len(kinds), sharex=True, sharey=True), strict=True):
+        panel(ax, made, mine, "read_MB", "mean_after")
+        ax.set(title=name, xlabel="bytes read per token (MB)")
+        ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
+    figure.axes[0].set_ylabel("needles found (%), the question after the compressed prompt")
+    return figure
+
+
+def by_kind(made: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
+    from kinds import KINDS, kind
+
+    found = {name: [row for row in made if kind(row["stack"]) == name and row["policy"] != "`full`"] for name in KINDS}
+    return {name: mine for name, mine in found.items() if mine}
+
+
+def panel(ax: Axes, made: list[dict[str, Any]], mine: list[dict[str, Any]], cost: str, score: str) -> None:
+    """`mine` as a line for each method and setting, over its budgets; of all that is made, `full` and what nothing beats."""
+    from kinds import series
+
+    for at, name in enumerate(unique(series(row["policy"]) for row in mine)):
+        found = points([row for row in mine if series(row["policy"]) == name], cost, score)
+        ax.plot(
+            [x for x, _ in found],
+            [y for _, y in found],
+            label=name,
+            markersize=5,
+            linewidth=0.9,
+            alpha=0.85,
+            **style(at),
+        )
+    best = frontier(points([row for row in made if row["role"] != "oracle"], cost, score))
+    ax.plot([x for x, _ in best], [y for _, y in best], color="black", linestyle="--", linewidth=1, zorder=0)
+    whole = points([row for row in made if row["policy"] == "`full`"], cost, score)
+    ax.plot([x for x, _ in whole], [y for _, y in whole], "k*", markersize=12, label="full")
+    ax.set(xscale="log", ylim=(-3, 103))
+    ax.grid(alpha=0.3)
+
+
+def points(made: list[dict[str, Any]], cost: str, score: str) -> list[tuple[float, float]]:
+    """Cost and score of what has both, the cheapest first."""
+    return sorted((row[cost], row[score]) for row in made if row[cost] and row[score] is not None)
 
 
 def beside(made: list[dict[str, Any]], machine: str) -> list[dict[str, Any]]:
@@ -170,8 +217,13 @@ def summarise(given: argparse.Namespace, found: list[CellResult]) -> None:
     (RESULTS / "quality.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     front_text = json.dumps(front(result), indent=1, ensure_ascii=False) + "\n"
     (RESULTS / "front.json").write_text(front_text, encoding="utf-8")
+    pictures(made)
+
+
+def pictures(made: list[dict[str, Any]]) -> None:
     for name, label in (("held", "bytes held (MB)"), ("read", "bytes read per token (MB)")):
-        draw(made, f"{name}_MB", label).savefig(RESULTS / f"quality_{name}.png", dpi=80)
+        draw(made, f"{name}_MB", label).savefig(RESULTS / f"quality_{name}.png", dpi=75)
+    draw_front(made).savefig(RESULTS / "front.png", dpi=75)
 
 
 def front(result: dict[str, Any]) -> dict[str, Any]:

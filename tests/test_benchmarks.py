@@ -25,7 +25,7 @@ RUNS = {
     "prefix": "--lengths 512 --out FOLDER",
 }
 ELSEWHERE = {
-    "evaluation", "full_vs_stock", "gpu", "gpu_budget", "gpu_tune", "kvpress_compare", "memory", "peers", "plot_kernels",
+    "evaluation", "full_vs_stock", "gpu", "gpu_budget", "gpu_tune", "kinds", "kvpress_compare", "memory", "peers", "plot_kernels",
     "quality", "speculate", "speculate_gammas", "where",
 }  # fmt: skip
 
