@@ -29,6 +29,7 @@ from kvengine.hf_compiled import How, compile_decode
 from kvengine.hf_forward import caching, hook_passes
 from kvengine.hf_generate import METHODS, PREPARING, Method
 from kvengine.hf_generate import STATE as STATE
+from kvengine.hf_led import hook_led
 from kvengine.hf_mask import LazyMask
 from kvengine.hf_names import CACHE
 from kvengine.hf_replay import hook_replays
@@ -153,7 +154,7 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     register()
     text._attn_implementation_internal = NAME  # of this part alone: others (vision, a second decoder) have no hooks
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
-    state.hooks += hook_passes(model, text, state.chosen) + hook_replays(model, text)
+    state.hooks += hook_passes(model, text, state.chosen) + hook_replays(model, text) + hook_led(model, text)
     for part in generating(model, text):
         for name in METHODS:
             if hasattr(part, name) and (name != PREPARING or prepares(part)):
