@@ -33,6 +33,7 @@ from matplotlib.figure import Figure
 from kvengine.command_errors import resumable
 from kvengine.evals import drive, manifest, report, together
 from kvengine.evals.aggregate import CellResult
+from kvengine.evals.claim import claimed
 from kvengine.evals.config import RunConfig
 from kvengine.evals.plots import frontier, style
 from kvengine.evals.policies import everything
@@ -259,7 +260,7 @@ def main() -> None:
         policies=tuple(given.policies.split(";")) if given.policies else policies(), lengths=(given.length,),
         samples=given.questions, modes=MODES, shared=True, batch=given.round,
     )  # fmt: skip
-    with resumable(given.out / ROWS):
+    with resumable(given.out / ROWS), claimed(given.out):
         run = drive.prepare(config)
         manifest.write(given.out / "manifest.json", run)
         end = time.monotonic() + 60 * given.minutes

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from kvengine.errors import EvaluationError
 from kvengine.evals import drive, manifest, report
+from kvengine.evals.claim import claimed
 from kvengine.evals.config import RunConfig
 from kvengine.evals.drive import rounds
 from kvengine.evals.progress import Bar
@@ -41,11 +42,13 @@ def main(out: Path = Path("runs/demo"), minutes: float = 5.0, console: Console |
     if not 0 < minutes < inf:
         raise EvaluationError(f"minutes={minutes}: must be positive")
     console = console or Console()
-    run = drive.prepare(settings(out, **more))  # type: ignore[arg-type]  # the keywords of `settings`
-    manifest.write(out / "manifest.json", run)
-    with Bar(len(run.cells()), run.config.samples_per_cell, console) as bar:
-        done = rounds(run, time.monotonic() + 60 * minutes, bar)
-    manifest.write(out / "manifest.json", run)
+    wanted = settings(out, **more)  # type: ignore[arg-type]  # its keywords
+    with claimed(out):
+        run = drive.prepare(wanted)
+        manifest.write(out / "manifest.json", run)
+        with Bar(len(run.cells()), run.config.samples_per_cell, console) as bar:
+            done = rounds(run, time.monotonic() + 60 * minutes, bar)
+        manifest.write(out / "manifest.json", run)
     drive.summarise(report.write(out), console)
     console.print(
         f"{done} samples of every task under every policy in {minutes:g} minutes; report: {out / 'report.html'}",

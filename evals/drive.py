@@ -16,6 +16,7 @@ from transformers.utils import logging
 from kvengine.errors import EvaluationError
 from kvengine.evals import loading, manifest, report, tables, together
 from kvengine.evals.aggregate import CellResult
+from kvengine.evals.claim import claimed
 from kvengine.evals.config import RunConfig
 from kvengine.evals.progress import Bar
 from kvengine.evals.records import ROWS, Journal
@@ -29,12 +30,18 @@ NARROW = 72
 def prepare(config: RunConfig) -> Run:
     """Load the model and open the journal. Policies and tasks are checked first: loading may take minutes.
 
+    Who is going to write holds the folder before (`claimed`): what another run does from here on would be done twice.
     Raises `EvaluationError` for what cannot be run.
     """
-    choose(config.suite, config.tasks)
-    config.arms()
+    check(config)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]  # ours is enough
     return ready(config, *loading.load(config.model, device=config.device, dtype=config.dtype))
+
+
+def check(config: RunConfig) -> None:
+    """Raises `EvaluationError` for tasks, `PolicyError` for policies that there are not."""
+    choose(config.suite, config.tasks)
+    config.arms()
 
 
 def ready(config: RunConfig, model: Any, tokenizer: Any) -> Run:
@@ -66,7 +73,16 @@ def _no_data(config: RunConfig, made: Run) -> str:
 
 
 def run(config: RunConfig, console: Console) -> int:
-    """Run to the end and report. Exit code 0, or 1 if a score is below `fail_under` or no cell has one."""
+    """Run to the end and report. Exit code 0, or 1 if a score is below `fail_under` or no cell has one.
+
+    Raises `EvaluationError` if another run is in the folder.
+    """
+    check(config)
+    with claimed(config.out):
+        return _run(config, console)
+
+
+def _run(config: RunConfig, console: Console) -> int:
     task = prepare(config)
     warn(task, console)
     if task.left_out():

@@ -15,6 +15,7 @@ from typing import Any
 from kvengine.errors import EvaluationError
 from kvengine.evals import drive, report
 from kvengine.evals.aggregate import CellResult
+from kvengine.evals.claim import claimed
 from kvengine.evals.config import build
 from kvengine.evals.progress import Silent
 from kvengine.evals.runner import Observer
@@ -42,7 +43,8 @@ def measure(
             to pass are the caller's: `kvengine.evals.report.write` makes the former, `fail_under` is an error.
 
     Raises:
-        EvaluationError: a setting, task, model or file is not as expected, or `out` is another run's folder.
+        EvaluationError: a setting, task, model or file is not as expected, or `out` is another run's folder, or
+            one that a run is in.
         PolicyError: a policy does not exist.
     """
     if out is None:
@@ -53,6 +55,8 @@ def measure(
     config = build(suite, None, {**settings, "model": name, "out": out})
     if config.fail_under:
         raise EvaluationError("fail_under ends a command; from Python compare the scores of the cells returned")
-    run = drive.ready(config, model, tokenizer) if loaded else drive.prepare(config)
-    drive.execute(run, show or Silent())
+    drive.check(config)
+    with claimed(config.out):
+        run = drive.ready(config, model, tokenizer) if loaded else drive.prepare(config)
+        drive.execute(run, show or Silent())
     return report.found(config.out)

@@ -101,20 +101,33 @@ class Prompter:
         opening = sample.context + turn.question if sample.opening is None else sample.opening
         return self.first(self.wrapper.head + opening + self.wrapper.tail + turn.prefix)
 
-    def follow(self, answer: str, turn: Turn) -> list[int]:
-        """The given answer to the turn before, and the next question."""
+    def follow(self, answer: str, turn: Turn, most: int | None = None) -> list[int]:
+        """The given answer to the turn before, and the next question. What makes an answer longer than `most` tokens is left
+        out at its end: a model's own, read from its text, may take more tokens than it was said in."""
         lead = turn.lead if self.chat else ""
-        return self.ids(answer + self.wrapper.between + turn.question + self.wrapper.tail + lead + turn.prefix)
+        rest = self.wrapper.between + turn.question + self.wrapper.tail + lead + turn.prefix
+        ids = self.ids(answer + rest)
+        while most is not None and answer and (over := len(ids) - most - len(self.ids(rest))) > 0:
+            answer = answer[:-over]
+            ids = self.ids(answer + rest)
+        return ids
 
     def measure(self, sample: Sample) -> int:
         """Tokens of the first prompt."""
         return len(self.of(sample).whole(sample))
 
-    def conversation(self, sample: Sample) -> int:
-        """Tokens read until the last turn's answer, where right answers stand between the turns."""
+    def conversation(self, sample: Sample, golden: bool = True) -> int:
+        """Tokens read until the last turn's answer, where right answers stand between the turns, or the model's own, as long
+        as they may become."""
         one = self.of(sample)
-        later = (one.follow(a.answers[0], b) for a, b in itertools.pairwise(sample.turns))
-        return len(one.whole(sample)) + sum(map(len, later))
+        return len(one.whole(sample)) + one.later(sample, golden)
+
+    def later(self, sample: Sample, golden: bool) -> int:
+        """Those of them that follow the first prompt."""
+        pairs = itertools.pairwise(sample.turns)
+        if golden:
+            return sum(len(self.follow(a.answers[0], b)) for a, b in pairs)
+        return sum(a.max_new_tokens + len(self.follow("", b)) for a, b in pairs)
 
     def text(self, ids: list[int]) -> str:
         """What was generated."""

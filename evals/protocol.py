@@ -71,17 +71,17 @@ class Protocol:
     def _turns(self, session: Session, sample: Sample) -> Iterator[Answer]:
         start = time.perf_counter()
         whole = self.prompter.whole(sample)
-        ids, before = self.cut(whole), ""
+        ids, before, most = self.cut(whole), "", None
         for index, turn in enumerate(sample.turns):
             if index:
                 start = time.perf_counter()
-                ids = self.prompter.follow(before, turn)
+                ids = self.prompter.follow(before, turn, most)
             logits = session.read(ids)
             session.follow_up()
             asked = Asked(len(ids), not index and len(ids) < len(whole), start)
             last = index == len(sample.turns) - 1
             answer = self._answer(session if last else session.branch(), logits, turn, asked)
-            before = turn.answers[0] if self.golden else answer.text
+            before, most = (turn.answers[0], None) if self.golden else (answer.text, turn.max_new_tokens)
             yield answer
 
     def _requests(self, session: Session, sample: Sample) -> Iterator[Answer]:

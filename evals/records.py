@@ -1,8 +1,9 @@
 """The journal of a run: one JSON line per turn, appended and flushed to disk sample by sample.
 
 All turns of a sample are one write. What a killed process leaves is therefore whole samples and at most one torn tail,
-which `Journal.open` cuts off; the sample is then done again. Processes may share a journal: one that opens it waits for
-another's write to end, and takes nothing for torn that came meanwhile.
+which `Journal.open` cuts off; the sample is then done again. One process writes
+(`claim`); one that opens the journal beside it, for a preview, waits for a write to end, and takes nothing for torn that
+came meanwhile.
 """
 
 from __future__ import annotations

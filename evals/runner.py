@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -130,7 +131,7 @@ class Run:
                 count=self.config.samples,
                 seed=self.config.seed,
                 measure=self.prompter.measure,
-                conversation=self.prompter.conversation,
+                conversation=partial(self.prompter.conversation, golden=self.config.golden),
                 data=self.config.data,
             )
             drawn = list(cell.task.samples(plan))
@@ -206,7 +207,7 @@ class Run:
 
     def asking(self, cell: Cell, sample: Sample) -> Asking:
         """How the cell asks this sample."""
-        limit = room(cell, sample, self.prompter)
+        limit = room(cell, sample, self.prompter, self.config.golden)
         return Asking(
             prompter=self.prompter, mode=cell.mode, stop=self.stop, golden=self.config.golden, limit=limit
         )  # fmt: skip
@@ -236,14 +237,17 @@ def parts(cell: Cell, sample: Sample) -> list[Sample]:
     return [sample] if together else alone(sample)
 
 
-def room(cell: Cell, sample: Sample, prompter: Prompter) -> int | None:
+def room(cell: Cell, sample: Sample, prompter: Prompter, golden: bool = True) -> int | None:
     """Tokens left for the first prompt of the user's data: the length without the answers and, where questions come
-    later, without the only one or, of several, 1000 tokens (SCBench's rule). Generated data fit already."""
+    later, without the only one or, of several, 1000 tokens (SCBench's rule). A conversation of the model's own answers is
+    cut by its later questions too. Generated data fit already."""
     if sample.provenance != "user data":
         return None
     later = 0
     if cell.mode == "multi-request":
         later = 1000 if len(sample.turns) > 1 else len(prompter.of(sample).asked(sample.turns[0]))
+    elif not golden and cell.task.conversation:
+        later = sum(len(prompter.of(sample).follow("", turn)) for turn in sample.turns[1:])
     return max(cell.length - sum(turn.max_new_tokens for turn in sample.turns) - later, 16)
 
 

@@ -152,7 +152,7 @@ def _chosen(
     whole = by_slot(q[:, :, some:], k, v, place, True, *call) if some < q.shape[2] else None
     if whole is not None and not some:
         return whole
-    spans, block, columns = prefill.choose(q.detach(), k.detach(), call.scale)
+    spans, block, columns = prefill.choose(q.detach(), k.detach(), call.scale, call.softcap)
     lead, held = before % block, before + some  # blocks begin before the queries
     k, v = (x[:, :held] if columns is None else torch.cat([_taken(x, columns), x[:, :held]], 1) for x in (k, v))
     spans = spans[:, : -(-(lead + some) // block)].clamp(max=k.shape[1])

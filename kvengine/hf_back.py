@@ -87,11 +87,14 @@ def back(layer: Any, n: int) -> None:
 
 def all_back(layers: list[Any], session: Session, n: int, seen: int) -> None:
     """Take back the last `n` of `seen` tokens from every layer, or refuse and leave all as they are."""
+    if session.led == seen:
+        raise CacheError(BROKEN)
     for layer in layers:
         check_layer_back(layer.cache, n) if isinstance(layer, EngineLayer) else check_back(layer, n, seen)
     with session.changing():
         for layer in layers:
             layer.cache.rollback(n) if isinstance(layer, EngineLayer) else back(layer, n)
+    session.led = None  # as many tokens may be seen again
 
 
 def settle(layer: Any) -> None:

@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerationMixin
 
 from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
@@ -256,20 +257,23 @@ def chosen_options(self: PreTrainedModel, generation_config: Any = None, **kwarg
 
 
 def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `generate` of a model that was patched with `record`."""
-    from kvengine.hf_compiled import compile_decode  # which needs what is here
-
-    state = getattr(self, STATE)
+    """Stands in for `generate`, where transformers from 5.24 on forgets the older name's cache if it is given two, and records
+    its steps if the model was patched so."""
+    state, stock = getattr(self, STATE), cast(Any, type(self)).generate
+    known = renamed(kwargs, CACHE)
+    if stock is not GenerationMixin.generate:  # a model's own, which may know one name only
+        return stock(self, *args, **kwargs)
     record = state.record
-    if kwargs.get("custom_generate") is None and (record is not True or self.device.type == "cuda"):
-        kwargs["custom_generate"] = compile_decode(self, None if record is True else record, state.fuse)
-    return cast(Any, type(self)).generate(self, *args, **kwargs)
+    if record and known.get("custom_generate") is None and (record is not True or self.device.type == "cuda"):
+        from kvengine.hf_compiled import compile_decode  # which needs what is here
+
+        known = known | {"custom_generate": compile_decode(self, None if record is True else record, state.fuse)}
+    return stock(self, *args, **known)
 
 
-RECORDING = "generate"
 PREPARING = "prepare_inputs_for_generation"
 METHODS: dict[str, Callable[..., Any]] = {
-    RECORDING: generate,
+    "generate": generate,
     "_extract_generation_mode_kwargs": mode_options,
     "_prefill": prefill,
     PREPARING: prepare_inputs,

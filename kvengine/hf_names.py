@@ -45,14 +45,16 @@ def _own(kind: Any) -> str:
 
 
 def renamed(given: dict[str, Any], name: str) -> dict[str, Any]:
-    """The same arguments, the cache among them by this name. Raises ModelError where there are two, or a policy is one."""
+    """The same arguments, the cache among them by this name. Raises ModelError where there are two that differ, or a policy is
+    one."""
     for policy in (given.get(name), given.get(OTHER[name])):
         if isinstance(policy, str):
             raise ModelError(f"{policy!r} is no cache; pass cache=kvengine.EngineCache(model, {policy!r})")
     if (other := OTHER[name]) not in given:
         return given
     rest = {key: value for key, value in given.items() if key != other}
-    if given[other] is not None and rest.get(name) is not None:
+    mine = rest.get(name)
+    if mine is not None and given[other] is not None and given[other] is not mine:
         raise ModelError("a pass takes one cache: past_key_values is the older name of cache, so give one of the two")
     return rest if given[other] is None else rest | {name: given[other]}
 

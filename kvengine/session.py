@@ -77,6 +77,7 @@ class Session:
     torn: bool = False  # a layer has begun to change, and not ended
     reached: int = 1 << 30  # the last layer that began; so high that any layer begins the first pass
     before: int = 0  # tokens seen when the pass began
+    led: int | None = None  # the same, where states take tokens before the engine's first layer (hf_led)
     next: Int[Tensor, "1"] | None = None  # `position`, as it was last asked for
     next_of: tuple[int, torch.device] | None = None
 

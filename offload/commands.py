@@ -35,9 +35,6 @@ Store = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-CLIENTS = ("redis", "obstore")  # their errors share no built-in base
-
-
 def home() -> str:
     """The store that is used when none is named: kvengine/store in the user's cache folder."""
     return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvengine" / "store")
@@ -46,7 +43,7 @@ def home() -> str:
 @contextmanager
 def opened(url: str, *, made: bool = False) -> Iterator[Backend]:
     """A store; what goes wrong with it ends the command with one line and status 1. Only `made` makes a folder of one."""
-    from kvengine.offload.stores.urls import backend, gist, parse, shown
+    from kvengine.offload.stores.urls import backend, parse, shown
 
     url = url or home()
     try:
@@ -62,10 +59,6 @@ def opened(url: str, *, made: bool = False) -> Iterator[Backend]:
         raise _fail(f"{shown(url)} has no value {error.args[0]}") from error
     except (KVEngineError, OSError, ValueError) as error:
         raise _fail(str(error)) from error
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] not in CLIENTS:
-            raise
-        raise _fail(f"the store at {shown(url)} cannot be used: {gist(error)}") from error
 
 
 def _fail(message: str) -> typer.Exit:

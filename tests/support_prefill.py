@@ -12,12 +12,19 @@ from torch import Tensor
 from kvengine.policies.prefill import Choice
 
 
-def lines(q: Tensor, k: Tensor, scale: float, last: int) -> tuple[list[float], list[float]]:
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """As Gemma 2 caps them."""
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+def lines(
+    q: Tensor, k: Tensor, scale: float, last: int, softcap: float | None = None
+) -> tuple[list[float], list[float]]:
     """Of the attention of one head's last queries [query, dim] to tokens [token, dim]: each token's share, each distance's."""
     n, last = len(k), min(last, len(q))
     vertical, slash = [0.0] * n, [0.0] * n
     for i in range(n - last, n):
-        p = ((q[i - n].double() @ k[: i + 1].double().T) * scale).softmax(0).tolist()
+        p = capped((q[i - n].double() @ k[: i + 1].double().T) * scale, softcap).softmax(0).tolist()
         for j in range(i + 1):
             vertical[j] += p[j] / last
             slash[i - j] += p[j] / last
@@ -55,6 +62,6 @@ def attended(tokens: Tokens, cuts: tuple[int, ...], sees: Callable[[Tensor, Tens
         mine, keys = q[h], k[h // group]
         masks = [sees(mine[a:b], keys[:b], tokens.scale) for a, b in zip((0, *cuts), cuts, strict=False)]
         mask = torch.cat([torch.nn.functional.pad(m, (0, cuts[-1] - m.shape[1])) for m in masks])
-        scores = (mine @ keys.T * tokens.scale).masked_fill(~mask, -math.inf)
+        scores = capped(mine @ keys.T * tokens.scale, tokens.softcap).masked_fill(~mask, -math.inf)
         outs.append(scores.softmax(1) @ v[h // group])
     return torch.stack(outs, 1)[None]

@@ -139,4 +139,6 @@ def test_it_ends_with_the_patch_and_goes_with_copies(opened: list[int]) -> None:
     assert vars(model).keys() == own.keys()
     kvengine.patch(model, QUEST, record="eager")
     kvengine.patch(model, QUEST)
-    assert "generate" not in vars(model)
+    before = len(opened)
+    greedy(model, one(), 3)
+    assert len(opened) == before

@@ -1,6 +1,7 @@
 """Models with layers that keep states (linear attention, state spaces, convolutions): what a cache is asked beside `generate`."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from families import configs
 
 import kvengine
+from kvengine import saved
 from kvengine.errors import CacheError
+from kvengine.hf_layer import EngineLayer
 
 ABSORBED, CONVOLVED = ("qwen3_next", "qwen3_5", "falcon_h1"), ("lfm2",)
 KERNEL = 3  # columns of lfm2's convolutions
@@ -39,6 +42,76 @@ def prompt(model: Any, ids: torch.Tensor) -> Any:
     cache = kvengine.EngineCache(model)
     read(model, cache, ids)
     return cache
+
+
+class Stop(Exception):
+    pass
+
+
+def broken(model: Any, cache: Any, ids: torch.Tensor, module: Any) -> None:
+    """A pass that stops before a module runs."""
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    hook = module.register_forward_pre_hook(stop)
+    with pytest.raises(Stop):
+        read(model, cache, ids)
+    hook.remove()
+
+
+LED = ("qwen3_next", "qwen3_5", "lfm2")  # states come before the first attention
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("name", LED)
+def test_a_pass_that_broke_off_behind_the_first_states_is_noticed(
+    name: str, begun: bool, tokens: int, tmp_path: Path
+) -> None:
+    """They have taken its tokens, and would take them again."""
+    model = built(name)
+    cache, new = kvengine.EngineCache(model), text(tokens=tokens, seed=2)
+    if begun:
+        read(model, cache, text())
+        read(model, cache, text(tokens=1, seed=3))
+    first = next(i for i, layer in enumerate(cache.layers) if isinstance(layer, EngineLayer))
+    assert first > 0
+    broken(model, cache, new, model.model.layers[first])
+    for act in (
+        lambda: read(model, cache, new),
+        lambda: read(model, copy.deepcopy(cache), new),
+        lambda: model.generate(text(tokens=30), max_new_tokens=2, cache=cache),
+        lambda: saved.save(cache, tmp_path / "torn.kv", model),
+        lambda: cache.rollback(0),
+    ):
+        with pytest.raises(CacheError, match="broke off.*cache.reset"):
+            act()
+    cache.reset()
+    assert torch.equal(read(model, cache, text()), read(model, kvengine.EngineCache(model), text()))
+
+
+def test_a_pass_that_broke_off_before_the_first_states_may_be_tried_again() -> None:
+    model = built("qwen3_next")
+    cache, twin, new = prompt(model, text()), prompt(model, text()), text(tokens=1, seed=2)
+    broken(model, cache, new, model.model.layers[0].input_layernorm)
+    assert torch.equal(read(model, cache, new), read(model, twin, new))
+
+
+def test_tokens_that_were_taken_back_may_come_again() -> None:
+    model = built("lfm2")
+    cache = prompt(model, text())
+    cache.activate_past_recording()
+    for seed in (2, 3):
+        read(model, cache, text(tokens=3, seed=seed))
+        cache.rollback(3)
+    assert cache.seen == 20
+
+
+def test_unpatched_states_are_left_alone() -> None:
+    model = built("qwen3_next")
+    kvengine.unpatch(model)
+    assert not any(m._forward_pre_hooks for m in model.modules())
 
 
 @pytest.mark.parametrize("recorded", [True, False])

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvengine.errors import CorruptBitstream, IncompatibleCache, StoreError
 from kvengine.offload.stores import keys, record
+from kvengine.offload.stores.reached import reached, reached_each
 from kvengine.offload.stores.record import Buffer, Entry
 
 
@@ -23,15 +24,17 @@ class Objects:
     prefix:  of all names used in the bucket
     cap:     most bytes of payload that `gc` leaves, None without limit
 
-    Raises StoreError if obstore is not installed.
+    Raises StoreError if obstore is not installed, and wherever the bucket does not answer or refuses.
     """
 
     def __init__(self, store: Any, *, prefix: str = "kvengine", cap: int | None = None) -> None:
         try:
             import obstore
+            from obstore.exceptions import BaseError
         except ImportError as error:
             raise StoreError("object stores need obstore: pip install 'kvengine[stores]'") from error
         self.api, self.store, self.prefix, self.cap = obstore, store, prefix, cap
+        self.place, self.raises = "the object store", (BaseError,)
 
     def _name(self, key: str) -> str:
         return f"{self.prefix}/objects/{key[:2]}/{keys.check(key)}.kv"
@@ -39,6 +42,7 @@ class Objects:
     def _pin_name(self, key: str) -> str:
         return f"{self.prefix}/pins/{keys.check(key)}"
 
+    @reached
     def put(self, key: str, payload: Sequence[Buffer], ttl: float | None = None) -> None:
         front = record.header(key, payload, ttl)
         self.api.put(self.store, self._name(key), b"".join([front, *payload]))
@@ -61,6 +65,7 @@ class Objects:
             raise KeyError(key)
         return entry
 
+    @reached
     def read(self, key: str, into: memoryview, offset: int = 0) -> int:
         entry = self._head(key)
         want = max(min(len(into), entry.size - offset), 0)
@@ -76,12 +81,14 @@ class Objects:
         into[:want] = piece
         return want
 
+    @reached
     def size(self, key: str) -> int | None:
         try:
             return self._head(key).size
         except (KeyError, CorruptBitstream):
             return None
 
+    @reached
     def delete(self, key: str) -> bool:
         try:
             self.api.head(self.store, self._name(key))
@@ -100,6 +107,7 @@ class Objects:
         for page in pages:
             yield from page
 
+    @reached_each
     def entries(self) -> Iterator[Entry]:
         """One small read per value: the size and expiry are in its header."""
         pinned = {str(item["path"]).rsplit("/", 1)[-1] for item in self._list("pins")}
@@ -116,6 +124,7 @@ class Objects:
                 found = Entry(key, size, changed)
             yield Entry(key, found.size, found.created, found.expires, changed, key in pinned, found.mark)
 
+    @reached
     def pin(self, key: str, pinned: bool = True) -> None:
         self._head(key)
         if pinned:
@@ -123,9 +132,11 @@ class Objects:
         else:
             self.api.delete(self.store, self._pin_name(key))
 
+    @reached
     def verify(self, key: str) -> None:
         self.read(key, memoryview(bytearray(self._head(key).size)))
 
+    @reached
     def gc(self) -> int:
         """Deletes what is expired, then the oldest that are not pinned until the rest is below the cap."""
         now, found = time.time(), list(self.entries())

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvengine.errors import CorruptBitstream, IncompatibleCache, StoreError
 from kvengine.offload.stores import keys, record
+from kvengine.offload.stores.reached import reached, reached_each, shown
 from kvengine.offload.stores.record import Buffer, Entry
 
 PART = 4 << 20
@@ -27,7 +28,7 @@ class Resp:
     prefix:   of all names used on the server
     timeout:  seconds for connecting and for each reply
 
-    Raises StoreError if redis-py is not installed.
+    Raises StoreError if redis-py is not installed, and wherever the server does not answer or refuses.
     """
 
     def __init__(self, url: str, *, prefix: str = "kvengine", timeout: float = 2.0) -> None:
@@ -36,28 +37,39 @@ class Resp:
         except ImportError as error:
             raise StoreError("Redis and Valkey need redis-py: pip install 'kvengine[stores]'") from error
         self.client: Any = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
-        self.prefix = prefix
+        self.prefix, self.place, self.raises = prefix, f"the store at {shown(url)}", (redis.RedisError,)
 
     def _name(self, key: str, part: int | str = "head") -> str:
         return f"{self.prefix}:{keys.check(key)}:{part}"
 
+    @reached
     def put(self, key: str, payload: Sequence[Buffer], ttl: float | None = None) -> None:
         front = record.header(key, payload, ttl)
-        if self._has(record.parse(front)):
+        there = self._there(key)
+        if there is not None and there.serves(record.parse(front)):
             return
         whole = memoryview(b"".join(payload) if len(payload) != 1 else payload[0]).cast("B")
         expiry = None if ttl is None else max(int(ttl * 1000), 1)
+        until = self._life(key, expiry or UNFINISHED) if there is not None else expiry or UNFINISHED
         for number, start in enumerate(range(0, len(whole), PART)):
-            self.client.set(self._name(key, number), bytes(whole[start : start + PART]), px=expiry or UNFINISHED)
-        self.client.set(self._name(key), front, px=expiry)
-        for number in range(-(-len(whole) // PART) if expiry is None else 0):
-            self.client.persist(self._name(key, number))
+            self.client.set(self._name(key, number), bytes(whole[start : start + PART]), px=until)
+        with self.client.pipeline() as together:  # a manifest without the life of its parts would outlive them
+            together.set(self._name(key), front, px=expiry)
+            for number in range(-(-len(whole) // PART) if until != expiry else 0):
+                name = self._name(key, number)
+                together.persist(name) if expiry is None else together.pexpire(name, expiry)
+            together.execute()
 
-    def _has(self, entry: Entry) -> bool:
+    def _life(self, key: str, least: int) -> int | None:
+        """Milliseconds for the parts of a value while its new manifest is not there: as long as the old one is to live."""
+        left = self.client.pttl(self._name(key))
+        return None if left == -1 else max(left, least)
+
+    def _there(self, key: str) -> Entry | None:
         try:
-            return self._head(entry.key).serves(entry)
+            return self._head(key)
         except (KeyError, CorruptBitstream, IncompatibleCache):
-            return False
+            return None
 
     def _head(self, key: str) -> Entry:
         front = self.client.get(self._name(key))
@@ -69,6 +81,7 @@ class Resp:
             self.delete(key)
             raise
 
+    @reached
     def read(self, key: str, into: memoryview, offset: int = 0) -> int:
         entry = self._head(key)
         want, done = max(min(len(into), entry.size - offset), 0), 0
@@ -92,12 +105,14 @@ class Resp:
             self.delete(entry.key)
             raise
 
+    @reached
     def size(self, key: str) -> int | None:
         try:
             return self._head(key).size
         except (KeyError, CorruptBitstream):
             return None
 
+    @reached
     def delete(self, key: str) -> bool:
         front, number, parts = self.client.get(self._name(key)), 0, 0
         try:
@@ -109,6 +124,7 @@ class Resp:
             number += 1
         return there
 
+    @reached_each
     def entries(self) -> Iterator[Entry]:
         for name in self.client.scan_iter(f"{self.prefix}:*:head", count=1000):
             front = self.client.get(name)
@@ -117,17 +133,21 @@ class Resp:
             except (CorruptBitstream, IncompatibleCache):
                 continue  # gone since, damaged, or not to be read here
 
+    @reached
     def pin(self, key: str, pinned: bool = True) -> None:
         """Removes the expiry. It cannot be given back, so unpinning only makes sure that the value is there."""
         entry = self._head(key)
         for part in ["head", *range(-(-entry.size // PART))] if pinned else []:
             self.client.persist(self._name(key, part))
 
+    @reached
     def verify(self, key: str) -> None:
         self.read(key, memoryview(bytearray(self._head(key).size)))
 
+    @reached
     def gc(self) -> int:
-        """Nothing to do: the server expires and evicts by itself."""
+        """Nothing to do but to see that the server is there: it expires and evicts by itself."""
+        self.client.ping()
         return 0
 
     def close(self) -> None:

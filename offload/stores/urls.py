@@ -14,10 +14,11 @@ from kvengine.errors import KVEngineError, StoreError
 from kvengine.offload.stores.backend import Backend
 from kvengine.offload.stores.files import Files
 from kvengine.offload.stores.objects import Objects
+from kvengine.offload.stores.reached import SECRET, gist
+from kvengine.offload.stores.reached import shown as shown
 from kvengine.offload.stores.resp import Resp
 
 SERVERS, BUCKETS = ("redis", "rediss", "unix"), ("s3", "gs", "gcs", "az", "memory")
-SECRET = re.compile(r"(?<=://)[^?#]*(?=@)|(?<=password=)[^&]*")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -82,16 +83,6 @@ def _folder(path: str) -> str:
             f"{path!r} has no scheme and is no folder here: write redis://{path}:6379/0 for a server, ./{path} for a new folder"
         )
     return whole
-
-
-def shown(url: str) -> str:
-    """A URL as it may be printed: without its password."""
-    return SECRET.sub("***", url)
-
-
-def gist(error: Exception) -> str:
-    """What a client library says, without the pages of its own state that obstore adds."""
-    return str(error).partition("\n\nDebug source")[0]
 
 
 def filled(url: str) -> str:

@@ -18,6 +18,11 @@ def room(x: Tensor) -> int:
     return ROOM if x.is_cuda else NEAR
 
 
+def capped(logits: Float[Tensor, "*line columns"], softcap: float | None) -> Float[Tensor, "*line columns"]:
+    """Logits, or estimates of them, as the model caps them; in place."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
 def causal(
     queries: int, tokens: int, block: int, device: torch.device
 ) -> tuple[Bool[Tensor, "block columns"], Bool[Tensor, "block columns"]]:

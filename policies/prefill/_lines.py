@@ -7,11 +7,15 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvengine.policies.prefill._blocks import room
+from kvengine.policies.prefill._blocks import capped, room
 
 
 def shares(
-    q: Float[Tensor, "row group query dim"], k: Float[Tensor, "row token dim"], scale: float, last: int
+    q: Float[Tensor, "row group query dim"],
+    k: Float[Tensor, "row token dim"],
+    scale: float,
+    last: int,
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, "row group token"], Float[Tensor, "row group token"]]:
     """Of the causal attention of the last queries, at most `last`: what each token receives, and what goes to a token so
     many before the query's own. Both are fractions of the whole, in float32.
@@ -33,6 +37,7 @@ def shares(
         for h in range(0, group, heads):
             part = q[r : r + step, h : h + heads]
             scores = (part.flatten(1, 2) @ keys).float().unflatten(1, part.shape[1:3])
+            scores = capped(scores, softcap)
             scores[..., tokens - n :].masked_fill_(late, -torch.inf)
             p = scores.softmax(3)
             here = slice(r, r + step), slice(h, h + heads)

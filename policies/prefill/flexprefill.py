@@ -8,6 +8,7 @@
     D <  tau    query-aware:     the fewest pairs (b, c) with which softmax over c <= b of scale mean(q in b) · mean(k in c)
                                  holds gamma of its sum, and the `min_budget` heaviest blocks and distances
 
+Of a model that caps its logits those of p, e and the pairs are capped: gamma is a share of attention, which a cap makes flatter.
 The first block and the own one are always among them, and blocks and distances of `min_budget` tokens each. The estimate
 costs `block` queries of dense attention.
 
@@ -72,7 +73,11 @@ class FlexPrefill(Prefill):
         return False
 
     def choose(
-        self, q: Float[Tensor, "row group query dim"], k: Float[Tensor, "row token dim"], scale: float
+        self,
+        q: Float[Tensor, "row group query dim"],
+        k: Float[Tensor, "row token dim"],
+        scale: float,
+        softcap: float | None = None,
     ) -> Choice:
         queries, tokens = q.shape[2], k.shape[1]
         least, blocks = -(-_budget.tokens(self.min_budget, tokens) // self.block), -(-tokens // self.block)
@@ -81,8 +86,8 @@ class FlexPrefill(Prefill):
             return Choice(causal_spans(lead + queries, tokens, k.device, self.block), self.block)
         before, _ = _blocks.causal(queries, tokens, self.block, k.device)
         mean = _blocks.means(k, self.block)
-        vertical, slash = self.shares(q, k, scale)
-        aware = self.distance(q, mean, vertical, scale) < self.tau
+        vertical, slash = self.shares(q, k, scale, softcap)
+        aware = self.distance(q, mean, vertical, scale, softcap) < self.tau
         sets = []
         for mass in (vertical, slash):
             forced = heaviest(mass, least)
@@ -92,16 +97,20 @@ class FlexPrefill(Prefill):
         keep = (sets[0][:, None] | sets[1][:, away.clamp(min=0)]) & before
         lines = aware.flatten().nonzero()[:, 0]
         asked = _blocks.means(q, self.block, (tokens - queries) % self.block).flatten(0, 1)[lines] * scale
-        keep[lines] |= self.pairs(asked, mean[lines // q.shape[1]], before)
+        keep[lines] |= self.pairs(asked, mean[lines // q.shape[1]], before, softcap)
         return Choice(block_spans(keep, self.block, tokens), self.block)
 
     def shares(
-        self, q: Float[Tensor, "row group query dim"], k: Float[Tensor, "row token dim"], scale: float
+        self,
+        q: Float[Tensor, "row group query dim"],
+        k: Float[Tensor, "row token dim"],
+        scale: float,
+        softcap: float | None = None,
     ) -> tuple[Float[Tensor, "row group columns"], Float[Tensor, "row group columns"]]:
         """a(c), and the same of distances in blocks."""
         vertical, slash = (
             F.pad(x, (0, -x.shape[2] % self.block)).unflatten(2, (-1, self.block))
-            for x in _lines.shares(q, k, scale, self.block)
+            for x in _lines.shares(q, k, scale, self.block, softcap)
         )
         crossing = (
             torch.arange(self.block, device=q.device) / self.block
@@ -115,10 +124,11 @@ class FlexPrefill(Prefill):
         mean: Float[Tensor, "row columns dim"],
         vertical: Float[Tensor, "row group columns"],
         scale: float,
+        softcap: float | None = None,
     ) -> Float[Tensor, "row group"]:
         """D. At most sqrt(log 2)."""
         middle = q[:, :, -self.block :].mean(2, dtype=torch.float32)
-        pooled = (middle * scale @ mean.mT).softmax(2)
+        pooled = _blocks.capped(middle * scale @ mean.mT, softcap).softmax(2)
         both = (pooled + vertical) / 2
         terms = [torch.xlogy(x, x / both.clamp(min=torch.finfo(both.dtype).tiny)) for x in (pooled, vertical)]
         return ((terms[0] + terms[1]).sum(2) / 2).clamp(min=0).sqrt()
@@ -128,13 +138,14 @@ class FlexPrefill(Prefill):
         q: Float[Tensor, "line block dim"],
         k: Float[Tensor, "line columns dim"],
         before: Bool[Tensor, "block columns"],
+        softcap: float | None = None,
     ) -> Bool[Tensor, "line block columns"]:
         """The pairs of blocks that query-aware lines read."""
         found = before.expand(len(q), *before.shape).clone()
         step = max(1, _blocks.room(q) // before.numel())
         for i in range(0, len(q), step):
             here = slice(i, i + step)
-            share = (q[here] @ k[here].mT).masked_fill(~before, -torch.inf).softmax(2)
+            share = _blocks.capped(q[here] @ k[here].mT, softcap).masked_fill(~before, -torch.inf).softmax(2)
             found[here] &= _blocks.fewest(share.flatten(1), self.gamma, ~before.flatten()).view_as(share)
         return found
 

@@ -74,7 +74,11 @@ class VerticalSlash(Prefill):
         return False
 
     def choose(
-        self, q: Float[Tensor, "row group query dim"], k: Float[Tensor, "row token dim"], scale: float
+        self,
+        q: Float[Tensor, "row group query dim"],
+        k: Float[Tensor, "row token dim"],
+        scale: float,
+        softcap: float | None = None,
     ) -> Choice:
         tokens = k.shape[1]
         vertical = min(tokens, max(self.sinks, _budget.tokens(self.vertical, tokens)))
@@ -82,7 +86,7 @@ class VerticalSlash(Prefill):
         if tokens in (vertical, slash):
             lead = (tokens - q.shape[2]) % self.block
             return Choice(causal_spans(lead + q.shape[2], tokens, k.device, self.block), self.block)
-        columns, offsets = (x.flatten(0, 1) for x in _lines.shares(q, k, scale, self.window))
+        columns, offsets = (x.flatten(0, 1) for x in _lines.shares(q, k, scale, self.window, softcap))
         columns[:, : self.sinks] = torch.inf
         offsets[:, : self.recent] = torch.inf
         columns, offsets = (x.topk(n).indices.sort().values for x, n in ((columns, vertical), (offsets, slash)))

@@ -7,6 +7,8 @@
     block b reads the fewest blocks c <= b that hold `threshold` of sum_c m(b, c); the first and its own among them
     the prompt's last `last` queries read everything
 
+Of a model that caps its logits s is capped: `threshold` is a share of attention, which a cap makes flatter.
+
 A tile's sum is a product of two vectors of S d numbers, so the estimate costs 1 / (2 S) of the attention it is made of.
 
 Deviations: the paper says that every vertical and every slanted line of a map crosses each tile's antidiagonal, but where
@@ -74,19 +76,27 @@ class XAttention(Prefill):
         return self.last
 
     def choose(
-        self, q: Float[Tensor, "row group query dim"], k: Float[Tensor, "row token dim"], scale: float
+        self,
+        q: Float[Tensor, "row group query dim"],
+        k: Float[Tensor, "row token dim"],
+        scale: float,
+        softcap: float | None = None,
     ) -> Choice:
         before, own = _blocks.causal(q.shape[2], k.shape[1], self.block, k.device)
         if self.threshold == 1:  # sums of roundings do not decide
             keep = before.expand(len(k), *before.shape)
         else:
             first = torch.arange(before.shape[1], device=k.device) == 0
-            mass = self.mass(q, k, scale)
+            mass = self.mass(q, k, scale, softcap)
             keep = (_blocks.fewest(mass, self.threshold, first | own) & before).flatten(0, 1)
         return Choice(block_spans(keep, self.block, k.shape[1]), self.block)
 
     def mass(
-        self, q: Float[Tensor, "row group query dim"], k: Float[Tensor, "row token dim"], scale: float
+        self,
+        q: Float[Tensor, "row group query dim"],
+        k: Float[Tensor, "row token dim"],
+        scale: float,
+        softcap: float | None = None,
     ) -> Float[Tensor, "row group block columns"]:
         """m(b, c), of blocks with a query."""
         (rows, group, queries, _), tokens, s = q.shape, k.shape[1], self.stride
@@ -104,6 +114,7 @@ class XAttention(Prefill):
         for t in range(0, tiles, step):
             n = min(step, tiles - t)
             scores = (q[:, :, t : t + n].flatten(1, 2) @ k[:, : before + t + n].mT).float().unflatten(1, (group, n))
+            scores = _blocks.capped(scores, softcap)
             scores[..., before + t :].masked_fill_(late[:n, :n], -torch.inf)
             scores.sub_(scores.amax(3, keepdim=True)).exp_()
             blocks = scores.unflatten(3, (-1, per)).sum(4)

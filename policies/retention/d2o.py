@@ -55,7 +55,7 @@ class D2O(Retention):
         budget: tokens held per KV head, on average over the layers, or a fraction of the prompt.
         recent: how much of a layer's size goes to the newest tokens, as far as the sinks leave room; one token at the
             least. A fraction.
-        sinks: the first tokens, always kept. Tokens.
+        sinks: the first tokens, always kept, but for what the newest one needs of a size that small. Tokens.
         least: the least a layer holds. A fraction of the budget.
         beta: how fast the threshold follows. A fraction; None: 0.7, or 0.5 in the official form.
         shares: "even", or "measured" by F_l. None: even, or measured in the official form.
@@ -126,22 +126,30 @@ class D2O(Retention):
         if seen.prompt:
             seen.notes["size"] = seen.count(self.budget) if seen.share is None else seen.share
         size = seen.notes["size"]
-        rank = (seen.position > seen.newest - self.newest(size)[:, None]).float() + 2 * seen.sinks(self.sinks)
+        rank = (seen.position > seen.newest - self.newest(size)[:, None]).float() + 2 * self.early(seen, size)
         want = torch.where(rank > 0, 1e30 * rank, seen.score.float()).masked_fill(~seen.valid, float("-inf"))
         return best_of(seen, want, size)
 
     def newest(self, size: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
         """How many of the newest tokens stay beside the sinks, which go last."""
-        return (size - self.sinks).minimum((size * self.recent).long()).clamp(min=1)
+        return (size - self.first(size)).minimum((size * self.recent).long()).clamp(min=1)
+
+    def first(self, size: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
+        """How many sinks there is room for beside the newest token: without that, no token said would ever be read."""
+        return (size - 1).clamp(max=self.sinks)
+
+    def early(self, seen: Seen, size: Int[Tensor, "row"]) -> Bool[Tensor, "row token"]:
+        """These sinks."""
+        return seen.valid & (seen.position < (seen.first + self.first(size))[:, None])
 
     def rule(
         self, first: Int[Tensor, "row"], prompt_length: Int[Tensor, "row"], heads: int, notes: Notes
     ) -> Merged | None:
-        said = ("score", "keep", "newest", "refold", "targets", "threshold", "merged")
+        said = ("score", "keep", "newest", "first", "early", "refold", "targets", "threshold", "merged")
         if any(getattr(type(self), name) is not getattr(D2O, name) for name in said):
             return None
         size, official = notes["size"], self.form == "official"
-        paid = Paid(size.contiguous(), self.newest(size), self.reduce, adds=True, first=first + self.sinks)
+        paid = Paid(size.contiguous(), self.newest(size), self.reduce, adds=True, first=first + self.first(size))
         return Merged(paid, notes["threshold"], self.pace, shrinks=official, spares=not official)
 
     def fold(
@@ -179,7 +187,8 @@ class D2O(Retention):
 
     def targets(self, seen: Seen, keep: Bool[Tensor, "row token"]) -> Bool[Tensor, "row token"]:
         """The survivors that may take others in."""
-        return keep & seen.valid if self.form == "official" else keep & seen.valid & ~seen.sinks(self.sinks)
+        there = keep & seen.valid
+        return there if self.form == "official" else there & ~self.early(seen, seen.notes["size"])
 
     @property
     def pace(self) -> float:

@@ -38,8 +38,8 @@ class Elastic(Retention):
 
     Args:
         budget: tokens held per KV head, or a fraction of the prompt.
-        sinks: the first tokens, always kept and never merged into. Tokens.
-        recent: the prompt's last tokens, likewise. Tokens.
+        sinks: the first tokens, always kept and never merged into, as far as `recent` leaves room. Tokens.
+        recent: the prompt's last tokens, likewise; of more than fit the newest. Tokens.
         offset: which place goes while decoding; zero or below: from the end of what the prompt left. Never a sink's, nor
             that of one of the `recent` newest.
     """
@@ -67,7 +67,8 @@ class Elastic(Retention):
         return seen.score if seen.mass is None else over_heads(seen.mass.mean(1), seen.heads)
 
     def protected(self, seen: Seen) -> Bool[Tensor, "row token"]:
-        return seen.sinks(self.sinks) | seen.recent(self.recent)
+        room = (seen.count(self.budget) - self.recent).clamp(min=0, max=self.sinks)
+        return seen.valid & (seen.position < (seen.first + room)[:, None]) | seen.recent(self.recent)
 
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
         if seen.prompt:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support_evals import saved_model
 from typer.testing import CliRunner
 
 from kvengine.cli import app
+from kvengine.errors import EvaluationError
+from kvengine.evals import claim
+from kvengine.evals.measure import measure
 
 
 def run(folder: Path, *more: str) -> tuple[int, str]:
@@ -59,3 +66,84 @@ def test_a_manifest_is_written_whole_or_not_at_all(folder: Path, monkeypatch: py
     code, text = run(folder)
     assert code == 2 and "No space left" in text
     assert (folder / "run" / "manifest.json").read_bytes() == before
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from kvengine.evals.claim import claimed
+with claimed(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that runs in the folder."""
+    command = [sys.executable, "-P", "-c", HOLDER, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_run_in_a_folder_is_refused_until_the_first_is_dead(
+    folder: Path, holder: subprocess.Popen[str]
+) -> None:
+    """Both did every sample, and the folder had each twice."""
+    before = {path.name: path.read_bytes() for path in (folder / "run").iterdir()}
+    more = ("--samples", "2")
+    code, text = run(folder, *more)
+    assert code == 2 and f"process {holder.pid}" in text and "another --out" in text and "Traceback" not in text
+    with pytest.raises(EvaluationError, match=f"process {holder.pid}"):
+        measure("ruler", model=folder / "model", out=folder / "run", tasks="fwe", lengths=1024, samples=2)
+    assert CliRunner().invoke(app, ["demo", "--out", str(folder / "run")]).exit_code == 2
+    assert {path.name: path.read_bytes() for path in (folder / "run").iterdir()} == before
+    assert run(folder, *more, "--dry-run")[0] == 0  # what only reads need not wait
+    for words in (["report", str(folder / "run")], ["compare", str(folder / "run"), str(folder / "run")]):
+        assert CliRunner().invoke(app, ["eval", *words]).exit_code == 0, words
+    holder.kill()
+    holder.wait()
+    assert (folder / "run" / "run.lock").exists() and run(folder, *more)[0] == 0
+    rows = [json.loads(line) for line in (folder / "run" / "rows.jsonl").read_text().splitlines()]
+    asked = [(row["key"], row["sample"]) for row in rows]
+    assert len(asked) == len(set(asked)) and {sample for _, sample in asked} == {"0", "1"}
+    assert not (folder / "run" / "run.lock").exists()
+
+
+def test_a_claim_is_of_the_file_that_others_would_take(tmp_path: Path) -> None:
+    """Whoever waits for the kernel with a file that was removed meanwhile has nothing."""
+    with claim.claimed(tmp_path / "run"), pytest.raises(EvaluationError, match=f"process {os.getpid()} on"):
+        with claim.claimed(tmp_path / "run"):
+            pass
+    assert not (tmp_path / "run").exists()  # made for nothing
+    real, opened = os.open, list[int]()
+
+    def late(path: Any, *arguments: Any, **named: Any) -> int:
+        found = real(path, *arguments, **named)
+        if not opened:
+            Path(path).unlink()
+        opened.append(found)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", late)
+        with claim.claimed(tmp_path / "run"):
+            assert len(opened) == 2 and (tmp_path / "run" / "run.lock").exists()
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with claim.claimed(tmp_path / "run"):
+        assert "cannot be kept to one run" in caplog.text
+
+
+def test_a_claim_fails_for_what_fails_in_it(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), claim.claimed(tmp_path / "run"):
+        (tmp_path / "run" / "rows.jsonl").touch()
+        1 / 0  # noqa: B018
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["rows.jsonl"]

@@ -5,14 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support_evals import tiny_tokenizer
+import torch
+from support_evals import tiny_model, tiny_tokenizer
 
 from kvengine.errors import EvaluationError
+from kvengine.evals.config import RunConfig
+from kvengine.evals.engine import Usage
 from kvengine.evals.prompt import Prompter
+from kvengine.evals.records import Journal
+from kvengine.evals.runner import Run
 from kvengine.evals.tasks import Plan, Sample, catalogue
 from kvengine.evals.tasks import _scores as scores
 from kvengine.evals.tasks._fit import NoData
@@ -84,6 +90,45 @@ def test_a_conversation_fits_with_the_template_around_every_turn(name: str) -> N
             read = read + prompter.follow(before.answers[0], turn)
         assert 1500 < len(read) + sample.turns[-1].max_new_tokens <= length
         assert prompter.conversation(sample) == len(read)
+
+
+class Talker:
+    """Says a token for ever, and counts what is read and said."""
+
+    def __init__(self, token: int) -> None:
+        self.token, self.tokens = token, 0
+
+    def read(self, ids: list[int], *, every: bool = False) -> torch.Tensor:
+        self.tokens += len(ids)
+        return torch.nn.functional.one_hot(torch.tensor([self.token]), 640).float()
+
+    def follow_up(self) -> None: ...
+
+    def branch(self) -> Talker:
+        return Talker(self.token)
+
+    def usage(self) -> Usage:
+        return Usage(held=1, attended=1, bytes_held=1, read_per_token=1)
+
+
+@pytest.mark.parametrize("provenance", ["re-created", "user data"])
+@pytest.mark.parametrize("said", ["x", "\ufffd"])
+def test_a_conversation_of_the_models_own_answers_fits(provenance: str, said: str, tmp_path: Path) -> None:
+    """It was made to fit with the right ones, of few tokens; the model's own may each take all that they are allowed."""
+    settings = RunConfig(
+        suite="scbench", out=tmp_path, tasks="scbench_vt", lengths=(2000,), samples=1, modes=("multi-turn",),
+        golden=False, policies=("stock",),
+    )  # fmt: skip
+    run = Run(settings, tiny_model(), tiny_tokenizer(chat=True), Journal(tmp_path / "x"))
+    cell = run.cells()[0]
+    sample = run.samples(cell)[0]
+    if provenance == "user data":
+        sample = replace(sample, provenance=provenance, context=5 * sample.context)
+    talker = Talker(run.prompter.ids(said)[0])  # of the replacement character a third: as text it takes three tokens
+    answers = list(run.asking(cell, sample).play(talker, sample))
+    assert [answer.tokens for answer in answers] == [30] * 5 and answers[0].text
+    assert 1800 < talker.tokens + 1 <= 2000  # the last token is not read
+    assert answers[0].truncated == (provenance == "user data")
 
 
 @pytest.mark.parametrize("name", GENERATED)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from support_layer import draw, padded, plain, run
-from support_prefill import attended, lines, read
+from support_prefill import attended, capped, lines, read
 from torch import Tensor
 
 from kvengine.errors import PolicyError
@@ -30,25 +31,27 @@ def fewest(mass: list[float], share: float, least: int) -> set[int]:
     return set(taken)
 
 
-def estimates(q: Tensor, k: Tensor, scale: float, block: int) -> tuple[list[float], list[float], float]:
+def estimates(
+    q: Tensor, k: Tensor, scale: float, block: int, softcap: float | None = None
+) -> tuple[list[float], list[float], float]:
     """Shares of blocks of tokens and of distances between blocks, and D."""
     n = -(-len(k) // block)
     vertical, slash = [0.0] * n, [0.0] * (n + 1)
-    for x, (column, offset) in enumerate(zip(*lines(q, k, scale, block), strict=True)):
+    for x, (column, offset) in enumerate(zip(*lines(q, k, scale, block, softcap), strict=True)):
         vertical[x // block] += column
         for r in range(block):  # query r of any block looks at a token in the block so many before
             slash[(x - r + block - 1) // block] += offset / block
     middle, means = q[-block:].double().mean(0), torch.stack([x.mean(0) for x in k.double().split(block)])
-    pooled = (means @ middle * scale).softmax(0).tolist()
+    pooled = capped(means @ middle * scale, softcap).softmax(0).tolist()
     both = [(a + b) / 2 for a, b in zip(pooled, vertical, strict=True)]
     terms = [x * math.log(x / y) / 2 for mine in (pooled, vertical) for x, y in zip(mine, both, strict=True) if x]
     return vertical, slash[:n], math.sqrt(max(0.0, sum(terms)))
 
 
-def sees(q: Tensor, k: Tensor, scale: float, method: FlexPrefill = SMALL) -> Tensor:
+def sees(q: Tensor, k: Tensor, scale: float, method: FlexPrefill = SMALL, softcap: float | None = None) -> Tensor:
     """Which tokens one head's queries [query, dim] read, those of the last of the tokens [token, dim]."""
     n, block, first = len(k), method.block, (len(k) - len(q)) // method.block
-    vertical, slash, distance = estimates(q, k, scale, block)
+    vertical, slash, distance = estimates(q, k, scale, block, softcap)
     least, blocks = -(-method.min_budget // block), len(vertical)
     aware = distance < method.tau
     columns, offsets = (fewest(mass, 0 if aware else method.gamma, least) for mass in (vertical, slash))
@@ -59,7 +62,7 @@ def sees(q: Tensor, k: Tensor, scale: float, method: FlexPrefill = SMALL) -> Ten
             start = n - len(q)
             asked = q[max(0, b * block - start) : (b + 1) * block - start].double().mean(0)
             means = torch.stack([x.mean(0) for x in k.double().split(block)[: b + 1]])
-            pairs |= {(b, c): p for c, p in enumerate((means @ asked * scale).softmax(0).tolist())}
+            pairs |= {(b, c): p for c, p in enumerate(capped(means @ asked * scale, softcap).softmax(0).tolist())}
         held = 0.0
         for pair in sorted(pairs, key=lambda x: -pairs[x]):
             if held >= method.gamma * (blocks - first):
@@ -93,6 +96,26 @@ def test_the_choice_is_the_papers(method: FlexPrefill, queries: int, tokens: int
     for r in range(2):
         for h in range(3):
             assert torch.equal(found[3 * r + h], sees(q[r, h], k[r], 0.3, method).long())
+
+
+@pytest.mark.parametrize(
+    "method", [FlexPrefill(0.8, 0.0, 1, 8), FlexPrefill(0.53, 1.0, 17, 8), SMALL], ids=["lines", "pairs", "mixed"]
+)
+def test_capped_logits_choose_by_the_attention_that_they_make(method: FlexPrefill) -> None:
+    """A cap makes attention flatter, and more is needed to hold a share of it."""
+    q, k = drawn(61, 61)
+    found = read(method.choose(q, k, 0.6, 0.7), 61, 61, 3)
+    want = [sees(q[r, h], k[r], 0.6, method, 0.7).long() for r in range(2) for h in range(3)]
+    assert torch.equal(found, torch.stack(want))
+    assert not torch.equal(found, read(method.choose(q, k, 0.6), 61, 61, 3))
+
+
+def test_the_prompt_of_a_model_that_caps_its_logits() -> None:
+    tokens = draw(62, seed=2)
+    tokens.q, tokens.softcap = 4 * tokens.q, 0.7
+    out = run(TEXT, tokens, 61).out[:, :61]
+    torch.testing.assert_close(out, attended(tokens, (61,), partial(sees, softcap=0.7)))
+    assert (out - attended(tokens, (61,), sees)).abs().max() > 1e-2
 
 
 def test_both_kinds_of_head_are_met_here() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from support_layer import draw, padded, plain, run
@@ -22,10 +24,10 @@ def best(mass: list[float], count: int, forced: int) -> set[int]:
     return set(order[: max(count, forced)])
 
 
-def sees(q: Tensor, k: Tensor, scale: float, method: VerticalSlash = SMALL) -> Tensor:
+def sees(q: Tensor, k: Tensor, scale: float, method: VerticalSlash = SMALL, softcap: float | None = None) -> Tensor:
     """Which tokens one head's queries [query, dim] read, those of the last of the tokens [token, dim]."""
     n, block = len(k), method.block
-    vertical, slash = lines(q, k, scale, method.window)
+    vertical, slash = lines(q, k, scale, method.window, softcap)
     count = [x if isinstance(x, int) else int(x * n) for x in (method.vertical, method.slash)]
     columns, offsets = best(vertical, count[0], method.sinks), best(slash, count[1], method.recent)
     out = torch.zeros(len(q), n, dtype=torch.bool)
@@ -65,6 +67,24 @@ def test_the_choice_is_the_papers(method: VerticalSlash, queries: int, tokens: i
         for h in range(3):
             assert torch.equal(found[3 * r + h], sees(q[r, h], k[r], 0.5, method).long())  # and nothing twice
     assert choice.columns is not None and (choice.spans[..., 1] <= choice.columns.shape[1] + tokens).all()
+
+
+@pytest.mark.parametrize("softcap", [0.3, 2.0])
+def test_capped_logits_choose_by_the_attention_that_they_make(softcap: float) -> None:
+    """A cap changes no query's order, but how much each token and distance gets of them all."""
+    torch.manual_seed(0)
+    q, k = 3 * torch.randn(2, 3, 61, 16), torch.randn(2, 61, 16)
+    found = read(SMALL.choose(q, k, 0.5, softcap), 61, 61, 3)
+    want = [sees(q[r, h], k[r], 0.5, SMALL, softcap).long() for r in range(2) for h in range(3)]
+    assert torch.equal(found, torch.stack(want))
+    assert not torch.equal(found, read(SMALL.choose(q, k, 0.5), 61, 61, 3))
+
+
+def test_the_prompt_of_a_model_that_caps_its_logits() -> None:
+    tokens = draw(62)
+    tokens.softcap = 0.3
+    out = run(TEXT, tokens, 61).out
+    torch.testing.assert_close(out[:, :61], attended(tokens, (61,), partial(sees, softcap=0.3)))
 
 
 @pytest.mark.parametrize("at", [100, 127, 128, 300])

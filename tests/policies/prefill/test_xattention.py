@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from support_layer import Tokens, draw, padded, plain, run
+from support_prefill import capped
 from torch import Tensor
 
 from kvengine.errors import PolicyError
@@ -14,7 +15,7 @@ from kvengine.kernels.span_attention import span_attention
 from kvengine.policies.prefill.xattention import XAttention
 
 
-def mass(q: Tensor, k: Tensor, scale: float, block: int, s: int) -> Tensor:
+def mass(q: Tensor, k: Tensor, scale: float, block: int, s: int, softcap: float | None = None) -> Tensor:
     """m(b, c) of one head's queries [query, dim], those of the last of the tokens [token, dim]; tile by tile."""
     tokens, start = len(k), len(k) - len(q)
     tiles = -(-tokens // block) * block // s
@@ -24,7 +25,7 @@ def mass(q: Tensor, k: Tensor, scale: float, block: int, s: int) -> Tensor:
             pairs = [(s * t + r, s * u + (s - 1 - r + u % 2) % s) for r in range(s)]
             inside = [(i, j) for i, j in pairs if start <= i < tokens and j < tokens]
             score[t, u] = sum(float(q[i - start].double() @ k[j].double()) for i, j in inside) * scale / s
-    p = score.softmax(1)
+    p = capped(score, softcap).masked_fill(score == -math.inf, -math.inf).softmax(1)
     p[: start // s], p[-(-tokens // s) :] = 0, 0
     return p.unflatten(0, (-1, block // s)).sum(1).unflatten(1, (-1, block // s)).sum(2)[start // block :]
 
@@ -60,11 +61,24 @@ def test_the_choice_is_the_papers(stride: int, block: int, queries: int, tokens:
                 assert read == set(keep.nonzero()[:, 0].tolist())
 
 
-def test_at_stride_one_the_estimate_is_the_attention() -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_at_stride_one_the_estimate_is_the_attention(softcap: float | None) -> None:
     q, k = torch.randn(1, 1, 24, 16), torch.randn(1, 24, 16)
-    scores = (q[0, 0] @ k[0].T).masked_fill(~torch.ones(24, 24, dtype=torch.bool).tril(), -math.inf)
+    scores = capped(q[0, 0] @ k[0].T, softcap).masked_fill(~torch.ones(24, 24, dtype=torch.bool).tril(), -math.inf)
     want = scores.softmax(1).unflatten(0, (3, 8)).sum(1).unflatten(1, (3, 8)).sum(2)
-    torch.testing.assert_close(XAttention(stride=1, block=8).mass(q, k, 1.0)[0, 0], want)
+    torch.testing.assert_close(XAttention(stride=1, block=8).mass(q, k, 1.0, softcap)[0, 0], want)
+
+
+def test_capped_logits_choose_by_the_attention_that_they_make() -> None:
+    """A cap makes attention flatter, and more blocks are needed to hold a share of it."""
+    torch.manual_seed(0)
+    q, k = 3 * torch.randn(1, 2, 61, 16), torch.randn(1, 61, 16)
+    found = XAttention(0.7, 4, 16).mass(q, k, 0.5, 1.0)
+    for h in range(2):
+        torch.testing.assert_close(found[0, h].double(), mass(q[0, h], k[0], 0.5, 16, 4, 1.0), rtol=1e-4, atol=1e-5)
+    read = [sum(b - a for a, b in XAttention(0.7, 4, 16).choose(q, k, 0.5, cap).spans.flatten(0, 2).tolist())
+            for cap in (1.0, None)]  # fmt: skip
+    assert read[0] > read[1]
 
 
 @pytest.mark.parametrize("line", ["vertical", "slanted"])
@@ -91,9 +105,13 @@ def attended(tokens: Tokens, end: int, method: XAttention) -> Tensor:
     group = len(q) // len(k)
     outs = []
     for h in range(len(q)):
-        keep = chosen(mass(q[h], k[h // group], q.shape[-1] ** -0.5, method.block, method.stride), method.threshold, 0)
+        keep = chosen(
+            mass(q[h], k[h // group], q.shape[-1] ** -0.5, method.block, method.stride, tokens.softcap),
+            method.threshold,
+            0,
+        )
         sees = keep.repeat_interleave(method.block, 0).repeat_interleave(method.block, 1)[:end, :end].tril()
-        scores = (q[h] @ k[h // group].T) * q.shape[-1] ** -0.5
+        scores = capped((q[h] @ k[h // group].T) * q.shape[-1] ** -0.5, tokens.softcap)
         outs.append(scores.masked_fill(~sees, -math.inf).softmax(1) @ v[h // group])
     return torch.stack(outs, 1)[None]
 
@@ -101,8 +119,10 @@ def attended(tokens: Tokens, end: int, method: XAttention) -> Tensor:
 TEXT = "xattention(threshold=0.6, stride=4, block=8, last=0)"
 
 
-def test_the_prompt_reads_its_blocks_and_decoding_everything() -> None:
+@pytest.mark.parametrize("softcap", [None, 0.3])
+def test_the_prompt_reads_its_blocks_and_decoding_everything(softcap: float | None) -> None:
     tokens, method = draw(62), XAttention(0.6, 4, 8)
+    tokens.softcap = softcap
     out = run(TEXT, tokens, 61).out
     torch.testing.assert_close(out[:, :61], attended(tokens, 61, method))
     assert (out[:, :61] - run("full", tokens, 61).out[:, :61]).abs().max() > 1e-2

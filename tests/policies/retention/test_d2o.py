@@ -54,12 +54,12 @@ class Row:
 
     def drop(self, now: int) -> None:
         pad = self.case.row(self.row)[3]
-        newest = max(1, int(self.size * self.recent))
-        rank = lambda p: 2 * (p < pad + self.sinks) + (p > now - newest)  # noqa: E731
+        newest, sinks = max(1, int(self.size * self.recent)), min(self.sinks, self.size - 1)
+        rank = lambda p: 2 * (p < pad + sinks) + (p > now - newest)  # noqa: E731
         kept = sorted(sorted(self.score, key=lambda p: (rank(p), self.score[p], p), reverse=True)[: self.size])
         gone = [p for p in self.score if p not in kept]
         if gone:
-            self.merge(gone, [p for p in kept if self.official or p >= pad + self.sinks])
+            self.merge(gone, [p for p in kept if self.official or p >= pad + sinks])
         for p in gone:
             del self.kv[p], self.score[p]
 
@@ -115,6 +115,25 @@ def test_every_step_is_that_of_the_loop(
     found = layer.parts[0].lane.notes["threshold"]
     torch.testing.assert_close(found, torch.tensor([row.tau for row in rows]), rtol=1e-4, atol=1e-5)
     assert any(not torch.equal(k, case.k[0, 0, p]) for p, (k, _) in held(layer, 0).items())  # the control
+
+
+@pytest.mark.parametrize("form", ["paper", "official"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_size_within_the_sinks_holds_the_first_of_them_and_the_newest(size: int, form: str) -> None:
+    """The last of them stayed instead of the first, no decoded token did, and nothing was merged."""
+    case, official = Case(pads=(0, 5), steps=24, layer=2, layers=4), form == "official"
+    layer = case.prompt(f"d2o(budget={size}, sinks=4, form='{form}', shares='even')", 2)
+    rows = [Row(case, row, size, official, sinks=4, beta=0.5 if official else 0.7) for row in range(case.rows)]
+    for row in rows:
+        row.read(list(range(case.row(row.row)[3], case.length)))
+        same(layer, row)
+    for t, _ in case.decode(layer):
+        for row in rows:
+            row.read([t])
+            same(layer, row)
+            pad = case.row(row.row)[3]
+            assert positions(layer, row.row) == [*range(pad, pad + size - 1), t]
+    assert all(row.merges > 5 for row in rows)
 
 
 @pytest.mark.parametrize("recent, sinks", [(1.0, 3), (0.9, 2), (1.0, 0)])

@@ -1,0 +1,55 @@
+"""Passes that break off between a layer that keeps states and the first layer of the engine.
+
+Layers of the engine notice by the tokens that each has seen. A state counts none, and where states lead (linear attention and
+convolutions before the first attention), they have taken tokens that no layer of the engine knows of: tried again, they would
+take them twice. So the first of them notes how many tokens had been seen; if the next pass finds as many, they were lost.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from kvengine.errors import CacheError
+from kvengine.hf_cache import EngineCache, engine_layers
+from kvengine.hf_names import NAMES
+from kvengine.hf_states import has_states
+from kvengine.session import BROKEN
+
+TAKES = (*NAMES, "cache_params")
+"""What modules with states call a cache."""
+
+
+def hook_led(model: nn.Module, text: Any) -> list[Any]:
+    """A hook on the first layer with states, if it comes before the engine's first; what undoes it."""
+    ours, layers = engine_layers(text), DynamicCache(config=text).layers
+    first = next((i for i, layer in enumerate(layers) if has_states(layer)), len(layers))
+    if True not in ours or first > ours.index(True):
+        return []
+    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text]
+    found = (m for part in parts for m in part.modules() if getattr(m, "layer_idx", None) == first and takes(m))
+    return [m.register_forward_pre_hook(leading, with_kwargs=True) for m in [*found][:1]]
+
+
+def takes(module: nn.Module) -> bool:
+    return bool(set(TAKES) & set(inspect.signature(type(module).forward).parameters))
+
+
+def leading(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The first states of a pass are about to take its tokens.
+
+    Raises:
+        CacheError: those of an earlier pass did, and no layer of the engine.
+    """
+    if torch.compiler.is_compiling():
+        return
+    cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, EngineCache)), None)
+    if cache is None or cache.session.again is not None:  # a replay's tokens are thrown away, by states too
+        return
+    if cache.session.led == (seen := cache.seen):
+        raise CacheError(BROKEN)
+    cache.session.led = seen

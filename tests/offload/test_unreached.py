@@ -1,0 +1,181 @@
+"""A store that is down, refuses or breaks off in the middle: a typed error that says what to do, and nothing stored is lost."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_offload import cache
+from support_resp import Pretended
+from typer.testing import CliRunner
+
+from kvengine.errors import StoreError
+from kvengine.offload import cachegen, stores
+from kvengine.offload.commands import app
+from kvengine.offload.stores import record
+
+KEYS = [f"{i:02d}".ljust(64, "a") for i in range(3)]
+VALUE = cachegen.encode(cache(tokens=20), "low")
+
+
+@pytest.fixture
+def server() -> Iterator[Pretended]:
+    pytest.importorskip("redis")
+    made = Pretended()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    file = tmp_path / "one.kv"
+    file.write_bytes(record.header(KEYS[0], [VALUE], None) + VALUE)
+    return file
+
+
+def run(*words: object, status: int) -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
+    assert result.exit_code == status, (result.output, result.exception)
+    assert status == 0 or isinstance(result.exception, SystemExit), result.exception
+    return result.output
+
+
+def commands(file: Path) -> list[list[object]]:
+    return [["ls"], ["ls", "--json"], ["info", KEYS[0]], ["info", "00"], ["verify"], ["verify", KEYS[0]],
+            ["export", KEYS[0], file.with_name("out.kv")], ["import", file], ["gc"]]  # fmt: skip
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("at", range(9))
+def test_every_command_says_that_nothing_listens(exported: Path, at: int) -> None:
+    """`gc` said "0 values removed"."""
+    pytest.importorskip("redis")
+    url = f"redis://me:secret@127.0.0.1:{closed_port()}/0"
+    said = run(*commands(exported)[at], "-s", url, status=1)
+    assert "the store at redis://***@127.0.0.1" in said and "secret" not in said
+    assert "start it, or check its address" in said and "values" not in said
+    assert not exported.with_name("out.kv").exists()
+
+
+@pytest.mark.parametrize("fault", ["close", "hang", "LOADING Redis is loading the dataset in memory", "NOAUTH no"])
+def test_a_server_that_breaks_off_after_any_command_loses_nothing(
+    server: Pretended, exported: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command with the N-th request failing, for every N."""
+    monkeypatch.setattr("redis.retry.sleep", lambda _: None)  # between its tries
+    whole = stores.Resp(server.url)
+    for key in KEYS:
+        whole.put(key, [VALUE])
+    before, server.fault = dict(server.values), fault
+    for words in [["gc"]] if fault == "hang" else commands(exported):
+        server.asked.clear()
+        run(*words, "-s", server.url, status=0)
+        for left in range(len(server.asked) if fault == "close" else 1):
+            server.left = left
+            said = run(*words, "-s", server.url, status=1)
+            server.left = 1 << 30
+            assert "the store at redis://127.0.0.1" in said and server.values == before, said
+    whole.close()
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "put": lambda store: store.put(KEYS[0], [b"x"]), "size": lambda store: store.size(KEYS[0]),
+    "read": lambda store: store.read(KEYS[0], memoryview(bytearray(1))), "delete": lambda store: store.delete(KEYS[0]),
+    "entries": lambda store: list(store.entries()), "pin": lambda store: store.pin(KEYS[0]),
+    "verify": lambda store: store.verify(KEYS[0]), "gc": lambda store: store.gc(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_library_raises_store_errors(name: str) -> None:
+    """As the protocol of a backend says; a client library's own were raised, which are no OSError."""
+    pytest.importorskip("redis")
+    store = stores.Resp(f"redis://127.0.0.1:{closed_port()}/0")
+    with pytest.raises(StoreError, match="start it, or check its address"):
+        CALLS[name](store)
+    store.close()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_library_raises_store_errors_for_buckets(name: str) -> None:
+    pytest.importorskip("obstore")
+    store = stores.backend(
+        "s3://bucket/x", endpoint=f"http://127.0.0.1:{closed_port()}", region="us-east-1", access_key_id="a",
+        secret_access_key="b", client_options={"allow_http": True}, retry_config={"max_retries": 0},
+    )  # fmt: skip
+    with pytest.raises(StoreError, match="start it, or check its address"):
+        CALLS[name](store)
+
+
+def test_a_bucket_that_breaks_off_loses_nothing(monkeypatch: pytest.MonkeyPatch, exported: Path) -> None:
+    obstore = pytest.importorskip("obstore")
+    store = stores.backend("memory://")
+    for key in KEYS:
+        store.put(key, [VALUE])
+    before = store.size(KEYS[0]), sorted(entry.key for entry in store.entries())
+    monkeypatch.setattr("kvengine.offload.stores.urls._bucket", lambda *_: store.store)  # type: ignore[attr-defined]
+    names = ("put", "get_range", "head", "delete", "list")
+    for words in commands(exported):
+        for at in range(99):
+            calls = 0
+            with monkeypatch.context() as patch:
+                for name in names:
+                    real = getattr(obstore, name)
+
+                    def call(*arguments: Any, real: Any = real, at: int = at, **named: Any) -> Any:
+                        nonlocal calls
+                        calls += 1
+                        if calls == at + 1:
+                            raise obstore.exceptions.GenericError("HTTP error: connection reset\n\nDebug source: pages")
+                        return real(*arguments, **named)
+
+                    patch.setattr(obstore, name, call)
+                result = CliRunner().invoke(app, [*map(str, words), "-s", "s3://bucket"])
+            assert (store.size(KEYS[0]), sorted(entry.key for entry in store.entries())) == before
+            if calls <= at:
+                assert result.exit_code == 0 and at > 0
+                break
+            assert result.exit_code == 1 and "connection reset; start it" in result.output.replace("\n", " ")
+            assert "Debug source" not in result.output
+
+
+def test_a_put_that_breaks_off_leaves_the_life_of_what_was_there(
+    server: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parts were set to go in an hour, and the value that was to live for days went with them."""
+    monkeypatch.setattr("redis.retry.sleep", lambda _: None)
+    store, day = stores.Resp(server.url), 86_400.0
+    store.put(KEYS[0], [VALUE], 10 * day)
+    server.asked.clear()
+    store.put(KEYS[0], [VALUE], None)
+    steps = len(server.asked)
+    for left in range(1, steps):
+        server.left = 1 << 30
+        store.delete(KEYS[0])
+        store.put(KEYS[0], [VALUE], 10 * day)
+        server.left = left
+        with pytest.raises(StoreError):
+            store.put(KEYS[0], [VALUE], None)
+        assert all(life is None or life > 9 * day * 1000 for life in server.life.values())
+    server.left = 1 << 30
+    store.put(KEYS[0], [VALUE], None)
+    assert {server.life[name] for name in server.values} == {None}
+    other = cachegen.encode(cache(tokens=21), "low")
+    store.put(KEYS[0], [other], 60)  # not equal: it takes the place of what was to stay for ever, and goes whole
+    assert {server.life[name] for name in server.values} == {60_000}
+    store.close()
+
+
+def test_what_is_listed_is_json_or_an_error(server: Pretended) -> None:
+    stores.Resp(server.url).put(KEYS[0], [VALUE])
+    assert len(json.loads(run("ls", "--json", "-s", server.url, status=0))) == 1
+    assert "0 values removed" in run("gc", "-s", server.url, status=0)
