@@ -1,3 +1,5 @@
+from typing import Literal
+
 import pytest
 import torch
 from support_layer import Tokens, draw, plain, rope, run
@@ -35,24 +37,24 @@ def expected(tokens: Tokens, policy: Landmarks, head: int, sealed: int, query: i
         q = tokens.q[0, head * 2 + g, query]
         logits = torch.stack([mean @ q * tokens.scale for mean in landmarks.values()])
         share.append(tokens.capped(logits).softmax(0))
-    best = torch.stack(share).amax(0).argsort(descending=True).tolist()
+    shares = torch.stack(share)
+    best = (shares.amax(0) if policy.reduce == "max" else shares.mean(0)).argsort(descending=True).tolist()
     chosen = [*outliers, *(list(landmarks)[i] for i in best)][:count]
     return {j * CHUNK + i for j in chosen for i in range(CHUNK)} | set(range(sealed, query + 1))
 
 
-@pytest.mark.parametrize(
-    "policy", [Landmarks(budget=88), Landmarks(budget=72, outliers=0.0), Landmarks(64, local=8)], ids=str
-)
+@pytest.mark.parametrize("policy", [Landmarks(88), Landmarks(72, outliers=0.0), Landmarks(64, local=8)], ids=str)
 def test_reads_are_those_of_the_loop(policy: Landmarks) -> None:
     same_reads(policy, draw(PROMPT + 1))
 
 
-def test_heads_are_compared_by_capped_logits() -> None:
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+def test_heads_are_compared_by_capped_logits(reduce: Literal["max", "mean"]) -> None:
     for seed in range(3):
         tokens = draw(PROMPT + 1, seed=seed)
         tokens.q *= torch.linspace(1, 4, 4)[:, None, None]
         tokens.softcap = 0.3
-        same_reads(Landmarks(budget=88), tokens)
+        same_reads(Landmarks(budget=88, reduce=reduce), tokens)
 
 
 def test_outliers_take_no_share_from_the_others() -> None:
