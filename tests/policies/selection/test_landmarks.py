@@ -100,6 +100,19 @@ def test_outliers_stay_exact_in_the_tail() -> None:
     torch.testing.assert_close(k[0], tokens.k[0, 0][tail[0].long()])
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_each_row_has_its_outliers_among_the_chunks_before_its_local_tokens(seed: int) -> None:
+    """A sequence of 160 tokens, and one of 91 behind padding: fractions and chunks are of these, not of the longest."""
+    k = torch.randn(2, 160, 8, generator=torch.Generator().manual_seed(seed))
+    position = torch.arange(160).repeat(2, 1)
+    position[1, :69] = -1
+    found = Landmarks(budget=0.6, outliers=0.25).exact(k, position, torch.tensor([160, 91]))
+    for row, (pad, count) in enumerate(((0, 3), (69, 1))):  # a quarter of 96 tokens, and of 54
+        outliers = worst(k[row, pad:], 160 - pad - 32, count)
+        want = {pad + j * CHUNK + i for j in outliers for i in range(CHUNK)}
+        assert found is not None and set(found[row].nonzero()[:, 0].tolist()) == want
+
+
 def test_chunks_stay_whole_when_outliers_are_taken_out() -> None:
     lane = run("shadowkv(budget=128, rank=6)", draw(190), 190).lane
     units = lane.pages.position.unflatten(1, (-1, CHUNK))  # type: ignore[union-attr]
