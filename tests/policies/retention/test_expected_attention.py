@@ -8,6 +8,7 @@ from support_retention import Case, best, positions, same_source
 from torch import Tensor
 
 from kvengine.errors import UnsupportedPolicy
+from kvengine.policies.retention import expected_attention
 from kvengine.rope import Rope
 from kvengine.session import Session
 
@@ -67,7 +68,8 @@ def test_it_keeps_what_the_formula_says(
 
 
 @pytest.mark.parametrize("reduce", ["max", "sum"])
-def test_the_heads_of_a_group_may_agree_otherwise(reduce: str) -> None:
+def test_the_heads_of_a_group_may_agree_otherwise(reduce: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected_attention, "SPAN", 7)
     case = Case(2, 3, length=61, pads=(0, 5), session=Session(rope=Rope(FREQUENCY, True)))
     layer = case.prompt(f"expected_attention(budget=20, sinks=2, horizon=20, reduce={reduce!r})")
     for row in range(case.rows):
