@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import PolicyError
-from kvengine.policies._budget import Budget, check_budget, check_count, tokens_by_row
+from kvengine.policies._budget import MOST, Budget, check_budget, check_count, tokens_by_row
 from kvengine.policies.retention import Notes, Placed, Retention, Seen, keep_top, over_heads
 
 FAR = 1 << 30  # beyond all positions
@@ -57,8 +57,10 @@ class Elastic(Retention):
         check_budget(self, budget=self.budget)
         check_count(self, sinks=self.sinks)
         check_count(self, least=1, recent=self.recent)
-        if not isinstance(self.offset, int) or isinstance(self.offset, bool):
-            raise PolicyError(f"Elastic: offset={self.offset!r} must be a whole number")
+        if not isinstance(self.offset, int) or isinstance(self.offset, bool) or abs(self.offset) > MOST:
+            raise PolicyError(
+                f"Elastic: offset={self.offset!r} must be a whole number, and no more than texts are long"
+            )
 
     def limit(self, seen: Seen) -> int:
         return int(seen.count(self.budget).max())

@@ -91,9 +91,9 @@ class ExpectedAttention(Retention):
 
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
         valid = seen.valid
-        keys, values = (x.float() for x in seen.read())
-        if not bool(valid.all()):
-            keys, values = (x.masked_fill(~valid[..., None], 0) for x in (keys, values))
+        keys, values = (
+            x.float() for x in seen.read()
+        )  # NaN, it may be, in slots without a token, and so are their scores
         logits = self.logits(seen, keys).masked_fill_(~(valid & ~self.always(seen))[:, None], float("-inf"))
         expected = over_group(logits.softmax(-1).nan_to_num_(0.0), self.reduce) + self.epsilon
         return expected * values.norm(dim=-1) if self.values else expected

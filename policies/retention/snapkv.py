@@ -94,10 +94,10 @@ class SnapKV(Retention):
         return keep_top(seen, seen.score, self.budget, self.always(seen))
 
 
-def votes(seen: Seen, reduce: Reduce, window: int = 0) -> Float[Tensor, "row token"]:
-    """Attention that the observed queries pay to each token but their own and the newest `window`, summed over them.
+def votes(seen: Seen, reduce: Reduce, window: int) -> Float[Tensor, "row token"]:
+    """Attention that the observed queries pay to each token but the newest `window`, summed over them.
 
-    In a later turn that is shorter than the window, the queries are fewer than the window's tokens.
+    The queries are those of the window's tokens, or fewer in a later turn that is shorter than it.
     """
     keys, _ = seen.read()
     at, q, position = seen.query_position, seen.queries.float(), seen.position
@@ -116,5 +116,5 @@ def votes(seen: Seen, reduce: Reduce, window: int = 0) -> Float[Tensor, "row tok
     if seen.sink_logits is not None:
         left = (logits.logsumexp(-1) - seen.sink_logits.float()[..., None]).sigmoid_()  # what the sink leaves to tokens
         paid *= left[..., None]
-    others = seen.valid & (position < seen.asking[:, None]) & ~seen.recent(window)
+    others = seen.valid & ~seen.recent(window)
     return over_group(paid.sum(2), reduce).masked_fill(~others, 0)

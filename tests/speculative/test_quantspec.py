@@ -45,6 +45,8 @@ def test_error_bounds(group: int) -> None:
     slack = 1e-3 * k.abs().max()
     assert bool(((codec.decode(upper)[0] - k).abs() <= step / 2 + slack).all())
     assert bool(((codec.decode(fields)[0] - k).abs() <= step / 16 + slack).all())
+    left, error = (k - codec.decode(upper)[0]) / step * 16, (k - codec.decode(fields)[0]).abs() / step * 32
+    assert bool((error[left <= 7.5] <= 1.001).all()) and bool((left < -7.5).any()) and bool((left > 7.5).any())
     assert float(((codec.decode(fields)[1] - k).abs()).mean()) < float(((codec.decode(upper)[1] - k).abs()).mean()) / 10
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.kernels.span_attention import causal_spans
+from kvengine.policies.prefill import _blocks
 from kvengine.policies.prefill.flexprefill import FlexPrefill
 
 # With this gamma, no few whole rows of pairs hold the share: then rounding would decide.
@@ -88,7 +89,11 @@ def drawn(queries: int, tokens: int) -> tuple[Tensor, Tensor]:
     [SMALL, FlexPrefill(0.8, 0.0, 1, 8), FlexPrefill(0.53, 1.0, 17, 8), FlexPrefill(0.67, 0.2, 4, 16)],
     ids=["mixed", "lines", "pairs", "other"],
 )
-def test_the_choice_is_the_papers(method: FlexPrefill, queries: int, tokens: int) -> None:
+@pytest.mark.parametrize("room", [1, 1 << 22], ids=["a head at a time", "all"])
+def test_the_choice_is_the_papers(
+    method: FlexPrefill, queries: int, tokens: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_blocks, "NEAR", room)
     q, k = drawn(queries, tokens)
     choice = method.choose(q, k, 0.3)
     assert choice.columns is None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.kernels.span_attention import span_attention
+from kvengine.policies.prefill import _blocks
 from kvengine.policies.prefill.xattention import XAttention
 
 
@@ -46,7 +47,11 @@ def chosen(m: Tensor, threshold: float, first: int) -> Tensor:
 
 @pytest.mark.parametrize(("queries", "tokens"), [(40, 40), (61, 61), (16, 80), (9, 61), (1, 33)])
 @pytest.mark.parametrize(("stride", "block"), [(4, 16), (8, 8), (1, 8)])
-def test_the_choice_is_the_papers(stride: int, block: int, queries: int, tokens: int) -> None:
+@pytest.mark.parametrize("room", [1, 1 << 22], ids=["a block at a time", "all"])
+def test_the_choice_is_the_papers(
+    stride: int, block: int, queries: int, tokens: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_blocks, "NEAR", room)
     torch.manual_seed(queries)
     q, k = torch.randn(2, 3, queries, 16), torch.randn(2, tokens, 16)
     method, first = XAttention(0.7, stride, block), (tokens - queries) // block

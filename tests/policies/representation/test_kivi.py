@@ -30,6 +30,15 @@ def test_error_is_at_most_half_a_step(bits: int) -> None:
         assert error.mean() > step.mean() / 100  # it did quantise
 
 
+def test_channels_that_the_group_does_not_divide_share_one_scale() -> None:
+    v = torch.randn(2, 32, 48, generator=torch.Generator().manual_seed(3))
+    fields = Kivi(bits=4).encode(v, v, torch.zeros(2, 32))
+    assert fields["v_scale"].shape == (2, 32, 1) and fields["k_scale"].shape == (2, 1, 48)
+    step = (v.amax(2) - v.amin(2))[..., None] / 15
+    rounding = (v.abs().amax(2, keepdim=True) + 16 * step) * 2**-10
+    assert ((Kivi(bits=4).decode(fields)[1] - v).abs() <= step / 2 + rounding).all()
+
+
 def test_per_channel_keys_stand_loud_channels() -> None:
     """The same keys grouped the other way, per token, are far worse: that is KIVI's point."""
     k, _, score = pages()

@@ -33,6 +33,15 @@ def test_error_is_the_discarded_spectrum(rank: int) -> None:
         torch.testing.assert_close(error, spectrum[rank:].square().sum(), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("rank, kept", [(0.25, 8), (0.01, 1), (1.0, 32), (100, 32)])
+def test_a_fraction_is_of_all_heads_channels_and_no_rank_is_more(rank: int | float, kept: int) -> None:
+    joined = LowRank(rank).join(keys().bfloat16())
+    assert joined["u"].shape == (2, 60, kept) and joined["basis"].shape == (2, 2, kept, 16)
+    assert joined["u"].dtype == joined["basis"].dtype == torch.bfloat16
+    length = joined["u"].float().norm(dim=1)
+    assert (length[:, 1:] <= 1.01 * length[:, :-1]).all()  # the directions that say most come first
+
+
 def test_it_is_the_singular_value_decomposition_cut() -> None:
     k = keys()
     u, s, vt = torch.linalg.svd(k.transpose(1, 2).flatten(2), full_matrices=False)

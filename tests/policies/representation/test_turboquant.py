@@ -53,6 +53,16 @@ def normal_levels(bits: int) -> list[float]:
     return level[2 ** (bits - 1) :].tolist()
 
 
+@pytest.mark.parametrize(("bits", "values", "form"), [(3, 2, "paper"), (2, None, "least"), (4, 1, "unbiased")])
+def test_pages_hold_keys_and_values_as_their_options_say(bits: int, values: int | None, form: Form) -> None:
+    k, v = vectors(32, 64).view(2, 16, 64), vectors(32, 80, seed=1).view(2, 16, 80)
+    policy = TurboQuant(bits=bits, values=values, scale=form)
+    found = policy.decode(policy.encode(k, v, torch.zeros(2, 16)))
+    for x, y, n in ((k, found[0], bits), (v, found[1], values or bits)):
+        want = oracle(x.flatten(0, 1), n, form).view_as(x)
+        torch.testing.assert_close(y.double(), want, atol=1e-2, rtol=1e-3)  # scales are half-precision numbers
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_levels_are_those_of_a_normal_number(bits: int) -> None:
     assert UPPER[bits] == pytest.approx(normal_levels(bits), abs=2e-6)

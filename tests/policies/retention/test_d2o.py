@@ -93,6 +93,8 @@ def same(layer: LayerCache, row: Row) -> None:
     assert sorted(found) == sorted(row.kv)
     for p in found:
         torch.testing.assert_close(found[p], row.kv[p], rtol=1e-4, atol=1e-5)
+        if torch.equal(row.kv[p][0], row.case.row(row.row)[1][p]):  # it took nothing in, and is what came
+            assert torch.equal(found[p][0], row.kv[p][0]) and torch.equal(found[p][1], row.kv[p][1])
 
 
 @pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (4, 0), 2)])
@@ -161,14 +163,16 @@ def test_merged_vectors_stay_within_those_they_come_from() -> None:
         assert bounded == inside
 
 
-def concentration(case: Case, b: int) -> float:
-    """F: the variance over tokens of the attention received, per query head; their mean."""
+def concentration(case: Case, b: int, spread: bool = False) -> float:
+    """F: the variance over tokens of the attention received, per query head; their mean, officially of [0, 1]."""
     pad, found = case.pads[b], []
     for row in range(b * case.heads, (b + 1) * case.heads):
         total = torch.zeros(case.group, case.length - pad, dtype=torch.float64)
         for i in range(pad, case.length):
             total[:, : i + 1 - pad] += probabilities(case, row, i, list(range(pad, i + 1))).double()
         found += total.var(1, correction=0).tolist()
+    if spread:
+        found = [(x - min(found)) / (max(found) - min(found)) for x in found]
     return sum(found) / len(found)
 
 
@@ -194,6 +198,14 @@ def test_layers_share_the_budget_by_concentration() -> None:
     before = [len(positions(layer, row)) for layer in layers for row in range(4)]
     for _ in zip(*(case.decode(layer) for case, layer in zip(cases, layers, strict=True)), strict=True):
         assert [len(positions(layer, row)) for layer in layers for row in range(4)] == before
+
+
+def test_in_the_official_form_no_layer_is_far_from_another() -> None:
+    cases, layers = layers_of("d2o(budget=16, form='official')", count=6)
+    for b, pad in enumerate((0, 9)):
+        F = torch.tensor([[concentration(case, b, spread=True)] for case in cases])
+        want = sizes(F, torch.tensor([16]), torch.tensor([61 - pad]), 0.05)[:, 0].tolist()
+        assert [len(positions(layer, b * 2)) for layer in layers[2:5]] == want[2:5] and len(set(want)) > 2
 
 
 def test_until_the_last_layer_has_read_the_prompt_nothing_goes() -> None:

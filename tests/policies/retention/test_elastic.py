@@ -105,6 +105,17 @@ def test_a_later_prompt_leaves_what_was_generated_before_it_too() -> None:
         assert positions(layer, row) == [*left[:36], *left[37:], 49]
 
 
+@pytest.mark.parametrize("budget, recent", [(2, 2), (2, 5), (0.1, 30)])
+def test_more_recent_than_fit_are_the_newest(budget: int | float, recent: int) -> None:
+    """Sinks make way for them, and rows of other lengths have other budgets."""
+    case = Case(pads=(0, 14))
+    layer = case.prompt(f"elastic(budget={budget}, recent={recent})")
+    for t, _ in case.decode(layer):
+        for row in range(case.rows):
+            count = 2 if budget == 2 else (37 - case.row(row)[3]) // 10
+            assert positions(layer, row) == list(range(t + 1 - count, t + 1))
+
+
 def test_room_for_no_anchor_merges_nothing() -> None:
     case = Case(heads=1, group=1)
     found = held(case.prompt("elastic(budget=2)"), 0)

@@ -8,6 +8,7 @@ from support_retention import Case, best, positions, same_source
 from torch import Tensor
 
 from kvengine.errors import UnsupportedPolicy
+from kvengine.policies.retention import expected_attention
 from kvengine.rope import Rope
 from kvengine.session import Session
 
@@ -25,7 +26,14 @@ def matrix(place: int, interleaved: bool) -> Tensor:
 
 
 def scores(
-    case: Case, row: int, interleaved: bool, covariance: bool, values: bool, sinks: int, reduce: str = "mean"
+    case: Case,
+    row: int,
+    interleaved: bool,
+    covariance: bool,
+    values: bool,
+    sinks: int,
+    reduce: str = "mean",
+    epsilon: float = 0.0,
 ) -> dict[int, float]:
     q, k, v, pad = case.row(row)
     ahead = range(case.length - pad, case.length - pad + 20)
@@ -41,6 +49,7 @@ def scores(
         shares.append(torch.stack(logits).softmax(0))
     by_head = torch.stack(shares)
     share = by_head.amax(0) if reduce == "max" else by_head.sum(0) if reduce == "sum" else by_head.mean(0)
+    share = share + epsilon
     return {p: float(share[i] * (v[p].double().norm() if values else 1)) for i, p in enumerate(tokens)} | dict.fromkeys(
         range(pad, pad + sinks), math.inf
     )
@@ -67,11 +76,23 @@ def test_it_keeps_what_the_formula_says(
 
 
 @pytest.mark.parametrize("reduce", ["max", "sum"])
-def test_the_heads_of_a_group_may_agree_otherwise(reduce: str) -> None:
+def test_the_heads_of_a_group_may_agree_otherwise(reduce: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected_attention, "SPAN", 7)
     case = Case(2, 3, length=61, pads=(0, 5), session=Session(rope=Rope(FREQUENCY, True)))
     layer = case.prompt(f"expected_attention(budget=20, sinks=2, horizon=20, reduce={reduce!r})")
     for row in range(case.rows):
         assert positions(layer, row) == best(scores(case, row, True, True, True, 2, reduce), 20)
+
+
+def test_with_a_large_epsilon_long_values_stay() -> None:
+    case = Case(2, 3, length=61, pads=(0, 5), session=Session(rope=Rope(FREQUENCY, True)))
+    found = []
+    for epsilon in (0.0, 0.02):
+        layer = case.prompt(f"expected_attention(budget=20, sinks=2, horizon=20, epsilon={epsilon})")
+        found.append([positions(layer, row) for row in range(case.rows)])
+        for row in range(case.rows):
+            assert found[-1][row] == best(scores(case, row, True, True, True, 2, epsilon=epsilon), 20)
+    assert all(a != b for a, b in zip(*found, strict=True))
 
 
 def test_the_rotation_matters() -> None:

@@ -112,7 +112,9 @@ def test_scores_are_stored_and_a_later_turn_repeats_what_came_since() -> None:
                 (max(gone, default=0.0), min((float(scores[layer, head, p]) for p in now if p < 61), default=9.0))
             )
     assert max(gone for gone, _ in lowest) < min(stays for _, stays in lowest)
-    late = [p for x in kept(cache) for head in x for p in head if p > 60]
+    stays = [p for x in kept(cache) for head in x for p in head]
+    late = [p for p in stays if p > 60]
+    assert 0 < len(late) < len(stays)  # old scores count beside new ones
     assert sum(len(head) for x in kept(cache) for head in x) == 12 * LAYERS * HEADS
     assert any(p < 66 for p in late) and any(p > 66 for p in late)
 

@@ -1,5 +1,7 @@
 """PyramidKV: the layers' budgets against the formula, the choice against SnapKV's, and bytes against both."""
 
+import math
+
 import pytest
 import torch
 import transformers
@@ -8,7 +10,8 @@ from support import one, patched
 from support_retention import Case, positions, same_source
 
 import kvengine
-from kvengine.policies.retention.pyramidkv import share
+from kvengine.errors import PolicyError
+from kvengine.policies.retention.pyramidkv import PyramidKV, share
 from kvengine.stats import measure
 
 
@@ -31,7 +34,7 @@ def shares(b: int, others: int, beta: float, layers: int) -> list[int]:
 @pytest.mark.parametrize("layers", [2, 5, 32])
 def test_shares_follow_the_formula_and_add_up(b: int, others: int, beta: int, layers: int) -> None:
     found, official = shares(b, others, beta, layers), card(b, others, beta, layers)
-    assert sum(found) == layers * b
+    assert sum(found) == layers * b and found[0] == official[0]
     assert all(later <= earlier + 1 for earlier, later in zip(found, found[1:], strict=False))  # rounding
     slack = max(abs(a - c) for a, c in zip(found, official, strict=True))
     assert slack <= layers  # the official step is rounded down, at most one token a layer
@@ -82,6 +85,18 @@ def test_a_short_prompt_is_kept_whole() -> None:
     for i in range(4):
         case = Case(length=21, layer=i, layers=4)
         assert positions(case.prompt("pyramidkv(budget=33)"), 0) == list(range(21))
+
+
+def test_a_budget_below_the_window_is_the_newest_tokens() -> None:
+    for i in range(4):
+        layer = Case(length=40, layer=i, layers=4).prompt("pyramidkv(budget=0.1, window=8)")
+        assert positions(layer, 0) == [36, 37, 38, 39]
+
+
+@pytest.mark.parametrize("beta", [0.9, math.inf, math.nan])
+def test_no_beta_below_one_or_without_end(beta: float) -> None:
+    with pytest.raises(PolicyError, match="beta="):
+        PyramidKV(beta=beta)
 
 
 def test_decoded_tokens_stay() -> None:

@@ -23,7 +23,10 @@ def importance(case: Case, row: int, newest: int, tokens: list[int], window: int
     q, k, _, pad = case.row(row)
     others = [t for t in tokens if t <= newest - window]
     asked = [t for t in range(newest - window + 1, newest + 1) if t >= pad]
-    paid = [((q[:, t] @ k[others].T) * case.call.scale).amax(0).softmax(0) for t in asked]
+    logits = [(q[:, t] @ k[others].T) * case.call.scale for t in asked]
+    if (cap := case.call.softcap) is not None:
+        logits = [cap * (x / cap).tanh() for x in logits]
+    paid = [x.amax(0).softmax(0) for x in logits]
     mean = torch.stack(paid).mean(0).tolist() if others else []
     half = kernel // 2
     return {t: max(mean[max(0, i - half) : i + half + 1]) for i, t in enumerate(others)}
@@ -55,6 +58,7 @@ def test_it_judges_where_a_row_is_full(
 ) -> None:
     pads = tuple(min(p, length - 2) for p in pads)
     case = Case(heads, group, length, steps=41, pads=pads)
+    case.call = case.call._replace(softcap=1.5 if mix == 1 else None)
     layer = case.prompt(TEXT.replace("budget=14", f"budget={budget}").replace("mix=0.3", f"mix={mix}"), chunks)
     want, verdicts, options = {}, 0, {"budget": budget, "mix": mix}
     for row in range(case.rows):

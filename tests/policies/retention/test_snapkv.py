@@ -4,6 +4,9 @@ import pytest
 import torch
 from support_retention import Case, attended, best, output, positions, probabilities, same_source
 
+from kvengine.errors import PolicyError
+from kvengine.stack import Stack
+
 
 def votes(case: Case, row: int, window: int, reduce: str) -> list[float]:
     """Of the prompt's last queries for each real token, none for the window itself."""
@@ -25,7 +28,7 @@ def pooled(vote: list[float], kernel: int, pool: str) -> list[float]:
 
 @pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (4, 33), 2)])
 @pytest.mark.parametrize("kernel, pool, reduce", [(5, "avg", "mean"), (1, "avg", "max"), (7, "max", "sum")])
-@pytest.mark.parametrize("softcap, sinks", [(None, False), (1.0, False), (None, True)])
+@pytest.mark.parametrize("softcap, sinks", [(None, False), (1.5, False), (None, True)])
 def test_it_keeps_what_the_window_votes_for(
     heads: int,
     group: int,
@@ -73,3 +76,33 @@ def test_the_window_has_no_votes_where_a_later_turn_is_shorter(kernel: int, pool
         vote[-8:] = 0
         score = dict(zip(tokens, pooled(vote.tolist(), kernel, pool), strict=True))
         assert positions(layer, row) == best(score, 30, lambda p: p >= 56)
+
+
+@pytest.mark.parametrize("kernel, pool", [(5, "avg"), (7, "max")])
+def test_padding_between_turns_is_nobodys_neighbour(kernel: int, pool: str) -> None:
+    """The second turn of one sequence is shorter, and padded on its left: pooling joins what lies on both sides."""
+    case = Case(length=60)
+    case.pads, case.valid = (0, 0), torch.ones(2, 80, dtype=torch.bool)
+    case.q, case.k, case.v = (x.repeat(2, 1, 1, 1) for x in (case.q, case.k, case.v))
+    case.valid[1, 40:47] = False
+    layer = case.prompt(f"snapkv(budget=30, window=6, kernel={kernel}, pool='{pool}')", 3)
+    for row in range(case.rows):
+        tokens = [p for p in range(60) if case.valid[row // case.heads, p]]
+        vote = torch.zeros(len(tokens))
+        for i in range(54, 60):
+            seen = [p for p in tokens if p <= i]
+            vote[: len(seen)] += probabilities(case, row, i, seen).mean(0)
+        vote[-6:] = 0
+        places = range(60 - len(tokens), 60)  # without gaps, and the newest token's is that of other rows
+        score = dict(zip(places, pooled(vote.tolist(), kernel, pool), strict=True))
+        assert positions(layer, row) == best(score, 30, lambda p: p >= 54)
+
+
+@pytest.mark.parametrize(
+    "options, hint",
+    [("budget=8, window=8", "exceed window=8"), ("kernel=4", "must be odd"), ("window=0", "window=0")],
+)
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv"])
+def test_what_cannot_be(name: str, options: str, hint: str) -> None:
+    with pytest.raises(PolicyError, match=hint):
+        Stack.parse(f"{name}({options})")

@@ -72,13 +72,29 @@ def test_a_later_turn_reads_with_the_gap_as_well() -> None:
             )
 
 
-@pytest.mark.parametrize("pads, chunks", [((0,), 1), ((0, 6), 3)])
-def test_true_positions(pads: tuple[int, ...], chunks: int) -> None:
-    case = Case(pads=pads)
-    layer = case.prompt("streaming(sinks=3, recent=9)", chunks)
+def test_in_cache_positions_from_the_first_tokens_on() -> None:
+    """While nothing is dropped they are the true ones."""
+    case = Case(length=5, steps=20, pads=(0, 2), session=Session(rope=Rope(FREQUENCY)))
+    raw = rotated(case)
+    layer = case.prompt("streaming(sinks=3, recent=9, positions='in-cache')")
     for t, out in case.decode(layer):
         for row in range(case.rows):
             tokens = [*kept(case.row(row)[3], t - 1, 3, 9), t]
+            want = reindexed(case, raw, row, tokens)
+            torch.testing.assert_close(output(case, out, row), want, rtol=1e-4, atol=1e-5)
+            if t < 12:
+                torch.testing.assert_close(attended(case, row, t, tokens), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pads, chunks", [((0,), 1), ((0, 6), 3)])
+@pytest.mark.parametrize("recent", [9, 0.25])
+def test_true_positions(pads: tuple[int, ...], chunks: int, recent: int | float) -> None:
+    case = Case(pads=pads)
+    layer = case.prompt(f"streaming(sinks=3, recent={recent})", chunks)
+    for t, out in case.decode(layer):
+        for row in range(case.rows):
+            pad = case.row(row)[3]
+            tokens = [*kept(pad, t - 1, 3, 9 if recent == 9 else (37 - pad) // 4), t]
             torch.testing.assert_close(output(case, out, row), attended(case, row, t, tokens))
     same_source(case, layer)
 

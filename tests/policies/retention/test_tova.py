@@ -5,6 +5,7 @@ import torch
 from support_retention import Case, attended, best, output, positions, probabilities, same_source
 
 from kvengine.policies import load
+from kvengine.policies.retention.tova import TOVA
 
 
 def verdict(case: Case, rows: list[int], tokens: list[int], query: int, budget: int, recent: int = 0) -> list[int]:
@@ -66,6 +67,18 @@ def test_more_recent_than_fit_are_the_newest(budget: int | float) -> None:
         for row in range(case.rows):
             count = 5 if budget == 5 else (case.length - case.row(row)[3]) // 5
             assert positions(layer, row) == list(range(t + 1 - count, t + 1))
+
+
+@pytest.mark.parametrize("ruled", [True, False])
+def test_of_equals_the_later_stay_wherever_they_lie(ruled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoded tokens take slots that became free. Also where no kernel knows the rule, as for methods built on this one."""
+    if not ruled:
+        monkeypatch.setattr(TOVA, "rule", lambda *_: None)
+    case = Case(pads=(0, 5))
+    case.q *= 0
+    layer = case.prompt("tova(budget=8)")
+    for t, _ in case.decode(layer):
+        assert all(positions(layer, row) == list(range(t - 7, t + 1)) for row in range(case.rows))
 
 
 def test_its_name() -> None:

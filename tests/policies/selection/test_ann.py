@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import patched
@@ -68,6 +70,17 @@ def test_approximate_indices_find_most_and_all_when_they_look_everywhere(kind: s
     assert recall >= least and all(len(a) == len(b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("kind", ["ivf", "hnsw"])
+def test_what_all_keys_have_in_common_does_not_matter(kind: str) -> None:
+    """As loud channels have it: to every key the same is added, which moves all logits of a query alike."""
+    tokens = draw(1025)
+    policy = f"ann(budget=64, index={kind!r}, probe=2)"
+    plain = chosen(run(policy, tokens, 1024))
+    tokens.k[..., :4] += 16
+    loud = chosen(run(policy, tokens, 1024))
+    assert all(len(a & b) >= 0.8 * len(a) for a, b in zip(plain, loud, strict=True))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_pages_give_the_same_choice_whatever_came_before(kind: str) -> None:
     """At once and step by step; in a padded batch; in another order of rows; after a draft was taken back."""
@@ -108,6 +121,25 @@ def test_the_index_is_counted(kind: str) -> None:
     assert abs(stats.bytes["host"]["pages.index"] - real) <= 0.02 * real + 1000
     full = measure([run("quest(budget=64)", draw(1025), 1024).cache])
     assert stats.read_per_token > 64 * 16 * 8 and full.bytes["device"]["page.k"] == stats.bytes["device"]["page.k"]
+
+
+@pytest.mark.parametrize(("kind", "reads"), [("ivf", 90 * 8 * 4 + 640 * 8 * 4 // 90), ("hnsw", 64 * (8 + 64) * 4)])
+def test_a_copy_of_an_index_is_the_same_and_grows_alone(kind: str, reads: int) -> None:
+    """Of 640 tokens. A search reads 90 centres, 4 sqrt(512), and one cell of as many; or 64 keys and their 64 links."""
+    from kvengine.policies.selection._index import Row
+
+    keys = np.random.default_rng(0).normal(size=(48, 16, 8)).astype(np.float32)
+    row, every = Row(kind, 1), np.ones(768, dtype=bool)
+    row.add(np.arange(40), keys[:40])
+    row.columns = np.arange(40)
+    twin, queries = copy.deepcopy(row), keys[47, :4]
+    assert twin.nbytes == row.nbytes and twin.reads == row.reads == reads
+    before = row.search(queries, 9, every)
+    for mine, other in zip(before, twin.search(queries, 9, every), strict=True):
+        assert np.array_equal(mine, other)
+    twin.add(np.arange(40, 48), keys[40:])
+    assert (row.tokens, twin.tokens, row.fast.ntotal, twin.fast.ntotal) == (640, 768, 640, 768)
+    assert np.array_equal(row.search(queries, 9, every)[0], before[0])
 
 
 def test_without_faiss_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,5 @@
+from typing import Literal
+
 import pytest
 import torch
 from support_layer import Tokens, draw, plain, rope, run
@@ -35,24 +37,24 @@ def expected(tokens: Tokens, policy: Landmarks, head: int, sealed: int, query: i
         q = tokens.q[0, head * 2 + g, query]
         logits = torch.stack([mean @ q * tokens.scale for mean in landmarks.values()])
         share.append(tokens.capped(logits).softmax(0))
-    best = torch.stack(share).amax(0).argsort(descending=True).tolist()
+    shares = torch.stack(share)
+    best = (shares.amax(0) if policy.reduce == "max" else shares.mean(0)).argsort(descending=True).tolist()
     chosen = [*outliers, *(list(landmarks)[i] for i in best)][:count]
     return {j * CHUNK + i for j in chosen for i in range(CHUNK)} | set(range(sealed, query + 1))
 
 
-@pytest.mark.parametrize(
-    "policy", [Landmarks(budget=88), Landmarks(budget=72, outliers=0.0), Landmarks(64, local=8)], ids=str
-)
+@pytest.mark.parametrize("policy", [Landmarks(88), Landmarks(72, outliers=0.0), Landmarks(64, local=8)], ids=str)
 def test_reads_are_those_of_the_loop(policy: Landmarks) -> None:
     same_reads(policy, draw(PROMPT + 1))
 
 
-def test_heads_are_compared_by_capped_logits() -> None:
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+def test_heads_are_compared_by_capped_logits(reduce: Literal["max", "mean"]) -> None:
     for seed in range(3):
         tokens = draw(PROMPT + 1, seed=seed)
         tokens.q *= torch.linspace(1, 4, 4)[:, None, None]
         tokens.softcap = 0.3
-        same_reads(Landmarks(budget=88), tokens)
+        same_reads(Landmarks(budget=88, reduce=reduce), tokens)
 
 
 def test_outliers_take_no_share_from_the_others() -> None:
@@ -96,6 +98,20 @@ def test_outliers_stay_exact_in_the_tail() -> None:
         assert set(range(128, 161)) <= here
     k = lane.tail.held()[0]
     torch.testing.assert_close(k[0], tokens.k[0, 0][tail[0].long()])
+
+
+def test_each_row_has_its_outliers_among_the_chunks_before_its_local_tokens() -> None:
+    """A sequence of 160 tokens, and one of 91 behind padding: fractions and chunks are of these, not of the longest."""
+    k = torch.randn(2, 160, 8, generator=torch.Generator().manual_seed(0))
+    position = torch.arange(160).repeat(2, 1)
+    position[1, :69] = -1
+    for row, local in ((0, 128), (1, 69 + 56)):  # the least coherent chunk is the first local one
+        k[row, local] = -0.9 * k[row, local + 1 : local + 8].sum(0)
+    found = Landmarks(budget=0.6, outliers=0.25).exact(k, position, torch.tensor([160, 91]))
+    for row, (pad, count) in enumerate(((0, 3), (69, 1))):  # a quarter of 96 tokens, and of 54
+        outliers = worst(k[row, pad:], 160 - pad - 32, count)
+        want = {pad + j * CHUNK + i for j in outliers for i in range(CHUNK)}
+        assert found is not None and set(found[row].nonzero()[:, 0].tolist()) == want
 
 
 def test_chunks_stay_whole_when_outliers_are_taken_out() -> None:

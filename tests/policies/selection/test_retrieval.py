@@ -4,18 +4,20 @@ from support_layer import draw, padded, plain, run, stacked
 
 
 @pytest.mark.parametrize("softcap", [None, 0.3])
-def test_reads_are_those_of_the_loop(softcap: float | None) -> None:
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+def test_reads_are_those_of_the_loop(softcap: float | None, reduce: str) -> None:
     tokens, chunk, budget = draw(101), 8, 40
     tokens.q *= torch.linspace(1, 4, 4)[:, None, None]
     tokens.softcap = softcap
-    found = run(f"retrieval(budget={budget}, chunk={chunk})", tokens, 100)
+    found = run(f"retrieval(budget={budget}, chunk={chunk}, reduce={reduce!r})", tokens, 100)
     sealed = len(found.lane.pages)  # type: ignore[arg-type]
     seen = torch.zeros(1, 2, 101, dtype=torch.bool)
     seen[..., sealed:] = True
     for h in range(2):
         means = torch.stack([tokens.k[0, h, i : i + chunk].mean(0) for i in range(0, sealed, chunk)])
         logits = [means @ tokens.q[0, 2 * h + g, 100] * tokens.scale for g in (0, 1)]
-        share = torch.stack([tokens.capped(x).softmax(0) for x in logits]).amax(0)
+        shares = torch.stack([tokens.capped(x).softmax(0) for x in logits])
+        share = shares.amax(0) if reduce == "max" else shares.mean(0)
         order = [0, *(j for j in share.argsort(descending=True).tolist() if j)]
         for j in order[: (budget - (101 - sealed)) // chunk]:
             seen[0, h, j * chunk : j * chunk + chunk] = True

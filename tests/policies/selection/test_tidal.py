@@ -62,8 +62,10 @@ def test_every_token_has_its_own_choice_even_at_once() -> None:
         cache.forward(*t.part(0, 80), Call(t.scale))
     session.following = True
     together = [cache.forward(*t.part(80, 90), Call(t.scale)) for cache, t in zip(caches, steps, strict=True)]
-    for a, b in zip(single, together, strict=True):
-        torch.testing.assert_close(a, b[:, -1:])
+    _, first = layers("tidal(budget=40, start=1)", [Tokens(*t.part(0, 81)) for t in steps], 80)
+    for a, b, c in zip(first, single, together, strict=True):
+        torch.testing.assert_close(a, c[:, :1])
+        torch.testing.assert_close(b, c[:, -1:])
     assert all(len(memo.choices) <= 10 for memo in session.memo.values())
 
 
@@ -165,11 +167,13 @@ def test_what_was_not_recorded_cannot_be_corrected() -> None:
 
 
 @pytest.mark.parametrize("reduce", ["max", "mean"])
-def test_heads_are_compared_by_capped_logits(reduce: Any) -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_heads_are_compared_by_capped_logits(reduce: Any, softcap: float | None) -> None:
     """A head whose logits are large would otherwise decide for its group; of the largest, the order is the same."""
     keys, q = torch.randn(1, 30, 8, generator=torch.Generator().manual_seed(0)), torch.ones(1, 2, 8)
     q[0, 1] = torch.linspace(-9, 9, 8)
-    at = Where(0, 1, lambda: torch.tensor([4]), 4, lambda: keys, 0.5, 30, softcap=2.0)
-    capped = 2 * (q @ keys.mT * 0.5 / 2).tanh()
+    at = Where(0, 1, lambda: torch.tensor([4]), 4, lambda: keys, 0.5, 30, softcap=softcap)
+    logits = q @ keys.mT * 0.5
+    capped = logits if softcap is None else softcap * (logits / softcap).tanh()
     want = capped.amax(1) if reduce == "max" else capped.mean(1)
     assert torch.equal(Tidal(reduce=reduce).wanted(q, at).argsort(1), want.argsort(1))
