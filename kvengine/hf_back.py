@@ -30,10 +30,10 @@ def goes_back(config: Any) -> bool:
 
 
 @torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]
-def check_even(layers: list[Any], seen: int, torn: bool = False) -> None:
+def check_even(layers: list[Any], torn: bool = False) -> None:
     """Refuse layers of which some hold tokens of a pass that others have not seen, or one has `torn` off: it broke off."""
-    growing = [layer for layer in layers if isinstance(layer, EngineLayer | DynamicLayer)]
-    if torn or any(layer.get_seq_length() != seen for layer in growing):
+    seen = {layer.get_seq_length() for layer in layers if isinstance(layer, EngineLayer | DynamicLayer)}
+    if torn or len(seen) > 1:
         raise CacheError(BROKEN)
 
 

@@ -139,8 +139,9 @@ class EngineCache(Cache):
             return keys[:, :, -seen:], values[:, :, -seen:]
         return keys, values
 
-    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Asked for once in a pass, before any layer has run: by then it must be the engine's attention that will."""
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Asked for before any layer has run, so by then it must be the engine's attention that will; by some models (Inkling)
+        before each layer too."""
         if self.config._attn_implementation != NAME:
             raise ModelError(
                 f"an engine cache was given to a model whose attention is {self.config._attn_implementation!r}, which would "
@@ -149,8 +150,8 @@ class EngineCache(Cache):
             )
         self.thaw()
         if self.session.ours is None or len(self.session.ours) < len(self.layers):  # else layers notice by themselves
-            check_even(self.layers, self.seen)
-        return super().get_mask_sizes(*args, **kwargs)  # type: ignore[no-any-return]
+            check_even(self.layers[layer_idx:])  # those before it may have taken this pass's tokens
+        return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
 
     def thaw(self) -> None:
         """Tensors made in torch's inference mode must not be changed outside of it: once there, go on with copies."""
@@ -219,7 +220,7 @@ class EngineCache(Cache):
         Raises:
             CacheError: no token is new, or an earlier pass broke off.
         """
-        check_even(self.layers, self.seen)
+        check_even(self.layers)
         if total is not None and 0 < total <= self.seen and not drafting:
             raise CacheError(
                 f"generate() was given {total} tokens, but this cache has seen {self.seen}; give the whole text so far and "
