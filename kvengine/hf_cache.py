@@ -18,9 +18,9 @@ from kvengine import hf_states
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.gradients import copied
-from kvengine.hf_back import all_back, changing_rows, check_even, empty, repeat, settle
+from kvengine.hf_back import all_back, changing_rows, check_even, chosen_rows, empty, repeat, settle
 from kvengine.hf_held import HeldWindow
-from kvengine.hf_layer import BREAKS, COPIED, EngineLayer
+from kvengine.hf_layer import BREAKS, COPIED, EngineLayer, compiling
 from kvengine.hf_names import passed
 from kvengine.hf_rope import needs_rope, rope_for
 from kvengine.readers import sources
@@ -155,7 +155,7 @@ class EngineCache(Cache):
 
     def thaw(self) -> None:
         """Tensors made in torch's inference mode must not be changed outside of it: once there, go on with copies."""
-        if torch.compiler.is_compiling():
+        if compiling():
             apart(self)
             return
         session = self.session
@@ -328,6 +328,7 @@ class EngineCache(Cache):
 
     def reorder_cache(self, beam_idx: Int[Tensor, "chosen"]) -> None:
         """Keep these rows, in this order."""
+        beam_idx = chosen_rows(self.layers, beam_idx)
         self.session.inferred |= torch.is_inference_mode_enabled()
         with changing_rows(self.layers, self.session):
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]
@@ -335,10 +336,12 @@ class EngineCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order; or those that a mask names."""
-        self.reorder_cache(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+        self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row, `repeats` times."""
+        if repeats < 1:
+            raise CacheError(f"repeats={repeats} would leave no row; give 1 or more, or call cache.reset()")
         self.session.inferred |= torch.is_inference_mode_enabled()
         with changing_rows(self.layers, self.session):
             for layer in self.layers:
