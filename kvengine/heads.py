@@ -46,7 +46,13 @@ def check_settled(cache: Any) -> None:
 def check_batch(cache: Any, k: Float[Tensor, "seq head token dim"]) -> None:
     """Refuse, for a layer's cache, tokens of other sequences or heads than it holds."""
     if (k.shape[0], k.shape[1]) != (cache.sequences, cache.heads):
+        times, rest = divmod(k.shape[0], max(1, cache.sequences))
+        several = (
+            f". To go on with each of them {times} times (num_beams, num_return_sequences), call "
+            f"cache.batch_repeat_interleave({times}) first"
+        )
         raise CacheError(
             f"this cache holds {cache.sequences} sequences of {cache.heads} KV heads, but the layer brought "
             f"{k.shape[0]} of {k.shape[1]}; use one cache for one batch of one model"
+            f"{several if times > 1 and not rest and k.shape[1] == cache.heads else ''}"
         )

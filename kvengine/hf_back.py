@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -30,10 +32,10 @@ def goes_back(config: Any) -> bool:
 
 
 @torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]
-def check_even(layers: list[Any], seen: int, torn: bool = False) -> None:
+def check_even(layers: list[Any], torn: bool = False) -> None:
     """Refuse layers of which some hold tokens of a pass that others have not seen, or one has `torn` off: it broke off."""
-    growing = [layer for layer in layers if isinstance(layer, EngineLayer | DynamicLayer)]
-    if torn or any(layer.get_seq_length() != seen for layer in growing):
+    seen = {layer.get_seq_length() for layer in layers if isinstance(layer, EngineLayer | DynamicLayer)}
+    if torn or len(seen) > 1:
         raise CacheError(BROKEN)
 
 
@@ -117,6 +119,35 @@ def changing_rows(layers: list[Any], session: Session) -> Iterator[None]:
             layer.check_free()
     with session.changing():
         yield
+
+
+def chosen_rows(layers: list[Any], rows: Any) -> Int[Tensor, "chosen"]:
+    """Which rows stay, in this order, as a list, a tensor or a mask of all rows tells; on a GPU the host does not look.
+
+    Raises:
+        CacheError: there is no such row, or none is to stay.
+    """
+    given, held = torch.as_tensor(rows), next((n for n in map(sequences, layers) if n is not None), None)
+    mask = given.dtype == torch.bool
+    chosen = given.nonzero()[:, 0] if mask else given
+    if held is None:
+        return chosen
+    wrong = len(chosen) == 0 or (mask and len(given) != held)
+    if not wrong and chosen.device.type == "cpu":
+        wrong = bool(((chosen < -held) | (chosen >= held)).any())
+    if wrong:
+        raise CacheError(
+            f"this cache holds {held} sequences, of which {given.tolist()} cannot stay: give the numbers of those that do, from "
+            f"0 to {held - 1} and at least one, or a mask of {held}. For another batch call cache.reset()"
+        )
+    return chosen
+
+
+def sequences(layer: Any) -> int | None:
+    """How many rows a layer holds; None if it holds nothing, or a state."""
+    if isinstance(layer, EngineLayer):
+        return layer.cache.sequences if layer.cache.parts else None
+    return len(layer.keys) if isinstance(layer, DynamicLayer) and layer.keys is not None else None
 
 
 def repeat(layer: Any, repeats: int) -> None:

@@ -18,9 +18,9 @@ from kvengine import hf_states
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.gradients import copied
-from kvengine.hf_back import all_back, changing_rows, check_even, empty, repeat, settle
+from kvengine.hf_back import all_back, changing_rows, check_even, chosen_rows, empty, repeat, settle
 from kvengine.hf_held import HeldWindow
-from kvengine.hf_layer import BREAKS, COPIED, EngineLayer
+from kvengine.hf_layer import BREAKS, COPIED, EngineLayer, compiling
 from kvengine.hf_names import passed
 from kvengine.hf_rope import needs_rope, rope_for
 from kvengine.readers import sources
@@ -139,8 +139,9 @@ class EngineCache(Cache):
             return keys[:, :, -seen:], values[:, :, -seen:]
         return keys, values
 
-    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Asked for once in a pass, before any layer has run: by then it must be the engine's attention that will."""
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Asked for before any layer has run, so by then it must be the engine's attention that will; by some models (Inkling)
+        before each layer too."""
         if self.config._attn_implementation != NAME:
             raise ModelError(
                 f"an engine cache was given to a model whose attention is {self.config._attn_implementation!r}, which would "
@@ -149,12 +150,12 @@ class EngineCache(Cache):
             )
         self.thaw()
         if self.session.ours is None or len(self.session.ours) < len(self.layers):  # else layers notice by themselves
-            check_even(self.layers, self.seen)
-        return super().get_mask_sizes(*args, **kwargs)  # type: ignore[no-any-return]
+            check_even(self.layers[layer_idx:])  # those before it may have taken this pass's tokens
+        return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
 
     def thaw(self) -> None:
         """Tensors made in torch's inference mode must not be changed outside of it: once there, go on with copies."""
-        if torch.compiler.is_compiling():
+        if compiling():
             apart(self)
             return
         session = self.session
@@ -219,7 +220,7 @@ class EngineCache(Cache):
         Raises:
             CacheError: no token is new, or an earlier pass broke off.
         """
-        check_even(self.layers, self.seen)
+        check_even(self.layers)
         if total is not None and 0 < total <= self.seen and not drafting:
             raise CacheError(
                 f"generate() was given {total} tokens, but this cache has seen {self.seen}; give the whole text so far and "
@@ -327,6 +328,7 @@ class EngineCache(Cache):
 
     def reorder_cache(self, beam_idx: Int[Tensor, "chosen"]) -> None:
         """Keep these rows, in this order."""
+        beam_idx = chosen_rows(self.layers, beam_idx)
         self.session.inferred |= torch.is_inference_mode_enabled()
         with changing_rows(self.layers, self.session):
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]
@@ -334,10 +336,12 @@ class EngineCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order; or those that a mask names."""
-        self.reorder_cache(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+        self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row, `repeats` times."""
+        if repeats < 1:
+            raise CacheError(f"repeats={repeats} would leave no row; give 1 or more, or call cache.reset()")
         self.session.inferred |= torch.is_inference_mode_enabled()
         with changing_rows(self.layers, self.session):
             for layer in self.layers:

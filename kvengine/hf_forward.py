@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from kvengine.errors import ModelError
 from kvengine.hf_cache import NAME, Chosen, EngineCache
+from kvengine.hf_drafts import SHARED, check_shared, share
 from kvengine.hf_layer import BREAKS, WEIGHTS, EngineLayer
 from kvengine.hf_names import NAMES, OTHER, name_of_cache, own_name, renamed
 from kvengine.stack import Stack
@@ -64,6 +65,8 @@ def hook_passes(model: PreTrainedModel, text: Any, chosen: Chosen) -> list[Any]:
         name = name_of_cache(names)
         at = {x: names.index(x) for x in (name, *ASKED) if x in names}
         hooks.append(part.register_forward_pre_hook(partial(before, chosen=chosen, at=at, name=name), with_kwargs=True))
+        if hasattr(text, "num_kv_shared_layers"):
+            hooks.append(part.register_forward_hook(share, with_kwargs=True))
     if model not in [part for part, _ in parts]:  # the whole, which hands it on
         hooks.append(model.register_forward_pre_hook(rename, with_kwargs=True))
     return hooks
@@ -82,22 +85,25 @@ def before(
     """Before a part runs: `provide`, and its cache by the name that it takes it by."""
     new = renamed(kwargs, name)
     found = provide(module, args, new, chosen, at, name) or (None if new is kwargs else (args, new))
-    check_weights(module, *(found or (args, kwargs)), at, name)
+    check_asked(module, *(found or (args, kwargs)), at, name)
     return found
 
 
-def check_weights(
+def check_asked(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], at: dict[str, int], name: str
 ) -> None:
-    """Refuse a pass that is to give attention matrices, where the engine answers: some models do not tell their attention.
+    """Refuse a pass that is to give what the engine does not have: keys and values of all tokens, under a policy, or attention
+    matrices, as some models do not tell their attention.
 
     A configuration that asks for them always is nobody's question to a text that `generate` makes.
     """
     asked = kwargs.get(MATRICES)
-    if not (asked or (asked is None and getattr(module.config, MATRICES, False))):
+    weights = asked or (asked is None and getattr(module.config, MATRICES, False))
+    if not weights and SHARED not in kwargs:
         return
     cache: Any = args[at[name]] if at[name] < len(args) else kwargs.get(name)
-    if isinstance(cache, EngineCache) and (asked or not cache.session.generating):
+    check_shared(kwargs, cache)
+    if weights and isinstance(cache, EngineCache) and (asked or not cache.session.generating):
         if any(isinstance(layer, EngineLayer) for layer in cache.layers):
             raise ModelError(WEIGHTS)
 

@@ -19,6 +19,7 @@ from transformers.generation.utils import GenerationMixin
 
 from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
+from kvengine.hf_drafts import beside
 from kvengine.hf_forward import PAGED, PREPARED
 from kvengine.hf_names import CACHE, NAMES, cache_among, renamed
 from kvengine.stack import Stack
@@ -95,8 +96,8 @@ def prepare_cache(
     elif given.seen and assisted:
         raise ModelError(
             f"transformers begins assisted decoding and prompt look-up by reading the whole text, but this cache has seen "
-            f"{given.seen} tokens of it and would hold them twice. Leave assistant_model and prompt_lookup_num_tokens out of "
-            "turns after the first, or call cache.reset()"
+            f"{given.seen} tokens of it and would hold them twice. Leave assistant_model, prompt_lookup_num_tokens and use_mtp "
+            "out of turns after the first, or call cache.reset()"
         )
     given.announce(prompt_length(generation_config, model_kwargs), drafting=bool(generation_config.is_assistant))
     given.session.options = weakref.ref(generation_config)
@@ -213,6 +214,13 @@ def begin_again(cache: EngineCache) -> None:
     vars(session).update(kept)
 
 
+def drafter(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `_get_candidate_generator`."""
+    found: Any = type(self)._get_candidate_generator(self, *args, **kwargs)  # type: ignore[attr-defined]
+    beside(found, self, getattr(self, STATE).implementation)
+    return found
+
+
 def refuse_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     """Stands in for continuous batching."""
     raise ModelError(PAGED)
@@ -279,6 +287,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     PREPARING: prepare_inputs,
     "_prepare_generation_config": chosen_options,
     "_prepare_cache_for_generation": prepare_cache,
+    "_get_candidate_generator": drafter,
     "generate_batch": refuse_batching,
     "init_continuous_batching": refuse_batching,
     "continuous_batching_context_manager": refuse_batching,

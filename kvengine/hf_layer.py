@@ -23,6 +23,10 @@ BREAKS = (
     "out, or call kvengine.unpatch(model) first"
 )
 """Why, to who compiles."""
+EXPORTED = (
+    "a model patched by kvengine cannot be exported with a cache, which does its work outside of any graph. Pass "
+    "use_cache=False, or call kvengine.unpatch(model) first"
+)
 COPIED = ", which the model has made: it runs layers several times over. The engine cannot enter it; call kvengine.unpatch(model)"
 WEIGHTS = (
     "output_attentions=True on a patched model: the engine never forms the attention matrix. Pass use_cache=False or call "
@@ -31,6 +35,17 @@ WEIGHTS = (
 Listener = Callable[[Tensor, Tensor, Tensor, Call], None]
 """Told the queries, keys and values of every pass."""
 Heard = tuple[Tensor, Tensor, Tensor, Call]
+
+
+def compiling() -> bool:
+    """Whether a compiler looks on, whose graph breaks where a cache works.
+
+    Raises:
+        ModelError: it exports, which goes on where a graph would break.
+    """
+    if torch.compiler.is_compiling() and torch.compiler.is_exporting():
+        raise ModelError(EXPORTED)
+    return torch.compiler.is_compiling()
 
 
 class EngineLayer(CacheLayerMixin):

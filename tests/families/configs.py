@@ -255,6 +255,24 @@ FAMILIES: dict[str, Family] = {
         {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
         caches=("plain", "linear"),
     ),
+    "inkling": Family(
+        "InklingForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+            "sliding_window_size": 8,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 16,
+            "d_rel": 4,
+            "rel_extent": 32,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "logits_mup_width_multiplier": 1.0,
+        },
+        caches=("window", "linear"),
+    ),
 }
 
 

@@ -26,10 +26,11 @@ def greedy(model: torch.nn.Module, count: int = TOKENS, **options: object) -> to
 def has_plain_layers(name: str) -> bool:
     return name not in (
         "falcon_h1",
+        "inkling",
         "mistral_window",
         "ministral",
         "phi3_window",
-    )  # falcon_h1: state and keys in one layer
+    )  # falcon_h1, inkling: state and keys in one layer
 
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(TOKENS, marks=pytest.mark.slow)])
@@ -57,9 +58,10 @@ def test_a_policy_runs_or_is_refused_with_a_reason(name: str) -> None:
 
 def test_a_loop_of_ones_own_is_under_the_engine(name: str) -> None:
     ids, logits = configs.padded_batch()["input_ids"][:1], []
+    asked = {"use_cache": True} if name == "inkling" else {}  # which makes none by itself
     for model in (configs.build(name), kvengine.patch(configs.build(name))):
         with torch.no_grad():
-            out = model(ids)
+            out = model(ids, **asked)
             step = model(ids[:, :1], **{CACHE: out[CACHE]})
         logits.append((out.logits, step.logits))
     assert type(step[CACHE]) is kvengine.EngineCache

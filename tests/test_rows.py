@@ -1,0 +1,98 @@
+"""Which rows of a batch a cache keeps: those that are there, or it says so and has changed nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+from families.configs import build
+from support import greedy, one, patched, prompts
+
+import kvengine
+from kvengine.errors import CacheError, ModelError
+
+POLICIES = [
+    "full",
+    "snapkv(budget=24, window=6)",
+    "duo(sinks=2, recent=10) + quest(budget=24, page=4) + kivi(group=8, residual=8)",
+]
+
+
+def read(model: Any, ids: torch.Tensor) -> kvengine.EngineCache:
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(ids, cache=cache)
+    return cache
+
+
+def step(model: Any, cache: kvengine.EngineCache, rows: int = 3) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(prompts()["input_ids"][:rows, -1:], cache=cache).logits
+    return found
+
+
+WRONG = {
+    "beyond": torch.tensor([0, 5]),
+    "before": torch.tensor([-4]),
+    "none": torch.tensor([], dtype=torch.long),
+    "no row of a mask": torch.tensor([False, False, False]),
+    "a mask of others": torch.tensor([True, False]),
+}
+
+
+@pytest.mark.parametrize("text", [*POLICIES, "windows"])
+@pytest.mark.parametrize("which", WRONG)
+def test_rows_that_are_not_there_are_refused_and_nothing_has_changed(text: str, which: str) -> None:
+    model = kvengine.patch(build("mistral_window")) if text == "windows" else patched(text)
+    ids = prompts()["input_ids"]
+    cache, want = read(model, ids), read(model, ids)
+    with pytest.raises(CacheError, match="holds 3 sequences.*from 0 to 2"):
+        cache.batch_select_indices(WRONG[which])
+    with pytest.raises(CacheError, match="repeats=0 would leave no row"):
+        cache.batch_repeat_interleave(0)
+    torch.testing.assert_close(step(model, cache), step(model, want), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("text", POLICIES)
+def test_rows_may_be_a_list_and_counted_from_the_end(text: str) -> None:
+    model, ids = patched(text), prompts()["input_ids"]
+    found = []
+    for rows in ([2, 0], torch.tensor([-1, -3]), torch.tensor([2, 0])):
+        cache = read(model, ids)
+        cache.batch_select_indices(rows)
+        found.append(step(model, cache, 2))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("text", POLICIES)
+def test_several_texts_from_one_prompt_in_a_cache(text: str) -> None:
+    """As beams and returned sequences are told to have it."""
+    model, ids, options = patched(text), one()["input_ids"], {"num_beams": 3, "num_return_sequences": 3}
+    ids = torch.cat([ids, ids[:, :5]], 1)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with pytest.raises(CacheError, match=r"call cache.batch_repeat_interleave\(3\) first"):
+        greedy(model, batch, 6, cache=read(model, ids[:, :61]), **options)
+    cache, alike = read(model, ids[:, :61]), read(model, ids[:, :61].expand(3, -1))
+    cache.batch_repeat_interleave(3)
+    assert torch.equal(greedy(model, batch, 6, cache=cache, **options), greedy(model, batch, 6, cache=alike, **options))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_model_is_exported_without_its_cache_or_it_says_why(given: bool) -> None:
+    """Where a compiler breaks its graph an exporter goes on, and ran in circles."""
+
+    class Logits(torch.nn.Module):
+        def __init__(self, model: Any, **options: Any) -> None:
+            super().__init__()
+            self.model, self.options = model, options
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.model(ids, **self.options).logits
+            return found
+
+    model, ids = patched(POLICIES[1]), one(12)["input_ids"]
+    cache = {"cache": kvengine.EngineCache(model)} if given else {}
+    with torch.no_grad():
+        with pytest.raises(ModelError, match=r"cannot be exported with a cache.*use_cache=False, or"):
+            torch.export.export(Logits(model, **cache), (ids,), strict=False)
+        program = torch.export.export(Logits(model, use_cache=False), (ids,), strict=False)
+        torch.testing.assert_close(program.module()(ids), model(ids).logits)
