@@ -344,8 +344,7 @@ class Lane(Verdicts):
             k, v, position = chosen()
             if joint is not None:
                 own = v.unflatten(1, (-1, unit)).flatten(0, 1)
-                table = torch.arange(len(own), dtype=torch.int32, device=q.device).view(len(q), -1)
-                run = joint.attend(q, own, table, position, page=unit, **options) if rebuilt else None
+                run = joint.attend(q, own, None, position, page=unit, **options) if rebuilt else None
                 if run is not None:
                     return run()
                 k = joint.keys(position)
