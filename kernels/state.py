@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -29,6 +29,14 @@ class State(NamedTuple):
     waiting: Partials | None = None
     """On a GPU, if it was allowed to `wait`: what each program found, for `merge_states` to join with the other parts in one
     launch. Until then `out` and `lse` are empty."""
+
+
+class Into(NamedTuple):
+    """Where to write the output of some rows: into these of more."""
+
+    out: Float[Tensor, "more group query dim_v"]
+    """Contiguous."""
+    rows: Int[Tensor, "row"]
 
 
 def rescaled(part: State, whole: State) -> Float[Tensor, "row group query token"]:

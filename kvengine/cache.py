@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.gradients import watched
-from kvengine.heads import Heads, check_batch, check_layer_back, check_settled
+from kvengine.heads import Heads, beside, check_batch, check_layer_back, check_settled
 from kvengine.lane import Lane
 from kvengine.readers import Nodes, Prompt, Readers, Resumed, Taken
 from kvengine.replay import answer, check_known, judge_together
@@ -342,10 +342,7 @@ class LayerCache:
         if len(outs) == 1:
             one = outs[0].unflatten(0, (b, -1)).flatten(1, 2) if n > 1 else outs[0].reshape(b, hq, 1, outs[0].shape[-1])
             return one.transpose(1, 2)
-        whole = outs[0].new_empty(b, self.heads, hq // self.heads, n, outs[0].shape[-1])
-        for part, out in zip(self.parts, outs, strict=True):
-            whole[:, part.run or part.index] = out.unflatten(0, (b, -1))
-        return whole.flatten(1, 2).transpose(1, 2)
+        return beside(self.parts, outs, b, self.heads).flatten(1, 2).transpose(1, 2)
 
     @property
     def exact(self) -> bool:

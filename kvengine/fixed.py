@@ -26,7 +26,7 @@ from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.kernels.attention import attention
 from kvengine.kernels.put_token import Limit, put_token
-from kvengine.kernels.state import State
+from kvengine.kernels.state import Into, State
 from kvengine.lane import Lane
 from kvengine.pages import Pages
 from kvengine.policies import name_of
@@ -252,6 +252,8 @@ class FixedLayer:
                 moved.tail, moved.pages = tail, pages
             raise
         self.lanes = held
+        first = torch.arange(layer.sequences, device=now.device)[:, None] * layer.heads
+        self.places = [(first + part.index).flatten() for part in self.parts if part.index is not None]
         layer.parts = [part.of(lane) for lane, part in zip(held, self.parts, strict=True)]
         layer.fixed = self
 
@@ -266,10 +268,15 @@ class FixedLayer:
         if q.shape[2] != 1:
             raise CacheError(f"a cache held still takes one token of each sequence at a time, not {q.shape[2]}")
         out, self.layer.session.torn = [], True  # until `advance` has counted the token
-        for lane, (part, grouped, rows) in zip(self.lanes, self.layer.each(q, call), strict=True):
+        whole = None
+        if self.places and q.is_cuda:  # each lane's answers go to their places as they are joined
+            whole = q.new_empty(q.shape[0] * self.layer.heads, q.shape[1] // self.layer.heads, 1, v.shape[-1])
+        for i, (lane, (part, grouped, rows)) in enumerate(zip(self.lanes, self.layer.each(q, call), strict=True)):
+            lane.into = None if whole is None else Into(whole, self.places[i])
             out.append(lane.step(grouped, part.pick(k), part.pick(v), None, rows))
+            lane.into = None
             lane.pin()
-        return self.layer.gather(q, out)
+        return self.layer.gather(q, out if whole is None else [whole])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FixedLayer:
         raise CacheError(HELD)

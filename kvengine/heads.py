@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -27,6 +28,20 @@ class Heads:
 
     def pick(self, x: Float[Tensor, "seq head *rest"]) -> Float[Tensor, "row *rest"]:
         return (x if self.index is None else x[:, self.run or self.index]).flatten(0, 1)
+
+
+def beside(
+    parts: list[Heads], outs: list[Float[Tensor, "row *rest"]], sequences: int, heads: int
+) -> Float[Tensor, "seq head *rest"]:
+    """The lanes' outputs, heads in their places."""
+    apart = [out.unflatten(0, (sequences, -1)) for out in outs]
+    found = [(part.run.start, x) for part, x in zip(parts, apart, strict=True) if part.run is not None]
+    if len(found) == len(parts):  # each lane's heads follow each other: one launch on a GPU
+        return torch.cat([x for _, x in sorted(found, key=lambda one: one[0])], 1)
+    whole = apart[0].new_empty(sequences, heads, *apart[0].shape[2:])
+    for part, x in zip(parts, apart, strict=True):
+        whole[:, part.run or part.index] = x
+    return whole
 
 
 def check_layer_back(cache: Any, n: int) -> None:

@@ -75,7 +75,7 @@ class Joint:
         self,
         q: Float[Tensor, "row group query dim"],
         v: Float[Tensor, "v_pages page dim_v"],
-        table: Int[Tensor, "row pages"],
+        table: Int[Tensor, "row pages"] | None,
         position: Int[Tensor, "row slot"],
         **more: Any,
     ) -> Callable[[], State] | None:

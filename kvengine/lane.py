@@ -25,7 +25,7 @@ from kvengine.kernels.column_mass import blocks
 from kvengine.kernels.merge_states import merge_states, received
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.span_attention import Band, band_spans, pairs
-from kvengine.kernels.state import State
+from kvengine.kernels.state import Into, State
 from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.retention import Retention
@@ -42,6 +42,7 @@ class Lane(Verdicts):
     """What the heads of a lane hold, and how queries read it."""
 
     whole_tail: ClassVar[bool] = True  # a tail that is all there is may be read without a state to join
+    into: Into | None = None  # where a step's answers are written, beside those of other lanes
 
     def enter(
         self,
@@ -253,7 +254,7 @@ class Lane(Verdicts):
         parts = [self.near(q, k, v, call, mass)]
         if far is not None:
             parts.insert(0, far())
-        whole = merge_states(parts, sinks=call.sinks, dtype=q.dtype)
+        whole = merge_states(parts, sinks=call.sinks, dtype=q.dtype, into=self.into)
         paid = received(parts, whole) if mass else None
         return watched(whole.out.to(q.dtype), self.tail, self.pages), paid
 
@@ -344,8 +345,7 @@ class Lane(Verdicts):
             k, v, position = chosen()
             if joint is not None:
                 own = v.unflatten(1, (-1, unit)).flatten(0, 1)
-                table = torch.arange(len(own), dtype=torch.int32, device=q.device).view(len(q), -1)
-                run = joint.attend(q, own, table, position, page=unit, **options) if rebuilt else None
+                run = joint.attend(q, own, None, position, page=unit, **options) if rebuilt else None
                 if run is not None:
                     return run()
                 k = joint.keys(position)

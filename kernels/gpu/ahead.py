@@ -33,7 +33,7 @@ from kvengine.kernels.fetch_pages.triton import fetch
 from kvengine.kernels.gpu import compiling_for
 from kvengine.kernels.lowrank_attention.triton import lowrank_attention
 from kvengine.kernels.merge_states.triton import joined, merge_states, ongoing, received
-from kvengine.kernels.page_scores.triton import log_shares, page_scores, top_units
+from kvengine.kernels.page_scores.triton import log_shares, page_scores, top_units, units_by_share
 from kvengine.kernels.paged_attention.triton import paged_attention
 from kvengine.kernels.put_token import Limit
 from kvengine.kernels.put_token.triton import put_token
@@ -206,6 +206,13 @@ def cases() -> dict[str, Callable[[], object]]:
             q, k, position, torch.arange(256), real, 0.1, band, cap, None if band is None else sinks, most
         )
 
+    def by_shares(
+        units: int, outliers: float = 0.0, first: bool = False, softcap: float | None = None
+    ) -> Callable[[], object]:
+        mean, live = torch.zeros(ROWS, units, 128, dtype=bf16), torch.ones(ROWS, units, dtype=torch.bool)
+        far, counts = (torch.zeros(ROWS, units, dtype=torch.float16), count) if outliers else (None, None)
+        return lambda: units_by_share(q[:, :, 0], mean, live, 256, 0.1, counts, far, outliers, first, "max", softcap)
+
     bounds, x = torch.zeros(ROWS, 64, 128, dtype=bf16), torch.zeros(ROWS * TABLE, PAGE, 128, dtype=bf16)
     q, dense = torch.zeros(ROWS, 4, 1, 128, dtype=bf16), pool("dense", 128, bf16)
     basis, frequency = torch.zeros(ROWS, 160, 128, dtype=bf16), torch.ones(64)
@@ -275,6 +282,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "mass, dim 256, fp32": mass(torch.float32, dim=256),
         "mass, dim 512": mass(dim=512),
         "tail and pages, joined": together(pages(wait=True), tail(1, masked=False, wait=True)),
+        "tail and turned pages, joined": together(pages("turboquant", wait=True), tail(1, masked=False, wait=True)),
         "tail, a mean of what is received": weighed,
         "merge of 2": lambda: merge_states([state] * 2),
         "merge of 4": lambda: merge_states([state] * 4),
@@ -283,6 +291,9 @@ def cases() -> dict[str, Callable[[], object]]:
             q.repeat(1, 1, 1, 4)[:, :, 0], *(bounds.repeat(1, 1, 4),) * 2, torch.ones(ROWS, 64, dtype=torch.bool), "max"
         ),
         "shares": lambda: log_shares(q[:, :, 0], bounds, torch.ones(ROWS, 64, dtype=torch.bool), 0.1),
+        "by shares": by_shares(8192),
+        "by shares, outliers": by_shares(16384, 0.1875),
+        "by shares, the first, softcap": by_shares(1024, first=True, softcap=30.0),
         "top 128 of 8192": lambda: top_units(torch.zeros(ROWS, 8192), 128),
         "top 128 of 8191, some alive": lambda: top_units(
             torch.zeros(ROWS, 8191), 128, alive=torch.ones(ROWS, 8191, dtype=torch.bool)

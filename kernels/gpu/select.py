@@ -71,11 +71,29 @@ def counted(x):
 def best(score, count):
     """Which are the `count` best, of equal ones the later."""
     key = ordered(score)
-    least = threshold(key, count)
+    return best_from(key, threshold(key, count), count)
+
+
+@triton.jit
+def best_from(key, least, count):
+    """Which are the `count` largest, of which `least` is the smallest: of equal ones the later."""
     above, equal = key > least, (key == least).to(tl.int32)
     room = count - tl.sum(above.to(tl.int32), 0)
     upto, all_ = counted(equal)
     return above | ((equal != 0) & (all_ - upto < room))
+
+
+@triton.jit
+def first_best(key, count, PARTS: tl.constexpr):
+    """Which are the `count` largest, at most PARTS and none that is NEVER: of equal ones the first."""
+    BLOCK: tl.constexpr = key.shape[0]
+    least, reach = threshold_of_many(key, count, PARTS)
+    here = tl.arange(0, BLOCK)
+    last = tl.full([], BLOCK, tl.int32)
+    if reach != count:  # the first of those that are alike
+        room = count - tl.sum((key > least).to(tl.int32), 0)
+        last = BLOCK - threshold(tl.where(key == least, BLOCK - here, 0), room)
+    return ((key > least) | ((key == least) & (here <= last))) & (key > NEVER) & (count > 0)
 
 
 @triton.jit

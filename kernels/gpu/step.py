@@ -223,6 +223,7 @@ class Slots:
 
         own = [*(x for w in waiting for x in (w.parts, w.tops, w.totals)), done.whole.lse]
         held = [self.keys, self.values, self.position, token.score, *(() if far is None else far.tensors())]
+        held += [w.turn for w in waiting]
         if isinstance(rule, Sealed):
             held, rule = [*held, rule.position, rule.alive], rule.ends
         numbers = [(1, "columns", LONG), (1 + count, "columns2", LONG)]

@@ -21,7 +21,8 @@ from torch import Tensor
 from kvengine.kernels.gpu import cdiv, chip, next_power_of_2
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
-from kvengine.kernels.state import State
+from kvengine.kernels.gpu.hadamard import turned
+from kvengine.kernels.state import Into, State
 
 LOG2E = tl.constexpr(1.4426950408889634)
 JOINED, SHARES, SOME, FEW = 32, 128, 32, 4
@@ -96,13 +97,15 @@ def keep(parts, tops, totals, slot, n, heads, acc, top, total, DIM: tl.constexpr
 @launched_again
 @triton.jit(do_not_specialize=["columns", "programs", "columns2", "programs2"])
 def join_kernel(
-    parts, tops, totals, lengths, columns, programs, parts2, tops2, totals2, lengths2, columns2, programs2, sinks, out, lse,
-    rows, heads, SINKS: tl.constexpr, LENGTHS: tl.constexpr, BLOCK: tl.constexpr, BOTH: tl.constexpr,
+    parts, tops, totals, lengths, columns, programs, parts2, tops2, totals2, lengths2, columns2, programs2, sinks, turn, where,
+    out, lse, rows, heads, SINKS: tl.constexpr, LENGTHS: tl.constexpr, BLOCK: tl.constexpr, BOTH: tl.constexpr,
     LENGTHS2: tl.constexpr, BLOCK2: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    SHARES: tl.constexpr, TIMES: tl.constexpr, TIMES2: tl.constexpr, PDL: tl.constexpr,
+    SHARES: tl.constexpr, TIMES: tl.constexpr, TIMES2: tl.constexpr, TURNED: tl.constexpr, PLACED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK_D channels of a query row of a row: combine its shares, of one set of tokens or of two. Each set's
-    line has a row so many TIMES, one after the other."""
+    line has a row so many TIMES, one after the other. So many sets as are TURNED, the first ones, are turned back. If they are
+    PLACED, `where` says which row of `out` is which of ours."""
     SLICES: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
     n, first_d = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES * BLOCK_D
     row = tl.program_id(1)  # only the first axis holds more than 65535 programs
@@ -115,14 +118,20 @@ def join_kernel(
             parts, tops, totals, lengths, columns, programs, TIMES * rows, heads, TIMES * row + i, n, first_d, acc, high, total,
             LENGTHS, BLOCK, ROWS, DIM, BLOCK_D, SHARES,
         )  # fmt: skip
+    if TURNED == 1:
+        acc = turned(acc, tl.load(turn + tl.arange(0, BLOCK_D)))
     for i in tl.static_range(TIMES2 if BOTH else 0):
         acc, high, total = gather(
             parts2, tops2, totals2, lengths2, columns2, programs2, TIMES2 * rows, heads, TIMES2 * row + i, n, first_d, acc, high,
             total, LENGTHS2, BLOCK2, ROWS, DIM, BLOCK_D, SHARES,
         )  # fmt: skip
-    at, d = row.to(tl.int64) * heads + n, first_d + tl.arange(0, BLOCK_D)
+    if TURNED == 2:
+        acc = turned(acc, tl.load(turn + tl.arange(0, BLOCK_D)))
+    place = tl.load(where + row) if PLACED else row
+    at, d = place.to(tl.int64) * heads + n, first_d + tl.arange(0, BLOCK_D)
     tl.store(out + at * DIM + d, tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0), mask=d < DIM)
     if first_d == 0:
+        at = row.to(tl.int64) * heads + n
         tl.store(lse + at, tl.where(total > 0, high + tl.log(tl.where(total > 0, total, 1.0)), -float("inf")))
 
 
@@ -177,16 +186,17 @@ class Partials:
     """Room for what the programs find, and the launch that joins it.
 
     `tiles`: in how many parts the query rows of a row are taken, each by programs of its own. `each`: programs for each
-    multiprocessor. `times`: how often the line has each row.
+    multiprocessor. `times`: how often the line has each row. `turn`: R, of a power of two, if what is found is to be turned back.
     """
 
     def __init__(
         self, q: Tensor, dim_v: int, columns: int, block: int, lengths: Tensor | None, tiles: int, each: int = 2,
-        times: int = 1,
+        times: int = 1, turn: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.rows, self.group, self.queries, _ = q.shape
         self.heads, self.dim_v, self.columns, self.lengths = self.group * self.queries, dim_v, columns, lengths
         self.scores: Tensor | None = None
+        self.turn = turn
         self.times, rows = times, times * self.rows
         share, blocks = -(-programs(q.device, each) // max(1, tiles)), -(-columns // block)
         self.programs = max(1, min(share, rows * blocks))
@@ -223,10 +233,15 @@ class Partials:
         )
         return state._replace(probs=probs)
 
-    def join(self, sinks: Tensor | None, other: Partials | None = None, dtype: torch.dtype = torch.float32) -> State:
-        """Combine, and with what `other` programs found of other tokens; `out` is of the dtype."""
+    def join(
+        self, sinks: Tensor | None, other: Partials | None = None, dtype: torch.dtype = torch.float32,
+        into: Into | None = None,
+    ) -> State:  # fmt: skip
+        """Combine, and with what `other` programs found of other tokens; `out` is of the dtype, or what it is written `into`."""
+        if other is not None and self.turn is None and other.turn is not None:
+            return other.join(sinks, self, dtype, into)
         shape, device = (self.rows, self.group, self.queries), self.parts.device
-        out = torch.empty(*shape, self.dim_v, device=device, dtype=dtype)
+        out = torch.empty(*shape, self.dim_v, device=device, dtype=dtype) if into is None else into.out
         lse = torch.empty(shape, device=device, dtype=torch.float32)
         logits = lse if sinks is None else sinks[..., None].expand(-1, -1, self.queries).contiguous()
         second = self if other is None else other
@@ -234,12 +249,17 @@ class Partials:
             wide = next_power_of_2(self.dim_v)
             most = max(self.most, second.most)
             shares = next(size for size in (FEW, SOME, SHARES) if most <= size or size == SHARES)
-            slice_of = wide if shares == FEW else min(wide, JOINED)  # channels of a program
+            turns = (self.turn is not None) + (other is not None and other.turn is not None)
+            slice_of = wide if shares == FEW or turns else min(wide, JOINED)  # channels of a program
+            if slice_of > 256:
+                shares = min(shares, SOME)
+            warps = {FEW: (1, 1), SOME: (1, 4), SHARES: (4, 16)}[shares][turns > 0]
+            turn, where = lse if self.turn is None else self.turn, lse if into is None else into.rows
             join_kernel[(self.heads * cdiv(self.dim_v, slice_of), self.rows)](
-                *self.given(lse), *second.given(lse), logits, out, lse, self.rows, self.heads, SINKS=sinks is not None,
-                BOTH=other is not None, LENGTHS2=second.shape["LENGTHS"], BLOCK2=second.shape["BLOCK"], TIMES=self.times,
-                TIMES2=second.times, DIM=self.dim_v, BLOCK_D=slice_of, SHARES=shares, num_warps=4 if shares == SHARES else 1,
-                **self.shape, **chained(device),
+                *self.given(lse), *second.given(lse), logits, turn, where, out, lse, self.rows, self.heads,
+                SINKS=sinks is not None, BOTH=other is not None, LENGTHS2=second.shape["LENGTHS"], BLOCK2=second.shape["BLOCK"],
+                TIMES=self.times, TIMES2=second.times, DIM=self.dim_v, BLOCK_D=slice_of, SHARES=shares, TURNED=turns,
+                PLACED=into is not None, num_warps=warps, **self.shape, **chained(device),
             )  # fmt: skip
         return State(out, lse)
 

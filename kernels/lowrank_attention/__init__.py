@@ -8,6 +8,7 @@ of a sequence may hold its tokens in different pages, or different ones of them.
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -28,7 +29,7 @@ def lowrank_attention(
     v: Float[Tensor, "v_pages page dim_v"],
     basis: Float[Tensor, "row rank dim"],
     inv_freq: Float[Tensor, " half"],
-    table: Int[Tensor, "row pages"],
+    table: Int[Tensor, "row pages"] | None,
     position: Int[Tensor, "row slot"],
     *,
     page: int,
@@ -42,18 +43,22 @@ def lowrank_attention(
 ) -> State:
     """Softmax attention over rebuilt keys.
 
-    `table`, `position`, `units`, `unit`: as in `paged_attention`. `u`: of the token at each position of a sequence, to
-    which belong `row / seq` rows one after the other. `inv_freq`: rotary frequencies in radians per position; the first
-    `2 * half` channels rotate, channel `i` with `i + half` (the Llama convention). `rope_scaling`: factor on cosine
-    and sine (YaRN's attention factor). Rotation is computed in float32. `wait`: as in `paged_attention`.
+    `table`, `position`, `units`, `unit`: as in `paged_attention`; without a table the rows' pages lie one after the other.
+    `u`: of the token at each position of a sequence, to which belong `row / seq` rows one after the other. `inv_freq`: rotary
+    frequencies in radians per position; the first `2 * half` channels rotate, channel `i` with `i + half` (the Llama
+    convention). `rope_scaling`: factor on cosine and sine (YaRN's attention factor). Rotation is computed in float32.
+    `wait`: as in `paged_attention`.
     Raises KernelError on shapes that do not fit.
     """
     if q.dim() == 3:
         q = q[:, :, None]
     unit = page if unit is None else unit
-    _check(q, u, basis, inv_freq, table, position, unit, page)
+    pages = len(v) // max(1, len(q)) if table is None else table.shape[1]
+    _check(q, u, basis, inv_freq, pages, position, unit, page)
     inputs, native = (q, u, v, basis), fits(q, u, v, basis, inv_freq)
     which = chosen(inputs, backend, native)
+    if table is None and which != "triton":
+        table = torch.arange(len(v), dtype=torch.int32, device=q.device).view(len(q), -1)
     run, more = pick("lowrank_attention", inputs, which, native), (wait,) if which == "triton" else ()
     return run.lowrank_attention(  # type: ignore[no-any-return]
         q, u, v, basis, inv_freq, table, position, page, scale, units, unit, rope_scaling, want_probs, *more
@@ -68,7 +73,7 @@ def fits(q: Tensor, u: Tensor, v: Tensor, basis: Tensor, inv_freq: Tensor) -> bo
 
 
 def _check(
-    q: Tensor, u: Tensor, basis: Tensor, inv_freq: Tensor, table: Tensor, position: Tensor, unit: int, page: int
+    q: Tensor, u: Tensor, basis: Tensor, inv_freq: Tensor, pages: int, position: Tensor, unit: int, page: int
 ) -> None:
     rows, dim = q.shape[0], q.shape[-1]
     if tuple(basis.shape) != (rows, u.shape[-1], dim) or not len(u) or rows % len(u):
@@ -76,8 +81,8 @@ def _check(
             f"u must be [sequence, token, rank] and basis [{rows}, rank, {dim}], with a whole number of rows for each "
             f"sequence; got {list(u.shape)}, {list(basis.shape)}"
         )
-    if position.shape != (rows, table.shape[1] * page) or page % unit or 2 * inv_freq.shape[0] > dim:
+    if position.shape != (rows, pages * page) or page % unit or 2 * inv_freq.shape[0] > dim:
         raise KernelError(
-            f"for {rows} rows, page={page} and dim={dim}: table {list(table.shape)}, position {list(position.shape)}, "
+            f"for {rows} rows of {pages} pages, page={page} and dim={dim}: position {list(position.shape)}, "
             f"unit={unit} and inv_freq {list(inv_freq.shape)} do not fit together"
         )

@@ -81,7 +81,7 @@ def lowrank_kernel(
     UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, SCORES: tl.constexpr, LENGTHS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, COMPUTE: tl.constexpr, RANK: tl.constexpr,
     STEP: tl.constexpr, HELD: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, REST: tl.constexpr,
-    BLOCK_R: tl.constexpr, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_R: tl.constexpr, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, ASM: tl.constexpr, IN_ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -110,7 +110,10 @@ def lowrank_kernel(
                 unit = tl.load(units + r * chosen + column // UNIT, mask=ok, other=-1)
                 ok = ok & (unit >= 0)
                 slot = (tl.maximum(unit, 0) * UNIT + column % UNIT).to(tl.int32)
-            page = tl.load(table + r * table_row + slot // PAGE, mask=ok, other=-1).to(tl.int64)
+            if IN_ORDER:
+                page = r * table_row + slot // PAGE
+            else:
+                page = tl.load(table + r * table_row + slot // PAGE, mask=ok, other=-1).to(tl.int64)
             place = tl.load(position + r * position_row + slot, mask=ok, other=-1)
             ok = ok & (page >= 0) & (place >= 0)
             token = tl.maximum(page, 0) * PAGE + slot % PAGE
@@ -149,7 +152,7 @@ def lowrank_attention(
     v: Tensor,
     basis: Tensor,
     inv_freq: Tensor,
-    table: Tensor,
+    table: Tensor | None,
     position: Tensor,
     page: int,
     scale: float,
@@ -163,7 +166,7 @@ def lowrank_attention(
     q, u, v, basis = (x.contiguous() for x in (q, u, v, basis))
     rows, group, queries, dim = q.shape
     heads, half, dim_v, block = group * queries, inv_freq.shape[0], v.shape[-1], 32
-    columns = table.shape[1] * page if units is None else units.shape[1] * unit
+    columns = position.shape[1] if units is None else units.shape[1] * unit
     scores = q.new_full((rows, heads, columns), -torch.inf, dtype=torch.float32) if want_probs else None
     tile = min(MOST_HEADS, max(16, next_power_of_2(heads)))
     each = next_power_of_2(max(dim, dim_v)) * q.itemsize  # bytes of a query
@@ -179,15 +182,16 @@ def lowrank_attention(
     parts = Partials(q, dim_v, columns, block, None, tiles)
     low = torch.float32 if interpreted() else q.dtype  # the interpreter multiplies the bits of bfloat16 as integers
     lowrank_kernel[(parts.programs, tiles)](
-        q, u, v, basis, inv_freq.to(torch.float32).contiguous(), table, position,
-        table if units is None else units.contiguous(), parts.parts, parts.tops, parts.totals,
-        parts.tops if scores is None else scores, parts.tops, table.stride(0), position.stride(0),
+        q, u, v, basis, inv_freq.to(torch.float32).contiguous(), position if table is None else table, position,
+        position if units is None else units.contiguous(), parts.parts, parts.tops, parts.totals,
+        parts.tops if scores is None else scores, parts.tops, position.shape[1] // page if table is None else table.stride(0),
+        position.stride(0),
         u.shape[1], rows // len(u), rows, columns, heads, 0 if units is None else units.shape[1], scale, rope_scaling,
         UNITS=units is not None, UNIT=unit, PAGE=page, SCORES=want_probs, HEADS=tile,
         COMPUTE={torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[low],
         RANK=u.shape[-1], STEP=step, HELD=held, DIM=dim, HALF=half, BLOCK_H=max(16, next_power_of_2(half)),
         REST=dim - 2 * half, BLOCK_R=max(16, next_power_of_2(max(1, dim - 2 * half))), DIM_V=dim_v,
-        BLOCK_V=max(16, next_power_of_2(dim_v)), ASM=None if interpreted() else TURN, num_warps=4 if held else 8,
-        num_stages=stages, **parts.shape, **chained(q.device),
+        BLOCK_V=max(16, next_power_of_2(dim_v)), ASM=None if interpreted() else TURN, IN_ORDER=table is None,
+        num_warps=4 if held else 8, num_stages=stages, **parts.shape, **chained(q.device),
     )  # fmt: skip
     return parts.found(None, scores, wait)

@@ -14,7 +14,7 @@ from kvengine.kernels.gpu import cdiv, next_power_of_2
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.stream import LOG2E
-from kvengine.kernels.state import State
+from kvengine.kernels.state import Into, State
 
 AT_ONCE = 4
 PAID = 256
@@ -120,15 +120,19 @@ def _some(states: Sequence[State]) -> State:
     return State(out, lse)
 
 
-def joined(states: Sequence[State], sinks: Tensor | None, dtype: torch.dtype) -> tuple[State, Sequence[State]]:
-    """Those that wait, joined two by two and with the sinks, and what is left to be merged with that."""
+def joined(
+    states: Sequence[State], sinks: Tensor | None, dtype: torch.dtype, into: Into | None = None
+) -> tuple[State, Sequence[State]]:
+    """Those that wait, joined two by two and with the sinks, and what is left to be merged with that. Where nothing is, it is
+    written `into` what was given."""
     waiting = [s.waiting for s in states if s.waiting is not None]
     rest = [s for s in states if s.waiting is None]
-    final = dtype if not rest and len(waiting) <= 2 else torch.float32
+    last = not rest and len(waiting) <= 2
+    final, into = dtype if last else torch.float32, into if last else None
     found = []
     for i in range(0, len(waiting), 2):
         second = waiting[i + 1] if i + 1 < len(waiting) else None
-        found.append(waiting[i].join(None if i else sinks, second, final))
+        found.append(waiting[i].join(None if i else sinks, second, final, into))
     return found[0], [*found[1:], *rest]
 
 

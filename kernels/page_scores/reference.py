@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from kvengine.kernels.best_tokens.reference import best_tokens
 
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
@@ -39,3 +44,31 @@ def top_units(scores: Tensor, count: int, counts: Tensor | None = None, alive: T
         dead |= torch.arange(count, device=scores.device) >= counts[:, None]
     best = best.masked_fill(dead, units).sort(1).values
     return best.masked_fill(best == units, -1)
+
+
+class Ops(NamedTuple):
+    """What a choice by shares is made of."""
+
+    shares: Callable[..., Tensor]
+    best: Callable[..., Tensor]
+    top: Callable[..., Tensor]
+
+
+PLAIN = Ops(log_shares, best_tokens, top_units)
+
+
+def units_by_share(
+    q: Tensor, mean: Tensor, alive: Tensor, most: int, scale: float, counts: Tensor | None, coherence: Tensor | None,
+    outliers: float, first: bool, reduce: str, softcap: float | None, ops: Ops = PLAIN,
+) -> Tensor:  # fmt: skip
+    """See `kvengine.kernels.page_scores.units_by_share`."""
+    forced = torch.zeros_like(alive)
+    if coherence is not None:
+        low = (-coherence.float()).masked_fill(~alive, -torch.inf)
+        allowed = torch.full_like(low[:, 0], most, dtype=torch.int64) if counts is None else counts.clamp(max=most)
+        forced = ops.best(low, (allowed * outliers).long())
+    share = ops.shares(q, mean, alive & ~forced, scale, softcap)
+    if first:
+        forced = forced.scatter(1, alive.to(torch.int8).argmax(1, keepdim=True), True)
+    want = share.amax(1) if reduce == "max" else share.exp().mean(1)
+    return ops.top(want.masked_fill(forced, torch.inf), min(most, alive.shape[1]), counts, alive)

@@ -8,16 +8,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvengine.kernels.best_tokens.triton import best_tokens
 from kvengine.kernels.dispatch import interpreted
 from kvengine.kernels.gpu import cdiv, next_power_of_2, room, stream
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
-from kvengine.kernels.gpu.select import MOST, NEVER, counted, ordered, threshold, threshold_of_many, warps
+from kvengine.kernels.gpu.select import MOST, best_from, counted, first_best, ordered, threshold_of_many, warps
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.page_scores import reference
+from kvengine.kernels.page_scores.reference import Ops
 
 EACH = 4
 """Programs that look at bounds, for each multiprocessor."""
+SHARED = 1 << 18
+"""Logits of a row, at most, of which one program makes shares: a megabyte takes it as long as all that it saves. Many heads over
+a long context have more (MLA), and those are shared out."""
+NONE, OUTLIERS, FIRST = (tl.constexpr(i) for i in range(3))
+"""Which units are read whatever the queries are: none, the least coherent, which no softmax counts, or the first that lives."""
 
 
 @launched_again
@@ -56,11 +63,11 @@ def score_kernel(
 
 
 @launched_again
-@triton.jit(do_not_specialize=["units", "alive_row"])
+@triton.jit(do_not_specialize=["units", "alive_row", "out_row"])
 def logit_kernel(
-    q, mean, alive, out, mean_row, mean_unit, alive_row, units, group, scale,
+    q, mean, alive, out, mean_row, mean_unit, alive_row, out_row, units, group, scale, softcap,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, COMPUTE: tl.constexpr,
-    PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of each query head and unit, with the mean keys read once for the group."""
     row = tl.program_id(0).to(tl.int64)
@@ -73,7 +80,9 @@ def logit_kernel(
     asked = (n < group)[None, :] & (d < DIM)[:, None]
     x = tl.load(q + (row * group + n)[None, :] * DIM + d[:, None], mask=asked, other=0.0)
     score = tl.dot(key.to(COMPUTE), x.to(COMPUTE), input_precision="ieee") * scale
-    at = out + (row * group + n)[None, :] * units + u[:, None]
+    if SOFTCAP:
+        score = softcap * (1.0 - 2.0 / (tl.exp(score * (2.0 / softcap)) + 1.0))
+    at = out + (row * group + n)[None, :] * out_row + u[:, None]
     tl.store(at, tl.where(live[:, None], score, -float("inf")), mask=(n < group)[None, :] & (u < units)[:, None])
 
 
@@ -125,18 +134,61 @@ def top_kernel(
     wanted = count
     if LIMITS:
         wanted = tl.minimum(tl.load(limits + row), count).to(tl.int32)
-    least, reach = threshold_of_many(key, wanted, BLOCK_COUNT)
-    here = tl.arange(0, BLOCK)
-    last = tl.full([], BLOCK, tl.int32)
-    if reach != wanted:  # the first of those that are alike
-        room = wanted - tl.sum((key > least).to(tl.int32), 0)
-        last = BLOCK - threshold(tl.where(key == least, BLOCK - here, 0), room)
-    chosen = ((key > least) | ((key == least) & (here <= last))) & (key > NEVER) & (wanted > 0)
+    chosen = first_best(key, wanted, BLOCK_COUNT)
+    name(ids + (row * tl.num_programs(1) + part) * count, unit, chosen, count, BLOCK_COUNT)
+
+
+@triton.jit
+def name(out, unit, chosen, count, BLOCK_COUNT: tl.constexpr):
+    """The ids of those chosen, one after the other, and -1 behind them."""
     place, found = counted(chosen.to(tl.int32))
-    out = ids + (row * tl.num_programs(1) + part) * count
     tl.store(out + place - 1, unit.to(tl.int64), mask=chosen)
     rest = tl.arange(0, BLOCK_COUNT)
     tl.store(out + rest, -1, mask=(rest >= found) & (rest < count))
+
+
+@launched_again
+@triton.jit(do_not_specialize=["logits_row", "alive_row", "coherence_row", "units", "count", "most"])
+def share_top_kernel(
+    logits, alive, coherence, limits, ids, logits_row, alive_row, coherence_row, units, count, most, group, outliers,
+    FORCED: tl.constexpr, PARTS: tl.constexpr, SHIFT: tl.constexpr, MEAN: tl.constexpr, LIMITS: tl.constexpr,
+    BLOCK_COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of a row's units those that are read whatever the queries are, and of the others the best by their shares, up to `count` in
+    all, or so many as the row's limit allows. All of a row is one program's: a share is of a sum over all units."""
+    row, u = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    here = u < units
+    in_turn(PDL)
+    live = here & (tl.load(alive + row * alive_row + u, mask=here, other=0) != 0)
+    allowed = tl.minimum(tl.load(limits + row), most).to(tl.int32) if LIMITS else tl.full([], 0, tl.int32) + most
+    wanted = tl.minimum(allowed, count)
+    forced = u < 0
+    if FORCED == OUTLIERS:
+        far = -tl.load(coherence + row * coherence_row + u, mask=live, other=0.0).to(tl.float32)
+        far = tl.where(live, far, -float("inf"))
+        key, number = ordered(far) >> SHIFT, (allowed.to(tl.float32) * outliers).to(tl.int32)
+        least, _reach = threshold_of_many(key, number, PARTS)
+        forced = best_from(key, least, number) & (far > -float("inf"))
+    if FORCED == FIRST:
+        forced = live & (u == tl.min(tl.where(live, u, BLOCK), 0)) & (wanted > 0)
+    free = live & (forced == 0)
+    among = free if FORCED == OUTLIERS else live
+    want = tl.full([BLOCK], 0.0 if MEAN else -float("inf"), tl.float32)
+    lines = logits + row * group * (logits_row // 4 * 4) + u  # of whole fours, as in `top_kernel`
+    for h in range(group):
+        x = tl.load(lines + h * (logits_row // 4 * 4), mask=u < (units + 3) // 4 * 4, other=-float("inf"))
+        x = tl.where(among, x, -float("inf"))
+        high = tl.max(x, 0)
+        shift = tl.where(high == -float("inf"), 0.0, high)
+        total = tl.sum(tl.exp2((x - shift) * LOG2E), 0)
+        share = x - tl.where(total > 0, shift + tl.log(tl.where(total > 0, total, 1.0)), 0.0)
+        if MEAN:
+            want += tl.exp2(share * LOG2E)
+        else:
+            want = tl.maximum(want, share)
+    want = tl.where(free & (want == want), want / group if MEAN else want, -float("inf"))
+    chosen = first_best(ordered(want), wanted - tl.sum(forced.to(tl.int32), 0), BLOCK_COUNT)
+    name(ids + row * count, u, chosen | forced, count, BLOCK_COUNT)
 
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
@@ -158,21 +210,55 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
     return out
 
 
-def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float) -> Tensor:
+def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float, softcap: float | None = None) -> Tensor:
     """See `kvengine.kernels.page_scores.log_shares`; as `page_scores`."""
-    mean, alive = (x if x.stride(-1) == 1 else x.contiguous() for x in (mean, alive))
-    (rows, group, dim), units = q.shape, alive.shape[1]
+    (rows, group, _), units = q.shape, alive.shape[1]
     out = torch.empty(rows, group, units, device=q.device, dtype=torch.float32)
-    compute, block_d, block, heads, _ = _blocks(q, mean, taken=16384)
-    if not heads:
-        return reference.log_shares(q, mean, alive, scale)
+    if not _logits(q, mean, alive, out, scale, softcap):
+        return reference.log_shares(q, mean, alive, scale, softcap)
     if out.numel():
-        logit_kernel[(rows, cdiv(units, block))](
-            q.contiguous(), mean, alive, out, mean.stride(0), mean.stride(1), alive.stride(0), units, group, scale, DIM=dim,
-            BLOCK_D=block_d, BLOCK=block, HEADS=heads, COMPUTE=compute, **chained(q.device),
-        )  # fmt: skip
         share_kernel[(rows * group,)](out, units, BLOCK=4096, num_warps=8, **chained(q.device))
     return out
+
+
+def _logits(q: Tensor, mean: Tensor, alive: Tensor, out: Tensor, scale: float, softcap: float | None) -> bool:
+    """Write them, unless there are more query heads than a program has room for."""
+    mean, alive = (x if x.stride(-1) == 1 else x.contiguous() for x in (mean, alive))
+    (rows, group, dim), units = q.shape, alive.shape[1]
+    compute, block_d, block, heads, _ = _blocks(q, mean, taken=16384)
+    if heads and out.numel():
+        logit_kernel[(rows, cdiv(units, block))](
+            q.contiguous(), mean, alive, out, mean.stride(0), mean.stride(1), alive.stride(0), out.stride(1), units, group, scale,
+            softcap or 1.0, DIM=dim, BLOCK_D=block_d, BLOCK=block, HEADS=heads, COMPUTE=compute, SOFTCAP=softcap is not None,
+            **chained(q.device),
+        )  # fmt: skip
+    return heads > 0
+
+
+def units_by_share(
+    q: Tensor, mean: Tensor, alive: Tensor, most: int, scale: float, counts: Tensor | None, coherence: Tensor | None,
+    outliers: float, first: bool, reduce: str, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """See `kvengine.kernels.page_scores.units_by_share`. More units than a program holds are scored and chosen apart."""
+    (rows, group, _), units = q.shape, alive.shape[1]
+    count = min(most, units)
+    logits = _rows(rows * group, units, q.device)
+    fits = units <= MOST and group * units <= SHARED and rows * count > 0
+    if not fits or not _logits(q, mean, alive, logits.unflatten(0, (rows, group)), scale, softcap):
+        ops = Ops(log_shares, best_tokens, top_units)
+        return reference.units_by_share(
+            q, mean, alive, most, scale, counts, coherence, outliers, first, reduce, softcap, ops
+        )
+    alive, ids = alive if alive.stride(1) == 1 else alive.contiguous(), alive.new_empty(rows, count, dtype=torch.int64)
+    far = logits if coherence is None else coherence if coherence.stride(1) == 1 else coherence.contiguous()
+    forced, block = OUTLIERS if coherence is not None else FIRST if first else NONE, next_power_of_2(units)
+    share_top_kernel[(rows,)](
+        logits, alive, far, ids if counts is None else counts.contiguous(), ids, logits.stride(0), alive.stride(0), far.stride(0),
+        units, count, most, group, outliers, FORCED=forced.value, PARTS=next_power_of_2(int(most * outliers) + 1),
+        SHIFT=13 if far.dtype == torch.float16 else 0, MEAN=reduce == "mean", LIMITS=counts is not None,
+        BLOCK_COUNT=next_power_of_2(count), BLOCK=block, num_warps=warps(block), **chained(q.device),
+    )  # fmt: skip
+    return ids
 
 
 def _blocks(q: Tensor, *stored: Tensor, taken: int) -> tuple[tl.dtype, int, int, int, int]:

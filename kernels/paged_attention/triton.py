@@ -212,27 +212,31 @@ def paged_attention(
         return by_word.attention(
             q, fields, table, position, page, scale, units, unit, codec, dim_v, query_position, window, softcap, sinks, wait
         )  # fmt: skip
-    if codec == "turboquant":
+    turns, back = codec == "turboquant", None
+    if turns:
         q = turboquant.turned(q).to(q.dtype)
+        back = turboquant.rotation(dim_v, q.device) if dim_v & (dim_v - 1) == 0 else None
     k, v = (stored.paged(codec, fields, side, dim, page) for side, dim in (("k", q.shape[-1]), ("v", dim_v)))
     columns = table.shape[1] * page if units is None else units.shape[1] * unit
     units = None if units is None else units.contiguous()
     at = None if query_position is None else query_position.contiguous()
     tensors = {"table": table, "position": position, "units": units, "query_position": at}
-    wait &= codec != "turboquant"
+    apart = turns and back is None
     found = launch(
-        q, k, v, columns, page, scale, softcap, sinks, want_probs, unit=unit, window=window, wait=wait, **tensors
-    )
-    return found if codec != "turboquant" else found._replace(out=turboquant.turned(found.out).to(found.out.dtype))
+        q, k, v, columns, page, scale, softcap, sinks, want_probs, unit=unit, window=window, wait=wait and not apart, turn=back,
+        **tensors,
+    )  # fmt: skip
+    return found._replace(out=turboquant.turned(found.out)) if apart else found
 
 
 def launch(
     q: Tensor, k: stored.Side, v: stored.Side, columns: int, page: int, scale: float, softcap: float | None,
     sinks: Tensor | None, want_probs: bool, *, unit: int = 1, window: int | None = None, table: Tensor | None = None,
     position: Tensor | None = None, units: Tensor | None = None, query_position: Tensor | None = None,
-    visible: Tensor | None = None, lengths: Tensor | None = None, wait: bool = False,
+    visible: Tensor | None = None, lengths: Tensor | None = None, wait: bool = False, turn: Tensor | None = None,
 ) -> State:  # fmt: skip
-    """Attend over columns of pages (`table` given) or of contiguous tokens, of which those are none whose `position` is -1."""
+    """Attend over columns of pages (`table` given) or of contiguous tokens, of which those are none whose `position` is -1. What
+    is found is multiplied by `turn`."""
     q = q.contiguous()
     rows, group, queries, dim = q.shape
     heads = group * queries
@@ -247,7 +251,7 @@ def launch(
         k.layout["K_LAYOUT"] != stored.DENSE.value, rest, waits, chosen, room(q.device),
     )  # fmt: skip
     small, tiles = warps == 1, cdiv(heads, tile)
-    parts = Partials(q, v.layout["V_DIM"], columns, block, lengths, tiles, EACH_OF_SMALL if small else 2)
+    parts = Partials(q, v.layout["V_DIM"], columns, block, lengths, tiles, EACH_OF_SMALL if small else 2, turn=turn)
     scores = None
     if want_probs:  # columns behind a row's length are not looked at
         scores = torch.empty(rows, heads, columns, dtype=torch.float32, device=q.device)

@@ -24,6 +24,7 @@ from kvengine.kernels.codecs import width
 from kvengine.kernels.gpu import cdiv, next_power_of_2
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
+from kvengine.kernels.gpu.hadamard import turned_tiles
 from kvengine.kernels.gpu.halves import SIZE, assembly, by_channel, by_token, ones, shared
 from kvengine.kernels.gpu.layouts import apart
 from kvengine.kernels.gpu.stream import LOG2E, Partials, block_at, pick, row_ends
@@ -61,7 +62,7 @@ def channels(DIM: tl.constexpr, BITS: tl.constexpr):
 @launched_again
 @triton.jit(do_not_specialize=["columns", "chosen", "window", "table_row"])
 def words_kernel(
-    q, k_code, k_low, k_scale, k_zero, v_code, v_low, v_scale, v_zero, salience, channel, parts, tops, totals,
+    q, turn, k_code, k_low, k_scale, k_zero, v_code, v_low, v_scale, v_zero, salience, channel, parts, tops, totals,
     table, position, units, query_position, table_row, position_row,
     rows, columns, heads, queries, chosen, window, scale, softcap,
     WHOLE: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, BY_POSITION: tl.constexpr,
@@ -92,13 +93,16 @@ def words_kernel(
         upto = tl.minimum(stop, end)
         r = row.to(tl.int64)
         asked = tiles(q + (r * heads + n)[:, None] * K_DIM + k_at[None, :], some[:, None], 0.0, K_TILES)
-        largest = tl.zeros([HEADS], tl.float32)
-        for i in tl.static_range(K_TILES):
-            largest = tl.maximum(largest, tl.max(tl.abs(asked[i].to(tl.float32)), 1))
-        largest = tl.where(largest > 0, largest, 1.0)
         query, acc = (), ()
-        for i in tl.static_range(K_TILES):  # scaled to 1 at most, as float16 ends early
-            query = query + ((asked[i].to(tl.float32) / largest[:, None]).to(tl.float16),)
+        if TURNED:
+            query, largest = turned_tiles(asked, tiles(turn + k_at[None, :], None, None, K_TILES), K_TILES)
+        else:
+            largest = tl.zeros([HEADS], tl.float32)
+            for i in tl.static_range(K_TILES):
+                largest = tl.maximum(largest, tl.max(tl.abs(asked[i].to(tl.float32)), 1))
+            largest = tl.where(largest > 0, largest, 1.0)
+            for i in tl.static_range(K_TILES):  # scaled to 1 at most, as float16 ends early
+                query = query + ((asked[i].to(tl.float32) / largest[:, None]).to(tl.float16),)
         for _ in tl.static_range(V_TILES):
             acc = acc + (tl.zeros([2 * V_WORDS, HEADS], tl.float32),)
         top = tl.full([HEADS], -float("inf"), tl.float32)
@@ -275,8 +279,8 @@ def attention(
     softcap: float | None, sinks: Tensor | None, wait: bool = False,
 ) -> State:  # fmt: skip
     """See `kvengine.kernels.paged_attention`, for what `fits`."""
-    turned = codec == "turboquant"
-    q = turboquant.turned(q) if turned else q.contiguous()
+    turned, q = codec == "turboquant", q.contiguous()
+    turn, back = (turboquant.rotation(dim, q.device) if turned else None for dim in (q.shape[-1], dim_v))
     rows, group, queries, dim = q.shape
     heads = group * queries
     whole = page % BLOCK == 0 and unit % BLOCK == 0
@@ -295,10 +299,10 @@ def attention(
     small = turned and tile == 8 and not wide
     each = EACH_OF_FOUR_BITS if small else EACH if alone else 2
     tiles = cdiv(heads, tile)
-    parts = Partials(q, dim_v, columns, BLOCK, None, tiles, each)
+    parts = Partials(q, dim_v, columns, BLOCK, None, tiles, each, turn=back)
     words_kernel[(parts.programs, tiles)](
-        q, *codes[0], *ranges[0], *codes[1], *ranges[1], mask, channel, parts.parts, parts.tops, parts.totals,
-        table, position, table if units is None else units.contiguous(),
+        q, q if turn is None else turn, *codes[0], *ranges[0], *codes[1], *ranges[1], mask, channel, parts.parts, parts.tops,
+        parts.totals, table, position, table if units is None else units.contiguous(),
         table if query_position is None else query_position.contiguous(), table.stride(0), position.stride(0),
         rows, columns, heads, queries, 0 if units is None else units.shape[1], window or 0, scale, softcap or 1.0,
         WHOLE=whole, UNITS=units is not None, UNIT=unit, PAGE=page, BY_POSITION=query_position is not None,
@@ -308,5 +312,4 @@ def attention(
         K_SIZE=SIZE[bits[0]] if turned else 1.0, V_SIZE=SIZE[bits[1]] if turned else 1.0,
         num_warps=1 if alone else 4, num_stages=3, maxnreg=REGISTERS if small else None, **chained(q.device),
     )  # fmt: skip
-    found = parts.found(sinks, None, wait and not turned)
-    return found._replace(out=turboquant.turned(found.out)) if turned else found
+    return parts.found(sinks, None, wait)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine.kernels.page_scores import log_shares
+from kvengine.kernels.page_scores import log_shares, units_by_share
+from kvengine.policies.selection import Where
 
 Reduce = Literal["max", "mean"]
 
@@ -46,3 +47,21 @@ def attention_to(
     """
     share = log_shares(q, mean, alive, scale, softcap=softcap if q.shape[1] > 1 else None)
     return share.amax(1) if reduce == "max" else share.exp().mean(1)
+
+
+def read_by_share(
+    q: Float[Tensor, "row group dim"],
+    mean: Float[Tensor, "row unit dim"],
+    alive: Bool[Tensor, "row unit"],
+    at: Where,
+    reduce: Reduce,
+    *,
+    coherence: Float[Tensor, "row unit"] | None = None,
+    outliers: float = 0.0,
+    first: bool = False,
+) -> Int[Tensor, "row chosen"]:
+    """The chunks that are best by `attention_to`, and with them those that are always read, on a GPU: in two launches."""
+    return units_by_share(
+        q, mean, alive, at.most, at.scale, counts=None if at.even else at.count, coherence=coherence, outliers=outliers,
+        first=first, reduce=reduce, softcap=at.softcap if q.shape[1] > 1 else None,
+    )  # fmt: skip

@@ -26,9 +26,9 @@ for name, call in cases().items():
         early[name] = driver_library.launched_early() - before[1]
 x, refused = torch.zeros(4), False
 options = dict(SINKS=False, BOTH=False, LENGTHS=False, LENGTHS2=False, ROWS=1, BLOCK=16, BLOCK2=16, DIM=1, BLOCK_D=1,
-               SHARES=32, TIMES=1, TIMES2=1, enable_fp_fusion=True, PDL=False)
+               SHARES=32, TIMES=1, TIMES2=1, TURNED=0, PLACED=False, enable_fp_fusion=True, PDL=False)
 try:  # the control
-    join_kernel[(1, 65536)](*(x, x, x, x, 16, 1) * 2, x, x, x, 1, 1, **options)
+    join_kernel[(1, 65536)](*(x, x, x, x, 16, 1) * 2, *(x,) * 5, 1, 1, **options)
 except RuntimeError:
     refused = True
 print(json.dumps({"found": found, "early": early, "refused": refused and driver_library.not_launched() == 1}))

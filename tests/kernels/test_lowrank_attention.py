@@ -78,6 +78,23 @@ def test_in_sixteen_bits(backend: str, rank: int, dtype: torch.dtype, bound: flo
     oracle.close(got, want, bound)
 
 
+@pytest.mark.parametrize("chosen", [False, True], ids=["all", "units"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages_without_a_table_lie_one_after_the_other(backend: str, chosen: bool) -> None:
+    rng = torch.Generator().manual_seed(5)
+    u, v = torch.randn(2, 60, RANK, generator=rng), torch.randn(ROWS * 2, PAGE, 16, generator=rng)
+    basis, q = torch.randn(ROWS, RANK, 32, generator=rng) / 4, torch.randn(ROWS, 3, 1, 32, generator=rng)
+    position, table = torch.arange(2 * PAGE).repeat(ROWS, 1), torch.arange(ROWS * 2).view(ROWS, 2)
+    position[torch.rand(position.shape, generator=rng) < 0.2] = -1
+    more = {"units": torch.tensor([[3, 0], [1, -1], [2, 3], [0, 1]]), "unit": 8} if chosen else {}
+    run = oracle.on(backend, lowrank_attention)
+    got, want = (
+        run(q, u, v, basis, 0.5 ** torch.arange(16.0), which, position, page=PAGE, scale=0.3, backend=backend, **more)
+        for which in (None, table)
+    )
+    assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
+
+
 def test_refusals_say_why() -> None:
     table, position = torch.zeros(1, 1, dtype=torch.long), torch.arange(16)[None]
     q, u, v, inv_freq = torch.randn(1, 1, 8), torch.randn(1, 16, 4), torch.randn(1, 16, 8), torch.ones(4)

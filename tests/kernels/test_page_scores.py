@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvengine.errors import KernelError
-from kvengine.kernels.page_scores import log_shares, page_bounds, page_scores, top_units
+from kvengine.kernels.page_scores import log_shares, page_bounds, page_scores, top_units, units_by_share
 
 BACKENDS = oracle.backends()
 
@@ -140,11 +140,69 @@ def test_who_is_not_alive_is_not_chosen(backend: str, most: int, monkeypatch: py
             assert torch.equal(got, top_units(scores.masked_fill(~alive, -math.inf), 5, backend="reference"))
 
 
+def wanted(
+    q: Tensor, mean: Tensor, coherence: Tensor | None, live: list[int], count: int, outliers: float, first: bool, reduce: str,
+    softcap: float | None,
+) -> list[int]:  # fmt: skip
+    """Of one row, unit by unit."""
+    forced: list[int] = []
+    if coherence is not None:
+        forced = sorted(live, key=lambda u: (float(coherence[u]), -u))[: int(count * outliers)]
+    free = [u for u in live if u not in forced]
+    share: dict[int, list[float]] = {u: [] for u in free}
+    for head in q.double() if free else []:
+        logits = mean[free].double() @ head * 0.3
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        for u, x in zip(free, logits.softmax(0).tolist(), strict=True):
+            share[u].append(x)
+    if first and live and count:
+        forced, free = [live[0]], live[1:]
+    by = max if reduce == "max" else sum
+    best = sorted(free, key=lambda u: (-by(share[u]), u))  # type: ignore[operator]
+    return sorted([*forced, *best[: max(0, count - len(forced))]])
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("forced", ["none", "outliers", "many outliers", "first"])
+@pytest.mark.parametrize("even", [False, True], ids=["counts", "even"])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "native"])
+def test_units_by_share_match_a_loop(
+    backend: str, even: bool, forced: str, reduce: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [(8, 1, 4, None), (16, 70, 9, 0.5), (72, 33, 40, None), (8, 150, 7, None)]
+    if backend == "triton":  # the last one has more units than a program holds
+        monkeypatch.setattr("kvengine.kernels.page_scores.triton.MOST", 128)
+    for dim, units, most, softcap in cases:
+        mean, _, alive = bounds(dim, units, torch.float32)
+        mean = mean.clone()
+        mean[~alive] = math.nan
+        rng = torch.Generator().manual_seed(units)
+        coherence = (torch.rand(3, units, generator=rng) * 8).round().div(8).half()  # many are equal
+        coherence[~alive] = -1.0
+        q, counts = torch.randn(3, 3, dim, generator=rng), torch.tensor([most, 2, most // 2])
+        limits = [most] * 3 if even else counts.tolist()
+        far = coherence if "outliers" in forced else None
+        share = {"outliers": 0.1875, "many outliers": 0.9}.get(forced, 0.0)
+        got = oracle.on(backend, units_by_share)(
+            q, mean, alive, most, 0.3, counts=None if even else counts, coherence=far, outliers=share,
+            first=forced == "first", reduce=reduce, softcap=softcap, backend=backend,
+        ).tolist()  # fmt: skip
+        for r, count in enumerate(limits):
+            live = alive[r].nonzero().flatten().tolist()
+            own = None if far is None else far[r]
+            want = wanted(q[r], mean[r], own, live, count, share, forced == "first", reduce, softcap)
+            assert got[r] == want + [-1] * (min(most, units) - len(want)), (units, r)
+
+
 def test_refusals_say_why() -> None:
     low, high, alive = bounds(8, 4, torch.float32)
     q = torch.randn(3, 2, 8)
     with pytest.raises(KernelError, match="mean must be"):
         log_shares(q, low[:, :3], alive, 1.0)
+    with pytest.raises(KernelError, match="mean must be"):
+        units_by_share(q, low, alive, 2, 1.0, coherence=low[:, :2, 0])
+    with pytest.raises(KernelError, match="not both"):
+        units_by_share(q, low, alive, 2, 1.0, coherence=low[:, :, 0], first=True)
     with pytest.raises(KernelError, match="low and high must be"):
         page_scores(q, low[:, :3], high[:, :3], alive)
     with pytest.raises(KernelError, match="'max' or 'mean'"):

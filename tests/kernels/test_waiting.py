@@ -10,11 +10,11 @@ import support_kernels as oracle
 import torch
 from torch import Tensor
 
-from kvengine.kernels import codecs
+from kvengine.kernels import codecs, turboquant
 from kvengine.kernels.attention import attention
 from kvengine.kernels.merge_states import merge_states, ongoing, received
 from kvengine.kernels.paged_attention import paged_attention
-from kvengine.kernels.state import State
+from kvengine.kernels.state import Into, State
 from kvengine.saliency import running
 
 BACKENDS = oracle.backends()
@@ -95,16 +95,24 @@ def test_a_mean_goes_on(backend: str, by_row: bool, sinks: bool) -> None:
         torch.testing.assert_close(held.double().cpu(), want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("codec", ["dense", "kivi"])
+@pytest.mark.parametrize(
+    "kind", ["dense", "kivi", "turned-4", "turned-4-last", "turned-4-both", "turned-3", "turned-3-last-both"]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_waiting_pages_and_tail_equal_the_whole(backend: str, codec: str) -> None:
-    """Their programs, blocks and lengths differ."""
+def test_waiting_pages_and_tail_equal_the_whole(backend: str, kind: str) -> None:
+    """Their programs, blocks and lengths differ; what is turned is turned back, and nothing else."""
+    codec = "turboquant" if "turned" in kind else kind
     q, k, v, position = case(4 * 32 + 20, torch.bfloat16, dim=64)
     k, v = (x.nan_to_num() for x in (k, v))
     sealed, at = 4 * 32, (ROWS * 4, 32, 64)
     fields = {"k": k[:, :sealed].reshape(at), "v": v[:, :sealed].reshape(at)}
     if codec == "kivi":
         fields = codecs.encode_kivi(fields["k"].float(), fields["v"].float(), 4, 32, scale_dtype=torch.float16)
+    if codec == "turboquant":
+        for name in "kv":
+            x = fields.pop(name).float()
+            bits = int(kind[7])
+            fields[f"{name}_code"], fields[f"{name}_scale"] = turboquant.encode(x, bits, "unbiased", torch.float16)
     table = torch.arange(ROWS * 4, dtype=torch.int32).view(ROWS, 4)
     lengths = torch.tensor([20, 3, 0], dtype=torch.int32)
     far = oracle.on(backend, paged_attention)(
@@ -112,14 +120,35 @@ def test_waiting_pages_and_tail_equal_the_whole(backend: str, codec: str) -> Non
     )
     tail = k[:, sealed:], v[:, sealed:]
     near = oracle.on(backend, attention)(q, *tail, None, 0.3, lengths=lengths, wait=True, backend=backend)
-    got = merge_states([far, near])
+    parts = [near, far] if "last" in kind else [far, near]
+    if "both" in kind:  # a second lot of the same pages
+        parts.insert(0, far)
+    got = merge_states(parts)
     late = torch.arange(20) < lengths[:, None]
-    one = oracle.on(backend, paged_attention)(
-        q, fields, table, position[:, :sealed].contiguous(), page=32, scale=0.3, codec=codec, backend=backend
+    one = paged_attention(
+        q, fields, table, position[:, :sealed].contiguous(), page=32, scale=0.3, codec=codec, backend="reference"
     )
     two = oracle.attend(q, *tail, late[:, None], 0.3)
-    want = merge_states([State(one.out.cpu().double(), one.lse.cpu().double()), two], backend="reference")
+    pages = State(one.out.cpu().double(), one.lse.cpu().double())
+    want = merge_states([pages, *([pages] if "both" in kind else []), two], backend="reference")
     oracle.close(got, want, 1e-2)
+
+
+@pytest.mark.parametrize("cuts", [(60,), (25, 60), (1, 40, 60)], ids=len)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_waiting_rows_are_written_among_others(backend: str, cuts: tuple[int, ...]) -> None:
+    q, k, v, position = case(60, torch.bfloat16)
+    read, spans = oracle.on(backend, attention), list(zip((0, *cuts), cuts, strict=False))
+    parts = [
+        read(q, k[:, a:b], v[:, a:b], None, 0.3, position=position[:, a:b], wait=True, backend=backend)
+        for a, b in spans
+    ]
+    want = merge_states(parts, dtype=torch.bfloat16)
+    rows = torch.tensor([4, 0, 3], device=q.device if backend != "triton" else oracle.device_of(backend))
+    out = torch.full((6, *want.out.shape[1:]), 7.0, dtype=torch.bfloat16, device=rows.device)
+    got = merge_states(parts, dtype=torch.bfloat16, into=Into(out, rows))
+    assert got.out is out and torch.equal(got.lse, want.lse)
+    assert torch.equal(out[rows], want.out) and bool((out[[1, 2, 5]] == 7.0).all())
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="only Triton's programs wait")
