@@ -273,8 +273,10 @@ class FixedLayer:
             whole = q.new_empty(q.shape[0] * self.layer.heads, q.shape[1] // self.layer.heads, 1, v.shape[-1])
         for i, (lane, (part, grouped, rows)) in enumerate(zip(self.lanes, self.layer.each(q, call), strict=True)):
             lane.into = None if whole is None else Into(whole, self.places[i])
-            out.append(lane.step(grouped, part.pick(k), part.pick(v), None, rows))
-            lane.into = None
+            try:
+                out.append(lane.step(grouped, part.pick(k), part.pick(v), None, rows))
+            finally:
+                lane.into = None
             lane.pin()
         return self.layer.gather(q, out if whole is None else [whole])
 

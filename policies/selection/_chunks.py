@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvengine.kernels.best_tokens import best_tokens
 from kvengine.kernels.page_scores import log_shares, units_by_share
-from kvengine.policies.selection import Where
+from kvengine.policies.selection import Where, best
 
 Reduce = Literal["max", "mean"]
 
@@ -60,8 +61,21 @@ def read_by_share(
     outliers: float = 0.0,
     first: bool = False,
 ) -> Int[Tensor, "row chosen"]:
-    """The chunks that are best by `attention_to`, and with them those that are always read, on a GPU: in two launches."""
-    return units_by_share(
-        q, mean, alive, at.most, at.scale, counts=None if at.even else at.count, coherence=coherence, outliers=outliers,
-        first=first, reduce=reduce, softcap=at.softcap if q.shape[1] > 1 else None,
-    )  # fmt: skip
+    """The chunks that are best by `attention_to`, and before them those that are always read: the first that is alive, or with
+    `coherence` the least coherent, a share `outliers` of all that are read, which no softmax counts."""
+    if q.is_cuda:  # two launches
+        return units_by_share(
+            q, mean, alive, at.most, at.scale, counts=None if at.even else at.count, coherence=coherence, outliers=outliers,
+            first=first, reduce=reduce, softcap=at.softcap if q.shape[1] > 1 else None,
+        )  # fmt: skip
+    always = None
+    if coherence is not None:
+        low = (-coherence.float()).masked_fill(~alive, float("-inf"))
+        always = best_tokens(low, (at.count * outliers).long())
+    want = attention_to(q, mean, alive if always is None else alive & ~always, at.scale, reduce, at.softcap)
+    if always is not None:
+        want = want.masked_fill(always, float("inf"))
+    elif first:
+        earliest = alive.to(torch.int8).argmax(1, keepdim=True)  # unit 0 may be empty while another row's is not
+        want = want.scatter(1, earliest, float("inf"))
+    return best(want, alive, at)

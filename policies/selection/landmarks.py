@@ -31,8 +31,8 @@ from torch import Tensor
 from kvengine.errors import PolicyError
 from kvengine.kernels.best_tokens import best_tokens
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, tokens_by_row
-from kvengine.policies.selection import Fields, Selection, Where, best
-from kvengine.policies.selection._chunks import Reduce, attention_to, coherence, mean_key, read_by_share
+from kvengine.policies.selection import Fields, Selection, Where
+from kvengine.policies.selection._chunks import Reduce, coherence, mean_key, read_by_share
 from kvengine.tokens import pack, take
 
 
@@ -101,15 +101,7 @@ class Landmarks(Selection):
     def select(
         self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"], at: Where
     ) -> Int[Tensor, "row chosen"]:
-        alike = not self.outliers or at.joint
-        if q.is_cuda:
-            far = None if alike else summary["coherence"]
-            return read_by_share(
-                q, summary["mean"], alive, at, self.reduce, coherence=far, outliers=0.0 if alike else self.outliers
-            )
-        if alike:
-            return best(attention_to(q, summary["mean"], alive, at.scale, self.reduce, at.softcap), alive, at)
-        low = (-summary["coherence"].float()).masked_fill(~alive, float("-inf"))
-        outlier = best_tokens(low, (at.count * self.outliers).long())
-        want = attention_to(q, summary["mean"], alive & ~outlier, at.scale, self.reduce, at.softcap)
-        return best(want.masked_fill(outlier, float("inf")), alive, at)
+        far = None if not self.outliers or at.joint else summary["coherence"]
+        return read_by_share(
+            q, summary["mean"], alive, at, self.reduce, coherence=far, outliers=0.0 if far is None else self.outliers
+        )

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_count
-from kvengine.policies.selection import Fields, Selection, Where, best
-from kvengine.policies.selection._chunks import Reduce, attention_to, mean_key, read_by_share
+from kvengine.policies.selection import Fields, Selection, Where
+from kvengine.policies.selection._chunks import Reduce, mean_key, read_by_share
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,4 @@ class Retrieval(Selection):
     def select(
         self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"], at: Where
     ) -> Int[Tensor, "row chosen"]:
-        if q.is_cuda:
-            return read_by_share(q, summary["mean"], alive, at, self.reduce, first=True)
-        want = attention_to(q, summary["mean"], alive, at.scale, self.reduce, at.softcap)
-        first = alive.to(torch.int8).argmax(1, keepdim=True)  # unit 0 may be empty while another row's is not
-        return best(want.scatter(1, first, float("inf")), alive, at)
+        return read_by_share(q, summary["mean"], alive, at, self.reduce, first=True)
