@@ -153,6 +153,11 @@ def targets(out: Path, command: str) -> None:
     )
     found = [*kernel_targets(kernels.get("rows", [])), *model_targets(model.get("rows", []))]
     rows = [{"what": what, "wanted": wanted, "reached": reached} for what, wanted, reached in found]
+    for row in rows:
+        print(f"{row['what']:70} {row['wanted']:>8} {row['reached']:8.2f}")
+    columns = {"on a GPU": "what", "wanted": "wanted", "reached": "reached:.2f"}
+    result = {"command": command, "machine": (model or kernels).get("machine"), "columns": columns, "rows": rows}
+    (out / "gpu_targets.json").write_text(json.dumps(result, indent=1) + "\n")
     if kernels:  # as a table of the documentation
         where = f"{kernels.get('machine')}, torch {kernels.get('torch')}, commit {kernels.get('commit')}; medians"
         keys = [column.partition(":")[0] for column in COLUMNS.values()]
@@ -166,11 +171,6 @@ def targets(out: Path, command: str) -> None:
         if (picture := draw(out / KERNELS)) is not None:
             shown["pictures"] = {"Bandwidth against length, and speed-up beside the ratio of bytes": picture.name}
         (out / "gpu_kernels.json").write_text(json.dumps(shown, indent=1) + "\n")
-    for row in rows:
-        print(f"{row['what']:70} {row['wanted']:>8} {row['reached']:8.2f}")
-    columns = {"on a GPU": "what", "wanted": "wanted", "reached": "reached:.2f"}
-    result = {"command": command, "machine": (model or kernels).get("machine"), "columns": columns, "rows": rows}
-    (out / "gpu_targets.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:

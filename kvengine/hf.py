@@ -27,7 +27,7 @@ from kvengine.hf_attention import Seam, engine_attention
 from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
 from kvengine.hf_compiled import How, compile_decode
 from kvengine.hf_forward import caching, hook_passes
-from kvengine.hf_generate import METHODS, PREPARING, Method
+from kvengine.hf_generate import METHODS, PREPARING, RECORDING, Method
 from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_led import hook_led
 from kvengine.hf_mask import LazyMask
@@ -120,11 +120,19 @@ def record_by_itself(model: PreTrainedModel, record: Record, fuse: bool) -> None
     parts = [part for part in {id(x): x for x in (m.model() for m in state.methods)}.values() if part is not None]
     if record:
         compile_decode(model, None if record is True else record, fuse)
-        if not any(getattr(type(part), "generate", None) is GenerationMixin.generate for part in parts):
+        parts = [part for part in parts if getattr(type(part), RECORDING, None) is GenerationMixin.generate]
+        if not parts:
             raise ModelError(
                 f"{type(model).__name__} has a generate() of its own, so nothing would be recorded; leave out record"
             )
     state.record, state.fuse = record, fuse
+    for method in [m for m in state.methods if m.name == RECORDING]:
+        state.methods.remove(method)
+        if (part := method.model()) is not None:
+            vars(part).pop(RECORDING, None)
+    for part in parts if record else ():
+        state.methods.append(Method(RECORDING, part))
+        setattr(part, RECORDING, state.methods[-1])
 
 
 def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
@@ -157,7 +165,7 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     state.hooks += hook_passes(model, text, state.chosen) + hook_replays(model, text) + hook_led(model, text)
     for part in generating(model, text):
         for name in METHODS:
-            if hasattr(part, name) and (name != PREPARING or prepares(part)):
+            if hasattr(part, name) and name != RECORDING and (name != PREPARING or prepares(part)):
                 state.methods.append(Method(name, part))
                 setattr(part, name, state.methods[-1])
         setattr(part, STATE, state)

@@ -15,7 +15,6 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.utils import GenerationMixin
 
 from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
@@ -47,7 +46,11 @@ class Method:
             self.__signature__ = inspect.signature(getattr(type(model), name).__get__(model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return METHODS[self.name](self.model(), *args, **kwargs)
+        if (model := self.model()) is None:
+            raise ModelError(
+                f"the model whose {self.name}() this is, is gone: keep it in a variable, and call it there"
+            )
+        return METHODS[self.name](model, *args, **kwargs)
 
     def __reduce__(self) -> Any:
         return Method, (self.name, self.model())
@@ -265,23 +268,20 @@ def chosen_options(self: PreTrainedModel, generation_config: Any = None, **kwarg
 
 
 def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `generate`, where transformers from 5.24 on forgets the older name's cache if it is given two, and records
-    its steps if the model was patched so."""
-    state, stock = getattr(self, STATE), cast(Any, type(self)).generate
-    known = renamed(kwargs, CACHE)
-    if stock is not GenerationMixin.generate:  # a model's own, which may know one name only
-        return stock(self, *args, **kwargs)
+    """Stands in for `generate` of a model that was patched with `record`."""
+    from kvengine.hf_compiled import compile_decode  # which needs what is here
+
+    state = getattr(self, STATE)
     record = state.record
-    if record and known.get("custom_generate") is None and (record is not True or self.device.type == "cuda"):
-        from kvengine.hf_compiled import compile_decode  # which needs what is here
-
-        known = known | {"custom_generate": compile_decode(self, None if record is True else record, state.fuse)}
-    return stock(self, *args, **known)
+    if kwargs.get("custom_generate") is None and (record is not True or self.device.type == "cuda"):
+        kwargs["custom_generate"] = compile_decode(self, None if record is True else record, state.fuse)
+    return cast(Any, type(self)).generate(self, *args, **kwargs)
 
 
+RECORDING = "generate"
 PREPARING = "prepare_inputs_for_generation"
 METHODS: dict[str, Callable[..., Any]] = {
-    "generate": generate,
+    RECORDING: generate,
     "_extract_generation_mode_kwargs": mode_options,
     "_prefill": prefill,
     PREPARING: prepare_inputs,

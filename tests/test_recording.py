@@ -139,6 +139,11 @@ def test_it_ends_with_the_patch_and_goes_with_copies(opened: list[int]) -> None:
     assert vars(model).keys() == own.keys()
     kvengine.patch(model, QUEST, record="eager")
     kvengine.patch(model, QUEST)
-    before = len(opened)
-    greedy(model, one(), 3)
-    assert len(opened) == before
+    assert "generate" not in vars(model)
+
+
+def test_a_model_that_nothing_holds() -> None:
+    assert kvengine.patch(llama(), QUEST).generate(**one(), max_new_tokens=2).shape[1] > 2
+    method = kvengine.patch(llama(), QUEST, record="eager").generate
+    with pytest.raises(ModelError, match="keep it in a variable"):
+        method(**one(), max_new_tokens=2)
