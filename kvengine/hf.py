@@ -26,7 +26,7 @@ from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
 from kvengine.hf_attention import Seam, engine_attention
 from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
 from kvengine.hf_compiled import How, compile_decode
-from kvengine.hf_forward import caching, hook_passes
+from kvengine.hf_forward import caching, hook_passes, hook_vectors
 from kvengine.hf_generate import METHODS, PREPARING, Method
 from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_led import hook_led
@@ -155,7 +155,8 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     text._attn_implementation_internal = NAME  # of this part alone: others (vision, a second decoder) have no hooks
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
     state.hooks += hook_passes(model, text, state.chosen) + hook_replays(model, text) + hook_led(model, text)
-    for part in generating(model, text):
+    state.hooks += hook_vectors(parts := generating(model, text))
+    for part in parts:
         for name in METHODS:
             if hasattr(part, name) and (name != PREPARING or prepares(part)):
                 state.methods.append(Method(name, part))
