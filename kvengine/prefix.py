@@ -52,6 +52,7 @@ class Prefix:
         level: of the codec; "lossless" gives the text of a cold run.
         chunk: tokens of a chunk.
         salt: of the tenant; chunks under another salt are never found.
+            Adapters that a call names for itself (PEFT's `adapter_names`) are not in a chunk's name: give them here.
         timeout: seconds to wait for the store, to say what it has and then for each chunk, before computing instead.
         ttl: seconds that chunks live in the store; None for ever.
 

@@ -20,6 +20,8 @@ from kvengine.errors import IncompatibleCache, ModelError
 from kvengine.offload import stores
 from kvengine.prefix import Prefix
 
+pytestmark = pytest.mark.filterwarnings("default")  # these libraries use what others have deprecated
+
 
 class Halves(Tensor):
     """A weight of two tensors, which knows how to multiply and no more, as torchao's do."""
@@ -111,7 +113,6 @@ def bitsandbytes(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=how).eval()
 
 
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("load", [torchao, quanto, bitsandbytes])
 def test_quantised_weights(load: Any, tmp_path: Path) -> None:
     model = load(tmp_path / "model")
@@ -172,3 +173,94 @@ def test_who_gives_a_wrapper_is_told_what_to_give(tmp_path: Path) -> None:
         model.lm_head.weight += 1
     with pytest.raises(IncompatibleCache, match="session: .*stored for model '.*weights and adapters in use"):
         saved.load(model, tmp_path / "session")
+
+
+ADAPTERS = {
+    "lora": lambda peft: peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False),
+    "ia3": lambda peft: peft.IA3Config(task_type="CAUSAL_LM", init_ia3_weights=False),
+    "dora": lambda peft: peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, use_dora=True),
+    "adaption prompt": lambda peft: peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("order", ["patched first", "adapted first"])
+def test_adapters(kind: str, order: str) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = llama()
+    plain = greedy(base, prompts(), 12)
+    if order == "patched first":
+        kvengine.patch(base)
+    model = peft.get_peft_model(base, ADAPTERS[kind](peft)).eval()
+    want = greedy(kvengine.unpatch(base) and model, prompts(), 12)
+    for policy, same in (("full", True), (WIDE["snapkv"], True), (SMALL["streaming"], False)):
+        kvengine.patch(base, policy)
+        assert torch.equal(greedy(model, prompts(), 12), want) == same
+    kvengine.patch(base)
+    with model.disable_adapter():
+        assert torch.equal(greedy(model, prompts(), 12), plain)
+    kvengine.unpatch(base)
+    assert torch.equal(greedy(model, prompts(), 12), want)
+
+
+def two_adapters() -> tuple[Any, Any]:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = kvengine.patch(llama())
+    model = peft.get_peft_model(base, ADAPTERS["lora"](peft), "a")
+    model.add_adapter("b", ADAPTERS["lora"](peft))
+    return base, model.eval()
+
+
+def test_adapters_that_take_turns() -> None:
+    """On one cache, as with transformers' own; in one batch; merged."""
+    base, model = two_adapters()
+
+    def turns(cache: Any) -> Tensor:
+        text = one()["input_ids"]
+        for name in ("a", "b"):
+            model.set_adapter(name)
+            text = model.generate(input_ids=text, max_new_tokens=8, do_sample=False, past_key_values=cache)
+            text = torch.cat([text, one(9)["input_ids"]], 1)
+        return text  # type: ignore[no-any-return]
+
+    found, mixed = turns(EngineCache(base)), greedy(model, prompts(), 8, adapter_names=["a", "b", "__base__"])
+    kvengine.unpatch(base)
+    assert torch.equal(found, turns(transformers.DynamicCache(config=base.config)))
+    assert torch.equal(mixed, greedy(model, prompts(), 8, adapter_names=["a", "b", "__base__"]))
+    kvengine.patch(base, SMALL["snapkv"])
+    want = greedy(model, prompts(), 8)
+    merged = model.merge_and_unload()
+    assert merged is base and torch.equal(greedy(merged, prompts(), 8), want)
+
+
+def test_what_one_adapter_stored_another_does_not_find(tmp_path: Path) -> None:
+    base, model = two_adapters()
+    ids, cache = one()["input_ids"], EngineCache(base)
+    greedy(model, one(), 4, cache=cache)
+    store = stores.Store(stores.Files(tmp_path / "store", sync="none"))
+    reuse = Prefix(model, store, chunk=16)
+    assert reuse.keep(ids, cache) == 3
+    saved.save(cache, tmp_path / "session", model)
+    store.drain()
+    for name, seen in (("b", 0), ("a", 48)):
+        model.set_adapter(name)
+        assert reuse.fetch(ids).seen == seen
+    with model.disable_adapter(), pytest.raises(IncompatibleCache, match="adapters in use"):
+        saved.load(base, tmp_path / "session")
+    assert saved.load(base, tmp_path / "session").seen == cache.seen
+    store.close()
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_step_of_training_is_that_of_the_model_without_us(checkpoints: bool) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    found = []
+    for patched in (False, True):
+        base = kvengine.patch(llama(), SMALL["snapkv"]) if patched else llama()
+        torch.manual_seed(5)
+        model = peft.get_peft_model(base, ADAPTERS["lora"](peft)).train()
+        if checkpoints:
+            model.gradient_checkpointing_enable()
+        model(**prompts(), labels=prompts()["input_ids"]).loss.backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) == 8 and all(map(torch.equal, *found))
