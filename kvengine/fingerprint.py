@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kvengine.hf_devices import kept_buffers, weights
+from kvengine.hf_devices import inside, kept_buffers, weights
 from kvengine.offload.cachegen import Identity
 
 SAMPLES = 64  # numbers of each weight that go into a model's fingerprint
@@ -24,8 +24,9 @@ NEUTRAL = {
 def identity(model: nn.Module, tokenizer: Any = None) -> Identity:
     """Fingerprints of a model (configuration, evenly spaced numbers of every weight, adapters in use) and of its tokenizer.
 
-    They are the same wherever the model lies, so that another machine knows it again.
+    They are the same wherever the model lies, so that another machine knows it again, and by whichever name it is wrapped.
     """
+    model = inside(model)
     config = json.loads(model.config.to_json_string(use_diff=False), object_hook=_lasting)  # type: ignore[operator, union-attr]
     mark = sha256(json.dumps(config, sort_keys=True).encode())
     for name, weight in (*weights(model), *kept_buffers(model)):

@@ -13,7 +13,7 @@ gradients, `use_cache=False`, a stock cache) the model runs as it did before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -26,7 +26,8 @@ from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
 from kvengine.hf_attention import Seam, engine_attention
 from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
 from kvengine.hf_compiled import How, compile_decode
-from kvengine.hf_forward import caching, hook_passes
+from kvengine.hf_devices import wraps
+from kvengine.hf_forward import caching, hook_passes, hook_vectors
 from kvengine.hf_generate import METHODS, PREPARING, RECORDING, Method
 from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_led import hook_led
@@ -163,7 +164,8 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     text._attn_implementation_internal = NAME  # of this part alone: others (vision, a second decoder) have no hooks
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
     state.hooks += hook_passes(model, text, state.chosen) + hook_replays(model, text) + hook_led(model, text)
-    for part in generating(model, text):
+    state.hooks += hook_vectors(parts := generating(model, text))
+    for part in parts:
         for name in METHODS:
             if hasattr(part, name) and name != RECORDING and (name != PREPARING or prepares(part)):
                 state.methods.append(Method(name, part))
@@ -180,7 +182,7 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
     state = vars(model).get(STATE)
     if state is None:
         if hasattr(model, STATE):
-            raise ModelError(f"{type(model).__name__} wraps a patched model; unpatch the model inside it")
+            raise ModelError(f"{type(model).__name__} wraps a patched model; unpatch {wraps(model)}")
         return model
     for hook in state.hooks:
         hook.remove()
@@ -219,8 +221,7 @@ def patched(
 
 def check_model(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
-        inside = next((type(m).__name__ for m in modules(model) if isinstance(m, PreTrainedModel)), None)
-        hint = "" if inside is None else f"; give the {inside} inside it"
+        hint = f"; give {found}" if (found := wraps(model)) else ""
         raise ModelError(f"expected a transformers PreTrainedModel, got {type(model).__name__}{hint}")
     if model.config.is_encoder_decoder:
         raise ModelError(f"{type(model).__name__} is an encoder-decoder model; the engine works on decoder-only models")
@@ -279,10 +280,6 @@ def check_layers(model: PreTrainedModel, text: Any, modules: list[nn.Module]) ->
     else:
         return
     raise ModelError(f"{type(model).__name__} {what}; the engine cannot enter it")
-
-
-def modules(model: Any) -> Iterable[nn.Module]:
-    return model.modules() if isinstance(model, nn.Module) else ()
 
 
 def check_stack(stack: Stack, text: Any, channels: Channels = frozenset()) -> None:

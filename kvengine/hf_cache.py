@@ -261,6 +261,7 @@ class EngineCache(Cache):
                 mine.is_initialized = True
             else:
                 self.layers[i] = layer
+        self.session.without_ids = True
         end = self.session.prompt_end
         self.session.prompt_end = self.seen + (
             1 if end is None else end

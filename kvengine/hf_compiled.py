@@ -30,7 +30,7 @@ from kvengine import latent
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer, check_kind, refusal
 from kvengine.hf_cache import EngineCache
-from kvengine.hf_devices import offloaded
+from kvengine.hf_devices import offloaded, wraps
 from kvengine.hf_fused import Fused
 from kvengine.hf_generate import STATE, Decoder, check_mode
 from kvengine.hf_held import HeldWindow, can_hold, empty
@@ -357,6 +357,8 @@ def compile_decode(model: PreTrainedModel, how: How | None = None, fuse: bool = 
     """
     if not hasattr(model, STATE):
         raise ModelError("a compiled decoder needs a patched model; call kvengine.patch(model) first")
+    if STATE not in vars(model):
+        raise ModelError(f"{type(model).__name__} wraps a patched model; give {wraps(model)}")
     stack = getattr(model, STATE).chosen.stack
     if (why := refusal(stack)) is not None:
         raise UnsupportedPolicy(f"a decode step of '{stack}' cannot be recorded: {why}. Decode without it")

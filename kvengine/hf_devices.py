@@ -37,7 +37,30 @@ def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             place, _, own = name.rpartition(".")
             kept = [getattr(hook, "weights_map", None) or {} for hook in hooks(model.get_submodule(place))]
             weight = next((held[own] for held in kept if own in held), weight)
+        yield from made_of(name, weight)
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """The model of transformers in one that wraps it (PEFT) and adds no weights beside it, as tuned prompts are."""
+    found = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
+    return found if len([*model.parameters()]) == len([*found.parameters()]) else model
+
+
+def wraps(model: Any) -> str:
+    """What to give instead of a model that wraps one of transformers', as the end of a sentence; nothing if it does not."""
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    name = next((type(part).__name__ for part in parts if isinstance(part, PreTrainedModel)), None)
+    how = ": model.get_base_model()" if hasattr(model, "get_base_model") else ""
+    return "" if name is None else f"the {name} inside it{how}"
+
+
+def made_of(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors of a weight that holds several (quantised by torchao, quanto), which may know little but to multiply."""
+    if not hasattr(weight, "__tensor_flatten__") or hasattr(weight, "device_mesh"):  # the latter's is a part of a whole
         yield name, weight
+        return
+    for inner in weight.__tensor_flatten__()[0]:
+        yield from made_of(f"{name}.{inner}", getattr(weight, inner))
 
 
 def kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

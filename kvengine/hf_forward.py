@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from collections.abc import Iterable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
@@ -70,6 +71,30 @@ def hook_passes(model: PreTrainedModel, text: Any, chosen: Chosen) -> list[Any]:
     if model not in [part for part, _ in parts]:  # the whole, which hands it on
         hooks.append(model.register_forward_pre_hook(rename, with_kwargs=True))
     return hooks
+
+
+def hook_vectors(parts: Iterable[nn.Module]) -> list[Any]:
+    """Hooks on the parts that are called with a text, behind those that give them a cache; what undoes them."""
+    return [part.register_forward_pre_hook(note_vectors, with_kwargs=True) for part in parts]
+
+
+def note_vectors(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note of a cache that a pass brings numbers beside its mask: vectors, images or sounds in the place of tokens."""
+    if any(name != "attention_mask" and has_numbers(x) for name, x in kwargs.items()):
+        mark(next((x for x in (*kwargs.values(), *args) if isinstance(x, EngineCache)), None))
+
+
+def has_numbers(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.is_floating_point()
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
+    return any(map(has_numbers, parts))
+
+
+@torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]
+def mark(cache: EngineCache | None) -> None:
+    if cache is not None and cache.session.again is None:  # a replay's tokens are thrown away
+        cache.session.without_ids = True
 
 
 def rename(

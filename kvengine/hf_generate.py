@@ -70,9 +70,9 @@ def prepare_cache(
 ) -> None:
     """Stands in for `_prepare_cache_for_generation`."""
     refuse(generation_config)
-    check_tuner(self)
     if model_kwargs is None:
         raise ModelError(OWN.format(type(self).__name__))
+    check_tuner(self, model_kwargs.get(CACHE))
     stock: Any = type(self)._prepare_cache_for_generation  # type: ignore[attr-defined]
     given = model_kwargs.get(CACHE)
     if getattr(given, "is_compileable", False):
@@ -120,10 +120,19 @@ def refuse(generation_config: Any) -> None:
         )
 
 
-def check_tuner(model: PreTrainedModel) -> None:
-    """Refuse tuned prompts and prefixes where PEFT looks for the cache by its older name: it puts them in at every token."""
+def check_tuner(model: PreTrainedModel, cache: Any) -> None:
+    """Refuse tuned prompts and prefixes in later turns, of which PEFT reads the last token alone; and where it looks for the
+    cache by its older name: it puts them in at every token."""
     tuned = getattr(getattr(model.prepare_inputs_for_generation, "__self__", None), "active_peft_config", None)
-    if CACHE == NAMES[1] or not getattr(tuned, "is_prompt_learning", False):
+    if not getattr(tuned, "is_prompt_learning", False):
+        return
+    if isinstance(cache, EngineCache) and cache.seen:
+        raise ModelError(
+            f"PEFT puts what it has tuned before a text's first turn, and does not count it. This cache has seen {cache.seen} "
+            "tokens: of a later turn the last token alone would be read. Give the whole text with a new cache, or the turn's "
+            "tokens in a loop of your own: peft_model.get_base_model()(ids, cache=cache)"
+        )
+    if CACHE == NAMES[1]:
         return
     version = metadata.version("peft")
     if tuple(map(int, re.findall(r"\d+", version)[:3])) <= OLD_PEFT:

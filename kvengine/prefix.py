@@ -52,6 +52,7 @@ class Prefix:
         level: of the codec; "lossless" gives the text of a cold run.
         chunk: tokens of a chunk.
         salt: of the tenant; chunks under another salt are never found.
+            Adapters that a call names for itself (PEFT's `adapter_names`) are not in a chunk's name: give them here.
         timeout: seconds to wait for the store, to say what it has and then for each chunk, before computing instead.
         ttl: seconds that chunks live in the store; None for ever.
 
@@ -158,7 +159,7 @@ class Prefix:
         """Stores the prompt's whole chunks that are not stored yet; the chunks submitted. Does not wait until they are.
 
         Raises CacheError if the cache no longer holds every token of the prompt exactly, holds several sequences, or was
-        given padding, which no chunk's name tells.
+        given what no chunk's name tells: padding, a tuned prefix, vectors or images.
         """
         self.identify()
         tokens = ids[0].tolist()
@@ -169,6 +170,11 @@ class Prefix:
             raise CacheError(
                 f"only a prompt that the cache holds whole can be stored; '{cache.stack}' has dropped, sealed, skipped or not "
                 "yet seen some of it. Store it from a cache of the stack 'full'"
+            )
+        if cache.session.without_ids:
+            raise CacheError(
+                "some of this cache's tokens have no ids (a tuned prefix, inputs_embeds, images or sounds), so that another "
+                "prompt of the same ids would not have these keys. Store it from a cache that was made of ids alone"
             )
         if any(part.lane.padded for layer in engines for part in layer.parts):
             raise CacheError(

@@ -59,7 +59,7 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
 LOOSE, FOLD = 1 << 26, 16
 """Bytes that any session may take, and how many times its own length: numbers that are all alike are coded in none, so a short
 file could ask for all memory, and those of a text shrink to no less than half."""
-SESSION = ("prompt_end", "following", "dense", "positions")
+SESSION = ("prompt_end", "following", "dense", "positions", "without_ids")
 
 
 def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mapping[str, Any] | None = None) -> int:
@@ -125,7 +125,8 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
         cache = EngineCache(model, header["stack"])  # type: ignore[arg-type]
         cache.thaw()
         source = Reader(held, header["tensors"])
-        state = {name: header["session"][name] for name in SESSION}
+        known = {"without_ids": False} | header["session"]  # which earlier versions did not save
+        state = {name: known[name] for name in SESSION}
         check_kinds({name: getattr(cache.session, name) for name in SESSION}, state)
         vars(cache.session).update(state)
         devices = layer_devices(model, len(cache.layers))  # type: ignore[arg-type]

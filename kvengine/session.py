@@ -57,6 +57,7 @@ class Session:
     lent: bool = False  # transformers' assisted decoding begins to record, which it never ends: the next turn does
     dense: bool = False  # queries read everything, whatever the selection
     positions: bool = True  # positions of what a prompt's verdict left are remembered, even where a policy needs none
+    without_ids: bool = False  # some tokens are none that ids name: a tuned prefix, vectors, what stands for an image
     coarse: bool = False  # sealed pages are read without what their representation calls fine
     rope: Rope | None = None
     ours: tuple[int, ...] | None = None  # the layers that the engine serves; None: each layer is alone

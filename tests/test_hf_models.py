@@ -151,7 +151,7 @@ def test_a_wrapped_model_works_and_is_patched_inside() -> None:
     assert torch.equal(greedy(wrapper, one(), cache=kvengine.EngineCache(wrapper)), greedy(wrapper, one()))
     with pytest.raises(ModelError, match="got Wrapper; give the LlamaForCausalLM inside it"):
         kvengine.patch(wrapper, POLICY)
-    with pytest.raises(ModelError, match="Wrapper wraps a patched model; unpatch the model inside it"):
+    with pytest.raises(ModelError, match="Wrapper wraps a patched model; unpatch the LlamaForCausalLM inside it"):
         kvengine.unpatch(wrapper)
     assert hasattr(wrapper.inside, STATE)
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 from families.configs import build
 from support import llama
+from transformers import DynamicCache
 
 import kvengine
+from kvengine import saved
 from kvengine.errors import CacheError, IncompatibleCache, ModelError
 from kvengine.offload import stores
 from kvengine.prefix import Prefix
@@ -102,6 +104,41 @@ def test_another_model_or_tenant_finds_nothing(model: Any, tmp_path: Path) -> No
         assert other.fetch(ids).seen == 0
     with kvengine.patched(llama(seed=5), "full") as stranger:
         assert Prefix(stranger, reuse.store, chunk=16, salt="a").fetch(ids).seen == 0
+    reuse.store.close()
+
+
+def begun(model: Any, ids: torch.Tensor, way: str) -> kvengine.EngineCache:
+    """A cache in which a prompt's tokens are not those that its ids name."""
+    cache = kvengine.EngineCache(model)
+    if way == "prefix":  # as PEFT tunes them
+        tuned = DynamicCache(config=model.config)
+        for layer in range(model.config.num_hidden_layers):
+            tuned.update(torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16), layer)
+        cache.adopt(tuned)
+        text(model, ids, cache)
+        return cache
+    vectors = model.get_input_embeddings()(ids).detach() + 1
+    if way == "vectors":
+        model.generate(inputs_embeds=vectors, max_new_tokens=4, do_sample=False, cache=cache)
+    else:
+        with torch.no_grad():
+            model(inputs_embeds=vectors, cache=cache)
+    return cache
+
+
+@pytest.mark.parametrize("way", ["prefix", "vectors", "a pass of vectors"])
+def test_what_ids_do_not_name_is_not_stored(model: Any, tmp_path: Path, way: str) -> None:
+    """Another prompt of the same ids has other keys."""
+    ids = prompt(100)
+    reuse = Prefix(model, stores.Store(stores.Files(tmp_path / "store", sync="none")), chunk=16)
+    cache = begun(model, ids, way)
+    saved.save(cache, tmp_path / "session", model)
+    for one in (cache, saved.load(model, tmp_path / "session")):
+        with pytest.raises(CacheError, match="no ids.*of ids alone"):
+            reuse.keep(ids, one)
+    cache.reset()
+    text(model, ids, cache)
+    assert reuse.keep(ids, cache) == 6
     reuse.store.close()
 
 

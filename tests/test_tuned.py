@@ -1,6 +1,7 @@
 """Models that were tuned by PEFT: adapters in their layers, and prefixes, whose keys and values no text has."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,33 @@ def test_a_recorded_step_follows_what_is_no_text(how: str, policy: str) -> None:
         batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
     found = text(model, batch, custom_generate=kvengine.compile_decode(model)).sequences
     assert torch.equal(found, text(model, batch).sequences)
+
+
+class Tuner:
+    """What PEFT has generate ask instead of the model."""
+
+    def __init__(self, model: Any) -> None:
+        self.active_peft_config, self.own = (
+            SimpleNamespace(is_prompt_learning=True),
+            model.prepare_inputs_for_generation,
+        )
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return self.own(*args, **kwargs)
+
+
+@pytest.mark.parametrize("policy", ["full", SMALL["snapkv"]])
+def test_a_later_turn_behind_what_was_tuned_is_refused(policy: str) -> None:
+    """Of such a turn PEFT reads the last token, and the cache holds what the text has not."""
+    model = kvengine.patch(llama(), policy)
+    cache = EngineCache(model)
+    cache.adopt(prefix(model.config, 1))
+    with torch.no_grad():
+        model(**one(), cache=cache)
+    model.prepare_inputs_for_generation = Tuner(model).prepare_inputs_for_generation
+    with pytest.raises(ModelError, match=r"before a text's first turn.*seen 66.*whole text with a new cache"):
+        text(model, one(80), cache=cache)
+    assert cache.seen == PREFIX + 61
 
 
 def test_latents_take_no_prefix() -> None:

@@ -25,6 +25,7 @@ from kvengine.offload.container import Container, pack, plain, read_bytes
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 T = TypeVar("T")
 CHUNK = 256
+SAME = ". Configuration, weights and adapters in use must be those that it was stored under; else compute it again"
 MAX_CHUNK = 1 << 14
 
 
@@ -282,7 +283,8 @@ def check_identity(found: Identity, expect: Identity | None) -> None:
         return
     for name, value in expect.as_json().items():
         if found.as_json()[name] != value:
-            raise IncompatibleCache(f"stored for {name} {found.as_json()[name]!r}, asked for {value!r}")
+            hint = SAME if name == "model" else ""
+            raise IncompatibleCache(f"stored for {name} {found.as_json()[name]!r}, asked for {value!r}{hint}")
 
 
 def _parallel(work: Callable[[tuple[int, int, int]], T], jobs: list[tuple[int, int, int]], threads: int) -> list[T]:

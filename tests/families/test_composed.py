@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch import Tensor
 
 import kvengine
 from kvengine import EngineCache
-from kvengine.errors import UnsupportedPolicy
+from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.hf import STATE
 from kvengine.hf_names import CACHE
+from kvengine.offload import stores
+from kvengine.prefix import Prefix
 
 IMAGE = VOCABULARY - 1
 SEEING = {"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
@@ -125,6 +128,26 @@ def test_a_pass_of_a_composed_model_makes_the_engines_cache(name: str) -> None:
             found.append((out.logits, out.get(CACHE) or out.language_model_outputs[CACHE]))
     torch.testing.assert_close(found[0][0], found[1][0])
     assert type(found[1][1]) is EngineCache and (found[1][1].stats().held == 2).all()
+
+
+@pytest.mark.parametrize("name", ["around its text model", "another one generates", "vision beside text"])
+@pytest.mark.parametrize("way", ["generate", "pass"])
+def test_a_prompt_with_an_image_is_no_prefix(name: str, way: str, tmp_path: Path) -> None:
+    """Two images have the same ids in their place."""
+    model, inputs = MODELS[name]()
+    inputs = {key: x[:1] for key, x in inputs.items()}
+    cache = EngineCache(kvengine.patch(model.float().eval()))
+    with torch.no_grad():
+        model.generate(**inputs, max_new_tokens=2, cache=cache) if way == "generate" else model(**inputs, cache=cache)
+    reuse = Prefix(model, stores.Store(stores.Files(tmp_path, sync="none")), chunk=4)
+    with pytest.raises(CacheError, match="no ids.*of ids alone"):
+        reuse.keep(inputs["input_ids"], cache)
+    if name == "around its text model":  # which is given vectors always, also of a text alone
+        ids = inputs["input_ids"].clamp(max=IMAGE - 1)
+        cache.reset()
+        model.generate(input_ids=ids, max_new_tokens=2, cache=cache)
+        assert reuse.keep(ids, cache) == 6
+    reuse.store.close()
 
 
 def test_who_generates_inside_is_patched_and_restored_with_the_model() -> None:
