@@ -212,6 +212,27 @@ def test_values_that_are_a_part_of_their_keys_are_merged_once(backend: str, dtyp
     assert torch.equal(keys, want)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_stays_anyway_ends_at_first_and_at_recent(backend: str) -> None:
+    """The worst token is the newest that is not recent, or the oldest that is; the one at `first`, or just before it."""
+    about, _ = case((1, 4, 1, 16, 16, 12), torch.float32, True)
+    position, score, start, end = about["position"], about["score"], about["start"], about["end"]
+    position[:, start:end] = torch.arange(end - start, dtype=torch.int32)
+    position[:, end - 1] = -1  # for the new token, at 12
+    about["q"], about["keys"], about["values"] = about["q"] * 0, torch.zeros(4, 12, 16), torch.zeros(4, 12, 16)
+    worst, goes = [7, 7, 3, 2], [7, 5, 3, 5]
+    score[:] = 9.0
+    score[:, start + 5] = 1.0
+    score[range(4), [start + p for p in worst]] = 0.0
+    first, recent = torch.tensor([0, 0, 3, 3]), torch.tensor([5, 6, 1, 1])
+    paid = Paid(torch.full((4,), end - start - 1), recent, "mean", True, 1, first)
+    step(rule=Merged(paid, torch.full((4,), 2.0), 0.0, False, True), backend=backend, **about)
+    want = torch.arange(end - start, dtype=torch.int32).repeat(4, 1)
+    want[:, -1] = about["at"]
+    want[range(4), goes] = -1
+    assert torch.equal(position[:, start:end], want)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("fill", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
