@@ -108,6 +108,24 @@ def test_blocks_without_padding_that_all_see(backend: str, dtype: torch.dtype, l
     assert oracle.error(got, expected(q, k, allowed(position, at, real, band), -0.2)) <= 1e-5
 
 
+@pytest.mark.parametrize("tokens, sinks, local", [(116, 0, 38), (300, 65, 5)], ids=["its last", "its first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_band_that_takes_one_token_of_64(
+    backend: str, dtype: torch.dtype, tokens: int, sinks: int, local: int
+) -> None:
+    q, k = (torch.randn(*s, 32).to(dtype) for s in ((1, 2, 16), (1, tokens)))
+    position, at = torch.arange(tokens, dtype=torch.int32)[None], torch.arange(tokens - 16, tokens)
+    real, band = torch.ones(1, 16, dtype=torch.bool), Band(torch.zeros(1, dtype=torch.int64), sinks, local)
+
+    def call(q: Tensor, k: Tensor, position: Tensor, at: Tensor, real: Tensor, first: Tensor) -> Tensor:
+        mine = band._replace(first=first)
+        return column_mass(q, k, position, at, real, scale=0.2, band=mine, backend=backend)
+
+    got = oracle.on(backend, call)(q, k, position, at, real, band.first)
+    assert oracle.error(got, expected(q, k, allowed(position, at, real, band), 0.2)) <= 1e-5
+
+
 @pytest.mark.parametrize("dim", [16, 32, 96])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)

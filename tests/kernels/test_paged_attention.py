@@ -266,6 +266,22 @@ def test_softcap_and_sinks(backend: str) -> None:
     oracle.close(got, want, 1e-5)
 
 
+@pytest.mark.parametrize("tokens", [40, 64])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_window_whose_first_token_only_some_queries_see(backend: str, tokens: int) -> None:
+    codec, fields, k, v = pool("float32", 32, 32)
+    q, table = torch.randn(1, 3, 2, 32, generator=torch.Generator().manual_seed(6)), torch.tensor([[4, 1]])
+    position, at = torch.arange(64)[None], torch.tensor([[39, 40]])
+    position[:, tokens:] = -1
+    got = oracle.on(backend, paged_attention)(
+        q, fields, table, position, page=PAGE, scale=0.3, query_position=at, window=40, backend=backend
+    )
+    where, there = resolve(table, position, None, PAGE, PAGE)
+    seen = visible_to(there, at, 40, 2)
+    assert seen[0, :, 0].tolist() == [True, False]
+    oracle.close(got, oracle.attend(q, k.flatten(0, 1)[where], v.flatten(0, 1)[where], seen, 0.3), 1e-5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_pool_without_pages(backend: str) -> None:
     fields = {"k": torch.empty(0, PAGE, 16), "v": torch.empty(0, PAGE, 16)}

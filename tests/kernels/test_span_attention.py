@@ -200,6 +200,23 @@ def test_wide_bands_over_many_tiles(group: int, sinks: int, local: int) -> None:
     assert oracle.error(got, want) <= 1e-5
 
 
+@pytest.mark.parametrize("tokens, sinks, local", [(116, 0, 38), (300, 65, 5)], ids=["its last", "its first"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_band_that_takes_one_token_of_64(backend: str, tokens: int, sinks: int, local: int) -> None:
+    """In a span of all tokens, of which the band hides most."""
+    q, k, v = (torch.randn(*s, DIM) for s in ((1, 2, 16), (1, tokens), (1, tokens)))
+    position, spans = torch.arange(tokens, dtype=torch.int32)[None], torch.tensor([0, tokens]).view(1, 1, 1, 2)
+    band = Band(torch.zeros(1, dtype=torch.int64), sinks, local)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, position: Tensor, spans: Tensor, first: Tensor) -> Tensor:
+        mine = band._replace(first=first)
+        return span_attention(q, k, v, position, spans, scale=0.3, band=mine, block=16, backend=backend)
+
+    got = oracle.on(backend, call)(q, k, v, position, spans, band.first)
+    want = oracle.attend(q, k, v, allowed(position, 16, spans, 16, band), 0.3)
+    assert oracle.error(got, want.out) <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("dtype", "band", "scale"),
     [

@@ -247,6 +247,25 @@ def test_positions_may_be_nobodys(backend: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, bare, strict=False))
 
 
+@pytest.mark.parametrize("hole", [(0, 1), (2, 8)], ids=["the first slot", "the last row's last"])
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_only_hole_is_not_seen_wherever_it_is(backend: str, fill: bool, hole: tuple[int, int]) -> None:
+    q, k, v, keys, values, position = case((1, 3, 2, 16, 16, 10), torch.float32)
+    position[:] = torch.arange(10)
+    position[:, 4] = -1 if fill else 4  # taken by the new token
+    position[hole] = -1
+    keys[position < 0], values[position < 0] = math.nan, math.nan
+    got = step(
+        q, k, v, keys, values, position, start=1, end=9, at=10, holes=True, scale=0.3, fill=fill, backend=backend
+    )
+    used = slice(1, 9 + (not fill))
+    grouped = q.unflatten(1, (3, -1)).flatten(0, 1)
+    want = oracle.attend(grouped, keys[:, used], values[:, used], position[:, None, used] >= 0, 0.3).out
+    assert int((position[:, used] < 0).sum()) == 1
+    assert oracle.error(got[0, 0].unflatten(0, (3, 2)), want[:, :, 0]) <= 1e-5
+
+
 LANES = ["streaming(sinks=3,recent=20)", "streaming(recent=0.4)", "streaming(recent=70)", "duo(sinks=2,recent=9)"]
 
 

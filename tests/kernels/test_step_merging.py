@@ -157,6 +157,36 @@ def test_a_verdict_alone_merges_as_well(
     check_merged(want, {name: x.cpu() for name, x in there.items()}, used, about["at"], rule, tau.cpu())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_of_several_that_go_the_first_slot_is_merged_and_keys_may_be_zero(backend: str) -> None:
+    """Two go, the later slot before the earlier or after it; what goes is zero, or the most alike is."""
+    about, used = case((1, 4, 1, 16, 8, 12), torch.float32, True)
+    one, two, nought = used.start + 1, used.start + 6, used.start + 4
+    keys, position, score = about["keys"], about["position"], about["score"]
+    position[:, used] = torch.arange(used.stop - used.start, dtype=torch.int32).flip(0)
+    position[:, used.stop - 1] = -1  # for the new token
+    keys[:, used], about["values"][:, used] = torch.randn(4, 9, 16), torch.randn(4, 9, 8)
+    score[:, one], score[:, two] = torch.tensor([-5.0, -9.0, -9.0, -9.0]), torch.tensor([-9.0, -5.0, -5.0, -5.0])
+    keys[2, one] = 0
+    keys[3, used], about["k"][0, 3] = -keys[3, used].abs(), -about["k"][0, 3].abs()
+    keys[3, one], keys[3, nought] = 1, 0
+    want, rest = after_token(about, used), [s for s in range(used.start, used.stop) if s not in (one, two)]
+    held, tau = torch.full((4,), used.stop - used.start - 2), torch.full((4,), -1.0)
+    paid = Paid(held, torch.zeros_like(held), "mean", True, 1, torch.zeros_like(held))
+    step(rule=Merged(paid, tau, 0.0, False, True), backend=backend, **about)
+    for r in range(4):
+        likes = torch.cosine_similarity(want["keys"][r, rest].double(), want["keys"][r, one].double(), dim=1)
+        mate = max(rest, key=lambda s: (float(likes[rest.index(s)]), -int(want["position"][r, s])))
+        assert (mate == nought) == (r == 3)
+        weight = likes[rest.index(mate)].exp()
+        for name in ("keys", "values"):
+            x = want[name][r].double()
+            made = (math.e * x[mate] + weight * x[one]) / (math.e + weight)
+            torch.testing.assert_close(about[name][r, mate], made.float())
+    want["position"][:, [one, two]] = -1
+    assert torch.equal(about["position"], want["position"])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ALONE)
 def test_values_that_are_a_part_of_their_keys_are_merged_once(backend: str, dtype: torch.dtype) -> None:
@@ -180,6 +210,27 @@ def test_values_that_are_a_part_of_their_keys_are_merged_once(backend: str, dtyp
         torch.testing.assert_close(keys[r, mate], made.to(dtype))
         want[r, mate] = keys[r, mate]
     assert torch.equal(keys, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_stays_anyway_ends_at_first_and_at_recent(backend: str) -> None:
+    """The worst token is the newest that is not recent, or the oldest that is; the one at `first`, or just before it."""
+    about, _ = case((1, 4, 1, 16, 16, 12), torch.float32, True)
+    position, score, start, end = about["position"], about["score"], about["start"], about["end"]
+    position[:, start:end] = torch.arange(end - start, dtype=torch.int32)
+    position[:, end - 1] = -1  # for the new token, at 12
+    about["q"], about["keys"], about["values"] = about["q"] * 0, torch.zeros(4, 12, 16), torch.zeros(4, 12, 16)
+    worst, goes = [7, 7, 3, 2], [7, 5, 3, 5]
+    score[:] = 9.0
+    score[:, start + 5] = 1.0
+    score[range(4), [start + p for p in worst]] = 0.0
+    first, recent = torch.tensor([0, 0, 3, 3]), torch.tensor([5, 6, 1, 1])
+    paid = Paid(torch.full((4,), end - start - 1), recent, "mean", True, 1, first)
+    step(rule=Merged(paid, torch.full((4,), 2.0), 0.0, False, True), backend=backend, **about)
+    want = torch.arange(end - start, dtype=torch.int32).repeat(4, 1)
+    want[:, -1] = about["at"]
+    want[range(4), goes] = -1
+    assert torch.equal(position[:, start:end], want)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
