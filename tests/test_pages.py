@@ -1,8 +1,10 @@
-"""Sealed pages by themselves, and how many of them a lane goes on holding."""
+"""Sealed pages by themselves, how many of them a lane goes on holding, and what nodes of a tree see beside holes."""
+
+from pathlib import Path
 
 import pytest
 import torch
-from support import Bare
+from support import Bare, held
 
 from kvengine.offload.placement.device import Device
 from kvengine.pages import Pages
@@ -41,6 +43,19 @@ def test_a_row_that_is_cleared_holds_nothing_even_beside_a_longer_one() -> None:
         assert len(set(pages.pages_in_use())) == 3 + refilled
 
 
+def test_a_page_of_which_the_first_token_alone_is_left_stays() -> None:
+    pages = sealed(2, 3)
+    first = pages.table[:, 0].tolist()
+    keep = torch.zeros(2, 12, dtype=torch.bool)
+    keep[0, 0] = keep[1, 9] = True
+    pages.judge(torch.zeros(2, 12), keep)
+    assert pages.alive.tolist() == [[True] + [False] * 5, [False] * 4 + [True, False]]
+    assert pages.release() == 4  # the column that neither row uses
+    assert pages.position.tolist() == [[0] + [-1] * 7, [-1] * 5 + [9, -1, -1]]
+    assert pages.table[0].tolist() == [first[0], -1] and pages.table[1, 0] == -1 and pages.table[1, 1] >= 0
+    assert pages.alive.tolist() == [[True, False, False, False], [False, False, True, False]]
+
+
 @pytest.mark.parametrize("more", ["host", "quest(budget=8, page=4)"])
 def test_pages_that_a_retention_has_emptied_are_given_back_while_decoding(more: str) -> None:
     """At most 14 tokens are held: the first two, and others that lie in two pages of 16, or three at most."""
@@ -52,3 +67,21 @@ def test_pages_that_a_retention_has_emptied_are_given_back_while_decoding(more: 
         columns.append(0 if lane.pages is None else lane.pages.columns)
     assert lane.pages is not None and 0 < max(columns) <= 4
     assert len(set(lane.pages.pages_in_use())) <= 4
+
+
+@pytest.mark.parametrize("more", ["", " + host", " + disk(folder={!r})"])
+def test_nodes_of_a_tree_see_all_that_is_held_the_first_token_too(more: str, tmp_path: Path) -> None:
+    """Where a retention has left holes, in the tail, in pages, and in pages that are fetched."""
+    bare = Bare(f"streaming(sinks=2, recent=12){more.format(str(tmp_path))}", heads=1)
+    bare.feed(40)
+    for _ in range(20):
+        bare.feed(1)
+    (at,) = held(bare.cache)[0]
+    assert at[:2] == [0, 1] and len(at) == 14
+    tree = torch.tensor([[True, False, False], [True, True, False], [False, False, True]])
+    bare.cache.session.tree = tree
+    found = bare.feed(3)[0].transpose(0, 1)  # [q_head, node, dim]
+    q, k, v = bare.q[0, :, 60:63], bare.k[0, 0, [*at, 60, 61, 62]], bare.v[0, 0, [*at, 60, 61, 62]]
+    sees = torch.cat([torch.ones(3, len(at), dtype=torch.bool), tree], 1)
+    want = (q @ k.T * bare.call.scale).masked_fill(~sees, float("-inf")).softmax(-1) @ v
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
