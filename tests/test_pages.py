@@ -85,3 +85,17 @@ def test_nodes_of_a_tree_see_all_that_is_held_the_first_token_too(more: str, tmp
     sees = torch.cat([torch.ones(3, len(at), dtype=torch.bool), tree], 1)
     want = (q @ k.T * bare.call.scale).masked_fill(~sees, float("-inf")).softmax(-1) @ v
     torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_whose_first_page_is_filled_by_a_later_turn_reads_its_own_keys() -> None:
+    """One page of 16, beside a row that has several: keys kept jointly at full rank are those that came."""
+    bare, valid = Bare("lowrank(rank=1000)", rows=2), torch.ones(2, 60, dtype=torch.bool)
+    valid[1, :36] = False
+    bare.feed(40, valid[:, :40])
+    bare.feed(20)
+    found = bare.feed(1)[1, 0]  # [q_head, dim]
+    pages = bare.cache.parts[0].lane.pages
+    assert pages is not None and pages.filled.tolist() == [2, 2, 1, 1]
+    q, k, v = bare.q[1, :, 60], bare.k[1, :, 36:61].repeat_interleave(2, 0), bare.v[1, :, 36:61].repeat_interleave(2, 0)
+    want = (q[:, None] @ k.mT * bare.call.scale).softmax(-1) @ v
+    torch.testing.assert_close(found, want[:, 0], atol=1e-4, rtol=1e-4)
