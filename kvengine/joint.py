@@ -61,8 +61,7 @@ class Joint:
         fields = {}
         for name, x in self.fields.items():
             more = other.fields[name]
-            size = more.shape[1] if name in self.representation.by_token else x.shape[1]
-            fields[name] = torch.cat([x, x.new_zeros(len(x), size - x.shape[1], *x.shape[2:])], 1)
+            fields[name] = torch.cat([x, x.new_zeros(len(x), more.shape[1] - x.shape[1], *x.shape[2:])], 1)
             fields[name][new] = more
         return replace(self, fields=fields, late=None if self.late is None else self.late.masked_fill(new, 0))
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import SMALL, WIDE, every, greedy, llama, one, patched, prompts
+from support import SMALL, WIDE, Bare, every, greedy, held, llama, one, patched, prompts
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -117,6 +117,18 @@ def test_hidden_tokens_are_not_held(name: str) -> None:
             lane, heads = part.lane, layer.heads if part.index is None else len(part.index)
             position = lane.everything()[2][:heads]
             assert not ((position >= ENDED.start) & (position < ENDED.stop)).any()
+
+
+@pytest.mark.parametrize("text", ["full", "streaming(sinks=2, recent=30)", "streaming(sinks=2, recent=30) + host"])
+def test_the_first_token_can_be_hidden_like_any_other(text: str) -> None:
+    bare = Bare(text, heads=1)
+    for n in (40, *[1] * 10):
+        bare.feed(n)
+    before, hidden = held(bare.cache)[0][0], torch.zeros(1, 50, dtype=torch.bool)
+    assert {0, 1, 30, 49} <= set(before)
+    hidden[0, [0, 30]] = True
+    bare.cache.hide(hidden)
+    assert held(bare.cache)[0][0] == [p for p in before if p not in (0, 30)]
 
 
 @pytest.mark.parametrize("text", ["full", "kivi(group=8, residual=8)", "quest(budget=24, page=4)", "h2o(budget=24)"])

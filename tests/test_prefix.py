@@ -48,6 +48,14 @@ def stored(model: Any, folder: Path, ids: torch.Tensor, **options: Any) -> tuple
     return reuse, cold
 
 
+def test_weights_are_read_once_however_many_prompts_come(model: Any, tmp_path: Path) -> None:
+    reuse, _ = stored(model, tmp_path, prompt(40))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvengine.prefix.identity", lambda *_: pytest.fail("the weights are those that were read"))
+        assert reuse.fetch(prompt(40)).seen == 32
+    reuse.store.close()
+
+
 @pytest.mark.parametrize(
     "stack",
     [
@@ -275,6 +283,7 @@ def test_what_cannot_be_reused_or_stored(model: Any, tmp_path: Path) -> None:
     ids = prompt(100)
     reuse, _ = stored(model, tmp_path, ids)
     assert reuse.fetch(ids, "h2o(budget=24)").seen == 0  # judges by the attention of all queries
+    assert reuse.fetch(ids.expand(2, -1)).seen == 0  # chunks are of one sequence
     cache = kvengine.EngineCache(model, "snapkv(budget=24, window=6)")
     text(model, ids, cache)
     with pytest.raises(CacheError, match="holds whole"):

@@ -129,6 +129,19 @@ def test_a_caller_that_is_faster_than_the_tier_waits_for_it() -> None:
     assert got(s, range(3 * ROOM)) == list(range(3 * ROOM)) and s.faults == 0
 
 
+def test_what_was_given_up_while_it_waited_is_not_sent() -> None:
+    """The store would keep it until it expires: nobody deletes what no slot names."""
+    store, later = Gated(), []
+    tier = in_store(store)
+    tier.behind(later.append, 1.0)
+    slots = tier.slots.take(4)
+    tier.write(slots, rows(range(4)))
+    tier.release(slots[1:3])
+    for work in later:
+        work()
+    assert b"".join(store.values.values()) == Layout.of(LIKE).pack(rows([0, 3])).tobytes()
+
+
 def test_the_last_write_of_a_page_counts() -> None:
     """A page given up while its first contents wait, or are being written, and written again in the same place."""
     store = Gated()

@@ -142,6 +142,15 @@ def test_foreign_containers_are_incompatible() -> None:
         cachegen.decode(b"PK\x03\x04" + bytes(100))
 
 
+def test_the_limit_is_of_the_bytes_that_the_tensors_take() -> None:
+    """Layers of different shapes."""
+    kv = cachegen.KV([(torch.zeros(2, 40, 8), torch.zeros(2, 40, 6)), (torch.zeros(1, 40, 4), torch.zeros(1, 40, 10))])
+    data, size = cachegen.encode(kv, "lossless"), sum(x.nbytes for pair in kv.layers for x in pair)
+    assert len(cachegen.decode(data, limit=size).layers) == 2
+    with pytest.raises(IncompatibleCache, match=f"takes {size} bytes"):
+        cachegen.decode(data, limit=size - 1)
+
+
 def test_a_header_too_deep_or_not_an_object_is_corrupt() -> None:
     for text in (b"[" * 100_000, b"[]", b"{", b"\xff"):
         front = box.PREAMBLE.pack(box.MAGIC, box.VERSION, 0, len(text), 0, box.PREAMBLE.size + len(text) + 8) + text

@@ -166,6 +166,8 @@ def test_a_draft_left_alone_for_long_is_where_it_would_be(model: Any, stack: str
 def test_a_view_with_room_for_all_is_the_target(model: Any) -> None:
     whole, mine, text = echo(model, "quest(budget=500, page=4)", prompt(60))
     torch.testing.assert_close(mine.feed([3, 4, 5]), whole.feed([3, 4, 5]), rtol=1e-4, atol=1e-4)
+    tree = Draft(tokens=[6, 7, 8, 9], parents=[-1, -1, 0, 2])
+    torch.testing.assert_close(mine.feed_tree([], tree), whole.feed_tree([], tree), rtol=1e-4, atol=1e-4)
 
 
 def test_a_view_renews_its_choice_before_it_overflows(model: Any) -> None:
@@ -184,6 +186,7 @@ def test_falling_acceptance_renews_the_choice() -> None:
     refresh.chosen()
     assert [refresh.due(0, 6) for _ in range(4)] == [False, False, False, True]
     assert Refresh(every=5).due(6, 6) is False
+    assert Refresh(every=1, patience=1, below=1).due(6, 6) and Refresh(every=1, patience=1, below=0).due(6, 6)
     with pytest.raises(PolicyError, match="every=0"):
         Refresh(every=0)
 

@@ -7,6 +7,7 @@ from support_layer import Tokens, draw, padded, plain, rope, run, stacked
 
 from kvengine.cache import LayerCache
 from kvengine.errors import UnsupportedPolicy
+from kvengine.joint import join
 from kvengine.kernels import dispatch
 from kvengine.policies.representation.lowrank import LowRank
 from kvengine.session import Call, Session
@@ -52,6 +53,21 @@ def test_it_is_the_singular_value_decomposition_cut() -> None:
 def test_full_rank_is_exact() -> None:
     k = keys()
     torch.testing.assert_close(restored(LowRank(1000), k), k, atol=1e-4, rtol=1e-4)
+
+
+def test_a_sequence_that_joins_is_addressed_by_the_positions_of_now() -> None:
+    """Padding has come since the first prompt: of who was there, it is undone; of who is new, it came before its keys."""
+    g, turn, form = torch.Generator().manual_seed(4), rope(8), LowRank(1000)
+    one, other = (torch.randn(2, 1, n, 8, generator=g) for n in (6, 8))  # the second sequence is new in the second
+    before, now = torch.arange(6).expand(2, -1), torch.arange(2, 10)
+    joint = join(form, turn, 1, one[:, 0], before, 6).moved(torch.tensor([3, 2]))
+    both = joint.joined(join(form, turn, 1, other[1:, 0], now[None], 10), torch.tensor([False, True]))
+    torch.testing.assert_close(both.keys(before + 3)[0], one[0, 0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(both.keys(now.expand(2, -1))[1], other[1, 0], atol=1e-4, rtol=1e-4)
+    later = both.moved(torch.tensor([1, 5]))
+    torch.testing.assert_close(later.keys(before + 4)[0], one[0, 0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(later.keys(torch.stack([now - 2, now + 5]))[1], other[1, 0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(joint.keys(before + 2)[1], one[1, 0], atol=1e-4, rtol=1e-4)  # what is remembered stays
 
 
 def low_rank_tokens(tokens: int, rank: int, heads: int = 2, group: int = 2, dim: int = 16) -> Tokens:

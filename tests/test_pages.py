@@ -1,0 +1,101 @@
+"""Sealed pages by themselves, how many of them a lane goes on holding, and what nodes of a tree see beside holes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support import Bare, held
+
+from kvengine.offload.placement.device import Device
+from kvengine.pages import Pages
+from kvengine.policies.representation.dense import Dense
+from kvengine.policies.selection.quest import Quest
+from kvengine.pool import Pool
+
+
+def sealed(rows: int, columns: int) -> Pages:
+    """Pages of 4 tokens, chosen by 2, which hold the first tokens of each row."""
+    pages = Pages(Pool(Device()), rows, 4, Dense(), Quest(budget=8, page=2), torch.device("cpu"))
+    fill(pages, None, rows, columns)
+    return pages
+
+
+def fill(pages: Pages, rows: torch.Tensor | None, count: int, columns: int) -> None:
+    n = columns * 4
+    k, v = torch.randn(count, n, 3), torch.randn(count, n, 3)
+    position = torch.arange(n, dtype=torch.int32).expand(count, -1)
+    pages.seal(k, v, position, torch.zeros(count, n), True, rows)
+
+
+def test_a_row_that_is_cleared_holds_nothing_even_beside_a_longer_one() -> None:
+    """What the table names stays in the pool, and a selection spends its budget on what is alive."""
+    pages = sealed(2, 3)
+    other = set(pages.table[1].tolist())
+    pages.clear(torch.tensor([True, False]))
+    for refilled in (0, 1):
+        if refilled:
+            fill(pages, torch.tensor([0]), 1, 1)
+        assert pages.columns == 3 and pages.filled.tolist() == [refilled, 3]
+        assert (pages.position[0] >= 0).tolist() == [True] * 4 * refilled + [False] * (12 - 4 * refilled)
+        assert pages.alive[0].tolist() == [True] * 2 * refilled + [False] * (6 - 2 * refilled)
+        assert (pages.table[0] >= 0).tolist() == [True] * refilled + [False] * (3 - refilled)
+        assert set(pages.table[1].tolist()) == other and bool(pages.alive[1].all())
+        assert len(set(pages.pages_in_use())) == 3 + refilled
+
+
+def test_a_page_of_which_the_first_token_alone_is_left_stays() -> None:
+    pages = sealed(2, 3)
+    first = pages.table[:, 0].tolist()
+    keep = torch.zeros(2, 12, dtype=torch.bool)
+    keep[0, 0] = keep[1, 9] = True
+    pages.judge(torch.zeros(2, 12), keep)
+    assert pages.alive.tolist() == [[True] + [False] * 5, [False] * 4 + [True, False]]
+    assert pages.release() == 4  # the column that neither row uses
+    assert pages.position.tolist() == [[0] + [-1] * 7, [-1] * 5 + [9, -1, -1]]
+    assert pages.table[0].tolist() == [first[0], -1] and pages.table[1, 0] == -1 and pages.table[1, 1] >= 0
+    assert pages.alive.tolist() == [[True, False, False, False], [False, False, True, False]]
+
+
+@pytest.mark.parametrize("more", ["host", "quest(budget=8, page=4)"])
+def test_pages_that_a_retention_has_emptied_are_given_back_while_decoding(more: str) -> None:
+    """At most 14 tokens are held: the first two, and others that lie in two pages of 16, or three at most."""
+    bare, columns = Bare(f"streaming(sinks=2, recent=12) + {more}", heads=1), []
+    bare.feed(20)
+    lane = bare.cache.parts[0].lane
+    for _ in range(150):
+        bare.feed(1)
+        columns.append(0 if lane.pages is None else lane.pages.columns)
+    assert lane.pages is not None and 0 < max(columns) <= 4
+    assert len(set(lane.pages.pages_in_use())) <= 4
+
+
+@pytest.mark.parametrize("more", ["", " + host", " + disk(folder={!r})"])
+def test_nodes_of_a_tree_see_all_that_is_held_the_first_token_too(more: str, tmp_path: Path) -> None:
+    """Where a retention has left holes, in the tail, in pages, and in pages that are fetched."""
+    bare = Bare(f"streaming(sinks=2, recent=12){more.format(str(tmp_path))}", heads=1)
+    bare.feed(40)
+    for _ in range(20):
+        bare.feed(1)
+    (at,) = held(bare.cache)[0]
+    assert at[:2] == [0, 1] and len(at) == 14
+    tree = torch.tensor([[True, False, False], [True, True, False], [False, False, True]])
+    bare.cache.session.tree = tree
+    found = bare.feed(3)[0].transpose(0, 1)  # [q_head, node, dim]
+    q, k, v = bare.q[0, :, 60:63], bare.k[0, 0, [*at, 60, 61, 62]], bare.v[0, 0, [*at, 60, 61, 62]]
+    sees = torch.cat([torch.ones(3, len(at), dtype=torch.bool), tree], 1)
+    want = (q @ k.T * bare.call.scale).masked_fill(~sees, float("-inf")).softmax(-1) @ v
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_whose_first_page_is_filled_by_a_later_turn_reads_its_own_keys() -> None:
+    """One page of 16, beside a row that has several: keys kept jointly at full rank are those that came."""
+    bare, valid = Bare("lowrank(rank=1000)", rows=2), torch.ones(2, 60, dtype=torch.bool)
+    valid[1, :36] = False
+    bare.feed(40, valid[:, :40])
+    bare.feed(20)
+    found = bare.feed(1)[1, 0]  # [q_head, dim]
+    pages = bare.cache.parts[0].lane.pages
+    assert pages is not None and pages.filled.tolist() == [2, 2, 1, 1]
+    q, k, v = bare.q[1, :, 60], bare.k[1, :, 36:61].repeat_interleave(2, 0), bare.v[1, :, 36:61].repeat_interleave(2, 0)
+    want = (q[:, None] @ k.mT * bare.call.scale).softmax(-1) @ v
+    torch.testing.assert_close(found, want[:, 0], atol=1e-4, rtol=1e-4)
