@@ -46,11 +46,7 @@ class Method:
             self.__signature__ = inspect.signature(getattr(type(model), name).__get__(model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (model := self.model()) is None:
-            raise ModelError(
-                f"the model whose {self.name}() this is, is gone: keep it in a variable, and call it there"
-            )
-        return METHODS[self.name](model, *args, **kwargs)
+        return METHODS[self.name](self.model(), *args, **kwargs)
 
     def __reduce__(self) -> Any:
         return Method, (self.name, self.model())
@@ -276,10 +272,12 @@ def chosen_options(self: PreTrainedModel, generation_config: Any = None, **kwarg
     return options, rest
 
 
-def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def generate(self: PreTrainedModel | None, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `generate` of a model that was patched with `record`."""
     from kvengine.hf_compiled import compile_decode  # which needs what is here
 
+    if self is None:
+        raise ModelError("the model whose generate() this is, is gone: keep it in a variable, and call it there")
     state = getattr(self, STATE)
     record = state.record
     if kwargs.get("custom_generate") is None and (record is not True or self.device.type == "cuda"):
