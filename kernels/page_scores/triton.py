@@ -252,9 +252,10 @@ def units_by_share(
     alive, ids = alive if alive.stride(1) == 1 else alive.contiguous(), alive.new_empty(rows, count, dtype=torch.int64)
     far = logits if coherence is None else coherence if coherence.stride(1) == 1 else coherence.contiguous()
     forced, block = OUTLIERS if coherence is not None else FIRST if first else NONE, next_power_of_2(units)
+    parts = 1 if coherence is None else next_power_of_2(int(most * outliers) + 1)
     share_top_kernel[(rows,)](
         logits, alive, far, ids if counts is None else counts.contiguous(), ids, logits.stride(0), alive.stride(0), far.stride(0),
-        units, count, most, group, outliers, FORCED=forced.value, PARTS=next_power_of_2(int(most * outliers) + 1),
+        units, count, most, group, outliers, FORCED=forced.value, PARTS=parts,
         SHIFT=13 if far.dtype == torch.float16 else 0, MEAN=reduce == "mean", LIMITS=counts is not None,
         BLOCK_COUNT=next_power_of_2(count), BLOCK=block, num_warps=warps(block), **chained(q.device),
     )  # fmt: skip

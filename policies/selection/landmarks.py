@@ -102,6 +102,4 @@ class Landmarks(Selection):
         self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"], at: Where
     ) -> Int[Tensor, "row chosen"]:
         far = None if not self.outliers or at.joint else summary["coherence"]
-        return read_by_share(
-            q, summary["mean"], alive, at, self.reduce, coherence=far, outliers=0.0 if far is None else self.outliers
-        )
+        return read_by_share(q, summary["mean"], alive, at, self.reduce, coherence=far, outliers=self.outliers)
