@@ -55,6 +55,7 @@ def engine_attention(
             layer is not None
             and not latent.is_latent(module)
             and type(attention_mask) is LazyMask
+            and layer.session.paused is None
             and attention_mask.valid(1, layer.session.generating) is None
             and not attention_mask.hides(layer.session)
             and layer.session.turn != layer.cache.seen
@@ -123,6 +124,8 @@ def attend(
     if hidden is not None:
         layer.cache.hide(hidden)
     valid = attention_mask.valid(query.shape[2], layer.session.generating and not turn)
+    if query.shape[2] == 1 and not turn and (taking := layer.session.taking(query.device)) is not None:
+        valid = taking
     return layer.attend(query, call, valid, stock).contiguous(), None
 
 

@@ -281,6 +281,9 @@ class StandIn:
             raise ModelError(
                 f"a recorded step takes tokens and positions, not {more[0]!r}; use model.generate without it"
             )
+        if cache.session.paused is not None:  # a recorded step has a token for every row
+            self.close()
+            return self._model(**inputs)
         mask = inputs.get("attention_mask")
         if position is None:  # as where PEFT takes them out, and the model counts what is cached, padding included
             position = torch.full_like(ids, cache.seen)

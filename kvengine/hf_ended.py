@@ -1,4 +1,9 @@
-"""Rows of a batch that have ended, kept at their end in a second call of `generate` that goes on with the others."""
+"""Rows of a batch that have ended before others.
+
+`generate` gives them padding until the last one has. To a policy that is no token: it would fill windows, leave with what
+is evicted, and count in what is quantised together. And where a second call of `generate` goes on with the others, after a
+loss, they are kept at their end.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,28 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+
+from kvengine.session import Session
+
+
+class Ends(StoppingCriteriaList):
+    """A `generate`'s criteria, which tell the session of its cache who has ended.
+
+    The token that ends a row is fed like any other, and what follows it is not one. The host waits for the answer, as the
+    loop that asks does right after, to know whether all have ended.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, session: Session) -> None:
+        super().__init__(criteria)
+        self.session = session
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Bool[Tensor, "sequence"]:
+        done: Tensor = super().__call__(input_ids, scores, **kwargs)
+        before = self.session.ended
+        ended = done if before is None else before | done
+        self.session.paused, self.session.ended = before, ended if len(done) > 1 and bool(ended.any()) else None
+        return done
 
 
 class Padding(LogitsProcessor):

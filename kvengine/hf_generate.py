@@ -7,6 +7,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from importlib import metadata
 from typing import Any, cast
@@ -19,8 +20,10 @@ from transformers.generation.configuration_utils import GenerationMode
 from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_drafts import beside
+from kvengine.hf_ended import Ends
 from kvengine.hf_forward import PAGED, PREPARED
 from kvengine.hf_names import CACHE, NAMES, cache_among, renamed
+from kvengine.session import Session
 from kvengine.stack import Stack
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
@@ -28,6 +31,8 @@ CHUNKS = 5, 21  # the first transformers whose chunked reading begins behind wha
 OLD_PEFT = 0, 21, 2  # the last that knows a cache by its older name only
 OWN = "{} makes caches in a way of its own, and the engine has no place there; call kvengine.unpatch(model)"
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+LASTING: ContextVar[weakref.ref[Session] | None] = ContextVar("lasting", default=None)
+"""The session of the cache that `generate` has just prepared, if others may go on with it."""
 
 
 class Decoder:
@@ -101,6 +106,22 @@ def prepare_cache(
     given.announce(prompt_length(generation_config, model_kwargs), drafting=bool(generation_config.is_assistant))
     given.session.options = weakref.ref(generation_config)
     given.session.lent = assisted and not given.session.recording
+    lasts = given.stack != Stack() and (not given.nameless or generation_config.return_dict_in_generate)
+    LASTING.set(weakref.ref(given.session) if lasts else None)
+
+
+def criteria(self: PreTrainedModel, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `_get_stopping_criteria`: a cache that is gone on with is told which rows have ended."""
+    stock: Any = type(self)._get_stopping_criteria  # type: ignore[attr-defined]
+    found, session = stock(self, generation_config, *args, **kwargs), (LASTING.get() or gone)()
+    if session is None or session.options is None or session.options() is not generation_config:
+        return found
+    pads = any(hasattr(x, "eos_token_id") for x in found)  # without, rows that have ended go on with what they say
+    return Ends(found, session) if pads and generation_config.get_generation_mode() in PLAIN else found
+
+
+def gone() -> None:
+    """In place of a reference to a session."""
 
 
 def refuse(generation_config: Any) -> None:
@@ -294,6 +315,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     PREPARING: prepare_inputs,
     "_prepare_generation_config": chosen_options,
     "_prepare_cache_for_generation": prepare_cache,
+    "_get_stopping_criteria": criteria,
     "_get_candidate_generator": drafter,
     "generate_batch": refuse_batching,
     "init_continuous_batching": refuse_batching,

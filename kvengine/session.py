@@ -70,6 +70,10 @@ class Session:
     due: Bool[Tensor, "seq"] | None = None  # the sequences that are to be replayed before those that wait are judged
     rest: dict[str, Any] | None = None  # of a pass that ends a prompt: what waits until that is judged
     again: Again | None = None  # while a replay runs: what its pass feeds
+    ended: Bool[Tensor, "seq"] | None = (
+        None  # sequences that the running `generate` has ended: one more token is theirs
+    )
+    paused: Bool[Tensor, "seq"] | None = None  # those that were given it: what comes for them now is padding
     mask: list[bytes] | None = None  # of each row, which tokens are tokens, as the last pass on a CPU was told
     tree: Bool[Tensor, "node node"] | None = None  # the last tokens of a pass only look, each at these of the others
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass
@@ -86,6 +90,10 @@ class Session:
     def generating(self) -> bool:
         """Whether `generate` runs, which adds ones to the mask."""
         return self.options is not None and self.options() is not None
+
+    def taking(self, device: torch.device) -> Bool[Tensor, "seq 1"] | None:
+        """The sequences whose token a decode step brings, where `generate` has ended others; None: all."""
+        return None if self.paused is None or not self.generating else ~self.paused[:, None].to(device)
 
     def position(self, seen: int, device: torch.device) -> Int[Tensor, "1"]:
         """Where a token is that comes behind so many: one launch for all layers of a pass. Nobody writes into it."""

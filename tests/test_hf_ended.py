@@ -1,0 +1,132 @@
+"""Rows of a batch that end before others: in a later turn each is as it is alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from families import configs
+from support import MIXED, SMALL, every, patched, prompts
+from torch import Tensor
+from transformers import LogitsProcessor
+
+import kvengine
+from kvengine import EngineCache, compile_decode
+from kvengine.hf_names import CACHE
+
+END, PAD, LAST = 127, 0, 14
+ENDS = (3, 9, LAST)
+"""Tokens after which each row ends: one soon, one later, and one as the last."""
+
+
+class Ending(LogitsProcessor):
+    """Has each row end at its own time, and not before."""
+
+    def __init__(self, prompt: int, ends: tuple[int, ...]) -> None:
+        self.prompt, self.ends = prompt, torch.tensor(ends)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[:, [END, PAD]] = -torch.inf
+        scores[self.ends == input_ids.shape[1] - self.prompt + 1, END] = torch.inf
+        return scores
+
+
+def say(model: Any, cache: EngineCache | None, ids: Tensor, mask: Tensor, ends: tuple[int, ...], **options: Any) -> Any:
+    return model.generate(
+        ids, attention_mask=mask, max_new_tokens=LAST + 3, do_sample=False, eos_token_id=END, pad_token_id=PAD,
+        logits_processor=[Ending(ids.shape[1], ends)], return_dict_in_generate=True, output_logits=True,
+        **options, **({} if cache is None else {CACHE: cache}),
+    )  # fmt: skip
+
+
+def real(ids: Tensor, prompt: int, mask: Tensor) -> Tensor:
+    """Which tokens are tokens: padding stands before a row's first and behind its last."""
+    behind = ids[:, prompt:] == END
+    return torch.cat([mask, (behind.cumsum(1) - behind.long() == 0).long()], 1)
+
+
+def talk(model: Any, rows: list[int], turns: int = 3, **options: Any) -> list[Tensor]:
+    """The logits of each turn but the first, [row, token, vocab]: what a row is given at its end is a decoded token."""
+    batch = prompts(3, 40)
+    ids, mask = batch["input_ids"][rows], batch["attention_mask"][rows]
+    start = int((mask.sum(0) > 0).int().argmax())
+    ids, mask, out = ids[:, start:], mask[:, start:], []
+    cache = EngineCache(model)
+    for turn in range(turns):
+        ends = tuple(ENDS[(row + turn) % 3] for row in rows)
+        found = say(model, cache, ids, mask, ends, **options)
+        out.append(torch.stack(found.logits, 1))
+        now = found.sequences
+        mask = real(now, ids.shape[1], mask)
+        if len(rows) == 1 and ends[0] != LAST:
+            at = mask.sum(1, keepdim=True) - 1
+            with torch.no_grad():
+                model(now[:, -1:], attention_mask=mask, position_ids=at, **{CACHE: cache})
+        more = torch.randint(1, END, (3, 6), generator=torch.Generator().manual_seed(turn))[rows]
+        ids, mask = torch.cat([now, more], 1), torch.cat([mask, torch.ones_like(more)], 1)
+    return out
+
+
+def compare(model: Any, **options: Any) -> None:
+    together = talk(model, [0, 1, 2], **options)
+    for row in range(3):
+        for turn, alone in enumerate(talk(model, [row], **options)):
+            torch.testing.assert_close(together[turn][row, : alone.shape[1]], alone[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("text", every(5, [*(x for x in SMALL.values() if x != "full"), *MIXED]))
+def test_a_row_that_ended_early_is_as_alone_in_later_turns(text: str) -> None:
+    compare(patched(text).double())
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("gemma3n", "h2o(budget=24)"),
+        ("gpt_oss", "streaming(sinks=2, recent=14)"),
+        ("deepseek_v3", "h2o(budget=24) + kivi(group=8, residual=8)"),
+    ],
+)
+def test_so_it_is_where_layers_share_keys_where_logits_have_sinks_and_over_latents(family: str, text: str) -> None:
+    model = configs.build(family)
+    config = model.config.get_text_config()
+    if hasattr(config, "sliding_window"):
+        config.sliding_window = 512  # layers with windows are transformers' own, and hold padding too
+    for module in model.modules():
+        if getattr(module, "sliding_window", None):
+            module.sliding_window = 512
+    compare(kvengine.patch(model, text))
+
+
+@pytest.mark.parametrize(
+    "text", ["streaming(sinks=2, recent=14)", SMALL["h2o"], "quest(budget=24, page=4) + kivi(group=8, residual=8)"]
+)
+def test_recorded_steps_make_way_for_rows_that_pause(text: str) -> None:
+    model = patched(text).double()
+    compare(model, custom_generate=compile_decode(model))
+
+
+def test_who_gave_no_cache_and_goes_on_with_the_one_that_came_back() -> None:
+    model, batch = patched("streaming(sinks=2, recent=14)").double(), prompts(3, 40)
+    out = [say(model, cache, *batch.values(), ENDS) for cache in (None, EngineCache(model))]
+    lanes = [found.past_key_values.engines[0].parts[0].lane for found in out]
+    assert torch.equal(*(lane.tail.position for lane in lanes)) and bool(lanes[0].moved)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_rows_that_do_not_end_are_given_no_padding(own: bool) -> None:
+    """Nothing pauses where no token ends a text, nor in beams, nor in a loop of one's own after a turn."""
+    model, batch = patched("streaming(sinks=2, recent=14)").double(), prompts(3, 40)
+    cache = EngineCache(model)
+    if own:
+        now = say(model, cache, *batch.values(), ENDS).sequences
+        mask, moved = torch.ones_like(now), cache.engines[0].seen
+        with torch.no_grad():
+            model(now[:, -1:], attention_mask=mask, cache=cache)
+        lane = cache.engines[0].parts[0].lane
+        assert cache.engines[0].seen == moved + 1
+        assert bool((lane.tail.position[:, lane.tail.span] == moved).any(1).all())
+    else:
+        model.generate(**batch, max_new_tokens=9, eos_token_id=None, do_sample=False, cache=cache)
+        assert cache.session.ended is None
+        model.generate(**batch, max_new_tokens=9, eos_token_id=END, num_beams=2, do_sample=False)
