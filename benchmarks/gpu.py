@@ -122,7 +122,7 @@ def kernel_targets(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, float
             yield f"dense pages, over FlashInfer ({where})", ">= 1", at["flashinfer"]["ms"] / full["ms"]
         if length >= LONG and there("quest 2048"):
             yield f"quest 2048, over our dense ({where})", ">= 9", at["quest 2048"]["over_full"]
-        for kivi in ("kivi 4 bits", "kivi 4 bits, groups of 64"):
+        for kivi in ("kivi 4 bits", "kivi 4 bits, groups of 64", "kivi 4 bits, groups of 128"):
             if length >= LONG and there(kivi):
                 yield f"{kivi}, over our dense ({where})", ">= 3", at[kivi]["over_full"]
         if batch == 8 and length >= LONG and there("low-rank keys 2048") and there("2048 values from the host"):

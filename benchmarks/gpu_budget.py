@@ -57,7 +57,10 @@ COUNTS = (
         Count(f"KIVI, {n} bits, pages of 32", f"kivi, {n} bits, pages of 32", "kivi_kernel", turns, 64 * kivi(n))
         for n, turns in ((4, 1), (2, 2))
     ),
-    Count("KIVI, 4 bits, groups of 64", "kivi, 4 bits, groups of 64", "kivi_kernel", 1, 64 * kivi(4, 64)),
+    *(
+        Count(f"KIVI, 4 bits, groups of {n}", f"kivi, 4 bits, groups of {n}", "kivi_kernel", 1, 64 * kivi(4, n))
+        for n in (64, 128)
+    ),
     Count("KIVI, 4 bits, chosen units of 16", "kivi, 4 bits, units of 16", "kivi_kernel", 4, 64 * kivi(4)),
     Count("QuantSpec, 8 bits in nibbles", "quantspec", "kivi_kernel", 2, 64 * kivi(8, 64)),
     *(

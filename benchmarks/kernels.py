@@ -152,7 +152,7 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
         found[f"2048 tokens in units of {unit}"] = size_read, partial(read, q, pages, units=ids, unit=unit)
     mixed = torch.rand(len(pages["k"]), PAGE, device=k.device).argsort(1) < 38  # 60 % of a page
     groups = [(f"kivi {bits} bits", bits, 32) for bits in (8, 4, 2)]
-    groups += [("kivi 4 bits, groups of 64", 4, 64)] if k.is_cuda else []
+    groups += [(f"kivi 4 bits, groups of {size}", 4, size) for size in (64, 128)] if k.is_cuda else []
 
     def turned(keys: Tensor, values: Tensor, bits: int) -> dict[str, Tensor]:
         return TurboQuant(bits).encode(keys.to(k.dtype), values.to(k.dtype), keys[..., 0])
@@ -166,15 +166,17 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
         *((f"turboquant {bits} bits", "turboquant", turned, bits) for bits in (4, 2)),
         ("zipcache 4/2 bits", "zipcache", codecs.encode_zipcache, (4, 2), mixed),
     ):
+        page = max(PAGE, *options) if codec == "kivi" else PAGE
         try:
-            fields = encoded(pages, encode, *options)
+            fields = encoded({n: x.view(-1, page, DIM) for n, x in pages.items()}, encode, *options)
         except Exception as error:
             if not k.is_cuda or isinstance(error, torch.OutOfMemoryError):
                 raise
             print(f"FAILED {name}: {type(error).__name__}: {str(error)[:500]}", flush=True)  # the others go on
             continue
         held = sum(t.numel() * t.element_size() for t in fields.values())
-        found[name] = held + rows * length * slot, partial(read, q, fields, codec=codec)
+        where = torch.arange(rows * length // page, dtype=table.dtype, device=table.device).view(rows, -1)
+        found[name] = held + rows * length * slot, partial(read, q, fields, table=where, page=page, codec=codec)
         if name == "kivi 4 bits":
             part = held * chosen // (rows * length) + chosen * slot + bounds
             found["quest 2048, kivi 4 bits"] = part, partial(quest, fields, codec)

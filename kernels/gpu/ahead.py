@@ -245,6 +245,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "kivi, 2 bits, pages of 32": pages("kivi", bits=2, page=32),
         "kivi, 4 bits, pages of 32": pages("kivi", page=32),
         "kivi, 4 bits, groups of 64": pages("kivi", scaled=64),
+        "kivi, 4 bits, groups of 128": pages("kivi", scaled=128, page=128),
         "kivi, 8 bits": pages("kivi", bits=8),
         "kivi, 4 bits, units of 16": pages("kivi", chosen=True),
         "kivi, dim 256": pages("kivi", 256),

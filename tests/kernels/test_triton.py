@@ -116,6 +116,7 @@ def compiles(capability: int, only: list[str] | None) -> None:
         ("kivi, 4 bits", "kivi_kernel", 1, 2 * 4 * 128 / 32, 0.45),  # in float16 for 32 numbers each
         ("kivi, 4 bits, pages of 32", "kivi_kernel", 1, 2 * 4 * 128 / 32, 0.47),  # two of them a turn
         ("kivi, 4 bits, groups of 64", "kivi_kernel", 1, 2 * 4 * 128 / 64, 0.45),
+        ("kivi, 4 bits, groups of 128", "kivi_kernel", 1, 2 * 4 * 128 / 128, 0.48),
         ("turboquant, 4 bits", "words_kernel", 2, 2 * 2, 1.6),  # one scale for a key, one for a value
         ("turboquant, 4 bits, units of 16", "words_kernel", 2, 2 * 2, 1.6),
         (

@@ -75,6 +75,8 @@ CASES: dict[str, dict[str, Any]] = {
     "negative scale": {"negative": True},
     "one head": {"heads": 1},
     "nine heads": {"heads": 9},
+    "groups of 128": {"group": 128, "page": 128, "dim": 128, "dim_v": 128},
+    "groups of 128, causal": {"group": 128, "page": 128, "dim": 128, "dim_v": 128, "query": 3, "seen": True},
     "forty rows": {"heads": 5, "query": 8, "seen": True},
     "causal": {"query": 3, "seen": True},
     "window": {"query": 2, "seen": True, "window": 50},
