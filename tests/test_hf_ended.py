@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from families import configs
-from support import MIXED, SMALL, every, patched, prompts
+from support import MIXED, SMALL, every, llama, patched, prompts
+from support_device import pretended, there
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -22,12 +23,14 @@ class Ending(LogitsProcessor):
     """Has each row end at its own time, and not before."""
 
     def __init__(self, prompt: int, ends: tuple[int, ...]) -> None:
-        self.prompt, self.ends = prompt, torch.tensor(ends)
+        self.prompt, self.ends = prompt, ends
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores = scores.clone()
         scores[:, [END, PAD]] = -torch.inf
-        scores[self.ends == input_ids.shape[1] - self.prompt + 1, END] = torch.inf
+        for row, end in enumerate(self.ends):
+            if end == input_ids.shape[1] - self.prompt + 1:
+                scores[row, END] = torch.inf
         return scores
 
 
@@ -45,12 +48,12 @@ def real(ids: Tensor, prompt: int, mask: Tensor) -> Tensor:
     return torch.cat([mask, (behind.cumsum(1) - behind.long() == 0).long()], 1)
 
 
-def talk(model: Any, rows: list[int], turns: int = 3, **options: Any) -> list[Tensor]:
+def talk(model: Any, rows: list[int], turns: int = 3, where: Any = Tensor.cpu, **options: Any) -> list[Tensor]:
     """The logits of each turn but the first, [row, token, vocab]: what a row is given at its end is a decoded token."""
     batch = prompts(3, 40)
     ids, mask = batch["input_ids"][rows], batch["attention_mask"][rows]
     start = int((mask.sum(0) > 0).int().argmax())
-    ids, mask, out = ids[:, start:], mask[:, start:], []
+    ids, mask, out = where(ids[:, start:]), where(mask[:, start:]), []
     cache = EngineCache(model)
     for turn in range(turns):
         ends = tuple(ENDS[(row + turn) % 3] for row in rows)
@@ -62,7 +65,7 @@ def talk(model: Any, rows: list[int], turns: int = 3, **options: Any) -> list[Te
             at = mask.sum(1, keepdim=True) - 1
             with torch.no_grad():
                 model(now[:, -1:], attention_mask=mask, position_ids=at, **{CACHE: cache})
-        more = torch.randint(1, END, (3, 6), generator=torch.Generator().manual_seed(turn))[rows]
+        more = where(torch.randint(1, END, (3, 6), generator=torch.Generator().manual_seed(turn))[rows])
         ids, mask = torch.cat([now, more], 1), torch.cat([mask, torch.ones_like(more)], 1)
     return out
 
@@ -130,3 +133,16 @@ def test_rows_that_do_not_end_are_given_no_padding(own: bool) -> None:
         model.generate(**batch, max_new_tokens=9, eos_token_id=None, do_sample=False, cache=cache)
         assert cache.session.ended is None
         model.generate(**batch, max_new_tokens=9, eos_token_id=END, num_beams=2, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    "text", ["streaming(sinks=2, recent=14)", SMALL["d2o"], "quest(budget=24, page=4) + kivi(group=8, residual=8)"]
+)
+def test_a_gpu_says_what_a_cpu_says(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama(num_hidden_layers=1)
+    with kvengine.patched(model, text):
+        want = talk(model, [0, 1, 2], 2)
+    with pretended(monkeypatch), kvengine.patched(there(model), text):
+        got = [x.cpu() for x in talk(model, [0, 1, 2], 2, there)]
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-3)
