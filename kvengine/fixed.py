@@ -10,16 +10,18 @@ tensors neither move nor grow, and what a step counts stands in tensors that the
     pages     have all their columns; those not filled yet name no page
 
 Sealing is not part of the step. The host knows after which steps a page is full, and seals it between two replays.
+
+A step takes a token of every row. What a row that pauses holds is put aside, and put back in the end (`pause`).
 """
 
 from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.cache import LayerCache
@@ -44,6 +46,15 @@ def refusal(stack: Stack) -> str | None:
     if not stack.selection.steady:
         return f"{name_of(stack.selection)!r} searches an index on the host"
     return None
+
+
+class Asleep(NamedTuple):
+    """Rows of a lane that take no tokens any more."""
+
+    rows: Int[Tensor, "some"]
+    length: int  # slots of their tail
+    taken: int  # tokens that had come when they fell asleep
+    held: dict[int, Tensor]  # of the pinned tensors, by number, what steps to come would change for these rows
 
 
 class FixedLane(Lane):
@@ -77,6 +88,7 @@ class FixedLane(Lane):
             self.limit_of_units = Limit(budget, stack.selection.unit, torch.ones_like(budget))
         self.lasting_rule()  # is made here, and not in the step
         self.pins = list(self.pinned())
+        self.asleep: list[Asleep] = []
 
     def slots_for(self, more: int) -> int:
         """Slots that the tail needs until it is let go."""
@@ -171,6 +183,49 @@ class FixedLane(Lane):
 
     # between two steps
 
+    def pause(self, rows: Bool[Tensor, "row"]) -> None:
+        """From now on these rows take no tokens: what steps write for them is undone by `release`."""
+        tail, awake = vars(self.tail), []
+        groups = self.lengths if self.ring else [(self.lengths[0][0], None)]
+        for n, some in groups:
+            every = torch.arange(len(rows), device=rows.device) if some is None else some
+            awake.append((n, every[~rows[every]]))
+            if not len(mine := every[rows[every]]):
+                continue
+            held = {}
+            for i, (owner, name, x) in enumerate(self.pins):
+                if not x.numel():  # scores that nobody reads
+                    continue
+                if owner is tail and self.ring:
+                    held[i] = x[mine][:, self.newest_slots(self.ring)]
+                elif owner is not tail or self.fills or name not in ("k", "v"):
+                    held[i] = x[mine]
+            self.asleep.append(Asleep(mine, n, self.taken, held))
+        if self.ring:
+            self.lengths = [(n, some) for n, some in awake if len(some)]
+
+    def newest_slots(self, n: int) -> Int[Tensor, "slot"]:
+        """Where the newest tokens of a ring lie, in order."""
+        return (self.end - n + torch.arange(n, device=self.now.device)) % self.ring
+
+    def wake(self, k: Tensor, v: Tensor, position: Tensor, score: Tensor) -> None:
+        """In the tensors of a tail: what rows that pause had there."""
+        new = {"k": k, "v": v, "_position": position, "score": score}
+        for one in self.asleep:
+            for i, x in one.held.items():
+                owner, name, _ = self.pins[i]
+                if owner is vars(self.tail):
+                    new[name][one.rows] = x[:, x.shape[1] - new[name].shape[1] :]
+
+    def skip(self) -> None:
+        """What came for the rows that pause was padding."""
+        by = torch.zeros_like(self.first)
+        for one in self.asleep:
+            by[one.rows] = self.taken - one.taken
+        self.padded, self.due = True, 0
+        if self.placing:
+            self.move(by)
+
     def advance(self) -> None:
         """A token was taken: count it on the host too, and seal what is full."""
         self.since = self.seen
@@ -205,21 +260,28 @@ class FixedLane(Lane):
     def release(self) -> None:
         """As an eager step would have left it."""
         tail = self.tail
+        for one in self.asleep:
+            for i, x in one.held.items():
+                if not self.ring or self.pins[i][0] is not vars(tail):
+                    self.pins[i][2][one.rows] = x
         if self.ring:
-            n = max(n for n, _ in self.lengths)
-            slots = (self.end - n + torch.arange(n, device=self.now.device)) % self.ring
+            self.lengths += [(one.length, one.rows) for one in self.asleep]
+            slots = self.newest_slots(max(n for n, _ in self.lengths))
             k, v, position = (x[:, slots] for x in (tail.k, tail.v, tail.position))
             score = tail.score[:, slots] if tail.scored else tail.k.new_zeros(position.shape, dtype=torch.float32)
+            self.wake(k, v, position, score)
             clean = self.clean_before and len(self.lengths) == 1 and not self.retention.decodes
             tail.replace(k, v, position, score, clean, self.stack.room + 2 * self.stack.page)
             self.sealed().gather_columns()
             if self.retention.decodes:
                 self.tidy()
         elif not self.fills:
-            tail.end, tail.clean = self.end, self.clean_before and not self.retention.decodes
+            tail.end, tail.clean = self.end, self.clean_before and not (self.retention.decodes or self.asleep)
         placed, lead, count = self.order_before
         tail.next = count + self.taken
-        if not placed and self.counted:
+        if self.asleep:
+            self.skip()
+        elif not placed and self.counted:
             tail.placed, tail.lead, tail._position = False, lead, tail._position[:, :0].clone()
 
 
@@ -289,6 +351,11 @@ class FixedLayer:
         for lane in self.lanes:
             lane.advance()
         self.layer.session.torn = False
+
+    def pause(self, rows: Bool[Tensor, "seq"]) -> None:
+        """These sequences take no more tokens, whatever steps bring."""
+        for lane in self.lanes:
+            lane.pause(rows.repeat_interleave(lane.heads))
 
     def state(self) -> list[Tensor]:
         return [x for lane in self.lanes for x in lane.state()]

@@ -101,6 +101,17 @@ class Steps:
         self.ids: Tensor | None = None
         self.position: Tensor | None = None
         self.replay: Step | None = None
+        self.paused: Tensor | None = None
+
+    def pause(self, rows: Bool[Tensor, "seq"]) -> None:
+        """These sequences have ended: what steps bring for them is no token of theirs."""
+        if rows is self.paused:
+            return
+        new = rows if self.paused is None else rows & ~self.paused
+        self.paused = rows
+        for layer in self.layers:
+            if isinstance(layer, FixedLayer):
+                layer.pause(new)
 
     def __call__(self, ids: Int[Tensor, "seq 1"], position: Int[Tensor, "*any seq 1"]) -> Float[Tensor, "seq 1 vocab"]:
         """The logits after one more token of each sequence; overwritten by the next call on a GPU.
@@ -281,9 +292,6 @@ class StandIn:
             raise ModelError(
                 f"a recorded step takes tokens and positions, not {more[0]!r}; use model.generate without it"
             )
-        if cache.session.paused is not None:  # a recorded step has a token for every row
-            self.close()
-            return self._model(**inputs)
         mask = inputs.get("attention_mask")
         if position is None:  # as where PEFT takes them out, and the model counts what is cached, padding included
             position = torch.full_like(ids, cache.seen)
@@ -292,6 +300,8 @@ class StandIn:
         if self._steps is None:
             real = ids.new_ones(len(ids), cache.seen) if mask is None else mask  # `generate` leaves out one of ones
             self._steps = self._decoder.open(cache, max(1, min(self._more, ROOM)), real)
+        if cache.session.paused is not None:
+            self._steps.pause(cache.session.paused)
         self._more -= 1
         return CausalLMOutputWithPast(**{"logits": self._steps(ids, position), CACHE: cache})  # type: ignore[arg-type]
 

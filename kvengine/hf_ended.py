@@ -8,6 +8,7 @@ loss, they are kept at their end.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -27,13 +28,16 @@ class Ends(StoppingCriteriaList):
 
     def __init__(self, criteria: StoppingCriteriaList, session: Session) -> None:
         super().__init__(criteria)
-        self.session = session
+        self.session, self.rows = session, [False]
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Bool[Tensor, "sequence"]:
         done: Tensor = super().__call__(input_ids, scores, **kwargs)
-        before = self.session.ended
-        ended = done if before is None else before | done
-        self.session.paused, self.session.ended = before, ended if len(done) > 1 and bool(ended.any()) else None
+        if len(done) == 1:
+            return done
+        self.session.paused = self.session.ended
+        rows = [a or b for a, b in zip_longest(done.tolist(), self.rows, fillvalue=False)]
+        if any(rows) and rows != self.rows:  # else it is the very tensor of before
+            self.rows, self.session.ended = rows, torch.tensor(rows, device=done.device)
         return done
 
 

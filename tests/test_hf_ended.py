@@ -5,18 +5,23 @@ from typing import Any
 import pytest
 import torch
 from families import configs
-from support import MIXED, SMALL, every, llama, patched, prompts
+from support import MIXED, SMALL, every, in_turn, llama, patched, prompts
 from support_device import pretended, there
 from torch import Tensor
 from transformers import LogitsProcessor
 
 import kvengine
-from kvengine import EngineCache, compile_decode
+from kvengine import EngineCache, compile_decode, hf_compiled
+from kvengine.fixed import refusal
 from kvengine.hf_names import CACHE
+from kvengine.stack import Stack
 
 END, PAD, LAST = 127, 0, 14
 ENDS = (3, 9, LAST)
 """Tokens after which each row ends: one soon, one later, and one as the last."""
+
+STACKS = [text for text in (*SMALL.values(), *MIXED) if text != "full"]
+RECORDED = [text for text in STACKS if refusal(Stack.parse(text)) is None]
 
 
 class Ending(LogitsProcessor):
@@ -77,7 +82,7 @@ def compare(model: Any, **options: Any) -> None:
             torch.testing.assert_close(together[turn][row, : alone.shape[1]], alone[0], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("text", every(5, [*(x for x in SMALL.values() if x != "full"), *MIXED]))
+@pytest.mark.parametrize("text", every(5, STACKS))
 def test_a_row_that_ended_early_is_as_alone_in_later_turns(text: str) -> None:
     compare(patched(text).double())
 
@@ -101,12 +106,44 @@ def test_so_it_is_where_layers_share_keys_where_logits_have_sinks_and_over_laten
     compare(kvengine.patch(model, text))
 
 
-@pytest.mark.parametrize(
-    "text", ["streaming(sinks=2, recent=14)", SMALL["h2o"], "quest(budget=24, page=4) + kivi(group=8, residual=8)"]
-)
-def test_recorded_steps_make_way_for_rows_that_pause(text: str) -> None:
+@pytest.mark.parametrize("text", every(5, RECORDED))
+def test_so_it_is_where_steps_are_recorded(text: str) -> None:
     model = patched(text).double()
     compare(model, custom_generate=compile_decode(model))
+
+
+@pytest.mark.parametrize("text", ["kivi(bits=4, group=8, residual=8)", SMALL["tova"]])
+def test_a_recording_that_is_made_anew_knows_who_has_ended(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_compiled, "ROOM", 4)
+    model = patched(text).double()
+    compare(model, custom_generate=compile_decode(model))
+
+
+@pytest.mark.parametrize(("text", "how"), in_turn(RECORDED, ["eager", "trace"], 8))
+def test_a_recording_leaves_what_a_loop_without_leaves(text: str, how: Any) -> None:
+    """Pages, tokens and what is decoded next, in a loop of one's own too."""
+    model, batch, out = (
+        patched(text).double(),
+        {"ids": torch.randint(1, END, (3, 40)), "mask": torch.ones(3, 40).long()},
+        [],
+    )
+    for options in ({}, {"custom_generate": compile_decode(model, how)}):
+        cache = EngineCache(model)
+        now = say(model, cache, *batch.values(), ENDS, **options).sequences
+        mask = real(now, 40, batch["mask"])
+        lanes = [part.lane for layer in cache.engines for part in layer.parts]
+        pages = [lane.pages.pages_in_use() for lane in lanes if lane.pages is not None]
+        logits = []
+        for token in torch.tensor([[5, 9, 11, 3, 8, 2, 4, 7, 6, 1, 12, 14]]).expand(3, -1).split(1, 1):
+            seen = torch.cat([mask[:, : cache.seen], torch.ones(3, 1, dtype=torch.long)], 1)
+            mask = seen
+            with torch.no_grad():
+                logits.append(
+                    model(token, attention_mask=seen, position_ids=seen.sum(1, keepdim=True) - 1, cache=cache).logits
+                )
+        out.append((torch.cat(logits, 1), [len(x) for x in pages], cache.stats().held))
+    torch.testing.assert_close(out[0][0], out[1][0], rtol=1e-6, atol=1e-6)
+    assert out[0][1] == out[1][1] and torch.equal(out[0][2], out[1][2])
 
 
 def test_who_gave_no_cache_and_goes_on_with_the_one_that_came_back() -> None:
