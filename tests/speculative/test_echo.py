@@ -208,6 +208,7 @@ def test_a_tree_is_read_as_its_paths(model: Any, stack: str) -> None:
     other.feed([4])
     again = one.feed_tree([], draft)
     torch.testing.assert_close(again, rows[1:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one.forward([3, 5]), other.forward([3, 5]), rtol=1e-5, atol=1e-5)  # a chain again
 
 
 def test_what_a_view_cannot_be(model: Any) -> None:
@@ -224,3 +225,16 @@ def test_only_open_tokens_can_be_taken_back(model: Any) -> None:
     session.feed([4])
     with pytest.raises(CacheError, match="1 are open"):
         session.forget(2)
+
+
+def test_what_is_settled_is_history_and_the_last_token_is_always_missing(model: Any) -> None:
+    """Nothing is kept to go back to; and a pass needs a token, though it was read before."""
+    session, ids = Session(model, EngineCache(model, "h2o(budget=16)")), prompt(40)[0].tolist()
+    session.prefill(ids)
+    session.feed([4, 5])
+    assert session.align(Text([*ids, 4, 5]), ()) == [5] and session.open == [4]
+    session.feed([5])
+    session.settle(Text([*ids, 4, 5, 6]))
+    assert (session.settled, session.open, session.cache.seen) == (42, [], 42)
+    with pytest.raises(CacheError, match="cannot go back"):
+        session.cache.rollback(1)
