@@ -169,6 +169,8 @@ def test_seeds(target: Any) -> None:
     first = draw()
     torch.manual_seed(3)
     assert draw() == first
+    torch.manual_seed(4)
+    assert draw() != first
 
 
 @pytest.mark.parametrize(
