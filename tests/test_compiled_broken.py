@@ -58,6 +58,41 @@ def test_a_step_that_broke_off_is_noticed() -> None:
             model(ids, cache=cache)
 
 
+@pytest.mark.parametrize("where", ["replay", "count"])
+def test_a_replay_that_broke_off_is_noticed(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows how far the device has come; or one layer has counted the token, and the next has not."""
+    model, ids = llama(), torch.ones(1, 1, dtype=torch.long)
+    with kvengine.patched(model, "h2o(budget=24)"), torch.no_grad():
+        cache = kvengine.EngineCache(model)
+        model(one()["input_ids"], cache=cache)
+        steps = kvengine.compile_decode(model, "trace").open(cache, 4)
+        steps(ids, 61 * ids)
+        owner, name = (steps, "replay") if where == "replay" else (steps.layers[1], "advance")
+        with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
+            broken.setattr(owner, name, lambda: 1 / 0)
+            steps(ids, 62 * ids)
+        with pytest.raises(CacheError, match="broke off"):
+            steps(ids, 62 * ids)
+        steps.close()
+        with pytest.raises(CacheError, match="broke off"):
+            model(ids, cache=cache)
+
+
+@torch.no_grad()
+def test_what_a_loop_gave_is_left_alone() -> None:
+    """The first token and its place are not where later ones are written; windows alone count too."""
+    model, batch = kvengine.patch(configs.build("mistral_window"), "full"), configs.padded_batch()
+    ids = [torch.full((1, 1), n) for n in (5, 6, 7, 8)]
+    places, prompt = [x - 5 + 17 for x in ids], batch["input_ids"][:1, :17]
+    cache = kvengine.EngineCache(model)
+    model(prompt, cache=cache)
+    steps = kvengine.compile_decode(model, "eager").open(cache, 4)
+    found = [steps(*given) for given in zip(ids, places, strict=True)]
+    assert [int(x) for x in ids + places] == [5, 6, 7, 8, 17, 18, 19, 20]
+    want = kvengine.unpatch(model)(torch.cat([prompt, *ids], 1)).logits[:, 17:]
+    torch.testing.assert_close(torch.cat(found, 1), want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("text", ["h2o(budget=200)", "streaming(recent=100)"])
 def test_what_was_held_twice_is_saved_and_loaded(text: str, tmp_path: Path) -> None:
     """The first hold leaves as many slots as the budget has, most of which have never held a token."""
