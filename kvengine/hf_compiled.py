@@ -95,7 +95,7 @@ class Steps:
                 if can_hold(cache.config, window):
                     held = cache.layers[i] = HeldWindow(window, real, self.now)
                     self.layers.append(held)
-        except Exception:
+        except BaseException:  # Control-C too
             self.close()
             raise
         self.ids: Tensor | None = None

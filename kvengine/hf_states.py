@@ -47,7 +47,7 @@ def back(layer: Any, n: int) -> None:
 def settle(layer: Any) -> None:
     """What a convolution recorded is history: its last columns stay, in memory of their own, as if nothing had been recorded."""
     for i, state in layer.conv_states.items():
-        if state is not None and layer.record_past:
+        if state is not None:
             size = layer.conv_kernel_size[i]
             last = state[..., -size:]
             layer.conv_states[i] = torch.nn.functional.pad(last, (size - last.shape[-1], 0)).clone()

@@ -39,6 +39,29 @@ def test_a_layer_that_cannot_be_held_goes_on_as_it_was(text: str, monkeypatch: p
         torch.testing.assert_close(held.forward(*at(qkv, i), Call(0.25)), eager.forward(*at(qkv, i), Call(0.25)))
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_cache_whose_holding_broke_off_goes_on_as_it_was(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two layers: the first is held already."""
+    model, ids, held = llama(), torch.ones(1, 1, dtype=torch.long), []
+
+    def second(layer: Any, *arguments: Any) -> FixedLayer:
+        held.append(layer)
+        if len(held) == 2:
+            raise error
+        return FixedLayer(layer, *arguments)
+
+    with kvengine.patched(model, KIVI), torch.no_grad():
+        cache, twin = kvengine.EngineCache(model), kvengine.EngineCache(model)
+        for each in (cache, twin):
+            model(one()["input_ids"], cache=each)
+        monkeypatch.setattr("kvengine.hf_compiled.FixedLayer", second)
+        with pytest.raises(error):
+            kvengine.compile_decode(model, "eager").open(cache, 4)
+        assert torch.equal(model(ids, cache=cache).logits, model(ids, cache=twin).logits)
+
+
 def test_a_step_that_broke_off_is_noticed() -> None:
     """Control-C between two layers: the first has put the token where one was dropped, and does not count it."""
     model = llama()
@@ -56,6 +79,65 @@ def test_a_step_that_broke_off_is_noticed() -> None:
         steps.close()
         with pytest.raises(CacheError, match="broke off"):
             model(ids, cache=cache)
+
+
+@pytest.mark.parametrize("where", ["replay", "count"])
+def test_a_replay_that_broke_off_is_noticed(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows how far the device has come; or one layer has counted the token, and the next has not."""
+    model, ids = llama(), torch.ones(1, 1, dtype=torch.long)
+    with kvengine.patched(model, "h2o(budget=24)"), torch.no_grad():
+        cache = kvengine.EngineCache(model)
+        model(one()["input_ids"], cache=cache)
+        steps = kvengine.compile_decode(model, "trace").open(cache, 4)
+        steps(ids, 61 * ids)
+        owner, name = (steps, "replay") if where == "replay" else (steps.layers[1], "advance")
+        with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
+            broken.setattr(owner, name, lambda: 1 / 0)
+            steps(ids, 62 * ids)
+        with pytest.raises(CacheError, match="broke off"):
+            steps(ids, 62 * ids)
+        steps.close()
+        with pytest.raises(CacheError, match="broke off"):
+            model(ids, cache=cache)
+
+
+@pytest.mark.parametrize("text", ["full", "h2o(budget=24)", "streaming(sinks=2, recent=14)", KIVI, "d2o(budget=24)"])
+def test_what_was_held_gives_back_no_more_than_eager_steps_would(text: str) -> None:
+    """What a policy has dropped or sealed meanwhile is not there to return to."""
+    qkv, found = tokens(), []
+    for holding in (False, True):
+        cache = layer(text, qkv)
+        now = torch.tensor([cache.seen])
+        fixed = FixedLayer(cache, 12, now) if holding else None
+        for i in range(12):
+            cache.forward(*at(qkv, i), Call(0.25))
+            if fixed is not None:
+                now.add_(1)
+                fixed.advance()
+        if fixed is not None:
+            fixed.release()
+        try:
+            cache.rollback(11)
+            found.append("given back")
+        except CacheError as error:
+            found.append(str(error))
+        found.append(str(cache.seen))
+    assert found[:2] == found[2:] and (found[0] == "given back") == (text == "full")
+
+
+@torch.no_grad()
+def test_what_a_loop_gave_is_left_alone() -> None:
+    """The first token and its place are not where later ones are written; windows alone count too."""
+    model, batch = kvengine.patch(configs.build("mistral_window"), "full"), configs.padded_batch()
+    ids = [torch.full((1, 1), n) for n in (5, 6, 7, 8)]
+    places, prompt = [x - 5 + 17 for x in ids], batch["input_ids"][:1, :17]
+    cache = kvengine.EngineCache(model)
+    model(prompt, cache=cache)
+    steps = kvengine.compile_decode(model, "eager").open(cache, 4)
+    found = [steps(*given) for given in zip(ids, places, strict=True)]
+    assert [int(x) for x in ids + places] == [5, 6, 7, 8, 17, 18, 19, 20]
+    want = kvengine.unpatch(model)(torch.cat([prompt, *ids], 1)).logits[:, 17:]
+    torch.testing.assert_close(torch.cat(found, 1), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("text", ["h2o(budget=200)", "streaming(recent=100)"])

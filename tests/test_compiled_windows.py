@@ -72,6 +72,15 @@ def test_a_prompt_of_any_length_beside_the_window(length: int) -> None:
         ))  # fmt: skip
 
 
+def test_softcaps_count_in_windows_too() -> None:
+    model, ids = built("gemma2"), configs.padded_batch()["input_ids"][:1]
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = 0.02
+    assert torch.equal(say(model, 12, input_ids=ids, custom_generate=kvengine.compile_decode(model)), say(
+        model, 12, input_ids=ids
+    ))  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma3", "gemma3n", "gemma4"])
 def test_what_a_graph_would_record_moves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvengine.kernels.dispatch._best", lambda inputs, native: "reference")

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from families import configs
+from transformers.cache_utils import LinearAttentionLayer
 
 import kvengine
 from kvengine import saved
 from kvengine.errors import CacheError
 from kvengine.hf_layer import EngineLayer
+from kvengine.hf_states import check_back
 
 ABSORBED, CONVOLVED = ("qwen3_next", "qwen3_5", "falcon_h1"), ("lfm2",)
 KERNEL = 3  # columns of lfm2's convolutions
@@ -151,6 +153,29 @@ def test_a_convolution_gives_back_what_it_recorded(before: int, by: str) -> None
     for i in range(5):
         new = text(tokens=1, seed=3 + i)
         torch.testing.assert_close(read(model, cache, new), read(model, twin, new), atol=1e-4, rtol=1e-4)
+
+
+def test_one_of_several_states_that_has_absorbed_tokens_is_enough() -> None:
+    """A layer may have more convolutions than recurrent states."""
+    layer = LinearAttentionLayer(number_of_states=3)
+    layer.activate_past_recording()
+    for i in range(3):
+        layer.update_conv_state(torch.ones(1, 4, 9), state_idx=i, conv_kernel_size=KERNEL)
+    check_back(layer, 1, 9)
+    layer.update_recurrent_state(torch.ones(1, 4, 4))
+    with pytest.raises(CacheError, match="recurrent state has absorbed"):
+        check_back(layer, 1, 9)
+
+
+def test_a_prompt_shorter_than_a_convolution_that_did_not_record_stays() -> None:
+    """Its columns are filled up with zeros, so that some would be left."""
+    model = built("lfm2")
+    cache = prompt(model, text(tokens=KERNEL - 1))
+    with pytest.raises(CacheError, match="given up what would come back into it.*activate_past_recording"):
+        cache.rollback(1)
+    assert torch.equal(
+        read(model, cache, text(tokens=1)), read(model, prompt(model, text(tokens=KERNEL - 1)), text(tokens=1))
+    )
 
 
 def test_a_convolution_that_did_not_record_says_so() -> None:

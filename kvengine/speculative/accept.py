@@ -52,10 +52,9 @@ class Draft:
     confidence: list[float] = field(default_factory=list)
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], laws: Sequence[Law | None], confidence: Sequence[float] = ()) -> Draft:
+    def chain(cls, tokens: Sequence[int], laws: Sequence[Law | None]) -> Draft:
         """tokens[i] was drawn from laws[i] given all before it."""
-        sure = list(confidence) or [1.0] * len(tokens)
-        return cls(list(tokens), list(range(-1, len(tokens) - 1)), list(laws), sure)
+        return cls(list(tokens), list(range(-1, len(tokens) - 1)), list(laws), [1.0] * len(tokens))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -164,7 +163,7 @@ class Rejection:
             return None, self.chance.draw(p)
         left, chosen = 1.0, dict(zip(children, p[list(children)].tolist(), strict=True))
         for token, share in chosen.items():
-            if self.chance.happens(min(1.0, share / left) if left > 0 else float(share > 0)):
+            if self.chance.happens(share / left):  # more than the share is left of one that fell
                 return list(children).index(token), token
             left -= share
         rest = p.index_fill(0, torch.tensor(list(chosen), device=p.device), 0)

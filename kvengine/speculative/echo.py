@@ -138,10 +138,10 @@ class Echo(Session):
             self.align(text, ())
             stood = len(self.open)
             self.forget(stood)
+        self.settled = self.whole.settled
         if fresh:
             self.stale |= self.refresh.due(stood, drafted)
             self._remember(fresh)
-        self.settled = self.whole.settled
 
     def _remember(self, fresh: int) -> None:
         """Note which tokens stand of those heard last, and listen for others."""

@@ -91,7 +91,7 @@ class Stream:
 
     def _next(self) -> float:
         self.drawn += 1
-        return ((key(1, self.seed, self.row, self.drawn) >> 11) + 0.5) * 2.0**-53
+        return min(((key(1, self.seed, self.row, self.drawn) >> 11) + 0.5) * 2.0**-53, 1 - 2.0**-53)
 
 
 @dataclass(frozen=True)

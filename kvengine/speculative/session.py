@@ -95,7 +95,6 @@ class Session:
         """Read the prompt in one pass; the logits after its last token, [1, vocab]."""
         logits = self.forward(prompt, logits_to_keep=1)
         self._record()
-        self._commit()
         self.settled = len(prompt)
         return logits
 
@@ -149,7 +148,7 @@ class Session:
 
     def settle(self, text: Text) -> None:
         """Make history of the open tokens that the text confirms."""
-        if not self.open and self.guest is None:
+        if not self.open:
             return
         self.align(text, ())
         self._commit()

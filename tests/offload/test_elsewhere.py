@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import SMALL, greedy, llama, one
-from transformers import LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor
 
 import kvengine
 from kvengine import recover, saved
@@ -159,14 +159,6 @@ def test_rows_that_had_ended_stay_at_their_end_after_a_loss() -> None:
             assert torch.equal(found, want)
 
 
-def test_several_texts_of_a_prompt_go_on_after_a_loss() -> None:
-    with kvengine.patched(llama(), "full") as model:
-        ids = one()["input_ids"]
-        texts = {"do_sample": True, "top_k": 1, "num_return_sequences": 2, "max_new_tokens": 12}
-        found = recover.generate(model, {"input_ids": ids}, logits_processor=[Lost(5)], **texts)
-        assert torch.equal(found, model.generate(ids, **texts))
-
-
 class Heard:
     """A streamer that remembers."""
 
@@ -179,6 +171,78 @@ class Heard:
 
     def end(self) -> None:
         self.ended += 1
+
+
+class Nudge(LogitsProcessor):
+    """A processor of the caller's: at every other length, the token behind the likeliest."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.roll(input_ids.shape[1] % 2, 1)
+
+
+@pytest.mark.parametrize("least", [None, 6])
+def test_rows_end_after_a_loss_where_they_end_without(least: int | None) -> None:
+    """All before the limit and each at its time, under what the caller does to scores."""
+    ids = torch.randint(3, 128, (2, 20), generator=torch.Generator().manual_seed(3))
+    with kvengine.patched(llama(), "full") as model:
+        said = model.generate(ids, max_new_tokens=24, do_sample=False, logits_processor=[Nudge()])[:, 20:]
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+        options |= {"eos_token_id": [int(said[0, 8]), int(said[1, 13])], "min_new_tokens": least}
+        want = model.generate(ids, logits_processor=[Nudge()], **options)
+        assert want.shape[1] == 34 and int((want[0] == 0).sum()) == 5
+        for step in (2, 4, 10, 11, 14):
+            processors = [Nudge(), Lost(step)]
+            assert torch.equal(
+                recover.generate(model, {"input_ids": ids}, logits_processor=processors, **options), want
+            )
+
+
+class HeardToTheEnd(Heard):
+    """Fails behind the last token: where stops are looked at late, a pass more may have begun by then."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
+
+    def put(self, tokens: torch.Tensor) -> None:
+        super().put(tokens)
+        if len(self.tokens) == self.last + 1:  # with the prompt
+            raise StoreError("nobody answers")
+
+
+@pytest.mark.parametrize("end", [None, 6])
+def test_a_loss_behind_the_last_token_costs_nothing(end: int | None) -> None:
+    with kvengine.patched(llama(), "full") as model:
+        ids, options = one()["input_ids"], {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+        want = model.generate(ids, **options)
+        if end is not None:
+            options["eos_token_id"] = int(want[0, 61 + end])
+            want = model.generate(ids, **options)
+        heard = HeardToTheEnd(want.shape[1] - 61)
+        found = recover.generate(model, {"input_ids": ids}, streamer=heard, attempts=2, **options)
+    assert torch.equal(found, want) and (want.shape[1] == 73) == (end is None)
+    assert heard.ended == 1 and len(heard.tokens) == heard.last + 1
+
+
+def test_as_many_caches_may_be_lost_as_are_given() -> None:
+    with kvengine.patched(llama(), "full") as model:
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+        want = model.generate(**one(), **options)
+        for attempts in (2, 3):
+            twice = {"logits_processor": [Lost(3), Lost(5)], "attempts": attempts, **options}
+            if attempts == 3:
+                assert torch.equal(recover.generate(model, one(), **twice), want)
+            else:
+                with pytest.raises(StoreError, match="nobody answers"):
+                    recover.generate(model, one(), **twice)
+
+
+def test_several_texts_of_a_prompt_go_on_after_a_loss() -> None:
+    with kvengine.patched(llama(), "full") as model:
+        ids = torch.cat([one()["input_ids"], one(seed=7)["input_ids"]])
+        texts = {"do_sample": True, "top_k": 1, "num_return_sequences": 2, "max_new_tokens": 12}
+        found = recover.generate(model, {"input_ids": ids}, logits_processor=[Lost(5)], **texts)
+        assert torch.equal(found, model.generate(ids, **texts))
 
 
 @pytest.mark.parametrize("step", [1, 5, 12, 13])  # before any token, in the midst, at the last, not at all
@@ -211,6 +275,7 @@ def test_tokens_that_come_several_at_a_time_are_those_of_one_text() -> None:
     ({"input_ids": torch.ones(1, 4, dtype=torch.long)}, "input_ids.*in `inputs`"),
     ({"attention_mask": torch.ones(1, 4)}, "attention_mask.*in `inputs`"),
     ({"num_beams": 2}, "beam search"),
+    ({"generation_config": GenerationConfig(num_beams=2)}, "beam search"),
     ({"return_dict_in_generate": True}, "return_dict_in_generate"),
 ])  # fmt: skip
 def test_what_cannot_go_on_after_a_loss_is_said_before(options: dict[str, Any], says: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvengine.errors import CacheError
 from kvengine.speculative.accept import ROOT, Coupled, Draft, Rejection, residual, walk, without
-from kvengine.speculative.noise import Gumbel
+from kvengine.speculative.noise import Gumbel, Stream
 
 P = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
 Q = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
@@ -171,6 +171,27 @@ def test_the_bias_at_the_acceptance_rates_of_the_paper() -> None:
     assert sum(official_bias(*laws) for laws in toys) / 40 == pytest.approx(0.135, abs=0.01)
     assert both(True, *toys[0])[1] == pytest.approx(official_bias(*toys[0]), abs=1e-12)
     assert max(both(False, *toys[0])) < 1e-12
+
+
+def test_the_child_that_stands_is_the_one_whose_token_comes_out() -> None:
+    """Of the last of three, which the law is sure of."""
+    sure, even = torch.eye(4, dtype=torch.float64)[2], torch.full((4,), 0.25, dtype=torch.float64)
+    for rule in (Rejection(Outcomes([])), Coupled(Gumbel(0))):
+        assert rule.judge(sure, None, [3, 0, 2], 0) == rule.judge(sure, even, [3, 0, 2], 0) == (2, 2)
+
+
+@pytest.mark.parametrize("rule", [Rejection(Stream(0)), Coupled(Gumbel(0))], ids=["rejection", "coupled"])
+@pytest.mark.parametrize("count", [3, 4, 9])
+def test_no_more_children_than_there_are_possible_tokens(rule: Rejection | Coupled, count: int) -> None:
+    """Of four, one of which cannot come."""
+    found = rule.pick(torch.tensor([0.5, 0.3, 0, 0.2], dtype=torch.float64), count, 0)
+    assert sorted(found) == [0, 1, 3]
+
+
+def test_where_a_proposals_law_covers_the_judges_its_own_is_left() -> None:
+    """Turned down by rounding alone: there is no difference to draw from."""
+    assert torch.equal(residual(P, P), P) and torch.equal(residual(P, 2 * P), P)
+    assert without(torch.eye(4)[1], 1).tolist() == [0, 0, 0, 0]  # nor anything in an urn whose only token is out
 
 
 def test_a_proposal_that_its_law_excludes_is_refused() -> None:

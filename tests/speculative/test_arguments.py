@@ -86,9 +86,10 @@ def test_a_streamer_hears_all_whichever_way_it_comes(target: Any, decoder: TriFo
         assert streamer.tokens == out[0].tolist() and streamer.ended == 1
 
 
+@pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("count", [2, 3])
-def test_several_texts_of_a_prompt_are_as_many_rows(decoder: TriForce, count: int) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "coupled": True}
+def test_several_texts_of_a_prompt_are_as_many_rows(decoder: TriForce, count: int, coupled: bool) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "coupled": coupled}
     found = decoder.generate(IDS, num_return_sequences=count, **options)
     assert torch.equal(found, decoder.generate(IDS.repeat(count, 1), **options))
     assert len({tuple(row) for row in found.tolist()}) == count

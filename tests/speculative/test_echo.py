@@ -166,6 +166,8 @@ def test_a_draft_left_alone_for_long_is_where_it_would_be(model: Any, stack: str
 def test_a_view_with_room_for_all_is_the_target(model: Any) -> None:
     whole, mine, text = echo(model, "quest(budget=500, page=4)", prompt(60))
     torch.testing.assert_close(mine.feed([3, 4, 5]), whole.feed([3, 4, 5]), rtol=1e-4, atol=1e-4)
+    lone = Draft(tokens=[6], parents=[-1])
+    torch.testing.assert_close(mine.feed_tree([], lone), whole.feed_tree([], lone), rtol=1e-4, atol=1e-4)
     tree = Draft(tokens=[6, 7, 8, 9], parents=[-1, -1, 0, 2])
     torch.testing.assert_close(mine.feed_tree([], tree), whole.feed_tree([], tree), rtol=1e-4, atol=1e-4)
 
@@ -208,14 +210,46 @@ def test_a_tree_is_read_as_its_paths(model: Any, stack: str) -> None:
     other.feed([4])
     again = one.feed_tree([], draft)
     torch.testing.assert_close(again, rows[1:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one.forward([3, 5]), other.forward([3, 5]), rtol=1e-5, atol=1e-5)  # a chain again
 
 
 def test_what_a_view_cannot_be(model: Any) -> None:
     source = EngineCache(model, "full")
     with pytest.raises(UnsupportedPolicy, match="a view needs a stack that selects"):
         ViewCache(model, source, Stack.parse("h2o(budget=16)"))
-    with pytest.raises(UnsupportedPolicy, match="keeps every token"):
-        ViewCache(model, EngineCache(model, "h2o(budget=16)"), Stack.parse("quest"))
+    for stack in ("quest + kivi", "duo + quest", "snapkv + quest"):
+        with pytest.raises(UnsupportedPolicy, match="selects and does nothing else"):
+            ViewCache(model, source, Stack.parse(stack))
+    for stack in ("h2o(budget=16)", "duo(sparsity=0.5)"):
+        with pytest.raises(UnsupportedPolicy, match="keeps every token"):
+            ViewCache(model, EngineCache(model, stack), Stack.parse("quest"))
+
+
+CHOOSING = [
+    "quest(budget=24, page=4)", "retrieval(budget=24, chunk=4)", "oracle_topk(budget=24)",
+    "landmarks(budget=24, chunk=4, local=8)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompted", [59, 60, 61, 62, 63])
+@pytest.mark.parametrize("stack", CHOOSING)
+def test_a_choice_is_of_the_last_query_and_within_the_budget(model: Any, stack: str, prompted: int) -> None:
+    """The prompt's last token chooses what it would choose as one that was let through."""
+    ids = prompt(90)[:, :prompted]
+    _, mine, _ = echo(model, stack, ids)
+    whole, other, text = echo(model, stack, ids[:, :-1], every=1)
+    text.tokens.append(int(ids[0, -1]))
+    whole.feed(text.tokens[-1:])
+    text.tokens.append(5)
+    whole.settle(text)
+    other.settle(text)
+    other.ready()
+    for first, late in zip(mine.cache.views.values(), other.cache.views.values(), strict=True):
+        position, wanted = first.tail.held()[2], late.tail.held()[2]
+        assert torch.equal(position, wanted) and position.shape[1] <= 24
+        units = (prompted - (8 if "local" in stack else 0)) // 4 * 4
+        newest = torch.arange(prompted if "topk" in stack else units, prompted)  # what is in no whole unit is read
+        assert all(torch.isin(newest, row).all() for row in position)
 
 
 def test_only_open_tokens_can_be_taken_back(model: Any) -> None:
@@ -224,3 +258,21 @@ def test_only_open_tokens_can_be_taken_back(model: Any) -> None:
     session.feed([4])
     with pytest.raises(CacheError, match="1 are open"):
         session.forget(2)
+    _, mine, _ = echo(model, "quest(budget=24, page=4)", prompt(60))
+    mine.feed([3, 4])
+    for view in mine.cache.views.values():
+        with pytest.raises(CacheError, match="take back the 2 tokens since its choice, not 3"):
+            view.rollback(3)
+
+
+def test_what_is_settled_is_history_and_the_last_token_is_always_missing(model: Any) -> None:
+    """Nothing is kept to go back to; and a pass needs a token, though it was read before."""
+    session, ids = Session(model, EngineCache(model, "h2o(budget=16)")), prompt(40)[0].tolist()
+    session.prefill(ids)
+    session.feed([4, 5])
+    assert session.align(Text([*ids, 4, 5]), ()) == [5] and session.open == [4]
+    session.feed([5])
+    session.settle(Text([*ids, 4, 5, 6]))
+    assert (session.settled, session.open, session.cache.seen) == (42, [], 42)
+    with pytest.raises(CacheError, match="cannot go back"):
+        session.cache.rollback(1)

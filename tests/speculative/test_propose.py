@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvengine.speculative.accept import ROOT, Draft
-from kvengine.speculative.law import Law, Text
+from kvengine.speculative.law import MEMORYLESS, Law, Text
 from kvengine.speculative.propose import BLOCK, Recycling, best
 
 TREE = Draft([5, 6, 7, 8], [ROOT, ROOT, 0, 2], [None] * 5, [1.0] * 4)
@@ -49,6 +51,24 @@ def test_laws_on_demand_are_those_of_every_node(draft: Draft, processors: tuple[
         torch.testing.assert_close(found[at], row)
 
 
+BUILT: dict[str, tuple[Any, ...]] = {
+    "EpsilonLogitsWarper": (0.05,), "EtaLogitsWarper": (0.05,), "InfNanRemoveLogitsProcessor": (),
+    "MinPLogitsWarper": (0.3,), "SuppressTokensLogitsProcessor": ([3, 4],), "TemperatureLogitsWarper": (0.5,),
+    "TopHLogitsWarper": (0.5,), "TopKLogitsWarper": (3,), "TopPLogitsWarper": (0.5,), "TypicalLogitsWarper": (0.5,),
+}  # fmt: skip
+
+
+def test_what_is_said_never_to_look_at_the_tokens_does_not() -> None:
+    """All positions of a draft are given to these at once, without the tokens before them."""
+    assert set(BUILT) == MEMORYLESS
+    scores, ids = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)), torch.arange(3).repeat(3, 5)
+    for name, arguments in BUILT.items():
+        found = getattr(transformers, name)(*arguments)(torch.zeros(3, 1, dtype=torch.long), scores.clone())
+        for row in range(3):
+            alone = getattr(transformers, name)(*arguments)(ids[row : row + 1], scores[row : row + 1].clone())
+            torch.testing.assert_close(found[row], alone[0])
+
+
 def test_no_law_is_made_where_nobody_looks() -> None:
     seen = []
 
@@ -59,3 +79,16 @@ def test_no_law_is_made_where_nobody_looks() -> None:
     laws = Law((counting,)).laws(Text([1, 2]), [], TREE, torch.randn(5, 16))
     assert laws[0] is laws[0] and laws[3].argmax() >= 0
     assert seen == [[1, 2], [1, 2, 5, 7]]
+
+
+def test_a_text_is_its_padding_its_tokens_and_a_tail_however_it_grows() -> None:
+    """Tails come and go, and what has been noted of the text is moved when there is no room left."""
+    rng = random.Random(0)
+    text = Text([5, 6, 7], [9, 9])
+    for _ in range(60):
+        tail = [rng.randrange(2, 99) for _ in range(rng.choice([0, 1, 2, 30]))]
+        assert text.ids(tail).tolist() == [[9, 9, *text.tokens, *tail]]
+        every, start = [*text.tokens, *tail], rng.randrange(len(text) + len(tail) + 1)
+        assert text.since(start, tail) == every[start:]
+        text.tokens += tail[: rng.choice([0, 1, 3])]
+    assert len(text) > 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from support_spec import Outcomes, TableSession, enumerate_law, hashed_laws, llama, variation
 from torch import Tensor
 
-from kvengine.speculative.accept import Coupled, Rejection, Rule
+from kvengine.speculative.accept import Coupled, Draft, Rejection, Rule
 from kvengine.speculative.adaptive import Adaptive
 from kvengine.speculative.ahead import Fixed
 from kvengine.speculative.branch import Branching
@@ -145,6 +146,124 @@ def test_a_drafter_with_the_judges_law_is_always_right_and_one_disjoint_never() 
     never = chain([left, right], (4,), Rejection(Stream(0)))
     assert generate(never, 5) == (0,) * 5
     assert all(r.stood == 0 for r in never.rounds)
+
+
+@pytest.mark.parametrize("kind", ["alone", "drafted for", "as if alone"])
+def test_a_chain_has_the_law_of_each_token_and_how_sure_its_model_was(kind: str) -> None:
+    """Also where several come in a round; and it ends with a token that ends the text."""
+    own, rule = three(12)[1], Coupled(Gumbel(6))
+    tier = chain([own] if kind == "alone" else [own, own], (3,), rule)
+    prefill(tier, PROMPT[:-1])
+    ends = generate(chain([own], (1,), rule), 3)[-1:] if kind == "as if alone" else ()
+    tier.ends = frozenset(ends)
+    draft = tier.propose(Text(PROMPT), (), lambda sure: len(sure) < 5)
+    assert draft.is_chain and draft.tokens == list(generate(chain([own], (1,), rule), len(draft)))
+    assert len(draft) >= 5 if not ends else draft.tokens.index(ends[0]) == len(draft) - 1
+    for node, token in enumerate(draft.tokens):
+        law = own((*PROMPT, *draft.tokens[:node]))
+        torch.testing.assert_close(draft.laws[node], law)
+        assert draft.confidence[node] == pytest.approx(float(law[token]), rel=1e-5)
+
+
+def test_three_tiers_of_one_law_agree_behind_what_the_middle_drafted() -> None:
+    """The lowest goes on from there, with what its processors see of it."""
+    rule, law, own = Coupled(Gumbel(2)), Law((not_again,), greedy=False), three(12)[0]
+    top = chain([own] * 3, (6, 2), rule, law)
+    generate(top, 40)
+    for tier in (top, top.below):
+        assert isinstance(tier, Tier) and all(r.stood == r.drafted > 0 for r in tier.rounds[:-1])
+
+
+@dataclass
+class Listener:
+    """A drafter that is wrong, and notes what it hears."""
+
+    heard: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    settled: int = 0
+
+    def propose(self, text: Text, tail: Sequence[int], more: Callable[..., bool]) -> Draft:
+        return Draft.chain([3, 3], [None, None])
+
+    def settle(self, text: Text) -> None:
+        self.settled = len(text)
+
+    def observe(self, tokens: Sequence[int], logits: Tensor) -> None:
+        self.heard.append((list(tokens), logits))
+
+
+@pytest.mark.parametrize("middle", [False, True])
+def test_a_drafter_hears_what_follows_each_token_and_what_falls_is_forgotten(middle: bool) -> None:
+    never = lambda prefix: torch.tensor([0.5, 0.3, 0.2 if len(prefix) % 2 else 0.1, 0]).double()  # noqa: E731
+    listener, rule = Listener(), Coupled(Gumbel(4))
+    below: Drafter = Tier(TableSession(never), SAMPLED, rule, listener, Fixed(1)) if middle else listener
+    top = Tier(TableSession(never), SAMPLED, rule, below, Fixed(1))
+    text = Text(PROMPT[:-1])
+    prefill(top, PROMPT[:-1])
+    text.tokens += [PROMPT[-1], 2]  # two tokens that were not read yet
+    verdict = top.step(text, ())[0]
+    assert top.session.open == [PROMPT[-1], 2, *verdict.tokens[:-1]] and top.rounds[0].stood == middle
+    if isinstance(below, Tier):
+        assert below.session.open == [PROMPT[-1], 2] and below.rounds[0].stood == 0
+    for tokens, logits in listener.heard:
+        assert tokens[0] == 2 and len(tokens) == len(logits) in (2, 3)
+        for i, row in enumerate(logits):
+            torch.testing.assert_close(row, never((*PROMPT, 2, *tokens[1 : i + 1])).log())
+    assert len(listener.heard) == 1 + middle
+    text.tokens += verdict.tokens
+    top.settle(text)
+    assert listener.settled == len(text)
+
+
+class Unwilling(Fixed):
+    def more(self, confidence: Sequence[float]) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("ahead", "limit"), [(Fixed(4), 0), (Fixed(4), 1), (Fixed(4), 3), (Fixed(4), None), (Unwilling(4), None)]
+)
+def test_no_more_is_drafted_than_asked_and_who_is_not_asked_reads_nothing(ahead: Fixed, limit: int | None) -> None:
+    top, prepared, drafted = chain(three(12)[:2], (4,), Rejection(Stream(0))), [], 4 if limit is None else limit
+    drafted = 0 if isinstance(ahead, Unwilling) else drafted
+    top.ahead, text = ahead, Text(PROMPT)
+    prefill(top, PROMPT[:-1])
+    assert top.reader is not None
+    top.reader.session.prepare = prepared.append  # type: ignore[method-assign]
+    top.step(text, (), limit)
+    assert (top.rounds[0].drafted, len(prepared)) == (drafted, bool(drafted))
+
+
+def not_again(ids: Tensor, scores: Tensor) -> Tensor:
+    """A processor that looks at the tokens: the last two are not to come again."""
+    return scores.scatter(1, ids[:, -2:], -torch.inf)
+
+
+@pytest.mark.parametrize("rule", [Coupled(Gumbel(2)), Rejection(Stream(2))], ids=["coupled", "rejection"])
+@pytest.mark.parametrize("middle", [False, True])
+def test_a_tree_of_the_judges_own_law_stands_to_its_depth(middle: bool, rule: Rule) -> None:
+    law, own = Law((not_again,), greedy=False), three(12)[0]
+    below: Drafter = Branching(TableSession(own), law, rule, (2, 2, 1))
+    if middle:
+        below = Tier(TableSession(own), law, rule, below, Fixed(3))
+    top = Tier(TableSession(own), law, rule, below, Fixed(5))
+    generate(top, 30)
+    for tier in (top, below) if isinstance(below, Tier) else (top,):
+        assert max(r.depth for r in tier.rounds) >= 3 and all(r.stood == r.depth for r in tier.rounds)
+
+
+@pytest.mark.parametrize("levels", [0, 1, 2, 3])
+def test_a_greedy_tree_has_the_likeliest_tokens_of_each_node(levels: int) -> None:
+    laws, widths = three(12)[0], (3, 20)  # of which there are twelve
+    drafter = Branching(TableSession(laws), Law(), Coupled(Gumbel(0)), widths)
+    drafter.session.prefill(PROMPT[:-1])
+    draft = drafter.propose(Text(PROMPT), (), lambda sure: len(sure) < levels)
+    assert draft.levels == ((), (3,), (3, 39), (3, 39))[levels]
+    for node in range(-1, 3 if levels > 1 else 0 if levels else -1):
+        law, mine = laws((*PROMPT, *draft.path(node))), draft.children(node)
+        assert [draft.tokens[x] for x in mine] == law.topk(12 if node >= 0 else 3).indices.tolist()
+        assert [draft.confidence[x] for x in mine] == pytest.approx(law.topk(len(mine)).values.tolist())
+    drafter.settle(Text([*PROMPT, 7]))  # what was read on the way is history: nothing is kept to go back to
+    assert drafter.session.settled == len(PROMPT) - (not levels) and not drafter.session.open
 
 
 @pytest.mark.parametrize("gammas", [(2,), (1, 2)], ids=str)

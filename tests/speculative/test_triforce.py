@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast, SynthIDTextWa
 from transformers.generation.streamers import BaseStreamer
 
 import kvengine
-from kvengine.errors import ModelError, PolicyError, UnknownPolicy, UnsupportedPolicy
+from kvengine.errors import CacheError, ModelError, PolicyError, UnknownPolicy, UnsupportedPolicy
 from kvengine.hf_cache import EngineCache
 from kvengine.speculative.law import Text
 from kvengine.speculative.session import Session
@@ -141,12 +141,24 @@ def test_a_small_model_left_alone_reads_what_it_missed_in_one_pass(target: Any, 
     for session in (lone, other):
         session.prefill(text.tokens)
     text.tokens += list(range(3, 20))
+    lone.feed([3])
+    lone.prepare(text)  # not in the middle of a draft
+    assert (lone.settled, lone.open) == (60, [3])
+    lone.forget(1)
     lone.prepare(text)
     assert lone.settled == lone.cache.seen == 76 and lone.align(text, ()) == [19]
     assert other.settled == 60
     torch.testing.assert_close(lone.feed([19, 5])[-2:], other.feed([*range(3, 20), 5])[-2:], rtol=1e-4, atol=1e-4)
     lone.forget(2)
     assert lone.cache.seen == 76
+    drops = Session(small, EngineCache(small, "h2o(budget=24)"))
+    drops.prefill(text.tokens[:60])
+    drops.prepare(text)
+    drops.feed([19, 5])
+    drops.forget(2)  # what comes behind is taken back as ever, whatever was dropped for it
+    assert drops.settled == drops.cache.seen == 76
+    with pytest.raises(CacheError, match="cannot go back"):
+        drops.cache.rollback(1)
 
 
 def test_seeds(target: Any) -> None:
@@ -157,6 +169,8 @@ def test_seeds(target: Any) -> None:
     first = draw()
     torch.manual_seed(3)
     assert draw() == first
+    torch.manual_seed(4)
+    assert draw() != first
 
 
 @pytest.mark.parametrize(

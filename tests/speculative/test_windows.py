@@ -10,6 +10,10 @@ from families import configs
 import kvengine
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.speculative import TriForce
+from kvengine.speculative.echo import Echo
+from kvengine.speculative.law import Text
+from kvengine.speculative.session import Session
+from kvengine.speculative.view import SLACK
 
 FAMILIES = ("gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss", "llama4", "cohere2")
 MIDDLES = [
@@ -59,6 +63,24 @@ def test_a_middle_that_reads_all_is_always_right(name: str, middle: str) -> None
     target = decoder.report.tiers[0]
     few = sum(target.tested) // 4 if middle.startswith("quantspec") else 0  # which drafts on half of the bits
     assert sum(target.tested) > 20 and sum(target.tested) - sum(target.stood) <= few
+
+
+@pytest.mark.parametrize("late", [SLACK, SLACK + 1, SLACK + 2])
+@torch.no_grad()
+def test_a_draft_left_alone_for_long_has_windows_up_to_date(late: int) -> None:
+    """It takes what came meanwhile when it is asked, or when there is no room for more: windows as well as all else."""
+    model, text = kvengine.patch(built("gemma3")), Text(prompt()[0].tolist())
+    whole = Session(model, kvengine.EngineCache(model, "full"))
+    mine = Echo(model, kvengine.EngineCache(model, "full"), whole=whole)
+    whole.prefill(text.tokens)
+    mine.prefill(text.tokens)
+    text.tokens.append(3)
+    for number in range(late):
+        whole.feed(text.since(whole.settled, ()))
+        text.tokens.append(4 + number)
+        whole.settle(text)
+        mine.settle(text)
+    torch.testing.assert_close(mine.feed(text.tokens[-1:]), whole.feed(text.tokens[-1:]), rtol=1e-4, atol=1e-4)
 
 
 def test_windows_alone_are_drafted_for_too() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import greedy, held, llama, one, prompts
+from support import Bare, greedy, held, llama, one, prompts
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -14,6 +14,7 @@ import kvengine
 from kvengine.errors import CacheError, PolicyError, UnsupportedPolicy
 from kvengine.hf_names import CACHE
 from kvengine.policies.retention.kvzip import best_of_all
+from kvengine.session import Call
 from kvengine.stack import Stack
 
 LAYERS, HEADS = 2, 2
@@ -119,6 +120,52 @@ def test_scores_are_stored_and_a_later_turn_repeats_what_came_since() -> None:
     assert any(p < 66 for p in late) and any(p > 66 for p in late)
 
 
+@pytest.mark.parametrize(
+    ("softcap", "sinks"), [(0.5, None), (None, [2.0, -1.0, 3.0, 0.0]), (0.7, [1.0, 2.0, -2.0, 3.0])]
+)
+def test_softcaps_and_sinks_count_where_a_text_is_repeated(softcap: float | None, sinks: list[float] | None) -> None:
+    """One layer without a model: what a repeated token pays, written out."""
+    bare = Bare("kvzip(budget=12, chunk=16, carry=3, sinks=2)", tokens=60)
+    extra = None if sinks is None else torch.tensor(sinks).view(HEADS, -1)
+    bare.call = Call(bare.call.scale, softcap, extra)
+    bare.feed(60)
+    q, k = bare.q[0].unflatten(0, (HEADS, -1)), bare.k[0]
+    found = torch.zeros(HEADS, 60)
+    for start in range(0, 60, 16):
+        chunk = torch.arange(start, min(60, start + 16))
+        fed = torch.cat([torch.arange(max(0, start - 3), start), chunk])
+        columns = torch.cat([torch.arange(min(2, start)), chunk, fed])
+        logits = q[:, :, fed] @ k[:, None, columns].mT * bare.call.scale
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        late = torch.arange(len(columns)) - (len(columns) - len(fed)) > torch.arange(len(fed))[:, None]
+        logits = logits.masked_fill(late, -torch.inf)
+        if extra is not None:
+            logits = torch.cat([logits, extra[..., None, None].expand(-1, -1, len(fed), 1)], -1)
+        first = min(2, start)
+        found[:, chunk] = logits.softmax(-1)[..., first : first + len(chunk)].amax((1, 2))
+    keep = torch.zeros(found.numel(), dtype=torch.bool)
+    keep[found.flatten().topk(12 * HEADS).indices] = True
+    assert held(bare.cache)[0] == [row.nonzero()[:, 0].tolist() for row in keep.view_as(found)]
+
+
+@torch.no_grad()
+def test_turns_are_repeated_over_pages_with_holes_as_over_none() -> None:
+    """What is sealed is as exact elsewhere; heads that keep less leave holes."""
+    talk, found = one(360, seed=3)["input_ids"].split([150, 5, 100, 5, 100], 1), []
+    for text in (
+        "kvzip(budget=80, chunk=16, carry=3, sinks=2)",
+        "kvzip(budget=80, chunk=16, carry=3, sinks=2) + host",
+    ):
+        model = kvengine.patch(llama(), text)
+        cache = kvengine.EngineCache(model)
+        for i, part in enumerate(talk):
+            for piece in part.split(1, 1) if i % 2 else [part]:
+                model(piece, cache=cache)
+            found.append(kept(cache))
+        assert all(part.lane.repeated is None for layer in cache.engines for part in layer.parts)  # let go of
+    assert found[:5] == found[5:]
+
+
 @torch.no_grad()
 def test_a_text_within_the_budget_is_not_read_twice() -> None:
     model, passes = kvengine.patch(llama(), "kvzip(budget=61)"), []
@@ -206,8 +253,6 @@ def test_wrong_options_are_refused(wrong: str) -> None:
 
 
 def test_a_cache_without_its_text_is_refused() -> None:
-    from support import Bare
-
     fed = Bare("kvzip(budget=24)")
     with pytest.raises(CacheError, match="without the tokens that made them"):
         fed.cache.forward(fed.q, fed.k, fed.v, fed.call)
