@@ -211,6 +211,16 @@ def test_one_depth_says_little_about_others() -> None:
     assert times.table(8)[8] == pytest.approx(3.0, rel=0.15) and times.table(8)[0] < 1.0
 
 
+def test_no_length_is_taken_to_cost_nothing() -> None:
+    """A stall at one depth of two makes their line fall below nothing at those that were never tried."""
+    times, ahead = Times(), Adaptive()
+    for depth, seconds in ((6, 1e-4), (7, 0.1)):
+        times.add(depth, seconds, seconds)
+        ahead.learn(Round(depth, depth, 1, (0.9, 0.5), 2, seconds, seconds))
+    assert min(times.table(8)) >= 2e-5
+    assert ahead.more([]) in (True, False)
+
+
 def test_a_tree_costs_by_its_nodes() -> None:
     """Drafted whole every time, with 8, 12, 4 and 2 nodes a level: what fewer levels would cost follows from the nodes."""
     times = Times()
