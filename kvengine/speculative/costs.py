@@ -103,7 +103,7 @@ class Times:
         """Seconds by depth from 0 to `most`. Drafting nothing, unless measured, is taken to cost a quarter of a round of one."""
         start, slope = self.line()
         trust = (1.25 * self.spread / self.step) ** 2
-        least = max(1e-9, 0.5 * min(self.middle.values()))  # a stall at a depth makes a line fall below nothing at others
+        least = max(1e-9, 0.5 * min(self.middle.values()))  # after a stall a line falls below nothing elsewhere
         out = [0.0]
         for depth in range(1, most + 1):
             n, line = len(self.kept.get(depth, ())), max(least, start + slope * self.size(depth))

@@ -214,7 +214,7 @@ def test_one_depth_says_little_about_others() -> None:
 def test_no_length_is_taken_to_cost_nothing() -> None:
     """A stall at one depth of two makes their line fall below nothing at those that were never tried."""
     times, ahead = Times(), Adaptive()
-    for depth, seconds in ((6, 1e-4), (7, 0.1)):
+    for depth, seconds in ((7, 0.1), (6, 1e-4)):
         times.add(depth, seconds, seconds)
         ahead.learn(Round(depth, depth, 1, (0.9, 0.5), 2, seconds, seconds))
     assert min(times.table(8)) >= 2e-5
