@@ -120,6 +120,111 @@ def test_values_without_a_code_are_scored_exactly(odd: float) -> None:
     assert torch.equal(best_units(q, low, high, alive, 60, coarse=Coarse()), plain(q, low, high, alive, 60))
 
 
+def agrees(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, count: int, reduce: str = "max") -> Tensor:
+    got = best_units(q, low, high, alive, count, reduce=reduce, coarse=Coarse())  # type: ignore[arg-type]
+    assert torch.equal(got, plain(q, low, high, alive, count, reduce))
+    return got
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("coded", "exact"), [(10.49, 10.4), (10.51, 10.6), (10.99, 10.8), (10.01, 10.2)])
+def test_what_a_code_cannot_tell_does_not_decide(coded: float, exact: float, sign: int, reduce: str) -> None:
+    """One unit lies in a block with a step of 1, and is off by as much in every channel; another block has no step."""
+    x = torch.zeros(1, UNITS, 16)
+    x[0, :16] = 255 * torch.eye(16)
+    x[0, 20] = coded
+    x[0, 64:128] = exact
+    best = agrees(torch.full((1, 3, 16), float(sign)), sign * x, sign * x, torch.ones(1, UNITS).bool(), 17, reduce)
+    assert best[0].tolist() == [*range(16), 20 if coded > exact else 64]
+
+
+def test_what_a_rounded_weight_cannot_tell_does_not_decide() -> None:
+    """Next to a large channel the weights of the others become 0, which may make as much of a difference."""
+    x, q = torch.zeros(1, UNITS, 128), torch.full((1, 1, 128), 0.49)
+    q[..., 0] = 16000
+    x[0, 0, 0], x[0, 1], x[0, 1, 0] = 255, 255, 10.49
+    x[0, 64:128, 0] = 11.3
+    best = agrees(q, x, x, torch.ones(1, UNITS).bool(), 2)
+    assert best[0].tolist() == [0, 1]
+
+
+def test_what_rounding_makes_does_not_decide() -> None:
+    """Of large numbers that are about the same, for queries that cancel them."""
+    x = 1000 + 1e-4 * torch.randn(3, UNITS, 128, generator=torch.Generator().manual_seed(0))
+    q = torch.randn(3, 2, 128, generator=torch.Generator().manual_seed(1))
+    q -= q.mean(2, keepdim=True)
+    for reduce in ("max", "mean"):
+        agrees(q, x, x, torch.ones(3, UNITS).bool(), 60, reduce)
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("group", [1, 3])
+def test_scores_that_are_all_negative(group: int, reduce: str) -> None:
+    low, high, alive = bounds(16)
+    q = torch.rand(3, group, 16, generator=torch.Generator().manual_seed(2)) + 0.1
+    agrees(q, low - 200, high - 200, alive, 60, reduce)
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e-43, 3e-44, 0.0])
+def test_queries_that_are_almost_nothing(size: float) -> None:
+    low, high, alive = bounds(16)
+    q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(3)) * size
+    agrees(q, low, high, alive, 60)
+
+
+def test_a_channel_that_spans_more_than_a_float() -> None:
+    low, high, alive = bounds(16)
+    alive[0, 70:72] = True
+    low[0, 70:72], high[0, 70:72] = low[0, :1].nan_to_num(), high[0, :1].nan_to_num()
+    high[0, 70, 3], high[0, 71, 3] = 3e38, -3e38
+    agrees(torch.rand(3, 2, 16, generator=torch.Generator().manual_seed(1)), low, high, alive, 60)
+
+
+def test_scores_next_to_which_rounding_is_large() -> None:
+    """The border is found by counting from the lowest score, which is far below those that are chosen."""
+    x = torch.full((1, UNITS, 16), -6e4)
+    x[0, 64:128] = 0.01 * torch.rand(64, 16, generator=torch.Generator().manual_seed(5))
+    agrees(torch.ones(1, 1, 16), x, x, torch.ones(1, UNITS).bool(), 30)
+
+
+def test_more_are_wanted_than_have_codes() -> None:
+    x, coarse, alive = torch.zeros(2, UNITS, 16), Coarse(), torch.ones(2, UNITS).bool()
+    x[1], q = 5, torch.ones(2, 1, 16)
+    for _ in range(2):  # the second time, limits of the first are in the way of who looks too far
+        got = best_units(q, x, x, alive, 690, coarse=coarse)
+        assert coarse.done < 690 and torch.equal(got, torch.arange(690).repeat(2, 1))
+
+
+def test_a_score_of_minus_infinity_is_not_chosen() -> None:
+    x, alive = torch.zeros(1, UNITS, 16), torch.ones(1, UNITS).bool()
+    x[0, 5, 2], x[0, 680, 3] = -math.inf, -math.inf
+    got = agrees(torch.ones(1, 1, 16), x, x, alive, UNITS)
+    assert got[0].tolist() == [u for u in range(UNITS) if u not in (5, 680)] + [-1, -1]
+
+
+@pytest.mark.parametrize("units", [1, 40, 64])
+def test_a_choice_among_few(units: int) -> None:
+    """Which is asked for by nobody who knows that it saves nothing."""
+    low, high, alive = (x[:, :units] for x in bounds(16))
+    q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(4))
+    got = Coarse().top(q, low, high, alive, 1, "max")
+    assert torch.equal(got.long(), plain(q, low, high, alive, 1))
+
+
+def test_rows_are_chosen_from_side_by_side() -> None:
+    low, high, alive = bounds(128)
+    before, coarse = torch.get_num_threads(), Coarse()
+    try:
+        torch.set_num_threads(4)
+        for seed in range(20):
+            q = torch.randn(3, 1, 128, generator=torch.Generator().manual_seed(seed))
+            got = best_units(q, low, high, alive, 60, coarse=coarse)
+            assert torch.equal(got, plain(q, low, high, alive, 60))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_fewer_alive_than_wanted_and_equal_scores() -> None:
     low, high, alive = torch.zeros(2, UNITS, 16), torch.ones(2, UNITS, 16), torch.zeros(2, UNITS, dtype=torch.bool)
     alive[0, 5::90], alive[1] = True, True
