@@ -50,6 +50,29 @@ def test_matches_the_oracle(backend: str, dtype: torch.dtype, shape: tuple[int, 
     oracle.close(got, oracle.attend(q, k, v, visible, 0.3, **extra), BOUND[dtype])
 
 
+VIEWS = {
+    "one of several": lambda q: q[:, :, 1:2],
+    "every other": lambda q: q[:, :, ::2],
+    "the first": lambda q: q[:, :, :3],
+    "of one head": lambda q: q[:, 1:2, 1:],
+    "heads last": lambda q: q.transpose(1, 2).contiguous().transpose(1, 2),
+    "rows last": lambda q: q.transpose(0, 1).contiguous().transpose(0, 1),
+    "channels apart": lambda q: q[..., ::2],
+}
+"""Of queries [2, 3, 4, 48], as a model's projections and their parts lie."""
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_and_masks_may_lie_in_any_order(backend: str, view: str) -> None:
+    rng = torch.Generator().manual_seed(9)
+    q = VIEWS[view](torch.randn(2, 3, 4, 48, generator=rng))
+    k, v = torch.randn(2, 37, q.shape[3], generator=rng), torch.randn(2, 37, 24, generator=rng)
+    visible = (torch.rand(2, 37, q.shape[2], generator=rng) < 0.6).mT
+    got = oracle.on(backend, attention)(q, k, v, visible, 0.2, want_probs=True, backend=backend)
+    oracle.close(got, oracle.attend(q, k, v, visible, 0.2), 1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("queries, dim_v", [(1, 64), (3, 64), (3, 40), (70, 64)])
 @pytest.mark.parametrize("backend", BACKENDS)
