@@ -101,6 +101,17 @@ def test_c_makes_the_same_bits(
 
 
 @NATIVE
+@pytest.mark.parametrize("over", ["tokens", "channels"])
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_beyond_the_last_code_there_is_none(bits: int, over: Literal["tokens", "channels"]) -> None:
+    """A zero that is rounded in bfloat16 is steps away from the lowest number."""
+    x = 1001.8 + 3 * torch.rand(2, 32, 32, generator=torch.Generator().manual_seed(bits))
+    made = [quantise(x, bits, 16, over, scale_dtype=torch.bfloat16, backend=b) for b in ("reference", "native")]
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    assert bool((x - 1000 > (2**bits - 0.5) * made[0].scale.float().max()).any()) and 1000 in made[0].zero
+
+
+@NATIVE
 @pytest.mark.parametrize("scale_dtype", HALVES, ids=str)
 @pytest.mark.parametrize("codec", ["kivi", "quantspec", "zipcache"])
 def test_c_reads_pages_as_torch_does(codec: str, scale_dtype: torch.dtype) -> None:

@@ -212,6 +212,27 @@ def test_values_that_are_a_part_of_their_keys_are_merged_once(backend: str, dtyp
     assert torch.equal(keys, want)
 
 
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+def test_of_scores_that_are_no_numbers_none_goes() -> None:
+    """Of a row that holds too many the new token goes, whose score is one, and is merged; not what is in a free slot."""
+    about, used = case((1, 2, 1, 16, 8, 12), torch.float32, False)
+    about["position"][:, used] = torch.arange(used.stop - used.start, dtype=torch.int32)
+    about["position"][:, used.start + 1] = -1
+    about["keys"][:], about["values"][:] = torch.randn(2, 12, 16), torch.randn(2, 12, 8)
+    about["keys"][:, used.start + 1] = math.nan
+    about["score"][:] = math.nan
+    want, tau = after_token(about, used), torch.full((2,), -1.0)
+    paid = Paid(torch.tensor([3, 4]), torch.zeros(2, dtype=torch.int64), "mean", True)
+    step(rule=Merged(paid, tau, 1.0), backend="native", **about)
+    new = used.stop - 1
+    likes = torch.cosine_similarity(
+        want["keys"][:, used.start : new].double(), want["keys"][:, new : new + 1].double(), dim=2
+    )
+    torch.testing.assert_close(tau, likes.nan_to_num(-2).amax(1).float())
+    want["position"][:, new] = -1
+    assert torch.equal(about["position"], want["position"])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_stays_anyway_ends_at_first_and_at_recent(backend: str) -> None:
     """The worst token is the newest that is not recent, or the oldest that is; the one at `first`, or just before it."""
