@@ -215,7 +215,7 @@ def test_values_that_are_the_keys_first_channels(
 @pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize(
-    "dim, dim_v", [(32, 64), pytest.param(128, 128, marks=pytest.mark.slow), (576, 512), (72, 600)]
+    "dim, dim_v", [(32, 64), (64, 96), pytest.param(128, 128, marks=pytest.mark.slow), (576, 512), (72, 600)]
 )
 @pytest.mark.parametrize("group, query", [(8, 1), (3, 7), (16, 5)])
 def test_many_rows_of_queries(group: int, query: int, dim: int, dim_v: int, dtype: torch.dtype) -> None:

@@ -171,7 +171,7 @@ def test_codes_are_what_they_stand_for(shape: str, chosen: int | None) -> None:
 
 
 @pytest.mark.parametrize("chosen", [None, 16, 1])
-@pytest.mark.parametrize("shape", [name for name in SHAPES if "many" not in name])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.usefixtures("processor")
 def test_for_queries_of_bfloat16_codes_are_about_what_they_stand_for(shape: str, chosen: int | None) -> None:
     got, want, rounded = attended(shape, chosen, torch.bfloat16)
