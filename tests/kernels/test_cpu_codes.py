@@ -217,6 +217,34 @@ def test_in_bfloat16_less_is_lost_than_by_rounding_decoded_keys_and_values(shape
     assert lost < 0.75 * by_rounding
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("codec", ["kivi", "quantspec", "zipcache", "turboquant"])
+@pytest.mark.usefixtures("processor")
+def test_what_an_earlier_call_read_is_not_in_the_way(codec: str, dtype: torch.dtype) -> None:
+    """Where a batch ends before its last token, scales of the call before it would be behind."""
+    rng = torch.Generator().manual_seed(1)
+    k, v = torch.randn(2, 4, PAGE, 128, generator=rng)
+    q, none = torch.randn(1, 4, 1, 128, generator=rng).to(dtype), torch.zeros(4, PAGE)
+    if codec == "zipcache":
+        salient = torch.rand(4, PAGE, generator=rng).argsort(1) < 30
+        fields = codecs.encode_zipcache(k, v, (4, 2), salient, scale_dtype=torch.float32)
+    elif codec == "kivi":
+        fields = codecs.encode_kivi(k, v, 4, 32, scale_dtype=torch.float32)
+    else:
+        fields = (QuantSpec(group=32) if codec == "quantspec" else TurboQuant(bits=4)).encode(k, v, none)
+    bad = {name: torch.full_like(x, torch.nan) if x.is_floating_point() else x for name, x in fields.items()}
+    table, position = torch.arange(4).view(1, 4).int(), torch.arange(4 * PAGE).view(1, -1)
+    about = dict(page=PAGE, scale=0.1, codec=codec, dim_v=128, unit=1, backend="native")
+    order = torch.randperm(4 * PAGE, generator=rng)
+    k, v = (x.reshape(1, 4 * PAGE, 128) for x in codecs.decode(codec, fields, 128, 128))
+    for many in (1, 5, 37):
+        paged_attention(q, bad, table, position, units=order[None, :200], **about)  # type: ignore[arg-type]
+        got = paged_attention(q, fields, table, position, units=order[None, :many], **about)  # type: ignore[arg-type]
+        at = order[:many]
+        want = oracle.attend(q.float(), k[:, at], v[:, at], torch.ones(1, 1, many, dtype=torch.bool), 0.1)
+        oracle.close(got, want, 2e-5 if dtype == torch.float32 else 1e-2)
+
+
 @pytest.mark.parametrize("group", [1, 6])
 @pytest.mark.usefixtures("processor")
 def test_units_are_chosen_alike(group: int) -> None:
