@@ -15,7 +15,7 @@ import support_kernels as oracle
 import torch
 from torch import Tensor
 
-from kvengine.kernels import codecs
+from kvengine.kernels import codecs, turboquant
 from kvengine.kernels.cpu import library
 from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.page_scores import best_units, page_bounds, page_scores, top_units
@@ -81,6 +81,7 @@ SHAPES = {
     "turned, narrow, 2 bits": (64, "turned", 2, 9),
     "turned, wide": (256, "turned", 4, 16),
     "turned, wide, 2 bits": (256, "turned", 2, 4),
+    "turned, wide, 1 bit": (256, "turned", 1, 5),
     "turned, 192": (192, "turned", 3, 4),
     "turned, 72": (72, "turned", 3, 4),
     "turned, 80": (80, "turned", 4, 4),
@@ -217,14 +218,10 @@ def test_in_bfloat16_less_is_lost_than_by_rounding_decoded_keys_and_values(shape
     assert lost < 0.75 * by_rounding
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("codec", ["kivi", "quantspec", "zipcache", "turboquant"])
-@pytest.mark.usefixtures("processor")
-def test_what_an_earlier_call_read_is_not_in_the_way(codec: str, dtype: torch.dtype) -> None:
-    """Where a batch ends before its last token, scales of the call before it would be behind."""
-    rng = torch.Generator().manual_seed(1)
+def few_pages(codec: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Four pages with ranges in float32, and what they stand for [1, token, 128]."""
+    rng, none = torch.Generator().manual_seed(1), torch.zeros(4, PAGE)
     k, v = torch.randn(2, 4, PAGE, 128, generator=rng)
-    q, none = torch.randn(1, 4, 1, 128, generator=rng).to(dtype), torch.zeros(4, PAGE)
     if codec == "zipcache":
         salient = torch.rand(4, PAGE, generator=rng).argsort(1) < 30
         fields = codecs.encode_zipcache(k, v, (4, 2), salient, scale_dtype=torch.float32)
@@ -232,17 +229,55 @@ def test_what_an_earlier_call_read_is_not_in_the_way(codec: str, dtype: torch.dt
         fields = codecs.encode_kivi(k, v, 4, 32, scale_dtype=torch.float32)
     else:
         fields = (QuantSpec(group=32) if codec == "quantspec" else TurboQuant(bits=4)).encode(k, v, none)
-    bad = {name: torch.full_like(x, torch.nan) if x.is_floating_point() else x for name, x in fields.items()}
-    table, position = torch.arange(4).view(1, 4).int(), torch.arange(4 * PAGE).view(1, -1)
-    about = dict(page=PAGE, scale=0.1, codec=codec, dim_v=128, unit=1, backend="native")
-    order = torch.randperm(4 * PAGE, generator=rng)
     k, v = (x.reshape(1, 4 * PAGE, 128) for x in codecs.decode(codec, fields, 128, 128))
-    for many in (1, 5, 37):
-        paged_attention(q, bad, table, position, units=order[None, :200], **about)  # type: ignore[arg-type]
-        got = paged_attention(q, fields, table, position, units=order[None, :many], **about)  # type: ignore[arg-type]
-        at = order[:many]
-        want = oracle.attend(q.float(), k[:, at], v[:, at], torch.ones(1, 1, many, dtype=torch.bool), 0.1)
+    return dict(fields), k, v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("codec", ["kivi", "quantspec", "zipcache", "turboquant"])
+@pytest.mark.usefixtures("processor")
+def test_what_an_earlier_call_read_is_not_in_the_way(codec: str, dtype: torch.dtype) -> None:
+    """Where a batch ends before its last token, what is behind it may be no number: scales read before, or those of free slots."""
+    fields, k, v = few_pages(codec)
+    q = torch.randn(1, 4, 1, 128, generator=torch.Generator().manual_seed(2)).to(dtype)
+    table, order = (
+        torch.arange(4).view(1, 4).int(),
+        torch.randperm(4 * PAGE, generator=torch.Generator().manual_seed(3)),
+    )
+
+    def read(fields: dict[str, Tensor], units: Tensor | None, held: int = 4 * PAGE) -> State:
+        position = torch.arange(4 * PAGE).view(1, -1)
+        position[:, held:] = -1
+        return paged_attention(
+            q, fields, table, position, page=PAGE, scale=0.1, codec=codec, dim_v=128, units=units, unit=1,
+            backend="native",
+        )  # fmt: skip
+
+    def check(got: State, at: Tensor) -> None:
+        want = oracle.attend(q.float(), k[:, at], v[:, at], torch.ones(1, 1, len(at), dtype=torch.bool), 0.1)
         oracle.close(got, want, 2e-5 if dtype == torch.float32 else 1e-2)
+
+    bad = {name: torch.full_like(x, torch.nan) if x.is_floating_point() else x for name, x in fields.items()}
+    for many in (1, 5, 37):
+        read(bad, order[None, :200])
+        check(read(fields, order[None, :many]), order[:many])
+    for held in (1, 20, 31):
+        free = {name: x.clone() for name, x in fields.items()}
+        for name in ("v_scale", "v_zero"):
+            if name in free:
+                free[name][0, held:] = torch.nan
+        read(fields, torch.arange(32)[None])
+        check(read(free, torch.arange(held)[None]), torch.arange(held))
+        check(read(free, None, held), torch.arange(held))
+
+
+@pytest.mark.parametrize("bits", turboquant.BITS)
+@pytest.mark.usefixtures("processor")
+def test_codes_of_turned_vectors_are_those_of_torch(bits: int) -> None:
+    x = torch.randn(40, 128, generator=torch.Generator().manual_seed(bits))
+    made = [turboquant.encode(x, bits, "least", torch.float32, backend=b) for b in ("native", "reference")]
+    assert float((made[0][0] != made[1][0]).float().mean()) <= 1e-3
+    torch.testing.assert_close(made[0][1], made[1][1], rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("group", [1, 6])

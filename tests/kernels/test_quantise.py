@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvengine.errors import KernelError
 from kvengine.kernels import codecs, dispatch, turboquant
-from kvengine.kernels.quantise import WIDTHS, dequantise, pack, quantise, unpack
+from kvengine.kernels.quantise import WIDTHS, dequantise, laid, pack, quantise, unpack
 
 BACKENDS = [b for b in oracle.backends() if b != "native"]
 
@@ -171,11 +171,13 @@ def test_refusals_say_why() -> None:
 
 
 @pytest.mark.parametrize("form", range(len(turboquant.FORMS)))
-@pytest.mark.parametrize(("bits", "dim"), [(4, 64), (3, 72), (2, 128), (1, 80)])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("bits", "dim"), [(4, 64), (3, 72), (3, 96), (2, 128), (1, 80)])
+@pytest.mark.parametrize("backend", oracle.backends())
 def test_turned_codes_are_those_of_torch(backend: str, bits: int, dim: int, form: int) -> None:
     """Of a few vectors more than a program takes, and of zeros. Sums are not taken in one order: a number on a middle may
     go to either side."""
+    if backend == "native" and not laid(dim):
+        pytest.skip("C makes codes of whole registers")
     x = torch.randn(70, dim, generator=torch.Generator().manual_seed(bits)) * torch.logspace(-9, 4, 70)[:, None]
     x[33] = 0
     name = turboquant.FORMS[form]
