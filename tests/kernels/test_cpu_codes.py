@@ -237,7 +237,7 @@ def few_pages(codec: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
 @pytest.mark.parametrize("codec", ["kivi", "quantspec", "zipcache", "turboquant"])
 @pytest.mark.usefixtures("processor")
 def test_what_an_earlier_call_read_is_not_in_the_way(codec: str, dtype: torch.dtype) -> None:
-    """Where a batch ends before its last token, what is behind it may be no number: scales read before, or those of free slots."""
+    """Where a batch ends early, what is behind it may be no number: scales that were read before, or those of free slots."""
     fields, k, v = few_pages(codec)
     q = torch.randn(1, 4, 1, 128, generator=torch.Generator().manual_seed(2)).to(dtype)
     table, order = (
