@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ import support_kernels as oracle
 import torch
 from torch import Tensor
 
-from kvengine.kernels.step import Merged, Paid, Placed, step
+from kvengine.kernels.step import Ends, Merged, Paid, Placed, Sealed, ready, step
 from kvengine.kernels.verdict import verdict
 
 BACKENDS = [name for name in oracle.backends() if name != "triton"]
@@ -231,6 +232,38 @@ def test_of_scores_that_are_no_numbers_none_goes() -> None:
     torch.testing.assert_close(tau, likes.nan_to_num(-2).amax(1).float())
     want["position"][:, new] = -1
     assert torch.equal(about["position"], want["position"])
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+def test_a_rule_ends_with_its_token() -> None:
+    """Slots are described to C once, and take tokens under one rule after the other."""
+    about, _ = case((1, 2, 3, 16, 16, 60), torch.float32, False)
+    about["position"][:], about["score"] = torch.arange(60, dtype=torch.int32), torch.rand(2, 60)
+    first = [about[name].nan_to_num(1) for name in ("keys", "values", "position", "score")]
+    token, rows = (about["q"], about["k"], about["v"]), torch.arange(2)
+    mine = [x.clone() for x in first]
+    slots = ready(*mine[:3])
+    ends, tau, alive = Ends(rows + 2, rows + 9), torch.full((2,), -1.0), torch.ones(2, 4, dtype=torch.bool)
+    sealed = torch.arange(60, 84, dtype=torch.int32).view(2, 12)
+    paid = Paid(torch.tensor([20, 19]), torch.tensor([2, 3]), first=torch.tensor([1, 2]))
+    bare = paid._replace(first=None)
+    rules = [None, ends, paid, bare, Merged(bare, tau, 0.5), Placed(rows + 20, rows + 4), Sealed(ends, sealed, alive)]
+    states = [tau, sealed, alive]
+    begun = [x.clone() for x in states]
+    for one, other in itertools.permutations(rules, 2):
+        for x, y in zip(mine + states, first + begun, strict=True):
+            x.copy_(y)
+        assert slots is not None and slots.step(*token, 1, 31, 80, True, 0.2, rule=one, score=mine[3]) is not None
+        twins, between = [x.clone() for x in mine], [x.clone() for x in states]
+        got = slots.step(*token, 1, 32, 90, True, 0.2, rule=other, score=mine[3])
+        after = [x.clone() for x in states]
+        for x, y in zip(states, between, strict=True):
+            x.copy_(y)
+        alone = ready(*twins[:3])
+        assert alone is not None and got is not None
+        want = alone.step(*token, 1, 32, 90, True, 0.2, rule=other, score=twins[3])
+        for x, y in zip([got, *mine, *after], [want, *twins, *states], strict=True):
+            assert y is not None and torch.equal(x, y)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
