@@ -231,6 +231,53 @@ def test_rows_are_chosen_from_side_by_side() -> None:
         assert torch.equal(found, alone.tensors["limits"].flatten()[:size])
 
 
+def test_a_copy_and_what_it_is_of_both_go_on() -> None:
+    """With other units each, in the room that there was for both."""
+    low, high, alive = bounds(16, units=768)
+    others = [low.clone(), high.clone(), alive]
+    for x in others[:2]:
+        x[:, 640:] = -x[:, 640:].flip(1)
+    others[1] = torch.maximum(others[0], others[1])
+    q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(6))
+    want = [plain(q, *at, 60) for at in ((low, high, alive), others)]  # type: ignore[arg-type]
+    assert not torch.equal(*want)
+    for turns in (0, 1, 0, 1), (1, 0, 0, 1):
+        coarse = Coarse()
+        best_units(q, low[:, :640], high[:, :640], alive[:, :640], 60, coarse=coarse)
+        both = coarse, copy(coarse)
+        for who in turns:
+            at = others if who else (low, high, alive)
+            assert torch.equal(best_units(q, *at, 60, coarse=both[who]), want[who])  # type: ignore[misc]
+            assert both[who].again(q, *at, 60, "max") is not None  # type: ignore[misc]
+
+
+def test_rows_widths_and_queries_may_be_others_the_next_time() -> None:
+    coarse, wide = Coarse(), torch.randn(3, 2, 96, generator=torch.Generator().manual_seed(7))
+    for dim, rows, seed in ((16, 3, 0), (16, 2, 0), (40, 2, 1), (40, 3, 1), (16, 3, 2)):
+        low, high, alive = (x[:rows] for x in bounds(dim, seed))
+        gaps = torch.stack([alive, ~alive], 2)[..., 0]
+        one, two, three = wide[:rows, :, :dim].contiguous(), wide[:rows, :, :dim], wide[:rows, :, ::2][..., :dim]
+        asked = [(one, "max"), (one, "mean"), (two, "mean"), (two, "max"), (three, "max"), (three, "mean")]
+        for there in (alive, gaps):
+            for q, reduce in asked:  # of which each differs in one thing from the one before it
+                got = best_units(q, low, high, there, 60, reduce=reduce, coarse=coarse)  # type: ignore[arg-type]
+                assert torch.equal(got, plain(q, low, high, alive, 60, reduce))
+
+
+def test_what_is_read_is_counted_and_nothing_is_kept_of_what_is_cleared() -> None:
+    low, high, alive = bounds(16)
+    coarse, exact = Coarse(), 7_000_000
+    assert coarse.reads(UNITS, exact) == exact and coarse.tensors == {}
+    best_units(torch.ones(3, 1, 16), low, high, alive, 60, coarse=coarse)
+    codes = 3 * (
+        640 * 64 + 2 * 10 * 32 * 4
+    )  # a byte each of 2 * 16 channels, in lines of 64; a scale and a zero per block
+    assert coarse.reads(UNITS, exact) == codes + int(coarse.refined * exact / UNITS)
+    coarse.remembered.kind = (1,)
+    coarse.clear()
+    assert coarse.tensors == {} and coarse.reads(UNITS, exact) == exact and coarse.remembered.kind == ()
+
+
 def test_fewer_alive_than_wanted_and_equal_scores() -> None:
     low, high, alive = torch.zeros(2, UNITS, 16), torch.ones(2, UNITS, 16), torch.zeros(2, UNITS, dtype=torch.bool)
     alive[0, 5::90], alive[1] = True, True
