@@ -267,6 +267,23 @@ def test_a_rule_ends_with_its_token() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_the_only_one_left_may_be_the_opposite(backend: str) -> None:
+    """Whose cosine is -1, or a little less as it is rounded."""
+    rng, rows = torch.Generator().manual_seed(11), 40
+    k, v = torch.randn(1, rows, 1, 16, generator=rng), torch.randn(1, rows, 1, 8, generator=rng)
+    keys, values = torch.zeros(rows, 3, 16), torch.randn(rows, 3, 8, generator=rng)
+    keys[:, 0] = -k[0, :, 0] * (1 + torch.rand(rows, 1, generator=rng))
+    position, tau = torch.tensor([[0, -1, -1]], dtype=torch.int32).repeat(rows, 1), torch.full((rows,), math.nan)
+    paid = Paid(torch.ones(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.int64))
+    want = (math.e * v[0, :, 0].double() + math.exp(-1) * values[:, 0].double()) / (math.e + math.exp(-1))
+    about: dict[str, Any] = dict(start=0, end=1, at=1, holes=True, scale=0.2, rule=Merged(paid, tau, 0.5))
+    step(torch.randn(1, rows, 1, 16, generator=rng), k, v, keys, values, position, backend=backend, **about)
+    assert position.tolist() == [[-1, 1, -1]] * rows
+    torch.testing.assert_close(tau, torch.full((rows,), -1.0))
+    torch.testing.assert_close(values[:, 1], want.float())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_stays_anyway_ends_at_first_and_at_recent(backend: str) -> None:
     """The worst token is the newest that is not recent, or the oldest that is; the one at `first`, or just before it."""
     about, _ = case((1, 4, 1, 16, 16, 12), torch.float32, True)
