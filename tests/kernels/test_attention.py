@@ -83,11 +83,12 @@ def test_no_mask_means_all(backend: str, queries: int, dim_v: int, dtype: torch.
     assert got.probs is None
 
 
+@pytest.mark.parametrize("queries", [65, 150])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_many_queries(backend: str) -> None:
+def test_many_queries(backend: str, queries: int) -> None:
     """More than are read together."""
-    q, k, v, visible = case(2, 1, 150, 40, 32, 24, torch.float32)
-    visible[0, 70] = False  # a query that sees nothing
+    q, k, v, visible = case(2, 1, queries, 40, 32, 24, torch.float32)
+    visible[0, queries // 2] = False  # a query that sees nothing
     got = oracle.on(backend, attention)(q, k, v, visible, 0.2, want_probs=True, backend=backend)
     oracle.close(got, oracle.attend(q, k, v, visible, 0.2), 1e-5)
 
@@ -118,6 +119,15 @@ def test_no_tokens_at_all(backend: str) -> None:
     q, k, v, visible = case(2, 2, 1, 0, 16, 16, torch.float32)
     got = oracle.on(backend, attention)(q, k, v, visible, 1.0, backend=backend)
     assert not got.out.any() and (got.lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("queries", [1, 3, 70])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_tokens_and_no_mask(backend: str, queries: int) -> None:
+    """Torch's own kernel, which several queries may go to, ends the process there."""
+    q, none = torch.randn(2, 3, queries, 16), torch.zeros(2, 0, 16)
+    got = oracle.on(backend, attention)(q, none, none, None, 0.2, backend=backend)
+    assert not got.out.any() and got.out.shape == q.shape and bool((got.lse == -math.inf).all())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
