@@ -58,6 +58,13 @@ def test_queries_and_who_is_alive_may_be_views(backend: str) -> None:
         got = oracle.on(backend, page_scores)(q, low, high, pairs[..., 0], backend=backend)
         want = page_scores(q.clone(), low, high, alive, backend="reference")
         torch.testing.assert_close(got.cpu(), want, atol=1e-4, rtol=0)
+    few = torch.stack([want, -want], 2)[..., 0]
+    assert torch.equal(
+        oracle.on(backend, top_units)(few, 7, backend=backend).cpu(), top_units(want, 7, backend="reference")
+    )
+    share = oracle.on(backend, log_shares)(many[:, :, 1, :24], low, pairs[..., 0], 0.3, backend=backend)
+    other = log_shares(many[:, :, 1, :24].clone(), low, alive, 0.3, backend="reference")
+    torch.testing.assert_close(share.cpu()[[0, 2]], other[[0, 2]], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -112,6 +112,16 @@ def test_beyond_the_last_code_there_is_none(bits: int, over: Literal["tokens", "
 
 
 @NATIVE
+@pytest.mark.parametrize("over", ["tokens", "channels"])
+def test_c_takes_views(over: Literal["tokens", "channels"]) -> None:
+    """Channels with others between them, and rows that share who is alive."""
+    x = torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(1))[..., ::2]
+    alive = torch.rand(1, 32, generator=torch.Generator().manual_seed(2)) < 0.6
+    made = [quantise(x, 4, 16, over, alive=alive.expand(3, 32), backend=b) for b in ("reference", "native")]
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+@NATIVE
 @pytest.mark.parametrize("scale_dtype", HALVES, ids=str)
 @pytest.mark.parametrize("codec", ["kivi", "quantspec", "zipcache"])
 def test_c_reads_pages_as_torch_does(codec: str, scale_dtype: torch.dtype) -> None:
