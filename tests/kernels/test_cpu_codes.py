@@ -81,6 +81,7 @@ SHAPES = {
     "turned, narrow, 2 bits": (64, "turned", 2, 9),
     "turned, wide": (256, "turned", 4, 16),
     "turned, wide, 2 bits": (256, "turned", 2, 4),
+    "turned, 4 and 2 bits": (64, "turned", (4, 2), 4),
     "turned, wide, 1 bit": (256, "turned", 1, 5),
     "turned, 192": (192, "turned", 3, 4),
     "turned, 72": (72, "turned", 3, 4),
@@ -134,7 +135,8 @@ def attended(shape: str, chosen: int | None, dtype: torch.dtype, seed: int = 0) 
     if bits == "nibbles":
         fields = QuantSpec(group=group).encode(k, v, torch.zeros(k.shape[:2]))
     elif bits == "turned":
-        fields = TurboQuant(bits=group).encode(k, v, torch.zeros(k.shape[:2]))
+        of_keys, of_values = group if isinstance(group, tuple) else (group, group)
+        fields = TurboQuant(bits=of_keys, values=of_values).encode(k, v, torch.zeros(k.shape[:2]))
     elif bits == "mixed":
         fields = codecs.encode_zipcache(k, v, (4, 2), torch.rand(len(k), PAGE, generator=rng).argsort(1) < group)
     else:
