@@ -120,6 +120,164 @@ def test_values_without_a_code_are_scored_exactly(odd: float) -> None:
     assert torch.equal(best_units(q, low, high, alive, 60, coarse=Coarse()), plain(q, low, high, alive, 60))
 
 
+def agrees(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, count: int, reduce: str = "max") -> Tensor:
+    got = best_units(q, low, high, alive, count, reduce=reduce, coarse=Coarse())  # type: ignore[arg-type]
+    assert torch.equal(got, plain(q, low, high, alive, count, reduce))
+    return got
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("coded", "exact"), [(10.49, 10.4), (10.51, 10.6), (10.99, 10.8), (10.01, 10.2)])
+def test_what_a_code_cannot_tell_does_not_decide(coded: float, exact: float, sign: int, reduce: str) -> None:
+    """One unit lies in a block with a step of 1, and is off by as much in every channel; another block has no step."""
+    x = torch.zeros(1, UNITS, 16)
+    x[0, :16] = 255 * torch.eye(16)
+    x[0, 20] = coded
+    x[0, 64:128] = exact
+    best = agrees(torch.full((1, 3, 16), float(sign)), sign * x, sign * x, torch.ones(1, UNITS).bool(), 17, reduce)
+    assert best[0].tolist() == [*range(16), 20 if coded > exact else 64]
+
+
+def test_what_a_rounded_weight_cannot_tell_does_not_decide() -> None:
+    """Next to a large channel the weights of the others become 0, which may make as much of a difference."""
+    x, q = torch.zeros(1, UNITS, 128), torch.full((1, 1, 128), 0.49)
+    q[..., 0] = 16000
+    x[0, 0, 0], x[0, 1], x[0, 1, 0] = 255, 255, 10.49
+    x[0, 64:128, 0] = 11.3
+    best = agrees(q, x, x, torch.ones(1, UNITS).bool(), 2)
+    assert best[0].tolist() == [0, 1]
+
+
+def test_what_rounding_makes_does_not_decide() -> None:
+    """Of large numbers that are about the same, for queries that cancel them."""
+    x = 1000 + 1e-4 * torch.randn(3, UNITS, 128, generator=torch.Generator().manual_seed(0))
+    q = torch.randn(3, 2, 128, generator=torch.Generator().manual_seed(1))
+    q -= q.mean(2, keepdim=True)
+    for reduce in ("max", "mean"):
+        agrees(q, x, x, torch.ones(3, UNITS).bool(), 60, reduce)
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("group", [1, 3])
+def test_scores_that_are_all_negative(group: int, reduce: str) -> None:
+    low, high, alive = bounds(16)
+    q = torch.rand(3, group, 16, generator=torch.Generator().manual_seed(2)) + 0.1
+    agrees(q, low - 200, high - 200, alive, 60, reduce)
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e-43, 3e-44, 0.0])
+def test_queries_that_are_almost_nothing(size: float) -> None:
+    low, high, alive = bounds(16)
+    q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(3)) * size
+    agrees(q, low, high, alive, 60)
+
+
+def test_a_channel_that_spans_more_than_a_float() -> None:
+    low, high, alive = bounds(16)
+    alive[0, 70:72] = True
+    low[0, 70:72], high[0, 70:72] = low[0, :1].nan_to_num(), high[0, :1].nan_to_num()
+    high[0, 70, 3], high[0, 71, 3] = 3e38, -3e38
+    agrees(torch.rand(3, 2, 16, generator=torch.Generator().manual_seed(1)), low, high, alive, 60)
+
+
+def test_scores_next_to_which_rounding_is_large() -> None:
+    """The border is found by counting from the lowest score, which is far below those that are chosen."""
+    for lowest in range(1, 20):
+        x = torch.full((1, UNITS, 16), -1e4 * lowest)
+        x[0, 64:128] = 0.01 * torch.rand(64, 16, generator=torch.Generator().manual_seed(5))
+        agrees(torch.ones(1, 1, 16), x, x, torch.ones(1, UNITS).bool(), 30)
+
+
+def test_more_are_wanted_than_have_codes() -> None:
+    x, coarse, alive = torch.zeros(2, UNITS, 16), Coarse(), torch.ones(2, UNITS).bool()
+    x[1], q = 5, torch.ones(2, 1, 16)
+    for _ in range(2):  # the second time, limits of the first are in the way of who looks too far
+        got = coarse.top(q, x, x, alive, 690, "max")
+        assert coarse.done == 640 and got.tolist() == [list(range(690))] * 2
+
+
+def test_a_score_of_minus_infinity_is_not_chosen() -> None:
+    x, alive = torch.zeros(1, UNITS, 16), torch.ones(1, UNITS).bool()
+    x[0, 5, 2], x[0, 680, 3] = -math.inf, -math.inf
+    got = Coarse().top(torch.ones(1, 1, 16), x, x, alive, UNITS - 1, "max")
+    assert got[0].tolist() == [u for u in range(UNITS) if u not in (5, 680)] + [-1]
+
+
+@pytest.mark.parametrize("units", [1, 40, 64])
+def test_a_choice_among_few(units: int) -> None:
+    """Which is asked for by nobody who knows that it saves nothing."""
+    low, high, alive = (x[:, :units] for x in bounds(16))
+    q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(4))
+    got = Coarse().top(q, low, high, alive, 1, "max")
+    assert torch.equal(got.long(), plain(q, low, high, alive, 1))
+
+
+def test_rows_are_chosen_from_side_by_side() -> None:
+    """By several threads, and none writes limits where another row's are."""
+    low, high, alive = bounds(128)
+    before, coarse = torch.get_num_threads(), Coarse()
+    q = torch.randn(3, 1, 128, generator=torch.Generator().manual_seed(0))
+    try:
+        torch.set_num_threads(4)
+        for _ in range(5):
+            assert torch.equal(best_units(q, low, high, alive, 60, coarse=coarse), plain(q, low, high, alive, 60))
+    finally:
+        torch.set_num_threads(before)
+    for row in range(3):
+        one, alone, size = slice(row, row + 1), Coarse(), 2 * coarse.done
+        best_units(q[one], low[one], high[one], alive[one], 60, coarse=alone)
+        found = coarse.tensors["limits"].flatten()[row * size : (row + 1) * size]
+        assert torch.equal(found, alone.tensors["limits"].flatten()[:size])
+
+
+def test_a_copy_and_what_it_is_of_both_go_on() -> None:
+    """With other units each, in the room that there was for both."""
+    low, high, alive = bounds(16, units=768)
+    others = [low.clone(), high.clone(), alive]
+    for x in others[:2]:
+        x[:, 640:] = -x[:, 640:].flip(1)
+    others[1] = torch.maximum(others[0], others[1])
+    q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(6))
+    want = [plain(q, *at, 60) for at in ((low, high, alive), others)]  # type: ignore[arg-type]
+    assert not torch.equal(*want)
+    for turns in (0, 1, 0, 1), (1, 0, 0, 1):
+        coarse = Coarse()
+        best_units(q, low[:, :640], high[:, :640], alive[:, :640], 60, coarse=coarse)
+        both = coarse, copy(coarse)
+        for who in turns:
+            at = others if who else (low, high, alive)
+            assert torch.equal(best_units(q, *at, 60, coarse=both[who]), want[who])  # type: ignore[misc]
+            assert both[who].again(q, *at, 60, "max") is not None  # type: ignore[misc]
+
+
+def test_rows_widths_and_queries_may_be_others_the_next_time() -> None:
+    coarse, wide = Coarse(), torch.randn(3, 2, 96, generator=torch.Generator().manual_seed(7))
+    for dim, rows, seed in ((16, 3, 0), (16, 2, 0), (40, 2, 1), (40, 3, 1), (16, 3, 2)):
+        low, high, alive = (x[:rows] for x in bounds(dim, seed))
+        gaps = torch.stack([alive, ~alive], 2)[..., 0]
+        one, two, three = wide[:rows, :, :dim].contiguous(), wide[:rows, :, :dim], wide[:rows, :, ::2][..., :dim]
+        asked = [(one, "max"), (one, "mean"), (two, "mean"), (two, "max"), (three, "max"), (three, "mean")]
+        for there in (alive, gaps):
+            for q, reduce in asked:  # of which each differs in one thing from the one before it
+                got = best_units(q, low, high, there, 60, reduce=reduce, coarse=coarse)  # type: ignore[arg-type]
+                assert torch.equal(got, plain(q, low, high, alive, 60, reduce))
+
+
+def test_what_is_read_is_counted_and_nothing_is_kept_of_what_is_cleared() -> None:
+    low, high, alive = bounds(16)
+    coarse, exact = Coarse(), 7_000_000
+    assert coarse.reads(UNITS, exact) == exact and coarse.tensors == {}
+    best_units(torch.ones(3, 1, 16), low, high, alive, 60, coarse=coarse)
+    codes = 3 * (
+        640 * 64 + 2 * 10 * 32 * 4
+    )  # a byte each of 2 * 16 channels, in lines of 64; a scale and a zero per block
+    assert coarse.reads(UNITS, exact) == codes + int(coarse.refined * exact / UNITS)
+    coarse.remembered.kind = (1,)
+    coarse.clear()
+    assert coarse.tensors == {} and coarse.reads(UNITS, exact) == exact and coarse.remembered.kind == ()
+
+
 def test_fewer_alive_than_wanted_and_equal_scores() -> None:
     low, high, alive = torch.zeros(2, UNITS, 16), torch.ones(2, UNITS, 16), torch.zeros(2, UNITS, dtype=torch.bool)
     alive[0, 5::90], alive[1] = True, True

@@ -15,7 +15,7 @@ import support_kernels as oracle
 import torch
 from torch import Tensor
 
-from kvengine.kernels import codecs
+from kvengine.kernels import codecs, turboquant
 from kvengine.kernels.cpu import library
 from kvengine.kernels.lowrank_attention import lowrank_attention
 from kvengine.kernels.page_scores import best_units, page_bounds, page_scores, top_units
@@ -81,6 +81,8 @@ SHAPES = {
     "turned, narrow, 2 bits": (64, "turned", 2, 9),
     "turned, wide": (256, "turned", 4, 16),
     "turned, wide, 2 bits": (256, "turned", 2, 4),
+    "turned, 4 and 2 bits": (64, "turned", (4, 2), 4),
+    "turned, wide, 1 bit": (256, "turned", 1, 5),
     "turned, 192": (192, "turned", 3, 4),
     "turned, 72": (72, "turned", 3, 4),
     "turned, 80": (80, "turned", 4, 4),
@@ -133,7 +135,8 @@ def attended(shape: str, chosen: int | None, dtype: torch.dtype, seed: int = 0) 
     if bits == "nibbles":
         fields = QuantSpec(group=group).encode(k, v, torch.zeros(k.shape[:2]))
     elif bits == "turned":
-        fields = TurboQuant(bits=group).encode(k, v, torch.zeros(k.shape[:2]))
+        of_keys, of_values = group if isinstance(group, tuple) else (group, group)
+        fields = TurboQuant(bits=of_keys, values=of_values).encode(k, v, torch.zeros(k.shape[:2]))
     elif bits == "mixed":
         fields = codecs.encode_zipcache(k, v, (4, 2), torch.rand(len(k), PAGE, generator=rng).argsort(1) < group)
     else:
@@ -171,7 +174,7 @@ def test_codes_are_what_they_stand_for(shape: str, chosen: int | None) -> None:
 
 
 @pytest.mark.parametrize("chosen", [None, 16, 1])
-@pytest.mark.parametrize("shape", [name for name in SHAPES if "many" not in name])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.usefixtures("processor")
 def test_for_queries_of_bfloat16_codes_are_about_what_they_stand_for(shape: str, chosen: int | None) -> None:
     got, want, rounded = attended(shape, chosen, torch.bfloat16)
@@ -215,6 +218,68 @@ def test_in_bfloat16_less_is_lost_than_by_rounding_decoded_keys_and_values(shape
         lost += oracle.error(got.out, want.out)
         by_rounding += oracle.error(rounded.out, want.out)
     assert lost < 0.75 * by_rounding
+
+
+def few_pages(codec: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Four pages with ranges in float32, and what they stand for [1, token, 128]."""
+    rng, none = torch.Generator().manual_seed(1), torch.zeros(4, PAGE)
+    k, v = torch.randn(2, 4, PAGE, 128, generator=rng)
+    if codec == "zipcache":
+        salient = torch.rand(4, PAGE, generator=rng).argsort(1) < 30
+        fields = codecs.encode_zipcache(k, v, (4, 2), salient, scale_dtype=torch.float32)
+    elif codec == "kivi":
+        fields = codecs.encode_kivi(k, v, 4, 32, scale_dtype=torch.float32)
+    else:
+        fields = (QuantSpec(group=32) if codec == "quantspec" else TurboQuant(bits=4)).encode(k, v, none)
+    k, v = (x.reshape(1, 4 * PAGE, 128) for x in codecs.decode(codec, fields, 128, 128))
+    return dict(fields), k, v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("codec", ["kivi", "quantspec", "zipcache", "turboquant"])
+@pytest.mark.usefixtures("processor")
+def test_what_an_earlier_call_read_is_not_in_the_way(codec: str, dtype: torch.dtype) -> None:
+    """Where a batch ends early, what is behind it may be no number: scales that were read before, or those of free slots."""
+    fields, k, v = few_pages(codec)
+    q = torch.randn(1, 4, 1, 128, generator=torch.Generator().manual_seed(2)).to(dtype)
+    table, order = (
+        torch.arange(4).view(1, 4).int(),
+        torch.randperm(4 * PAGE, generator=torch.Generator().manual_seed(3)),
+    )
+
+    def read(fields: dict[str, Tensor], units: Tensor | None, held: int = 4 * PAGE) -> State:
+        position = torch.arange(4 * PAGE).view(1, -1)
+        position[:, held:] = -1
+        return paged_attention(
+            q, fields, table, position, page=PAGE, scale=0.1, codec=codec, dim_v=128, units=units, unit=1,
+            backend="native",
+        )  # fmt: skip
+
+    def check(got: State, at: Tensor) -> None:
+        want = oracle.attend(q.float(), k[:, at], v[:, at], torch.ones(1, 1, len(at), dtype=torch.bool), 0.1)
+        oracle.close(got, want, 1e-2 if dtype == torch.bfloat16 else 2e-5)
+
+    bad = {name: torch.full_like(x, torch.nan) if x.is_floating_point() else x for name, x in fields.items()}
+    for many in (1, 5, 37):
+        read(bad, order[None, :200])
+        check(read(fields, order[None, :many]), order[:many])
+    for held in (1, 20, 31):
+        free = {name: x.clone() for name, x in fields.items()}
+        for name in ("v_scale", "v_zero"):
+            if name in free:
+                free[name][0, held:] = torch.nan
+        read(fields, torch.arange(32)[None])
+        check(read(free, torch.arange(held)[None]), torch.arange(held))
+        check(read(free, None, held), torch.arange(held))
+
+
+@pytest.mark.parametrize("bits", turboquant.BITS)
+@pytest.mark.usefixtures("processor")
+def test_codes_of_turned_vectors_are_those_of_torch(bits: int) -> None:
+    x = torch.randn(40, 128, generator=torch.Generator().manual_seed(bits))
+    made = [turboquant.encode(x, bits, "least", torch.float32, backend=b) for b in ("native", "reference")]
+    assert float((made[0][0] != made[1][0]).float().mean()) <= 1e-3
+    torch.testing.assert_close(made[0][1], made[1][1], rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("group", [1, 6])

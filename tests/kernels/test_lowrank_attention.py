@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import support_kernels as oracle
@@ -120,3 +121,19 @@ def test_the_angle_stays_exact_far_away(backend: str, places: int) -> None:
     given = (q, u, v, torch.eye(64)[None], inv_freq, torch.arange(4)[None], position)
     got, want = (oracle.on(b, lowrank_attention)(*given, page=16, scale=0.1, backend=b) for b in (backend, "reference"))
     assert oracle.error(got.out, want.out) <= 1e-5
+
+
+@pytest.mark.parametrize("backend", oracle.backends())
+def test_frequencies_and_units_may_be_views(backend: str) -> None:
+    rng = torch.Generator().manual_seed(6)
+    u, basis = torch.randn(1, 90, 12, generator=rng), torch.randn(2, 12, 32, generator=rng) / 4
+    v, q = torch.randn(6, 16, 32, generator=rng), torch.randn(2, 4, 1, 32, generator=rng)
+    table, position = torch.arange(6).view(2, 3), torch.arange(48).repeat(2, 1)
+    inv_freq, units = 0.7 ** torch.arange(16.0), torch.tensor([[5, 0, 9], [2, 11, 7]])
+    run = oracle.on(backend, lowrank_attention)
+    about: dict[str, Any] = dict(page=16, scale=0.2, unit=4, backend=backend)
+    want = run(q, u, v, basis, inv_freq, table, position, units=units, **about)
+    apart, other = torch.stack([inv_freq, inv_freq + 1], 1)[:, 0], torch.cat([units, units + 1], 1).int()[:, :3]
+    for freq, chosen in ((apart, units), (inv_freq.double(), units), (inv_freq, other)):
+        got = run(q, u, v, basis, freq, table, position, units=chosen, **about)
+        torch.testing.assert_close((got.out, got.lse), (want.out, want.lse), atol=1e-5, rtol=0)

@@ -50,6 +50,34 @@ def test_scores_match_a_loop(
             assert abs(got[r, u] - want) <= 1e-5 * dim
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_and_who_is_alive_may_be_views(backend: str) -> None:
+    low, high, alive = bounds(24, 33, torch.float32)
+    many, pairs = torch.randn(3, 3, 2, 48, generator=torch.Generator().manual_seed(4)), torch.stack([alive, ~alive], 2)
+    for q in (many[:, :, 1, :24], many[:, :, 1, ::2], many[..., :24].transpose(0, 1)[1]):
+        got = oracle.on(backend, page_scores)(q, low, high, pairs[..., 0], backend=backend)
+        want = page_scores(q.clone(), low, high, alive, backend="reference")
+        torch.testing.assert_close(got.cpu(), want, atol=1e-4, rtol=0)
+    few = torch.stack([want, -want], 2)[..., 0]
+    assert torch.equal(
+        oracle.on(backend, top_units)(few, 7, backend=backend).cpu(), top_units(want, 7, backend="reference")
+    )
+    share = oracle.on(backend, log_shares)(many[:, :, 1, :24], low, pairs[..., 0], 0.3, backend=backend)
+    other = log_shares(many[:, :, 1, :24].clone(), low, alive, 0.3, backend="reference")
+    torch.testing.assert_close(share.cpu()[[0, 2]], other[[0, 2]], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_an_earlier_call_read_is_not_in_the_way(backend: str) -> None:
+    """Where heads end within a register, too."""
+    run, alive = oracle.on(backend, page_scores), torch.ones(1, 9, dtype=torch.bool)
+    for dim in (72, 40, 8):
+        bad, x, q = torch.full((1, 9, 80), math.nan), torch.randn(1, 9, dim), torch.randn(1, 3, dim)
+        assert run(torch.ones(1, 3, 80), bad, bad, alive, backend=backend).shape == (1, 9)
+        want = (q.double() @ x.double().mT).amax(1)
+        torch.testing.assert_close(run(q, x, x, alive, backend=backend).cpu().double(), want, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim, units", [(8, 5), (72, 70), (128, 1100)])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvengine.errors import KernelError
 from kvengine.kernels import codecs
 from kvengine.kernels.paged_attention import paged_attention
+from kvengine.kernels.paged_attention.native import Described
 from kvengine.kernels.slots import resolve, visible_to
 from kvengine.policies.representation.turboquant import TurboQuant
 
@@ -307,3 +308,37 @@ def test_refusals_say_why() -> None:
         paged_attention(q, fields, given["table"], given["position"], page=PAGE, scale=1.0, codec="kivi")
     with pytest.raises(KernelError, match="query_position"):
         paged_attention(q, fields, given["table"], given["position"], page=PAGE, scale=1.0, window=4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tables_positions_and_units_may_be_views(backend: str) -> None:
+    """Of wider numbers, or with others between theirs."""
+    rng = torch.Generator().manual_seed(8)
+    k, v = torch.randn(2, 6, 16, 32, generator=rng)
+    q, table = torch.randn(2, 3, 1, 32, generator=rng), torch.randperm(6, generator=rng).view(2, 3)
+    position, units = torch.arange(48).repeat(2, 1), torch.tensor([[5, 0, 9], [2, 11, 7]])
+    run = oracle.on(backend, paged_attention)
+    about: dict[str, Any] = dict(page=16, scale=0.2, codec="dense", dim_v=32, backend=backend)
+    for chosen in (None, units):
+        want = run(q, {"k": k, "v": v}, table.int(), position.int(), units=chosen, unit=4, **about)
+        for dtype in (torch.int32, torch.int64):
+            views = [
+                None if x is None else torch.stack([x, x + 1], 2).to(dtype)[..., 0] for x in (table, position, chosen)
+            ]
+            got = run(q, {"k": k, "v": v}, *views[:2], units=views[2], unit=4, **about)
+            assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+def test_units_that_were_converted_are_kept_for_as_long_as_they_are_described() -> None:
+    fields, table, position = (
+        {"k": torch.zeros(3, 16, 32), "v": torch.zeros(3, 16, 32)},
+        torch.arange(3),
+        torch.arange(48),
+    )
+    pages = Described("dense", fields, table[None], position[None], 16, 32, 32)
+    pages.reading(torch.tensor([[5, 0, 9]]), 4)
+    assert pages.units.tolist() == [[5, 0, 9]] and pages.call.units == pages.units.data_ptr()
+    assert (pages.call.unit, pages.call.chosen, pages.call.columns) == (4, 3, 12)
+    pages.reading(None, 4)
+    assert (pages.call.units, pages.call.chosen, pages.call.columns) == (None, 0, 48)

@@ -223,6 +223,20 @@ def test_only_slots_and_tokens_that_fit_are_taken() -> None:
 
 
 @pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+@pytest.mark.parametrize("full", [0, 1, 2])
+def test_where_one_row_has_no_free_slot_nothing_is_done(full: int) -> None:
+    q, k, v, keys, values, position = case((1, 3, 2, 16, 16, 20), torch.float32)
+    position[:], position[:, 7] = torch.arange(20, dtype=torch.int32), -1
+    position[full, 7] = 7
+    slots, before = ready(keys, values, position), [x.clone() for x in (keys, values, position)]
+    assert slots is not None and slots.step(q, k, v, 2, 19, 30, True, 0.3, fill=True) is None
+    assert all(torch.equal(a, b) for a, b in zip((keys, values, position), before, strict=True))
+    position[full, 18] = -1
+    assert slots.step(q, k, v, 2, 19, 30, True, 0.3, fill=True) is not None
+    assert (position == 30).nonzero().tolist() == [[r, 18 if r == full else 7] for r in range(3)]
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
 def test_a_copy_of_a_lane_writes_into_slots_of_its_own() -> None:
     layer = LayerCache(Stack.parse("full"), 0, 1)
     draw = lambda n: [torch.randn(1, heads, n, 16) for heads in (4, 2, 2)]  # noqa: E731

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ import support_kernels as oracle
 import torch
 from torch import Tensor
 
-from kvengine.kernels.step import Merged, Paid, Placed, step
+from kvengine.kernels.step import Ends, Merged, Paid, Placed, Sealed, ready, step
 from kvengine.kernels.verdict import verdict
 
 BACKENDS = [name for name in oracle.backends() if name != "triton"]
@@ -210,6 +211,76 @@ def test_values_that_are_a_part_of_their_keys_are_merged_once(backend: str, dtyp
         torch.testing.assert_close(keys[r, mate], made.to(dtype))
         want[r, mate] = keys[r, mate]
     assert torch.equal(keys, want)
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+def test_of_scores_that_are_no_numbers_none_goes() -> None:
+    """Of a row that holds too many the new token goes, whose score is one, and is merged; not what is in a free slot."""
+    about, used = case((1, 2, 1, 16, 8, 12), torch.float32, False)
+    about["position"][:, used] = torch.arange(used.stop - used.start, dtype=torch.int32)
+    about["position"][:, used.start + 1] = -1
+    about["keys"][:], about["values"][:] = torch.randn(2, 12, 16), torch.randn(2, 12, 8)
+    about["keys"][:, used.start + 1] = math.nan
+    about["score"][:] = math.nan
+    want, tau = after_token(about, used), torch.full((2,), -1.0)
+    paid = Paid(torch.tensor([3, 4]), torch.zeros(2, dtype=torch.int64), "mean", True)
+    step(rule=Merged(paid, tau, 1.0), backend="native", **about)
+    new = used.stop - 1
+    likes = torch.cosine_similarity(
+        want["keys"][:, used.start : new].double(), want["keys"][:, new : new + 1].double(), dim=2
+    )
+    torch.testing.assert_close(tau, likes.nan_to_num(-2).amax(1).float())
+    want["position"][:, new] = -1
+    assert torch.equal(about["position"], want["position"])
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+def test_a_rule_ends_with_its_token() -> None:
+    """Slots are described to C once, and take tokens under one rule after the other."""
+    about, _ = case((1, 2, 3, 16, 16, 60), torch.float32, False)
+    about["position"][:], about["score"] = torch.arange(60, dtype=torch.int32), torch.rand(2, 60)
+    first = [about[name].nan_to_num(1) for name in ("keys", "values", "position", "score")]
+    token, rows = (about["q"], about["k"], about["v"]), torch.arange(2)
+    mine = [x.clone() for x in first]
+    slots = ready(*mine[:3])
+    ends, tau, alive = Ends(rows + 2, rows + 9), torch.full((2,), -1.0), torch.ones(2, 4, dtype=torch.bool)
+    sealed = torch.arange(60, 84, dtype=torch.int32).view(2, 12)
+    paid = Paid(torch.tensor([20, 19]), torch.tensor([2, 3]), first=torch.tensor([1, 2]))
+    bare = paid._replace(first=None)
+    rules = [None, ends, paid, bare, Merged(bare, tau, 0.5), Placed(rows + 20, rows + 4), Sealed(ends, sealed, alive)]
+    states = [tau, sealed, alive]
+    begun = [x.clone() for x in states]
+    for one, other in itertools.permutations(rules, 2):
+        for x, y in zip(mine + states, first + begun, strict=True):
+            x.copy_(y)
+        assert slots is not None and slots.step(*token, 1, 31, 80, True, 0.2, rule=one, score=mine[3]) is not None
+        twins, between = [x.clone() for x in mine], [x.clone() for x in states]
+        got = slots.step(*token, 1, 32, 90, True, 0.2, rule=other, score=mine[3])
+        after = [x.clone() for x in states]
+        for x, y in zip(states, between, strict=True):
+            x.copy_(y)
+        alone = ready(*twins[:3])
+        assert alone is not None and got is not None
+        want = alone.step(*token, 1, 32, 90, True, 0.2, rule=other, score=twins[3])
+        for x, y in zip([got, *mine, *after], [want, *twins, *states], strict=True):
+            assert y is not None and torch.equal(x, y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_only_one_left_may_be_the_opposite(backend: str) -> None:
+    """Whose cosine is -1, or a little less as it is rounded."""
+    rng, rows = torch.Generator().manual_seed(11), 40
+    k, v = torch.randn(1, rows, 1, 16, generator=rng), torch.randn(1, rows, 1, 8, generator=rng)
+    keys, values = torch.zeros(rows, 3, 16), torch.randn(rows, 3, 8, generator=rng)
+    keys[:, 0] = -k[0, :, 0] * (1 + torch.rand(rows, 1, generator=rng))
+    position, tau = torch.tensor([[0, -1, -1]], dtype=torch.int32).repeat(rows, 1), torch.full((rows,), math.nan)
+    paid = Paid(torch.ones(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.int64))
+    want = (math.e * v[0, :, 0].double() + math.exp(-1) * values[:, 0].double()) / (math.e + math.exp(-1))
+    about: dict[str, Any] = dict(start=0, end=1, at=1, holes=True, scale=0.2, rule=Merged(paid, tau, 0.5))
+    step(torch.randn(1, rows, 1, 16, generator=rng), k, v, keys, values, position, backend=backend, **about)
+    assert position.tolist() == [[-1, 1, -1]] * rows
+    torch.testing.assert_close(tau, torch.full((rows,), -1.0))
+    torch.testing.assert_close(values[:, 1], want.float())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
