@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from pathlib import Path
@@ -66,7 +67,10 @@ def check(policy: str, tokens: int, file: str = "") -> None:
         assert whole.lines > 5
         for at in range(1, whole.lines + 1):
             tried = copy.deepcopy(cache)
-            with pytest.raises(KeyboardInterrupt), Interrupt(at, file):
+            with (
+                contextlib.suppress(KeyboardInterrupt),
+                Interrupt(at, file),
+            ):  # a pass may have fewer lines than the first
                 model(some, cache=tried)
             try:
                 got = rest(tried, tried.seen - start)
