@@ -186,7 +186,7 @@ def pairs(value: Any, *, last: bool = False) -> dict[str, Any]:
         return dict(value)
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise EvaluationError(f"expected NAME=VALUE, or names with their values, got {value!r}")
+        raise TypeError("it is NAME=VALUE, a list of these, or names with their values")  # `build` names the setting
     found = [item.rpartition("=") if last else item.partition("=") for item in value]
     for item, (_, equals, _) in zip(value, found, strict=True):
         if not equals:
@@ -202,7 +202,7 @@ def _text(name: str, value: Any) -> str:
 
 def _texts(name: str, value: Any) -> list[str]:
     if isinstance(value, Mapping) or not isinstance(value, Iterable):  # of a mapping the values would be passed over
-        raise EvaluationError(f"{name} is a text or a list of texts, got {value!r}")
+        raise TypeError("it is a text or a list of texts")  # `build` names the setting
     return [_text(name, one) for one in value]
 
 

@@ -504,10 +504,10 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     ({"fail_under": ["vt=900"]}, "between 0 and 100"),
     ({"fail_under": ["vt"]}, "expected NAME=VALUE, got 'vt'"),
     ({"fail_under": "vt"}, "expected NAME=VALUE, got 'vt'"),
-    ({"fail_under": 50}, "expected NAME=VALUE, or names with their values, got 50"),
-    ({"data": ["squad=.", 3]}, "expected NAME=VALUE, or names with their values"),
-    ({"policies": {"full": 1}}, "policies is a text or a list of texts, got"),
-    ({"tasks": {"vt": 3}}, "tasks is a text or a list of texts, got"),
+    ({"fail_under": 50}, "fail_under=50 is not what this setting takes: it is NAME=VALUE, a list"),
+    ({"data": ["squad=.", 3]}, "it is NAME=VALUE, a list of these, or names with their values"),
+    ({"policies": {"full": 1}}, "is not what this setting takes: it is a text or a list of texts"),
+    ({"tasks": {"vt": 3}}, "is not what this setting takes: it is a text or a list of texts"),
     ({"tasks": ["vt", 3]}, "tasks is text, got 3"),
 ])  # fmt: skip
 def test_bad_settings_are_explained(tmp_path: Path, given: dict[str, Any], message: str) -> None:
