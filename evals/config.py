@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
 from pathlib import Path
@@ -148,9 +148,9 @@ def _typed(name: str, value: Any) -> Any:
         case "out":
             return Path(value)
         case "policies" | "modes":
-            return tuple(split(value)) if isinstance(value, str) else tuple(_text(name, one) for one in value)
+            return tuple(split(value)) if isinstance(value, str) else tuple(_texts(name, value))
         case "tasks":
-            return value if isinstance(value, str) else ",".join(value)
+            return value if isinstance(value, str) else ",".join(_texts(name, value))
         case "chat" if isinstance(value, bool):
             return "on" if value else "off"  # YAML reads these words so
         case "model" | "device" | "dtype" | "chat" | "suite":
@@ -159,7 +159,7 @@ def _typed(name: str, value: Any) -> Any:
             if not isinstance(value, bool):
                 raise EvaluationError(f"{name} is true or false, got {value!r}")
         case "minutes":
-            return _float(name, value)
+            return None if value is None else _float(name, value)
         case "budget":
             number = _float(name, value)
             if not number > 0 or (number > 1 and number % 1):
@@ -184,6 +184,9 @@ def pairs(value: Any, *, last: bool = False) -> dict[str, Any]:
     """
     if isinstance(value, Mapping):
         return dict(value)
+    value = [value] if isinstance(value, str) else value
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise TypeError("it is NAME=VALUE, a list of these, or names with their values")  # `build` names the setting
     found = [item.rpartition("=") if last else item.partition("=") for item in value]
     for item, (_, equals, _) in zip(value, found, strict=True):
         if not equals:
@@ -195,6 +198,12 @@ def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise EvaluationError(f"{name} is text, got {value!r}")
     return value
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    if isinstance(value, Mapping) or not isinstance(value, Iterable):  # of a mapping the values would be passed over
+        raise TypeError("it is a text or a list of texts")  # `build` names the setting
+    return [_text(name, one) for one in value]
 
 
 def _integers(value: Any) -> list[int]:

@@ -156,9 +156,8 @@ class LayerCache:
         session.begin(self.layer, self.seen)
         self.readers.begin([lane])
         out = lane.quick(q, k, v, scale)
+        self.seen += out is not None  # before the pass counts as whole: Control-C may come in between
         session.torn = out is not None and session.due is not None
-        if out is not None:
-            self.seen += 1
         return out
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:

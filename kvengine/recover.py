@@ -13,6 +13,7 @@ that of an undisturbed run; a stack that approximates approximates anew, so from
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,7 +81,10 @@ def generate(
     mask, prompt = inputs.get("attention_mask", torch.ones_like(ids)), ids.shape[1]
     options = {name: value for name, value in options.items() if name not in NAMES}  # which may be None
     most, given, said = prompt + max_new_tokens, options, Said(streamer)
+    limit, begun = asked(model, given, "max_time"), time.monotonic()
     while True:
+        if limit is not None:
+            options["max_time"] = max(0.0, limit - time.monotonic() + begun)
         attempts, cache = attempts - 1, EngineCache(model, stack)  # type: ignore[arg-type]
         said.again()
         try:
@@ -103,11 +107,34 @@ def generate(
         if ids.shape[1] >= most or bool(rows.all()):
             said.end()
             return ids
-        options = {**given, "num_return_sequences": 1}
+        options = {**given, **later(model, given, ids, prompt)}
         for name, kept in (("logits_processor", Padding(rows, padding)), ("stopping_criteria", Ended(rows))):
             options[name] = [*(given.get(name) or []), kept]
-        if given.get("min_new_tokens"):
-            options["min_new_tokens"] = max(0, given["min_new_tokens"] - ids.shape[1] + prompt)
+
+
+def asked(model: Any, options: Mapping[str, Any], name: str) -> Any:
+    """What `generate` takes for a setting."""
+    config = options.get("generation_config") or model.generation_config
+    value = options.get(name)
+    return getattr(config, name, None) if value is None else value
+
+
+def later(model: Any, given: Mapping[str, Any], ids: Int[Tensor, "sequence token"], prompt: int) -> dict[str, Any]:
+    """The settings that `generate` counts from its prompt's end, where that prompt has the tokens said so far in it."""
+    new, found = ids[:, prompt:], dict[str, Any](num_return_sequences=1)
+    if least := asked(model, given, "min_new_tokens"):
+        found["min_new_tokens"] = max(0, least - new.shape[1])
+    if asked(model, given, "begin_suppress_tokens"):
+        found["begin_suppress_tokens"] = []
+    if decay := asked(model, given, "exponential_decay_length_penalty"):
+        found["exponential_decay_length_penalty"] = (decay[0] - new.shape[1], decay[1])
+    if asked(model, given, "guidance_scale") not in (None, 1):
+        before, mask = (given.get(f"negative_prompt_{name}") for name in ("ids", "attention_mask"))
+        # without one, transformers begins with the prompt's last token
+        found["negative_prompt_ids"] = torch.cat([ids[:, prompt - 1 : prompt] if before is None else before, new], 1)
+        if mask is not None:
+            found["negative_prompt_attention_mask"] = torch.cat([mask, torch.ones_like(new)], 1)
+    return found
 
 
 def check(model: Any, inputs: Any, options: Mapping[str, Any]) -> None:
@@ -126,5 +153,10 @@ def check(model: Any, inputs: Any, options: Mapping[str, Any]) -> None:
         raise ModelError(
             f"beam search takes back what it has said, so {what} cannot go on with it; leave num_beams out"
         )
+    for name, nothing in (("encoder_repetition_penalty", 1), ("encoder_no_repeat_ngram_size", 0)):
+        if asked(model, options, name) not in (None, nothing):
+            raise ModelError(
+                f"{name} is about the prompt, which after a loss has what was said in it; leave it out of {what}"
+            )
     if records:
         raise ModelError(f"{what} returns tokens and nothing else; leave return_dict_in_generate out")

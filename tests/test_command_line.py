@@ -108,7 +108,7 @@ def test_policies_that_are_no_text() -> None:
 @pytest.mark.parametrize(("text", "says"), [
     ("policies: 3", "policies=3 is not what this setting takes"),
     ("policies: [3]", "policies is text, got 3"),
-    ("tasks: [3]", "tasks=.* is not what"),
+    ("tasks: [3]", "tasks is text, got 3"),
     ("out: 2020-01-01", "out=.* is not what"),
     ("data: 3", "data=3 is not what"),
     ("data: {a: 3}", "data=.* is not what"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import threading
 import time
 import weakref
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from kvengine.errors import CorruptBitstream, StoreError
+from kvengine.offload.forked import check_process
 from kvengine.offload.placement import Fields
 from kvengine.offload.placement._levels import Layout, Slots, Unwritable
 
@@ -64,6 +66,7 @@ class Packed(ABC):
     def __init__(self, name: str, layout: Layout, capacity: int) -> None:
         self.name, self.layout, self.capacity, self.slots = name, layout, capacity, Slots()
         self.sums: dict[int, int] = {}
+        self.process = os.getpid()
         self.most = max(1, PENDING // layout.size)  # pieces that may wait
         self.run: Run | None = None
         self.change = threading.Condition()
@@ -75,6 +78,11 @@ class Packed(ABC):
     def behind(self, run: Run, share: float) -> None:
         """From now on write on another thread; `share` of `PENDING` may wait."""
         self.run, self.most = run, max(1, int(PENDING * share) // self.layout.size)
+
+    def check_process(self) -> None:
+        """Raises StoreError in a process that was forked off: the bytes are where the other one goes on writing."""
+        instead = "save the session before the fork (kvengine.saved.save) and load it here, or begin another cache"
+        check_process(self.process, f"pages were put on the {self.name} tier", instead)
 
     # Down
 
@@ -105,6 +113,7 @@ class Packed(ABC):
 
     def check_open(self, pieces: int) -> None:
         """Refuse at once while the tier is given a pause."""
+        self.check_process()
         self.reopen()
         if self.stuck:
             raise self.unwritable(pieces)
@@ -170,6 +179,7 @@ class Packed(ABC):
 
     def disown(self, slots: np.ndarray) -> None:
         """Forget what these slots hold, written or waiting; waits if one is being written just now."""
+        self.check_process()
         with self.change:
             mine = [self.waiting[slot] for slot in slots.tolist() if slot in self.waiting]
             self.change.wait_for(lambda: not any(batch.busy for batch, _ in mine))
@@ -186,6 +196,8 @@ class Packed(ABC):
 
     def flush(self) -> None:
         """Wait until all is written, or the tier fails."""
+        if self.slots.used:
+            self.check_process()
         self.reopen()
         with self.change:
             self.wake()
@@ -205,6 +217,7 @@ class Packed(ABC):
 
     def fetch(self, slots: np.ndarray, into: Tensor) -> None:
         """Fill `into` [piece, byte]. Raises StoreError, or CorruptBitstream for bytes that are not those written."""
+        self.check_process()
         raw = into.numpy()
         with self.change:
             entries = [self.waiting.get(slot) for slot in slots.tolist()]

@@ -301,6 +301,9 @@ class Tiered:
         staged = self.staged
         if staged is None or staged.future is None:
             return
+        for level in self.levels:
+            if isinstance(level, Packed):
+                level.check_process()
         try:
             staged.future.result()
             staged.future = None

@@ -6,13 +6,15 @@ Buffers belong to the caller: those given to `submit_put` must not change, and t
 used, until `poll` or `wait` has named the job. Whoever does not care need not ask: of the finished jobs that nobody has
 asked for the newest are remembered, some ten thousands. Nothing here raises because a store is down, slow, full or damaged: such
 a key is a miss, the event is logged and counted, and the caller computes instead. After three failures in a row the
-store is left alone for `pause` seconds, so a dead one costs nothing per request. A closed store raises StoreError: that is
-a mistake of the caller's, and as a miss it would be computed around for ever.
+store is left alone for `pause` seconds, so a dead one costs nothing per request. A closed store, and in a process that was
+forked off one that was opened before, raise StoreError: that is a mistake of the caller's, and as a miss it would be computed
+around for ever.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -23,6 +25,7 @@ from itertools import islice
 from typing import TypeVar
 
 from kvengine.errors import CorruptBitstream, IncompatibleCache, StoreError
+from kvengine.offload.forked import check_process
 from kvengine.offload.stores.backend import Backend
 from kvengine.offload.stores.record import Buffer, Entry, check_ttl
 
@@ -79,9 +82,15 @@ class Store:
         self._finished: dict[int, Done] = {}  # the oldest first
         self._awaited: Counter[int] = Counter()  # by `wait`, which is to get them whatever becomes of others
         self._events: deque[Event] = deque(maxlen=1000)
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
+
+    def _check_process(self) -> None:
+        check_process(
+            self._process, "the store was opened", "open it here too"
+        )  # its threads and connections are not here
 
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise StoreError("the store is closed; make another")
 
@@ -118,6 +127,7 @@ class Store:
         self, keys: Sequence[str], values: Sequence[Buffer | Sequence[Buffer]], ttl: float | None = None
     ) -> int:
         """Stores values, each a buffer or a list of buffers to be joined, for `ttl` seconds. Returns the job."""
+        self._check_process()
         check_ttl(ttl)
         parts = [[v] if isinstance(v, bytes | bytearray | memoryview) else list(v) for v in values]
         sizes = [sum(memoryview(part).nbytes for part in value) for value in parts]
@@ -131,6 +141,7 @@ class Store:
     def submit_get(self, keys: Sequence[str], buffers: Sequence[Buffer], offsets: Sequence[int] | None = None) -> int:
         """Reads values into the caller's buffers, from `offsets` (bytes) on. A buffer that is not filled counts as a
         miss. Returns the job."""
+        self._check_process()
         views = [memoryview(buffer).cast("B") for buffer in buffers]
 
         def get(i: int) -> int:
@@ -221,6 +232,7 @@ class Store:
 
     def wait(self, job: int, timeout: float | None = None) -> Done | None:
         """The finished job, or None if it takes longer than `timeout` seconds (its buffers are then still in use)."""
+        self._check_process()
         with self._change:
             self._awaited[job] += 1
             try:
@@ -234,6 +246,7 @@ class Store:
 
     def drain(self) -> None:
         """Waits for all jobs; they stay there for `poll`."""
+        self._check_process()
         with self._change:
             self._change.wait_for(lambda: not self._open)
 
@@ -270,7 +283,9 @@ class Store:
         return found
 
     def close(self) -> None:
-        """Waits for open jobs and releases the backend. Again is no harm."""
+        """Waits for open jobs and releases the backend. Again is no harm, nor is it in a process that was forked off."""
+        if os.getpid() != self._process:  # what is under way is the other one's, and so are connections
+            return
         with self._change:
             if self._closed:
                 return

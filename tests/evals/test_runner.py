@@ -503,6 +503,12 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     ({"data": ["essay=."]}, "no data is called 'essay'. Did you mean 'essays'"),
     ({"fail_under": ["vt=900"]}, "between 0 and 100"),
     ({"fail_under": ["vt"]}, "expected NAME=VALUE, got 'vt'"),
+    ({"fail_under": "vt"}, "expected NAME=VALUE, got 'vt'"),
+    ({"fail_under": 50}, "fail_under=50 is not what this setting takes: it is NAME=VALUE, a list"),
+    ({"data": ["squad=.", 3]}, "it is NAME=VALUE, a list of these, or names with their values"),
+    ({"policies": {"full": 1}}, "is not what this setting takes: it is a text or a list of texts"),
+    ({"tasks": {"vt": 3}}, "is not what this setting takes: it is a text or a list of texts"),
+    ({"tasks": ["vt", 3]}, "tasks is text, got 3"),
 ])  # fmt: skip
 def test_bad_settings_are_explained(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(EvaluationError, match=message.replace("(", r"\(")):
@@ -520,6 +526,14 @@ def test_a_run_without_a_folder_finds_its_own_again() -> None:
     assert first.parent == Path("runs") and first.name.startswith("ruler-")
     assert build("ruler", None, {"samples": 3, "minutes": "2", "limit": 1}).out == first
     assert len({first, build("ruler", None, {"samples": 4}).out, build("scbench", None, {"samples": 3}).out}) == 3
+
+
+def test_a_file_may_leave_settings_open_and_name_one_bar(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("minutes: null\nlimit: null\nfew: null\nfail_under: vt=50\ndata: squad=.\n")
+    made = build("ruler", file, {})
+    assert (made.minutes, made.limit, made.few) == (None, None, None)
+    assert made.fail_under == {"vt": 50.0} and made.data == {"squad": Path()}
 
 
 def test_few_wants_shared() -> None:

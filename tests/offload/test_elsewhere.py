@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,44 @@ def test_rows_that_had_ended_stay_at_their_end_after_a_loss() -> None:
             assert torch.equal(found, want)
 
 
+@pytest.mark.parametrize("options", [
+    {"min_new_tokens": 9, "eos_token_id": list(range(3, 128, 2)), "pad_token_id": 0},
+    {"begin_suppress_tokens": list(range(100))},
+    {"exponential_decay_length_penalty": (8, 1.2), "eos_token_id": 5, "pad_token_id": 0},
+    {"guidance_scale": 1.5},
+    {"guidance_scale": 1.5, "negative_prompt_ids": torch.arange(3, 11)[None]},
+], ids=lambda options: " ".join(options))  # fmt: skip
+@pytest.mark.parametrize("named", [True, False])
+def test_settings_that_count_from_the_prompts_end_still_do_after_a_loss(options: dict[str, Any], named: bool) -> None:
+    options = {"max_new_tokens": 20, "do_sample": False, **options}
+    negative = {name: options.pop(name) for name in list(options) if name.startswith("negative")}
+    with kvengine.patched(llama(), "full") as model:
+        given = options if named else {"generation_config": GenerationConfig(**options)}
+        want = model.generate(**one(), **given, **negative)
+        for step in (1, 5, 14):
+            if not named:
+                given = {"generation_config": GenerationConfig(**options)}
+            found = recover.generate(
+                model, one(), **{"max_new_tokens": 20, **given}, **negative, logits_processor=[Lost(step)]
+            )
+            assert torch.equal(found, want)
+
+
+def test_the_time_that_was_given_is_over_all_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    with kvengine.patched(llama(), "full") as model:
+
+        def slow(**options: Any) -> Any:
+            given.append(options["max_time"])
+            time.sleep(0.05)
+            raise StoreError("nobody answers")
+
+        monkeypatch.setattr(model, "generate", slow)
+        with pytest.raises(StoreError):
+            recover.generate(model, one(), max_new_tokens=4, max_time=0.07)
+    assert 0.06 < given[0] <= 0.07 and given[1] <= 0.02 and given[2] == 0.0
+
+
 class Heard:
     """A streamer that remembers."""
 
@@ -277,6 +316,8 @@ def test_tokens_that_come_several_at_a_time_are_those_of_one_text() -> None:
     ({"num_beams": 2}, "beam search"),
     ({"generation_config": GenerationConfig(num_beams=2)}, "beam search"),
     ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+    ({"encoder_no_repeat_ngram_size": 1}, "encoder_no_repeat_ngram_size is about the prompt"),
+    ({"encoder_repetition_penalty": 1.5}, "encoder_repetition_penalty is about the prompt"),
 ])  # fmt: skip
 def test_what_cannot_go_on_after_a_loss_is_said_before(options: dict[str, Any], says: str) -> None:
     with kvengine.patched(llama(), "full") as model, pytest.raises(ModelError, match=says):
