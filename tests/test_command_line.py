@@ -54,6 +54,13 @@ def test_the_version_is_the_packages() -> None:
     assert kvengine.__version__ == version("kvengine")
 
 
+def test_the_package_is_the_command_too() -> None:
+    found = subprocess.run(
+        [sys.executable, "-P", "-m", "kvengine", "--version"], capture_output=True, text=True, check=True
+    )
+    assert found.stdout == f"kvengine {version('kvengine')}\n"
+
+
 @pytest.mark.parametrize(("words", "code", "says"), [
     ("--version", 0, version("kvengine")),
     ("--help", 0, "generate"),
