@@ -122,6 +122,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mixed": {"salient": 0.6},
     "mixed, long pages": {"salient": 0.3, "page": 128, "dim_v": 128, "heads": 9},
     "mixed, units, window": {"salient": 0.9, "unit": 32, "query": 2, "seen": True, "window": 50},
+    "mixed, wide, units": {"salient": 0.6, **WIDE, "page": 32, "unit": 32},
     "mixed, all salient": {"salient": 1.0},
     "mixed, none salient": {"salient": 0.0, "softcap": 2.0},
     "mixed, by width": {"salient": 0.6, "dim": 128, "dim_v": 128},
@@ -201,7 +202,32 @@ def case(
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_words_match_the_oracle(backend: str, name: str) -> None:
+    matches(backend, name)
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton does not run here")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "units, causal",
+        "two pages of a block, an odd number, ranges in bfloat16",
+        "nibbles, units of half a block, window",
+        "turned, units of half a block",
+        "mixed, units, window",
+        "mixed, by width, one salient",
+    ],
+)
+def test_triton_has_a_program_for_each_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU. What a program asks for ahead ends where its row does; so does memory, as the last row has all its pages."""
+    monkeypatch.setattr("kvengine.kernels.gpu.stream.programs", lambda device, each: 64)
+    matches("triton", name, flipped=True)
+
+
+def matches(backend: str, name: str, flipped: bool = False) -> None:
     q, fields, table, position, options = case(**CASES[name])
+    if flipped:  # and parts of longer rows
+        table, position = (torch.nn.functional.pad(x.flip(0), (4, 0))[:, 4:] for x in (table, position))
+        options |= {"query_position": options["query_position"].flip(0)} if "query_position" in options else {}
     taken(q, fields, options, "by width" in name)
     codec = options["codec"]
     got = oracle.on(backend, paged_attention)(q, fields, table, position, backend=backend, **options)
@@ -214,7 +240,16 @@ def test_words_match_the_oracle(backend: str, name: str) -> None:
     bound = 5e-3 if backend == "native" or codec == "turboquant" else 2e-3
     oracle.close(got, want, 1e-2 if backend == "native" and codec == "turboquant" else bound)
     if "sinks" not in options:
-        assert not got.out[2].any()  # the row without pages
+        assert not got.out[(table < 0).all(1)].any()  # the row without pages
+
+
+@pytest.mark.parametrize("name", ["4 bits", "two pages of a block", "nibbles", "turned", "mixed", "mixed, by width"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_words_of_a_pool_without_pages(backend: str, name: str) -> None:
+    q, fields, table, position, options = case(**CASES[name])
+    fields, table = {name: x[:0].clone() for name, x in fields.items()}, torch.full_like(table, -1)
+    got = oracle.on(backend, paged_attention)(q, fields, table, position, backend=backend, **options)
+    assert not got.out.any() and bool((got.lse == -math.inf).all())
 
 
 @pytest.mark.parametrize(
