@@ -200,10 +200,14 @@ def test_wide_bands_over_many_tiles(group: int, sinks: int, local: int) -> None:
     assert oracle.error(got, want) <= 1e-5
 
 
-@pytest.mark.parametrize("tokens, sinks, local", [(116, 0, 38), (300, 65, 5)], ids=["its last", "its first"])
+@pytest.mark.parametrize(
+    "tokens, sinks, local",
+    [(116, 0, 38), (300, 65, 5), (300, 0, 107)],
+    ids=["its last", "its first", "all but its first"],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_band_that_takes_one_token_of_64(backend: str, tokens: int, sinks: int, local: int) -> None:
-    """In a span of all tokens, of which the band hides most."""
+def test_a_band_that_takes_or_leaves_one_token_of_64(backend: str, tokens: int, sinks: int, local: int) -> None:
+    """In a span of all tokens, of which the band hides many."""
     q, k, v = (torch.randn(*s, DIM) for s in ((1, 2, 16), (1, tokens), (1, tokens)))
     position, spans = torch.arange(tokens, dtype=torch.int32)[None], torch.tensor([0, tokens]).view(1, 1, 1, 2)
     band = Band(torch.zeros(1, dtype=torch.int64), sinks, local)
