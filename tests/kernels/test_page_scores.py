@@ -169,7 +169,7 @@ def wanted(
 def test_units_by_share_match_a_loop(
     backend: str, even: bool, forced: str, reduce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cases = [(8, 1, 4, None), (16, 70, 9, 0.5), (72, 33, 40, None), (8, 150, 7, None)]
+    cases = [(8, 1, 4, None), (8, 12, 1, None), (16, 70, 9, 0.5), (72, 33, 40, None), (8, 150, 7, None)]
     if backend == "triton":  # the last one has more units than a program holds
         monkeypatch.setattr("kvengine.kernels.page_scores.triton.MOST", 128)
     for dim, units, most, softcap in cases:

@@ -257,6 +257,17 @@ def test_blocks_without_padding_that_all_see(
         assert oracle.error(got, want.out) <= (1e-5 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_may_lie_by_channels(backend: str) -> None:
+    """And positions by tokens."""
+    q, k, v, position, _ = drawn(8, 13)
+    want = oracle.attend(q, k, v, allowed(position, 8, spans := causal_spans(8, 13, q.device, 8), 8, None), 0.3)
+    k, v, position = (x.T.contiguous().T if x.dim() == 2 else x.mT.contiguous().mT for x in (k, v, position))
+    which = None if backend == "native" else backend  # C wants channels side by side
+    got = oracle.on(backend, span_attention)(q, k, v, position, spans, scale=0.3, block=8, backend=which)
+    assert oracle.error(got, want.out) <= 1e-5
+
+
 @pytest.mark.parametrize("queries, tokens, skip, block", [(7, 7, 0, 3), (5, 11, 2, 4), (9, 9, 3, 8), (1, 6, 0, 2)])
 def test_pairs_are_those_that_causal_spans_hold(queries: int, tokens: int, skip: int, block: int) -> None:
     rng = torch.Generator().manual_seed(queries)
