@@ -20,7 +20,7 @@ BACKENDS = oracle.backends()
 def bounds(dim: int, units: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     rng = torch.Generator().manual_seed(dim + units)
     low = torch.randn(3, units + 4, dim, generator=rng).to(dtype)[:, 2 : units + 2]  # a view, as of preallocated rows
-    alive = torch.rand(3, units, generator=rng) < 0.7
+    alive = (torch.rand(3, units, generator=rng) < 0.7).T.contiguous().T  # of a layout of its own
     alive[1] = False
     high = (low.float() + torch.rand(3, units, dim, generator=rng)).to(dtype)
     high[~alive] = math.nan
@@ -179,6 +179,7 @@ def test_units_by_share_match_a_loop(
         rng = torch.Generator().manual_seed(units)
         coherence = (torch.rand(3, units, generator=rng) * 8).round().div(8).half()  # many are equal
         coherence[~alive] = -1.0
+        coherence = coherence.T.contiguous().T
         q, counts = torch.randn(3, 3, dim, generator=rng), torch.tensor([most, 2, most // 2])
         limits = [most] * 3 if even else counts.tolist()
         far = coherence if "outliers" in forced else None
