@@ -163,7 +163,10 @@ def test_columns_behind_a_rows_length_are_not_read(backend: str) -> None:
     lengths = torch.tensor([0, 20, 37], dtype=torch.int32)
     for row, n in enumerate(lengths.tolist()):
         k[row, n:] = v[row, n:] = float("nan")
-    got = oracle.on(backend, attention)(q[:, :, None], k, v, None, 0.3, lengths=lengths, backend=backend)
+    got = oracle.on(backend, attention)(
+        q[:, :, None], k, v, None, 0.3, want_probs=True, lengths=lengths, backend=backend
+    )
+    assert not got.probs[0].any() and not got.probs[1, :, :, 20:].any()
     assert not got.out[0].any() and bool((got.lse[0] == -torch.inf).all())
     for row in (1, 2):
         n = int(lengths[row])
