@@ -177,7 +177,10 @@ def test_units_by_share_match_a_loop(
         mean = mean.clone()
         mean[~alive] = math.nan
         rng = torch.Generator().manual_seed(units)
-        coherence = (torch.rand(3, units, generator=rng) * 8).round().div(8).half()  # many are equal
+        coherence = (
+            (torch.rand(3, units, generator=rng) * 8).round().div(8)
+        )  # many are equal, or differ in the last bit
+        coherence = (coherence * (1 + torch.randint(0, 2, coherence.shape, generator=rng) / 1024)).half()
         coherence[~alive] = -1.0
         coherence = coherence.T.contiguous().T
         q, counts = torch.randn(3, 3, dim, generator=rng), torch.tensor([most, 2, most // 2])

@@ -72,7 +72,7 @@ def test_halves_between_two_codes_go_to_the_even_one(backend: str, over: Literal
 
 
 @pytest.mark.parametrize(("size", "shift"), [(3.0, 0.0), (1e-6, 0.0), (3.0, 1000.0), (1e5, 0.0)])
-@pytest.mark.parametrize(("over", "group"), [("tokens", 12), ("channels", 24), ("channels", 80)])
+@pytest.mark.parametrize(("over", "group"), [("tokens", 12), ("channels", 3), ("channels", 24), ("channels", 80)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ranges_are_rounded_before_codes_are_made(
     backend: str, over: Literal["tokens", "channels"], group: int, size: float, shift: float
