@@ -317,12 +317,14 @@ def places_of(j: tl.constexpr, BITS: tl.constexpr):
 def fits(
     q: Tensor, fields: Mapping[str, Tensor], page: int, units: Tensor | None, codec: str, dim_v: int, want_probs: bool
 ) -> bool:
-    """Whether pages can be read so: all of them, of 4 and 2 bits, ranges in float16, few queries."""
+    """Whether pages can be read so: all of them, if there are any, of 4 and 2 bits, ranges in float16, few queries."""
     if codec != "zipcache" or want_probs or units is not None or page not in (32, 64, 128):
         return False
     if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[1] * q.shape[2] > MOST_TILES * HEADS:
         return False
-    salient = fields["k_high"].shape[1]
+    pages, salient = fields["k_high"].shape[:2]
+    if not pages:  # a mask is read whether its page is there or not
+        return False
     if not 0 < salient < page or any(x.storage_offset() % 4 or not x.is_contiguous() for x in fields.values()):
         return False
     for side, dim in (("k", q.shape[-1]), ("v", dim_v)):

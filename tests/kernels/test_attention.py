@@ -46,6 +46,7 @@ def test_matches_the_oracle(backend: str, dtype: torch.dtype, shape: tuple[int, 
     q, k, v, visible = case(*shape, dtype)
     if "sinks" in extra:
         extra = {"sinks": torch.linspace(-2, 3, shape[0] * shape[1]).reshape(shape[:2])}
+        extra["sinks"][0, 0] = -math.inf  # takes nothing
     got = oracle.on(backend, attention)(q, k, v, visible, 0.3, want_probs=True, backend=backend, **extra)
     oracle.close(got, oracle.attend(q, k, v, visible, 0.3, **extra), BOUND[dtype])
 
@@ -130,13 +131,17 @@ def test_no_tokens_and_no_mask(backend: str, queries: int) -> None:
     assert not got.out.any() and got.out.shape == q.shape and bool((got.lse == -math.inf).all())
 
 
+@pytest.mark.parametrize(
+    "at", [(20,), (20, 21), (9, 20, 21), (9, 20, 21, 30, 44)], ids=lambda at: f"{len(at) + 1} parts"
+)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_merged_parts_equal_the_whole(backend: str) -> None:
+def test_merged_parts_equal_the_whole(backend: str, at: tuple[int, ...]) -> None:
+    """Triton's program takes up to four at a time."""
     q, k, v, visible = case(3, 2, 2, 60, 32, 32, torch.float32)
     visible[0, 0] = False
     visible[1, :, 20:] = False
     whole = oracle.attend(q, k, v, visible, 0.3)
-    cuts = [(0, 20), (20, 21), (21, 60)]
+    cuts = list(zip((0, *at), (*at, 60), strict=True))
     parts = [
         attention(q, k[:, a:b], v[:, a:b], visible[:, :, a:b], 0.3, want_probs=True, backend="reference")
         for a, b in cuts
@@ -146,6 +151,16 @@ def test_merged_parts_equal_the_whole(backend: str) -> None:
     oracle.close(got, whole, 1e-5)
     shares = torch.cat([rescaled(p, State(got.out.cpu(), got.lse.cpu())) for p in parts], -1)
     assert oracle.error(shares, whole.probs) <= 1e-5
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_of_the_merged_parts_may_outweigh_all_others(backend: str, parts: int) -> None:
+    outs, lses = torch.randn(parts, 1, 2, 1, 32), 300 * torch.eye(parts)
+    for at in range(parts):
+        states = [State(out, lse.repeat(1, 2, 1)) for out, lse in zip(outs, lses[at], strict=True)]
+        got = oracle.on(backend, merge_states)(states, backend=backend)
+        assert torch.equal(got.out.cpu(), outs[at]) and bool((got.lse == 300).all())
 
 
 def test_gradients_fall_back_to_torch() -> None:
@@ -182,7 +197,10 @@ def test_columns_behind_a_rows_length_are_not_read(backend: str) -> None:
     lengths = torch.tensor([0, 20, 37], dtype=torch.int32)
     for row, n in enumerate(lengths.tolist()):
         k[row, n:] = v[row, n:] = float("nan")
-    got = oracle.on(backend, attention)(q[:, :, None], k, v, None, 0.3, lengths=lengths, backend=backend)
+    got = oracle.on(backend, attention)(
+        q[:, :, None], k, v, None, 0.3, want_probs=True, lengths=lengths, backend=backend
+    )
+    assert not got.probs[0].any() and not got.probs[1, :, :, 20:].any()
     assert not got.out[0].any() and bool((got.lse[0] == -torch.inf).all())
     for row in (1, 2):
         n = int(lengths[row])

@@ -137,6 +137,17 @@ def test_in_sixteen_bits(backend: str, dtype: torch.dtype, dim: int) -> None:
         assert oracle.error(got, expected(q, k, allowed(position, at, real), 0.2)) <= 1e-5
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_may_lie_by_channels(backend: str) -> None:
+    """And positions by tokens."""
+    q, k, position, at, real, _ = drawn(2, 8, 13)
+    want = expected(q, k, allowed(position, at, real), 0.3)
+    k, position = k.mT.contiguous().mT, position.T.contiguous().T
+    which = None if backend == "native" else backend  # C wants channels side by side
+    got = oracle.on(backend, column_mass)(q, k, position, at, real, scale=0.3, backend=which)
+    assert oracle.error(got, want) <= 1e-5
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_softcap_and_sinks(backend: str, softcap: float | None) -> None:

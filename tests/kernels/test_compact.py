@@ -18,7 +18,7 @@ BACKENDS = [b for b in oracle.backends() if b != "native"]
 def test_survivors_move_in_order_and_nothing_else_changes(backend: str, dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
     fields = {
-        "k": torch.randint(0, 200, (20, PAGE, 24), generator=rng).to(dtype),
+        "k": torch.randint(0, 200, (20, PAGE, 300), generator=rng).to(dtype),
         "v": torch.randint(0, 200, (20, PAGE, 5), generator=rng).to(dtype),
         "flag": torch.randint(0, 200, (20, PAGE), generator=rng).to(dtype),
     }

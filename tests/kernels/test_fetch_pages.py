@@ -44,6 +44,15 @@ def test_matches_a_loop(backend: str, kind: str) -> None:
         assert torch.equal(got["a"], before)
 
 
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton does not run here")
+def test_triton_reads_nothing_outside_of_the_field() -> None:
+    to = device("triton")
+    field, at = torch.ones(4, 3, 5), torch.tensor([3, -1, 4, 0, 1 << 40], device=to)
+    field = field.pin_memory() if to.type == "cuda" else field
+    got = start({"a": field}, at, to, backend="triton").wait()["a"]
+    assert got[:, 0, 0].tolist() == [1, 0, 0, 1, 0] and torch.equal(got, got[:, :1, :1].expand(-1, 3, 5))
+
+
 def test_refusals_say_why() -> None:
     field, at = torch.zeros(4, 6), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(KernelError, match="contiguous in host memory"):

@@ -35,6 +35,7 @@ def test_triton_turns_as_the_matrix_does(dim: int, tiles: int, dtype: torch.dtyp
     device = oracle.device_of("triton")
     x = torch.randn(8, dim, generator=torch.Generator().manual_seed(dim)) * size
     x[3] = 0
+    x[5, 0] = 6e4 if dtype == torch.float16 else 1e6 * size  # beyond all others
     x = x.bfloat16().to(device, dtype)  # of 16 bits, as queries are
     lines, whole = torch.full((8, dim), 7.0, device=device), torch.full((dim,), 7.0, device=device)
     turning_kernel[(1,)](x, turboquant.rotation(dim, x.device), lines, whole, DIM=dim, TILES=tiles)

@@ -18,14 +18,14 @@ PAGE, ROWS, TABLE, RANK = 16, 4, 3, 20
 BACKENDS = oracle.backends()
 
 
-def rotated(key: Tensor, position: int, inv_freq: Tensor) -> Tensor:
-    """One key, channel pair by channel pair."""
+def rotated(key: Tensor, position: int, inv_freq: Tensor, scaling: float) -> Tensor:
+    """One key, channel pair by channel pair; what does not rotate is not scaled."""
     key, half = key.double().clone(), len(inv_freq)
     for i in range(half):
         angle = position * float(inv_freq[i])
         a, b = float(key[i]), float(key[i + half])
-        key[i] = a * math.cos(angle) - b * math.sin(angle)
-        key[i + half] = b * math.cos(angle) + a * math.sin(angle)
+        key[i] = (a * math.cos(angle) - b * math.sin(angle)) * scaling
+        key[i + half] = (b * math.cos(angle) + a * math.sin(angle)) * scaling
     return key
 
 
@@ -45,16 +45,20 @@ def test_matches_a_loop(backend: str, chosen: bool, dim: int, half: int) -> None
     inv_freq = 1.0 / 100.0 ** (torch.arange(half) / (dim // 2))
     units = torch.tensor([[0, 5, 3, -1], [1, 2, 3, 4], [5, -1, -1, -1], [0, 1, 2, 3]]) if chosen else None
     unit = 8 if chosen else PAGE
+    where, at = resolve(table, position, units, unit, PAGE)
+    read = torch.zeros(14 * PAGE, dtype=torch.bool)
+    read[where[at >= 0]] = True
+    table, position = (torch.nn.functional.pad(x, (0, 4))[:, :-4] for x in (table, position))  # parts of longer rows
+    u[:, :3], v.flatten(0, 1)[~read] = math.nan, math.nan  # what nobody reads may hold anything
     got = oracle.on(backend, lowrank_attention)(
-        q, u, v, basis, inv_freq, table, position, page=PAGE, scale=0.3, units=units, unit=unit,
+        q, u, v, basis, inv_freq, table, position, page=PAGE, scale=0.3, units=units, unit=unit, rope_scaling=1.3,
         want_probs=True, backend=backend,
     )  # fmt: skip
-    where, at = resolve(table, position, units, unit, PAGE)
     sequence = torch.arange(ROWS)[:, None] // 2  # two heads share
     keys = u.double()[sequence, at.clamp(min=0)] @ basis.double()
     for r in range(ROWS):
         for t in range(keys.shape[1]):
-            keys[r, t] = rotated(keys[r, t], int(at[r, t]), inv_freq)
+            keys[r, t] = rotated(keys[r, t], int(at[r, t]), inv_freq, 1.3)
     seen = (at >= 0)[:, None].expand(-1, 2, -1)
     oracle.close(got, oracle.attend(q, keys, v.flatten(0, 1)[where], seen, 0.3), 1e-5)
 

@@ -20,7 +20,7 @@ BACKENDS = oracle.backends()
 def bounds(dim: int, units: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     rng = torch.Generator().manual_seed(dim + units)
     low = torch.randn(3, units + 4, dim, generator=rng).to(dtype)[:, 2 : units + 2]  # a view, as of preallocated rows
-    alive = torch.rand(3, units, generator=rng) < 0.7
+    alive = (torch.rand(3, units, generator=rng) < 0.7).T.contiguous().T  # of a layout of its own
     alive[1] = False
     high = (low.float() + torch.rand(3, units, dim, generator=rng)).to(dtype)
     high[~alive] = math.nan
@@ -197,7 +197,7 @@ def wanted(
 def test_units_by_share_match_a_loop(
     backend: str, even: bool, forced: str, reduce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cases = [(8, 1, 4, None), (16, 70, 9, 0.5), (72, 33, 40, None), (8, 150, 7, None)]
+    cases = [(8, 1, 4, None), (8, 12, 1, None), (16, 70, 9, 0.5), (72, 33, 40, None), (8, 150, 7, None)]
     if backend == "triton":  # the last one has more units than a program holds
         monkeypatch.setattr("kvengine.kernels.page_scores.triton.MOST", 128)
     for dim, units, most, softcap in cases:
@@ -205,8 +205,12 @@ def test_units_by_share_match_a_loop(
         mean = mean.clone()
         mean[~alive] = math.nan
         rng = torch.Generator().manual_seed(units)
-        coherence = (torch.rand(3, units, generator=rng) * 8).round().div(8).half()  # many are equal
+        coherence = (
+            (torch.rand(3, units, generator=rng) * 8).round().div(8)
+        )  # many are equal, or differ in the last bit
+        coherence = (coherence * (1 + torch.randint(0, 2, coherence.shape, generator=rng) / 1024)).half()
         coherence[~alive] = -1.0
+        coherence = coherence.T.contiguous().T
         q, counts = torch.randn(3, 3, dim, generator=rng), torch.tensor([most, 2, most // 2])
         limits = [most] * 3 if even else counts.tolist()
         far = coherence if "outliers" in forced else None

@@ -253,6 +253,27 @@ def test_dead_latents_may_hold_anything(backend: str, unit: int | None) -> None:
     oracle.close(got, want, 1e-2)
 
 
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton does not run here")
+@pytest.mark.parametrize("unit", [None, 16])
+@pytest.mark.parametrize("latents", [False, True])
+def test_triton_has_a_program_for_each_block(latents: bool, unit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU. What a program asks for ahead ends where its row does; so does memory, as the last row has all its pages."""
+    monkeypatch.setattr("kvengine.kernels.gpu.stream.programs", lambda device, each: 64)
+    rng = torch.Generator().manual_seed(4)
+    k, q = torch.randn(8, 64, 96, generator=rng).bfloat16(), torch.randn(2, 4, 1, 96, generator=rng).bfloat16()
+    v = k[..., :64] if latents else torch.randn(8, 64, 64, generator=rng).bfloat16()
+    table = torch.tensor([[0, 0, 6, -1, 3], [0, 0, 7, 2, 4]])[:, 2:]
+    position = torch.arange(196).repeat(2, 1)[:, 4:]
+    position[torch.rand(position.shape, generator=rng) < 0.4] = -1
+    units = None if unit is None else torch.rand(2, 192 // unit, generator=rng).argsort(1)[:, : 128 // unit]
+    where, at = resolve(table, position, units, unit or 64, 64)
+    want = oracle.attend(q, *(x.flatten(0, 1)[where] for x in (k, v)), at[:, None] >= 0, 0.1)
+    got = oracle.on("triton", paged_attention)(
+        q, {"k": k, "v": v}, table, position, page=64, scale=0.1, units=units, unit=unit, backend="triton"
+    )
+    oracle.close(got, want, 1e-2)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_softcap_and_sinks(backend: str) -> None:
     codec, fields, k, v = pool("float32", 32, 32)

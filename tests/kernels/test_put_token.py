@@ -45,7 +45,7 @@ def test_put_a_token_is_as_the_loop(
 ) -> None:
     held, now = slots(rows, n, dim, dim_v, dtype), torch.tensor([45])
     want = {name: x.clone() for name, x in held.items()}
-    k, v = torch.randn(rows, dim, 1).mT, torch.randn(rows, 1, dim_v)
+    k, v = torch.randn(dim, 1, rows).permute(2, 1, 0), torch.randn(rows, 1, dim_v)
     if dtype == torch.bfloat16:  # the others are not in the slots' dtype, as under autocast
         k, v = k.to(dtype), v.to(dtype)
     score, counts = torch.ones(rows, n), torch.arange(rows, dtype=torch.int32) + 9

@@ -71,6 +71,24 @@ def test_halves_between_two_codes_go_to_the_even_one(backend: str, over: Literal
     assert torch.equal(dequantise(found, 4).cpu().float(), x.float().round())
 
 
+@pytest.mark.parametrize(("size", "shift"), [(3.0, 0.0), (1e-6, 0.0), (3.0, 1000.0), (1e5, 0.0)])
+@pytest.mark.parametrize(("over", "group"), [("tokens", 12), ("channels", 3), ("channels", 24), ("channels", 80)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranges_are_rounded_before_codes_are_made(
+    backend: str, over: Literal["tokens", "channels"], group: int, size: float, shift: float
+) -> None:
+    """So codes are of what is stored, and within bounds; of groups that are no powers of two, and of numbers beyond float16's."""
+    x = torch.randn(2, 36, 240, generator=torch.Generator().manual_seed(3)) * size + shift
+    got = oracle.on(backend, quantise)(x, 4, group, over, backend=backend)
+    axis = 1 if over == "tokens" else 2
+    parts = x.unflatten(axis, (-1, group))
+    low, high = parts.amin(axis + 1), parts.amax(axis + 1)
+    scale = ((high - low) / 15).clamp(max=65504).half().float().repeat_interleave(group, axis)
+    zero = low.clamp(-65504, 65504).half().float().repeat_interleave(group, axis)
+    want = ((x - zero) / torch.where(scale > 0, scale, 1)).clamp(0, 15).round() * scale + zero
+    assert float((dequantise(got, 4).cpu() != want).float().mean()) <= 1e-3
+
+
 NATIVE = pytest.mark.skipif("native" not in oracle.backends(), reason="no C compiler")
 HALVES = [torch.float32, torch.bfloat16, torch.float16]
 

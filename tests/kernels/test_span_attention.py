@@ -200,10 +200,14 @@ def test_wide_bands_over_many_tiles(group: int, sinks: int, local: int) -> None:
     assert oracle.error(got, want) <= 1e-5
 
 
-@pytest.mark.parametrize("tokens, sinks, local", [(116, 0, 38), (300, 65, 5)], ids=["its last", "its first"])
+@pytest.mark.parametrize(
+    "tokens, sinks, local",
+    [(116, 0, 38), (300, 65, 5), (300, 0, 107)],
+    ids=["its last", "its first", "all but its first"],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_band_that_takes_one_token_of_64(backend: str, tokens: int, sinks: int, local: int) -> None:
-    """In a span of all tokens, of which the band hides most."""
+def test_a_band_that_takes_or_leaves_one_token_of_64(backend: str, tokens: int, sinks: int, local: int) -> None:
+    """In a span of all tokens, of which the band hides many."""
     q, k, v = (torch.randn(*s, DIM) for s in ((1, 2, 16), (1, tokens), (1, tokens)))
     position, spans = torch.arange(tokens, dtype=torch.int32)[None], torch.tensor([0, tokens]).view(1, 1, 1, 2)
     band = Band(torch.zeros(1, dtype=torch.int64), sinks, local)
@@ -251,6 +255,17 @@ def test_blocks_without_padding_that_all_see(
         got = oracle.on(backend, call)(q, k, v, position, some, first)
         want = oracle.attend(q, k, v, allowed(position, 70, some, 64, inside), scale)
         assert oracle.error(got, want.out) <= (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_may_lie_by_channels(backend: str) -> None:
+    """And positions by tokens."""
+    q, k, v, position, _ = drawn(8, 13)
+    want = oracle.attend(q, k, v, allowed(position, 8, spans := causal_spans(8, 13, q.device, 8), 8, None), 0.3)
+    k, v, position = (x.T.contiguous().T if x.dim() == 2 else x.mT.contiguous().mT for x in (k, v, position))
+    which = None if backend == "native" else backend  # C wants channels side by side
+    got = oracle.on(backend, span_attention)(q, k, v, position, spans, scale=0.3, block=8, backend=which)
+    assert oracle.error(got, want.out) <= 1e-5
 
 
 @pytest.mark.parametrize("queries, tokens, skip, block", [(7, 7, 0, 3), (5, 11, 2, 4), (9, 9, 3, 8), (1, 6, 0, 2)])

@@ -155,3 +155,20 @@ def test_of_equals_the_earliest_goes_as_the_loop_says(backend: str, merges: bool
     assert got.tolist() == [[7, -1, -1, 9, 4, 6, 5, 8], [9, 8, 7, 6, 5, -1, -1, -1]]
     if merges:
         assert (more["values"].cpu() != about["values"]).any(2).nonzero().tolist() == [[0, 4], [1, 4]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_earliest_of_equals_takes_in_what_goes_wherever_it_lies(backend: str) -> None:
+    """More keys than a program compares at a time, all alike; in another row what goes is zero, or the most alike is."""
+    places = torch.arange(40, dtype=torch.int32).flip(0).repeat(3, 1)  # what goes is in slot 39
+    keys, values = torch.ones(3, 40, 512), torch.eye(40).repeat(3, 1, 1)
+    keys[1, 39], keys[2, :39], keys[2, 5] = 0, -1, 0
+    rule = Merged(Paid(torch.full((3,), 39), torch.ones(3, dtype=torch.int64)), torch.full((3,), math.nan), 0.5)
+    about = {"mass": torch.full((3, 1, 40), 0.125), "keys": keys, "values": values}
+    got, more = judged(backend, ruled(backend, rule), places, 39, **about)
+    assert (got < 0).nonzero().tolist() == [[0, 39], [1, 39], [2, 39]]
+    for row, (mate, like) in enumerate([(38, 1.0), (38, 0.0), (5, 0.0)]):
+        own, weight = math.e, math.exp(like)
+        want = values[row].clone()
+        want[mate] = (own * want[mate] + weight * want[39]) / (own + weight)
+        torch.testing.assert_close(more["values"][row].cpu(), want)
