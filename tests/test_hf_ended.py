@@ -106,6 +106,12 @@ def test_so_it_is_where_layers_share_keys_where_logits_have_sinks_and_over_laten
     compare(kvengine.patch(model, text))
 
 
+def test_so_it_is_over_latents_where_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_compiled, "ROOM", 4)
+    model = kvengine.patch(configs.build("minicpm3"), "h2o(budget=24) + kivi(group=8, residual=8)")
+    compare(model, custom_generate=compile_decode(model))
+
+
 @pytest.mark.parametrize("text", every(5, RECORDED))
 def test_so_it_is_where_steps_are_recorded(text: str) -> None:
     model = patched(text).double()
