@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +9,6 @@ from itertools import accumulate
 from operator import mul
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from kvengine.errors import PolicyError
 from kvengine.speculative.adaptive import Adaptive
@@ -222,77 +219,6 @@ def test_no_length_is_taken_to_cost_nothing() -> None:
         ahead.learn(Round(depth, depth, 1, (0.9, 0.5), 2, seconds, seconds))
     assert min(times.table(8)) >= 2e-5
     assert ahead.more([]) in (True, False)
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Some rounds that are alike: how deep their drafts may go, what they are confident in, how many tokens of ten stand.
-
-    seconds: of a round, of which `draft` is drafting. widths: a tree's tokens at each depth, whose depth the rule does not
-    choose; none: a chain. text: tokens of the prompt of a text that begins with them.
-    """
-
-    rounds: int
-    cap: int
-    sure: float
-    stands: int
-    seconds: float
-    draft: float = 0.0
-    widths: tuple[int, ...] = ()
-    text: int | None = None
-
-
-SECONDS = st.sampled_from([0.0, 1e-12, 1e-6, 0.001, 0.02, 20.0, 1e6]) | st.floats(0, 1e4)
-STRETCHES = st.builds(
-    Stretch, st.integers(1, 40), st.integers(0, 18), st.sampled_from([0.0, 0.5, 1.0, math.nan]) | st.floats(0, 1),
-    st.integers(0, 10), SECONDS, st.sampled_from([0.0, 0.02, 0.7, 1.0]),
-    st.just(()) | st.lists(st.integers(1, 9), min_size=1, max_size=20).map(tuple),
-    st.none() | st.sampled_from([0, 1, 40, 50, 5000]),
-)  # fmt: skip
-
-
-def follow(ahead: Adaptive, stretch: Stretch) -> None:
-    """One of its rounds."""
-    sure = list[float]()
-    while len(sure) < stretch.cap and ahead.more(sure):
-        sure.append(stretch.sure)
-    assert len(sure) <= ahead.limit
-    levels = tuple(accumulate(stretch.widths)) if sure else ()
-    depth = len(levels) or len(sure)
-    stood = depth * stretch.stands // 10
-    spent = stretch.draft * stretch.seconds, (1 - stretch.draft) * stretch.seconds
-    judged = () if levels else tuple(sure[: stood + 1])
-    ahead.learn(Round(depth, sum(stretch.widths) if levels else depth, stood, judged, depth + 1, *spent, 0.0, levels))
-
-
-@given(st.sampled_from([1, 2, LIMIT]), st.lists(STRETCHES, min_size=1, max_size=6))
-@example(LIMIT, [Stretch(1, 16, 0.9, 5, 0.0)])  # a clock that stands still
-@example(
-    LIMIT, [Stretch(1, 16, 0.9, 5, 1.0), Stretch(9, 0, 0.9, 5, 0.0), Stretch(9, 9, 0.9, 5, 1.0)]
-)  # and one that stops
-@example(LIMIT, [Stretch(3, 16, math.nan, 5, 1.0)])
-def test_whatever_comes_the_rule_answers(limit: int, stretches: list[Stretch]) -> None:
-    """Stalls, clocks that stand still, drafts that know no probabilities, trees deeper than any limit, other texts."""
-    ahead = Adaptive(limit)
-    for stretch in stretches:
-        if stretch.text is not None:
-            ahead.begin(stretch.text)
-        for _ in range(stretch.rounds):
-            follow(ahead, stretch)
-        numbers = [x for x in vars(ahead).values() if isinstance(x, float)]
-        assert all(
-            map(math.isfinite, [*numbers, *ahead.losses, *ahead.expected, ahead.times.slope, ahead.times.spread])
-        )
-        assert all(0 < cost < math.inf for cost in ahead.costs) and not any(map(math.isnan, ahead.bars))
-        assert all(0 < chance <= 1 for chance in (*ahead.usual, *ahead.chances))
-
-
-def test_seconds_that_never_vary_say_no_more_than_they_can() -> None:
-    """Those of one depth say nothing about others: a slope would come out of rounding errors."""
-    times = Times()
-    for number in range(1300):
-        times.add(2, 0.07, 1.0, (4, 7 + number % 3))
-    assert times.table(4)[4] < 1.5
 
 
 def test_a_tree_costs_by_its_nodes() -> None:
