@@ -51,8 +51,8 @@ STACKS = {Stack.parse(text): text for name, text in SMALL.items() if name != "an
 EVERY = [text for stack, text in STACKS.items() if refusal(stack) is None] + MIXED
 EVEN = ("full", SMALL["snapkv"], SMALL["keydiff"], "streaming(sinks=2, recent=14, decode=False)")
 """Run without padding: their rows are alike, so that counts and the order of slots say what positions would."""
-REACHED = ["h2o(budget=70)", "tova(budget=70)", "streaming(sinks=2, recent=64)"]
-"""Budgets beyond the prompt, that recorded steps reach: until then the order of slots says who sees whom."""
+REACHED = ["h2o(budget=70)", "tova(budget=70)", "streaming(sinks=2, recent=64)", "landmarks(budget=66, chunk=4) + lowrank(rank=8)"]
+"""Budgets beyond the prompt, that recorded steps reach: until then order says who sees whom, or all is read."""
 REFUSED = ["ann(budget=24)", "host(resident=16)", "disk(device=4096, host=8192)"]
 SEQUENCES, HEADS, GROUP, DIM, PROMPT, STEPS = 2, 2, 2, 16, 61, 21
 
