@@ -186,8 +186,7 @@ class FixedLane(Lane):
     def pause(self, rows: Bool[Tensor, "row"]) -> None:
         """From now on these rows take no tokens: what steps write for them is undone by `release`."""
         tail, awake = vars(self.tail), []
-        groups = self.lengths if self.ring else [(self.lengths[0][0], None)]
-        for n, some in groups:
+        for n, some in self.lengths:
             every = torch.arange(len(rows), device=rows.device) if some is None else some
             awake.append((n, every[~rows[every]]))
             if not len(mine := every[rows[every]]):

@@ -51,6 +51,13 @@ STACKS = {Stack.parse(text): text for name, text in SMALL.items() if name != "an
 EVERY = [text for stack, text in STACKS.items() if refusal(stack) is None] + MIXED
 EVEN = ("full", SMALL["snapkv"], SMALL["keydiff"], "streaming(sinks=2, recent=14, decode=False)")
 """Run without padding: their rows are alike, so that counts and the order of slots say what positions would."""
+REACHED = [
+    "h2o(budget=70)",
+    "tova(budget=70)",
+    "streaming(sinks=2, recent=64)",
+    "landmarks(budget=66, chunk=4) + lowrank(rank=8)",
+]
+"""Budgets beyond the prompt, that recorded steps reach: until then order says who sees whom, or all is read."""
 REFUSED = ["ann(budget=24)", "host(resident=16)", "disk(device=4096, host=8192)"]
 SEQUENCES, HEADS, GROUP, DIM, PROMPT, STEPS = 2, 2, 2, 16, 61, 21
 
@@ -205,10 +212,10 @@ def test_a_step_waits_for_nothing(text: str, monkeypatch: pytest.MonkeyPatch) ->
     assert not watch.found
 
 
-@pytest.mark.parametrize("text", EVERY)
+@pytest.mark.parametrize("text", EVERY + REACHED)
 def test_what_is_let_go_goes_on_as_if_never_held(text: str) -> None:
     """Half the steps held still, half eagerly: the same answers, and the same tokens held."""
-    qkv, padding = tokens(), 0 if text in EVEN else 9
+    qkv, padding = tokens(), 0 if text in (*EVEN, *REACHED) else 9
     eager, held = layer(text, qkv, padding), layer(text, qkv, padding)
     now = torch.tensor([held.seen])
     fixed = FixedLayer(held, STEPS, now)
@@ -274,6 +281,17 @@ def test_a_conversation_goes_on_after_it(model: Any) -> None:
                 ids = model.generate(ids, cache=cache, max_new_tokens=12, do_sample=False, **options)
             texts.append(ids)
         assert torch.equal(*texts)
+
+
+def test_what_the_last_step_read_is_told_though_its_page_is_sealed(model: Any) -> None:
+    """Of one row: the other's page is full at another step."""
+    with kvengine.patched(model, MIXED[0]):
+        found = []
+        for decoder in (kvengine.compile_decode(model, "eager"), None):
+            cache = kvengine.EngineCache(model)
+            decode(model, decoder, prompts(2), 4, cache=cache)
+            found.append(cache.stats().attended)
+        assert torch.equal(*found)
 
 
 def test_generate_keeps_its_arguments(model: Any) -> None:

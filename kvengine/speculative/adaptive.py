@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
+from math import isnan
 from operator import mul
 
 from kvengine.speculative.ahead import Fixed, Round
@@ -355,4 +356,6 @@ def bar(places: Sequence[float], seconds: Sequence[float], rate: float, drafted:
 
 
 def _bin(confidence: float) -> int:
+    if isnan(confidence):  # logits that overflowed
+        return 0
     return min(BINS - 1, int(confidence * BINS))

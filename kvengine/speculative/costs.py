@@ -43,12 +43,13 @@ class Times:
             if at == len(self.sizes):
                 self.sizes.append(size)
             self.sizes[at] += 0.1 * (size - self.sizes[at])
-        kept, total = self.kept.setdefault(depth, deque(maxlen=self.recent)), draft + judge
+        kept, total = self.kept.setdefault(depth, deque(maxlen=self.recent)), max(LEAST, draft + judge)
         if behind:
             self.behind.append(total)
         else:
-            if len(kept) > 2 and self.middle[depth] > 0:
+            if len(kept) > 2:
                 self.spread += 0.03 * (min(1.0, abs(total / self.middle[depth] - 1)) - self.spread)
+                self.spread = max(STEADY, self.spread)
             kept.append(total)
         self.fresh[depth] = self.fresh.get(depth, 0) + 1
         if self.fresh[depth] == 4 or len(kept) < 9:  # to sort them anew takes longer than all the rest
@@ -103,7 +104,7 @@ class Times:
         """Seconds by depth from 0 to `most`. Drafting nothing, unless measured, is taken to cost a quarter of a round of one."""
         start, slope = self.line()
         trust = (1.25 * self.spread / self.step) ** 2
-        least = max(1e-9, 0.5 * min(self.middle.values()))  # after a stall a line falls below nothing elsewhere
+        least = 0.5 * min(self.middle.values())  # after a stall a line falls below nothing elsewhere
         out = [0.0]
         for depth in range(1, most + 1):
             n, line = len(self.kept.get(depth, ())), max(least, start + slope * self.size(depth))
@@ -112,6 +113,8 @@ class Times:
         return out
 
 
+LEAST = 1e-9  # seconds of a round: a clock that stands still is no proof that rounds cost nothing
+STEADY = 1e-4  # share: where measurements never differ, a slope would come out of rounding errors
 OPTIMISM = 0.3  # standard errors: a slope thought too gentle is tried and corrected, one thought too steep is not
 
 

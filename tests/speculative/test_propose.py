@@ -11,9 +11,10 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvengine.errors import PolicyError
 from kvengine.speculative.accept import ROOT, Draft
 from kvengine.speculative.law import MEMORYLESS, Law, Text
-from kvengine.speculative.propose import BLOCK, Recycling, best
+from kvengine.speculative.propose import BLOCK, Lookup, Recycling, best
 
 TREE = Draft([5, 6, 7, 8], [ROOT, ROOT, 0, 2], [None] * 5, [1.0] * 4)
 CHAIN = Draft.chain([5, 6, 7, 8], [None] * 4)
@@ -33,6 +34,70 @@ def test_recycling_remembers_what_followed_last() -> None:
     memory.observe([3, 4, 3], scores)  # token 3 twice: the later counts
     draft = memory.propose(Text([9, 3]), [], lambda sure: len(sure) < 2)
     assert draft.tokens[0] == 13 and len(draft) == 8 and draft.levels == (8,)  # 13's own successors are not known
+
+
+def test_the_largest_may_lie_behind_the_last_whole_block() -> None:
+    scores = torch.arange(9.0 * BLOCK + 5)[None]
+    assert best(scores, 2).tolist() == [[9 * BLOCK + 4, 9 * BLOCK + 3]]
+
+
+def test_recycling_goes_as_deep_as_it_is_asked_from_the_last_token() -> None:
+    memory, scores = Recycling(64), torch.zeros(2, 64)
+    scores[0, 4], scores[1, 5] = 1, 1
+    memory.observe([3, 4], scores)
+    for depth in (1, 2):
+        draft = memory.propose(Text([9, 9]), [3], lambda sure, depth=depth: len(sure) < depth)  # type: ignore[misc]
+        assert len(draft.levels) == depth and draft.tokens[0] == 4
+    assert draft.tokens[8] == 5 and draft.parents[8] == 0
+
+
+def test_recycling_remembers_the_last_32_passes_while_nothing_is_drafted() -> None:
+    memory, scores = Recycling(8), torch.arange(8.0)[None]
+    for token in range(33):
+        memory.observe([token], scores)
+    lengths = [len(memory.propose(Text([token]), [], lambda sure: len(sure) < 1)) for token in (0, 1, 32)]
+    assert lengths == [0, 8, 8]
+
+
+@pytest.mark.parametrize("nodes, vocab", [(0, 64), (81, 64), (80, 7)])
+def test_trees_that_cannot_be_are_refused(nodes: int, vocab: int) -> None:
+    with pytest.raises(PolicyError, match="recycling"):
+        Recycling(vocab, nodes)
+
+
+@pytest.mark.parametrize("most, least", [(3, 0), (1, 2)])
+def test_lookups_that_cannot_be_are_refused(most: int, least: int) -> None:
+    with pytest.raises(PolicyError, match="1 <= least <= most"):
+        Lookup(most, least)
+
+
+def found(tokens: list[int], tail: list[int], most: int, least: int, count: int) -> list[tuple[int, float]]:
+    """What a search through the whole text finds, and in how large a part of the longest n-gram it is confident."""
+    out: list[tuple[int, float]] = []
+    while len(out) < count:
+        now = [*tokens, *tail, *(token for token, _ in out)]
+        for length in range(min(most, len(now)), least - 1, -1):
+            ends = [end for end in range(length, len(tokens)) if tokens[end - length : end] == now[-length:]]
+            if ends:
+                out += [(token, length / most) for token in tokens[ends[-1] :][: count - len(out)]]
+                break
+        else:
+            return out
+    return out
+
+
+@pytest.mark.parametrize("most, least", [(3, 1), (2, 2), (1, 1)])
+def test_a_lookup_drafts_what_followed_when_the_same_was_said_last(most: int, least: int) -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        lookup, text = Lookup(most, least), Text([rng.randrange(4)])
+        for _ in range(12):
+            tail = [rng.randrange(4) for _ in range(rng.choice([0, 0, 1, 4]))]
+            count = rng.choice([1, 3, 9])
+            draft = lookup.propose(text, tail, lambda sure, count=count: len(sure) < count)  # type: ignore[misc]
+            want = found(text.tokens, tail, most, least, count)
+            assert list(zip(draft.tokens, draft.confidence, strict=True)) == want and draft.is_chain
+            text.tokens += [rng.randrange(4) for _ in range(rng.choice([0, 1, 2, 5]))]
 
 
 def repeated(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import kvengine
+from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_names import CACHE
 from kvengine.speculative.accept import Draft
+from kvengine.speculative.run import padded, texts
 from kvengine.speculative.session import Pass, Session
 from kvengine.speculative.together import PackedCache, packed, packs
 from kvengine.speculative.triforce import TriForce
@@ -199,3 +202,39 @@ def test_one_pass_for_all_says_what_one_for_each_says(target: Any) -> None:
             assert left.seen == right.seen
             for x, y in zip(left.contents(), right.contents(), strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+class Heard:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+
+    def put(self, value: Tensor) -> None:
+        self.parts.append(value.flatten().clone())
+
+    def end(self) -> None:
+        self.parts.append(torch.tensor([-1]))
+
+
+@pytest.mark.parametrize("new", [1, 9])
+def test_a_padded_row_is_as_long_as_it_is_without_a_draft_and_is_streamed_so(target: Any, new: int) -> None:
+    ids = torch.nn.functional.pad(row(1), (7, 0))
+    mask, ways = (torch.arange(ids.shape[1]) >= 7).long()[None], []
+    for model in (target, TriForce(target, "lookup", None, gamma=(2, 4))):
+        heard = Heard()
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=new, do_sample=False, streamer=heard, pad_token_id=0
+        )
+        ways.append((out.tolist(), torch.cat(heard.parts).tolist()))
+    assert ways[0] == ways[1] and len(ways[1][0][0]) == ids.shape[1] + new
+
+
+def test_rows_are_read_without_their_padding_and_made_as_long_as_each_other() -> None:
+    ids, mask = torch.tensor([[0, 0, 5], [6, 7, 8]]), torch.tensor([[0, 0, 1], [1, 1, 1]])
+    assert [(text.tokens, text.padding) for text in texts(ids, mask)] == [([5], [0, 0]), ([6, 7, 8], [])]
+    with pytest.raises(ModelError, match="row 1 of the batch has no token"):
+        list(texts(ids, torch.tensor([[0, 1, 1], [0, 0, 0]])))
+    for pad, ends, want in ((3, 9, 3), (0, 9, 0), (None, 9, 9), (None, [8, 9], 8), (None, None, 0)):
+        config = SimpleNamespace(pad_token_id=pad, eos_token_id=ends)
+        assert padded([[4], [5, 6]], config, torch.device("cpu")).tolist() == [[4, want], [5, 6]]
