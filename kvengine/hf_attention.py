@@ -124,9 +124,9 @@ def attend(
     if hidden is not None:
         layer.cache.hide(hidden)
     valid = attention_mask.valid(query.shape[2], layer.session.generating and not turn)
-    if query.shape[2] == 1 and not turn and layer.cache.fixed is None:  # a cache held still knows who pauses
-        taking = layer.session.taking(query.device)
-        valid = valid if taking is None else taking
+    taking = None if query.shape[2] > 1 or turn else layer.session.taking(query.device)
+    if taking is not None and layer.cache.fixed is None:  # a cache held still knows who pauses
+        valid = taking
     return layer.attend(query, call, valid, stock).contiguous(), None
 
 
