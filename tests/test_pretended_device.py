@@ -70,6 +70,20 @@ def test_the_text_is_that_of_the_cpu(text: str, device: Device) -> None:
         assert got.is_cuda and got.tolist() == want.tolist()
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["duo(sinks=2, recent=10)", "duo(sinks=2, recent=10) + quest(budget=24, page=4) + kivi(group=8, residual=8)"],
+)
+def test_lanes_answer_in_their_heads_places_where_steps_are_recorded(text: str, device: Device) -> None:
+    model, batch = llama(), prompts(2)
+    with kvengine.patched(model, text):
+        want = greedy(model, batch, 12)
+    with device, kvengine.patched(there(model), text):
+        there_too = {name: there(x) for name, x in batch.items()}
+        got = greedy(model, there_too, 12, custom_generate=CompiledDecode(model, "eager")).tolist()
+    assert got == want.tolist()
+
+
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=12, window=4)", "quest(budget=24, page=4)", "host"])
 def test_heads_that_share_latents(text: str, device: Device) -> None:
     model, batch = configs.build("minicpm3"), configs.padded_batch()
