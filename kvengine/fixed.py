@@ -186,6 +186,7 @@ class FixedLane(Lane):
     def pause(self, rows: Bool[Tensor, "row"]) -> None:
         """From now on these rows take no tokens: what steps write for them is undone by `release`."""
         tail, awake = vars(self.tail), []
+        summary = None if self.pages is None else vars(self.pages)["_summary"]
         for n, some in self.lengths:
             every = torch.arange(len(rows), device=rows.device) if some is None else some
             awake.append((n, every[~rows[every]]))
@@ -193,7 +194,7 @@ class FixedLane(Lane):
                 continue
             held = {}
             for i, (owner, name, x) in enumerate(self.pins):
-                if not x.numel():  # scores that nobody reads
+                if not x.numel() or owner is summary:  # scores that nobody reads; what only sealing changes
                     continue
                 if owner is tail and self.ring:
                     held[i] = x[mine][:, self.newest_slots(self.ring)]

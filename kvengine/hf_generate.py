@@ -113,16 +113,13 @@ def prepare_cache(
 def criteria(self: PreTrainedModel, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `_get_stopping_criteria`: a cache that is gone on with is told which rows have ended."""
     stock: Any = type(self)._get_stopping_criteria  # type: ignore[attr-defined]
-    found, session = stock(self, generation_config, *args, **kwargs), (LASTING.get() or gone)()
+    found, made = stock(self, generation_config, *args, **kwargs), LASTING.get()
+    session = None if made is None else made()
     plain = generation_config.get_generation_mode() in PLAIN
     if session is None or session.options is None or session.options() is not generation_config:
         return found
     pads = any(hasattr(x, "eos_token_id") for x in found)  # without, rows that have ended go on with what they say
     return Ends(found, session) if plain and pads else found
-
-
-def gone() -> None:
-    """In place of a reference to a session."""
 
 
 def refuse(generation_config: Any) -> None:
