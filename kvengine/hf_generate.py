@@ -221,6 +221,8 @@ def prepare_inputs(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     stock: Any = type(self).prepare_inputs_for_generation  # type: ignore[attr-defined]
     found, cache = stock(self, *args, **kwargs), kwargs.get(CACHE)
     if isinstance(cache, EngineCache) and cache_among(found) is None:
+        if kwargs.get("next_sequence_length") is not None:  # 5.17 goes on with the newest token alone
+            found = stock(self, *args, **kwargs | {"next_sequence_length": None})
         begin_again(cache)
         found[CACHE] = cache
     return found
