@@ -147,6 +147,18 @@ def _read(source: Backend, key: str) -> bytes:
     return bytes(into)
 
 
+def _check(source: Backend, key: str, again: bool = True) -> None:
+    """Raises what is wrong with a value, read twice: it may have been replaced while it was read."""
+    try:
+        payload = _read(source, key)
+        if payload.startswith(box.MAGIC):  # or it is pages of a generation, of which the record says all
+            box.read_bytes(payload).verify()
+    except CorruptBitstream:
+        if not again or source.size(key) is None:  # a store may have put it aside
+            raise
+        _check(source, key, again=False)
+
+
 @app.command()
 def verify(
     some: Annotated[list[str] | None, typer.Argument(help="Keys or their starts; all if none is given.")] = None,
@@ -158,9 +170,7 @@ def verify(
         every = [complete(source, name) for name in some or []] or [entry.key for entry in source.entries()]
         for key in track(every, "", console=console, transient=True, disable=not console.is_terminal):
             try:
-                payload = _read(source, key)
-                if payload.startswith(box.MAGIC):  # or it is pages of a generation, of which the record says all
-                    box.read_bytes(payload).verify()
+                _check(source, key)
             except IncompatibleCache as error:
                 strange += 1
                 typer.echo(f"{key} is left as it is: {error}", err=True)

@@ -73,6 +73,23 @@ def test_verify_leaves_what_it_cannot_judge(folder: Path) -> None:
     assert "4 of 6" in run("verify", "-s", folder)
 
 
+def test_verify_keeps_what_is_replaced_while_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of one value and half of the next, as a server gives them: it was deleted."""
+    read, torn = commands._read, [KEYS[1]]
+
+    def between(source: commands.Backend, key: str) -> bytes:
+        body = read(source, key)
+        if key in torn:
+            torn.remove(key)
+            body = body[: len(body) // 2] + bytes(len(body) - len(body) // 2)
+        return body
+
+    monkeypatch.setattr(commands, "_read", between)
+    assert "3 of 3" in run("verify", "-s", folder) and not torn
+    torn += [KEYS[1], KEYS[1]]
+    assert "2 of 3" in run("verify", "-s", folder, status=1) and not torn
+
+
 def test_a_value_that_says_it_is_huge_is_damaged() -> None:
     class Huge:
         def size(self, key: str) -> int:
