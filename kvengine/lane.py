@@ -166,12 +166,12 @@ class Lane(Verdicts):
         return self.at_once(q, k, v, scale)
 
     def at_once(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
-        if self.pays and not k.is_cpu:
+        full = not self.plain and self.limit is not None and len(self.tail) > self.limit
+        if self.pays and not (full or k.is_cpu):
             return None
         rule = self.rule() if self.rolls or self.pays else None
         if self.pays and rule is None:
             return None
-        full = not self.plain and self.limit is not None and len(self.tail) > self.limit
         out = self.tail.step(q, k, v, self.session.place_of(self.seen, k), scale, full, rule)
         if out is not None:
             if self.waits:

@@ -14,11 +14,11 @@ from torch import Tensor
 from kvengine.kernels import codecs
 from kvengine.kernels.attention import attention
 from kvengine.kernels.gpu import Note, noted
-from kvengine.kernels.merge_states import merge_states
+from kvengine.kernels.merge_states import merge_states, received
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.put_token import put_token
 from kvengine.kernels.state import State
-from kvengine.kernels.step import Merged, Paid, Placed, Rule, Sealed
+from kvengine.kernels.step import Ends, Merged, Paid, Placed, Rule, Sealed
 from kvengine.kernels.verdict import verdict
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 END, LONG = 0, 1
 """What changes from token to token: the slot that is written, and how many are read."""
 LATER = Paid, Merged, Placed
-"""Rules that are judged behind a step."""
+"""Rules by which a token goes for each that comes, once there are as many as may be: for those before, nothing is noted."""
 KINDS = 8
 """Of tokens, that are remembered at once: how many units are chosen goes to and fro as the tail is filled and sealed."""
 
@@ -90,7 +90,9 @@ class Token(NamedTuple):
         """What decides how it is launched, beside the number of slots."""
         q, k, v = self.q, self.k, self.v
         rule: tuple[Any, ...] = (id(self.rule),)
-        if isinstance(self.rule, Sealed):
+        if isinstance(self.rule, Merged):  # its threshold is another at each time
+            rule = id(self.rule.paid), self.rule.beta, self.rule.shrinks, self.rule.spares
+        elif isinstance(self.rule, Sealed):
             alive = self.rule.alive
             rule = id(self.rule.ends), self.rule.position.data_ptr(), alive.data_ptr(), alive.shape[1]
         return (
@@ -121,6 +123,7 @@ class Done(NamedTuple):
     """Tensors that are others at each time, in the order of `Slots.given`."""
     parts: list[State]
     whole: State
+    mass: Tensor | None
 
 
 class Slots:
@@ -168,7 +171,9 @@ class Slots:
         kind, n = token.kind, token.slots
         known = self.known.get(kind)
         new = known is None or not known.least < n <= known.most
-        if isinstance(rule, LATER) or (not self.takes(q, k, v) if new else self.learns(q, k, v)):
+        if isinstance(rule, LATER) and (far is not None or not fill):
+            return None
+        if not self.takes(q, k, v) if new else self.learns(q, k, v):
             return None
         if known is not None and not new and known.launches is not None:
             out = q.new_empty(q.shape[0], 1, q.shape[1], self.dim_v)
@@ -188,40 +193,44 @@ class Slots:
         """What is another at each time: these of a token, and what lies elsewhere for another start or choice."""
         far = token.far
         units = [] if far is None or far.units is None else [far.units]
-        return [q, k, v, token.at, out, *self.here(token.start), *units]
+        moving = [token.rule.threshold] if isinstance(token.rule, Merged) else []
+        return [q, k, v, token.at, out, *self.here(token.start), *units, *moving]
 
     def plainly(self, token: Token) -> Done:
         """The general way."""
         q, start, n, at = token.q, token.start, token.slots, token.at
         asked, key = q.reshape(self.rows, -1, 1, self.dim), token.k.reshape(self.rows, 1, -1)
-        value, score, there = token.v.reshape(self.rows, 1, -1), token.score, self.here(start)
+        value, there = token.v.reshape(self.rows, 1, -1), self.here(start)
+        score = token.score if token.score is None or not token.fill else token.score[:, start : start + n]
         keys, values, *told = [x[:, :n] for x in there]
         place = told[0] if told else None
         if token.fill:
-            put_token(key, value, keys, values, place, at, score=None if score is None else score[:, start : start + n])
+            put_token(key, value, keys, values, place, at, score=score)
         else:
             put_token(key, value, self.keys, self.values, self.position, at, slot=token.end, score=score)
         where = place if token.holes else None
-        parts = [attention(asked, keys, values, None, token.scale, position=where, wait=True)]
+        pays = isinstance(token.rule, Paid | Merged)
+        parts = [attention(asked, keys, values, None, token.scale, want_probs=pays, position=where, wait=True)]
         if token.far is not None:
             parts.insert(0, token.far.attend(asked, token.scale))
         whole = merge_states(parts, dtype=q.dtype)
+        mass = received(parts, whole) if pays else None
         if token.rule is not None and place is not None:
-            verdict(token.rule, place, at)
+            verdict(token.rule, place, at, mass=mass, score=score, keys=keys, values=values)
         out = whole.out.to(q.dtype).reshape(q.shape[0], 1, q.shape[1], self.dim_v)
         given = self.given(token, asked, key, value, whole.out)
         given[5 : 5 + len(there)] = [keys, values, *told]
-        return Done(out, given, parts, whole)
+        return Done(out, given, parts, whole, mass)
 
     def remember(self, notes: list[Note], done: Done, token: Token) -> Known:
         """How to launch these again, if they are all that was done."""
         n, count, rule, far = token.slots, len(done.parts), token.rule, token.far
-        waiting = [x.waiting for x in done.parts if x.waiting is not None]
-        if len(notes) != 2 + count + (rule is not None) or len(waiting) != count:
+        waiting, pays = [x.waiting for x in done.parts if x.waiting is not None], done.mass is not None
+        if len(notes) != 2 + count + (rule is not None) + pays + isinstance(rule, Merged) or len(waiting) != count:
             return Known(n - 1, n, None, token.named)
         from kvengine.kernels.gpu.launches import remembered  # which needs Triton
 
-        own = [*(x for w in waiting for x in (w.parts, w.tops, w.totals)), done.whole.lse]
+        own = [*(x for w in waiting for x in (w.parts, w.tops, w.totals, w.scores)), done.whole.lse, done.mass]
         held = [self.keys, self.values, self.position, token.score, *(() if far is None else far.tensors())]
         held += [w.turn for w in waiting]
         if isinstance(rule, Sealed):
@@ -230,10 +239,16 @@ class Slots:
         numbers.append((0, "slots", LONG) if token.fill else (0, "at", END))
         if far is None:
             numbers.append((1 + count, "columns", LONG))
+        if isinstance(rule, Merged):
+            own.append(notes[-1].given[notes[-1].kernel.arg_names.index("gone")])
+            rule = rule.paid
         if rule is not None:
-            held += rule
+            held += [x for x in rule if isinstance(x, Tensor)]
+        block = 1 if isinstance(rule, LATER) else notes[1].named["BLOCK"]  # their own memory is by the number of slots
+        if isinstance(rule, Ends):
             numbers.append((2 + count, "slots", LONG))
-        block = notes[1].named["BLOCK"]
         least = (n - 1) // block * block
-        launches = remembered(notes, done.given, own, [x for x in held if x is not None], numbers)
+        launches = remembered(
+            notes, done.given, [x for x in own if x is not None], [x for x in held if x is not None], numbers
+        )
         return Known(least, least + block, launches, token.named)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from support_driver import needed, said
 
-STACKS = ["full", "quest(budget=96) + kivi(bits=4)", "streaming(recent=70) + quest(budget=64)"]
+STACKS = ["full", "quest(budget=96) + kivi(bits=4)", "streaming(recent=70) + quest(budget=64)", "d2o(budget=24)"]
 OTHERS = [
-    "streaming(recent=40)", "snapkv(budget=64)", "adakv(budget=64)", "zipcache(block=16)", "landmarks(budget=64)",
-    "tidal(budget=64)", "turboquant", "duo(sparsity=0.5, sinks=4, recent=32)",
+    "streaming(recent=40)", "h2o(budget=24)", "tova(budget=24)", "elastic(budget=24)", "snapkv(budget=64)",
+    "adakv(budget=64)", "zipcache(block=16)", "landmarks(budget=64)", "tidal(budget=64)", "turboquant",
+    "duo(sparsity=0.5, sinks=4, recent=32)",
 ]  # fmt: skip
 PRETEND = r"""
 from types import SimpleNamespace
