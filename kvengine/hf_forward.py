@@ -109,7 +109,7 @@ def before(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before a part runs: `provide`, and its cache by the name that it takes it by."""
     new = renamed(kwargs, name)
-    found = provide(module, args, new, chosen, at, name) or (None if new is kwargs else (args, new))
+    found = provide(module, args, new, chosen, at, name) or ((args, new) if OTHER[name] in kwargs else None)
     check_asked(module, *(found or (args, kwargs)), at, name)
     return found
 

@@ -24,9 +24,10 @@ BREAKS = (
 )
 """Why, to who compiles."""
 EXPORTED = (
-    "a model patched by kvengine cannot be exported with a cache, which does its work outside of any graph. Pass "
-    "use_cache=False, or call kvengine.unpatch(model) first"
+    "a model patched by kvengine cannot be exported, or compiled as one graph, with a cache, which does its work outside of any "
+    "graph. Pass use_cache=False, leave fullgraph=True out, or call kvengine.unpatch(model) first"
 )
+"""Which of the two it is torch 2.11 does not tell apart."""
 COPIED = ", which the model has made: it runs layers several times over. The engine cannot enter it; call kvengine.unpatch(model)"
 WEIGHTS = (
     "output_attentions=True on a patched model: the engine never forms the attention matrix. Pass use_cache=False or call "
