@@ -35,7 +35,8 @@ class Ends(StoppingCriteriaList):
         if len(done) == 1:
             return done
         self.session.paused = self.session.ended
-        rows = [a or b for a, b in zip_longest(done.tolist(), self.rows, fillvalue=False)]
+        told = done if done.dtype == torch.bool else (done & 1).bool()  # as the loop does, whose `~` takes numbers too
+        rows = [a or b for a, b in zip_longest(told.tolist(), self.rows, fillvalue=False)]
         if any(rows) and rows != self.rows:  # else it is the very tensor of before
             self.rows, self.session.ended = rows, torch.tensor(rows, device=done.device)
         return done

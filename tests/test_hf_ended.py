@@ -193,6 +193,22 @@ def test_rows_that_do_not_end_are_given_no_padding(own: bool) -> None:
         model.generate(**batch, max_new_tokens=9, eos_token_id=END, num_beams=2, do_sample=False)
 
 
+class Numbers(StoppingCriteria):
+    """Says with numbers which rows have ended, as those of before transformers asked for booleans may."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return (input_ids[:, -1] == END).long()
+
+
+def test_criteria_that_answer_in_numbers() -> None:
+    model, batch, out = patched("streaming(sinks=2, recent=14)").double(), prompts(3, 40), []
+    for criteria in ([], [Numbers()]):
+        cache = EngineCache(model)
+        found = say(model, cache, *batch.values(), ENDS, stopping_criteria=criteria)
+        out.append((found.sequences, cache.engines[0].parts[0].lane.tail.position))
+    assert torch.equal(out[0][0], out[1][0]) and torch.equal(out[0][1], out[1][1])
+
+
 class Stop(StoppingCriteria):
     """Control-C, while a row pauses."""
 
