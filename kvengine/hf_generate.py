@@ -32,10 +32,8 @@ CHUNKS = 5, 21  # the first transformers whose chunked reading begins behind wha
 OLD_PEFT = 0, 21, 2  # the last that knows a cache by its older name only
 OWN = "{} makes caches in a way of its own, and the engine has no place there; call kvengine.unpatch(model)"
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-LASTING: ContextVar[weakref.ref[Session] | None] = ContextVar("lasting", default=None)
-"""The session of the cache that `generate` has just prepared, if others may go on with it."""
-BEGUN: ContextVar[weakref.ref[Session] | None] = ContextVar("begun", default=None)
-"""The session of the engine's cache that `generate` has prepared last, whoever goes on with it."""
+BEGUN: ContextVar[tuple[weakref.ref[Session], bool] | None] = ContextVar("begun", default=None)
+"""The session of the engine's cache that `generate` has prepared last, and whether others may go on with it under a policy."""
 
 
 class Decoder:
@@ -109,22 +107,23 @@ def prepare_cache(
         )
     given.announce(prompt_length(generation_config, model_kwargs), drafting=bool(generation_config.is_assistant))
     given.session.options = weakref.ref(generation_config)
-    BEGUN.set(weakref.ref(given.session))
     given.session.lent = assisted and not given.session.recording
     lasts = given.stack != Stack() and (not given.nameless or generation_config.return_dict_in_generate)
-    LASTING.set(weakref.ref(given.session) if lasts else None)
+    BEGUN.set((weakref.ref(given.session), lasts))
 
 
 def criteria(self: PreTrainedModel, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `_get_stopping_criteria`: a cache that is gone on with is told which rows have ended."""
     stock: Any = type(self)._get_stopping_criteria  # type: ignore[attr-defined]
-    found, made = stock(self, generation_config, *args, **kwargs), LASTING.get()
-    session = None if made is None else made()
+    found, (begun, lasts) = stock(self, generation_config, *args, **kwargs), BEGUN.get() or (None, False)
+    session = None if begun is None else begun()
     plain = generation_config.get_generation_mode() in PLAIN
-    if session is None or session.options is None or session.options() is not generation_config:
+    if session is None or session.options is None or session.options() is not generation_config or not plain:
         return found
-    pads = any(hasattr(x, "eos_token_id") for x in found)  # without, rows that have ended go on with what they say
-    return Ends(found, session) if plain and pads else found
+    pauses = lasts and any(
+        hasattr(x, "eos_token_id") for x in found
+    )  # else rows that have ended go on with what they say
+    return Ends(found, session, pauses) if pauses or session.heeded else found
 
 
 @contextmanager
@@ -134,7 +133,7 @@ def decoding(self: PreTrainedModel) -> Iterator[None]:
     The settings, by whose life a cache knows that it runs, outlive it where an error has stopped it: Python keeps the last
     one's traceback, and notebooks do.
     """
-    begun = BEGUN.get()
+    begun, _ = BEGUN.get() or (None, False)
     stock: Any = type(self)._optimize_model_for_decode  # type: ignore[attr-defined]
     try:
         with stock(self):

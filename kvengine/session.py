@@ -70,6 +70,7 @@ class Session:
     due: Bool[Tensor, "seq"] | None = None  # the sequences that are to be replayed before those that wait are judged
     rest: dict[str, Any] | None = None  # of a pass that ends a prompt: what waits until that is judged
     again: Again | None = None  # while a replay runs: what its pass feeds
+    heeded: bool = False  # somebody asks which sequences `generate` has ended, when it is over
     ended: Bool[Tensor, "seq"] | None = (
         None  # sequences that the running `generate` has ended: one more token is theirs
     )
