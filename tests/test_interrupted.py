@@ -156,14 +156,14 @@ def test_a_recorded_generate_is_interrupted_while_rows_pause(monkeypatch: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["streaming", "h2o", "kivi", "quest", "duo", "d2o", "zipcache", "rkv"])
-@pytest.mark.parametrize("file", ["/fixed.py", "/hf_compiled.py", "/hf_ended.py", "/hf_generate.py", "/pages.py"])
+@pytest.mark.parametrize("name", ["h2o", "kivi", "quest", "rkv"])
+@pytest.mark.parametrize("file", ["/fixed.py", "/hf_compiled.py", "/hf_ended.py", "/hf_generate.py"])
 def test_a_recorded_generate_is_interrupted_anywhere(name: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_compiled, "ROOM", 4)
-    interrupt(SMALL[name], 5, True, file)
+    interrupt(SMALL[name], 47 if file == "/fixed.py" else 11, True, file)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["streaming", "kivi", "quest"])
 def test_a_generate_in_which_rows_pause_is_interrupted_anywhere(name: str) -> None:
-    interrupt(SMALL[name], 31, False, "")
+    interrupt(SMALL[name], 211, False, "")
