@@ -16,7 +16,7 @@ from kvengine.heads import Heads, beside, check_batch, check_layer_back, check_s
 from kvengine.lane import Lane
 from kvengine.readers import Nodes, Prompt, Readers, Resumed, Taken
 from kvengine.replay import answer, check_known, judge_together
-from kvengine.session import HELD, Call, Session
+from kvengine.session import BROKEN, HELD, Call, Session
 from kvengine.stack import Stack
 from kvengine.tokens import ordered
 
@@ -260,8 +260,10 @@ class LayerCache:
         """Tokens among those seen are none, by a later mask: rows of a batch that had ended while others were generated.
 
         Raises:
-            CacheError: it is not known any more which of those that are held these are.
+            CacheError: it is not known any more which of those that are held these are; or an earlier pass broke off.
         """
+        if self.session.torn:
+            raise CacheError(BROKEN)
         for part in self.parts:
             part.lane.hide(self.by_row(hidden, part))
 

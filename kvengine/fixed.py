@@ -298,6 +298,8 @@ class FixedLayer:
         CacheError: it is in the middle of a prompt or a draft, or holds nothing.
     """
 
+    driven = False  # by who holds others too, and says which passes are steps, and when all have counted one
+
     def __init__(self, layer: LayerCache, more: int, now: Int[Tensor, "1"]) -> None:
         check(layer)
         self.layer, self.parts = layer, layer.parts
@@ -309,15 +311,16 @@ class FixedLayer:
                 vars(lane).update(vars(part.lane))
                 lane.hold(more, now)
                 held.append(lane)
+            self.lanes = held
+            first = torch.arange(layer.sequences, device=now.device)[:, None] * layer.heads
+            self.places = [(first + part.index).flatten() for part in self.parts if part.index is not None]
+            layer.parts = [part.of(lane) for lane, part in zip(held, self.parts, strict=True)]
+            layer.fixed = self
         except BaseException:  # as where memory is short: what has moved already is as it was
             for moved, tail, pages in before:
                 moved.tail, moved.pages = tail, pages
+            layer.parts = self.parts
             raise
-        self.lanes = held
-        first = torch.arange(layer.sequences, device=now.device)[:, None] * layer.heads
-        self.places = [(first + part.index).flatten() for part in self.parts if part.index is not None]
-        layer.parts = [part.of(lane) for lane, part in zip(held, self.parts, strict=True)]
-        layer.fixed = self
 
     def step(
         self,
@@ -329,6 +332,8 @@ class FixedLayer:
         """Take one token of each sequence. Changes tensors in place, and nothing else."""
         if q.shape[2] != 1:
             raise CacheError(f"a cache held still takes one token of each sequence at a time, not {q.shape[2]}")
+        if self.driven and not self.layer.session.stepping:
+            raise CacheError(HELD)
         out, self.layer.session.torn = [], True  # until `advance` has counted the token
         whole = None
         if self.places and q.is_cuda:  # each lane's answers go to their places as they are joined
@@ -350,7 +355,8 @@ class FixedLayer:
         self.layer.seen += 1
         for lane in self.lanes:
             lane.advance()
-        self.layer.session.torn = False
+        if not self.driven:
+            self.layer.session.torn = False
 
     def pause(self, rows: Bool[Tensor, "seq"]) -> None:
         """These sequences take no more tokens, whatever steps bring."""

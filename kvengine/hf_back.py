@@ -158,10 +158,13 @@ def repeat(layer: Any, repeats: int) -> None:
         layer.reorder_cache(torch.arange(len(states[0])).repeat_interleave(repeats))
 
 
-def empty(layer: Any, new: Any) -> None:
-    """Forget everything, how many rows there were and that it was recorded included."""
-    if type(layer) is not type(new):
+def emptied(layer: Any, new: Any) -> Any:
+    """A layer that has forgotten everything, how many rows there were and that it was recorded included."""
+    if isinstance(layer, HeldWindow):
+        return new  # who holds the other may still let it go
+    if isinstance(layer, EngineLayer) or type(layer) is not type(new):
         layer.reset()
-        return
-    vars(layer).clear()
-    vars(layer).update(vars(new))
+    else:
+        vars(layer).clear()
+        vars(layer).update(vars(new))
+    return layer

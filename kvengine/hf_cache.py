@@ -18,7 +18,7 @@ from kvengine import hf_states
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.gradients import copied
-from kvengine.hf_back import all_back, changing_rows, check_even, chosen_rows, empty, repeat, settle
+from kvengine.hf_back import all_back, changing_rows, check_even, chosen_rows, emptied, repeat, settle
 from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import BREAKS, COPIED, EngineLayer, compiling
 from kvengine.hf_names import passed
@@ -93,8 +93,7 @@ class EngineCache(Cache):
         self.stack, self.config = stack, text
         self.session = Session(rope=rope, positions=positions)
         stock = DynamicCache(config=self.config).layers
-        n = len(stock)
-        ours = engine_layers(self.config)
+        n, ours = len(stock), engine_layers(self.config)
         self.session.ours = tuple(i for i, served in enumerate(ours) if served)
         self.sources = sources(self.config)
         readers = Counter(self.sources.values())
@@ -287,8 +286,8 @@ class EngineCache(Cache):
 
     def reset(self) -> None:
         """Forget everything, what was announced of a prompt or asked of its reading included."""
-        for layer, new in zip(self.layers, DynamicCache(config=self.config).layers, strict=True):
-            layer.reset() if isinstance(layer, EngineLayer) else empty(layer, new)
+        fresh = DynamicCache(config=self.config).layers
+        self.layers = [emptied(layer, new) for layer, new in zip(self.layers, fresh, strict=True)]
         kept = {name: getattr(self.session, name) for name in ("rope", "ours", "positions")}
         vars(self.session).update(vars(Session(**kept)))
 

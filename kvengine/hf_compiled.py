@@ -90,7 +90,8 @@ class Steps:
         self.layers: list[FixedLayer | HeldWindow] = []
         try:
             for layer in cache.engines:
-                self.layers.append(FixedLayer(layer, more, self.now))
+                self.layers.append(still := FixedLayer(layer, more, self.now))
+                still.driven = True
             for i, window in enumerate(cache.layers):
                 if can_hold(cache.config, window):
                     held = cache.layers[i] = HeldWindow(window, real, self.now)
@@ -121,7 +122,7 @@ class Steps:
         if self.left < 1:
             raise CacheError("the cache was held still for fewer tokens; ask for more, or close() and go on without")
         session = self.cache.session
-        if session.torn or any(layer.seen != self.cache.seen for layer in self.cache.engines):
+        if session.torn or any(x.fixed is None or x.seen != self.cache.seen for x in self.cache.engines):
             raise CacheError(BROKEN)
         session.memo.clear()
         if self.cache.stack.retention.replay is not None:
@@ -143,10 +144,13 @@ class Steps:
 
     def run(self) -> Tensor:
         """The step itself: reads and changes tensors that stay where they are."""
-        with nullcontext() if self.fused is None else self.fused.inside():
-            out: Any = self.model(
-                input_ids=self.ids, position_ids=self.position, **{CACHE: self.cache}, use_cache=True, return_dict=True
-            )
+        given = {"input_ids": self.ids, "position_ids": self.position, CACHE: self.cache, "use_cache": True}
+        self.cache.session.stepping = True
+        try:
+            with nullcontext() if self.fused is None else self.fused.inside():
+                out: Any = self.model(**given, return_dict=True)
+        finally:
+            self.cache.session.stepping = False
         self.now.add_(1)
         logits: Tensor = out.logits
         return logits
@@ -202,11 +206,12 @@ class Steps:
 
     def close(self) -> None:
         """Let the cache go on as it would have without. Closing twice is harmless."""
-        for layer in self.layers:
-            layer.release()
-        self.cache.layers = [x.layer if isinstance(x, HeldWindow) else x for x in self.cache.layers]
-        self.layers, self.replay = [], None
-        self.cache.session.rope = self.rope
+        with self.cache.session.changing():
+            for layer in self.layers:
+                layer.release()
+            self.cache.layers = [x.layer if isinstance(x, HeldWindow) else x for x in self.cache.layers]
+            self.layers, self.replay = [], None
+            self.cache.session.rope = self.rope
 
 
 class CompiledDecode(Decoder):

@@ -26,16 +26,18 @@ class Ends(StoppingCriteriaList):
     loop that asks does right after, to know whether all have ended.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, session: Session) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, session: Session, pauses: bool) -> None:
         super().__init__(criteria)
-        self.session, self.rows = session, [False]
+        self.session, self.pauses, self.rows = session, pauses, [False]
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Bool[Tensor, "sequence"]:
         done: Tensor = super().__call__(input_ids, scores, **kwargs)
-        if len(done) == 1:
+        if len(done) == 1 and not self.session.heeded:
             return done
-        self.session.paused = self.session.ended
-        rows = [a or b for a, b in zip_longest(done.tolist(), self.rows, fillvalue=False)]
+        if self.pauses and len(done) > 1:
+            self.session.paused = self.session.ended
+        told = done if done.dtype == torch.bool else (done & 1).bool()  # as the loop does, whose `~` takes numbers too
+        rows = [a or b for a, b in zip_longest(told.tolist(), self.rows, fillvalue=False)]
         if any(rows) and rows != self.rows:  # else it is the very tensor of before
             self.rows, self.session.ended = rows, torch.tensor(rows, device=done.device)
         return done
@@ -64,13 +66,14 @@ class Ended(StoppingCriteria):
         return self.rows
 
 
-def ended(model: Any, new: Int[Tensor, "sequence token"], options: Mapping[str, Any]) -> tuple[Tensor, int]:
-    """Rows that need no more tokens, and the token that `generate` fills them with."""
+def ended(
+    model: Any, new: Int[Tensor, "sequence token"], options: Mapping[str, Any], session: Session
+) -> tuple[Bool[Tensor, "sequence"], int | None]:
+    """Rows that need no more tokens, and the token that `generate` fills them with; None: they go on with what they say."""
     config = options.get("generation_config") or model.generation_config
     end, padding = (options.get(name, getattr(config, name)) for name in ("eos_token_id", "pad_token_id"))
     ends = torch.as_tensor([] if end is None else end, device=new.device).flatten()
     rows = torch.isin(new, ends).any(1)
-    padding = int(padding) if padding is not None else int(ends[0]) if len(ends) else 0
-    if new.shape[1] and (options.get("stop_strings") or options.get("stopping_criteria")):
-        rows |= new[:, -1] == padding  # ended by what cannot be asked again
-    return rows, padding
+    if session.ended is not None:  # also by what cannot be asked again
+        rows = rows | session.ended.to(rows.device)
+    return rows, None if not len(ends) else int(ends[0]) if padding is None else int(padding)

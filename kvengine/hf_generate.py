@@ -6,7 +6,8 @@ import copy
 import inspect
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from importlib import metadata
@@ -31,8 +32,8 @@ CHUNKS = 5, 21  # the first transformers whose chunked reading begins behind wha
 OLD_PEFT = 0, 21, 2  # the last that knows a cache by its older name only
 OWN = "{} makes caches in a way of its own, and the engine has no place there; call kvengine.unpatch(model)"
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-LASTING: ContextVar[weakref.ref[Session] | None] = ContextVar("lasting", default=None)
-"""The session of the cache that `generate` has just prepared, if others may go on with it."""
+BEGUN: ContextVar[tuple[weakref.ref[Session], bool] | None] = ContextVar("begun", default=None)
+"""The session of the engine's cache that `generate` has prepared last, and whether others may go on with it under a policy."""
 
 
 class Decoder:
@@ -74,6 +75,7 @@ def prepare_cache(
     if model_kwargs is None:
         raise ModelError(OWN.format(type(self).__name__))
     check_tuner(self, model_kwargs.get(CACHE))
+    BEGUN.set(None)
     stock: Any = type(self)._prepare_cache_for_generation  # type: ignore[attr-defined]
     given = model_kwargs.get(CACHE)
     if getattr(given, "is_compileable", False):
@@ -107,19 +109,38 @@ def prepare_cache(
     given.session.options = weakref.ref(generation_config)
     given.session.lent = assisted and not given.session.recording
     lasts = given.stack != Stack() and (not given.nameless or generation_config.return_dict_in_generate)
-    LASTING.set(weakref.ref(given.session) if lasts else None)
+    BEGUN.set((weakref.ref(given.session), lasts))
 
 
 def criteria(self: PreTrainedModel, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `_get_stopping_criteria`: a cache that is gone on with is told which rows have ended."""
     stock: Any = type(self)._get_stopping_criteria  # type: ignore[attr-defined]
-    found, made = stock(self, generation_config, *args, **kwargs), LASTING.get()
-    session = None if made is None else made()
+    found, (begun, lasts) = stock(self, generation_config, *args, **kwargs), BEGUN.get() or (None, False)
+    session = None if begun is None else begun()
     plain = generation_config.get_generation_mode() in PLAIN
-    if session is None or session.options is None or session.options() is not generation_config:
+    if session is None or session.options is None or session.options() is not generation_config or not plain:
         return found
-    pads = any(hasattr(x, "eos_token_id") for x in found)  # without, rows that have ended go on with what they say
-    return Ends(found, session) if plain and pads else found
+    pauses = lasts and any(
+        hasattr(x, "eos_token_id") for x in found
+    )  # else rows that have ended go on with what they say
+    return Ends(found, session, pauses) if pauses or session.heeded else found
+
+
+@contextmanager
+def decoding(self: PreTrainedModel) -> Iterator[None]:
+    """Stands in for `_optimize_model_for_decode`, which `generate` leaves when it has ended, or was interrupted.
+
+    The settings, by whose life a cache knows that it runs, outlive it where an error has stopped it: Python keeps the last
+    one's traceback, and notebooks do.
+    """
+    begun, _ = BEGUN.get() or (None, False)
+    stock: Any = type(self)._optimize_model_for_decode  # type: ignore[attr-defined]
+    try:
+        with stock(self):
+            yield
+    finally:
+        if begun is not None and (session := begun()) is not None:
+            session.options = None
 
 
 def refuse(generation_config: Any) -> None:
@@ -312,6 +333,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     RECORDING: generate,
     "_extract_generation_mode_kwargs": mode_options,
     "_prefill": prefill,
+    "_optimize_model_for_decode": decoding,
     PREPARING: prepare_inputs,
     "_prepare_generation_config": chosen_options,
     "_prepare_cache_for_generation": prepare_cache,

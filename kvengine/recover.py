@@ -86,6 +86,7 @@ def generate(
         if limit is not None:
             options["max_time"] = max(0.0, limit - time.monotonic() + begun)
         attempts, cache = attempts - 1, EngineCache(model, stack)  # type: ignore[arg-type]
+        cache.session.heeded = True
         said.again()
         try:
             found: Tensor = model.generate(  # type: ignore[operator]
@@ -103,13 +104,14 @@ def generate(
         several = len(new) // len(ids)  # num_return_sequences: each goes on with what it has said
         ids, mask = (x.repeat_interleave(several, 0) for x in (ids, mask))
         ids, mask = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
-        rows, padding = ended(model, ids[:, prompt:], given)
+        rows, padding = ended(model, ids[:, prompt:], given, cache.session)
         if ids.shape[1] >= most or bool(rows.all()):
             said.end()
             return ids
         options = {**given, **later(model, given, ids, prompt)}
-        for name, kept in (("logits_processor", Padding(rows, padding)), ("stopping_criteria", Ended(rows))):
-            options[name] = [*(given.get(name) or []), kept]
+        options["stopping_criteria"] = [*(given.get("stopping_criteria") or []), Ended(rows)]
+        if padding is not None:
+            options["logits_processor"] = [*(given.get("logits_processor") or []), Padding(rows, padding)]
 
 
 def asked(model: Any, options: Mapping[str, Any], name: str) -> Any:

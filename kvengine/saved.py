@@ -87,6 +87,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
     if any(part.lane.marks for layer in cache.engines for part in layer.parts):
         raise CacheError("the cache remembers states to roll back to; call cache.commit() before saving it")
     beside, cache.unread = plain({} if extra is None else extra, "extra"), None
+    cache.thaw()  # to read what lies below the device moves it up
     out = Writer()
     header = {
         "kind": "session",

@@ -28,7 +28,7 @@ BROKEN = (
 )
 HELD = (
     "this cache is held still for recorded steps (kvengine.compile_decode) and takes one token after the other; close() these "
-    "steps first"
+    "steps first. If that broke off, call cache.reset() and give the whole text again"
 )
 
 
@@ -70,6 +70,7 @@ class Session:
     due: Bool[Tensor, "seq"] | None = None  # the sequences that are to be replayed before those that wait are judged
     rest: dict[str, Any] | None = None  # of a pass that ends a prompt: what waits until that is judged
     again: Again | None = None  # while a replay runs: what its pass feeds
+    heeded: bool = False  # somebody asks which sequences `generate` has ended, when it is over
     ended: Bool[Tensor, "seq"] | None = (
         None  # sequences that the running `generate` has ended: one more token is theirs
     )
@@ -80,6 +81,7 @@ class Session:
     loose: int = 0  # bytes of prompts' keys and values since what they left in the heap was handed back
     inferred: bool = False  # a pass ran in torch's inference mode; what it has written cannot be changed outside of it
     torn: bool = False  # a layer has begun to change, and not ended
+    stepping: bool = False  # a pass is one of the steps for which the cache is held still
     reached: int = 1 << 30  # the last layer that began; so high that any layer begins the first pass
     before: int = 0  # tokens seen when the pass began
     led: int | None = None  # the same, where states take tokens before the engine's first layer (hf_led)

@@ -125,9 +125,10 @@ class Tail:
     def restart(self) -> None:
         """Move to the front of these slots, which what was sealed has left free: so they stay where they are."""
         n, s = len(self), self.span
-        told = [x for x, stored in ((self._position, self.placed), (self.score, self.scored)) if stored]
-        for x in (self.k, self.v, *told):
-            x[:, :n] = x[:, s] if n <= self.start else x[:, s].clone()
+        unstored = {"position": not self.placed, "score": not self.scored}
+        for name, x in self.tensors().items():  # each once, where one is a part of another
+            if not unstored.get(name):
+                x[:, :n] = x[:, s] if n <= self.start else x[:, s].clone()
         self.start, self.end = 0, n
 
     def keep(self, k: Tensor, v: Tensor, slots: int) -> None:

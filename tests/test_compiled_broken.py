@@ -202,3 +202,23 @@ def test_a_cache_held_still_is_neither_moved_nor_copied(family: str, window: int
             logits.append(steps(ids, place[:, -1:] + 2).clone())
             steps.close()
     torch.testing.assert_close(*logits, rtol=0, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_cache_whose_steps_were_never_closed_says_so_and_begins_anew(family: str) -> None:
+    """As where Control-C came before the end of `generate`; a pass of another loop would write over the last step's token."""
+    model, batch = kvengine.patch(configs.build(family), "streaming(sinks=2, recent=14)"), configs.padded_batch()
+    cache, ids = kvengine.EngineCache(model), torch.ones(3, 1, dtype=torch.long)
+    want = model(**batch, cache=cache).logits
+    steps = kvengine.compile_decode(model).open(cache, 4, batch["attention_mask"])
+    steps(ids, batch["attention_mask"].sum(1, keepdim=True))
+    with pytest.raises(CacheError, match="held still.*close.*reset"):
+        model(ids, cache=cache)
+    cache.reset()
+    assert torch.equal(model(**batch, cache=cache).logits, want)
+    with pytest.raises(CacheError, match="broke off"):
+        steps(ids, 20 * ids)
+    steps.close()
+    model(ids, cache=cache)
+    assert cache.seen == batch["input_ids"].shape[1] + 1

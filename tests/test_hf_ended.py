@@ -1,5 +1,6 @@
 """Rows of a batch that end before others: in a later turn each is as it is alone."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from families import configs
 from support import MIXED, SMALL, every, in_turn, llama, patched, prompts
 from support_device import pretended, there
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StoppingCriteria
 
 import kvengine
 from kvengine import EngineCache, compile_decode, hf_compiled
@@ -190,6 +191,50 @@ def test_rows_that_do_not_end_are_given_no_padding(own: bool) -> None:
         model.generate(**batch, max_new_tokens=9, eos_token_id=None, do_sample=False, cache=cache)
         assert cache.session.ended is None
         model.generate(**batch, max_new_tokens=9, eos_token_id=END, num_beams=2, do_sample=False)
+
+
+class Numbers(StoppingCriteria):
+    """Says with numbers which rows have ended, as those of before transformers asked for booleans may."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return (input_ids[:, -1] == END).long()
+
+
+def test_criteria_that_answer_in_numbers() -> None:
+    model, batch, out = patched("streaming(sinks=2, recent=14)").double(), prompts(3, 40), []
+    for criteria in ([], [Numbers()]):
+        cache = EngineCache(model)
+        found = say(model, cache, *batch.values(), ENDS, stopping_criteria=criteria)
+        out.append((found.sequences, cache.engines[0].parts[0].lane.tail.position))
+    assert torch.equal(out[0][0], out[1][0]) and torch.equal(out[0][1], out[1][1])
+
+
+class Stop(StoppingCriteria):
+    """Control-C, while a row pauses."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        if input_ids.shape[1] == 40 + ENDS[1] + 2:
+            raise KeyboardInterrupt
+        return False
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_behind_a_generate_that_was_interrupted_nothing_pauses(recorded: bool) -> None:
+    """Though its settings are still there: Python keeps the last error, with all that was at hand where it came from."""
+    model, batch, out = patched("streaming(sinks=2, recent=14)").double(), prompts(3, 40), []
+    for stop in (False, True):
+        cache, options = EngineCache(model), dict[str, Any](eos_token_id=END, pad_token_id=PAD, do_sample=False)
+        options |= {"custom_generate": compile_decode(model)} if recorded else {}
+        options |= {"stopping_criteria": [Stop()]} if stop else {}
+        options |= {"logits_processor": [Ending(40, ENDS)], "cache": cache}
+        with pytest.raises(KeyboardInterrupt) if stop else nullcontext() as kept:
+            model.generate(**batch, **options, max_new_tokens=ENDS[1] + 2)
+        mask = torch.cat([batch["attention_mask"], torch.ones(3, ENDS[1] + 2, dtype=torch.long)], 1)
+        with torch.no_grad():
+            found = model(torch.tensor([[5], [6], [7]]), attention_mask=mask, cache=cache).logits
+        assert cache.seen == mask.shape[1] and (kept is not None) == stop
+        out.append((found, cache.stats().held, cache.engines[0].parts[0].lane.tail.position.clone()))
+    assert torch.equal(out[0][0], out[1][0]) and torch.equal(out[0][1], out[1][1]) and torch.equal(out[0][2], out[1][2])
 
 
 @pytest.mark.parametrize(

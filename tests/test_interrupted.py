@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import SMALL, llama, one
+from support import SMALL, llama, one, prompts
+from transformers import LogitsProcessor
 
 import kvengine
+from kvengine import compile_decode, hf_compiled
 from kvengine.errors import CacheError
 
 OURS = str(Path(kvengine.__file__).parent)
@@ -90,3 +92,78 @@ def test_a_decoded_token_is_interrupted(name: str) -> None:
 @pytest.mark.parametrize("name", ["full", "h2o", "kivi", "quest", "duo", "d2o", "zipcache", "rkv"])
 def test_a_pass_is_interrupted_anywhere(name: str, tokens: int) -> None:
     check(SMALL[name], tokens, step=7)
+
+
+class Ending(LogitsProcessor):
+    """Rows end after two tokens, after four, and not at all."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        new = input_ids.shape[1] - 40
+        scores[:, [0, 127]] = -torch.inf
+        scores[0 if new == 1 else 1 if new == 3 else [], 127] = torch.inf
+        return scores
+
+
+def rest(model: Any, cache: Any, text: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Logits of four more tokens, behind what the cache has read of a text."""
+    more = prompts(3, 4, seed=7)["input_ids"].clamp(min=1)
+    ids, mask, out = torch.cat([text[:, : cache.seen], more], 1), torch.cat([mask[:, : cache.seen], more > 0], 1), []
+    for end in range(cache.seen + 1, ids.shape[1] + 1):
+        seen = mask[:, :end].long()
+        at = {"attention_mask": seen, "position_ids": seen.sum(1, keepdim=True) - 1}
+        out.append(model(ids[:, end - 1 : end], **at, cache=cache).logits)
+    return torch.cat(out, 1)
+
+
+@torch.no_grad()
+def interrupt(policy: str, step: int, record: bool, file: str) -> None:
+    """A `generate` in which rows pause; recordings have room for four tokens."""
+    model, batch = kvengine.patch(llama().double(), policy), prompts(3, 40)
+
+    def say(cache: Any, count: int, record: bool) -> torch.Tensor:
+        decoder = {"custom_generate": compile_decode(model)} if record else {}
+        options = {"logits_processor": [Ending()], "eos_token_id": 127, "do_sample": False}
+        found: torch.Tensor = model.generate(**batch, cache=cache, max_new_tokens=count, **options, **decoder)
+        return found
+
+    text = say(kvengine.EngineCache(model), 9, False)
+    mask = torch.cat([batch["attention_mask"] > 0, text[:, 40:] > 0], 1)
+    want = {}
+    for count in range(1, 10):
+        cache = kvengine.EngineCache(model)
+        say(cache, count, False)
+        want[39 + count] = rest(model, cache, text, mask)
+    with Interrupt(file=file) as whole:
+        say(kvengine.EngineCache(model), 9, record)
+    assert whole.lines > step
+    for at in range(1 + step // 2, whole.lines + 1, step):
+        cache = kvengine.EngineCache(model)
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(at, file):
+            say(cache, 9, record)
+        seen = cache.seen
+        try:
+            got = rest(model, cache, text, mask)
+        except CacheError as error:
+            assert "broke off" in str(error)
+        else:
+            if seen in want:  # else it was not begun
+                torch.testing.assert_close(got, want[seen], msg=f"line {at} of {file}")
+
+
+def test_a_recorded_generate_is_interrupted_while_rows_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_compiled, "ROOM", 4)
+    interrupt(SMALL["streaming"], 179, True, "/fixed.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h2o", "kivi", "quest", "rkv"])
+@pytest.mark.parametrize("file", ["/fixed.py", "/hf_compiled.py", "/hf_ended.py", "/hf_generate.py"])
+def test_a_recorded_generate_is_interrupted_anywhere(name: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_compiled, "ROOM", 4)
+    interrupt(SMALL[name], 47 if file == "/fixed.py" else 11, True, file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["streaming", "kivi", "quest"])
+def test_a_generate_in_which_rows_pause_is_interrupted_anywhere(name: str) -> None:
+    interrupt(SMALL[name], 211, False, "")

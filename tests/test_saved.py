@@ -26,6 +26,7 @@ from kvengine.pages import Pages
 MIXED = [
     "snapkv(budget=24, window=6) + kivi(bits=4, group=16)", "duo(sinks=2, recent=10) + quest(budget=32, page=8)",
     "h2o(budget=24) + host", "quest(budget=32, page=8) + kivi(bits=4, group=16) + host",
+    "quest(budget=24, page=4) + host(resident=40)",
 ]  # fmt: skip
 
 

@@ -266,3 +266,27 @@ def test_latents_that_move_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> N
     held.shared = True
     held.own()
     assert copied == [8, 8, 8] and torch.equal(held.held()[1], torch.cat([k, k[:, :1]], 1)[..., :6])
+
+
+@pytest.mark.parametrize("sealed", [8, 30])
+def test_latents_move_to_the_front_of_their_slots_once(sealed: int) -> None:
+    """Where sealed ones have left room, less than is needed or more: values are a part of the keys, which have moved by then."""
+    k = torch.randn(2, 60, 8, generator=torch.Generator().manual_seed(0))
+    held = tail.Nested(6, k, k[..., :6], scored=False, placed=False)
+    held.append(k[:, :40], k[:, :40, :6], torch.arange(40, dtype=torch.int32).expand(2, -1), True)
+    held.start = sealed
+    for i in range(40, 44):
+        held.append(k[:, i : i + 1], k[:, i : i + 1, :6], torch.full((2, 1), i, dtype=torch.int32), True)
+    assert held.capacity == 40 and held.start == 0
+    assert torch.equal(held.held()[0], k[:, sealed:44]) and torch.equal(held.held()[1], k[:, sealed:44, :6])
+
+
+@pytest.mark.parametrize("form", ["kivi(group=8, residual=40)", "turboquant(residual=40) + host"])
+def test_a_long_answer_over_latents_is_the_same_recorded(form: str) -> None:
+    """A recorded step writes to slots of its own; eagerly, what is left of the tail moves whenever these are full."""
+    model = kvengine.patch(configs.build("minicpm3").double(), form)
+    ids = torch.randint(2, 99, (2, 24), generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"max_new_tokens": 50, "return_dict_in_generate": True, "output_logits": True}
+    options |= {"do_sample": False, "eos_token_id": None}
+    found = [model.generate(ids, **options, **x) for x in ({}, {"custom_generate": kvengine.compile_decode(model)})]
+    torch.testing.assert_close(*(torch.stack(x.logits) for x in found))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support import SMALL, greedy, llama, one
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 import kvengine
 from kvengine import recover, saved
@@ -157,6 +157,25 @@ def test_rows_that_had_ended_stay_at_their_end_after_a_loss() -> None:
             found = recover.generate(
                 model, {"input_ids": ids}, max_new_tokens=30, logits_processor=[Lost(15)], **options
             )
+            assert torch.equal(found, want)
+
+
+class Sevenths(StoppingCriteria):
+    """Ends rows by their last token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] % 7 == 3
+
+
+@pytest.mark.parametrize("options", [{"eos_token_id": 127, "pad_token_id": 0}, {}], ids=["padded", "not padded"])
+def test_rows_that_a_criterion_has_ended_stay_at_their_end_after_a_loss(options: dict[str, Any]) -> None:
+    """Right behind their last token too, where no padding tells of it yet, or ever."""
+    ids = torch.randint(3, 128, (3, 20), generator=torch.Generator().manual_seed(3))
+    with kvengine.patched(llama(), "full") as model:
+        options |= {"max_new_tokens": 20, "do_sample": False, "stopping_criteria": [Sevenths()]}
+        want = model.generate(ids, **options)
+        for step in (3, 5, 9, 11, 20):
+            found = recover.generate(model, {"input_ids": ids}, logits_processor=[Lost(step)], **options)
             assert torch.equal(found, want)
 
 
