@@ -500,6 +500,8 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     ({"budget": "2.5"}, "budget=2.5: must be whole tokens, or a fraction"),
     ({"limit": 0}, "limit=0: must be 1 or more"),
     ({"tasks": " "}, "no task given"),
+    ({"data": ["book=."]}, "ruler reads no book: that is for ppl"),
+    ({"data": ["scbench=hub"]}, "ruler reads no scbench: that is for scbench"),
     ({"data": ["essay=."]}, "no data is called 'essay'. Did you mean 'essays'"),
     ({"fail_under": ["vt=900"]}, "between 0 and 100"),
     ({"fail_under": ["vt"]}, "expected NAME=VALUE, got 'vt'"),
