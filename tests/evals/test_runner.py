@@ -569,6 +569,29 @@ def test_unknown_names_are_one_line_and_exit_code_two(tmp_path: Path, model_fold
     assert not (tmp_path / "rows.jsonl").exists()
 
 
+def test_a_model_that_is_damaged_is_one_line_and_exit_code_two(tmp_path: Path) -> None:
+    code, text = invoke("ruler", "--model", str(tmp_path / "nothing"), "--dry-run")
+    assert code == 2 and "there is no such folder" in text
+    folder = saved_model(tmp_path / "model", chat=True)
+    settings, weights = folder / "config.json", folder / "model.safetensors"
+    config = settings.read_text()
+    settings.write_text(json.dumps(json.loads(config) | {"hidden_size": "large"}))
+    code, text = invoke("ruler", "--model", str(folder), "--dry-run")
+    assert code == 2 and "cannot load" in text and "hidden_size" in text
+    settings.write_text(config)
+    os.truncate(weights, weights.stat().st_size // 2)
+    code, text = invoke("ruler", "--model", str(folder), "--dry-run")
+    assert (
+        code == 2 and "cannot load" in text and "weights are damaged or cut: bring them anew" in text.replace("\n", " ")
+    )
+
+
+def test_a_device_that_torch_has_no_kernels_for_is_one_line() -> None:
+    """torch says which of all its backends has the operator, in forty lines."""
+    code, text = invoke("ruler", "--device", "mps", "--dry-run")
+    assert code == 2 and "'mps' cannot be used here" in text and text.count("\n") < 6
+
+
 def test_dry_run_prints_the_matrix_and_writes_no_rows(tmp_path: Path, model_folder: Path) -> None:
     words = ["--model", str(model_folder), "--out", str(tmp_path), "--tasks", "fwe", "--lengths", "1024"]
     code, text = invoke("ruler", *words, "--policies", "quest(budget=64)", "--samples", "2", "--dry-run")
