@@ -105,7 +105,7 @@ def role(arm: Arm) -> str:
 
 def budgets(found: list[Arm]) -> list[str]:
     """The budgets, as written, of all arms, each once."""
-    texts = [text for arm in found for text in re.findall(r"\bbudget=([0-9.]+)", arm.spelled)]
+    texts = [text for arm in found for text in re.findall(r"\bbudget=([0-9.e-]+)", arm.spelled)]  # 5e-05 is one too
     return list(dict.fromkeys(texts))
 
 

@@ -463,6 +463,7 @@ def test_the_ceiling_comes_first_and_an_oracle_per_budget_last() -> None:
         "oracle_topk(budget=256)",
         "oracle_topk(budget=0.5)",
     ]
+    assert arms(["h2o(budget=0.00005)"])[-1].policy == "oracle_topk(budget=5e-05)"  # five tokens were its oracle
     assert [arm.role for arm in found] == ["ceiling", "policy", "policy", "policy", "oracle", "oracle"]
     assert [arm.policy for arm in arms(["full", "kivi"], oracle=False)] == ["full", "kivi"]
     assert [arm.policy for arm in arms(["kivi"], ceiling=False, oracle=False)] == ["kivi"]
