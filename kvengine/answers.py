@@ -128,7 +128,12 @@ def visible(
     prefill: Prefill, query: Int[Tensor, "query"], position: Int[Tensor, "row token"], first: Int[Tensor, "row"]
 ) -> Bool[Tensor, "row query token"] | None:
     """`Prefill.visible`. Raises PolicyError."""
+    before = version(position)
     found: Any = prefill.visible(query, position, first)
+    if version(position) != before:
+        raise PolicyError(
+            f"{type(prefill).__name__}.visible wrote into position, which is the cache's: write into a .clone()"
+        )
     shape = (len(position), len(query), position.shape[1])
     if found is not None and (not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != shape):
         raise refuse(prefill, "visible", found, f"bool {list(shape)}, [row, query, token], or None")

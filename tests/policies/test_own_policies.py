@@ -92,6 +92,10 @@ REPRESENTATIONS: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 PREFILLS: dict[str, tuple[dict[str, Any], str]] = {
     "no choose": ({"chooses": True}, r"Mine defines no `choose`"),
+    "positions written": (
+        {"visible": lambda s, query, token, first: query[:, None] >= token.fill_(3)[:, None]},
+        r"Mine\.visible wrote into position, which is the cache's",
+    ),
     "no rows": ({"visible": lambda s, query, token, first: query[:, None] >= token[0]}, r"Mine\.visible returned bool"),
 }  # fmt: skip
 
