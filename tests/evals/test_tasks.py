@@ -14,6 +14,7 @@ from kvengine.evals.tasks import Plan, Sample, catalogue, choose
 from kvengine.evals.tasks import longbench as lb
 from kvengine.evals.tasks._fit import NoData
 from kvengine.evals.tasks._scores import rouge_l
+from kvengine.evals.tasks._words import prose
 from kvengine.evals.tasks.niah import DEPTHS
 
 
@@ -128,6 +129,16 @@ def test_another_file_than_the_published_one_is_named(tmp_path: Path, task: str,
     path.write_text(json.dumps(given))
     with pytest.raises(EvaluationError, match=rf"mine\.json is not the published {source} file"):
         next(iter(catalogue("ruler")[task].samples(plan(**{source: path}))))
+
+
+def test_of_a_folder_of_texts_the_one_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfAlpha beta. ")
+    assert prose(tmp_path) == ("Alpha", "beta.")  # what Windows puts before a text is none of its words
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "a.txt").write_text("Alpha beta.")
+    (tmp_path / "more" / "b.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(EvaluationError, match=r"the text at .*b\.txt is not UTF-8: .* convert it first"):
+        prose(tmp_path / "more")
 
 
 def test_prose_without_spaces_is_refused(tmp_path: Path) -> None:
