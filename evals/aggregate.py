@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from kvengine.evals.records import Row, ok
+from kvengine.evals.records import Row, ok, same_code
 from kvengine.evals.statistics import Interval, interval, paired
 
 MARGIN = 0.2
@@ -77,8 +77,11 @@ OTHER_DATA = {
 def current(rows: list[Row]) -> list[Row]:
     """Rows without those of samples whose data changed since: only policies that were asked the same may be compared.
 
-    Of a sample the row that was written last says what the data are now. A cell of which nothing is left says so.
+    Of a sample the row that was written last says what the data are now. A cell of which nothing is left says so. Of a cell the
+    last row says what the policy's code is now: what it was measured with before is another policy's.
     """
+    code = {_at(row): row["code"] for row in rows if row.get("code") is not None}
+    rows = [row for row in rows if same_code(row.get("code"), code.get(_at(row)))]
     newest = {(*_at(row)[:4], row["sample"]): row["sample_hash"] for row in ok(rows)}
     kept = [row for row in rows if row["status"] != "ok" or row["sample_hash"] == newest[*_at(row)[:4], row["sample"]]]
     left = {_at(row) for row in ok(kept)}

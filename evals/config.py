@@ -15,8 +15,11 @@ from kvengine.evals.policies import Arm, arms, everything, split
 from kvengine.evals.records import key_of
 from kvengine.evals.tasks import catalogue
 
-DATA = ("essays", "book", "squad", "hotpotqa", "scbench", "longbench")
-"""What local files may be given as; docs/evaluation.md says what each has in it."""
+DATA = {
+    "essays": ("ruler", "quiz", "niah"), "book": ("ppl",), "squad": ("ruler",), "hotpotqa": ("ruler",),
+    "scbench": ("scbench",), "longbench": ("longbench",),
+}  # fmt: skip
+"""What local files may be given as, and the suites that read them; docs/evaluation.md says what each has in it."""
 MODES = {"multi-turn": "aware", "multi-request": "agnostic"}
 """What the compression of a context knows of the questions, by how they are asked."""
 
@@ -76,6 +79,8 @@ class RunConfig:
         for name, path in self.data.items():
             if name not in DATA and name not in catalogue("scbench"):  # one task's file may be given by its name
                 raise EvaluationError(unknown("data", name, DATA))
+            if self.suite not in (readers := DATA.get(name, ("scbench",))):
+                raise EvaluationError(f"{self.suite} reads no {name}: that is for {', '.join(readers)}; leave it out")
             if str(path) != "hub" and not path.exists():
                 raise EvaluationError(f"data {name}={path}: there is no such file or folder")
 

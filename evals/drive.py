@@ -168,7 +168,7 @@ def foreseen(task: Run, cell: Cell) -> tuple[str, str]:
     except tuple(GIVEN_UP) as error:
         return "–", f"{verdict(error)}: {error}"
     tokens = [task.prompter.measure(sample) for sample in samples]
-    done = sum(task.journal.holds(key, sample) for sample in samples)
+    done = sum(task.journal.holds(key, sample, cell.arm.code) for sample in samples)
     state = f"refused: {cell.arm.refused}" if cell.arm.refused else f"{done}/{len(samples)} done"
     return f"{min(tokens)}–{max(tokens)}", state
 

@@ -18,16 +18,24 @@ def load(name: str, *, device: str = "auto", dtype: str = "auto") -> tuple[Any, 
 
     Raises `EvaluationError` if there is no such model or device.
     """
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = bundled() if name == "bundled" else name
     if dtype not in DTYPES:
         raise EvaluationError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     place = pick_device(device)
+    if str(name).startswith((".", "/", "~")) and not Path(name).is_dir():  # a hub id never does
+        raise EvaluationError(f"cannot load {name!r}: there is no such folder. Give a folder, a hub id or 'bundled'")
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except SafetensorError as error:
+        raise EvaluationError(
+            f"cannot load {name!r}: its weights are damaged or cut: bring them anew ({str(error).strip()})"
+        ) from error
+    except (OSError, ValueError, StrictDataclassError) as error:
         said = str(error).rstrip(".")
         raise EvaluationError(f"cannot load {name!r}: {said}. Give a folder, a hub id or 'bundled'") from error
     model.to(place)  # type: ignore[arg-type]
@@ -56,7 +64,8 @@ def pick_device(name: str) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, NotImplementedError, ImportError) as error:
-        raise EvaluationError(f"device {name!r} cannot be used here: {error}; use --device cpu") from error
+        said = str(error).partition("\n")[0].partition(". ")[0]  # then torch lists all its backends
+        raise EvaluationError(f"device {name!r} cannot be used here: {said}; use --device cpu") from error
     return name
 
 

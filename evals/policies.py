@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import re
+import sys
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from kvengine.errors import EvaluationError, PolicyError, UnsupportedPolicy
@@ -14,12 +19,16 @@ STOCK = "stock"
 
 @dataclass(frozen=True)
 class Arm:
-    """One policy of a comparison. `spelled`: with every option written out; `refused`: why it cannot be built."""
+    """One policy of a comparison. `spelled`: with every option written out; `refused`: why it cannot be built.
+
+    `code`: hash of its methods' files.
+    """
 
     policy: str
     role: str  # "ceiling", "oracle" or "policy"
     spelled: str
     refused: str | None = None
+    code: str = ""
 
 
 def split(text: str) -> list[str]:
@@ -96,7 +105,7 @@ def role(arm: Arm) -> str:
 
 def budgets(found: list[Arm]) -> list[str]:
     """The budgets, as written, of all arms, each once."""
-    texts = [text for arm in found for text in re.findall(r"\bbudget=([0-9.]+)", arm.spelled)]
+    texts = [text for arm in found for text in re.findall(r"\bbudget=([0-9.e-]+)", arm.spelled)]  # 5e-05 is one too
     return list(dict.fromkeys(texts))
 
 
@@ -106,8 +115,45 @@ def _arm(policy: str, role: str, spread: Collection[str] = ()) -> Arm:
     import kvengine
 
     try:
-        return Arm(policy, role, kvengine.Stack.parse(policy).spelled())
+        stack = kvengine.Stack.parse(policy)
+        return Arm(policy, role, stack.spelled(), code=code_of(stack))
     except PolicyError as error:
         if policy not in spread and not isinstance(error, UnsupportedPolicy):
             raise
         return Arm(policy, role, policy, str(error))
+
+
+def code_of(stack: Any) -> str:
+    """Hash of what the files of a stack's methods say, and of the heads that a pattern names.
+
+    A method outside of the package may lean on files beside it whose names begin with an underscore: they count too.
+    """
+    from kvengine.policies import ours
+
+    found = hashlib.sha256()
+    for policy in (getattr(stack, axis.name) for axis in fields(stack)):
+        module = type(policy).__module__
+        file = Path(getattr(sys.modules[module], "__file__", None) or "")
+        for one in [file] if ours(module) else [file, *sorted(file.parent.glob("_*.py"))]:
+            found.update(meaning(one.read_text(encoding="utf-8")).encode() if one.is_file() else b"")
+        found.update(repr(getattr(policy, "alpha", "")).encode() if getattr(policy, "pattern", "") else b"")
+    return found.hexdigest()[:16]
+
+
+@cache
+def meaning(source: str) -> str:
+    """A Python file without comments, docstrings and layout, which change no result.
+
+    >>> meaning("def f(x): 'Adds.'; return (x+1)  # one") == meaning("def f(x): return x + 1")
+    True
+    """
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # beside a method, not imported by it
+        return source
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node
+        ):
+            del node.body[0]
+    return ast.unparse(tree)

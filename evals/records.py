@@ -42,11 +42,14 @@ def key_of(configuration: dict[str, Any]) -> str:
 
 @dataclass
 class Journal:
-    """Rows of one run folder. `done`: by cell key and sample id, the hash of what was asked; id None: the whole cell."""
+    """Rows of one run folder.
+
+    `done`: by cell key and sample id, the hash of what was asked, and the policy's code; id None: the whole cell.
+    """
 
     path: Path
     rows: list[Row] = field(default_factory=list)
-    done: dict[tuple[str, str | None], str | None] = field(default_factory=dict)
+    done: dict[tuple[str, str | None], tuple[str | None, str | None]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> Journal:
@@ -61,22 +64,26 @@ class Journal:
             journal._remember(whole)
         return journal
 
-    def holds(self, key: str, sample: Sample) -> bool:
-        """Is this very sample done? (The same id over other data, say an edited file, is not.)"""
-        return self.done.get((key, sample.id)) == sample.digest()
+    def holds(self, key: str, sample: Sample, code: str) -> bool:
+        """Is this very sample done? (The same id over other data, say an edited file, is not, nor under other code.)"""
+        asked, before = self.done.get((key, sample.id), (None, None))
+        return asked == sample.digest() and same_code(before, code)
 
     def count(self, key: str) -> int:
         """Samples of this cell that are done, whatever their data were."""
         return sum(key == cell and sample is not None for cell, sample in self.done)
 
-    def given_up(self, key: str) -> bool:
-        """Was this cell found to be impossible?"""
-        return (key, None) in self.done
+    def given_up(self, key: str, code: str) -> bool:
+        """Was this cell found to be impossible, for the code as it is now?"""
+        return (key, None) in self.done and same_code(self.done[key, None][1], code)
 
-    def timed(self, length: int, mode: str, stack: str) -> bool:
+    def timed(self, length: int, mode: str, stack: str, code: str) -> bool:
         """Is there a time to the first token of this policy at this length?"""
         place = (length, mode, stack)
-        return any((row["length"], row["mode"], row["stack"]) == place and row.get("ttft") for row in self.rows)
+        return any(
+            (row["length"], row["mode"], row["stack"]) == place and row.get("ttft") and same_code(row.get("code"), code)
+            for row in self.rows
+        )
 
     def append(self, rows: list[Row]) -> None:
         """Write the rows of one sample (or of a refused cell) and wait until they are on the disk."""
@@ -92,7 +99,12 @@ class Journal:
     def _remember(self, rows: Iterable[Row]) -> None:
         for row in rows:
             self.rows.append(row)
-            self.done[row["key"], row["sample"]] = row.get("sample_hash")
+            self.done[row["key"], row["sample"]] = row.get("sample_hash"), row.get("code")
+
+
+def same_code(before: str | None, now: str | None) -> bool:
+    """Rows of a folder that is older than the field are taken as they are."""
+    return before is None or now is None or before == now
 
 
 def alone(file: IO[bytes]) -> None:

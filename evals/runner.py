@@ -160,8 +160,8 @@ class Run:
         except (TooShort, NoData) as error:
             self.give_up(cell, key, error, observer)
             return
-        given_up = self.journal.given_up(key) and not self.config.retry
-        missing = [sample for sample in samples if not given_up and not self.journal.holds(key, sample)]
+        given_up = self.journal.given_up(key, cell.arm.code) and not self.config.retry
+        missing = [sample for sample in samples if not given_up and not self.journal.holds(key, sample, cell.arm.code)]
         observer.cell(cell, len(samples), len(samples) - len(missing))
         if missing:
             self.attempt(cell, missing, observer)
@@ -177,7 +177,7 @@ class Run:
     def give_up(self, cell: Cell, key: str, error: BaseException, observer: Observer) -> None:
         """Record why a cell cannot be done."""
         row = self._refusal(cell, key, error)
-        if not self.journal.given_up(key):
+        if not self.journal.given_up(key, cell.arm.code):
             self.journal.append([row])
         observer.refused(cell, row)
 
@@ -223,6 +223,7 @@ class Run:
             "policy": cell.arm.policy,
             "role": cell.arm.role,
             "stack": cell.arm.spelled,
+            "code": cell.arm.code,
             "seed": self.config.seed,
         }
 

@@ -196,9 +196,9 @@ def fill(run: Run, cells: list[Cell], samples: list[Sample], observer: Observer,
     for sample in samples:
         groups[shape(scripts[sample.id])].append(sample)
     for cell in cells:
-        missing = [sample for sample in samples if not run.journal.holds(run.key(cell), sample)]
+        missing = [sample for sample in samples if not run.journal.holds(run.key(cell), sample, cell.arm.code)]
         observer.cell(cell, len(samples), len(samples) - len(missing))
-        if timed and missing[:1] == samples[:1] and not run.journal.timed(*clock(cell)):
+        if timed and missing[:1] == samples[:1] and not run.journal.timed(*clock(cell), cell.arm.code):
             run.attempt(cell, missing[:1], observer)
     for group in groups.values():
         reading: Reading | None = None
@@ -237,8 +237,8 @@ def fill_group(
     """
     for cell in cells:
         key = run.key(cell)
-        missing = [sample for sample in group if not run.journal.holds(key, sample)]
-        if not missing or (run.journal.given_up(key) and not run.config.retry):
+        missing = [sample for sample in group if not run.journal.holds(key, sample, cell.arm.code)]
+        if not missing or (run.journal.given_up(key, cell.arm.code) and not run.config.retry):
             continue
         scripts = [one for one in acts if one is not None]
         if len(scripts) < len(group) or cell.arm.policy == STOCK or cell.arm.refused:

@@ -69,6 +69,7 @@ class Library:
     max_tokens: int = 8192
     max_documents: int = 1000
     lock: threading.Lock = field(default_factory=threading.Lock)
+    failed: dict[str, None] = field(default_factory=dict)  # what went wrong with the store, the newest last
     control: frozenset[int] = field(init=False)  # tokens that must not come from a client's text
     max_characters: int = field(
         init=False
@@ -187,6 +188,15 @@ class Library:
                 raise HTTPException(503, "the store cannot be reached and has what was computed of it; DELETE it again")
             file.unlink()
         return {"id": name, "deleted": True, "chunks": sum(gone)}
+
+    def problems(self) -> list[str]:
+        """The last five things that went wrong with the store, each once. Who asks again is told again."""
+        for event in self.prefix.store.events():
+            if event.kind not in ("miss", "skipped"):  # skipped: what failed before was not tried again yet
+                self.failed.pop(event.detail, None)
+                self.failed[event.detail] = None
+        self.failed = dict.fromkeys(list(self.failed)[-5:])
+        return list(self.failed)
 
     @property
     def failures(self) -> int:
@@ -310,7 +320,7 @@ async def health(request: Request) -> Response:
         {
             "policy": library.policy,
             "documents": len(list(library.folder.glob("*.txt"))),
-            "store": {"counts": dict(store.counts), "problems": [event.detail for event in store.events()][-5:]},
+            "store": {"counts": dict(store.counts), "problems": library.problems()},
         }
     )
 

@@ -2,22 +2,20 @@
 
 A shape that is wrong by one slot would end in an error of torch somewhere in the engine, a missing axis would be broadcast, and
 a number that is no unit would have a kernel read memory that is not the cache's. The message names the method instead. Nothing
-here waits for a device.
+here waits for a device: that numbers are numbers is looked at on CPUs alone, and of policies that did not come with the package.
 """
 
 from __future__ import annotations
 
-import sys
-from functools import cache
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine import policies
 from kvengine.errors import PolicyError
+from kvengine.policies import ours
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.representation import Fields, Representation
 from kvengine.policies.retention import Retention, Seen
@@ -39,21 +37,71 @@ def refuse(policy: object, method: str, found: object, expected: str) -> PolicyE
     return PolicyError(f"{type(policy).__name__}.{method} returned {shown(found)}, expected {expected}")
 
 
+class Lent:
+    """What a retention of the caller's own is shown, to be looked at: what it writes into that would be the cache's.
+
+    A tensor that was made under `torch.inference_mode()` does not count what is written into it.
+    """
+
+    def __init__(self, retention: Retention, seen: Seen) -> None:
+        self.retention, self.lent = retention, [("seen.position", seen.position, version(seen.position))]
+        self.read, self.seen = seen.read, replace(seen, read=self.reading)
+
+    def reading(self) -> tuple[Tensor, Tensor]:
+        found = self.read()
+        self.lent += [
+            (f"what seen.read() gave, its {name}", x, version(x))
+            for name, x in zip(("keys", "values"), found, strict=True)
+        ]
+        return found
+
+    def check(self, method: str) -> None:
+        """Raises PolicyError if `method` wrote into anything."""
+        if written := [name for name, x, before in self.lent if version(x) != before]:
+            raise PolicyError(
+                f"{type(self.retention).__name__}.{method} wrote into {written[0]}, which is the cache's: write into a .clone()"
+            )
+
+
+def version(x: Tensor) -> int:
+    """How often a tensor was written into; 0 where that is not counted."""
+    return 0 if x.is_inference() else x._version
+
+
 def score(retention: Retention, seen: Seen) -> Float[Tensor, "row token"]:
     """`Retention.score`, of every slot. Raises PolicyError."""
-    found: Any = retention.score(seen)
+    lent = None if ours(type(retention).__module__) else Lent(retention, seen)
+    found: Any = retention.score(seen if lent is None else lent.seen)
     if not isinstance(found, Tensor) or found.shape != seen.position.shape or not found.is_floating_point():
         raise refuse(retention, "score", found, f"floats {list(seen.position.shape)}, one for each slot")
+    if lent is not None:
+        lent.check("score")
     return found
+
+
+def numbers(retention: Retention, seen: Seen) -> None:
+    """That the scores of tokens are numbers: any order would do for NaN. Raises PolicyError."""
+    if seen.score.is_cpu and not ours(type(retention).__module__):
+        wrong = int((seen.score.isnan() & seen.valid).sum())
+        if wrong:
+            raise PolicyError(
+                f"{type(retention).__name__}.score returned NaN for {wrong} of {int(seen.valid.sum())} tokens, expected numbers: "
+                "look for a division by zero, or the logarithm of one"
+            )
 
 
 def keep(retention: Retention, seen: Seen) -> Bool[Tensor, "row token"] | None:
     """`Retention.keep`, of every slot. Raises PolicyError."""
-    found: Any = retention.keep(seen)
+    lent = None if ours(type(retention).__module__) else Lent(retention, seen)
+    if lent is not None:
+        numbers(retention, seen)
+    found: Any = retention.keep(seen if lent is None else lent.seen)
     if found is not None and (
         not isinstance(found, Tensor) or found.shape != seen.position.shape or found.dtype != torch.bool
     ):
         raise refuse(retention, "keep", found, f"bool {list(seen.position.shape)}, one for each slot, or None")
+    if lent is not None:
+        lent.check("keep")
     return found
 
 
@@ -70,13 +118,6 @@ def units(selection: Selection, found: Any, rows: int, most: int) -> Int[Tensor,
     return found
 
 
-@cache
-def ours(module: str) -> bool:
-    """Whether a policy's module came with the package: its units are held to what they may be by tests, not at every step."""
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return Path(file).parent.parent == Path(policies.__file__ or "").parent
-
-
 def summary(selection: Selection, k: Float[Tensor, "page token dim"], there: Bool[Tensor, "page unit _"]) -> Fields:
     """`Selection.summarise` of the units of pages. Raises PolicyError."""
     found = selection.summarise(k.unflatten(1, (there.shape[1], -1)).flatten(0, 1), there.flatten(0, 1))
@@ -87,7 +128,12 @@ def visible(
     prefill: Prefill, query: Int[Tensor, "query"], position: Int[Tensor, "row token"], first: Int[Tensor, "row"]
 ) -> Bool[Tensor, "row query token"] | None:
     """`Prefill.visible`. Raises PolicyError."""
+    before = version(position)
     found: Any = prefill.visible(query, position, first)
+    if version(position) != before:
+        raise PolicyError(
+            f"{type(prefill).__name__}.visible wrote into position, which is the cache's: write into a .clone()"
+        )
     shape = (len(position), len(query), position.shape[1])
     if found is not None and (not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != shape):
         raise refuse(prefill, "visible", found, f"bool {list(shape)}, [row, query, token], or None")
@@ -95,8 +141,15 @@ def visible(
 
 
 def fields(representation: Representation, k: Tensor, v: Tensor, score: Tensor) -> Fields:
-    """`Representation.encode`. Raises PolicyError."""
-    return named(representation, "encode", representation.encode(k, v, score), len(k), "page")
+    """`Representation.encode`. Raises PolicyError, also if `decode` does not lead back from it."""
+    found = named(representation, "encode", representation.encode(k, v, score), len(k), "page")
+    if not ours(type(representation).__module__) and len(k) and found:
+        back = decoded(representation, {name: x[:1] for name, x in found.items()})
+        for was, x in list(zip((k[:1], v[:1]), back, strict=True))[representation.joint :]:
+            if x.shape != was.shape or not x.is_floating_point():
+                wanted = f"floats as `encode` was given them, {shown((k[:1], v[:1]))} for one page"
+                raise refuse(representation, "decode", back, wanted)
+    return found
 
 
 def named(policy: object, method: str, found: Any, count: int, what: str) -> Fields:
@@ -112,7 +165,9 @@ def named(policy: object, method: str, found: Any, count: int, what: str) -> Fie
 def decoded(representation: Representation, given: Fields) -> tuple[Tensor, Tensor]:
     """`Representation.decode`. Raises PolicyError."""
     found: Any = representation.decode(given)
+    pages = len(next(iter(given.values()), ()))
     right = isinstance(found, tuple) and len(found) == 2 and all(isinstance(x, Tensor) and x.ndim == 3 for x in found)
-    if not right:
-        raise refuse(representation, "decode", found, "keys [page, token, dim] and values [page, token, dim_v]")
+    if not right or given and {len(x) for x in found} != {pages}:
+        wanted = f"keys [page, token, dim] and values [page, token, dim_v] of {pages} pages"
+        raise refuse(representation, "decode", found, wanted)
     return found

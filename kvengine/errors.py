@@ -70,9 +70,13 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
     >>> unknown("policy", "quset", ["quest", "full"])
     "no policy is called 'quset'. Did you mean 'quest'? Known: full, quest"
+
+    >>> unknown("policy", "Expected-Attention", ["expected_attention"])
+    "no policy is called 'Expected-Attention'. Did you mean 'expected_attention'? Known: expected_attention"
     """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, 1)
+    plain = {one.lower().replace("-", "_"): one for one in names}
+    close = [plain[one] for one in difflib.get_close_matches(name.lower().replace("-", "_"), plain, 1)]
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"no {kind} is called {name!r}.{hint} Known: {', '.join(names)}"
 

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine import answers
+from kvengine import answers, policies
 from kvengine.gradients import live, passes
 from kvengine.joint import Joint
 from kvengine.kernels.page_scores.coarse import Coarse
@@ -108,7 +108,7 @@ class Pages(User):
 
     def by_unit(self) -> tuple[Tensor, ...]:
         """Which units are alive, and their summaries."""
-        if not answers.ours(self.selection.__class__.__module__):  # it may reshape what it is given
+        if not policies.ours(self.selection.__class__.__module__):  # it may reshape what it is given
             self.views.forget()
         return self.views.first(self.units, self._alive, *self._summary.values())
 

@@ -95,9 +95,10 @@ class Prefix:
         """A new cache with the longest stored chain of the prompt's chunks in it.
 
         At least one token of the prompt is left to compute, since its logits begin the answer, and as many as the stack
-        judges by. The cache is empty where nothing is stored, and where it judges by all queries, which a reused chunk does
-        not have.
+        judges by. The cache is empty where nothing is stored, of several sequences, and where it judges by all queries, which a
+        reused chunk does not have. Raises CacheError for what is no tensor of ids [sequence, token].
         """
+        check(ids)
         cache = EngineCache(self.model, stack)  # type: ignore[arg-type]
         tokens = ids[0].tolist()
         if len(ids) != 1 or not self.fits(cache):
@@ -161,6 +162,7 @@ class Prefix:
         Raises CacheError if the cache no longer holds every token of the prompt exactly, holds several sequences, or was
         given what no chunk's name tells: padding, a tuned prefix, vectors or images.
         """
+        check(ids)
         self.identify()
         tokens = ids[0].tolist()
         keys = chain(tokens, self.start, self.chunk)
@@ -202,3 +204,12 @@ class Prefix:
         # Twice their size: encoded they may be a little more, and others may wait too.
         most = have + self.store.pending // (2 * size)
         return [*range(have, end)[: most - have][::-1], *range(most, end)]
+
+
+def check(ids: object) -> None:
+    """Raises CacheError for what is no tensor of ids, a row for each sequence: nothing would ever be found for it."""
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not len(ids) or ids.is_floating_point():
+        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise CacheError(
+            f"a prompt's ids are a tensor of whole numbers [1, token], as a tokenizer makes with return_tensors='pt'; got {got}"
+        )

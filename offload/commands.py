@@ -167,6 +167,7 @@ def verify(
     """Read values and check every byte. Damaged ones are taken out of the store; the status is then 1."""
     bad, strange, console = 0, 0, Console(stderr=True)
     with opened(store) as source:
+        moved = 0 if some else getattr(source, "damaged", 0)  # a folder is looked through when it is opened
         every = [complete(source, name) for name in some or []] or [entry.key for entry in source.entries()]
         for key in track(every, "", console=console, transient=True, disable=not console.is_terminal):
             try:
@@ -178,8 +179,9 @@ def verify(
                 bad += 1
                 typer.echo(f"{key} {error}", err=True)
                 source.delete(key)
-    typer.echo(f"{len(every) - bad - strange} of {len(every)} values are whole")
-    if bad:
+    told = f"; {moved} were found damaged when the store was opened" if moved else ""
+    typer.echo(f"{len(every) - bad - strange} of {len(every) + moved} values are whole{told}")
+    if bad or moved:
         raise typer.Exit(1)
 
 
@@ -231,4 +233,5 @@ def exported(file: Path) -> tuple[Entry, memoryview]:
 def gc(store: Store = "") -> None:
     """Remove what is expired, left over from crashes, or above the cap."""
     with opened(store) as source:
-        typer.echo(f"{source.gc()} values removed")
+        gone = source.gc() + getattr(source, "removed", 0)  # opening a folder removes them too
+    typer.echo(f"{gone} values removed")

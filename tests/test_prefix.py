@@ -92,6 +92,18 @@ def test_a_question_on_a_reused_part_of_a_prompt_is_refused(model: Any, tmp_path
     reuse.store.close()
 
 
+@pytest.mark.parametrize("form", ["a list", "a row", "numbers", "no row"])
+def test_ids_of_another_form_are_told(model: Any, tmp_path: Path, form: str) -> None:
+    """Of a row without its batch nothing was ever found, without a word, and a list ended in an AttributeError."""
+    ids = prompt(100)
+    reuse, _ = stored(model, tmp_path, ids)
+    asked: Any = {"a list": ids.tolist(), "a row": ids[0], "numbers": ids.float(), "no row": ids[:0]}[form]
+    for refused in (lambda: reuse.fetch(asked), lambda: reuse.keep(asked, reuse.fetch(ids))):
+        with pytest.raises(CacheError, match=r"whole numbers \[1, token\].*; got (list|torch\.)"):
+            refused()
+    reuse.store.close()
+
+
 def test_only_what_is_new_is_stored(model: Any, tmp_path: Path) -> None:
     ids = prompt(100)
     reuse, _ = stored(model, tmp_path, ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 
 from kvengine.errors import EvaluationError
 from kvengine.evals.tasks import Sample
+
+HALF = re.compile("[\ud800-\udfff]")
+"""A surrogate that stands alone: JSON can spell it, UTF-8 cannot."""
 
 
 class TooShort(EvaluationError):
@@ -21,16 +25,34 @@ class NoData(EvaluationError):
     """The task lives on data that the user must supply."""
 
 
-def json_lines(path: Path, most: int | None = None) -> list[Any]:
-    """The first `most` values of a JSON-lines file. Only newlines end a line: texts hold U+2028 and the like as they are.
+def json_lines(path: Path, most: int | None = None) -> list[tuple[str, Any]]:
+    """The first `most` values of a JSON-lines file, each with its place in words: "FILE, line 3".
 
-    Raises `EvaluationError` if it is none.
+    Only newlines end a line: texts hold U+2028 and the like as they are. Raises `EvaluationError` if it is none.
     """
     try:
-        lines = (line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip())
-        return [json.loads(line) for line in islice(lines, most)]
+        lines = enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1)
     except ValueError as error:
-        raise EvaluationError(f"{path} is not JSON lines: {error}") from error
+        raise EvaluationError(f"{path} is not UTF-8 text ({error}); unpack or convert it first") from error
+    return [
+        (f"{path}, line {number}", _value(path, number, line))
+        for number, line in islice(((number, line) for number, line in lines if line.strip()), most)
+    ]
+
+
+def _value(path: Path, number: int, line: str) -> Any:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise EvaluationError(
+            f"{path}, line {number} is not JSON ({error.msg} at letter {error.colno}); a file has one value on each line"
+        ) from error
+    halves = HALF.search(json.dumps(found, ensure_ascii=False)) if r"\ud" in line.lower() else None
+    if halves:
+        raise EvaluationError(
+            f"{path}, line {number} has half of a letter in it, {halves[0]!r}, which is no text; take it out"
+        )
+    return found
 
 
 @contextlib.contextmanager

@@ -176,10 +176,11 @@ def load_rows(path: Path, name: str) -> list[Row] | None:
 
 
 def _lines(path: Path) -> list[Row]:
-    rows: list[Row] = json_lines(path)
-    for row in rows:
+    rows: list[Row] = []
+    for place, row in json_lines(path):
         if not isinstance(row, dict) or "multi_turns" not in row or not {"context", "input"} & row.keys():
-            raise EvaluationError(f"{path}: a row lacks 'multi_turns' or 'context'; expected SCBench's schema")
+            raise EvaluationError(f"{place}: a row lacks 'multi_turns' or 'context'; expected SCBench's schema")
+        rows.append(row)
     return rows
 
 

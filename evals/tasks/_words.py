@@ -68,19 +68,23 @@ def prose(path: Path | None = None) -> tuple[str, ...]:
         text = (resources.files("kvengine.evals.tasks") / "data" / "alice.txt").read_text(encoding="utf-8")
     else:
         files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-        try:
-            text = "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
-        except UnicodeDecodeError as error:
-            raise EvaluationError(f"the essay text at {path} is not UTF-8: {error}") from error
+        text = "\n".join(_read(file) for file in files if file.is_file())
     words = tuple(text.split())
     if not words:
-        raise EvaluationError(f"no essay text at {path}: give a .txt file, or a folder of them")
+        raise EvaluationError(f"no text at {path}: give a .txt file, or a folder of them")
     if len(longest := max(words, key=len)) > LONGEST:
         raise EvaluationError(
-            f"the essay text at {path} has a word of {len(longest)} letters ({longest[:20]}…); "
+            f"the text at {path} has a word of {len(longest)} letters ({longest[:20]}…); "
             "a haystack is counted in words, so give prose with spaces between them"
         )
     return words
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise EvaluationError(f"the text at {file} is not UTF-8: {error}; unpack or convert it first") from error
 
 
 def essay(words: Sequence[str], count: int) -> str:

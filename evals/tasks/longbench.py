@@ -151,11 +151,24 @@ class LongBench(Task):
         if not self.available(plan.data):
             raise NoData(f"{self.name} needs its data: give --data longbench=FOLDER with {self.name}.jsonl")
         path = plan.data["longbench"] / f"{self.name}.jsonl"
-        for index, row in enumerate(json_lines(path, plan.count)):
-            made = self.sample(_checked(path, row), index)
-            with published(f"{path}: row {index} is not of LongBench's schema"):
+        for index, (place, row) in enumerate(json_lines(path, plan.count)):
+            made = self.sample(self._checked(place, row), index)
+            with published(f"{place}: the row is not of LongBench's schema"):
                 self.score(made.turns[0], "")
             yield made
+
+    def _checked(self, place: str, row: Any) -> dict[str, Any]:
+        lacks = [name for name in ("input", "context", "answers") if not isinstance(row, dict) or name not in row]
+        if lacks:
+            names = " and ".join(", ".join(map(repr, lacks)).rsplit(", ", 1))
+            raise EvaluationError(f"{place}: a row lacks {names}; expected an object of LongBench's schema")
+        if not _texts(row["input"], row["context"]) or not _list_of_texts(row["answers"]):
+            raise EvaluationError(
+                f"{place}: input and context are texts, answers a list of some, in LongBench's schema"
+            )
+        if self.scorer is class_score and not _list_of_texts(row.get("all_classes")):
+            raise EvaluationError(f"{place}: all_classes is a list of texts for {self.name}, which is scored by them")
+        return row
 
     def sample(self, row: dict[str, Any], index: int) -> Sample:
         """A row as a sample; what the prompt says after the context belongs to the question."""
@@ -175,17 +188,12 @@ class LongBench(Task):
         return {self.metric: max(self.scorer(text, answer, turn.meta["classes"]) for answer in turn.answers)}
 
 
-def _checked(path: Path, row: Any) -> dict[str, Any]:
-    if not isinstance(row, dict) or not {"input", "context", "answers"} <= row.keys():
-        raise EvaluationError(f"{path}: a row lacks input, context or answers; expected LongBench's schema")
-    answers = row["answers"]
-    if not isinstance(answers, list) or not answers or not _texts(row["input"], row["context"], *answers):
-        raise EvaluationError(f"{path}: input and context are texts, answers a list of some, in LongBench's schema")
-    return row
-
-
 def _texts(*values: Any) -> bool:
     return all(isinstance(value, str) for value in values)
+
+
+def _list_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and _texts(*value)
 
 
 TASKS = (

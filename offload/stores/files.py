@@ -63,12 +63,13 @@ class Files:
     ) -> None:
         self.folder, self.cap, self.durable, self.grace = Path(folder), cap, sync == "always", grace
         self.files, self.spares = files or FileSystem(), spares
+        self.damaged = self.removed = 0  # values that were moved to quarantine, and that opening it removed
         try:
             self._prepare()
             if not os.access(self.folder, os.W_OK):
                 raise PermissionError("its folder cannot be written, where what was used when is written down; copy it")
             self.index = Index(self.folder / "index.sqlite")
-            self.gc()
+            self.removed = self.gc()
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"the store at {self.folder} cannot be opened: {error}") from error
 
@@ -288,6 +289,7 @@ class Files:
             self.files.rename(path, self.folder / "quarantine" / f"{path.name}-{secrets.token_hex(4)}")
         except FileNotFoundError:
             return  # another process was faster
+        self.damaged += 1
         found = sorted(self.files.scan(self.folder / "quarantine"), key=lambda item: item[2])
         for old, _, _ in found[:-QUARANTINED]:
             self.files.unlink(old)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from kvengine.offload.stores.record import Buffer
+
+LEFT = 3600.0
+"""Seconds after which a draft is no writer's any more: it was killed."""
 
 
 class FileSystem:
@@ -84,7 +90,8 @@ class FileSystem:
 
 def replace_file(path: Path, data: Buffer) -> None:
     """Write a file: the whole of it or nothing, durable when this returns, whoever else writes it; who may read one that is
-    replaced may read the new one. A link stays, and what it leads to is replaced. Raises OSError."""
+    replaced may read the new one. A link stays, and what it leads to is replaced. Drafts of it that killed writers left an hour
+    ago go. Raises OSError."""
     if path.exists() and not path.is_file():
         with path.open("wb") as there:  # a rename would make a file of /dev/null, for everybody
             there.write(data)
@@ -102,3 +109,13 @@ def replace_file(path: Path, data: Buffer) -> None:
     finally:
         files.unlink(draft)
     files.sync_folder(path.parent)
+    with suppress(OSError):  # the file is there
+        sweep(files, path)
+
+
+def sweep(files: FileSystem, path: Path) -> None:
+    """Remove what writers of this file left who were killed."""
+    draft = re.compile(re.escape(f".{path.name[:50]}.") + r"[0-9a-f]{8}\.part")
+    for one, _, changed in files.scan(path.parent):
+        if draft.fullmatch(one.name) and time.time() - changed > LEFT:
+            files.unlink(one)

@@ -463,6 +463,7 @@ def test_the_ceiling_comes_first_and_an_oracle_per_budget_last() -> None:
         "oracle_topk(budget=256)",
         "oracle_topk(budget=0.5)",
     ]
+    assert arms(["h2o(budget=0.00005)"])[-1].policy == "oracle_topk(budget=5e-05)"  # five tokens were its oracle
     assert [arm.role for arm in found] == ["ceiling", "policy", "policy", "policy", "oracle", "oracle"]
     assert [arm.policy for arm in arms(["full", "kivi"], oracle=False)] == ["full", "kivi"]
     assert [arm.policy for arm in arms(["kivi"], ceiling=False, oracle=False)] == ["kivi"]
@@ -500,6 +501,8 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     ({"budget": "2.5"}, "budget=2.5: must be whole tokens, or a fraction"),
     ({"limit": 0}, "limit=0: must be 1 or more"),
     ({"tasks": " "}, "no task given"),
+    ({"data": ["book=."]}, "ruler reads no book: that is for ppl"),
+    ({"data": ["scbench=hub"]}, "ruler reads no scbench: that is for scbench"),
     ({"data": ["essay=."]}, "no data is called 'essay'. Did you mean 'essays'"),
     ({"fail_under": ["vt=900"]}, "between 0 and 100"),
     ({"fail_under": ["vt"]}, "expected NAME=VALUE, got 'vt'"),
@@ -565,6 +568,29 @@ def test_unknown_names_are_one_line_and_exit_code_two(tmp_path: Path, model_fold
     code, text = invoke("ruler", "--model", str(tmp_path / "nothing"), "--out", str(tmp_path))
     assert code == 2 and "cannot load" in text
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_a_model_that_is_damaged_is_one_line_and_exit_code_two(tmp_path: Path) -> None:
+    code, text = invoke("ruler", "--model", str(tmp_path / "nothing"), "--dry-run")
+    assert code == 2 and "there is no such folder" in text
+    folder = saved_model(tmp_path / "model", chat=True)
+    settings, weights = folder / "config.json", folder / "model.safetensors"
+    config = settings.read_text()
+    settings.write_text(json.dumps(json.loads(config) | {"hidden_size": "large"}))
+    code, text = invoke("ruler", "--model", str(folder), "--dry-run")
+    assert code == 2 and "cannot load" in text and "hidden_size" in text
+    settings.write_text(config)
+    os.truncate(weights, weights.stat().st_size // 2)
+    code, text = invoke("ruler", "--model", str(folder), "--dry-run")
+    assert (
+        code == 2 and "cannot load" in text and "weights are damaged or cut: bring them anew" in text.replace("\n", " ")
+    )
+
+
+def test_a_device_that_torch_has_no_kernels_for_is_one_line() -> None:
+    """torch says which of all its backends has the operator, in forty lines."""
+    code, text = invoke("ruler", "--device", "mps", "--dry-run")
+    assert code == 2 and "'mps' cannot be used here" in text and text.count("\n") < 6
 
 
 def test_dry_run_prints_the_matrix_and_writes_no_rows(tmp_path: Path, model_folder: Path) -> None:

@@ -272,7 +272,7 @@ def test_a_task_without_data_or_generator_says_what_to_give() -> None:
 def test_a_file_of_another_schema_is_refused(tmp_path: Path, row: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(row + "\n")
-    with pytest.raises(EvaluationError, match="lacks 'multi_turns' or 'context'"):
+    with pytest.raises(EvaluationError, match=r"x\.jsonl, line 1: a row lacks 'multi_turns' or 'context'"):
         list(TASKS["scbench_kv"].samples(plan(scbench_kv=path)))
 
 

@@ -14,6 +14,7 @@ from kvengine.evals.tasks import Plan, Sample, catalogue, choose
 from kvengine.evals.tasks import longbench as lb
 from kvengine.evals.tasks._fit import NoData
 from kvengine.evals.tasks._scores import rouge_l
+from kvengine.evals.tasks._words import prose
 from kvengine.evals.tasks.niah import DEPTHS
 
 
@@ -75,14 +76,37 @@ def test_longbench_reads_local_rows_and_keeps_the_question_out_of_the_context(tm
 
 def test_longbench_refuses_what_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "qasper.jsonl").write_bytes(b"%PDF-1.7\n\xb5\xed")
-    with pytest.raises(EvaluationError, match=r"qasper\.jsonl is not JSON lines"):
+    with pytest.raises(EvaluationError, match=r"qasper\.jsonl is not UTF-8 text"):
         next(iter(catalogue("longbench")["qasper"].samples(plan(longbench=tmp_path))))
 
 
 def test_longbench_refuses_other_schemas(tmp_path: Path) -> None:
     (tmp_path / "qasper.jsonl").write_text('{"question": 1}\n')
-    with pytest.raises(EvaluationError, match="lacks input, context or answers"):
+    with pytest.raises(EvaluationError, match="lacks 'input', 'context' and 'answers'"):
         next(iter(catalogue("longbench")["qasper"].samples(plan(longbench=tmp_path))))
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("{nope", r"line 4 is not JSON \(Expecting property name enclosed in double quotes at letter 2\)"),
+    ('{"input": "q", "answers": ["a"]}', "line 4: a row lacks 'context'"),
+    ('{"input": "q", "context": "c", "answers": "a"}', "line 4: input and context are texts"),
+    ('{"input": "\\ud800", "context": "c", "answers": ["a"]}', r"line 4 has half of a letter in it, '.ud800'"),
+])  # fmt: skip
+def test_longbench_says_which_line_is_wrong(tmp_path: Path, line: str, message: str) -> None:
+    """Python's own message counts lines within the one that it was given: line 1, always."""
+    good = json.dumps({"input": "q", "context": "a\u2028b", "answers": ["a"], "all_classes": None})
+    (tmp_path / "qasper.jsonl").write_text(f"{good}\n\n{good}\n{line}\n", encoding="utf-8")
+    with pytest.raises(EvaluationError, match=rf"qasper\.jsonl, {message}"):
+        list(catalogue("longbench")["qasper"].samples(plan(longbench=tmp_path)))
+
+
+@pytest.mark.parametrize("classes", [None, [], "Person", ["Person", 3]])
+def test_a_task_of_classes_wants_them(tmp_path: Path, classes: object) -> None:
+    """Without them every answer was wrong."""
+    row = {"input": "q", "context": "c", "answers": ["Person"], "all_classes": classes}
+    (tmp_path / "trec.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(EvaluationError, match=r"trec\.jsonl, line 1: all_classes is a list of texts"):
+        list(catalogue("longbench")["trec"].samples(plan(longbench=tmp_path)))
 
 
 @pytest.mark.parametrize("row", [
@@ -94,7 +118,7 @@ def test_longbench_refuses_other_schemas(tmp_path: Path) -> None:
 def test_longbench_refuses_rows_that_are_not_what_they_should_be(tmp_path: Path, row: object) -> None:
     """A text in place of a list of answers would be taken letter by letter, and each letter for a right answer."""
     (tmp_path / "qasper.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(EvaluationError, match=r"qasper\.jsonl: (a row lacks|input and context are texts)"):
+    with pytest.raises(EvaluationError, match=r"qasper\.jsonl, line 1: (a row lacks|input and context are texts)"):
         next(iter(catalogue("longbench")["qasper"].samples(plan(longbench=tmp_path))))
 
 
@@ -105,6 +129,16 @@ def test_another_file_than_the_published_one_is_named(tmp_path: Path, task: str,
     path.write_text(json.dumps(given))
     with pytest.raises(EvaluationError, match=rf"mine\.json is not the published {source} file"):
         next(iter(catalogue("ruler")[task].samples(plan(**{source: path}))))
+
+
+def test_of_a_folder_of_texts_the_one_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfAlpha beta. ")
+    assert prose(tmp_path) == ("Alpha", "beta.")  # what Windows puts before a text is none of its words
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "a.txt").write_text("Alpha beta.")
+    (tmp_path / "more" / "b.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(EvaluationError, match=r"the text at .*b\.txt is not UTF-8: .* convert it first"):
+        prose(tmp_path / "more")
 
 
 def test_prose_without_spaces_is_refused(tmp_path: Path) -> None:
@@ -168,7 +202,7 @@ def test_longbench_rows_end_at_newlines_only_and_are_scored_once_before_they_are
     found = list(catalogue("longbench")["qasper"].samples(plan(longbench=tmp_path)))
     assert [sample.context.endswith("A\u2028B\x85C") for sample in found] == [True, True]
     (tmp_path / "passage_retrieval_en.jsonl").write_text(json.dumps({**row, "answers": ["7"]}))
-    with pytest.raises(EvaluationError, match="row 0 is not of LongBench's schema"):
+    with pytest.raises(EvaluationError, match="line 1: the row is not of LongBench's schema"):
         list(catalogue("longbench")["passage_retrieval_en"].samples(plan(longbench=tmp_path)))
 
 

@@ -154,6 +154,22 @@ def test_a_dead_store_costs_time_and_not_answers(
     status, answer = client.ask(made["id"], "quiet-river")
     assert status == 200 and answer["reused_tokens"] == 0 and answer["answer"]
     assert "connection refused" in " ".join(client("/health")[1]["store"]["problems"])
+    assert "connection refused" in " ".join(client("/health")[1]["store"]["problems"]), "the next prober sees it too"
+
+
+def test_health_says_why_a_store_failed_that_was_not_asked_since(
+    served: tuple[Client, Any, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five times "the store failed a moment ago" stood where the reason should be."""
+    client, library, _ = served
+    monkeypatch.setattr(library.prefix.store, "backend", Dead())
+    monkeypatch.setattr(library.prefix.store, "pause", 60.0)
+    monkeypatch.setattr(library.prefix.store, "_closed_until", 0.0)  # and again for the tests that come after this one
+    made = client("/documents", DOCUMENT + b" Newer.")[1]
+    assert client.ask(made["id"], "quiet-river")[0] == 200
+    problems = client("/health")[1]["store"]["problems"]
+    assert len(set(problems)) == len(problems) <= 5 and "connection refused" in " ".join(problems)
+    assert not any("a moment ago" in one for one in problems)
 
 
 # ---- text is text --------------------------------------------------------------------------------------------------

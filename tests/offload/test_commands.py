@@ -55,6 +55,26 @@ def test_verify_finds_and_removes_damage(folder: Path) -> None:
     assert "1 of 1" in run("verify", "00", "-s", folder)
 
 
+def test_verify_tells_of_damage_that_opening_the_store_found(folder: Path) -> None:
+    """Values in each other's place, and one that is cut: their headers say so, and all that was left was whole."""
+    paths = [folder / "objects" / "0" / f"{key}.kv" for key in KEYS]
+    bodies = [path.read_bytes() for path in paths]
+    paths[0].write_bytes(bodies[1]), paths[1].write_bytes(bodies[0])
+    text = run("verify", "-s", folder, status=1)
+    assert "1 of 3 values are whole" in text and "2 were found damaged when the store was opened" in text
+    assert "1 of 1 values are whole" in run("verify", "-s", folder)
+    paths[2].write_bytes(bodies[2][:100])
+    assert "0 of 1 values are whole" in run("verify", "-s", folder, status=1)
+
+
+def test_gc_counts_what_opening_the_store_removed(folder: Path) -> None:
+    store = stores.Files(folder)
+    store.put("d" * 64, [b"x"], 0.01)
+    store.close()
+    time.sleep(0.02)
+    assert "1 values removed" in run("gc", "-s", folder) and "0 values removed" in run("gc", "-s", folder)
+
+
 def test_verify_leaves_what_it_cannot_judge(folder: Path) -> None:
     """Pages of a generation that is under way were deleted as if damaged."""
     store = stores.Files(folder)

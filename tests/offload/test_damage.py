@@ -190,6 +190,26 @@ def test_a_file_that_is_replaced_keeps_its_permissions_whatever_its_name(tmp_pat
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_drafts_of_a_killed_writer_go_when_the_file_is_written_again(tmp_path: Path) -> None:
+    """Each time that a process was killed in `save`, a hidden file as large as a session stayed for ever."""
+    path, now = tmp_path / "s.kv", time.time()
+    for name, age in {
+        ".s.kv.0123abcd.part": 7200,
+        ".s.kv.4567cdef.part": 60,
+        ".t.kv.0123abcd.part": 7200,
+        ".s.kv.part": 7200,
+    }.items():
+        (tmp_path / name).write_bytes(b"torn")
+        os.utime(tmp_path / name, (now - age, now - age))
+    replace_file(path, b"whole")
+    assert {one.name for one in tmp_path.iterdir()} == {
+        "s.kv",
+        ".s.kv.4567cdef.part",
+        ".t.kv.0123abcd.part",
+        ".s.kv.part",
+    }
+
+
 def test_what_is_no_plain_file_is_written_to_and_stays(tmp_path: Path) -> None:
     """Whoever saved to /dev/null as root had a plain file there from then on, and so had every other program."""
     pipe, link, dangling, file = (tmp_path / name for name in ("pipe", "link", "dangling", "file"))

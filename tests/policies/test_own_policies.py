@@ -14,8 +14,8 @@ from support import llama
 
 import kvengine
 from kvengine import policies
-from kvengine.answers import ours
 from kvengine.errors import CacheError, PolicyError
+from kvengine.policies import ours
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.representation import Representation
 from kvengine.policies.retention import Retention
@@ -51,10 +51,22 @@ RETENTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a list": ({"keep": lambda s, seen: seen.valid.tolist()}, r"Mine\.keep returned list"),
     "scores by group": ({"score": lambda s, seen: seen.score[..., None]}, r"Mine\.score returned float32 .* expected floats"),
     "scores that are ranks": ({"score": lambda s, seen: seen.position}, r"Mine\.score returned int32"),
+    "a share of nothing": (
+        {"score": lambda s, seen: seen.score / seen.score.sum(1, keepdim=True)},
+        r"Mine\.score returned NaN for 400 of 400 tokens",
+    ),
+    "positions written": ({"score": lambda s, seen: seen.position.fill_(7).float()}, r"Mine\.score wrote into seen\.position"),
+    "keys written": ({"keep": lambda s, seen: seen.read()[0].zero_()[..., 0] == 0}, r"Mine\.keep wrote into .* its keys"),
+    "values written": ({"keep": lambda s, seen: seen.read()[1].zero_()[..., 0] == 0}, r"Mine\.keep wrote into .* its values"),
 }  # fmt: skip
 SELECTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "no score": ({}, r"Mine defines no `score`; the docstring of `Selection`"),
     "scores without group": ({"score": lambda s, q, m, at: m["mean"].sum(-1)}, r"Mine\.score returned .* \[row, group, unit\]"),
+    "scores of one row": ({"score": lambda s, q, m, at: (q @ m["mean"].mT)[:1]}, r"Mine\.score returned .* \[1, 2, .* \[4, 2,"),
+    "a score short": ({"score": lambda s, q, m, at: (q @ m["mean"].mT)[..., 1:]}, r"Mine\.score returned float32"),
+    "scores of one query": ({"score": lambda s, q, m, at: (q @ m["mean"].mT)[:, :1]}, r"Mine\.score returned float32"),
+    "scores of numpy": ({"score": lambda s, q, m, at: (q @ m["mean"].mT).numpy()}, r"Mine\.score returned ndarray, expected"),
+    "scores that are no numbers": ({"score": lambda s, q, m, at: (q @ m["mean"].mT) * torch.nan}, r"Mine\.score returned NaN"),
     "a tensor for a summary": ({"summarise": lambda s, k, v: k}, r"Mine\.summarise returned .* expected a dict"),
     "one summary for all": ({"summarise": lambda s, k, v: {"mean": k.mean((0, 1))}}, r"Mine\.summarise \('mean'\) returned"),
     "units that are not there": (
@@ -69,10 +81,21 @@ REPRESENTATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "no decode": ({"encode": dense}, r"Mine defines no `decode`"),
     "a tuple of fields": ({"encode": lambda s, k, v, score: (k, v)}, r"Mine\.encode returned \(float32 .* a dict"),
     "no page axis": ({"encode": lambda s, k, v, score: {"k": k[0], "v": v}}, r"Mine\.encode \('k'\) returned .* \d+ pages"),
+    "a token short": (
+        {"encode": dense, "decode": lambda s, f: (f["k"][:, 1:], f["v"])},
+        r"Mine\.decode returned \(float32 \[1, \d+, \d+\], .* as `encode` was given them",
+    ),
+    "a channel short": ({"encode": dense, "decode": lambda s, f: (f["k"], f["v"][..., 1:])}, r"Mine\.decode .* as `encode` was"),
+    "whole numbers": ({"encode": dense, "decode": lambda s, f: (f["k"].int(), f["v"])}, r"Mine\.decode returned \(int32 "),
+    "one page": ({"encode": dense, "decode": lambda s, f: (f["k"], f["v"][:1])}, r"Mine\.decode returned .* of \d+ pages"),
     "keys alone": ({"encode": dense, "decode": lambda s, f: f["k"]}, r"Mine\.decode returned float32 .* expected keys"),
 }  # fmt: skip
 PREFILLS: dict[str, tuple[dict[str, Any], str]] = {
     "no choose": ({"chooses": True}, r"Mine defines no `choose`"),
+    "positions written": (
+        {"visible": lambda s, query, token, first: query[:, None] >= token.fill_(3)[:, None]},
+        r"Mine\.visible wrote into position, which is the cache's",
+    ),
     "no rows": ({"visible": lambda s, query, token, first: query[:, None] >= token[0]}, r"Mine\.visible returned bool"),
 }  # fmt: skip
 
