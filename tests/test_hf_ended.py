@@ -8,12 +8,14 @@ from families import configs
 from support import MIXED, SMALL, every, in_turn, llama, patched, prompts
 from support_device import pretended, there
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
 import kvengine
 from kvengine import EngineCache, compile_decode, hf_compiled
 from kvengine.fixed import refusal
+from kvengine.hf_ended import Ends
 from kvengine.hf_names import CACHE
+from kvengine.session import Session
 from kvengine.stack import Stack
 
 END, PAD, LAST = 127, 0, 14
@@ -203,3 +205,34 @@ def test_a_gpu_says_what_a_cpu_says(text: str, monkeypatch: pytest.MonkeyPatch) 
         got = [x.cpu() for x in talk(model, [0, 1, 2], 2, there)]
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-3)
+
+
+class Told(StoppingCriteria):
+    """Says what it is told, pass for pass."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        told: Tensor = kwargs["told"]
+        return told
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_who_has_ended_is_fed_one_token_more(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a list of sets. A row of its own is never told: its text ends with it. And who has ended stays so."""
+    passes: list[set[int]] = [set(), {0}, {0}, {rows - 1}, {rows - 1}]
+    with pretended(monkeypatch):
+        session, ids = Session(), there(torch.zeros(rows, 1, dtype=torch.long))
+        ends, ended, before = Ends(StoppingCriteriaList([Told()]), session), set[int](), None
+        for now in passes:
+            told = there(torch.tensor([row in now for row in range(rows)]))
+            assert ends(ids, None, told=told).tolist() == told.tolist()
+            assert session.paused is before
+            if rows == 1:
+                assert session.ended is None
+                continue
+            if now <= ended:  # whoever compares tensors by where they are sees at once that nothing came
+                assert session.ended is before
+            ended |= now
+            before = session.ended
+            assert (before is None) == (not ended)
+            if before is not None:
+                assert before.device == ids.device and before.tolist() == [row in ended for row in range(rows)]
