@@ -1,5 +1,6 @@
 """Rows of a batch that end before others: in a later turn each is as it is alone."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 import kvengine
 from kvengine import EngineCache, compile_decode, hf_compiled
 from kvengine.fixed import refusal
-from kvengine.hf_ended import Ends
+from kvengine.hf_ended import Ends, Padding, ended
 from kvengine.hf_names import CACHE
 from kvengine.session import Session
 from kvengine.stack import Stack
@@ -236,3 +237,42 @@ def test_who_has_ended_is_fed_one_token_more(rows: int, monkeypatch: pytest.Monk
             assert (before is None) == (not ended)
             if before is not None:
                 assert before.device == ids.device and before.tolist() == [row in ended for row in range(rows)]
+
+
+SAID = [[5, 7, 0], [5, 6, 6], [9, 0, 0], [5, 6, 0]]
+"""What rows have said: two ended by a token, one that says its padding, and one that goes on."""
+
+WHO: dict[str, tuple[dict[str, Any], list[int], int]] = {
+    "as the model says": ({}, [0, 2], 0),
+    "an end of the call's own": ({"eos_token_id": 6}, [1, 3], 0),
+    "a config of the call's own": ({"generation_config": SimpleNamespace(eos_token_id=6, pad_token_id=5)}, [1, 3], 5),
+    "a call's own beside it": (
+        {"generation_config": SimpleNamespace(eos_token_id=6, pad_token_id=5), "eos_token_id": [7]},
+        [0],
+        5,
+    ),
+    "no token to pad with": ({"pad_token_id": None}, [0, 2], 7),
+    "nothing that ends": ({"eos_token_id": None}, [], 0),
+    "nothing that ends or pads": ({"eos_token_id": None, "pad_token_id": None}, [], 0),
+    "ended by strings": ({"stop_strings": ["."]}, [0, 2, 3], 0),
+    "ended by strings, padded by another": ({"stop_strings": ["."], "pad_token_id": 6}, [0, 1, 2], 6),
+    "ended by who calls": ({"stopping_criteria": [len]}, [0, 2, 3], 0),
+}
+
+
+@pytest.mark.parametrize("case", WHO)
+def test_after_a_loss_it_is_known_who_had_ended(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has before the first token. Who has says padding from then on, whatever the scores; the others' stay."""
+    options, who, token = WHO[case]
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[7, 9], pad_token_id=0))
+    with pretended(monkeypatch):
+        rows, padding = ended(model, there(torch.tensor(SAID)), options)
+        assert [row in who for row in range(4)] == rows.tolist() and padding == token
+        assert not any(ended(model, there(torch.zeros(4, 0, dtype=torch.long)), options)[0].tolist())
+        before = torch.randn(4, 10)
+        scores = there(before.clone())
+        said = Padding(rows, padding)(there(torch.tensor(SAID)), scores).cpu()
+        assert torch.equal(scores.cpu(), before)
+    for row in range(4):
+        want = torch.nn.functional.one_hot(torch.tensor(token), 10).float() if row in who else before[row].softmax(0)
+        assert torch.equal(said[row].softmax(0), want)
