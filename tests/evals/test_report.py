@@ -315,6 +315,21 @@ def test_who_is_as_good_for_less_is_said_in_a_sentence() -> None:
     assert tables.in_short(cells([one for one in rows if one["policy"] == "full"])) == []  # nobody to judge
 
 
+def test_who_lacks_the_longest_task_does_not_look_cheap() -> None:
+    """Costs are compared over the tasks that scores are: those that every policy has."""
+    short, long = ({"held": n, "bytes_held": 1024 * n, "read_per_token": 1024 * n} for n in (1, 9))
+    rows = [row("short", policy, i, 1.0, **short) for policy in ("full", "less") for i in range(4)]
+    rows += [row("long", "full", i, 1.0, **long) for i in range(4)]
+    found = cells([*rows, refusal("long", "less")])
+    assert tables.in_short(found) == []
+    axes = plots.pareto(found).axes[0]
+    assert [float(dots.get_offsets()[0][0]) for dots in axes.collections] == [1.0, 1.0]
+    lines = [line for line in tables.costs(found).splitlines() if "`" in line]
+    assert len(lines) == 2 and lines[0].split("|")[2:] == lines[1].split("|")[2:]
+    apart = cells([one for one in rows if (one["task"], one["policy"]) != ("short", "full")])
+    assert all(f"| {n}.0 KiB |" in tables.costs(apart) for n in (1, 9))  # nothing to compare: each as it is
+
+
 def test_the_oracle_is_not_on_the_line_of_the_best() -> None:
     rows = [row("easy", "full", i, 1.0) for i in range(4)]
     rows += [row("easy", "oracle_topk", i, 1.0, role="oracle", bytes_held=10, read_per_token=10) for i in range(4)]
