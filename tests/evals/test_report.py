@@ -422,13 +422,14 @@ def test_a_difference_is_one_where_its_interval_leaves_nothing_out(tmp_path: Pat
         rows += [row("t", "other", i, 1.0, length=64) for i in range(8 * run, 8 * run + 8)]
         rows += [row("ppl", "same", i, 2.0 + i, metric="nll") for i in range(8)]
         rows += [row("ppl", "worse", i, 2.0 + i + run / 2, metric="nll") for i in range(8)]
+        rows += [row("ppl", "sure", i, 0.1 + 0.02 * run, metric="nll") for i in range(2)]  # as losses, not as shares
     lines = compare.text(*(folder(tmp_path / str(i), rows) for i, rows in enumerate(runs))).splitlines()[2:]
     found = {
         cells[4].strip("` "): (cells[5].split(), cells[6].strip()) for cells in (line.split("|") for line in lines)
     }
     assert {policy: (said[0], sure) for policy, (said, sure) in found.items()} == {
         "up": ("100.0", "yes"), "down": ("-100.0", "yes"), "unsure": ("12.5", ""), "other": ("–", ""),
-        "same": ("0.000", ""), "worse": ("0.500", "yes"),
+        "same": ("0.000", ""), "worse": ("0.500", "yes"), "sure": ("0.020", "yes"),
     }  # fmt: skip
 
 
@@ -512,6 +513,16 @@ def test_a_policy_that_was_asked_at_one_length_takes_none_from_the_others() -> N
         "| `less` | multi-turn | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | – |",
         "| `late` | multi-turn | – | 100.0 | – | – | – | 2048 |",
     ]
+
+
+def test_lengths_are_weighted_in_their_order_and_those_of_other_suites_are_not() -> None:
+    rows = [row("easy", "full", i, float(n < 2000 or i < 2), length=n) for n in (2048, 1024) for i in range(4)]
+    rows += [row("n", "full", i, 0.0, length=n, suite="niah") for n in (1024, 4096) for i in range(4)]
+    line = (
+        "| `full` | multi-turn | 100.0 | 50.0 | 75.0 | 66.7 | 83.3 | 1024 |"  # (100 + 2 * 50) / 3, (2 * 100 + 50) / 3
+    )
+    assert line in tables.over_lengths(cells(rows))
+    assert ruler_summary.effective({4: ruler_summary.BAR}) is None
 
 
 def test_lengths_are_summarised() -> None:
