@@ -100,12 +100,7 @@ class Recall(Holding):
             self.pages.shared = shared
 
     def rollback(self, n: int) -> None:
-        """Forget the last `n` tokens, and all that they changed.
-
-        Raises:
-            CacheError: they were not remembered, and the policy has acted on them.
-        """
-        self.check_back(n)
+        """Forget the last `n` tokens, and all that they changed; `check_back` was asked before, of all heads."""
         goal, mark = self.seen - n, None
         while self.marks and self.marks[-1].seen > goal:
             mark = self.marks.pop()
@@ -128,7 +123,11 @@ class Recall(Holding):
             self.seen = goal
 
     def check_back(self, n: int) -> None:
-        """Refuse to forget the last `n` tokens as `rollback` would, and change nothing."""
+        """Refuse to forget the last `n` tokens, and change nothing.
+
+        Raises:
+            CacheError: they were not remembered, and the policy has acted on them.
+        """
         goal = self.seen - n
         if n and (not self.marks or self.marks[0].seen > goal):
             self.check_shortening(goal, self.marks[0].firm if self.marks else self.firm)
