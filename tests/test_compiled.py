@@ -214,9 +214,7 @@ def test_a_step_waits_for_nothing(text: str, monkeypatch: pytest.MonkeyPatch) ->
     assert not watch.found
 
 
-@example(
-    "landmarks(budget=66, chunk=4) + lowrank(rank=8)", 0, 0, 3
-)  # what it reads depends on how long its own tail is
+@example("landmarks(budget=66, chunk=4) + lowrank(rank=8)", 0, 0, 3)  # reads by what its own tail holds
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(EVERY + REACHED), st.integers(0, 1), st.integers(0, 12), st.integers(1, STEPS - 4))
 def test_who_pauses_while_a_layer_is_held_still_took_nothing(text: str, row: int, stop: int, end: int) -> None:
