@@ -214,6 +214,7 @@ def test_a_step_waits_for_nothing(text: str, monkeypatch: pytest.MonkeyPatch) ->
     assert not watch.found
 
 
+@example(f"h2o(budget=24) + {KIVI}", 0, 1, 17)  # tokens leave pages too
 @example("landmarks(budget=66, chunk=4) + lowrank(rank=8)", 0, 0, 3)  # reads by what its own tail holds
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(EVERY + REACHED), st.integers(0, 1), st.integers(0, 12), st.integers(1, STEPS - 4))
