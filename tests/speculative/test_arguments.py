@@ -151,12 +151,12 @@ def test_what_no_cache_of_the_models_can_be_is_refused_before_a_prompt() -> None
             TriForce(target, draft, **stacks)
     assert not hasattr(odd, STATE) and not hasattr(still, STATE)
     for target, stacks in ((llama(), {"middle": QUEST}), (odd, {"middle": codes})):
-        before = vars(kvengine.patch(target, "streaming(sinks=2, recent=30)"))[STATE]
+        kvengine.patch(target, own := "streaming(sinks=2, recent=30)")
         try:
             TriForce(target, None, **stacks)
         except UnsupportedPolicy:
             assert target is odd
-        assert vars(target)[STATE] is before  # under the policy that it had
+        assert kvengine.EngineCache(target).stack == Stack.of(own)  # as it was patched
 
 
 SAMPLES: list[tuple[dict[str, Any], dict[str, Any]]] = [

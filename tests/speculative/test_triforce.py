@@ -18,6 +18,7 @@ from kvengine.hf_cache import EngineCache
 from kvengine.speculative.accept import rule
 from kvengine.speculative.clock import Watch
 from kvengine.speculative.law import Law, Text
+from kvengine.speculative.report import Report
 from kvengine.speculative.session import Session
 from kvengine.speculative.tier import Tier
 from kvengine.speculative.triforce import TriForce
@@ -292,6 +293,7 @@ def test_long_drafts_and_long_texts_do_not_overflow_a_view(target: Any, monkeypa
 
 def test_report(target: Any) -> None:
     decoder = TriForce(target, "lookup", "full", gamma=(1, 6))
+    assert decoder.report == Report()  # nothing yet
     decoder.generate(prompt(90, 2), max_new_tokens=30, do_sample=False)
     report = decoder.report
     top, middle = report.tiers
