@@ -1,7 +1,6 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,11 +111,15 @@ def test_what_becomes_of_sequences_becomes_of_their_keys(heads: int, interleaved
     check(joint.rows((index[:, None] * heads + by_token(heads)).flatten()), [want[i] for i in index])
 
 
+class Coded(LowRank):
+    codec = "kivi"
+
+
 def test_only_a_kernel_reads_keys_in_their_low_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is handed to it, positions as they were when the keys came; and when there is none."""
     found: list[tuple[object, ...]] = []
     monkeypatch.setattr(joint_module, "lowrank_attention", lambda *given, **more: found.append((*given, more)))
-    k, v, q, table = torch.randn(2, 2, 6, 16), torch.randn(3, 4, 16), torch.randn(4, 2, 1, 16), torch.zeros(4, 1)
+    k, v, q, table = torch.randn(2, 2, 6, 16), torch.randn(3, 4, 16), torch.randn(4, 2, 1, 16), torch.zeros(4, 1).long()
     position = torch.arange(6).expand(4, -1)
     joint = join(LowRank(1000), rope(16), 2, k.flatten(0, 1), position, 6).moved(torch.tensor([1, 1, 2, 2]))
     now = torch.where(position == 3, -1, position + torch.tensor([1, 1, 2, 2])[:, None])
@@ -131,7 +134,7 @@ def test_only_a_kernel_reads_keys_in_their_low_rank(monkeypatch: pytest.MonkeyPa
         assert isinstance(a, torch.Tensor) and torch.equal(a, b)
     assert found[0][7] == {"page": 4}
     turned = replace(joint, rope=Rope(joint.rope.frequency, True))
-    coded = replace(joint, representation=SimpleNamespace(codec="kivi"))
+    coded = replace(joint, representation=Coded(1000))
     wide = replace(joint, fields={**joint.fields, "u": joint.fields["u"].mT})
     assert all(x.attend(q, v, table, now, page=4) is None for x in (turned, coded, wide))
 
