@@ -165,14 +165,19 @@ def _flag(found: list[Row], ceiling: float | None, floor: float) -> str:
 def overall(found: list[CellResult], usable_only: bool = False) -> dict[tuple[str, int, str, str], float]:
     """Unweighted mean of the tasks' scores by (policy, length, mode, stack), over tasks that every policy has that has any
     at this length and mode."""
-    scored = [cell for cell in found if cell.score and cell.metric != "nll" and not (usable_only and cell.flag)]
+    groups: dict[tuple[str, int, str, str], list[float]] = defaultdict(list)
+    for cell in alike([cell for cell in found if cell.metric != "nll" and not (usable_only and cell.flag)]):
+        if cell.score:
+            groups[cell.policy, cell.length, cell.mode, cell.stack].append(cell.score.mean)
+    return {at: fmean(values) for at, values in groups.items()}
+
+
+def alike(found: list[CellResult]) -> list[CellResult]:
+    """Cells with a score, of tasks in which every policy has one that has any at this length and mode."""
+    scored = [cell for cell in found if cell.score]
     stacks: dict[tuple[int, str], set[str]] = defaultdict(set)
     having: dict[Place, set[str]] = defaultdict(set)
     for cell in scored:
         stacks[cell.length, cell.mode].add(cell.stack)
         having[cell.place].add(cell.stack)
-    groups: dict[tuple[str, int, str, str], list[float]] = defaultdict(list)
-    for cell in scored:
-        if having[cell.place] == stacks[cell.length, cell.mode] and cell.score:
-            groups[cell.policy, cell.length, cell.mode, cell.stack].append(cell.score.mean)
-    return {at: fmean(values) for at, values in groups.items()}
+    return [cell for cell in scored if having[cell.place] == stacks[cell.length, cell.mode]]

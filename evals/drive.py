@@ -181,8 +181,8 @@ def summarise(found: list[CellResult], console: Console) -> None:
         losses = {cell.policy: tables.loss(cell) for cell in chosen if cell.metric == "nll"}
         head = ["NLL" if losses else "score", "attended", "held", "read/token", "first token s", "tokens/s"]
         rows = []
-        for policy in tables.unique(cell.policy for cell in chosen if cell.score):
-            texts = tables.cost_texts([cell for cell in chosen if cell.policy == policy and cell.score])
+        for policy, mine in tables.by_policy(chosen).items():
+            texts = tables.cost_texts(mine)
             rows.append([policy, losses.get(policy) or means.get(policy, "–"), *texts[1:6]])
         show(console, f"{suite}, {length} tokens, {mode}", head, rows)
         console.print(

@@ -88,9 +88,7 @@ class Section:
 
     @property
     def costs(self) -> list[list[str]]:
-        policies = tables.unique(cell.policy for cell in self.cells if cell.score)
-        mine = {policy: [cell for cell in self.cells if cell.policy == policy and cell.score] for policy in policies}
-        return [[policy, *tables.cost_texts(mine[policy])] for policy in policies]
+        return [[policy, *tables.cost_texts(mine)] for policy, mine in tables.by_policy(self.cells).items()]
 
     @property
     def in_short(self) -> list[str]:

@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvengine.evals.aggregate import CellResult
 from kvengine.evals.records import Row
-from kvengine.evals.tables import cost, policy_means, unique
+from kvengine.evals.tables import by_policy, cost, policy_means, unique
 
 COSTS = {
     "bytes_held": "bytes held (KiB)",
@@ -62,9 +62,8 @@ def mean_scores(found: list[CellResult]) -> dict[str, float]:
     return policy_means(found, usable_only=True) or policy_means(found)
 
 
-def spent(found: list[CellResult], policy: str, name: str) -> float | None:
-    """One of `COSTS` of a policy, in the unit of its label."""
-    mine = [cell for cell in found if cell.policy == policy and cell.score]
+def spent(mine: list[CellResult], name: str) -> float | None:
+    """One of `COSTS` over a policy's cells, in the unit of its label."""
     if name == "per_token":
         rate = cost(mine, "tokens_per_s")
         return SCALES[name] / rate if rate else None
@@ -80,9 +79,9 @@ def pareto(found: list[CellResult]) -> Figure:
     figure = Figure(figsize=(11, 8.6), layout="constrained")
     axes = figure.subplots(2, 2)
     roles = {cell.policy: cell.role for cell in found if cell.score}
-    means = mean_scores(found)
+    means, cells = mean_scores(found), by_policy(found)
     for ax, name in zip(axes.flat, COSTS, strict=True):
-        points = {policy: (spent(found, policy, name), means.get(policy)) for policy in roles}
+        points = {policy: (spent(cells[policy], name), means.get(policy)) for policy in roles}
         if not any(x for x, _ in points.values()):
             ax.set(xlabel=COSTS[name], xticks=(), yticks=())
             ax.text(0.5, 0.5, "not measured in this run", ha="center", color="#666666", transform=ax.transAxes)

@@ -35,7 +35,7 @@ def lines(found: list[CellResult]) -> list[list[str]]:
     means, lengths = overall(ruler), sorted({cell.length for cell in ruler})
     made = []
     for policy, mode, stack in dict.fromkeys((at[0], at[2], at[3]) for at in means):
-        scores = {at[1]: 100 * value for at, value in sorted(means.items()) if (at[2], at[3]) == (mode, stack)}
+        scores = {at[1]: 100 * value for at, value in means.items() if (at[2], at[3]) == (mode, stack)}
         values = [scores.get(length) for length in lengths]
         whole = [value for value in values if value is not None]
         averages: list[float | None] = [None] * 3

@@ -60,7 +60,7 @@ def effective(values: Sequence[float], clusters: Sequence[str]) -> tuple[float, 
     variance = float((residuals**2).sum()) / n**2 * groups / max(1, groups - 1)
     if groups == n and set(values) <= {0.0, 1.0}:
         return float(n), False
-    if groups == 1 or variance <= 1e-12:
+    if variance <= 1e-12:  # as a single cluster's
         return float(groups), False
     return float(min(max(mean * (1 - mean) / variance, groups), n)), True
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import Any
 
-from kvengine.evals.aggregate import AVERAGED, MIDDLED, CellResult, overall
+from kvengine.evals.aggregate import AVERAGED, MIDDLED, CellResult, alike, overall
 from kvengine.evals.ruler_summary import BAR, lines
 from kvengine.evals.statistics import Interval
 
@@ -197,11 +197,21 @@ def _delta(cell: CellResult | None) -> str:
 
 def costs(found: list[CellResult]) -> str:
     """Memory and time by policy, over the tasks."""
-    rows = []
-    for policy in unique(cell.policy for cell in found if cell.score):
-        mine = [cell for cell in found if cell.policy == policy and cell.score]
-        rows.append([f"`{policy}`", *cost_texts(mine)])
+    rows = [[f"`{policy}`", *cost_texts(mine)] for policy, mine in by_policy(found).items()]
     return "### Memory and speed\n\n" + table(list(COST_HEAD), rows)
+
+
+def by_policy(found: list[CellResult]) -> dict[str, list[CellResult]]:
+    """The cells that tell each policy's costs: of tasks that every policy has, as those that tell its score.
+
+    Who lacks the longest task would look cheap. Where there is no such task, all that a policy has.
+    """
+    scored, compared = [cell for cell in found if cell.score], alike(found)
+    made = {}
+    for policy in unique(cell.policy for cell in scored):
+        mine = [[cell for cell in some if cell.policy == policy] for some in (compared, scored)]
+        made[policy] = mine[0] or mine[1]
+    return made
 
 
 def cost_texts(mine: list[CellResult]) -> list[str]:
@@ -253,7 +263,7 @@ def given_up(mine: list[CellResult], every: list[str], judged: list[str]) -> str
 def in_short(found: list[CellResult], within: float = 5.0) -> list[str]:
     """Who is as good as the full cache at the least cost, in a sentence per cost, of one length and mode."""
     means = policy_means(found, usable_only=True)
-    cells = {policy: [cell for cell in found if cell.policy == policy and cell.score] for policy in means}
+    cells = {policy: mine for policy, mine in by_policy(found).items() if policy in means}
     roles = {policy: mine[0].role for policy, mine in cells.items()}
     top = [policy for policy, role in roles.items() if role == "ceiling"]
     if not top or "policy" not in roles.values():

@@ -36,6 +36,7 @@ from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.retention import Seen
 from kvengine.session import HELD, Call
 from kvengine.stack import Stack
+from kvengine.tokens import grouped
 from kvengine.verdicts import waits
 
 
@@ -225,6 +226,9 @@ class FixedLane(Lane):
         self.padded, self.due = True, 0
         if self.placing:
             self.move(by)
+        if self.stack.paged and not self.ring:  # how much of the pages a row reads depends on what its tail holds
+            self.tail.line_up(torch.arange(self.taken, device=by.device) >= self.taken - by[:, None])
+            self.lengths = grouped(self.open() - by)
 
     def advance(self) -> None:
         """A token was taken: count it on the host too, and seal what is full."""
@@ -338,10 +342,10 @@ class FixedLayer:
         whole = None
         if self.places and q.is_cuda:  # each lane's answers go to their places as they are joined
             whole = q.new_empty(q.shape[0] * self.layer.heads, q.shape[1] // self.layer.heads, 1, v.shape[-1])
-        for i, (lane, (part, grouped, rows)) in enumerate(zip(self.lanes, self.layer.each(q, call), strict=True)):
+        for i, (lane, (part, queries, rows)) in enumerate(zip(self.lanes, self.layer.each(q, call), strict=True)):
             lane.into = None if whole is None else Into(whole, self.places[i])
             try:
-                out.append(lane.step(grouped, part.pick(k), part.pick(v), None, rows))
+                out.append(lane.step(queries, part.pick(k), part.pick(v), None, rows))
             finally:
                 lane.into = None
             lane.pin()

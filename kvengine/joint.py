@@ -120,9 +120,8 @@ def join(
             f"{name_of(representation)!r} needs keys before their rotation, but this model has no rotary position "
             "embedding that the engine knows; use another representation"
         )
-    alive = (position >= 0)[..., None]
-    flat = rope.turn(k.float(), -position.clamp(min=0)).masked_fill(~alive, 0)
-    at = torch.where(position >= 0, position, seen).long()[..., None].expand_as(flat)
+    flat = rope.turn(k.float(), -position)
+    at = torch.where(position >= 0, position, seen).long()[..., None].expand_as(flat)  # `seen` is cut off
     placed = flat.new_zeros(len(k), seen + 1, k.shape[2]).scatter_(1, at, flat)[:, :seen]
     with torch.autocast(k.device.type, enabled=False):  # as with pages
         joined = representation.join(placed.unflatten(0, (-1, heads)))

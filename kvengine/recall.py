@@ -48,7 +48,7 @@ class Recall(Holding):
         """Whether a decoded token is added to the tail and reads all of it, and that is all that happens."""
         r = self.retention
         turns = type(r).shift is not Retention.shift and r.needs_rope
-        return not (self.stack.paged or r.decodes or r.remembers or turns or self.stack.representation.probes)
+        return not (self.stack.paged or r.decodes or r.remembers or turns)
 
     @cached_property
     def reads(self) -> bool:
@@ -68,14 +68,13 @@ class Recall(Holding):
     def rolls(self) -> bool:
         """Whether a decoded token takes the place of one that leaves the newest tokens, and that is all that happens."""
         r = self.retention
-        return r.decodes and r.ends is not None and not (self.stack.paged or self.stack.representation.probes)
+        return r.decodes and r.ends is not None and not self.stack.paged
 
     @cached_property
     def pays(self) -> bool:
         """Whether a decoded token takes the place of one by a rule that C may know, and that is all that happens."""
         r = self.retention
-        bare = not (self.stack.paged or self.stack.representation.probes)
-        return bare and r.decodes and type(r).rule is not Retention.rule
+        return r.decodes and type(r).rule is not Retention.rule and not self.stack.paged
 
     @cached_property
     def marks(self) -> list[Mark]:
@@ -101,12 +100,7 @@ class Recall(Holding):
             self.pages.shared = shared
 
     def rollback(self, n: int) -> None:
-        """Forget the last `n` tokens, and all that they changed.
-
-        Raises:
-            CacheError: they were not remembered, and the policy has acted on them.
-        """
-        self.check_back(n)
+        """Forget the last `n` tokens, and all that they changed; `check_back` was asked before, of all heads."""
         goal, mark = self.seen - n, None
         while self.marks and self.marks[-1].seen > goal:
             mark = self.marks.pop()
@@ -129,7 +123,11 @@ class Recall(Holding):
             self.seen = goal
 
     def check_back(self, n: int) -> None:
-        """Refuse to forget the last `n` tokens as `rollback` would, and change nothing."""
+        """Refuse to forget the last `n` tokens, and change nothing.
+
+        Raises:
+            CacheError: they were not remembered, and the policy has acted on them.
+        """
         goal = self.seen - n
         if n and (not self.marks or self.marks[0].seen > goal):
             self.check_shortening(goal, self.marks[0].firm if self.marks else self.firm)

@@ -176,8 +176,7 @@ class Verdicts(Evidence):
     @property
     def still_waits(self) -> bool:
         """Whether the next token makes no row full, and is added to the tail, which is all there is."""
-        bare = not (self.stack.paged or self.stack.representation.probes)
-        return self.waits and bare and self.seen + 1 < self.due and not self.tail.shared
+        return self.waits and not self.stack.paged and self.seen + 1 < self.due and not self.tail.shared
 
     def patience(self) -> int:
         """Tokens that may come together: up to the next verdict, and one where they go to slots that became free."""

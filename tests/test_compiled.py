@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from support import SMALL, every, greedy, llama, one, prompts
 from support_sync import Watch
 from torch import Tensor
@@ -212,6 +214,32 @@ def test_a_step_waits_for_nothing(text: str, monkeypatch: pytest.MonkeyPatch) ->
     assert not watch.found
 
 
+@example(f"h2o(budget=24) + {KIVI}", 0, 1, 17)  # tokens leave pages too
+@example("landmarks(budget=66, chunk=4) + lowrank(rank=8)", 0, 0, 3)  # reads by what its own tail holds
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(EVERY + REACHED), st.integers(0, 1), st.integers(0, 12), st.integers(1, STEPS - 4))
+def test_who_pauses_while_a_layer_is_held_still_took_nothing(text: str, row: int, stop: int, end: int) -> None:
+    """One row, from its step on, if that comes. Against eager steps, in which what comes for it is padding."""
+    qkv, padding = tokens(), 0 if text in (*EVEN, *REACHED) else 9
+    eager, held = layer(text, qkv, padding), layer(text, qkv, padding)
+    now, paused = torch.tensor([held.seen]), torch.zeros(SEQUENCES, dtype=torch.bool)
+    fixed = FixedLayer(held, end, now)
+    for i in range(end):
+        if i == stop:
+            paused[row] = True
+            fixed.pause(paused)
+        want = eager.forward(*at(qkv, i), Call(0.25), ~paused[:, None] if bool(paused.any()) else None)
+        got = held.forward(*at(qkv, i), Call(0.25))
+        now.add_(1)
+        fixed.advance()
+        torch.testing.assert_close(got[~paused], want[~paused], rtol=2e-4, atol=2e-5)
+    fixed.release()
+    assert positions(held) == positions(eager) and held.seen == eager.seen and tails(held) == tails(eager)
+    for i in range(end, STEPS):
+        want, got = (one.forward(*at(qkv, i), Call(0.25)) for one in (eager, held))
+        torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("text", EVERY + REACHED)
 def test_what_is_let_go_goes_on_as_if_never_held(text: str) -> None:
     """Half the steps held still, half eagerly: the same answers, and the same tokens held."""
@@ -238,6 +266,15 @@ def positions(cache: LayerCache) -> list[list[int]]:
     for part in cache.parts:
         _, _, position, _ = part.lane.everything()
         rows += [sorted(p for p in row if p >= 0) for row in position.tolist()]
+    return rows
+
+
+def tails(cache: LayerCache) -> list[list[int]]:
+    """The positions of each row's newest slots, of as many as it is said to have open: none is padding in between."""
+    rows = []
+    for lane in (part.lane for part in cache.parts if part.lane.stack.paged):
+        position, count = lane.tail.position[:, lane.tail.span], torch.as_tensor(lane.open()).expand(len(lane.first))
+        rows += [row[len(row) - n :] for row, n in zip(position.tolist(), count.tolist(), strict=True)]
     return rows
 
 

@@ -1,6 +1,7 @@
 """Rows of a batch that end before others: in a later turn each is as it is alone."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ from families import configs
 from support import MIXED, SMALL, every, in_turn, llama, patched, prompts
 from support_device import pretended, there
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
 import kvengine
 from kvengine import EngineCache, compile_decode, hf_compiled
 from kvengine.fixed import refusal
+from kvengine.hf_ended import Ends, Padding, ended
 from kvengine.hf_names import CACHE
+from kvengine.session import Session
 from kvengine.stack import Stack
 
 END, PAD, LAST = 127, 0, 14
@@ -248,3 +251,75 @@ def test_a_gpu_says_what_a_cpu_says(text: str, monkeypatch: pytest.MonkeyPatch) 
         got = [x.cpu() for x in talk(model, [0, 1, 2], 2, there)]
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-3)
+
+
+class Told(StoppingCriteria):
+    """Says what it is told, pass for pass."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        told: Tensor = kwargs["told"]
+        return told
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_who_has_ended_is_fed_one_token_more(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a list of sets. A row of its own is never told: its text ends with it. And who has ended stays so."""
+    passes: list[set[int]] = [set(), {0}, {0}, {rows - 1}, {rows - 1}]
+    with pretended(monkeypatch):
+        session, ids = Session(), there(torch.zeros(rows, 1, dtype=torch.long))
+        ends, ended, before = Ends(StoppingCriteriaList([Told()]), session, True), set[int](), None
+        for now in passes:
+            told = there(torch.tensor([row in now for row in range(rows)]))
+            assert ends(ids, None, told=told).tolist() == told.tolist()
+            assert session.paused is before
+            if rows == 1:
+                assert session.ended is None
+                continue
+            if now <= ended:  # whoever compares tensors by where they are sees at once that nothing came
+                assert session.ended is before
+            ended |= now
+            before = session.ended
+            assert (before is None) == (not ended)
+            if before is not None:
+                assert before.device == ids.device and before.tolist() == [row in ended for row in range(rows)]
+
+
+SAID = [[5, 7, 0], [5, 6, 6], [9, 0, 0], [5, 6, 0]]
+"""What rows have said: two ended by a token, one that says its padding, and one that goes on."""
+
+OF_A_CALL = SimpleNamespace(eos_token_id=6, pad_token_id=5)
+WHO: dict[
+    str, tuple[dict[str, Any], list[int], list[int], int | None]
+] = {  # options, whom the criteria had ended, who has
+    "as the model says": ({}, [], [0, 2], 0),
+    "an end of the call's own": ({"eos_token_id": 6}, [], [1, 3], 0),
+    "a config of the call's own": ({"generation_config": OF_A_CALL}, [], [1, 3], 5),
+    "a call's own beside it": ({"generation_config": OF_A_CALL, "eos_token_id": [7]}, [], [0], 5),
+    "no token to pad with": ({"pad_token_id": None}, [], [0, 2], 7),
+    "nothing that ends": ({"eos_token_id": None}, [], [], None),
+    "nothing that ends or pads": ({"eos_token_id": None, "pad_token_id": None}, [], [], None),
+    "ended by strings": ({"stop_strings": ["."]}, [3], [0, 2, 3], 0),
+    "ended by strings, padded by another": ({"stop_strings": ["."], "pad_token_id": 6}, [0, 1], [0, 1, 2], 6),
+    "ended by strings alone": ({"stop_strings": ["."], "eos_token_id": None}, [1], [1], None),
+}
+
+
+@pytest.mark.parametrize("case", WHO)
+def test_after_a_loss_it_is_known_who_had_ended(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has before the first token. Who has says padding from then on, whatever the scores; the others' stay."""
+    options, told, who, token = WHO[case]
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[7, 9], pad_token_id=0))
+    with pretended(monkeypatch):
+        session = Session(ended=there(torch.tensor([row in told for row in range(4)])) if told else None)
+        rows, padding = ended(model, there(torch.tensor(SAID)), options, session)
+        assert [row in who for row in range(4)] == rows.tolist() and padding == token
+        assert not any(ended(model, there(torch.zeros(4, 0, dtype=torch.long)), options, Session())[0].tolist())
+        if padding is None:
+            return
+        before = torch.randn(4, 10)
+        scores = there(before.clone())
+        said = Padding(rows, padding)(there(torch.tensor(SAID)), scores).cpu()
+        assert torch.equal(scores.cpu(), before)
+    for row in range(4):
+        want = torch.nn.functional.one_hot(torch.tensor(token), 10).float() if row in who else before[row].softmax(0)
+        assert torch.equal(said[row].softmax(0), want)

@@ -15,8 +15,15 @@ from support import SMALL, Bare, greedy, in_turn, llama, one, patched, prompts
 from torch import Tensor
 
 import kvengine
-from kvengine import saved
+from kvengine import Stack, saved
+from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
+from kvengine.policies.representation.kivi import Kivi
+from kvengine.policies.retention import Seen
+from kvengine.policies.retention.full import Full
+from kvengine.policies.retention.streaming import Streaming
+from kvengine.rope import Rope
+from kvengine.session import Call, Session
 
 STACKS = [SMALL[name] for name in ("full", "h2o", "snapkv", "kivi", "quest", "tidal", "ann", "lowrank", "disk")]
 DUO = "duo(sinks=2, recent=10) + quest(budget=24, page=4)"
@@ -33,6 +40,67 @@ def started(model: Any, ids: Tensor) -> kvengine.EngineCache:
     cache = kvengine.EngineCache(model)
     step(model, cache, ids)
     return cache
+
+
+class Remembering(Streaming):
+    """Streaming heads that want the scores of their last verdict."""
+
+    remembers = True
+
+
+class Choosing(Streaming):
+    """Streaming heads by a rule of their own."""
+
+    def keep(self, seen: Seen) -> Tensor:
+        return super().keep(seen)
+
+
+class Counting(Streaming):
+    """Streaming heads that want to know what attention tokens receive."""
+
+    wants_mass = True
+
+
+class Noting(Full):
+    remembers = True
+
+
+KIVI = "kivi(group=8, residual=8)"
+WAYS: dict[str, list[str | Stack]] = {
+    "plain": [
+        "full", "snapkv(budget=24, window=6)", "expected_attention(budget=24)", "ashape(sinks=2, local=12)",
+        "streaming(sinks=2, recent=14, decode=False)", "h2o(budget=24, decode=False)", "tova(budget=24, decode=False)",
+    ],
+    "rolls": ["streaming(sinks=2, recent=14)", Stack(retention=Remembering(2, 14))],
+    "pays": ["h2o(budget=24)", "tova(budget=24)", "d2o(budget=24)", "elastic(budget=24, offset=-8)"],
+    "reads": [
+        KIVI, "quest(budget=24, page=4)", "host", "adakv(budget=24, window=6)", "zipcache(block=16)",
+        f"streaming(sinks=2, recent=14, decode=False) + {KIVI}", f"h2o(budget=24, decode=False) + {KIVI}",
+        f"expected_attention(budget=24) + {KIVI}",
+    ],
+    "reads thins": [f"streaming(sinks=2, recent=14) + {KIVI}", "streaming(sinks=2, recent=14) + host"],
+    "": [
+        "rkv(budget=24, buffer=7, window=4)", "lowrank(rank=8)", f"h2o(budget=24) + {KIVI}", f"tova(budget=24) + {KIVI}",
+        "elastic(budget=24, offset=-8) + quest(budget=16, page=4)", "streaming(sinks=2, recent=14, positions='in-cache')",
+        "streaming(sinks=2, recent=14, positions='in-cache', decode=False)", Stack(retention=Noting()),
+        f"streaming(sinks=2, recent=14, positions='in-cache', decode=False) + {KIVI}", Stack(retention=Choosing(2, 14)),
+        *(Stack(retention=kind(2, 14), representation=Kivi(group=8, residual=8)) for kind in (Remembering, Choosing, Counting)),
+    ],
+}  # fmt: skip
+"""What becomes of a decoded token, where that is simple: it is added; it takes the place of the one that leaves the newest, or of
+one by a rule; pages are read too, and who leaves the newest may be dropped from them. Else it is none of these."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_how_a_decoded_token_is_taken(way: str) -> None:
+    for stack in WAYS[way]:
+        cache = LayerCache(Stack.of(stack), 0, 1, Session(rope=Rope(torch.ones(4))))
+        x = torch.ones(1, 2, 30, 8)
+        cache.forward(x, x, x, Call(1.0))
+        lane = cache.parts[0].lane
+        assert " ".join(name for name in ("plain", "rolls", "pays", "reads", "thins") if getattr(lane, name)) == way, (
+            stack
+        )
 
 
 @pytest.mark.parametrize("text", STACKS)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import errno
 import gc
 import mmap
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,12 +59,58 @@ def test_large_blocks_begin_where_huge_pages_do_and_small_ones_share_the_heap() 
     assert any(x.data_ptr() % mmap.PAGESIZE for x in small)
 
 
-def test_without_mappings_the_heap_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: object, **__: object) -> mmap.mmap:
-        raise OSError(errno.ENOMEM, "no more mappings")
+def broken(*_: object, **__: object) -> memory.Block:
+    raise OSError(errno.ENOMEM, "no more mappings")
 
-    monkeypatch.setattr(mmap, "mmap", none)
-    assert memory.empty((1 << 20,), torch.int32, CPU).fill_(3).sum() == 3 << 20  # 4 MB
+
+def test_without_mappings_the_heap_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "Block", broken)
+    x = memory.empty((1 << 20,), torch.int32, CPU).fill_(3)
+    assert x.sum() == 3 << 20 and x.dtype == torch.int32  # 4 MB
+
+
+@LINUX
+@pytest.mark.parametrize(("device", "system", "own"), [("cpu", "linux", 1), ("cpu", "win32", 0), ("meta", "linux", 0)])
+def test_only_a_cpu_with_linux_maps_memory(device: str, system: str, own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a huge page's bytes on, and asks for huge ones where whole ones of them fit."""
+    blocks, asked = list[int](), list[tuple[int, ...]]()
+
+    class Noted(memory.Block):
+        def __new__(cls, *given: int, **more: int) -> Noted:
+            assert more == {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}  # no child of fork writes into the parent's
+            blocks.append(given[1])
+            return super().__new__(cls, *given, **more)
+
+        def madvise(self, *given: int) -> None:
+            asked.append(given)
+            raise OSError  # a kernel without
+
+    monkeypatch.setattr(memory, "Block", Noted)
+    monkeypatch.setattr(sys, "platform", system)
+    for size in (memory.HUGE - 1, memory.HUGE, 2 * memory.HUGE + 5):
+        x = memory.empty((size,), torch.uint8, torch.device(device))
+        assert x.device.type == device and len(x) == size
+    assert blocks == [2 * memory.HUGE, 3 * memory.HUGE + 5] * own
+    assert [(what, size) for what, _, size in asked] == [(mmap.MADV_HUGEPAGE, n * memory.HUGE) for n in (1, 2)] * own
+    assert not own or x.data_ptr() % memory.HUGE == 0
+
+
+@pytest.mark.parametrize("lacks", [None, OSError, TypeError, AttributeError])
+def test_the_heap_is_trimmed_where_the_library_can(
+    lacks: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the system says where it cannot."""
+    calls: list[int] = []
+
+    def library(name: None) -> SimpleNamespace:
+        if lacks in (OSError, TypeError):
+            raise lacks
+        return SimpleNamespace() if lacks else SimpleNamespace(malloc_trim=calls.append)
+
+    monkeypatch.setattr(memory, "_malloc_trim", memory._malloc_trim.__wrapped__)
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    memory.trim()
+    assert calls == ([] if lacks else [0])
 
 
 def test_more_than_there_is_fails_as_torch_does() -> None:
@@ -117,13 +165,20 @@ class Runtime:
     """What torch hands through of CUDA's runtime."""
 
     def __init__(self, able: bool = True) -> None:
-        self.able, self.known, self.waited = able, dict[int, int](), list[torch.device]()
+        self.able, self.known = able, dict[int, int]()
+        self.waited, self.told = list[torch.device](), list[torch.device]()
 
     def cudaHostRegister(self, start: int, size: int, flags: int) -> int:
         assert flags == 3  # portable and mapped: kernels read it
         if self.able:
             self.known[start] = size
         return 0 if self.able else 2
+
+    def zeros(self, *sides: int, device: torch.device | None = None) -> torch.Tensor:
+        if device is not None:
+            self.told.append(device)
+            raise RuntimeError("CUDA error: what the last call said")
+        return torch.ones(sides) * 0
 
     def cudaHostUnregister(self, start: int) -> int:
         assert self.waited  # something may have been on its way
@@ -132,11 +187,11 @@ class Runtime:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    made, empty, zeros = Runtime(), torch.empty, torch.zeros
+    made, empty = Runtime(), torch.empty
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "synchronize", made.waited.append)
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **b: empty(*a, **b).requires_grad_(pin_memory))
-    monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **b: zeros(*a, **b))
+    monkeypatch.setattr(torch, "zeros", made.zeros)
     return made
 
 
@@ -159,10 +214,15 @@ def test_a_large_pinned_block_has_its_own_size_and_goes_when_its_last_view_goes(
 
 
 @LINUX
-def test_where_cuda_cannot_pin_it_torch_is_asked(runtime: Runtime) -> None:
+def test_where_cuda_cannot_pin_it_torch_is_asked(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime.able = False
-    assert memory.empty((1 << 23,), torch.float32, CPU, GPU).requires_grad  # as the fixture marks what torch pins
+    x = memory.empty((1 << 22,), torch.float64, CPU, GPU)
+    assert x.requires_grad and x.dtype == torch.float64  # as the fixture marks what torch pins
+    assert runtime.told == [GPU]  # who asks for the last failure hears of it, and no later kernel
     runtime.able = True
+    with monkeypatch.context() as without:
+        without.setattr(memory, "Block", broken)
+        assert memory.empty((1 << 22,), torch.float64, CPU, GPU).requires_grad and not runtime.known
     assert memory.empty((1 << 10,), torch.float32, CPU, GPU).requires_grad and not runtime.known  # a small one
 
 

@@ -13,26 +13,20 @@ from kvengine.errors import ModelError
 from kvengine.speculative.clock import Clock, Watch
 from kvengine.speculative.law import Text
 from kvengine.speculative.report import Report
-from kvengine.speculative.session import Asks, drive
+from kvengine.speculative.session import Asks
 from kvengine.speculative.tier import Drafter, Tier
 
 
 class Run:
     """One sequence, from its prompt to its end."""
 
-    def __init__(
-        self, top: Tier, criteria: Callable[..., Tensor] | None, limit: int, watch: Watch | None = None
-    ) -> None:
+    def __init__(self, top: Tier, criteria: Callable[..., Tensor] | None, limit: int, watch: Watch) -> None:
         """criteria: as in transformers; limit: tokens of the longest text, padding included; watch: this row's time."""
-        self.top, self.criteria, self.limit, self.watch = top, criteria, limit, watch or Watch()
+        self.top, self.criteria, self.limit, self.watch = top, criteria, limit, watch
         self.report = Report()
 
-    def __call__(self, text: Text, put: Callable[[Tensor], None] | None = None) -> list[int]:
-        """The text to its end, padding included; `put` gets the new tokens of each round."""
-        return drive(self.going(text, put))
-
-    def going(self, text: Text, put: Callable[[Tensor], None] | None = None) -> Asks[list[int]]:
-        """The same, in steps."""
+    def going(self, text: Text, put: Callable[[Tensor], None] | None) -> Asks[list[int]]:
+        """The text to its end, padding included, in steps; `put` gets the new tokens of each round."""
         prompt, clock = len(text), Clock(self.watch)
         new = [self._first(text)]
         prefill = clock.lap()

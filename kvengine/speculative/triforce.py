@@ -206,9 +206,8 @@ class TriForce(Decoder):
             streamer.end()
         return padded(found, generation_config, input_ids.device)
 
-    def tiers(self, law: Law, rule: Rule, ends: frozenset[int] = frozenset(), watch: Watch | None = None) -> Tier:
+    def tiers(self, law: Law, rule: Rule, ends: frozenset[int], watch: Watch) -> Tier:
         """A fresh hierarchy for one sequence, topmost tier first; its rounds are timed by the watch."""
-        watch = watch or Watch()
         # One thread on the CPU: its own time is the time on the wall of a quiet machine, and steady on a busy one.
         steady = self.target.device.type == "cpu" and torch.get_num_threads() == 1
         clock = watch.cpu if steady else watch.wall

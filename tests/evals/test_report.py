@@ -16,7 +16,7 @@ import yaml
 
 from kvengine.errors import EvaluationError
 from kvengine.evals import compare, page, peers, plots, report, ruler_summary, tables
-from kvengine.evals.aggregate import cells, overall
+from kvengine.evals.aggregate import cells, current, overall
 from kvengine.evals.records import Row
 from kvengine.evals.tasks import catalogue
 
@@ -130,6 +130,7 @@ def test_cells_carry_score_ceiling_difference_and_flag() -> None:
 def test_the_flag_counts_from_what_guessing_earns() -> None:
     rows = [row("choice", "full", sample, float(sample < 4)) for sample in range(10)]
     assert cells(rows)[0].flag == "" and cells(rows, {"choice": 0.25})[0].flag == "not discriminative"
+    assert cells([row("choice", "full", i, float(i < 1)) for i in range(5)])[0].flag == ""  # 0.2 above is enough
 
 
 def test_without_a_ceiling_cells_say_so() -> None:
@@ -142,6 +143,20 @@ def test_a_row_done_again_replaces_the_first() -> None:
     assert found.score is not None and (found.score.mean, found.score.n) == (1.0, 1)
 
 
+def test_answers_about_data_that_changed_are_left_out_and_who_has_no_others_says_so() -> None:
+    """Of full, less and few, only full was asked about the new sample 0; at another length it is another sample."""
+    rows = [row("easy", policy, i, 1.0) for policy, of in (("full", 2), ("less", 2), ("few", 1)) for i in range(of)]
+    rows += [row("easy", "few", 0, 1.0, length=4096), refusal("easy", "odd")]
+    new = row("easy", "full", 0, 0.0, sample_hash="new")
+    kept = current([*rows, new])
+    told = [(one["policy"], one["length"], one["sample"], one["status"]) for one in kept]
+    assert told == [
+        ("full", 2048, "1", "ok"), ("less", 2048, "1", "ok"), ("few", 4096, "0", "ok"), ("odd", 2048, None, "refused"),
+        ("full", 2048, "0", "ok"), ("few", 2048, None, "other data"),
+    ]  # fmt: skip
+    assert current(rows) == rows and "run it again" in cells(kept)[-1].message
+
+
 def test_turns_are_kept_apart_and_mixed_kinds_are_cells_of_their_own() -> None:
     rows = [row("s", "full", i, float(turn == 0), turn, 2, suite="scbench") for i in range(3) for turn in range(2)]
     assert cells(rows)[0].turns == (1.0, 0.0)
@@ -152,6 +167,44 @@ def test_turns_are_kept_apart_and_mixed_kinds_are_cells_of_their_own() -> None:
 def test_the_mean_leaves_out_tasks_that_a_policy_lacks() -> None:
     rows = [row("a", "full", 0, 1.0), row("b", "full", 0, 0.0), row("a", "less", 0, 1.0)]
     assert set(overall(cells(rows)).values()) == {1.0}
+    assert set(overall(cells([*rows, refusal("b", "less")])).values()) == {1.0}  # as where it was refused
+    apart = [*rows, row("b", "less", 0, 0.5, length=4096), row("b", "late", 0, 0.25, mode="single")]
+    assert sorted(overall(cells(apart)).values()) == [0.25, 0.5, 1.0, 1.0]
+
+
+def test_what_is_counted_is_averaged_and_what_is_timed_has_its_median() -> None:
+    """The time to the first token is that of turns that read the context: the first, or each one on its own."""
+    times = [(0, 1.0), (1, 20.0), (0, 2.0), (1, 40.0), (0, 9.0), (1, 80.0)]
+    for placement, first in (("aware", 2.0), ("agnostic", 14.5)):
+        rows = [
+            row(
+                "s",
+                "full",
+                i // 2,
+                1.0,
+                turn,
+                2,
+                placement=placement,
+                ttft=t,
+                tokens_per_s=t,
+                held=t,
+                peak_bytes=int(t),
+            )
+            for i, (turn, t) in enumerate(times)
+        ]
+        means = cells([*rows, row("s", "full", 3, 1.0, ttft=None, tokens_per_s=None, held=None, peak_bytes=None)])[
+            0
+        ].means
+        assert (means["ttft"], means["tokens_per_s"], means["peak_bytes"]) == (first, 14.5, 80)
+        assert means["held"] == pytest.approx(152 / 6) and means["bytes_held"] == 4000
+
+
+def test_turns_stand_in_order_whatever_came_first() -> None:
+    assert cells([row("s", "full", i, turn / 4, turn, 3) for turn in (2, 0, 1) for i in range(2)])[0].turns == (
+        0,
+        0.25,
+        0.5,
+    )
 
 
 def test_perplexity_is_not_averaged_and_flagged_where_guessing_is_as_good() -> None:
@@ -161,6 +214,8 @@ def test_perplexity_is_not_averaged_and_flagged_where_guessing_is_as_good() -> N
     full, x = cells(rows)
     assert x.delta is not None and x.delta.mean == 0.5 and x.flag == ""
     assert [cells(rows, {"p": guessing})[1].flag for guessing in (2.1, 2.0, 1.9)] == ["", *2 * ["not discriminative"]]
+    assert cells(rows, {"p": 0.7})[1].flag == "not discriminative"  # of two tokens
+    assert cells(rows[4:], {"p": 2.0})[0].flag == ""  # with nothing to hold it against
     assert overall([full, x]) == {}
     assert tables.score_text(x).startswith("2.500 [")
     assert (tables.loss(full), tables.loss(x)) == ("2.000", "2.500 (+0.500)")
@@ -260,6 +315,21 @@ def test_who_is_as_good_for_less_is_said_in_a_sentence() -> None:
     assert tables.in_short(cells([one for one in rows if one["policy"] == "full"])) == []  # nobody to judge
 
 
+def test_who_lacks_the_longest_task_does_not_look_cheap() -> None:
+    """Costs are compared over the tasks that scores are: those that every policy has."""
+    short, long = ({"held": n, "bytes_held": 1024 * n, "read_per_token": 1024 * n} for n in (1, 9))
+    rows = [row("short", policy, i, 1.0, **short) for policy in ("full", "less") for i in range(4)]
+    rows += [row("long", "full", i, 1.0, **long) for i in range(4)]
+    found = cells([*rows, refusal("long", "less")])
+    assert tables.in_short(found) == []
+    axes = plots.pareto(found).axes[0]
+    assert [float(dots.get_offsets()[0][0]) for dots in axes.collections] == [1.0, 1.0]
+    lines = [line for line in tables.costs(found).splitlines() if "`" in line]
+    assert len(lines) == 2 and lines[0].split("|")[2:] == lines[1].split("|")[2:]
+    apart = cells([one for one in rows if (one["task"], one["policy"]) != ("short", "full")])
+    assert all(f"| {n}.0 KiB |" in tables.costs(apart) for n in (1, 9))  # nothing to compare: each as it is
+
+
 def test_the_oracle_is_not_on_the_line_of_the_best() -> None:
     rows = [row("easy", "full", i, 1.0) for i in range(4)]
     rows += [row("easy", "oracle_topk", i, 1.0, role="oracle", bytes_held=10, read_per_token=10) for i in range(4)]
@@ -343,6 +413,39 @@ def test_comparison_is_paired_and_refuses_other_data(tmp_path: Path) -> None:
         compare.text(a, tmp_path / "c")
 
 
+def test_a_difference_is_one_where_its_interval_leaves_nothing_out(tmp_path: Path) -> None:
+    """Up, down and unsure; losses in nats, alike or worse; samples that only one run has; a refusal, which is no answer."""
+    pairs = {"up": (0, 1, 8), "down": (1, 0, 8), "unsure": (0, 1, 1)}
+    runs: list[list[Row]] = [[refusal("t", "never")], [refusal("t", "never")]]
+    for run, rows in enumerate(runs):
+        rows += [row("t", p, i, float(pairs[p][run if i < pairs[p][2] else 0])) for p in pairs for i in range(8)]
+        rows += [row("t", "other", i, 1.0, length=64) for i in range(8 * run, 8 * run + 8)]
+        rows += [row("ppl", "same", i, 2.0 + i, metric="nll") for i in range(8)]
+        rows += [row("ppl", "worse", i, 2.0 + i + run / 2, metric="nll") for i in range(8)]
+        rows += [row("ppl", "sure", i, 0.1 + 0.02 * run, metric="nll") for i in range(2)]  # as losses, not as shares
+    lines = compare.text(*(folder(tmp_path / str(i), rows) for i, rows in enumerate(runs))).splitlines()[2:]
+    found = {
+        cells[4].strip("` "): (cells[5].split(), cells[6].strip()) for cells in (line.split("|") for line in lines)
+    }
+    assert {policy: (said[0], sure) for policy, (said, sure) in found.items()} == {
+        "up": ("100.0", "yes"), "down": ("-100.0", "yes"), "unsure": ("12.5", ""), "other": ("–", ""),
+        "same": ("0.000", ""), "worse": ("0.500", "yes"), "sure": ("0.020", "yes"),
+    }  # fmt: skip
+
+
+def test_a_folder_gets_every_report_from_what_it_says_itself(tmp_path: Path) -> None:
+    """Of four words guessing costs log 4 = 1.39: who needs 2 says nothing."""
+    rows = [*some_rows(), *(row("ppl_book", "full", i, 2.0, metric="nll", suite="ppl") for i in range(4))]
+    folder(tmp_path, rows)
+    manifest = {**MANIFEST, "vocabulary": 4}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    made = report.write(tmp_path)
+    assert made == report.found(tmp_path) and [x.task for x in made if x.suite == "ppl" and x.flag] == ["ppl_book"]
+    assert (tmp_path / "report.md").read_text(encoding="utf-8") == tables.markdown(made, manifest)
+    assert (tmp_path / "cells.csv").read_text(encoding="utf-8") == tables.long_csv(made)
+    assert (tmp_path / "compat" / "ruler" / "less").is_dir() and (tmp_path / "report.html").exists()
+
+
 def test_ruler_files_have_the_official_shape(tmp_path: Path) -> None:
     peers.write(tmp_path / "x", some_rows(), MANIFEST)
     summary = tmp_path / "x" / "ruler" / "less" / "multi-turn" / "2048" / "summary.csv"
@@ -410,6 +513,16 @@ def test_a_policy_that_was_asked_at_one_length_takes_none_from_the_others() -> N
         "| `less` | multi-turn | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | – |",
         "| `late` | multi-turn | – | 100.0 | – | – | – | 2048 |",
     ]
+
+
+def test_lengths_are_weighted_in_their_order_and_those_of_other_suites_are_not() -> None:
+    rows = [row("easy", "full", i, float(n < 2000 or i < 2), length=n) for n in (2048, 1024) for i in range(4)]
+    rows += [row("n", "full", i, 0.0, length=n, suite="niah") for n in (1024, 4096) for i in range(4)]
+    line = (
+        "| `full` | multi-turn | 100.0 | 50.0 | 75.0 | 66.7 | 83.3 | 1024 |"  # (100 + 2 * 50) / 3, (2 * 100 + 50) / 3
+    )
+    assert line in tables.over_lengths(cells(rows))
+    assert ruler_summary.effective({4: ruler_summary.BAR}) is None
 
 
 def test_lengths_are_summarised() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from math import sqrt
+
 import numpy as np
 import pytest
 
@@ -13,6 +16,7 @@ def test_wilson_by_hand() -> None:
     assert wilson(9, 10) == (pytest.approx(0.5958, abs=1e-4), pytest.approx(0.9821, abs=1e-4))
     assert wilson(0, 20)[0] == 0.0 and wilson(20, 20)[1] == 1.0
     assert wilson(0, 20)[1] == pytest.approx(0.1611, abs=1e-4)
+    assert wilson(0, 0) == (0.0, 1.0) and all(0 <= wilson(0, n)[0] and wilson(n, n)[1] <= 1 for n in range(1, 200))
 
 
 def test_binary_independent_values_get_wilson_and_others_the_bootstrap() -> None:
@@ -134,3 +138,96 @@ def covered(law: str, runs: int, contexts: int = 10, questions: int = 5) -> floa
 def test_ten_contexts_are_enough_for_what_an_interval_says(law: str, runs: int) -> None:
     """With the normal law's 1.96 these cover 93, 93 and 90 times of 100."""
     assert 0.94 <= covered(law, runs) <= 0.98
+
+
+TABLE = {1: 12.706205, 2: 4.302653, 3: 3.182446, 9: 2.262157, 11: 2.200985}
+"""Student's 97.5 % quantiles, as printed."""
+
+SEEN = {
+    "clusters that differ": ([1, 1, 1, 0, 1, 0, 0, 0, 0.5, 1], "aaabbbbccd"),
+    "two clusters": ([1, 1, 1, 0, 1, 0, 0], "aaaabbb"),
+    "alike within": ([1, 1, 0, 0, 1, 1, 0], "aabbccc"),  # worth no fewer than the clusters
+    "alike between": ([1, 0, 1, 0, 1, 0, 1, 0, 0], "aabbccddd"),  # and no more than the values
+    "one value each": ([1, 0.25, 0, 0.75], "abcd"),
+    "one right or wrong each": ([1, 0, 0, 1], "abcd"),
+    "no differences": ([0.5, 0.5, 0.5], "aab"),
+    "one cluster": ([1, 0, 1, 1], "aaaa"),
+}
+
+
+def kish(values: list[float], clusters: str) -> tuple[float, bool]:
+    """Independent values that these are worth, and whether their clusters tell it: sums over lists."""
+    n, names, mean = len(values), sorted(set(clusters)), sum(values) / len(values)
+    if n == len(names) and all(x in (0, 1) for x in values):
+        return n, False
+    off = [sum(x - mean for x, c in zip(values, clusters, strict=True) if c == name) for name in names]
+    if len(names) == 1 or all(abs(x) < 1e-9 for x in off):
+        return len(names), False
+    variance = sum(x * x for x in off) / (n * n) * len(names) / (len(names) - 1)
+    return min(n, max(len(names), mean * (1 - mean) / variance)), True
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_an_interval_is_wilsons_at_what_the_values_are_worth(case: str) -> None:
+    """Solved anew: the bounds are where the mean is as many standard errors away as Student's law or the normal one says."""
+    values, clusters = SEEN[case]
+    worth, told = kish([float(x) for x in values], clusters)
+    assert effective(values, list(clusters)) == (pytest.approx(worth), told)
+    found, groups = interval(values, list(clusters)), len(set(clusters))
+    z = TABLE[groups - 1] if told else 1.959964
+    for bound in (found.low, found.high):
+        assert abs(found.mean - bound) == pytest.approx(z * sqrt(bound * (1 - bound) / worth), rel=1e-4)
+    assert found.low < found.mean < found.high and (found.n, found.clusters) == (len(values), groups)
+
+
+def resampled(values: list[float], clusters: list[str]) -> list[float]:
+    """Means of the clusters that the generator draws, by their names in order."""
+    held, names = defaultdict(list), sorted(set(clusters))
+    for x, name in zip(values, clusters, strict=True):
+        held[name].append(x)
+    drawn = np.random.default_rng(0).integers(len(names), size=(2000, len(names))).tolist()
+    pools = [[x for i in row for x in held[names[i]]] for row in drawn]
+    return sorted(sum(pool) / len(pool) for pool in pools)
+
+
+def test_values_without_bounds_get_the_percentiles_of_clusters_drawn_anew() -> None:
+    """Of ten clusters those that the normal law has beyond 2.262 times the square root of 10/9: 0.8555 % on each side."""
+    names = [f"context {i % 10}" for i in range(27)]
+    values = np.random.default_rng(4).normal(2.0, 1.0, 27).tolist()
+    means = resampled(values, names)
+    assert sorted(bootstrap(values, names).tolist()) == pytest.approx(means)
+    want = np.quantile(means, [0.008555, 1 - 0.008555]).tolist()
+    found = interval(values, names)
+    assert [found.low, found.high] == pytest.approx(want, abs=1e-3)
+    pair = paired(
+        {(c, i): x for i, (x, c) in enumerate(zip(values, names, strict=True))},
+        {(c, i): 0.0 for i, c in enumerate(names)},
+    )
+    assert pair is not None and [pair.low, pair.high] == pytest.approx(want, abs=1e-3)
+
+
+@pytest.mark.parametrize("beyond", [-0.01, 1.01])
+def test_a_single_value_beyond_a_share_makes_none_of_them_one(beyond: float) -> None:
+    names = ["a", "b", "c", "d"]
+    for values in ([0.5, beyond, 0.75, 0.25], [beyond, 0.5, 0.5, 0.5]):
+        want = np.quantile(resampled(values, names), [0.000119, 1 - 0.000119]).tolist()
+        found = interval(values, names)
+        assert [found.low, found.high] == pytest.approx(want, abs=1e-3)
+        for a, b, sign in ((values, [0.0] * 4, 1), ([0.0] * 4, values, -1)):
+            pair = paired(*({(c, 0): x for c, x in zip(names, some, strict=True)} for some in (a, b)))
+            assert pair is not None
+            assert sorted([sign * pair.low, sign * pair.high]) == pytest.approx(want, abs=1e-3)
+
+
+def test_losses_below_one_are_no_shares() -> None:
+    """They are read as what they are: two contexts of log-likelihoods have the widest of what their resamples give."""
+    found, names = interval([0.2, 0.4], ["a", "b"], shares=False), ["a", "b"]
+    assert (found.low, found.high) == (pytest.approx(0.2), pytest.approx(0.4))
+    pair = paired(
+        {(c, 0): x for c, x in zip(names, (0.2, 0.4), strict=True)}, {(c, 0): 0.1 for c in names}, shares=False
+    )
+    assert pair is not None and (pair.low, pair.high) == (pytest.approx(0.1), pytest.approx(0.3))
+
+
+def test_no_difference_of_shares_is_beyond_one() -> None:
+    assert shrunken(np.array([1.0]), ["a"])[1] == 1.0 and shrunken(np.array([-1.0]), ["a"])[0] == -1.0

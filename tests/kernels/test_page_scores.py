@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import support_kernels as oracle
@@ -12,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvengine.errors import KernelError
-from kvengine.kernels.page_scores import log_shares, page_bounds, page_scores, top_units, units_by_share
+from kvengine.kernels.page_scores import log_shares, page_bounds, page_scores, remembered, top_units, units_by_share
+from kvengine.kernels.page_scores.remembered import Remembered
 
 BACKENDS = oracle.backends()
 
@@ -243,3 +249,88 @@ def test_refusals_say_why() -> None:
         page_bounds(low, alive, 3)
     with pytest.raises(KernelError, match="at least 0"):
         top_units(torch.zeros(1, 3), -1)
+
+
+class Chooser:
+    """Choices as on a GPU: two launches, made again for a query of the same kind over bounds that lie where they lay."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.remembered, self.notes, self.works = Remembered(), 2, True
+        self.chosen = self.made = 0
+        self.now: tuple[Any, ...] = ()
+        monkeypatch.setattr(remembered, "noted", lambda: nullcontext([None] * self.notes))
+        launches = SimpleNamespace(remembered=self.remember)
+        monkeypatch.setitem(sys.modules, "kvengine.kernels.gpu.launches", launches)
+
+    def kind(self) -> list[Any]:
+        q, bounds, count, reduce = self.now
+        lie = [(x.shape, x.stride()) for x in (q, *bounds)]
+        return [q.dtype, count, reduce, [x.data_ptr() for x in bounds], *lie]
+
+    def answer(self) -> Tensor:
+        q, bounds, count, reduce = self.now
+        return (q.float().sum((1, 2), keepdim=True)[:, 0].long() + torch.arange(count)) * 3 + (reduce == "max")
+
+    def remember(self, notes: Any, given: Any, own: Any, held: Any, numbers: Any) -> Any:
+        q, bounds, _, _ = self.now
+        assert given[0] is q and held is bounds and len(own) == 1 and len(notes) == 2 and numbers == ()
+        self.made, kind = self.made + 1, self.kind()
+
+        def again(given: Any, numbers: Any) -> bool:
+            assert self.kind() == kind and given[0] is self.now[0] and numbers == ()
+            assert given[1].dtype == torch.int64 and given[1].shape == self.answer().shape
+            if self.works:
+                given[1].copy_(self.answer())
+            return self.works
+
+        return SimpleNamespace(again=again)
+
+    def choose(self) -> list[Tensor]:
+        self.chosen += 1
+        return [self.answer().float(), self.answer()]
+
+    def __call__(self, *now: Any) -> int:
+        """Chooses, and says how often the general way was gone for it."""
+        self.now, before = now, self.chosen
+        assert torch.equal(self.remembered.top(*now, self.choose), self.answer())
+        return self.chosen - before
+
+
+def test_launches_that_choose_are_made_again_for_what_is_no_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, bounds = Chooser(monkeypatch), (torch.ones(2, 6, 4), torch.zeros(2, 6, 4), torch.ones(2, 6, dtype=torch.bool))
+    q, (low, high, alive) = torch.randn(2, 3, 4), bounds
+    base = (q, bounds, 3, "max")
+    others = [
+        (q[:, :2], bounds, 3, "max"), (q.mT.contiguous().mT, bounds, 3, "max"), (q.half(), bounds, 3, "max"),
+        (q, bounds, 2, "max"), (q, bounds, 3, "each"), (q, (low.clone(), high, alive), 3, "max"),
+        (q, (low, high.clone(), alive), 3, "max"), (q, (low, high, alive.clone()), 3, "max"),
+        (q, (low[:, :5], high, alive), 3, "max"), (q, (low, high, alive.as_strided((2, 6), (1, 2))), 3, "max"),
+    ]  # fmt: skip
+    assert [ask(*base), ask(*base), ask(torch.randn(2, 3, 4), *base[1:])] == [1, 0, 0]
+    for other in others:
+        assert [ask(*other), ask(*other), ask(*base), ask(*base)] == [1, 0, 1, 0]
+
+
+def test_launches_that_choose_are_let_go_and_not_kept_at_any_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, bounds = (
+        Chooser(monkeypatch),
+        (torch.ones(2, 99, 4), torch.zeros(2, 99, 4), torch.ones(2, 99, dtype=torch.bool)),
+    )
+    q = torch.randn(2, 3, 4)
+    kinds = [(q, bounds, count, "max") for count in range(1, 40)]
+    assert [ask(*kind) for kind in kinds] == [
+        1
+    ] * 39 and ask.made == remembered.MOST  # none came again: no more are noted
+    last, made = kinds[remembered.MOST - 1], ask.made
+    assert ask(*last) == 0 and [ask(*kind) for kind in kinds[10:]] == [1] * 29 and ask.made == made + remembered.MOST
+    last = kinds[10 + remembered.MOST - 1]
+    assert ask(*last) == 0 and [ask(*kind) for kind in kinds[20:22] for _ in range(2)] == [1, 0, 1, 0]
+    ask.works, made = False, ask.made  # as where the query lies askew
+    assert [ask(*kinds[21]) for _ in range(2)] == [1, 1]
+    ask.works = True
+    assert ask(*kinds[21]) == 0 and ask.made == made
+    for forget in (ask.remembered.forget, lambda: setattr(ask, "remembered", copy.deepcopy(ask.remembered))):
+        forget()
+        assert ask.remembered.launches is None and [ask(*kinds[21]) for _ in range(2)] == [1, 0]
+    ask.notes = 1  # another way of choosing
+    assert [ask(*kind) for kind in kinds[:3] for _ in range(2)] == [1] * 6

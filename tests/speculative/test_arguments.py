@@ -15,8 +15,10 @@ import kvengine
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf import STATE
 from kvengine.hf_names import CACHE
-from kvengine.speculative.triforce import TriForce
+from kvengine.speculative.triforce import TriForce, coarse_of
+from kvengine.stack import Stack
 
+QUEST = "quest(budget=24, page=4)"
 IDS = one(60)["input_ids"]
 PADDED = (torch.arange(60) >= 9).long()[None]
 PLACES = torch.arange(60)[None]
@@ -29,7 +31,7 @@ def target() -> Any:
 
 @pytest.fixture(scope="module")
 def decoder(target: Any) -> TriForce:
-    return TriForce(target, "lookup", "quest(budget=24, page=4)", gamma=(2, 4))
+    return TriForce(target, "lookup", QUEST, gamma=(2, 4))
 
 
 class Collector(BaseStreamer):
@@ -148,6 +150,52 @@ def test_what_no_cache_of_the_models_can_be_is_refused_before_a_prompt() -> None
         with pytest.raises(UnsupportedPolicy, match=says):
             TriForce(target, draft, **stacks)
     assert not hasattr(odd, STATE) and not hasattr(still, STATE)
+    for target, stacks in ((llama(), {"middle": QUEST}), (odd, {"middle": codes})):
+        kvengine.patch(target, own := "streaming(sinks=2, recent=30)")
+        try:
+            TriForce(target, None, **stacks)
+        except UnsupportedPolicy:
+            assert target is odd
+        assert kvengine.EngineCache(target).stack == Stack.of(own)  # as it was patched
+
+
+SAMPLES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"temperature": None, "top_k": None}, {"temperature": None, "top_k": None}),
+    ({"temperature": 0}, {"temperature": None, "do_sample": False}),
+    ({"temperature": 0.0, "do_sample": True}, {"temperature": None, "do_sample": False}),
+    ({"temperature": 1}, {"temperature": 1, "do_sample": True}),
+    ({"temperature": 1, "do_sample": False}, {"temperature": 1, "do_sample": False}),
+    *(({name: x}, {name: x, "do_sample": True}) for name, x in (("top_k", 0), ("top_p", 0.5), ("min_p", 0.1))),
+]
+
+
+@pytest.mark.parametrize(("given", "want"), SAMPLES)
+def test_what_asks_for_sampling(
+    target: Any, decoder: TriForce, given: dict[str, Any], want: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the decoder's own `generate`; transformers' hears all else as it was said."""
+    heard: list[Any] = []
+    monkeypatch.setattr(target, "generate", lambda ids, **options: heard.append(options) or ids)
+    decoder.generate(IDS, max_new_tokens=4, **given)
+    assert heard == [{"custom_generate": decoder, "max_new_tokens": 4, **want}]
+
+
+@pytest.mark.parametrize(
+    ("middle", "stack", "want"),
+    [
+        ("quantspec(bits=4)", "quantspec", True),
+        ("quantspec(bits=4) + host", "quantspec + host", True),
+        ("quantspec(bits=4)", "quantspec + host", False),
+        ("h2o(budget=24) + quantspec(bits=4)", "quantspec", False),
+        ("quantspec", "quantspec(bits=4)", False),
+        ("kivi", "kivi", False),
+    ],
+)
+def test_a_middle_reads_the_targets_codes_where_nothing_but_the_codes_differs(
+    middle: str, stack: str, want: bool
+) -> None:
+    assert coarse_of(Stack.of(middle), Stack.of(stack)) is want
 
 
 def test_whatever_else_a_model_reads_with_its_tokens_is_refused() -> None:

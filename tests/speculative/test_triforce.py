@@ -15,8 +15,12 @@ from transformers.generation.streamers import BaseStreamer
 import kvengine
 from kvengine.errors import CacheError, ModelError, PolicyError, UnknownPolicy, UnsupportedPolicy
 from kvengine.hf_cache import EngineCache
-from kvengine.speculative.law import Text
+from kvengine.speculative.accept import rule
+from kvengine.speculative.clock import Watch
+from kvengine.speculative.law import Law, Text
+from kvengine.speculative.report import Report
 from kvengine.speculative.session import Session
+from kvengine.speculative.tier import Tier
 from kvengine.speculative.triforce import TriForce
 from kvengine.speculative.view import SLACK, Held, LayerView
 
@@ -289,6 +293,7 @@ def test_long_drafts_and_long_texts_do_not_overflow_a_view(target: Any, monkeypa
 
 def test_report(target: Any) -> None:
     decoder = TriForce(target, "lookup", "full", gamma=(1, 6))
+    assert decoder.report == Report()  # nothing yet
     decoder.generate(prompt(90, 2), max_new_tokens=30, do_sample=False)
     report = decoder.report
     top, middle = report.tiers
@@ -296,6 +301,22 @@ def test_report(target: Any) -> None:
     assert sum(top.stood) + top.passes == 58  # the first token of a row comes from its prompt
     assert middle.tested[0] >= middle.stood[0] and middle.bytes_read > 0
     assert "stood" in str(report) and report.bytes_per_token > 0
+    decoder.generate(prompt(90), max_new_tokens=12, do_sample=False)
+    assert (decoder.report.prompt, decoder.report.emitted, report.emitted) == (90, 12, 60)  # of the last call alone
+
+
+@pytest.mark.parametrize(("threads", "name"), [(1, "cpu"), (2, "wall")])
+def test_rounds_are_timed_by_the_clock_that_other_work_disturbs_least(
+    target: Any, threads: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread's own time where it is the only one that works, and on a GPU the time on the wall."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    law, watch = Law([], greedy=True), Watch()
+    top = TriForce(target, "lookup", QUEST).tiers(law, rule(3, 0, False), frozenset(), watch)
+    assert isinstance(top.below, Tier) and top.clock == top.below.clock == getattr(watch, name)
+    there = TriForce(target, "lookup", None)
+    monkeypatch.setattr(type(target), "device", torch.device("cuda"))
+    assert there.tiers(law, rule(3, 0, False), frozenset(), watch).clock == watch.wall
 
 
 def test_a_view_shares_the_targets_storage() -> None:

@@ -1,15 +1,18 @@
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support_layer import Tokens, draw, padded, plain, rope, run, stacked
 
+from kvengine import joint as joint_module
 from kvengine.cache import LayerCache
 from kvengine.errors import UnsupportedPolicy
-from kvengine.joint import join
+from kvengine.joint import Joint, join
 from kvengine.kernels import dispatch
 from kvengine.policies.representation.lowrank import LowRank
+from kvengine.rope import Rope
 from kvengine.session import Call, Session
 from kvengine.stack import Stack
 from kvengine.stats import measure
@@ -68,6 +71,72 @@ def test_a_sequence_that_joins_is_addressed_by_the_positions_of_now() -> None:
     torch.testing.assert_close(later.keys(before + 4)[0], one[0, 0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(later.keys(torch.stack([now - 2, now + 5]))[1], other[1, 0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(joint.keys(before + 2)[1], one[1, 0], atol=1e-4, rtol=1e-4)  # what is remembered stays
+
+
+@pytest.mark.parametrize(("heads", "interleaved"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("moved", [False, True])
+def test_what_becomes_of_sequences_becomes_of_their_keys(heads: int, interleaved: bool, moved: bool) -> None:
+    """Padded, joined, chosen, in this order, against a list: for each sequence, what its positions have grown by and its keys."""
+    g, turn, form, by_token = (
+        torch.Generator().manual_seed(4),
+        Rope(rope(8).frequency, interleaved),
+        LowRank(1000),
+        torch.arange,
+    )
+
+    def joined(k: torch.Tensor, seen: int) -> Joint:
+        return join(form, turn, heads, k.flatten(0, 1), by_token(k.shape[2]).expand(len(k) * heads, -1), seen)
+
+    def check(joint: Joint, want: list[tuple[int, torch.Tensor]]) -> None:
+        for row, (late, k) in enumerate(want):
+            position = torch.full((heads * len(want), 10), -1)
+            position[row * heads : (row + 1) * heads, : k.shape[1]] = by_token(k.shape[1]) + late
+            found = joint.keys(position)[row * heads : (row + 1) * heads, : k.shape[1]]
+            torch.testing.assert_close(found, k, atol=1e-4, rtol=1e-4)
+            home = torch.where(position < 0, -1, position - late)[row * heads : (row + 1) * heads]
+            assert torch.equal(joint.home(position)[row * heads : (row + 1) * heads], home)
+
+    first, more = (torch.randn(n, heads, m, 8, generator=g) for n, m in ((3, 6), (1, 9)))
+    joint, late = joined(first, 6), [0, 0, 0]
+    for by in ((1, 3, 0), (2, 0, 5)) if moved else ():
+        joint, late = (
+            joint.moved(torch.tensor(by).repeat_interleave(heads)),
+            [a + b for a, b in zip(late, by, strict=True)],
+        )
+    want = list(zip(late, first, strict=True))
+    check(joint, want)
+    joint, want[1] = joint.joined(joined(more, 9), torch.tensor([False, True, False])), (0, more[0])
+    check(joint, want)
+    index = torch.tensor([2, 1, 1, 0])
+    check(joint.rows((index[:, None] * heads + by_token(heads)).flatten()), [want[i] for i in index])
+
+
+class Coded(LowRank):
+    codec = "kivi"
+
+
+def test_only_a_kernel_reads_keys_in_their_low_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is handed to it, positions as they were when the keys came; and when there is none."""
+    found: list[tuple[object, ...]] = []
+    monkeypatch.setattr(joint_module, "lowrank_attention", lambda *given, **more: found.append((*given, more)))
+    k, v, q, table = torch.randn(2, 2, 6, 16), torch.randn(3, 4, 16), torch.randn(4, 2, 1, 16), torch.zeros(4, 1).long()
+    position = torch.arange(6).expand(4, -1)
+    joint = join(LowRank(1000), rope(16), 2, k.flatten(0, 1), position, 6).moved(torch.tensor([1, 1, 2, 2]))
+    now = torch.where(position == 3, -1, position + torch.tensor([1, 1, 2, 2])[:, None])
+    monkeypatch.setattr(joint_module, "chosen", lambda tensors, ask, fits: "native" if fits else "reference")
+    run = joint.attend(q, v, table, now, page=4)
+    assert run is not None and not found
+    run()
+    u, basis, frequency = joint.fields["u"], joint.fields["basis"].flatten(0, 1), joint.rope.frequency
+    for a, b in zip(
+        found[0], (q, u, v, basis, frequency, table, torch.where(position == 3, -1, position)), strict=False
+    ):
+        assert isinstance(a, torch.Tensor) and torch.equal(a, b)
+    assert found[0][7] == {"page": 4}
+    turned = replace(joint, rope=Rope(joint.rope.frequency, True))
+    coded = replace(joint, representation=Coded(1000))
+    wide = replace(joint, fields={**joint.fields, "u": joint.fields["u"].mT})
+    assert all(x.attend(q, v, table, now, page=4) is None for x in (turned, coded, wide))
 
 
 def low_rank_tokens(tokens: int, rank: int, heads: int = 2, group: int = 2, dim: int = 16) -> Tokens:
