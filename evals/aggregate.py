@@ -22,7 +22,7 @@ Place = tuple[str, str, int, str]  # suite, task, length, mode
 
 @dataclass(frozen=True, kw_only=True)
 class CellResult:
-    """A cell as tables show it. `flag`: why the cell must not be used to compare policies, if so."""
+    """A cell as tables show it. `flag`: why the cell must not be used to compare policies, if so. `message`: what failed."""
 
     suite: str
     task: str
@@ -106,6 +106,7 @@ def _cell(
     where = {name: one[name] for name in ("suite", "length", "mode", "policy", "role", "stack")}
     if not found:
         return CellResult(**where, task=task, status=one["status"], message=one.get("message", ""))
+    failed = [f"{row['status']}: {row.get('message', '')}" for row in group if row["status"] != "ok"]
     top = fmean(row["score"] for row in ceiling) if ceiling else None
     shares = found[0]["metric"] != "nll"
     apart = paired(by_sample(found), by_sample(ceiling), shares=shares) if ceiling and ceiling is not found else None
@@ -113,6 +114,7 @@ def _cell(
         **where,
         task=task,
         status="ok",
+        message=failed[-1] if failed else "",
         metric=found[0]["metric"],
         score=interval([row["score"] for row in found], [row["sample"] for row in found], shares=shares),
         delta=apart,

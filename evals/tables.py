@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import Any
 
-from kvengine.evals.aggregate import AVERAGED, MIDDLED, CellResult, alike, overall
+from kvengine.evals.aggregate import AVERAGED, MIDDLED, CellResult, Place, alike, overall
 from kvengine.evals.ruler_summary import BAR, lines
 from kvengine.evals.statistics import Interval
 
@@ -237,6 +237,7 @@ def notes(found: list[CellResult]) -> str:
     """Refusals, flags and substitutes, spelled out."""
     names = unique(cell.policy for cell in found), unique(cell.policy for cell in found if cell.role != "ceiling")
     lines = [given_up([cell for cell in found if _why(cell) == why], *names) for why in unique(map(_why, found)) if why]
+    lines += [line for place in unique(cell.place for cell in found) for line in fewer(found, place)]
     flagged = unique(cell.task for cell in found if cell.flag == "not discriminative")
     if flagged:
         lines.append(
@@ -245,6 +246,17 @@ def notes(found: list[CellResult]) -> str:
     for source in unique(cell.provenance for cell in found if cell.provenance not in ("official", "")):
         lines.append(f"- {source}: {', '.join(unique(cell.task for cell in found if cell.provenance == source))}")
     return "\n".join(lines) + "\n" if lines else ""
+
+
+def fewer(found: list[CellResult], place: Place) -> list[str]:
+    """Who was asked less than others were: its samples were not all measured, or a failure ended them."""
+    there = [cell for cell in found if cell.place == place and cell.score]
+    most = max((cell.score.n for cell in there if cell.score), default=0)
+    return [
+        f"- `{cell.policy}` on {cell.task} ({cell.length}, {cell.mode}): {cell.score.n} of {most} answers"
+        + (f", then {cell.message}" if cell.message else "")
+        for cell in there if cell.score and cell.score.n < most
+    ]  # fmt: skip
 
 
 def _why(cell: CellResult) -> str:

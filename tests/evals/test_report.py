@@ -354,6 +354,18 @@ def test_a_failure_of_every_policy_is_one_line() -> None:
     assert "- every policy but the full cache on easy: not measured: floor\n" in tables.notes(cells(judged))
 
 
+def test_who_was_asked_less_is_named() -> None:
+    """A policy that ran out of memory halfway looked as sure as the others."""
+    rows = [row("easy", "full", i, 1.0) for i in range(4)] + [row("easy", "less", i, 1.0) for i in range(2)]
+    (cell,) = cells(rows[:1])
+    where = f"- `less` on easy ({cell.length}, {cell.mode}): 2 of 4 answers"
+    assert tables.notes(cells(rows)) == where + "\n"
+    rows.append({**refusal("easy", "less"), "status": "oom", "message": "no room"})
+    assert tables.notes(cells(rows)) == where + ", then oom: no room\n"
+    rows += [row("easy", "less", i, 1.0) for i in (2, 3)]  # done after all
+    assert tables.notes(cells(rows)) == ""
+
+
 def test_the_page_says_over_how_many_answers() -> None:
     assert page.counts(cells([row("easy", "full", i, 1.0) for i in range(3)])) == "n=3"
     rows = [row("s", p, i, 1.0, t, 3, suite="scbench") for p in ("full", "less") for t in range(3) for i in range(2)]
