@@ -327,12 +327,9 @@ class FixedLayer:
             raise
 
     def step(
-        self,
-        q: Float[Tensor, "seq q_head 1 dim"],
-        k: Float[Tensor, "seq head 1 dim"],
-        v: Float[Tensor, "seq head 1 dim_v"],
+        self, q: Float[Tensor, "seq q_head 1 dim"], k: Float[Tensor, "seq head 1 dim"], v: Float[Tensor, "seq head 1 dim_v"],
         call: Call,
-    ) -> Float[Tensor, "seq 1 q_head dim_v"]:
+    ) -> Float[Tensor, "seq 1 q_head dim_v"]:  # fmt: skip
         """Take one token of each sequence. Changes tensors in place, and nothing else."""
         if q.shape[2] != 1:
             raise CacheError(f"a cache held still takes one token of each sequence at a time, not {q.shape[2]}")
