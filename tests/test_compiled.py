@@ -23,7 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import kvengine
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
-from kvengine.fixed import FixedLane, FixedLayer, refusal
+from kvengine.fixed import FixedLayer, refusal
+from kvengine.fixed_lane import FixedLane
 from kvengine.hf_compiled import CompiledDecode, Steps
 from kvengine.replay import rerun, tell
 from kvengine.rope import Rope

@@ -16,7 +16,8 @@ from test_compiled import KIVI, STEPS, at, layer, tokens
 import kvengine
 from kvengine import saved
 from kvengine.errors import CacheError
-from kvengine.fixed import FixedLane, FixedLayer
+from kvengine.fixed import FixedLayer
+from kvengine.fixed_lane import FixedLane
 from kvengine.session import Call
 
 

@@ -152,15 +152,15 @@ def interrupt(policy: str, step: int, record: bool, file: str) -> None:
 
 def test_a_recorded_generate_is_interrupted_while_rows_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_compiled, "ROOM", 4)
-    interrupt(SMALL["streaming"], 179, True, "/fixed.py")
+    interrupt(SMALL["streaming"], 179, True, "/fixed_lane.py")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["h2o", "kivi", "quest", "rkv"])
-@pytest.mark.parametrize("file", ["/fixed.py", "/hf_compiled.py", "/hf_ended.py", "/hf_generate.py"])
+@pytest.mark.parametrize("file", ["/fixed.py", "/fixed_lane.py", "/hf_compiled.py", "/hf_ended.py", "/hf_generate.py"])
 def test_a_recorded_generate_is_interrupted_anywhere(name: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_compiled, "ROOM", 4)
-    interrupt(SMALL[name], 47 if file == "/fixed.py" else 11, True, file)
+    interrupt(SMALL[name], 47 if "fixed" in file else 11, True, file)
 
 
 @pytest.mark.slow

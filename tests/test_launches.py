@@ -17,7 +17,8 @@ from support_device import CUDA, Device, there
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvengine.cache import LayerCache
-from kvengine.fixed import FixedLane, FixedLayer
+from kvengine.fixed import FixedLayer
+from kvengine.fixed_lane import FixedLane
 from kvengine.replay import rerun, tell
 from kvengine.rope import Rope
 from kvengine.session import Call
