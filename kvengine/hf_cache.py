@@ -25,7 +25,7 @@ from kvengine.hf_names import passed
 from kvengine.hf_rope import needs_rope, rope_for
 from kvengine.readers import sources
 from kvengine.rope import Rope
-from kvengine.session import Session
+from kvengine.session import FOREIGN, Session
 from kvengine.stack import Channels, Stack
 from kvengine.stats import Stats, measure
 
@@ -172,7 +172,7 @@ class EngineCache(Cache):
     def layer_for(self, module: nn.Module) -> EngineLayer | None:
         """The layer that an attention module is to use; None if it is one of transformers' own."""
         if getattr(module, "config", None) is not self.config:
-            raise CacheError("this cache was made for another model; make one with EngineCache(model)")
+            raise CacheError(FOREIGN)
         index = getattr(module, "layer_idx", None)
         layer = self.layers[index] if isinstance(index, int) and index < len(self.layers) else None
         if not isinstance(layer, EngineLayer):

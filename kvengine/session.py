@@ -26,6 +26,7 @@ BROKEN = (
     "the last pass through the model, or a change of this cache since, broke off (interrupted, or out of memory), and some "
     "layers took part in it while others did not; call cache.reset() and give the whole text again"
 )
+FOREIGN = "this cache was made for another model; make one with EngineCache(model)"
 HELD = (
     "this cache is held still for recorded steps (kvengine.compile_decode) and takes one token after the other; close() these "
     "steps first. If that broke off, call cache.reset() and give the whole text again"
