@@ -276,7 +276,12 @@ def drafter(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 
 def candidates(cache: EngineCache, drafter: Callable[[], Any], text: Tensor, *args: Any, **kwargs: Any) -> Any:
     """What follows a text as transformers' drafter has it; until that is judged, the cache is to hold more than the text."""
-    found = type(drafter()).get_candidates(drafter(), text, *args, **kwargs)
+    layers = cache.config.num_hidden_layers
+    try:
+        found = type(drafter()).get_candidates(drafter(), text, *args, **kwargs)
+    finally:
+        if cache.config.num_hidden_layers != layers:  # an early exit takes them away, and an error would leave it so
+            cache.config.num_hidden_layers = layers
     cache.session.judging = cache.seen if found[0].shape[1] > text.shape[1] else None
     return found
 
