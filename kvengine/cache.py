@@ -378,6 +378,8 @@ class LayerCache:
             CacheError: they were not recorded, and the policy has acted on them.
         """
         check_layer_back(self, n)
+        if n == self.seen:  # of a text of which nothing stays, whatever a policy has dropped
+            self.parts = []
         for part in self.parts:
             part.lane.rollback(n)
         self.seen -= n

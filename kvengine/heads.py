@@ -47,7 +47,7 @@ def beside(
 def check_layer_back(cache: Any, n: int) -> None:
     """Refuse, before any lane of a layer's cache has changed, to take back the last `n` tokens if one of them cannot."""
     cache.check_free()
-    for part in cache.parts:
+    for part in cache.parts if n < cache.seen else ():  # from nothing, all begin anew
         part.lane.check_back(n)
 
 

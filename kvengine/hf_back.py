@@ -96,7 +96,7 @@ def all_back(layers: list[Any], session: Session, n: int, seen: int) -> None:
     with session.changing():
         for layer in layers:
             layer.cache.rollback(n) if isinstance(layer, EngineLayer) else back(layer, n)
-    session.led = None  # as many tokens may be seen again
+    session.led = session.judging = None  # as many tokens may be seen again
 
 
 def settle(layer: Any) -> None:

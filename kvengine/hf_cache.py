@@ -25,7 +25,7 @@ from kvengine.hf_names import passed
 from kvengine.hf_rope import needs_rope, rope_for
 from kvengine.readers import sources
 from kvengine.rope import Rope
-from kvengine.session import Session
+from kvengine.session import FOREIGN, Session
 from kvengine.stack import Channels, Stack
 from kvengine.stats import Stats, measure
 
@@ -172,7 +172,7 @@ class EngineCache(Cache):
     def layer_for(self, module: nn.Module) -> EngineLayer | None:
         """The layer that an attention module is to use; None if it is one of transformers' own."""
         if getattr(module, "config", None) is not self.config:
-            raise CacheError("this cache was made for another model; make one with EngineCache(model)")
+            raise CacheError(FOREIGN)
         index = getattr(module, "layer_idx", None)
         layer = self.layers[index] if isinstance(index, int) and index < len(self.layers) else None
         if not isinstance(layer, EngineLayer):
@@ -220,6 +220,7 @@ class EngineCache(Cache):
             CacheError: no token is new, or an earlier pass broke off.
         """
         check_even(self.layers)
+        self.session.check_judged(self.seen)
         if total is not None and 0 < total <= self.seen and not drafting:
             raise CacheError(
                 f"generate() was given {total} tokens, but this cache has seen {self.seen}; give the whole text so far and "
@@ -229,7 +230,7 @@ class EngineCache(Cache):
             self.deactivate_past_recording()
         elif self.session.recording and self.seen:
             self.commit()
-        self.session.turn, self.session.ended, self.session.paused = self.seen, None, None
+        self.session.turn, self.session.ended, self.session.paused, self.session.judging = self.seen, None, None, None
         new, half = 0 if total is None else total - self.seen, self.half_read
         prompt = self.seen == 0 or half or (new > 1 and not drafting)
         end = self.seen + 1 if half and total is None else total

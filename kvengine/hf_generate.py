@@ -268,6 +268,21 @@ def drafter(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `_get_candidate_generator`."""
     found: Any = type(self)._get_candidate_generator(self, *args, **kwargs)  # type: ignore[attr-defined]
     beside(found, self, getattr(self, STATE).implementation)
+    cache = (kwargs.get("model_kwargs") or {}).get(CACHE)
+    if isinstance(cache, EngineCache):
+        found.get_candidates = partial(candidates, cache, weakref.ref(found))  # no circle: it holds a cache of its own
+    return found
+
+
+def candidates(cache: EngineCache, drafter: Callable[[], Any], text: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What follows a text as transformers' drafter has it; until that is judged, the cache is to hold more than the text."""
+    layers = cache.config.num_hidden_layers
+    try:
+        found = type(drafter()).get_candidates(drafter(), text, *args, **kwargs)
+    finally:
+        if cache.config.num_hidden_layers != layers:  # an early exit takes them away, and an error would leave it so
+            cache.config.num_hidden_layers = layers
+    cache.session.judging = cache.seen if found[0].shape[1] > text.shape[1] else None
     return found
 
 

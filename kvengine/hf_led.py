@@ -2,12 +2,14 @@
 
 Layers of the engine notice by the tokens that each has seen. A state counts none, and where states lead (linear attention and
 convolutions before the first attention), they have taken tokens that no layer of the engine knows of: tried again, they would
-take them twice. So the first of them notes how many tokens had been seen; if the next pass finds as many, they were lost.
+take them twice. So the first of them notes how many tokens had been seen; if the next pass finds as many, they were lost. Also
+where a layer has both, and its states come first (Falcon-H1).
 """
 
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from kvengine.errors import CacheError
 from kvengine.hf_cache import EngineCache, engine_layers
 from kvengine.hf_names import NAMES
 from kvengine.hf_states import has_states
-from kvengine.session import BROKEN
+from kvengine.session import BROKEN, FOREIGN
 
 TAKES = (*NAMES, "cache_params")
 """What modules with states call a cache."""
@@ -28,28 +30,31 @@ def hook_led(model: nn.Module, text: Any) -> list[Any]:
     """A hook on the first layer with states, if it comes before the engine's first; what undoes it."""
     ours, layers = engine_layers(text), DynamicCache(config=text).layers
     first = next((i for i, layer in enumerate(layers) if has_states(layer)), len(layers))
-    if True not in ours or first > ours.index(True):
+    if first == len(layers) or True in ours[:first]:
         return []
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text]
     found = (m for part in parts for m in part.modules() if getattr(m, "layer_idx", None) == first and takes(m))
-    return [m.register_forward_pre_hook(leading, with_kwargs=True) for m in [*found][:1]]
+    return [m.register_forward_pre_hook(partial(leading, text=text), with_kwargs=True) for m in [*found][:1]]
 
 
 def takes(module: nn.Module) -> bool:
     return bool(set(TAKES) & set(inspect.signature(type(module).forward).parameters))
 
 
-def leading(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def leading(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], text: Any) -> None:
     """The first states of a pass are about to take its tokens.
 
     Raises:
-        CacheError: those of an earlier pass did, and no layer of the engine.
+        CacheError: those of an earlier pass did, and no layer of the engine; or the cache is another model's, which is told
+            before its states have changed.
     """
     if torch.compiler.is_compiling():
         return
     cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, EngineCache)), None)
     if cache is None or cache.session.again is not None:  # a replay's tokens are thrown away, by states too
         return
+    if cache.config is not text:
+        raise CacheError(FOREIGN)
     if cache.session.led == (seen := cache.seen):
         raise CacheError(BROKEN)
     cache.session.led = seen

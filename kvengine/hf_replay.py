@@ -137,6 +137,8 @@ def over(module: Any, cache: EngineCache, output: Any, names: list[str]) -> Any:
     complete(module, names, cache)
     if rest is None:
         return None
+    if cache.session.judging is not None:
+        cache.session.judging = cache.seen  # the draft comes now
     return together(output, Context().run(partial(module, **rest)))
 
 

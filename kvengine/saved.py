@@ -81,6 +81,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         raise CacheError(f"a session is saved from an EngineCache, not from a {type(cache).__name__}")
     if cache.config is not model.config.get_text_config(decoder=True):  # type: ignore[operator, union-attr]
         raise CacheError("this cache was made for another model; a file that names this one would be taken for its own")
+    cache.session.check_judged(cache.seen)
     check_even(cache.layers, cache.session.torn or bool(cache.session.waiting) or cache.session.led == cache.seen)
     for layer in (*cache.engines, *(layer for layer in cache.others if isinstance(layer, HeldWindow))):
         layer.check_free()  # type: ignore[attr-defined]

@@ -26,6 +26,11 @@ BROKEN = (
     "the last pass through the model, or a change of this cache since, broke off (interrupted, or out of memory), and some "
     "layers took part in it while others did not; call cache.reset() and give the whole text again"
 )
+FOREIGN = "this cache was made for another model; make one with EngineCache(model)"
+UNJUDGED = (
+    "an assisted turn broke off (interrupted, or out of memory) behind drafts that were still to be judged, and this cache holds "
+    "them beside its text; call cache.reset() and give the whole text again"
+)
 HELD = (
     "this cache is held still for recorded steps (kvengine.compile_decode) and takes one token after the other; close() these "
     "steps first. If that broke off, call cache.reset() and give the whole text again"
@@ -55,6 +60,7 @@ class Session:
     following: bool = False  # tokens are taken one by one, not judged as a prompt
     recording: bool = False  # states are remembered, to roll back to
     lent: bool = False  # transformers' assisted decoding begins to record, which it never ends: the next turn does
+    judging: int | None = None  # tokens seen before a pass that judges a draft, until that is taken back or stands
     dense: bool = False  # queries read everything, whatever the selection
     positions: bool = True  # positions of what a prompt's verdict left are remembered, even where a policy needs none
     without_ids: bool = False  # some tokens are none that ids name: a tuned prefix, vectors, what stands for an image
@@ -116,6 +122,11 @@ class Session:
         """Which of the layers that the engine serves this one of so many is, and how many they are."""
         return (self.ours.index(layer), len(self.ours)) if self.ours else (layer, layers)
 
+    def check_judged(self, seen: int) -> None:
+        """Refuse to go on behind so many tokens if drafts of an assisted turn that broke off are among them."""
+        if self.judging is not None and seen != self.judging:
+            raise CacheError(UNJUDGED)
+
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Layer after layer changes, outside of a pass. If that breaks off, the next pass notices."""
@@ -130,6 +141,7 @@ class Session:
             CacheError: an earlier pass broke off, and the layers no longer hold the same tokens.
         """
         if layer <= self.reached:
+            self.check_judged(seen)
             self.before = seen
         sound = not self.torn and seen == self.before
         self.reached, self.torn = layer, True

@@ -107,3 +107,14 @@ def test_keys_that_a_policy_has_changed_are_not_given_out(text: str) -> None:
         model(**one(), return_shared_kv_states=True)
     with torch.no_grad():  # nobody goes on from it
         assert model(**one(), use_cache=False, return_shared_kv_states=True).get(CACHE) is None
+
+
+def test_an_early_exit_that_is_refused_leaves_the_model_its_layers() -> None:
+    """transformers takes them away while it drafts, and an error found them gone: all later texts were of the first alone."""
+    model = kvengine.patch(build("gemma3"), SNAP)
+    want = greedy(model, one())
+    with pytest.raises(UnsupportedPolicy, match="no layer with a plain, growing"):  # the first has a window
+        greedy(model, one(), assistant_early_exit=1)
+    assert model.config.num_hidden_layers == 4
+    assert torch.equal(greedy(model, one(), assistant_early_exit=2), want)
+    assert torch.equal(greedy(model, one()), want)

@@ -78,6 +78,14 @@ def test_an_assistant_model_gives_the_greedy_text() -> None:
     assert torch.equal(greedy(model, batch, assistant_model=kvengine.patch(assistant, "streaming(recent=12)")), want)
 
 
+@pytest.mark.parametrize("text", ["h2o(budget=24)", "quest(budget=24, page=4)", "kivi(group=8, residual=8) + host"])
+def test_an_assistant_under_a_policy_drafts_behind_a_single_token(text: str) -> None:
+    """It is asked to forget the prompt's last token then, which is all that it holds."""
+    model, assistant, batch = patched("full"), patched(text, seed=3), one(1)
+    want = greedy(llama(), batch)
+    assert torch.equal(greedy(model, batch, assistant_model=assistant), want)
+
+
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=40, window=6)", "quest(budget=32, page=4)"])
 def test_a_conversation_goes_on_in_one_cache(text: str) -> None:
     """The second turn comes with all ids; what is cached is not read again."""

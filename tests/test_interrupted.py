@@ -15,7 +15,7 @@ from support import SMALL, llama, one, prompts
 from transformers import LogitsProcessor
 
 import kvengine
-from kvengine import compile_decode, hf_compiled
+from kvengine import compile_decode, hf_compiled, saved
 from kvengine.errors import CacheError
 
 OURS = str(Path(kvengine.__file__).parent)
@@ -167,3 +167,84 @@ def test_a_recorded_generate_is_interrupted_anywhere(name: str, file: str, monke
 @pytest.mark.parametrize("name", ["streaming", "kivi", "quest"])
 def test_a_generate_in_which_rows_pause_is_interrupted_anywhere(name: str) -> None:
     interrupt(SMALL[name], 211, False, "")
+
+
+class Leaving:
+    """A streamer that has heard enough."""
+
+    def __init__(self, puts: int) -> None:
+        self.puts, self.text = puts, list[int]()
+
+    def put(self, value: torch.Tensor) -> None:
+        self.text += value.flatten().tolist()
+        self.puts -= 1
+        if not self.puts:
+            raise KeyboardInterrupt
+
+    def end(self) -> None: ...
+
+
+def repeating() -> torch.Tensor:
+    return one(20)["input_ids"].repeat(1, 2)
+
+
+@pytest.mark.parametrize("policy", ["full", SMALL["quest"]])
+def test_who_leaves_an_assisted_turn_goes_on_from_its_text_or_is_told(policy: str, tmp_path: Path) -> None:
+    """Drafts were cached that nobody had said, and the next turn was read behind them."""
+    model, told = kvengine.patch(llama().double(), policy), 0
+    for puts in range(2, 6):
+        cache, streamer = kvengine.EngineCache(model), Leaving(puts)
+        with contextlib.suppress(KeyboardInterrupt):
+            options = {"prompt_lookup_num_tokens": 4, "streamer": streamer}
+            model.generate(repeating(), cache=cache, max_new_tokens=20, do_sample=False, **options)
+        said = torch.tensor([streamer.text])
+        ids, twin = torch.cat([said, one(9, seed=2)["input_ids"]], 1), kvengine.EngineCache(model)
+        model.generate(repeating(), cache=twin, max_new_tokens=said.shape[1] - 40, do_sample=False)
+        if cache.seen == twin.seen:
+            found, want = (model.generate(ids, cache=x, max_new_tokens=4, do_sample=False) for x in (cache, twin))
+            assert torch.equal(found, want)
+            continue
+        told += 1
+        for act in (
+            lambda ids=ids, cache=cache: model.generate(ids, cache=cache, max_new_tokens=4),
+            lambda cache=cache: model(one(1)["input_ids"], cache=cache),
+            lambda cache=cache: saved.save(cache, tmp_path / "half.kv", model),
+        ):
+            with torch.no_grad(), pytest.raises(CacheError, match="assisted turn broke off.*cache.reset"):
+                act()
+        cache.reset()
+        assert model.generate(ids, cache=cache, max_new_tokens=4, do_sample=False).shape == (1, ids.shape[1] + 4)
+    assert told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "h2o", "kivi", "quest"])
+@pytest.mark.parametrize("file", ["", "/hf_generate.py", "/hf_back.py"])
+@torch.no_grad()
+def test_an_assisted_turn_is_interrupted_anywhere(name: str, file: str) -> None:
+    model, options = kvengine.patch(llama().double(), SMALL[name]), {"prompt_lookup_num_tokens": 4}
+
+    def say(cache: Any, count: int, **options: Any) -> None:
+        model.generate(repeating(), cache=cache, max_new_tokens=count, do_sample=False, **options)
+
+    def rest(cache: Any) -> torch.Tensor:
+        return torch.cat([model(x, cache=cache).logits for x in one(4, seed=7)["input_ids"].split(1, 1)], 1)
+
+    want = {}
+    for count in range(1, 13):
+        say(cache := kvengine.EngineCache(model), count)
+        want[39 + count] = rest(cache)
+    with Interrupt(file=file) as whole:
+        say(kvengine.EngineCache(model), 12, **options)
+    for at in range(1, whole.lines + 1, 1 + whole.lines // 60):
+        cache = kvengine.EngineCache(model)
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(at, file):
+            say(cache, 12, **options)
+        seen = cache.seen
+        try:
+            got = rest(cache)
+        except CacheError as error:
+            assert "broke off" in str(error)
+        else:
+            if seen:  # else it was not begun
+                torch.testing.assert_close(got, want[seen], msg=f"line {at} of {file}")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families.configs import build
-from support import SMALL, Bare, greedy, in_turn, llama, one, patched, prompts
+from support import SMALL, Bare, every, greedy, in_turn, llama, one, patched, prompts
 from torch import Tensor
 
 import kvengine
@@ -520,6 +520,21 @@ def test_rows_of_which_nothing_is_left_begin_anew(text: str) -> None:
         if detour:
             model(batch["input_ids"].flip(1)[:, :20], attention_mask=late, cache=cache)
             cache.crop(-20)
+        found.append(greedy(model, batch, 9, cache=cache))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("text", every(3, SMALL.values()))
+@torch.no_grad()
+def test_all_that_was_seen_is_taken_back_under_every_policy(text: str) -> None:
+    """What a policy has dropped or sealed was of a text of which nothing stays."""
+    model, batch, found = patched(text), one(), []
+    for detour in (False, True):
+        cache = kvengine.EngineCache(model)
+        if detour:
+            step(model, cache, prompts(2, seed=5)["input_ids"])
+            step(model, cache, prompts(2, 1)["input_ids"])
+            cache.rollback(62)
         found.append(greedy(model, batch, 9, cache=cache))
     assert torch.equal(*found)
 

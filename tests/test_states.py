@@ -93,6 +93,19 @@ def test_a_pass_that_broke_off_behind_the_first_states_is_noticed(
     assert torch.equal(read(model, cache, text()), read(model, kvengine.EngineCache(model), text()))
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_pass_that_broke_off_between_the_states_and_the_attention_of_a_layer_is_noticed(begun: bool) -> None:
+    model = built("falcon_h1")
+    cache, new = kvengine.EngineCache(model), text(tokens=3, seed=2)
+    if begun:
+        read(model, cache, text())
+    broken(model, cache, new, model.model.layers[0].self_attn)
+    with pytest.raises(CacheError, match="broke off.*cache.reset"):
+        read(model, cache, new)
+    cache.reset()
+    assert torch.equal(read(model, cache, text()), read(model, kvengine.EngineCache(model), text()))
+
+
 def test_a_pass_that_broke_off_before_the_first_states_may_be_tried_again() -> None:
     model = built("qwen3_next")
     cache, twin, new = prompt(model, text()), prompt(model, text()), text(tokens=1, seed=2)
@@ -259,3 +272,13 @@ def test_a_copy_goes_on_by_itself(model: Any) -> None:
     twin, new = copy.deepcopy(cache), text(tokens=3)
     want = read(model, cache, new)
     assert torch.equal(read(model, twin, new), want)
+
+
+def test_what_another_model_is_refused_stays_as_it_was(model: Any) -> None:
+    """States come before the first layer that would notice, and had taken the other's tokens."""
+    other, cache = copy.deepcopy(model), prompt(model, text())
+    want = copy.deepcopy(cache)
+    with pytest.raises(CacheError, match="made for another model"):
+        read(other, cache, text(1, 3))
+    assert torch.equal(read(model, cache, text(1, 3, seed=2)), read(model, want, text(1, 3, seed=2)))
+    assert read(other, prompt(other, text()), text(1, 3)).isfinite().all()
