@@ -111,6 +111,10 @@ def test_keys_that_a_policy_has_changed_are_not_given_out(text: str) -> None:
 
 def test_an_early_exit_that_is_refused_leaves_the_model_its_layers() -> None:
     """transformers takes them away while it drafts, and an error found them gone: all later texts were of the first alone."""
+    try:
+        greedy(build("gemma3"), one(), assistant_early_exit=2)
+    except TypeError:
+        pytest.skip("this release of transformers cannot leave a model with windows early")
     model = kvengine.patch(build("gemma3"), SNAP)
     want = greedy(model, one())
     with pytest.raises(UnsupportedPolicy, match="no layer with a plain, growing"):  # the first has a window
