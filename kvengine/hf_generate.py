@@ -120,9 +120,8 @@ def criteria(self: PreTrainedModel, generation_config: Any, *args: Any, **kwargs
     plain = generation_config.get_generation_mode() in PLAIN
     if session is None or session.options is None or session.options() is not generation_config or not plain:
         return found
-    pauses = lasts and any(
-        hasattr(x, "eos_token_id") for x in found
-    )  # else rows that have ended go on with what they say
+    # Without a token that ends texts, rows that have ended go on with what they say.
+    pauses = lasts and any(hasattr(x, "eos_token_id") for x in found)
     return Ends(found, session, pauses) if pauses or session.heeded else found
 
 

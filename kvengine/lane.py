@@ -167,7 +167,7 @@ class Lane(Verdicts):
 
     def at_once(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
         full = not self.plain and self.limit is not None and len(self.tail) > self.limit
-        if self.pays and not (full or k.is_cpu):
+        if self.pays and not k.is_cpu and (not full or self.tail.slots() is None):  # nor is a rule made then
             return None
         rule = self.rule() if self.rolls or self.pays else None
         if self.pays and rule is None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from families import configs
 from support import SMALL, every
+from support_device import pretended, there
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -290,3 +291,19 @@ def test_a_long_answer_over_latents_is_the_same_recorded(form: str) -> None:
     options |= {"do_sample": False, "eos_token_id": None}
     found = [model.generate(ids, **options, **x) for x in ({}, {"custom_generate": kvengine.compile_decode(model)})]
     torch.testing.assert_close(*(torch.stack(x.logits) for x in found))
+
+
+def test_a_threshold_moves_once_a_token_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes the general way there, as latents do, is not prepared for another first."""
+    calls: list[Lane] = []
+    moving = Lane.moving
+    monkeypatch.setattr(Lane, "moving", lambda self: calls.append(self) or moving(self))
+    model = configs.build("minicpm3")
+    ids = torch.randint(2, 100, (1, 40), generator=torch.Generator().manual_seed(0))
+    with pretended(monkeypatch), kvengine.patched(there(model), SMALL["d2o"]), torch.no_grad():
+        cache = kvengine.EngineCache(model)
+        model(there(ids), cache=cache)
+        model(there(ids[:, :1]), cache=cache)
+        calls.clear()
+        model(there(ids[:, :1]), cache=cache)
+        assert len(calls) == len(cache.engines)
