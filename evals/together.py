@@ -62,7 +62,7 @@ def read(model: Any, contexts: list[list[int]]) -> Reading:
         cache = kvengine.EngineCache(model)
         kept: list[Any] = [None] * len(cache.layers)
         for i, layer in enumerate(cache.layers):
-            if not isinstance(layer, EngineLayer):
+            if type(layer) is not EngineLayer:
                 raise EvaluationError(
                     "contexts cannot be shared on a model with sliding or recurrent layers; run with --no-shared"
                 )

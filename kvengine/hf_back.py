@@ -51,7 +51,7 @@ def adopt(layer: Any, its: Any, late: int) -> None:
 
 
 def check_back(layer: Any, n: int, seen: int) -> None:
-    """Refuse to take back the last `n` of `seen` tokens from what, of transformers' own layers, no longer has them or is held."""
+    """Refuse to take back the last `n` of `seen` tokens from what, of transformers' own, no longer has them or is held."""
     if isinstance(layer, HeldWindow):
         layer.check_free()
     if not n:
@@ -72,7 +72,7 @@ def check_back(layer: Any, n: int, seen: int) -> None:
 
 
 def back(layer: Any, n: int) -> None:
-    """Take back `n` tokens of one of transformers' own layers, which may be asked again."""
+    """Take back `n` tokens of what is transformers' own in a layer, which may be asked again."""
     if not n:
         return
     if hf_states.has_states(layer):
@@ -92,15 +92,19 @@ def all_back(layers: list[Any], session: Session, n: int, seen: int) -> None:
     if session.led == seen:
         raise CacheError(BROKEN)
     for layer in layers:
-        check_layer_back(layer.cache, n) if isinstance(layer, EngineLayer) else check_back(layer, n, seen)
+        if isinstance(layer, EngineLayer):
+            check_layer_back(layer.cache, n)
+        check_back(layer, n, seen)
     with session.changing():
         for layer in layers:
-            layer.cache.rollback(n) if isinstance(layer, EngineLayer) else back(layer, n)
+            if isinstance(layer, EngineLayer):
+                layer.cache.rollback(n)
+            back(layer, n)
     session.led = session.judging = None  # as many tokens may be seen again
 
 
 def settle(layer: Any) -> None:
-    """What one of transformers' own layers recorded is history."""
+    """What transformers' own in a layer recorded is history."""
     if not getattr(layer, "record_past", False):
         return
     if hf_states.has_states(layer):

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from kvengine import hf_states
 from kvengine.cache import LayerCache
@@ -93,12 +93,12 @@ class EngineCache(Cache):
         self.stack, self.config = stack, text
         self.session = Session(rope=rope, positions=positions)
         stock = DynamicCache(config=self.config).layers
-        n, ours = len(stock), engine_layers(self.config)
+        ours = engine_layers(self.config)
         self.session.ours = tuple(i for i, served in enumerate(ours) if served)
         self.sources = sources(self.config)
         readers = Counter(self.sources.values())
         layers = [
-            EngineLayer(self.stack, i, n, self.session, readers[i]) if ours[i] else layer
+            hf_states.engine_layer(layer, self.stack, i, len(stock), self.session, readers[i]) if ours[i] else layer
             for i, layer in enumerate(stock)
         ]
         super().__init__(layers=layers)
@@ -129,7 +129,7 @@ class EngineCache(Cache):
         if torch.compiler.is_compiling():  # which would compile for each layer's number
             return aside(self, key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
         layer: Any = self.layers[layer_idx]
-        if type(layer) is EngineLayer and layer.layer != layer_idx:
+        if isinstance(layer, EngineLayer) and layer.layer != layer_idx:
             raise ModelError(f"layer {layer_idx} of this cache is a copy of layer {layer.layer}{COPIED}")
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         window = getattr(layer, "sliding_window", None)
@@ -165,7 +165,7 @@ class EngineCache(Cache):
             for layer in self.layers:
                 if isinstance(layer, EngineLayer):
                     layer.cache = copied(layer.cache, memo, THAWED)
-                elif hf_states.has_states(layer):
+                if hf_states.has_states(layer):
                     hf_states.thaw(layer)
             session.inferred = False
 
@@ -302,9 +302,9 @@ class EngineCache(Cache):
         """What was recorded is history, and what comes is not recorded. An assisted turn of `generate` ends so."""
         self.commit()
         self.session.recording = self.session.lent = False
-        for other in self.others:
-            if getattr(other, "record_past", False):
-                other.record_past = False
+        for layer in self.layers:
+            if getattr(layer, "record_past", False):
+                layer.record_past = False  # type: ignore[union-attr]
 
     def rollback(self, n: int) -> None:
         """Forget the last `n` tokens and all that they changed; earlier ones may still be taken back.
@@ -352,10 +352,10 @@ class EngineCache(Cache):
     def commit(self) -> None:
         """What was recorded is history."""
         self.thaw()
-        for layer in self.engines:
-            layer.commit()
-        for other in self.others:
-            settle(other)
+        for layer in self.layers:
+            if isinstance(layer, EngineLayer):
+                layer.cache.commit()
+            settle(layer)
 
     def correct(self, model: PreTrainedModel, ids: Int[Tensor, "seq token"], **inputs: Any) -> Any:
         """Compute the last tokens' keys and values anew, with queries that read everything (TidalDecode's correction).
@@ -396,5 +396,5 @@ aside: Any = torch.compiler.disable(EngineCache.update, reason=BREAKS)
 
 
 def engine_layers(config: Any) -> list[bool]:
-    """Which layers the engine replaces: those with a plain, growing key-value cache."""
-    return [type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers]
+    """Which layers the engine replaces: those with a plain, growing key-value cache, be it beside states."""
+    return [hf_states.grows(layer, config) for layer in DynamicCache(config=config).layers]

@@ -326,7 +326,7 @@ def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
             f"{text.model_type} computes its rotation from the longest position so far, which the host looks up at each "
             "step; decode without a recording"
         )
-    if not all(isinstance(layer, EngineLayer) or can_hold(text, layer) or empty(layer) for layer in cache.layers):
+    if not all(type(layer) is EngineLayer or can_hold(text, layer) or empty(layer) for layer in cache.layers):
         raise UnsupportedPolicy(
             f"{text.model_type} has layers whose cache is transformers' own (recurrent states, attention in chunks), and "
             "these grow by moving; decode without a recording"

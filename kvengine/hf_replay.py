@@ -6,7 +6,6 @@ over the same cache. Their results are dropped, as are what transformers' own la
 
 from __future__ import annotations
 
-import copy
 import inspect
 from contextvars import Context
 from functools import partial
@@ -174,8 +173,8 @@ def complete(part: Any, names: list[str], cache: EngineCache) -> None:
     cache.unread = None
     try:
         for fed in session.text.plan(how, due, embed):
-            # transformers' own layers take what is fed, so it is copies that do
-            cache.layers = [x if isinstance(x, EngineLayer) else spare(x) for x in layers]
+            # transformers' own layers take what is fed, and states do, so it is copies that do
+            cache.layers = [x if type(x) is EngineLayer else hf_states.spare(x) for x in layers]
             session.again, run = fed.again, partial(part, **inputs(cache, fed, names))
             with torch.no_grad():
                 Context().run(run)  # whoever listens to the pass outside hears nothing
@@ -184,11 +183,6 @@ def complete(part: Any, names: list[str], cache: EngineCache) -> None:
         cache.layers, session.again, session.mask, cache.unread = layers, None, mask, unread
     conclude(session)
     session.torn = False
-
-
-def spare(layer: Any) -> Any:
-    """A copy of one of transformers' own layers; states are changed in place, all else is replaced."""
-    return copy.deepcopy(layer) if hf_states.has_states(layer) else copy.copy(layer)
 
 
 def inputs(cache: EngineCache, fed: Fed, names: list[str]) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf_devices import first_device
 from kvengine.hf_names import passed
+from kvengine.hf_states import grows
 from kvengine.policies import name_of
 from kvengine.rope import Rope
 from kvengine.stack import Stack
@@ -121,8 +121,8 @@ def cached_keys(model: nn.Module, start: int) -> list[Tensor]:
         model(input_ids=ids, position_ids=at, **passed(model, cache), use_cache=True, logits_to_keep=1)
     finally:
         model.train(training)
-    plain = [layer.keys for layer in cache.layers if type(layer) is DynamicLayer]
-    return [keys[:, :, 0].transpose(0, 1).float() for keys in plain if keys is not None]
+    plain: list[Any] = [layer for layer in cache.layers if grows(layer, text)]
+    return [layer.keys[:, :, 0].transpose(0, 1).float() for layer in plain if layer.keys is not None]
 
 
 def explains(rope: Rope, here: Tensor, there: Tensor) -> bool:

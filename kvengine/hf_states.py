@@ -1,7 +1,8 @@
-"""Layers of transformers' own that keep states instead of tokens: of linear attention, state spaces and short convolutions.
+"""Layers that keep states instead of tokens, or beside them: of linear attention, state spaces and short convolutions.
 
 A recurrent state has absorbed its tokens, and nothing gets them out again. The state of a convolution is its last columns;
 while it records, all that came since. transformers offers less of such layers than of others; here is what a cache is asked.
+They stay transformers' own, but for those that keep tokens too (Falcon-H1, Zamba 2, Zaya): there the engine has the tokens.
 """
 
 from __future__ import annotations
@@ -10,9 +11,65 @@ import copy
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from kvengine.errors import CacheError
+from kvengine.hf_layer import EngineLayer
+from kvengine.session import Session
+from kvengine.stack import Stack
+
+OWN = frozenset(vars(LinearAttentionLayer()))
+"""What a layer has for its states."""
+
+
+class StatefulLayer(EngineLayer, LinearAttentionLayer):
+    """A layer of the engine's that keeps states too, as transformers' `LinearAttentionAndFullAttentionLayer` does."""
+
+    is_croppable = LinearAttentionLayer.is_croppable  # type: ignore[assignment]
+
+    def __init__(self, stack: Stack, layer: int, layers: int, session: Session, readers: int, states: int) -> None:
+        self.number_of_states = states
+        super().__init__(stack, layer, layers, session, readers)
+
+    def reset(self) -> None:
+        super().reset()
+        LinearAttentionLayer.__init__(self, self.number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Keys and values come by place, states by name."""
+        kind: Any = EngineLayer if args else LinearAttentionLayer
+        kind.lazy_initialization(self, *args, **kwargs)
+
+    def activate_past_recording(self) -> None:
+        EngineLayer.activate_past_recording(self)
+        LinearAttentionLayer.activate_past_recording(self)
+
+    def batch_select_indices(self, indices: Int[Tensor, "chosen"]) -> None:
+        super().batch_select_indices(indices)
+        LinearAttentionLayer.reorder_cache(self, indices)  # type: ignore[arg-type]
+
+
+def grows(layer: Any, config: Any) -> bool:
+    """Whether the tokens of one of transformers' layers are the engine's to keep. Not Inkling's: scores have a bias there, which
+    its attention makes for all tokens."""
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        return getattr(config, "rel_extent", None) is None
+    return type(layer) is DynamicLayer
+
+
+def beyond_tokens(config: Any) -> list[str]:
+    """The kinds of a model's layers that keep something else than keys and values of every token."""
+    return sorted({type(x).__name__ for x in DynamicCache(config=config).layers if type(x) is not DynamicLayer})
+
+
+def engine_layer(stock: Any, stack: Stack, layer: int, layers: int, session: Session, readers: int) -> EngineLayer:
+    """The engine's layer in the place of one of transformers'."""
+    if has_states(stock):
+        return StatefulLayer(stack, layer, layers, session, readers, stock.number_of_states)
+    return EngineLayer(stack, layer, layers, session, readers)
 
 
 def has_states(layer: Any) -> bool:
@@ -58,6 +115,19 @@ def held_states(layer: Any) -> list[Tensor]:
     return [x for x in (*layer.conv_states.values(), *layer.recurrent_states.values()) if x is not None]
 
 
+def states_of(layer: Any) -> dict[str, Any]:
+    """The attributes of a layer that are about its states; of transformers' own, all."""
+    return {name: x for name, x in vars(layer).items() if name in OWN or not isinstance(layer, EngineLayer)}
+
+
 def thaw(layer: Any) -> None:
     """Go on with copies, which may be changed in place where what was made in torch's inference mode may not."""
-    vars(layer).update(vars(copy.deepcopy(layer)))
+    vars(layer).update(copy.deepcopy(states_of(layer)))
+
+
+def spare(layer: Any) -> Any:
+    """A layer for a pass that is to leave no trace in this one's states, which are changed in place."""
+    twin = copy.copy(layer)
+    if has_states(layer):
+        thaw(twin)
+    return twin

@@ -29,6 +29,7 @@ from kvengine.fingerprint import identity, state
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import layer_devices
 from kvengine.hf_replay import given
+from kvengine.hf_states import beyond_tokens
 from kvengine.latent import is_latent
 from kvengine.offload.cachegen import KV, Identity, decode, encode
 from kvengine.offload.cachegen.codec import DTYPES
@@ -46,7 +47,8 @@ class Prefix:
     """Chunks of prompts of one model, in a store.
 
     Args:
-        model: a patched model whose layers all keep plain keys and values.
+        model: a patched model. Of one whose layers keep something else, or less, than all tokens' keys and values (states,
+            windows, another layer's), nothing is stored or found, and a warning says so.
         store: where chunks live.
         tokenizer: part of a chunk's name, if given.
         level: of the codec; "lossless" gives the text of a cold run.
@@ -71,9 +73,19 @@ class Prefix:
     whose: Identity = field(init=False)
     start: bytes = field(init=False)
     known: Hashable = field(init=False, default=None, repr=False)  # the state of the model of which these are
+    whole: bool = field(init=False)  # whether all that the model caches is keys and values of every token
     rank: int = field(init=False)  # channels of a latent that are values; 0: the model has keys and values
 
     def __post_init__(self) -> None:
+        text = self.model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+        strange = beyond_tokens(text)
+        self.whole = not strange
+        if strange:
+            log.warning(
+                "%s has layers that keep states, a window or another layer's tokens (%s), which no stored chunk holds: all its "
+                "prompts are computed, and none is stored. kvengine.saved stores whole sessions",
+                type(self.model).__name__, ", ".join(strange),
+            )  # fmt: skip
         dtype = next(self.model.parameters()).dtype
         if dtype not in DTYPES.values():
             raise ModelError(
@@ -101,7 +113,7 @@ class Prefix:
         check(ids)
         cache = EngineCache(self.model, stack)  # type: ignore[arg-type]
         tokens = ids[0].tolist()
-        if len(ids) != 1 or not self.fits(cache):
+        if len(ids) != 1 or not self.whole or not self.fits(cache):
             return cache
         self.identify()
         last = max(1, cache.stack.retention.observes)
@@ -117,7 +129,7 @@ class Prefix:
         stack = cache.stack
         learns = stack.retention.wants_mass or stack.retention.watches
         needs = learns or stack.representation.probes > 0 or not stack.reads_prompts_exactly
-        return not needs and len(cache.engines) == len(cache.layers)
+        return not needs
 
     def read(self, keys: Sequence[str]) -> list[KV]:
         """The leading chunks that are there, whole and in time."""
@@ -159,10 +171,13 @@ class Prefix:
     def keep(self, ids: Int[Tensor, "1 token"], cache: EngineCache) -> int:
         """Stores the prompt's whole chunks that are not stored yet; the chunks submitted. Does not wait until they are.
 
-        Raises CacheError if the cache no longer holds every token of the prompt exactly, holds several sequences, or was
-        given what no chunk's name tells: padding, a tuned prefix, vectors or images.
+        None are, of a model that caches other things too. Raises CacheError if the cache no longer holds every token of the
+        prompt exactly, holds several sequences, or was given what no chunk's name tells: padding, a tuned prefix, vectors or
+        images.
         """
         check(ids)
+        if not self.whole:
+            return 0
         self.identify()
         tokens = ids[0].tolist()
         keys = chain(tokens, self.start, self.chunk)

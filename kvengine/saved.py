@@ -26,6 +26,7 @@ from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import layer_devices
 from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import EngineLayer
+from kvengine.hf_states import has_states, states_of
 from kvengine.joint import Joint
 from kvengine.lane import Lane
 from kvengine.offload.cachegen import Identity, lossless
@@ -97,7 +98,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         "stack": cache.stack.lasting(),
         "session": {name: getattr(cache.session, name) for name in SESSION},
         "layers": [
-            out.layer(layer.cache) if isinstance(layer, EngineLayer) else out.value(vars(layer))
+            out.whole_layer(layer) if isinstance(layer, EngineLayer) else out.value(vars(layer))
             for layer in cache.layers
         ],
         "extra": beside,
@@ -137,7 +138,8 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
             if isinstance(layer, EngineLayer):
                 source.layer(layer.cache, own)
                 layer.is_initialized = bool(layer.cache.parts)
-            else:
+                own = own["states"] if has_states(layer) else None
+            if own is not None:
                 restore(layer, source.value(own))
         check_same_rows(cache)
         source.device = devices[0]
@@ -166,6 +168,10 @@ class Writer:
     def __init__(self) -> None:
         self.sections: list[bytes] = []
         self.kinds: list[list[Any]] = []
+
+    def whole_layer(self, layer: EngineLayer) -> dict[str, Any]:
+        held = self.layer(layer.cache)
+        return held | {"states": self.value(states_of(layer))} if has_states(layer) else held
 
     def layer(self, cache: LayerCache) -> dict[str, Any]:
         lanes = [self.lane(part.lane) for part in cache.parts]

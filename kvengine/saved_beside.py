@@ -1,4 +1,4 @@
-"""Layers of a cache that are transformers' own, in a saved session: windows, and the states of linear attention.
+"""What is transformers' own of a cache's layers, in a saved session: windows, and the states of linear attention.
 
 Kernels read windows, and a state without its mark would be begun anew, so what a file says of them must fit together.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvengine.errors import IncompatibleCache
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_layer import EngineLayer
-from kvengine.hf_states import has_states, held_states
+from kvengine.hf_states import has_states, held_states, states_of
 from kvengine.sound import MOST, expect
 
 LATE = {"dtype": torch.dtype, "device": torch.device}  # of which a layer that has held nothing may know nothing
@@ -23,14 +23,14 @@ KINDS = ("conv", "recurrent")
 
 
 def restore(layer: Any, saved: Any) -> None:
-    """Gives a new layer its saved attributes.
+    """Gives a new layer its saved attributes; one of the engine's, those of its states.
 
     Raises:
         IncompatibleCache: it has other attributes here.
         CorruptBitstream: they do not fit together.
     """
     expect(isinstance(saved, dict), "the attributes of a layer have no names")
-    new = vars(layer)
+    new = states_of(layer)
     if strange := (set(saved) ^ set(new)) - set(LATE):
         raise IncompatibleCache(
             f"a {type(layer).__name__} was saved with other attributes ({sorted(strange)}): the session comes from another "
@@ -43,13 +43,14 @@ def restore(layer: Any, saved: Any) -> None:
     check_tokens(saved)
     if has_states(layer):
         check_states(saved)
-    new.update(saved)
+    vars(layer).update(saved)
 
 
 def check_same_rows(cache: EngineCache) -> None:
     """All layers hold the same sequences."""
     rows = {layer.cache.sequences for layer in cache.layers if isinstance(layer, EngineLayer) and layer.cache.parts}
-    for layer in cache.others:
+    layers: list[Any] = cache.layers
+    for layer in layers:
         rows |= {len(layer.keys)} if getattr(layer, "keys", None) is not None else set()
         rows |= {len(x) for x in held_states(layer)} if has_states(layer) else set()
     expect(len(rows) <= 1, f"layers have {sorted(rows)} rows")

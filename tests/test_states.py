@@ -11,11 +11,16 @@ from transformers.cache_utils import LinearAttentionLayer
 
 import kvengine
 from kvengine import saved
-from kvengine.errors import CacheError
+from kvengine.errors import CacheError, EvaluationError, UnsupportedPolicy
+from kvengine.evals.together import read as read_together
 from kvengine.hf_layer import EngineLayer
-from kvengine.hf_states import check_back
+from kvengine.hf_states import StatefulLayer, check_back, has_states, held_states
+from kvengine.offload import stores
+from kvengine.prefix import Prefix
 
-ABSORBED, CONVOLVED = ("qwen3_next", "qwen3_5", "falcon_h1"), ("lfm2",)
+BOTH = ("falcon_h1", "zamba2", "zaya")
+"""Layers that keep states and tokens."""
+ABSORBED, CONVOLVED = ("qwen3_next", "qwen3_5", *BOTH), ("lfm2",)
 KERNEL = 3  # columns of lfm2's convolutions
 
 
@@ -24,10 +29,14 @@ def model(request: pytest.FixtureRequest) -> Any:
     return built(request.param)
 
 
-def built(name: str) -> Any:
+def built(name: str, policy: str = "full") -> Any:
     if not configs.exists(name):
         pytest.skip(f"this transformers has no {name}")
-    return kvengine.patch(configs.build(name))
+    return kvengine.patch(configs.build(name), policy)
+
+
+def stateful(cache: Any) -> list[Any]:
+    return [layer for layer in cache.layers if has_states(layer)]
 
 
 def read(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -134,6 +143,8 @@ def test_unpatched_states_are_left_alone() -> None:
 @pytest.mark.parametrize("name", ABSORBED)
 def test_what_a_state_has_absorbed_is_not_taken_back(name: str, by: str, recorded: bool) -> None:
     """And the cache is as it was."""
+    if recorded and name == "zaya":
+        pytest.skip("its own code cannot go on with more columns of a convolution than it keeps")
     model = built(name)
     cache = prompt(model, text())
     if recorded:
@@ -210,7 +221,7 @@ def test_what_was_recorded_is_history(model: Any) -> None:
     for each in (cache, twin):
         read(model, each, text(tokens=30, seed=2))
     cache.deactivate_past_recording()
-    for a, b in zip(cache.others, twin.others, strict=True):
+    for a, b in zip(stateful(cache), stateful(twin), strict=True):
         for i, state in a.conv_states.items():
             assert state.shape == b.conv_states[i].shape and state.untyped_storage().nbytes() == state.nbytes
     new = text(tokens=1, seed=3)
@@ -261,7 +272,7 @@ def test_a_cache_that_was_reset_takes_other_rows(model: Any) -> None:
     cache = prompt(model, text(rows=2))
     cache.activate_past_recording()
     cache.reset()
-    assert not cache.seen and not any(layer.record_past for layer in cache.others)
+    assert not cache.seen and not any(layer.record_past for layer in stateful(cache))
     ids = text(rows=3)
     assert torch.equal(read(model, cache, ids), read(model, kvengine.EngineCache(model), ids))
 
@@ -282,3 +293,117 @@ def test_what_another_model_is_refused_stays_as_it_was(model: Any) -> None:
         read(other, cache, text(1, 3))
     assert torch.equal(read(model, cache, text(1, 3, seed=2)), read(model, want, text(1, 3, seed=2)))
     assert read(other, prompt(other, text()), text(1, 3)).isfinite().all()
+
+
+WHOLE = (
+    "h2o(budget=4096)",
+    "quest(budget=4096, page=4)",
+    "snapkv(budget=4096, window=4)",
+    "kvzip(budget=4096)",
+    "streaming",
+)
+DROPS = (
+    "snapkv(budget=12, window=4)",
+    "quest(budget=8, page=4) + kivi(bits=4, group=4)",
+    "h2o(budget=8)",
+    "kvzip(budget=12)",
+)
+
+
+@pytest.mark.parametrize("policy", WHOLE)
+@pytest.mark.parametrize("name", BOTH)
+def test_tokens_beside_states_are_under_a_policy(name: str, policy: str) -> None:
+    """One that leaves nothing out gives the model's own text. A replay leaves states as they were."""
+    want = kvengine.unpatch(built(name)).generate(**configs.padded_batch(), max_new_tokens=24, do_sample=False)
+    model = built(name, policy)
+    cache = kvengine.EngineCache(model)
+    found = model.generate(**configs.padded_batch(), max_new_tokens=24, do_sample=False, cache=cache)
+    assert torch.equal(found, want)
+    assert {type(layer) for layer in stateful(cache)} >= {StatefulLayer}
+    assert int(cache.stats().held.max()) == 20 + 24 - 1
+
+
+@pytest.mark.parametrize("policy", DROPS)
+@pytest.mark.parametrize("name", BOTH)
+def test_each_row_is_as_it_is_alone(name: str, policy: str) -> None:
+    """Prompt, decoded tokens and a second turn; rows alone have no padding."""
+    model, batch = built(name, policy), configs.padded_batch()
+    new = text(3, 5, seed=7)
+
+    def logits(rows: slice, pad: int) -> torch.Tensor:
+        cache, mask = kvengine.EngineCache(model), batch["attention_mask"][rows, pad:]
+        out, after = [], [*new[rows].split(1, 1), new[rows]]
+        with torch.no_grad():
+            out.append(model(batch["input_ids"][rows, pad:], attention_mask=mask, cache=cache).logits[:, -1:])
+            for ids in after:
+                mask = torch.cat([mask, torch.ones_like(ids)], 1)
+                out.append(model(ids, attention_mask=mask, cache=cache).logits[:, -1:])
+        assert int(cache.stats().held.max()) < 30 or "quest" in policy
+        return torch.cat(out, 1)
+
+    together = logits(slice(None), 0)
+    for row in range(3):
+        pad = int((batch["attention_mask"][row] == 0).sum())
+        alone = logits(slice(row, row + 1), pad)
+        torch.testing.assert_close(together[row : row + 1], alone, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_policy_reads_what_streaming_names(name: str) -> None:
+    """The oracle: the model's own attention under the full cache, with a mask that hides what was dropped."""
+    from transformers import AttentionInterface
+
+    sinks, recent, prompt_length = 2, 6, 20
+    ids = text(1, prompt_length + 12)
+
+    def masked(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: Any = None, **_: Any) -> Any:
+        n, m, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+        at, own = torch.arange(m), torch.arange(m - n, m)[:, None]
+        seen = at <= own
+        if getattr(module, "sliding_window", None):
+            seen &= own - at < 8
+        elif n == 1:  # a prompt reads everything
+            seen &= (at < sinks) | (own - at <= recent)  # a query reads what was held before it came
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = (q @ k.transpose(2, 3) * scaling).masked_fill(~seen, float("-inf"))
+        return (scores.softmax(-1) @ v).transpose(1, 2), None
+
+    AttentionInterface.register("masked-oracle", masked)
+    stock = kvengine.unpatch(built(name))
+    stock.set_attn_implementation("masked-oracle")
+    model = built(name, f"streaming(sinks={sinks}, recent={recent})")
+    caches, found = (None, kvengine.EngineCache(model)), []
+    for one, cache in zip((stock, model), caches, strict=True):
+        logits = []
+        with torch.no_grad():
+            out = one(ids[:, :prompt_length], cache=cache, use_cache=True)
+            for i in range(prompt_length, ids.shape[1]):
+                out = one(ids[:, i : i + 1], cache=out.cache, use_cache=True)
+                logits.append(out.logits)
+        found.append(torch.cat(logits, 1))
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_what_knows_tokens_alone_is_not_done_with_states(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stored prefix and a shared context would begin with the tokens, and without the states."""
+    model, ids = built(name), text(1, 40)
+    reuse = Prefix(model, stores.Store(stores.Files(tmp_path, sync="none")), chunk=8)
+    assert "keep states, a window" in caplog.text
+    assert reuse.keep(ids, prompt(model, ids)) == 0 and reuse.fetch(ids).seen == 0
+    with pytest.raises(EvaluationError, match="sliding or recurrent"):
+        read_together(model, ids.tolist())
+    with pytest.raises(UnsupportedPolicy, match="recurrent states"):
+        kvengine.compile_decode(model)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_states_of_what_was_reset_are_new(name: str) -> None:
+    model = built(name, "h2o(budget=12)")
+    cache = prompt(model, text())
+    assert held_states(stateful(cache)[0])
+    cache.reset()
+    assert not any(held_states(layer) for layer in stateful(cache))
+    assert torch.equal(read(model, cache, text(seed=4)), read(model, kvengine.EngineCache(model), text(seed=4)))

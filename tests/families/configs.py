@@ -65,7 +65,7 @@ class Family:
     options: what differs from BASE
     without: what of BASE its configuration does not know, or must not be told
     caches: what its layers keep: "plain" keys and values, a "window" of them, "latent" (MLA), "shared" between layers,
-        "linear" (a state), "chunked" windows
+        "linear" (a state), "both" a state and plain ones, "chunked" windows
     attention: the implementation that is right for it, where the default is not
     """
 
@@ -253,7 +253,35 @@ FAMILIES: dict[str, Family] = {
     "falcon_h1": Family(
         "FalconH1ForCausalLM",
         {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
-        caches=("plain", "linear"),
+        caches=("both",),
+    ),
+    "zamba2": Family(
+        "Zamba2ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "hybrid"] * 2,
+            "num_key_value_heads": 4,
+            "mamba_d_state": 8,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 16,
+            "chunk_size": 16,
+            "num_mem_blocks": 1,
+            "adapter_rank": 8,
+        },
+        without=("head_dim",),
+        caches=("both", "linear"),
+    ),
+    "zaya": Family(
+        "ZayaForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+            "sliding_window": 8,
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "router_hidden_size": 32,
+        },
+        caches=("window", "both"),
     ),
     "inkling": Family(
         "InklingForCausalLM",
