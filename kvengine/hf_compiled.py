@@ -15,9 +15,8 @@ where more tokens come than there was made room for (ROOM). `kvengine.patch(mode
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -30,12 +29,13 @@ from kvengine import latent
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer, check_kind, refusal
 from kvengine.hf_cache import EngineCache
-from kvengine.hf_devices import offloaded, wraps
+from kvengine.hf_devices import offloaded, uncollected, wraps
 from kvengine.hf_fused import Fused
 from kvengine.hf_generate import STATE, Decoder, check_mode
 from kvengine.hf_held import HeldWindow, can_hold, empty
 from kvengine.hf_layer import EngineLayer
 from kvengine.hf_names import CACHE
+from kvengine.hf_states import held_states, in_place
 from kvengine.kernels import dispatch
 from kvengine.rope import Rope
 from kvengine.session import BROKEN
@@ -88,6 +88,7 @@ class Steps:
         if self.rope is not None:  # a copy from the host is not allowed in a graph
             cache.session.rope = Rope(self.rope.frequency.to(device), self.rope.interleaved)
         self.layers: list[FixedLayer | HeldWindow] = []
+        self.states = [x for layer in cache.layers for x in held_states(layer)]  # change in place already
         try:
             for layer in cache.engines:
                 self.layers.append(still := FixedLayer(layer, more, self.now))
@@ -121,16 +122,18 @@ class Steps:
         """
         if self.left < 1:
             raise CacheError("the cache was held still for fewer tokens; ask for more, or close() and go on without")
-        session = self.cache.session
-        if session.torn or any(x.fixed is None or x.seen != self.cache.seen for x in self.cache.engines):
+        session, seen = self.cache.session, self.cache.seen
+        if session.torn or session.led == seen or any(x.fixed is None or x.seen != seen for x in self.cache.engines):
             raise CacheError(BROKEN)
         session.memo.clear()
         if self.cache.stack.retention.replay is not None:
-            session.text.add(self.cache.seen, ids, position, None)
+            session.text.add(seen, ids, position, None)
         if self.ids is None or self.position is None:
             self.ids, self.position = ids.clone(), position.clone()
         self.ids.copy_(ids)
         self.position.copy_(position)
+        if self.states:  # they take a token before anything counts it
+            session.led = seen
         if self.replay is None:
             self.replay, logits = {"graph": self.graph, "trace": self.trace, "eager": self.eager}[self.how]()
         else:
@@ -159,7 +162,11 @@ class Steps:
         """Every tensor that a step reads or changes, and that outlives it."""
         if self.ids is None or self.position is None:
             raise CacheError("no step has been taken yet")
-        return [self.ids, self.position, self.now, *(x for layer in self.layers for x in layer.state())]
+        return [self.ids, self.position, self.now, *self.states, *(x for layer in self.layers for x in layer.state())]
+
+    def changed(self) -> list[Tensor]:
+        """Those of them that a step taken twice would change twice."""
+        return [self.now, *self.states, *(x for layer in self.layers for x in layer.lasting())]
 
     def eager(self) -> tuple[Step, Tensor]:
         return self.run, self.run()
@@ -180,7 +187,7 @@ class Steps:
 
     def graph(self) -> tuple[Step, Tensor]:
         """Capture a CUDA graph. The steps that warm up are undone."""
-        changed = [self.now, *(x for layer in self.layers for x in layer.lasting())]
+        changed = self.changed()
         before = [x.clone() for x in changed]
         side, here = torch.cuda.Stream(self.now.device), torch.cuda.current_stream(self.now.device)
         side.wait_stream(here)
@@ -270,7 +277,8 @@ class CompiledDecode(Decoder):
         """
         check_model(self.model, cache)
         real = None if attention_mask is None else attention_mask.bool()
-        if real is None and cache.others and any(part.lane.padded for layer in cache.engines for part in layer.parts):
+        windows = any(can_hold(cache.config, layer) for layer in cache.layers)
+        if real is None and windows and any(part.lane.padded for layer in cache.engines for part in layer.parts):
             raise CacheError(
                 "there is padding in the batch, and layers with a sliding window have to be told where: give attention_mask"
             )
@@ -326,9 +334,9 @@ def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
             f"{text.model_type} computes its rotation from the longest position so far, which the host looks up at each "
             "step; decode without a recording"
         )
-    if not all(type(layer) is EngineLayer or can_hold(text, layer) or empty(layer) for layer in cache.layers):
+    if not all(isinstance(x, EngineLayer) or can_hold(text, x) or in_place(x) or empty(x) for x in cache.layers):
         raise UnsupportedPolicy(
-            f"{text.model_type} has layers whose cache is transformers' own (recurrent states, attention in chunks), and "
+            f"{text.model_type} has layers whose cache is transformers' own (attention in chunks, a window beside states), and "
             "these grow by moving; decode without a recording"
         )
     if cache.stack == Stack() and any(latent.is_latent(x) for x in model.modules()):
@@ -341,18 +349,6 @@ def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
             "the model lies on several devices, or its weights come when they are needed, and a recording is of one device; "
             "decode without it"
         )
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """No garbage is collected meanwhile."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def compile_decode(model: PreTrainedModel, how: How | None = None, fuse: bool = False) -> CompiledDecode:

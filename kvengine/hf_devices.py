@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -90,3 +92,15 @@ def layer_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
 def offloaded(model: nn.Module) -> bool:
     """Whether some weights come to where they are used only when they are."""
     return any(getattr(hook, "offload", False) for part in model.modules() for hook in hooks(part))
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected meanwhile: it may hold memory that a GPU cannot give back now."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()

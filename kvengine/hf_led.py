@@ -53,6 +53,8 @@ def leading(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], te
     cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, EngineCache)), None)
     if cache is None or cache.session.again is not None:  # a replay's tokens are thrown away, by states too
         return
+    if cache.session.stepping:  # a recorded step, whose driver tells
+        return
     if cache.config is not text:
         raise CacheError(FOREIGN)
     if cache.session.led == (seen := cache.seen):

@@ -112,7 +112,14 @@ def settle(layer: Any) -> None:
 
 def held_states(layer: Any) -> list[Tensor]:
     """The states that a layer has by now."""
+    if not has_states(layer):
+        return []
     return [x for x in (*layer.conv_states.values(), *layer.recurrent_states.values()) if x is not None]
+
+
+def in_place(layer: Any) -> bool:
+    """Whether this keeps states alone, which a decoded token changes where they are, so that its step can be recorded."""
+    return type(layer) is LinearAttentionLayer
 
 
 def states_of(layer: Any) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def check_same_rows(cache: EngineCache) -> None:
     layers: list[Any] = cache.layers
     for layer in layers:
         rows |= {len(layer.keys)} if getattr(layer, "keys", None) is not None else set()
-        rows |= {len(x) for x in held_states(layer)} if has_states(layer) else set()
+        rows |= {len(x) for x in held_states(layer)}
     expect(len(rows) <= 1, f"layers have {sorted(rows)} rows")
 
 

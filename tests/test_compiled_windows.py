@@ -124,7 +124,6 @@ def test_padding_has_to_be_told_of() -> None:
 def test_what_cannot_be_held_is_refused_with_the_reason() -> None:
     for name, text, why in (
         ("llama4", "full", "attention in chunks"),
-        ("qwen3_next", "full", "recurrent states"),
         ("gemma3n", "h2o(budget=12)", "later layers of the model"),
         ("deepseek_v3", "full", "makes keys and values of all latents"),
     ):
