@@ -39,7 +39,6 @@ from kvengine.hf_states import held_states, in_place
 from kvengine.kernels import dispatch
 from kvengine.rope import Rope
 from kvengine.session import BROKEN
-from kvengine.stack import Stack
 
 How = Literal["graph", "trace", "eager"]
 Step = Callable[[], Tensor]
@@ -89,7 +88,10 @@ class Steps:
             cache.session.rope = Rope(self.rope.frequency.to(device), self.rope.interleaved)
         self.layers: list[FixedLayer | HeldWindow] = []
         self.states = [x for layer in cache.layers for x in held_states(layer)]  # change in place already
+        self.latent = latent.plainly_held(model, cache.stack, cache.engines)
         try:
+            for layer, module in self.latent:
+                latent.with_values(layer, module)
             for layer in cache.engines:
                 self.layers.append(still := FixedLayer(layer, more, self.now))
                 still.driven = True
@@ -216,8 +218,10 @@ class Steps:
         with self.cache.session.changing():
             for layer in self.layers:
                 layer.release()
+            for one, _ in self.latent:
+                latent.without_values(one)
             self.cache.layers = [x.layer if isinstance(x, HeldWindow) else x for x in self.cache.layers]
-            self.layers, self.replay = [], None
+            self.layers, self.latent, self.replay = [], [], None
             self.cache.session.rope = self.rope
 
 
@@ -339,11 +343,8 @@ def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
             f"{text.model_type} has layers whose cache is transformers' own (attention in chunks, a window beside states), and "
             "these grow by moving; decode without a recording"
         )
-    if cache.stack == Stack() and any(latent.is_latent(x) for x in model.modules()):
-        raise UnsupportedPolicy(
-            f"under 'full' {text.model_type} makes keys and values of all latents at each step, which a recorded one cannot; "
-            "decode without a recording, or under another policy"
-        )
+    if not all(latent.known(module) for _, module in latent.plainly_held(model, cache.stack, cache.engines)):
+        raise UnsupportedPolicy(latent.UNKNOWN)
     if len({x.device for x in model.parameters()}) > 1 or offloaded(model):
         raise UnsupportedPolicy(
             "the model lies on several devices, or its weights come when they are needed, and a recording is of one device; "

@@ -116,7 +116,7 @@ class EngineLayer(CacheLayerMixin):
         latents = latent.is_latent(module)
         if self.incoming is None:
             return readers.read(self.cache, query, call, stock)
-        full = latents and self.stack == Stack()
+        full = latents and self.stack == Stack() and self.cache.fixed is None
         if full and self.heard is None and self.listener is None:
             return self.attend_all(stock, valid)
         k, v = self.incoming
@@ -136,8 +136,8 @@ class EngineLayer(CacheLayerMixin):
         """Let the model's own attention run over everything seen."""
         if self.cache.fixed is not None:
             raise UnsupportedPolicy(
-                "this model's attention asks for all keys and values at once (a mask of its own, or "
-                "latents), which a recorded step does not have; decode without it"
+                "this model's attention asks for all keys and values at once, by a mask of its own, which a recorded step "
+                "does not have; decode without it"
             )
         if self.incoming is not None:
             (k, v), self.incoming = self.incoming, None

@@ -12,6 +12,7 @@ many that making keys and values costs less.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from kvengine.errors import UnsupportedPolicy
 from kvengine.kernels.attention import attention
 from kvengine.kernels.dispatch import DENSE_DIM, beyond, chosen
 from kvengine.session import Call
+from kvengine.stack import Stack
+from kvengine.tail import nested, valueless
+
+UNKNOWN = "only 'full' works here, and no recording: the weights that make keys of latents are quantised, off-loaded or have an adapter"
 
 
 def is_latent(module: Any) -> bool:
@@ -80,10 +85,33 @@ def as_one_head(
     Raises UnsupportedPolicy if the weights that make keys and values of them are not known.
     """
     if not known(module):
-        raise UnsupportedPolicy(
-            "only 'full' works here: the weights that make keys of latents are quantised, off-loaded or have an adapter"
-        )
+        raise UnsupportedPolicy(UNKNOWN)
     return absorb(module, query), torch.cat([c, r], -1), c
+
+
+def plainly_held(model: nn.Module, stack: Stack, layers: Sequence[LayerCache]) -> list[tuple[LayerCache, Any]]:
+    """Layers whose latents are held for the model's own attention, as 'full' does, and the modules that read them."""
+    found: dict[Any, Any] = {module.layer_idx: module for module in model.modules() if is_latent(module)}
+    return [(layer, found[layer.layer]) for layer in layers if stack == Stack() and layer.layer in found]
+
+
+def with_values(cache: LayerCache, module: Any) -> None:
+    """Have latents that 'full' holds for the model's own attention read as policies read them: their first channels are values.
+
+    Raises UnsupportedPolicy as `as_one_head`.
+    """
+    if not known(module):
+        raise UnsupportedPolicy(UNKNOWN)
+    cache.inner = module.kv_lora_rank
+    for part in cache.parts:
+        part.lane.inner, part.lane.tail = cache.inner, nested(part.lane.tail, module.kv_lora_rank)
+
+
+def without_values(cache: LayerCache) -> None:
+    """As they were."""
+    vars(cache).pop("inner", None)
+    for part in cache.parts:
+        part.lane.inner, part.lane.tail = None, valueless(part.lane.tail)
 
 
 def restore(module: Any, found: Float[Tensor, "seq token head rank"]) -> Float[Tensor, "seq token head dim_v"]:

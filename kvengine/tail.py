@@ -370,3 +370,19 @@ class Nested(Tail):
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: x for name, x in super().tensors().items() if name != "v"}
+
+
+def nested(tail: Tail, inner: int) -> Nested:
+    """The same slots with values, so many first channels of the keys; they had none."""
+    own = {name: x for name, x in vars(tail).items() if name != "v"}
+    new: Nested = object.__new__(Nested)
+    vars(new).update(own, inner=inner, ready=None)
+    return new
+
+
+def valueless(tail: Tail) -> Tail:
+    """The same slots without."""
+    own = {name: x for name, x in vars(tail).items() if name != "inner"}
+    new: Tail = object.__new__(Tail)
+    vars(new).update(own, v=tail.k[..., :0], ready=None)
+    return new

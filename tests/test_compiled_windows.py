@@ -125,7 +125,6 @@ def test_what_cannot_be_held_is_refused_with_the_reason() -> None:
     for name, text, why in (
         ("llama4", "full", "attention in chunks"),
         ("gemma3n", "h2o(budget=12)", "later layers of the model"),
-        ("deepseek_v3", "full", "makes keys and values of all latents"),
     ):
         model = built(name, text)
         with pytest.raises(UnsupportedPolicy, match=why):

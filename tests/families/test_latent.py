@@ -197,6 +197,8 @@ def test_weights_behind_an_adapter_are_not_guessed() -> None:
         module.kv_b_proj = Adapter(module.kv_b_proj)
     want = greedy(model)
     assert torch.equal(greedy(kvengine.patch(model)), want)
+    with pytest.raises(UnsupportedPolicy, match="no recording: the weights.*adapter"):
+        kvengine.compile_decode(model)
     kvengine.patch(model, "snapkv(budget=12, window=4)")
     with pytest.raises(UnsupportedPolicy, match="adapter"):
         greedy(model)
@@ -239,12 +241,42 @@ def test_drafted_trees_look_at_latents(stack: str, widths: tuple[int, int] | Non
         assert torch.equal(got, model.generate(ids, max_new_tokens=24, do_sample=False))
 
 
-def test_a_recorded_step_on_latents() -> None:
-    model = kvengine.patch(configs.build("deepseek_v3"), "snapkv(budget=12, window=4)")
-    ids = torch.randint(2, 99, (2, 24))
-    want = model.generate(ids, max_new_tokens=10, do_sample=False)
-    decoder = kvengine.compile_decode(model)
-    assert torch.equal(model.generate(ids, max_new_tokens=10, do_sample=False, custom_generate=decoder), want)
+RECORDED = [
+    (NAMES[-1], "snapkv(budget=12, window=4)", "eager"),
+    *((x, "full", how) for x, how in zip(NAMES, ("trace", "eager") * 9)),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "how"), RECORDED)
+def test_a_recorded_step_on_latents(name: str, text: str, how: Any, tmp_path: Path) -> None:
+    """Under the full cache too, which goes on with the model's own attention: another turn, in steps that are not recorded."""
+    model = kvengine.patch(configs.build(name), text)
+    eager, held = kvengine.EngineCache(model), kvengine.EngineCache(model)
+    want = greedy(model, cache=eager)
+    assert torch.equal(greedy(model, cache=held, custom_generate=kvengine.compile_decode(model, how)), want)
+    assert torch.equal(held.stats().held, eager.stats().held)
+    saved.save(held, tmp_path / "s.kv", model)
+    mask = torch.nn.functional.pad(configs.padded_batch()["attention_mask"], (0, 20), value=1)
+    turn = {"input_ids": torch.cat([want, want[:, 4:12]], 1), "attention_mask": mask, "max_new_tokens": 6}
+    found = [
+        model.generate(**turn, cache=x, do_sample=False) for x in (eager, held, saved.load(model, tmp_path / "s.kv"))
+    ]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_a_recorded_step_on_latents_that_fails_leaves_them_as_they_were() -> None:
+    model = kvengine.patch(configs.build("deepseek_v3"))
+    cache, ids = kvengine.EngineCache(model), configs.padded_batch()["input_ids"][:1]
+    with torch.no_grad():
+        model(ids, cache=cache)
+        decoder = kvengine.compile_decode(model)
+        before = cache.engines[0].contents()[0].clone()
+        decoder.open(cache, 3).close()
+        assert torch.equal(cache.engines[0].contents()[0], before) and not cache.engines[0].contents()[1].numel()
+        assert cache.engines[0].inner is None and cache.engines[0].parts[0].lane.inner is None
+        want = kvengine.unpatch(model)(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1]
+        got = kvengine.patch(model)(ids[:, :1], cache=cache).logits[:, -1]
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def test_heads_wider_than_triton_takes_go_to_c_or_torch() -> None:
