@@ -28,7 +28,10 @@ from kvengine.session import Call
 from kvengine.stack import Stack
 from kvengine.tail import nested, valueless
 
-UNKNOWN = "only 'full' works here, and no recording: the weights that make keys of latents are quantised, off-loaded or have an adapter"
+UNKNOWN = (
+    "only 'full' works here, and no recording: the weights that make keys of latents are quantised, off-loaded or have "
+    "an adapter"
+)
 
 
 def is_latent(module: Any) -> bool:
