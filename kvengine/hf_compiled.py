@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from typing import Any, Literal, cast
 
 import torch
+import transformers
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -35,6 +36,7 @@ from kvengine.hf_generate import STATE, Decoder, check_mode
 from kvengine.hf_held import HeldWindow, can_hold, empty
 from kvengine.hf_layer import EngineLayer
 from kvengine.hf_names import CACHE
+from kvengine.hf_rope import looks
 from kvengine.hf_states import held_states, in_place
 from kvengine.kernels import dispatch
 from kvengine.rope import Rope
@@ -48,8 +50,6 @@ WARM = 3
 """Steps before a CUDA graph is captured: kernels are compiled and memory is found in these."""
 KNOWN = ("input_ids", "position_ids", "attention_mask", "cache_position")
 """What a step may bring. New tokens are never padding, so the mask says nothing about them."""
-LOOKING = ("dynamic", "longrope")
-"""Rotations whose angles follow from the longest position, which the host has to look at."""
 
 
 class Steps:
@@ -301,6 +301,10 @@ class StandIn:
 
     def __call__(self, **inputs: Any) -> Any:
         ids, cache, position = (inputs.get(x) for x in ("input_ids", CACHE, "position_ids"))
+        if isinstance(cache, EngineCache) and ids is not None and ids.shape[1] > 1 and not cache.seen:
+            self.close()  # the text has outgrown a rotation, and is read from its first token on (Phi-3)
+            self._more -= 1
+            return self._model(**inputs)
         if not isinstance(cache, EngineCache) or ids is None or ids.shape[1] != 1:
             raise ModelError(
                 "a compiled decoder replays steps of one token over the engine's cache; use model.generate"
@@ -331,12 +335,10 @@ class StandIn:
 def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
     """Refuse what makes the host look at each step."""
     text = model.config.get_text_config(decoder=True)
-    rotation = getattr(text, "rope_parameters", None) or {}
-    kinds = {x.get("rope_type") for x in (rotation, *rotation.values()) if isinstance(x, dict)}
-    if any(kind in LOOKING for kind in kinds):
+    if looks(model):
         raise UnsupportedPolicy(
-            f"{text.model_type} computes its rotation from the longest position so far, which the host looks up at each "
-            "step; decode without a recording"
+            f"{text.model_type} computes its rotation from the longest position so far, which the host looks up at each step in "
+            f"transformers {transformers.__version__}; decode without a recording"
         )
     if not all(isinstance(x, EngineLayer) or can_hold(text, x) or in_place(x) or empty(x) for x in cache.layers):
         raise UnsupportedPolicy(

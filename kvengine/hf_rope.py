@@ -8,6 +8,7 @@ one run must be those of the other, turned.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from kvengine.policies import name_of
 from kvengine.rope import Rope
 from kvengine.stack import Stack
 
+LOOKING = {"dynamic", "longrope"}  # whose frequencies follow from the longest position
 STATIC = {"default", "linear", "llama3", "yarn", "proportional"}  # kinds whose frequencies never change
 TOKENS, APART = 4, 7  # of the trial
 
@@ -102,6 +104,22 @@ def kind(module: nn.Module, name: str) -> str:
     ):  # left out of a configuration, it has a default
         return "sections"
     return str(known.get(layer_type) if isinstance(known, dict) else known)
+
+
+@torch.no_grad()
+def looks(model: nn.Module) -> bool:
+    """Whether a pass has the host look at its positions, to rotate by them: tried where there are none to look at."""
+    for module in model.modules():
+        own = getattr(module, "rope_type", None)
+        kinds = own if isinstance(own, dict) else {None: own}
+        for layer_type in (name for name, found in kinds.items() if found in LOOKING):
+            place = torch.zeros(1, 1, dtype=torch.long, device="meta")
+            try:
+                more = {} if layer_type is None else {"layer_type": layer_type}
+                copy.deepcopy(module).to("meta")(torch.zeros(1, 1, 1, device="meta"), place, **more)
+            except (RuntimeError, NotImplementedError, TypeError):
+                return True
+    return False
 
 
 @torch.no_grad()

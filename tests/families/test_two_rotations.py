@@ -11,8 +11,10 @@ from families.configs import BASE
 from torch import Tensor
 
 import kvengine
+from kvengine.errors import UnsupportedPolicy
 from kvengine.hf_generate import PREPARING
 from kvengine.hf_names import CACHE, cache_among
+from kvengine.hf_rope import looks
 
 SHORT = 32
 LONGROPE = {
@@ -94,3 +96,40 @@ def test_who_prepares_its_inputs_keeps_doing_so() -> None:
         said(model, text(50), nonsense=1)
     kvengine.unpatch(model)
     assert set(vars(model)) == before and getattr(model, PREPARING).__func__ is getattr(type(model), PREPARING)
+
+
+LOOKS = looks(build())
+
+
+@pytest.mark.skipif(LOOKS, reason="in this transformers the host looks at each token's position")
+@pytest.mark.parametrize("how", ["eager", "trace"])
+@pytest.mark.parametrize(
+    "policy", ["full", "streaming(sinks=1, recent=6)", "quest(budget=12, page=4) + kivi(bits=4, group=4)"]
+)
+@pytest.mark.parametrize("length", [20, 28, 50])
+def test_recorded_steps_on_either_side_and_across(length: int, policy: str, how: Any) -> None:
+    model = kvengine.patch(build(), policy)
+    caches = [kvengine.EngineCache(model) for _ in range(2)]
+    want = said(model, text(length), cache=caches[0])
+    found = said(model, text(length), cache=caches[1], custom_generate=kvengine.compile_decode(model, how))
+    assert torch.equal(found, want) and caches[0].seen == caches[1].seen
+    assert torch.equal(caches[0].stats().held, caches[1].stats().held)
+    turn = torch.cat([want, text(8)], 1)
+    assert torch.equal(*(said(model, turn, cache=cache) for cache in caches))
+
+
+@pytest.mark.skipif(LOOKS, reason="in this transformers the host looks at each token's position")
+def test_recorded_steps_of_a_padded_batch_across() -> None:
+    model = kvengine.patch(build(), "h2o(budget=12)")
+    ids = torch.cat([text(28), text(28).flip(1)])
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    want = said(model, ids, attention_mask=mask)
+    assert torch.equal(said(model, ids, attention_mask=mask, custom_generate=kvengine.compile_decode(model)), want)
+
+
+def test_a_rotation_that_the_host_looks_up_is_not_recorded() -> None:
+    options = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+    model = kvengine.patch(transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE | options)).eval())
+    with pytest.raises(UnsupportedPolicy, match="longest position so far, which the host looks up"):
+        kvengine.compile_decode(model)
