@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from kvengine.errors import ModelError
 from kvengine.hf import attention_modules, check_model
-from kvengine.hf_cache import engine_layers
+from kvengine.hf_states import beyond_tokens
 
 NAME = "kvengine_duo"
 
@@ -65,7 +65,7 @@ def gated(model: PreTrainedModel, gates: Gates) -> Iterator[None]:
     check_model(model)
     text = model.config.get_text_config(decoder=True)
     modules = [m for m in attention_modules(model, text) if isinstance(getattr(m, "layer_idx", None), int)]
-    if not modules or not all(engine_layers(text)):
+    if not modules or beyond_tokens(text):
         raise ModelError(
             f"{type(model).__name__} has layers without plain causal attention; Duo's gates are for models without"
         )
