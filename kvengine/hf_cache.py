@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -327,7 +327,7 @@ class EngineCache(Cache):
         self.rollback(-count if count <= 0 else max(0, self.seen - count))
         self.commit()
 
-    def reorder_cache(self, beam_idx: Int[Tensor, "chosen"]) -> None:
+    def reorder_cache(self, beam_idx: Int[Tensor, "chosen"] | Bool[Tensor, "seq"]) -> None:
         """Keep these rows, in this order."""
         beam_idx = chosen_rows(self.layers, beam_idx)
         self.session.inferred |= torch.is_inference_mode_enabled()
