@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -12,10 +13,11 @@ import pytest
 import torch
 from support_evals import tiny_model, tiny_tokenizer
 
-from kvengine.evals import lockstep, together
+from kvengine.evals import engine, lockstep, together
 from kvengine.evals.config import RunConfig
 from kvengine.evals.engine import CacheSession
 from kvengine.evals.progress import Silent
+from kvengine.evals.prompt import Prompter
 from kvengine.evals.records import MEASURED, Journal, Row
 from kvengine.evals.runner import Run
 from kvengine.evals.tasks import Plan, Sample, Task, Turn
@@ -50,6 +52,26 @@ class Shuffled(Task):
 
     def score(self, turn: Turn, prediction: str) -> dict[str, float]:
         return {"found": float(turn.answers[0] in prediction)}
+
+
+@dataclass(frozen=True)
+class Forced(Shuffled):
+    """Its answers are read, not said, and what they cost is the score."""
+
+    metric: str = "nll"
+
+    def samples(self, plan: Plan) -> Iterator[Sample]:
+        for sample in super().samples(plan):
+            yield replace(sample, turns=tuple(replace(turn, forced=True) for turn in sample.turns))
+
+
+@dataclass(frozen=True)
+class Opened(Shuffled):
+    """In a conversation the first question stands before the context too."""
+
+    def samples(self, plan: Plan) -> Iterator[Sample]:
+        for sample in super().samples(plan):
+            yield replace(sample, opening="Zebra? " + sample.context)
 
 
 QUIZ, TALK = Shuffled(conversation=False), Shuffled()
@@ -179,6 +201,60 @@ def test_what_does_not_fit_together_is_asked_one_by_one(
     together.execute(made, Silent())
     assert [row["status"] for row in made.journal.rows] == ["ok"] * 8
     assert {row["together"] for row in made.journal.rows} == {1}
+
+
+@pytest.mark.parametrize("case", ["forced", "own answers"])
+def test_what_is_read_after_an_answer_is_not_known_beforehand(
+    case: str, tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss of a text that is forced, and a conversation of the model's own answers: each sample alone, as the runner does."""
+    more = {"policies": ("full", "h2o(budget=0.25)"), "samples": 2, "modes": ("multi-turn",)}
+    task, more = (Forced(), more) if case == "forced" else (TALK, more | {"golden": False})
+    alone, shared = (run(tmp_path / name, model, monkeypatch, task, **more) for name in ("alone", "shared"))
+    alone.execute(Silent())
+    together.execute(shared, Silent())
+    assert len(shared.journal.rows) == 8 and {row["together"] for row in shared.journal.rows} == {1}
+    assert lasting(shared.journal.rows) == lasting(alone.journal.rows)
+
+
+def test_a_prompt_that_shares_nothing_with_the_context_is_read_by_itself(
+    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that names its question first, and a tokenizer that begins with no token of its own."""
+    more = {"policies": ("full", "h2o(budget=0.25)"), "samples": 2, "modes": ("multi-request", "multi-turn")}
+    alone, shared = (run(tmp_path / name, model, monkeypatch, Opened(), **more) for name in ("alone", "shared"))
+    for one in (alone, shared):
+        one.prompter = Prompter(tiny_tokenizer(bos=False))
+    alone.execute(Silent())
+    together.execute(shared, Silent())
+    assert lasting(shared.journal.rows) == lasting(alone.journal.rows)
+    assert {row["status"] for row in shared.journal.rows} == {"ok"}
+
+
+def test_a_cell_that_was_given_up_is_not_tried_again(
+    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In no later round and no later run: each time it would run out of memory anew."""
+    less, opened, room = "h2o(budget=0.25)", list[str](), False
+
+    @contextlib.contextmanager
+    def opener(model: Any, policy: str) -> Iterator[Any]:
+        opened.append(policy)
+        if policy == less and not room:
+            raise torch.OutOfMemoryError("too many")
+        with engine.opened(model, policy) as found:
+            yield found
+
+    def rows(**more: Any) -> list[Any]:
+        made = run(tmp_path, model, monkeypatch, QUIZ, policies=("full", less), samples=3, batch=1, **more)
+        made.opener = opener
+        together.execute(made, Silent())
+        return [row["sample"] for row in made.journal.rows if row["policy"] == less]
+
+    for _ in range(2):
+        assert rows() == [None] and opened.count(less) == 1
+    room = True
+    assert rows(retry=True) == [None, *"001122"]
 
 
 def test_time_that_is_over_ends_the_run_between_places(
