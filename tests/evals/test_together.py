@@ -45,7 +45,7 @@ class Shuffled(Task):
             source.shuffle(words)
             asked = [source.sample(["grass", "sky", "sun"], 3) for _ in range(2)]
             turns = tuple(
-                Turn(question="\n" + " ".join(some), answers=(" the sun",), max_new_tokens=3 + number)
+                Turn(question="\n" + " ".join(some), answers=(" the sun", " blue"), max_new_tokens=3 + number)
                 for number, some in enumerate(asked)
             )
             yield Sample(id=str(index), context=" ".join(["the", *words]), turns=turns)
@@ -97,10 +97,17 @@ def lasting(rows: list[Row]) -> dict[tuple[Any, ...], Row]:
     return {at: {name: x for name, x in row.items() if name not in free} for at, row in found.items()}
 
 
-@pytest.mark.parametrize("task", [QUIZ, pytest.param(TALK, marks=pytest.mark.slow)], ids=["quiz", "conversation"])
-def test_rows_are_those_of_the_runner(task: Task, tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes = {"modes": ("multi-request", "multi-turn")}
-    alone, shared = (run(tmp_path / name, model, monkeypatch, task, **modes) for name in ("alone", "shared"))
+@pytest.mark.parametrize(("task", "policies"), [
+    pytest.param(QUIZ, POLICIES, id="quiz"),
+    pytest.param(TALK, ("full", "h2o(budget=0.25)"), id="conversation"),
+    pytest.param(TALK, POLICIES, id="conversations", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_rows_are_those_of_the_runner(
+    task: Task, policies: tuple[str, ...], tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = ("multi-request", "multi-turn") if policies == POLICIES else ("multi-turn",)
+    more = {"modes": modes, "policies": policies, "samples": 4 if policies == POLICIES else 3}
+    alone, shared = (run(tmp_path / name, model, monkeypatch, task, **more) for name in ("alone", "shared"))
     alone.execute(Silent())
     together.execute(shared, Silent())
     assert {row["status"] for row in shared.journal.rows} == {"ok"}
