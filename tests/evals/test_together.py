@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -215,12 +216,13 @@ def test_what_is_read_after_an_answer_is_not_known_beforehand(
     case: str, tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loss of a text that is forced, and a conversation of the model's own answers: each sample alone, as the runner does."""
-    more = {"policies": ("full", "h2o(budget=0.25)"), "samples": 2, "modes": ("multi-turn",)}
+    more = {"policies": ("full", "h2o(budget=0.25)"), "samples": 2, "modes": ("multi-request", "multi-turn")}
     task, more = (Forced(), more) if case == "forced" else (TALK, more | {"golden": False})
     alone, shared = (run(tmp_path / name, model, monkeypatch, task, **more) for name in ("alone", "shared"))
     alone.execute(Silent())
     together.execute(shared, Silent())
-    assert len(shared.journal.rows) == 8 and {row["together"] for row in shared.journal.rows} == {1}
+    most = {mode: max(row["together"] for row in shared.journal.rows if row["mode"] == mode) for mode in more["modes"]}
+    assert most == {"multi-request": 1 if case == "forced" else 2, "multi-turn": 1}
     assert lasting(shared.journal.rows) == lasting(alone.journal.rows)
 
 
@@ -270,6 +272,63 @@ def test_time_that_is_over_ends_the_run_between_places(
     made = run(tmp_path, model, monkeypatch, QUIZ, policies=("full",))
     together.execute(made, Silent(), end=0.0)
     assert made.journal.rows == []
+
+
+@dataclass
+class Clock(Silent):
+    """Time that passes only when a sample is done: ten seconds."""
+
+    now: float = 0.0
+
+    def sample(self, cell: Any, rows: list[Row]) -> None:
+        self.now += 10
+
+
+@pytest.mark.parametrize(("end", "done"), [
+    (5, {(1, "0")}),  # the second place is not begun, and the first has both policies
+    (35, {(1, "0"), (2, "0")}),
+    (79, {(1, "0"), (2, "0")}),  # a second round would take as long as the first
+    (80, {(1, "0"), (2, "0"), (1, "1"), (2, "1")}),
+])  # fmt: skip
+def test_a_round_that_would_not_end_in_time_is_not_begun(
+    end: float, done: set[Any], tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies = ("full", "h2o(budget=0.25)")
+    made = run(tmp_path, model, monkeypatch, QUIZ, policies=policies, lengths=(1, 2), samples=3, batch=1)
+    clock = Clock()
+    monkeypatch.setattr(together, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    together.execute(made, clock, end=end)
+    for policy in policies:
+        assert {(row["length"], row["sample"]) for row in made.journal.rows if row["policy"] == policy} == done
+
+
+@pytest.mark.parametrize(("batch", "questions", "samples"), [(1, 2, "01"), (4, 3, "01"), (4, 5, "0123"), (2, 6, "012")])
+def test_so_many_questions_are_asked_and_not_all_samples(
+    batch: int, questions: int, samples: str, tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sample has two. A batch's worth of them makes a round."""
+    made = run(tmp_path, model, monkeypatch, QUIZ, policies=("full",), batch=batch)
+    together.execute(made, Silent(), questions=questions, timed=False)
+    assert sorted({row["sample"] for row in made.journal.rows}) == list(samples)
+    assert max(row["together"] for row in made.journal.rows) <= batch
+
+
+@pytest.mark.parametrize(("floor", "told"), [(0.31, False), (0.3, True)])
+def test_what_guessing_earns_is_no_reason_to_ask_on(
+    floor: float, told: bool, tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The better mode decides, here the one with half of the answers right; the other has none."""
+    found = iter(
+        [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0] + [0.0] * 99
+    )  # two samples of two questions, each in both modes
+    monkeypatch.setattr(Shuffled, "floor", floor)
+    monkeypatch.setattr(Shuffled, "score", lambda *_: {"found": next(found)})
+    more = {"few": 2, "modes": ("multi-request", "multi-turn"), "policies": ("full", "h2o(budget=0.25)"), "samples": 3}
+    made = run(tmp_path, model, monkeypatch, QUIZ, **more)
+    together.execute(made, Silent(), timed=False)
+    asked = {mode: {row["sample"] for row in made.journal.rows if row["mode"] == mode and row["policy"] != "full"}
+             for mode in more["modes"]}  # fmt: skip
+    assert asked == dict.fromkeys(more["modes"], set("012") if told else {None})
 
 
 def test_what_a_reading_shares_with_prompts() -> None:
