@@ -35,9 +35,9 @@ from kvengine.evals.engine import CacheSession, StockEngine, Usage
 from kvengine.evals.policies import arms, split
 from kvengine.evals.progress import Bar, Silent
 from kvengine.evals.prompt import Prompter, middle_cut
-from kvengine.evals.protocol import Protocol
+from kvengine.evals.protocol import Answer, Protocol
 from kvengine.evals.records import MEASURED, Journal
-from kvengine.evals.runner import Cell, Run, room
+from kvengine.evals.runner import Cell, Run, outcome, room
 from kvengine.evals.tasks import Sample, Turn
 from kvengine.evals.tasks import _words as words
 from kvengine.policies import catalogue
@@ -252,6 +252,27 @@ def test_rows_hold_what_a_reader_needs(tmp_path: Path) -> None:
     assert row["held"] == row["attended"] == row["prompt_tokens"] + row["new_tokens"] - 1
     assert row["bytes_held"] == row["held"] * 2 * 2 * 2 * 8 * 4  # layers · k and v · kv heads · head size · fp32
     assert row["ttft"] > 0 and row["tokens_per_s"] > 0 and 0 <= row["meta"]["depth"] <= 1
+
+
+def test_a_row_says_what_an_answer_was_worth() -> None:
+    usage = Usage(held=3.0, attended=2.0, bytes_held=5, read_per_token=4)
+    said = Answer(
+        text=" x", tokens=5, finish="stop", prompt_tokens=7, truncated=True, ttft=0.5, decode=2.0, usage=usage
+    )  # fmt: skip
+    task: Any = SimpleNamespace(metric="official", score=lambda turn, text: {"strict": 0.0, "official": 1.0})
+    row = outcome(task, SAMPLE.turns[0], said)
+    assert (row["metric"], row["score"], row["scores"]) == ("official", 1.0, {"strict": 0.0, "official": 1.0})
+    assert (row["answers"], row["null"], row["truncated"], row["finish"]) == (["G0"], False, True, "stop")
+    assert row["tokens_per_s"] == 4 / 2.0  # the first comes with the prompt
+    assert [row[name] for name in ("prompt_tokens", "new_tokens", "held", "attended", "bytes_held")] == [7, 5, 3, 2, 5]
+    task.metric = "of another kind"  # of a task that mixes several
+    assert outcome(task, SAMPLE.turns[0], said)["metric"] == "strict"
+    rows = [outcome(task, SAMPLE.turns[0], replace(said, **more)) for more in ({"tokens": 1}, {"decode": None})]
+    assert [row["tokens_per_s"] for row in rows] == [None, None]
+    assert outcome(task, SAMPLE.turns[0], replace(said, text=" \n"))["null"]
+    row = outcome(task, replace(SAMPLE.turns[0], forced=True), replace(said, text="", nll=0.25))
+    assert (row["metric"], row["score"], row["scores"]) == ("nll", 0.25, {"nll": 0.25})
+    assert (row["answers"], row["null"], row["tokens_per_s"]) == ([], False, None)
 
 
 def test_a_torn_tail_is_cut_and_only_that_sample_done_again(tmp_path: Path) -> None:
