@@ -148,6 +148,57 @@ def test_answers_equal_those_of_generate() -> None:
     assert answers["multi-turn"].tokens == 12 and answers["multi-turn"].finish == "length"
 
 
+@pytest.mark.parametrize("mode", ["multi-turn", "multi-request"])
+def test_an_answer_ends_before_the_first_token_that_ends_one(mode: str) -> None:
+    model, prompter = tiny_model(), Prompter(tiny_tokenizer())
+    turn = Turn(question="Q?", answers=("x",), max_new_tokens=12)
+    sample = Sample(id="0", context="Alice was beginning to get very tired. ", turns=(turn,))
+    parts = prompter.context(sample) + prompter.asked(turn)
+    ids = torch.tensor([prompter.whole(sample) if mode == "multi-turn" else parts])
+    said = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, ids.shape[1] :].tolist()
+    for end in (said[0], said[-1]):
+        kept = said[: said.index(end)]
+        protocol = Protocol(prompter=prompter, mode=mode, stop=frozenset({end}))
+        answer = next(iter(protocol.play(StockEngine(model).session(), sample)))
+        assert (answer.text, answer.tokens, answer.finish) == (prompter.text(kept), len(kept), "stop")
+        assert answer.usage.held == ids.shape[1] + len(kept)
+
+
+@pytest.mark.parametrize(
+    ("mode", "limit"), [("multi-turn", 9), ("multi-turn", 99), ("multi-request", 4), ("multi-request", 99)]
+)
+def test_what_was_read_is_counted_and_what_was_cut_is_told(mode: str, limit: int) -> None:
+    """A later turn of a conversation reads no first prompt; a request is charged the context with its question."""
+    prompter = Prompter(tiny_tokenizer())
+    protocol = Protocol(prompter=prompter, mode=mode, stop=frozenset(), limit=limit)
+    session = Recorder([], prompter, prompter.ids("x")[0])
+    answers = list(protocol.play(session, SAMPLE))
+    if mode == "multi-turn":
+        whole, later = (
+            len(prompter.whole(SAMPLE)),
+            [len(prompter.follow(f"G{i}", SAMPLE.turns[i + 1])) for i in range(2)],
+        )
+        assert [answer.prompt_tokens for answer in answers] == [min(whole, limit), *later]
+        assert [answer.truncated for answer in answers] == [limit < whole, False, False]
+    else:
+        whole = len(prompter.context(SAMPLE))
+        assert [answer.prompt_tokens for answer in answers] == [
+            min(whole, limit) + len(prompter.asked(turn)) for turn in SAMPLE.turns
+        ]
+        assert [answer.truncated for answer in answers] == [limit < whole] * 3
+    assert len(session.branches) == 2 and {answer.finish for answer in answers} == {"length"}
+
+
+def test_a_request_without_a_question_goes_on_from_the_context() -> None:
+    """Whatever was asked before it: it was answered from what the question before it had led to."""
+    model, prompter = tiny_model(), Prompter(tiny_tokenizer())
+    asked, bare = (Turn(question=text, answers=("x",), max_new_tokens=6) for text in ("Who said that?", ""))
+    sample = Sample(id="0", context="Alice was beginning to get very tired. ", turns=(bare, asked, bare))
+    protocol = Protocol(prompter=prompter, mode="multi-request", stop=frozenset())
+    first, other, last = protocol.play(StockEngine(model).session(), sample)
+    assert first.text == last.text != other.text and first.prompt_tokens == last.prompt_tokens
+
+
 def test_forced_nll_equals_the_loss_of_one_forward() -> None:
     model, prompter = tiny_model(), Prompter(tiny_tokenizer())
     turn = Turn(question="", answers=(" and what is the use of a book",), max_new_tokens=64, forced=True)
