@@ -38,13 +38,14 @@ class Shuffled(Task):
     suite: ClassVar[str] = "quiz"
     conversation: bool = True  # type: ignore[misc]
     words: int = 160
+    questions: int = 2
 
     def samples(self, plan: Plan) -> Iterator[Sample]:
         for index in range(plan.count):
             source = Random(index)
             words = ["grass", "is", "sky", "sun", "the"] * (self.words // 5 + (index == 2))
             source.shuffle(words)
-            asked = [source.sample(["grass", "sky", "sun"], 3) for _ in range(2)]
+            asked = [source.sample(["grass", "sky", "sun"], 3) for _ in range(self.questions)]
             turns = tuple(
                 Turn(question="\n" + " ".join(some), answers=(" the sun", " blue"), max_new_tokens=3 + number)
                 for number, some in enumerate(asked)
@@ -100,7 +101,7 @@ def lasting(rows: list[Row]) -> dict[tuple[Any, ...], Row]:
 
 @pytest.mark.parametrize(("task", "policies"), [
     pytest.param(QUIZ, POLICIES, id="quiz"),
-    pytest.param(TALK, ("full", "h2o(budget=0.25)"), id="conversation"),
+    pytest.param(Shuffled(questions=3), ("full", "h2o(budget=0.25)"), id="conversation"),
     pytest.param(TALK, POLICIES, id="conversations", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_rows_are_those_of_the_runner(
