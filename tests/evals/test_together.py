@@ -14,7 +14,7 @@ import pytest
 import torch
 from support_evals import tiny_model, tiny_tokenizer
 
-from kvengine.evals import engine, lockstep, together
+from kvengine.evals import engine, together
 from kvengine.evals.config import RunConfig
 from kvengine.evals.engine import CacheSession
 from kvengine.evals.progress import Silent
@@ -65,6 +65,17 @@ class Forced(Shuffled):
     def samples(self, plan: Plan) -> Iterator[Sample]:
         for sample in super().samples(plan):
             yield replace(sample, turns=tuple(replace(turn, forced=True) for turn in sample.turns))
+
+
+@dataclass(frozen=True)
+class Long(Shuffled):
+    """Texts of the user's, which lose their middle to fit."""
+
+    questions: int = 3
+
+    def samples(self, plan: Plan) -> Iterator[Sample]:
+        for sample in super().samples(plan):
+            yield replace(sample, provenance="user data")
 
 
 @dataclass(frozen=True)
@@ -227,6 +238,19 @@ def test_what_is_read_after_an_answer_is_not_known_beforehand(
     assert lasting(shared.journal.rows) == lasting(alone.journal.rows)
 
 
+def test_texts_that_were_cut_are_told_by_the_turns_that_read_them(
+    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"policies": ("full",), "samples": 2, "modes": ("multi-request", "multi-turn"), "lengths": (200,)}
+    alone, shared = (run(tmp_path / name, model, monkeypatch, Long(), **more) for name in ("alone", "shared"))
+    alone.execute(Silent())
+    together.execute(shared, Silent(), timed=False)
+    assert {row["together"] for row in shared.journal.rows} == {2}
+    assert lasting(shared.journal.rows) == lasting(alone.journal.rows)
+    told = {(row["mode"], row["turn"]) for row in shared.journal.rows if row["truncated"]}
+    assert told == {("multi-turn", 0), *(("multi-request", turn) for turn in range(3))}
+
+
 def test_a_prompt_that_shares_nothing_with_the_context_is_read_by_itself(
     tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,11 +362,3 @@ def test_what_a_reading_shares_with_prompts() -> None:
     assert [reading.shared([ids]) for ids in prompts] == [3, 3, 2, 1]
     two = together.Reading([[1, 2, 3], [1, 5, 6]], [], torch.zeros(2, 1))
     assert two.shared([[1, 2, 3, 7], [1, 5, 8, 7]]) == 2
-
-
-def test_shapes_keep_apart_what_has_other_sizes() -> None:
-    one = lockstep.Script([1, 2], [1, 2, 3], [[4]], (8,), False)
-    assert (
-        one.shape != lockstep.Script([1, 2], [1, 9, 3], [[4]], (8,), False).shape
-    )  # the prompt leaves the context earlier
-    assert one.shape == lockstep.Script([5, 6], [5, 6, 7], [[8]], (8,), False).shape
