@@ -303,7 +303,7 @@ def test_time_that_is_over_ends_the_run_between_places(
 class Clock(Silent):
     """Time that passes only when a sample is done: ten seconds."""
 
-    now: float = 0.0
+    now: float = 1000.0
 
     def sample(self, cell: Any, rows: list[Row]) -> None:
         self.now += 10
@@ -322,7 +322,7 @@ def test_a_round_that_would_not_end_in_time_is_not_begun(
     made = run(tmp_path, model, monkeypatch, QUIZ, policies=policies, lengths=(1, 2), samples=3, batch=1)
     clock = Clock()
     monkeypatch.setattr(together, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    together.execute(made, clock, end=end)
+    together.execute(made, clock, end=1000 + end)
     for policy in policies:
         assert {(row["length"], row["sample"]) for row in made.journal.rows if row["policy"] == policy} == done
 
@@ -336,6 +336,10 @@ def test_so_many_questions_are_asked_and_not_all_samples(
     together.execute(made, Silent(), questions=questions, timed=False)
     assert sorted({row["sample"] for row in made.journal.rows}) == list(samples)
     assert max(row["together"] for row in made.journal.rows) <= batch
+    monkeypatch.setattr(Shuffled, "samples", lambda *_: iter(()))
+    made = run(tmp_path / "none", model, monkeypatch, QUIZ, policies=("full",), batch=batch)
+    together.execute(made, Silent(), questions=questions, timed=False)
+    assert [row["status"] for row in made.journal.rows] == ["no data"]
 
 
 @pytest.mark.parametrize(("floor", "told"), [(0.31, False), (0.3, True)])
