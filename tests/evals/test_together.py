@@ -360,6 +360,32 @@ def test_what_guessing_earns_is_no_reason_to_ask_on(
     assert asked == dict.fromkeys(more["modes"], set("012") if told else {None})
 
 
+@pytest.mark.parametrize("case", ["a single sample", "another place", "no ceiling", "a loss"])
+def test_whether_policies_are_asked_is_the_full_caches_to_say_here(
+    case: str, tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what it scored elsewhere. Where it has no score, or what it has is a loss, they are."""
+    less, lengths = "h2o(budget=0.25)", (1, 2) if case == "another place" else (2,)
+    found = iter([1.0] * 4 * len(lengths[1:]) + [0.0] * 9)
+    monkeypatch.setattr(Shuffled, "score", lambda *_: {"found": next(found)})
+    monkeypatch.setattr(Shuffled, "floor", 99.0 if case == "a loss" else 0.0)
+
+    @contextlib.contextmanager
+    def opener(model: Any, policy: str) -> Iterator[Any]:
+        if policy == "full" and case == "no ceiling":
+            raise torch.OutOfMemoryError("too many")
+        with engine.opened(model, policy) as opened:
+            yield opened
+
+    more = {"few": 1, "lengths": lengths, "policies": ("full", less), "samples": 1}
+    made = run(tmp_path, model, monkeypatch, Forced() if case == "a loss" else QUIZ, **more)
+    made.opener = opener
+    together.execute(made, Silent(), timed=False)
+    status = {row["length"]: row["status"] for row in made.journal.rows if row["policy"] == less}
+    assert status[2] == ("ok" if case in ("no ceiling", "a loss") else "not measured")
+    assert status.get(1, "ok") == "ok"
+
+
 def test_what_a_reading_shares_with_prompts() -> None:
     reading = together.Reading([[1, 2, 3]], [], torch.zeros(1, 1))
     prompts = [[1, 2, 3], [1, 2, 3, 4], [1, 2, 9, 9], [1, 2]]
