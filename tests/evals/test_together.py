@@ -135,7 +135,7 @@ def test_rows_are_those_of_the_runner(
 
 
 def test_every_policy_is_timed_once_by_itself(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = run(tmp_path, model, monkeypatch, QUIZ, policies=("full", "h2o(budget=0.25)"), samples=4)
+    made = run(tmp_path, model, monkeypatch, QUIZ, policies=("full", "h2o(budget=0.25)"), batch=2)
     together.execute(made, Silent())
     timed = [(row["policy"], row["sample"]) for row in made.journal.rows if row["ttft"] is not None]
     assert sorted(set(timed)) == [("full", "0"), ("h2o(budget=0.25)", "0")]
