@@ -478,6 +478,29 @@ def test_a_length_too_small_is_recorded(tmp_path: Path) -> None:
     assert [row["status"] for row in fixed(tmp_path)] == ["too short"]
 
 
+@pytest.mark.parametrize(("chat", "template", "wrapped"), [
+    ("auto", True, True), ("auto", False, False), ("on", True, True), ("off", True, False), ("off", False, False),
+])  # fmt: skip
+def test_the_template_is_the_models_unless_told_otherwise(
+    tmp_path: Path, chat: str, template: bool, wrapped: bool
+) -> None:
+    made = Run(config(tmp_path, chat=chat), tiny_model(), tiny_tokenizer(chat=template), Journal(tmp_path / "x"))
+    assert bool(made.prompter.wrapper.head) == wrapped
+    if not template:
+        with pytest.raises(EvaluationError, match="no chat template"):
+            Run(config(tmp_path, chat="on"), made.model, made.tokenizer, Journal(tmp_path / "x"))
+
+
+def test_a_task_without_data_is_left_out_of_all_and_told_where_it_was_asked_for(tmp_path: Path) -> None:
+    row = {"input": "who?", "context": "The sky is blue.", "answers": ["blue"]}
+    (tmp_path / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n")
+    for tasks, left in (("all", True), ("hotpotqa,qasper", False)):
+        settings = config(tmp_path / tasks, suite="longbench", tasks=tasks, data={"longbench": tmp_path})
+        made = Run(settings, tiny_model(), tiny_tokenizer(), Journal(tmp_path / "x"))
+        assert ("qasper" in [task.name for task in made.left_out()]) == left
+        assert [cell.task.name for cell in made.cells()] == (["hotpotqa"] if left else ["hotpotqa", "qasper"])
+
+
 def test_users_data_are_cut_to_the_length_and_generated_ones_are_not(tmp_path: Path) -> None:
     run = Run(config(tmp_path), tiny_model(), tiny_tokenizer(), Journal(tmp_path / "x"))
     cell, later = run.cells()[0], replace(run.cells()[0], mode="multi-request")
@@ -486,6 +509,11 @@ def test_users_data_are_cut_to_the_length_and_generated_ones_are_not(tmp_path: P
     assert room(cell, SAMPLE, run.prompter) is None
     assert room(cell, users, run.prompter) == 1024 - 9
     assert room(later, users, run.prompter) == 16  # 1000 tokens are for the questions
+    assert room(later, replace(users, turns=SAMPLE.turns[:2]), run.prompter) == 1024 - 6 - 1000
+    asked = [len(run.prompter.follow("", turn)) for turn in SAMPLE.turns[1:]]
+    assert room(cell, users, run.prompter, golden=False) == 1024 - 9 - sum(asked)
+    apart: Any = replace(cell, task=SimpleNamespace(conversation=False))  # each question alone with the context
+    assert room(apart, users, run.prompter, golden=False) == 1024 - 9
     turn, question = single.turns[0], run.prompter.asked(single.turns[0])
     assert question and room(later, single, run.prompter) == 1024 - turn.max_new_tokens - len(question)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support_evals import tiny_model, tiny_tokenizer
 
+from kvengine.errors import UnsupportedPolicy
 from kvengine.evals import engine, together
 from kvengine.evals.config import RunConfig
 from kvengine.evals.engine import CacheSession
@@ -289,6 +290,27 @@ def test_a_cell_that_was_given_up_is_not_tried_again(
         assert rows() == [None] and opened.count(less) == 1
     room = True
     assert rows(retry=True) == [None, *"001122"]
+
+
+def test_what_a_policy_is_refused_for_is_told_and_the_stock_cache_is_asked_one_by_one(
+    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def opener(model: Any, policy: str) -> Iterator[Any]:
+        if policy == "h2o(budget=0.25)":
+            raise UnsupportedPolicy("not here")
+        with engine.opened(model, policy) as found:
+            yield found
+
+    alone, shared = (
+        run(tmp_path / name, model, monkeypatch, QUIZ, policies=("stock", "h2o(budget=0.25)"), samples=2)
+        for name in ("alone", "shared")
+    )
+    alone.opener = shared.opener = opener
+    alone.execute(Silent())
+    together.execute(shared, Silent(), timed=False)
+    assert lasting(shared.journal.rows) == lasting(alone.journal.rows)
+    assert [row["status"] for row in shared.journal.rows if row["policy"] != "full"] == ["ok"] * 4 + ["refused"]
 
 
 def test_time_that_is_over_ends_the_run_between_places(
