@@ -199,18 +199,52 @@ def test_a_request_without_a_question_goes_on_from_the_context() -> None:
     assert first.text == last.text != other.text and first.prompt_tokens == last.prompt_tokens
 
 
-def test_forced_nll_equals_the_loss_of_one_forward() -> None:
-    model, prompter = tiny_model(), Prompter(tiny_tokenizer())
-    turn = Turn(question="", answers=(" and what is the use of a book",), max_new_tokens=64, forced=True)
+@pytest.mark.parametrize("most", [64, 2, 1])
+def test_forced_nll_equals_the_loss_of_one_forward(most: int) -> None:
+    model, prompter = tiny_model(), Prompter(tiny_tokenizer(chat=True), True)  # the sample is raw: no template
+    turn = Turn(question="", answers=(" and what is the use of a book",), max_new_tokens=most, forced=True)
     sample = Sample(id="0", context="thought Alice", turns=(turn,), raw=True)
-    context, after = prompter.context(sample), prompter.ids(turn.answers[0])
+    bare = Prompter(prompter.tokenizer)
+    context, after = bare.context(sample), bare.ids(turn.answers[0])[:most]
     with torch.no_grad():
         logits = model(torch.tensor([context + after])).logits[0, len(context) - 1 : -1]
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(after)).item()
     for mode in ("multi-turn", "multi-request"):
         protocol = Protocol(prompter=prompter, mode=mode, stop=frozenset())
         answer = next(iter(protocol.play(StockEngine(model).session(), sample)))
-        assert answer.nll == pytest.approx(expected, abs=1e-5)
+        assert answer.nll == pytest.approx(expected, abs=1e-5) and answer.tokens == len(after)
+
+
+@dataclass
+class Slow(Recorder):
+    """Takes a second for each token that it reads."""
+
+    clock: list[float] = field(default_factory=lambda: [1000.0])
+
+    def read(self, ids: list[int], *, every: bool = False) -> Tensor:
+        self.clock[0] += len(ids)
+        return super().read(ids, every=every)
+
+    def branch(self) -> Slow:
+        return replace(self)
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("mode", ["multi-turn", "multi-request"])
+def test_times_are_those_of_what_the_turn_has_read(mode: str, forced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the first token: of what was unread, in a request the context too. Decoding: of the tokens after it."""
+    prompter, clock = Prompter(tiny_tokenizer()), [1000.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    sample = replace(SAMPLE, turns=tuple(replace(turn, forced=forced) for turn in SAMPLE.turns))
+    session = Slow([], prompter, prompter.ids("x")[0], clock=clock)
+    answers = list(Protocol(prompter=prompter, mode=mode, stop=frozenset()).play(session, sample))
+    follows = [len(prompter.follow(f"G{i}", SAMPLE.turns[i + 1])) for i in range(2)]
+    context, turns = len(prompter.context(SAMPLE)), SAMPLE.turns
+    conversation = [len(prompter.whole(SAMPLE)), *follows]
+    unread = conversation if mode == "multi-turn" else [context + len(prompter.asked(turn)) for turn in turns]
+    assert [answer.ttft for answer in answers] == unread
+    said = [len(prompter.ids(turn.answers[0])) if forced else 3 for turn in turns]
+    assert [answer.decode for answer in answers] == [n - 1 for n in said]
 
 
 # ---- prompts -------------------------------------------------------------------------------------------------------
