@@ -271,9 +271,17 @@ def test_a_raw_sample_has_no_template() -> None:
     assert prompter.of(SAMPLE) is prompter
 
 
-def test_a_template_that_changes_messages_is_refused() -> None:
+EACH = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [
+    EACH.replace("] }", "] | lower }"),
+    "{{ messages[-1]['content'] }}",  # what was said before is gone
+    "{% if messages | length > 1 %}" + EACH + "{% endif %}",  # and here what is said first
+])  # fmt: skip
+def test_a_template_that_changes_messages_is_refused(template: str) -> None:
     tokenizer = tiny_tokenizer(chat=True)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | lower }}{% endfor %}"
+    tokenizer.chat_template = template
     with pytest.raises(EvaluationError, match="drops or changes messages.*--chat off"):
         _ = Prompter(tokenizer, True).wrapper
 
@@ -281,6 +289,21 @@ def test_a_template_that_changes_messages_is_refused() -> None:
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     with pytest.raises(EvaluationError, match="no chat template.*--chat off"):
         _ = Prompter(tiny_tokenizer(chat=False), True).wrapper
+
+
+def test_a_sample_may_have_an_opening_of_its_own() -> None:
+    prompter = Prompter(tiny_tokenizer())
+    assert prompter.text(prompter.whole(replace(SAMPLE, opening="Q0? CONTEXT."))) == "Q0? CONTEXT. A:"
+
+
+@pytest.mark.parametrize("most", range(1, 12))
+def test_an_answer_read_from_its_text_takes_no_more_tokens_than_it_may(most: int) -> None:
+    prompter, turn = Prompter(tiny_tokenizer()), SAMPLE.turns[1]
+    answer = "Alice \ufffd\ufffd was"
+    whole, rest = prompter.follow(answer, turn), prompter.follow("", turn)
+    found = prompter.follow(answer, turn, most)
+    assert found[-len(rest) :] == rest and len(rest) < len(found) <= len(rest) + most
+    assert len(whole) > len(rest) + most or found == whole
 
 
 def test_the_middle_is_cut_and_both_ends_stay() -> None:
