@@ -95,9 +95,9 @@ class Protocol:
             branch = session if index == len(sample.turns) - 1 else session.branch()
             start = time.perf_counter() - prefill  # each request is charged the context it needs
             ids = self.prompter.asked(turn)
-            logits = branch.read(ids) if ids else logits
+            found = branch.read(ids) if ids else logits
             asked = Asked(len(context) + len(ids), len(context) < len(whole), start)
-            yield self._answer(branch, logits, turn, asked)
+            yield self._answer(branch, found, turn, asked)
 
     def cut(self, ids: list[int]) -> list[int]:
         """A first prompt without what does not fit of its middle."""

@@ -160,11 +160,17 @@ class Run:
         except (TooShort, NoData) as error:
             self.give_up(cell, key, error, observer)
             return
-        given_up = self.journal.given_up(key, cell.arm.code) and not self.config.retry
-        missing = [sample for sample in samples if not given_up and not self.journal.holds(key, sample, cell.arm.code)]
+        missing = self.missing(cell, samples)
         observer.cell(cell, len(samples), len(samples) - len(missing))
         if missing:
             self.attempt(cell, missing, observer)
+
+    def missing(self, cell: Cell, samples: list[Sample]) -> list[Sample]:
+        """Those that the cell has still to be asked; none if it was given up before, and is not to be tried again."""
+        key, code = self.key(cell), cell.arm.code
+        if self.journal.given_up(key, code) and not self.config.retry:
+            return []
+        return [sample for sample in samples if not self.journal.holds(key, sample, code)]
 
     def attempt(self, cell: Cell, missing: list[Sample], observer: Observer) -> None:
         """Do some samples of one cell, one after the other, or record why they cannot be done."""

@@ -112,9 +112,9 @@ class Fed:
     @torch.inference_mode()
     def rows(self, tokens: Tensor) -> Tensor:
         cache = self.inner.cache
-        if cache.seen:
+        n = 0 if cache.seen else self.reading.shared(tokens.tolist())
+        if not n:
             return self.inner.rows(tokens)
-        n = self.reading.shared(tokens.tolist())
         cache.announce(tokens.shape[1])
         give(self.inner.model, cache, self.reading, n)
         return self.inner.rows(tokens[:, n:]) if n < tokens.shape[1] else self.reading.logits
@@ -196,7 +196,7 @@ def fill(run: Run, cells: list[Cell], samples: list[Sample], observer: Observer,
     for sample in samples:
         groups[shape(scripts[sample.id])].append(sample)
     for cell in cells:
-        missing = [sample for sample in samples if not run.journal.holds(run.key(cell), sample, cell.arm.code)]
+        missing = run.missing(cell, samples)
         observer.cell(cell, len(samples), len(samples) - len(missing))
         if timed and missing[:1] == samples[:1] and not run.journal.timed(*clock(cell), cell.arm.code):
             run.attempt(cell, missing[:1], observer)
@@ -236,9 +236,8 @@ def fill_group(
     The whole group is asked if one of its samples is missing: an answer must not depend on where a run was cut off.
     """
     for cell in cells:
-        key = run.key(cell)
-        missing = [sample for sample in group if not run.journal.holds(key, sample, cell.arm.code)]
-        if not missing or (run.journal.given_up(key, cell.arm.code) and not run.config.retry):
+        missing = run.missing(cell, group)
+        if not missing:
             continue
         scripts = [one for one in acts if one is not None]
         if len(scripts) < len(group) or cell.arm.policy == STOCK or cell.arm.refused:
@@ -251,7 +250,7 @@ def fill_group(
         except OUT_OF_MEMORY:
             run.attempt(cell, missing, observer)  # one after the other, each with its own context
         except tuple(GIVEN_UP) as error:
-            run.give_up(cell, key, error, observer)
+            run.give_up(cell, run.key(cell), error, observer)
         else:
             for sample in missing:
                 run.journal.append(rows[sample.id])

@@ -124,7 +124,7 @@ def attended(lane: Lane) -> Int[Tensor, "row"]:
 def lane_reads(lane: Lane) -> int:
     """Bytes that one more decoded token reads of this lane."""
     tail = lane.tail
-    stored = [x for name, x in tail.tensors().items() if name in ("k", "v") or (name == "position" and tail.placed)]
+    stored = [x for name, x in tail.tensors().items() if name != "score"]  # no slots of positions where order tells
     size = sum(x[:, tail.span].numel() * x.element_size() for x in stored)
     pages = lane.pages
     if pages is None or lane.pool is None or not len(pages):

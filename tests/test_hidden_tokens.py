@@ -151,6 +151,27 @@ def test_what_is_not_known_any_more_is_refused() -> None:
             model(more[:, 61:], attention_mask=mask, cache=cache)
 
 
+def test_of_what_came_after_a_verdict_the_places_are_known() -> None:
+    """The lane's own arithmetic over what is left, for the token that comes next."""
+    bare = Bare("snapkv(budget=24, window=6)", heads=1)
+    bare.cache.session.positions = False  # nobody asks for other positions of what stays
+    bare.feed(60)
+    lane = bare.cache.parts[0].lane
+    for _ in range(3):
+        bare.feed(1)
+    k, v, *_ = (x[0].clone() for x in lane.everything())
+    hidden = torch.zeros(1, 63, dtype=torch.bool)
+    hidden[0, 61] = True
+    assert not lane.tail.exact and len(k) == 27
+    lane.hide(hidden)
+    found = bare.feed(1)[0, 0]  # [q_head, dim]
+    left = torch.arange(27) != 25
+    keys, values = torch.cat([k[left], bare.k[0, 0, 63:64]]), torch.cat([v[left], bare.v[0, 0, 63:64]])
+    want = (bare.q[0, :, 63] @ keys.T * bare.call.scale).softmax(-1) @ values
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    assert int(bare.cache.parts[0].lane.tail.count().sum()) == 27
+
+
 def test_tokens_that_have_moved_over_padding_are_not_taken_for_others() -> None:
     model, cache = patched("h2o(budget=24)"), None
     ids = torch.randint(1, 128, (2, 50), generator=torch.Generator().manual_seed(3))

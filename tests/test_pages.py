@@ -56,6 +56,55 @@ def test_a_page_of_which_the_first_token_alone_is_left_stays() -> None:
     assert pages.alive.tolist() == [[True, False, False, False], [False, False, True, False]]
 
 
+class Named:
+    """A table that names these pages."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pages: list[int] = []
+        pool.users.add(self)
+
+    def pages_in_use(self) -> list[int]:
+        return self.pages
+
+
+@pytest.mark.parametrize("per", [1, 2])
+def test_pages_that_no_table_names_are_taken_before_there_are_more(per: int) -> None:
+    pool = Pool(Device(), per=per)
+    table, counter = Named(pool), iter(range(999))
+
+    def put(count: int) -> list[int]:
+        numbers = torch.tensor([next(counter) for _ in range(count)])
+        at = pool.put({"a": numbers[:, None].expand(-1, 4).clone()})
+        kept.update(zip(at.tolist(), numbers.tolist(), strict=True))
+        return at.tolist()
+
+    kept: dict[int, int] = {}
+    table.pages = put(16)
+    assert pool.pages == 16 and len(set(table.pages)) == 16
+    (shelf,), gone = pool.shelves, list[list[int]]()
+    shelf.forget = lambda pieces: gone.append(sorted(pieces.tolist()))  # type: ignore[method-assign]
+    freed = sorted(table.pages[3:7])
+    del table.pages[3:7]
+    table.pages += put(4)
+    assert pool.pages == 16 and sorted(table.pages) == list(range(16))
+    assert gone == [[page * per + piece for page in freed for piece in range(per)]]
+    table.pages += put(1)
+    assert pool.pages == 18  # an eighth more at a time
+    table.pages += put(2)
+    assert pool.pages == 20 and len(set(table.pages)) == 19
+    pool.ensure(3)
+    assert pool.pages == 22  # and here so many as are asked for, of which one was free
+    pool.ensure(1)
+    del table.pages[:2]
+    pool.ensure(5)
+    table.pages += put(5)
+    assert pool.pages == 22 == len(set(table.pages))
+    found = pool.read(torch.tensor(table.pages))["a"]
+    assert found.tolist() == [[kept[page]] * 4 for page in table.pages]
+    assert len(set(pool.stamps.tolist())) == 22  # each was written at a time of its own
+    assert pool.page_bytes == 4 * 8  # four numbers of eight bytes, in however many pieces
+
+
 @pytest.mark.parametrize("more", ["host", "quest(budget=8, page=4)"])
 def test_pages_that_a_retention_has_emptied_are_given_back_while_decoding(more: str) -> None:
     """At most 14 tokens are held: the first two, and others that lie in two pages of 16, or three at most."""

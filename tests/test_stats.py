@@ -15,6 +15,10 @@ from kvengine.evals import maps
 from kvengine.session import Call
 from kvengine.stack import Stack
 
+TOKEN = 2 * 16 * 4  # bytes of a key and a value
+KIVI = 16 * 2 * 16 // 2 + 2 * (2 * 16 + 16 * 2) * 2  # of a page: codes; scales and zeros
+BY_TOKEN = {"oracle_topk(budget=24)": TOKEN, "oracle_topk(budget=32) + kivi(bits=4, group=8, residual=8)": KIVI}
+
 
 def tensors_of(cache: kvengine.EngineCache) -> dict[int, int]:
     """Bytes of every storage that can be reached from the cache's lanes, found by walking objects."""
@@ -139,6 +143,11 @@ def test_a_token_whose_page_is_sealed_after_it_has_read_its_budget_too(text: str
             assert least <= int(last.min()) and int(last.max()) <= int(text.split("=")[1][:2])
             assert torch.equal(read, stats.attended)
             sizes.append(stats.read_per_token)
+            if text in BY_TOKEN:  # the tail, and of the rest of what was read one by one, or the page of each
+                tails = [part.lane.tail for layer in cache.engines for part in layer.parts]
+                near = sum(2 * len(tail) for tail in tails)
+                placed = sum(2 * len(tail) * 4 * tail.placed for tail in tails)
+                assert sizes[-1] == near * TOKEN + placed + (int(stats.attended.sum()) - near) * BY_TOKEN[text]
     if "kivi" not in text and "ann" not in text:
         assert max(sizes) < 1.6 * min(sizes)
 
@@ -215,16 +224,14 @@ def test_pages_that_cannot_be_packed_anew_are_given_back_when_they_are_empty() -
     assert pages is not None and pages.columns <= 24 and pages.pool.pages <= 2 * 24 * 9 // 8 + 2
 
 
-TOKEN = 2 * 16 * 4  # bytes of a key and a value
-
-
 @pytest.mark.parametrize(
     ("text", "page"),
     [
         ("full", 0),
         ("snapkv(budget=24, window=6)", 0),
+        ("h2o(budget=24)", 0),  # scores are written, and read by who judges
         ("streaming(sinks=2, recent=14)", 0),
-        ("kivi(bits=4, group=8, residual=8)", 16 * 2 * 16 // 2 + 2 * (2 * 16 + 16 * 2) * 2),  # codes; scales and zeros
+        ("kivi(bits=4, group=8, residual=8)", KIVI),
         ("quest(budget=24, page=4)", 16 * TOKEN),
         ("oracle_topk(budget=24)", 16 * TOKEN),
     ],

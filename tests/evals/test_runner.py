@@ -35,9 +35,9 @@ from kvengine.evals.engine import CacheSession, StockEngine, Usage
 from kvengine.evals.policies import arms, split
 from kvengine.evals.progress import Bar, Silent
 from kvengine.evals.prompt import Prompter, middle_cut
-from kvengine.evals.protocol import Protocol
+from kvengine.evals.protocol import Answer, Protocol
 from kvengine.evals.records import MEASURED, Journal
-from kvengine.evals.runner import Cell, Run, room
+from kvengine.evals.runner import Cell, Run, outcome, room
 from kvengine.evals.tasks import Sample, Turn
 from kvengine.evals.tasks import _words as words
 from kvengine.policies import catalogue
@@ -148,18 +148,103 @@ def test_answers_equal_those_of_generate() -> None:
     assert answers["multi-turn"].tokens == 12 and answers["multi-turn"].finish == "length"
 
 
-def test_forced_nll_equals_the_loss_of_one_forward() -> None:
+@pytest.mark.parametrize("mode", ["multi-turn", "multi-request"])
+def test_an_answer_ends_before_the_first_token_that_ends_one(mode: str) -> None:
     model, prompter = tiny_model(), Prompter(tiny_tokenizer())
-    turn = Turn(question="", answers=(" and what is the use of a book",), max_new_tokens=64, forced=True)
+    turn = Turn(question="Q?", answers=("x",), max_new_tokens=12)
+    sample = Sample(id="0", context="Alice was beginning to get very tired. ", turns=(turn,))
+    parts = prompter.context(sample) + prompter.asked(turn)
+    ids = torch.tensor([prompter.whole(sample) if mode == "multi-turn" else parts])
+    said = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, ids.shape[1] :].tolist()
+    for end in (said[0], said[-1]):
+        kept = said[: said.index(end)]
+        protocol = Protocol(prompter=prompter, mode=mode, stop=frozenset({end}))
+        answer = next(iter(protocol.play(StockEngine(model).session(), sample)))
+        assert (answer.text, answer.tokens, answer.finish) == (prompter.text(kept), len(kept), "stop")
+        assert answer.usage.held == ids.shape[1] + len(kept)
+
+
+@pytest.mark.parametrize(
+    ("mode", "limit"), [("multi-turn", 9), ("multi-turn", 99), ("multi-request", 4), ("multi-request", 99)]
+)
+def test_what_was_read_is_counted_and_what_was_cut_is_told(mode: str, limit: int) -> None:
+    """A later turn of a conversation reads no first prompt; a request is charged the context with its question."""
+    prompter = Prompter(tiny_tokenizer())
+    protocol = Protocol(prompter=prompter, mode=mode, stop=frozenset(), limit=limit)
+    session = Recorder([], prompter, prompter.ids("x")[0])
+    answers = list(protocol.play(session, SAMPLE))
+    if mode == "multi-turn":
+        whole, later = (
+            len(prompter.whole(SAMPLE)),
+            [len(prompter.follow(f"G{i}", SAMPLE.turns[i + 1])) for i in range(2)],
+        )
+        assert [answer.prompt_tokens for answer in answers] == [min(whole, limit), *later]
+        assert [answer.truncated for answer in answers] == [limit < whole, False, False]
+    else:
+        whole = len(prompter.context(SAMPLE))
+        assert [answer.prompt_tokens for answer in answers] == [
+            min(whole, limit) + len(prompter.asked(turn)) for turn in SAMPLE.turns
+        ]
+        assert [answer.truncated for answer in answers] == [limit < whole] * 3
+    assert len(session.branches) == 2 and {answer.finish for answer in answers} == {"length"}
+
+
+def test_a_request_without_a_question_goes_on_from_the_context() -> None:
+    """Whatever was asked before it: it was answered from what the question before it had led to."""
+    model, prompter = tiny_model(), Prompter(tiny_tokenizer())
+    asked, bare = (Turn(question=text, answers=("x",), max_new_tokens=6) for text in ("Who said that?", ""))
+    sample = Sample(id="0", context="Alice was beginning to get very tired. ", turns=(bare, asked, bare))
+    protocol = Protocol(prompter=prompter, mode="multi-request", stop=frozenset())
+    first, other, last = protocol.play(StockEngine(model).session(), sample)
+    assert first.text == last.text != other.text and first.prompt_tokens == last.prompt_tokens
+
+
+@pytest.mark.parametrize("most", [64, 2, 1])
+def test_forced_nll_equals_the_loss_of_one_forward(most: int) -> None:
+    model, prompter = tiny_model(), Prompter(tiny_tokenizer(chat=True), True)  # the sample is raw: no template
+    turn = Turn(question="", answers=(" and what is the use of a book",), max_new_tokens=most, forced=True)
     sample = Sample(id="0", context="thought Alice", turns=(turn,), raw=True)
-    context, after = prompter.context(sample), prompter.ids(turn.answers[0])
+    bare = Prompter(prompter.tokenizer)
+    context, after = bare.context(sample), bare.ids(turn.answers[0])[:most]
     with torch.no_grad():
         logits = model(torch.tensor([context + after])).logits[0, len(context) - 1 : -1]
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(after)).item()
     for mode in ("multi-turn", "multi-request"):
         protocol = Protocol(prompter=prompter, mode=mode, stop=frozenset())
         answer = next(iter(protocol.play(StockEngine(model).session(), sample)))
-        assert answer.nll == pytest.approx(expected, abs=1e-5)
+        assert answer.nll == pytest.approx(expected, abs=1e-5) and answer.tokens == len(after)
+
+
+@dataclass
+class Slow(Recorder):
+    """Takes a second for each token that it reads."""
+
+    clock: list[float] = field(default_factory=lambda: [1000.0])
+
+    def read(self, ids: list[int], *, every: bool = False) -> Tensor:
+        self.clock[0] += len(ids)
+        return super().read(ids, every=every)
+
+    def branch(self) -> Slow:
+        return replace(self)
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("mode", ["multi-turn", "multi-request"])
+def test_times_are_those_of_what_the_turn_has_read(mode: str, forced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the first token: of what was unread, in a request the context too. Decoding: of the tokens after it."""
+    prompter, clock = Prompter(tiny_tokenizer()), [1000.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    sample = replace(SAMPLE, turns=tuple(replace(turn, forced=forced) for turn in SAMPLE.turns))
+    session = Slow([], prompter, prompter.ids("x")[0], clock=clock)
+    answers = list(Protocol(prompter=prompter, mode=mode, stop=frozenset()).play(session, sample))
+    follows = [len(prompter.follow(f"G{i}", SAMPLE.turns[i + 1])) for i in range(2)]
+    context, turns = len(prompter.context(SAMPLE)), SAMPLE.turns
+    conversation = [len(prompter.whole(SAMPLE)), *follows]
+    unread = conversation if mode == "multi-turn" else [context + len(prompter.asked(turn)) for turn in turns]
+    assert [answer.ttft for answer in answers] == unread
+    said = [len(prompter.ids(turn.answers[0])) if forced else 3 for turn in turns]
+    assert [answer.decode for answer in answers] == [n - 1 for n in said]
 
 
 # ---- prompts -------------------------------------------------------------------------------------------------------
@@ -186,9 +271,17 @@ def test_a_raw_sample_has_no_template() -> None:
     assert prompter.of(SAMPLE) is prompter
 
 
-def test_a_template_that_changes_messages_is_refused() -> None:
+EACH = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [
+    EACH.replace("] }", "] | lower }"),
+    "{{ messages[-1]['content'] }}",  # what was said before is gone
+    "{% if messages | length > 1 %}" + EACH + "{% endif %}",  # and here what is said first
+])  # fmt: skip
+def test_a_template_that_changes_messages_is_refused(template: str) -> None:
     tokenizer = tiny_tokenizer(chat=True)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | lower }}{% endfor %}"
+    tokenizer.chat_template = template
     with pytest.raises(EvaluationError, match="drops or changes messages.*--chat off"):
         _ = Prompter(tokenizer, True).wrapper
 
@@ -196,6 +289,21 @@ def test_a_template_that_changes_messages_is_refused() -> None:
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     with pytest.raises(EvaluationError, match="no chat template.*--chat off"):
         _ = Prompter(tiny_tokenizer(chat=False), True).wrapper
+
+
+def test_a_sample_may_have_an_opening_of_its_own() -> None:
+    prompter = Prompter(tiny_tokenizer())
+    assert prompter.text(prompter.whole(replace(SAMPLE, opening="Q0? CONTEXT."))) == "Q0? CONTEXT. A:"
+
+
+@pytest.mark.parametrize("most", range(1, 12))
+def test_an_answer_read_from_its_text_takes_no_more_tokens_than_it_may(most: int) -> None:
+    prompter, turn = Prompter(tiny_tokenizer()), SAMPLE.turns[1]
+    answer = "Alice \ufffd\ufffd was"
+    whole, rest = prompter.follow(answer, turn), prompter.follow("", turn)
+    found = prompter.follow(answer, turn, most)
+    assert found[-len(rest) :] == rest and len(rest) < len(found) <= len(rest) + most
+    assert len(whole) > len(rest) + most or found == whole
 
 
 def test_the_middle_is_cut_and_both_ends_stay() -> None:
@@ -252,6 +360,27 @@ def test_rows_hold_what_a_reader_needs(tmp_path: Path) -> None:
     assert row["held"] == row["attended"] == row["prompt_tokens"] + row["new_tokens"] - 1
     assert row["bytes_held"] == row["held"] * 2 * 2 * 2 * 8 * 4  # layers · k and v · kv heads · head size · fp32
     assert row["ttft"] > 0 and row["tokens_per_s"] > 0 and 0 <= row["meta"]["depth"] <= 1
+
+
+def test_a_row_says_what_an_answer_was_worth() -> None:
+    usage = Usage(held=3.0, attended=2.0, bytes_held=5, read_per_token=4)
+    said = Answer(
+        text=" x", tokens=5, finish="stop", prompt_tokens=7, truncated=True, ttft=0.5, decode=2.0, usage=usage
+    )  # fmt: skip
+    task: Any = SimpleNamespace(metric="official", score=lambda turn, text: {"strict": 0.0, "official": 1.0})
+    row = outcome(task, SAMPLE.turns[0], said)
+    assert (row["metric"], row["score"], row["scores"]) == ("official", 1.0, {"strict": 0.0, "official": 1.0})
+    assert (row["answers"], row["null"], row["truncated"], row["finish"]) == (["G0"], False, True, "stop")
+    assert row["tokens_per_s"] == 4 / 2.0  # the first comes with the prompt
+    assert [row[name] for name in ("prompt_tokens", "new_tokens", "held", "attended", "bytes_held")] == [7, 5, 3, 2, 5]
+    task.metric = "of another kind"  # of a task that mixes several
+    assert outcome(task, SAMPLE.turns[0], said)["metric"] == "strict"
+    rows = [outcome(task, SAMPLE.turns[0], replace(said, **more)) for more in ({"tokens": 1}, {"decode": None})]
+    assert [row["tokens_per_s"] for row in rows] == [None, None]
+    assert outcome(task, SAMPLE.turns[0], replace(said, text=" \n"))["null"]
+    row = outcome(task, replace(SAMPLE.turns[0], forced=True), replace(said, text="", nll=0.25))
+    assert (row["metric"], row["score"], row["scores"]) == ("nll", 0.25, {"nll": 0.25})
+    assert (row["answers"], row["null"], row["tokens_per_s"]) == ([], False, None)
 
 
 def test_a_torn_tail_is_cut_and_only_that_sample_done_again(tmp_path: Path) -> None:
@@ -406,6 +535,29 @@ def test_a_length_too_small_is_recorded(tmp_path: Path) -> None:
     assert [row["status"] for row in fixed(tmp_path)] == ["too short"]
 
 
+@pytest.mark.parametrize(("chat", "template", "wrapped"), [
+    ("auto", True, True), ("auto", False, False), ("on", True, True), ("off", True, False), ("off", False, False),
+])  # fmt: skip
+def test_the_template_is_the_models_unless_told_otherwise(
+    tmp_path: Path, chat: str, template: bool, wrapped: bool
+) -> None:
+    made = Run(config(tmp_path, chat=chat), tiny_model(), tiny_tokenizer(chat=template), Journal(tmp_path / "x"))
+    assert bool(made.prompter.wrapper.head) == wrapped
+    if not template:
+        with pytest.raises(EvaluationError, match="no chat template"):
+            Run(config(tmp_path, chat="on"), made.model, made.tokenizer, Journal(tmp_path / "x"))
+
+
+def test_a_task_without_data_is_left_out_of_all_and_told_where_it_was_asked_for(tmp_path: Path) -> None:
+    row = {"input": "who?", "context": "The sky is blue.", "answers": ["blue"]}
+    (tmp_path / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n")
+    for tasks, left in (("all", True), ("hotpotqa,qasper", False)):
+        settings = config(tmp_path / tasks, suite="longbench", tasks=tasks, data={"longbench": tmp_path})
+        made = Run(settings, tiny_model(), tiny_tokenizer(), Journal(tmp_path / "x"))
+        assert ("qasper" in [task.name for task in made.left_out()]) == left
+        assert [cell.task.name for cell in made.cells()] == (["hotpotqa"] if left else ["hotpotqa", "qasper"])
+
+
 def test_users_data_are_cut_to_the_length_and_generated_ones_are_not(tmp_path: Path) -> None:
     run = Run(config(tmp_path), tiny_model(), tiny_tokenizer(), Journal(tmp_path / "x"))
     cell, later = run.cells()[0], replace(run.cells()[0], mode="multi-request")
@@ -414,6 +566,11 @@ def test_users_data_are_cut_to_the_length_and_generated_ones_are_not(tmp_path: P
     assert room(cell, SAMPLE, run.prompter) is None
     assert room(cell, users, run.prompter) == 1024 - 9
     assert room(later, users, run.prompter) == 16  # 1000 tokens are for the questions
+    assert room(later, replace(users, turns=SAMPLE.turns[:2]), run.prompter) == 1024 - 6 - 1000
+    asked = [len(run.prompter.follow("", turn)) for turn in SAMPLE.turns[1:]]
+    assert room(cell, users, run.prompter, golden=False) == 1024 - 9 - sum(asked)
+    apart: Any = replace(cell, task=SimpleNamespace(conversation=False))  # each question alone with the context
+    assert room(apart, users, run.prompter, golden=False) == 1024 - 9
     turn, question = single.turns[0], run.prompter.asked(single.turns[0])
     assert question and room(later, single, run.prompter) == 1024 - turn.max_new_tokens - len(question)
 
