@@ -15,14 +15,19 @@ from kvengine.speculative.law import Text
 from kvengine.speculative.report import Report
 from kvengine.speculative.session import Asks
 from kvengine.speculative.tier import Drafter, Tier
+from kvengine.speculative.turning import reads_anew, turning_point
 
 
 class Run:
     """One sequence, from its prompt to its end."""
 
-    def __init__(self, top: Tier, criteria: Callable[..., Tensor] | None, limit: int, watch: Watch) -> None:
-        """criteria: as in transformers; limit: tokens of the longest text, padding included; watch: this row's time."""
-        self.top, self.criteria, self.limit, self.watch = top, criteria, limit, watch
+    def __init__(
+        self, begin: Callable[[], Tier], criteria: Callable[..., Tensor] | None, limit: int, watch: Watch
+    ) -> None:
+        """begin: tiers that have read nothing yet; criteria: as in transformers; limit: tokens of the longest text, padding
+        included; watch: this row's time."""
+        self.begin, self.top, self.criteria, self.limit, self.watch = begin, begin(), criteria, limit, watch
+        self.turn = turning_point(self.top.session.model)
         self.report = Report()
 
     def going(self, text: Text, put: Callable[[Tensor], None] | None) -> Asks[list[int]]:
@@ -31,10 +36,31 @@ class Run:
         new = [self._first(text)]
         prefill = clock.lap()
         while not self._append(text, new, put):
-            room = self.limit - len(text.padding) - len(text) - 1
-            new = (yield from self.top.stepping(text, (), room))[0].tokens
-        self.report = Report.of(self.top, prompt, len(text) - prompt, prefill, clock.lap())
+            if self._outgrown(text):
+                new = [self._anew(text)]
+            else:
+                new = (yield from self.top.stepping(text, (), self._room(text)))[0].tokens
+        before, self.report = self.report, Report.of(self.top, prompt, len(text) - prompt, prefill, clock.lap())
+        self.report.go_on(before)
         return [*text.padding, *text.tokens]
+
+    def _room(self, text: Text) -> int:
+        """Tokens that may be drafted: up to the end, and not over to another rotation."""
+        room = self.limit - len(text.padding) - len(text) - 1
+        return room if self.turn is None or len(text) > self.turn else min(room, self.turn - len(text))
+
+    def _outgrown(self, text: Text) -> bool:
+        """Whether the text has just outgrown the rotation that it was read with, and the model has it read anew."""
+        session = self.top.session
+        if self.turn is None or not session.settled <= self.turn < len(text):
+            return False
+        return reads_anew(session.model, text, session.cache)
+
+    def _anew(self, text: Text) -> int:
+        """Read all of it with tiers that have read nothing, and draw the next token."""
+        self.report = Report.of(self.top, 0, 0, (0.0, 0.0), (0.0, 0.0))
+        self.top = self.begin()
+        return self._first(text)
 
     def _first(self, text: Text) -> int:
         """Read the prompt with every model, and draw the first token."""

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 import kvengine
 from kvengine.hf_generate import PREPARING
 from kvengine.hf_names import CACHE, cache_among
+from kvengine.speculative import TriForce
 
 SHORT = 32
 LONGROPE = {
@@ -34,7 +35,7 @@ class Remembers(transformers.Phi3ForCausalLM):
 def build(kind: type = transformers.Phi3ForCausalLM) -> Any:
     options = {"sliding_window": None, "original_max_position_embeddings": SHORT, "rope_parameters": LONGROPE}
     torch.manual_seed(0)
-    return kind(transformers.Phi3Config(**BASE | options)).eval()
+    return kind(cast(Any, kind).config_class(**BASE | options)).eval()
 
 
 def text(length: int) -> Tensor:
@@ -94,3 +95,19 @@ def test_who_prepares_its_inputs_keeps_doing_so() -> None:
         said(model, text(50), nonsense=1)
     kvengine.unpatch(model)
     assert set(vars(model)) == before and getattr(model, PREPARING).__func__ is getattr(type(model), PREPARING)
+
+
+@pytest.mark.parametrize("kind", [transformers.Phi3ForCausalLM, transformers.LlamaForCausalLM])
+@pytest.mark.parametrize(("middle", "stack"), [("kivi(residual=500)", "full"), (None, "snapkv(budget=12, window=4)")])
+def test_drafts_end_where_a_text_outgrows_the_first(kind: type, middle: str | None, stack: str) -> None:
+    """And who reads it anew reads it with every tier. Llama goes on with keys of both."""
+    model = kvengine.patch(build(kind).double(), stack)
+    want = said(model, text(23))
+    decoder = TriForce(model, "lookup" if middle is None else None, middle, (2, 5), stack=stack)
+    assert torch.equal(decoder.generate(text(23), max_new_tokens=16, do_sample=False), want)
+    report, passes = decoder.report, decoder.report.tiers[0].passes
+    assert (report.rows, report.prompt, report.emitted) == (1, 23, 16)
+    assert passes + sum(report.tiers[0].stood) == 14 if kind is transformers.Phi3ForCausalLM else 15
+    options = {"max_new_tokens": 16, "temperature": 2.0, "seed": 5, "coupled": True}
+    plain = TriForce(model, None, None, stack=stack).generate(text(23), **options)
+    assert torch.equal(decoder.generate(text(23), **options), plain)
