@@ -9,13 +9,14 @@ import torch
 import transformers
 from families.configs import BASE
 from torch import Tensor
+from transformers import LogitsProcessor
 
 import kvengine
 from kvengine.hf_generate import PREPARING
 from kvengine.hf_names import CACHE, cache_among
 from kvengine.speculative import TriForce
 
-SHORT = 32
+SHORT, END = 32, 126
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
     "original_max_position_embeddings": SHORT, "short_mscale": 1.0, "long_mscale": 1.0,
@@ -111,3 +112,39 @@ def test_drafts_end_where_a_text_outgrows_the_first(kind: type, middle: str | No
     options = {"max_new_tokens": 16, "temperature": 2.0, "seed": 5, "coupled": True}
     plain = TriForce(model, None, None, stack=stack).generate(text(23), **options)
     assert torch.equal(decoder.generate(text(23), **options), plain)
+
+
+class Ends(LogitsProcessor):
+    """The second row's text, after its second token."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, END] = -torch.inf
+        if input_ids.shape[1] == 29:
+            scores[1, END] = torch.inf
+        return scores
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(
+    "policy", ["streaming(sinks=1, recent=6)", "h2o(budget=12)", "kvzip(budget=12, chunk=8, carry=2)"]
+)
+def test_a_row_that_had_ended_is_given_no_padding_then(policy: str, masked: bool) -> None:
+    model = kvengine.patch(build(), policy)
+    ids, cache, twin = torch.cat([text(28), text(30)[:, 2:]]), kvengine.EngineCache(model), kvengine.EngineCache(model)
+    options = {"attention_mask": torch.ones_like(ids)} if masked else {}
+    options |= {"eos_token_id": END, "pad_token_id": 0, "logits_processor": [Ends()], "cache": cache}
+    out = model.generate(ids, max_new_tokens=16, do_sample=False, **options)
+    assert out[1].tolist().index(END) == 29
+    mask, turn = torch.ones(2, 47, dtype=torch.long), torch.tensor([[5, 6, 7], [8, 9, 10]])
+    mask[1, 30:44] = 0
+    ids = torch.cat([out, turn], 1)
+    logits = []
+    for each, begin in ((twin, 0), (cache, 43)):
+        ends = [SHORT + 1, *range(SHORT + 2, 44)] if each is twin else []
+        for end in [*ends, 47]:
+            at = (mask[:, :end].cumsum(1) - 1)[:, begin:]
+            with torch.no_grad():
+                found = model(ids[:, begin:end], attention_mask=mask[:, :end], position_ids=at, **{CACHE: each})
+            begin = end
+        logits.append(found.logits[:, -3:])
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
