@@ -32,7 +32,7 @@ STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and
 CHUNKS = 5, 21  # the first transformers whose chunked reading begins behind what is cached
 OLD_PEFT = 0, 21, 2  # the last that knows a cache by its older name only
 OWN = "{} makes caches in a way of its own, and the engine has no place there; call kvengine.unpatch(model)"
-LASTING = ("options", "lent", "heeded", "ended", "ends", "paused")  # of a session, while `generate` runs
+LASTING = ("options", "lent", "heeded", "following", "ended", "ends", "paused")  # of a session, while `generate` runs
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 BEGUN: ContextVar[tuple[weakref.ref[Session], bool] | None] = ContextVar("begun", default=None)
 """The session of the engine's cache that `generate` has prepared last, and whether others may go on with it under a policy."""

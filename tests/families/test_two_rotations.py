@@ -148,3 +148,14 @@ def test_a_row_that_had_ended_is_given_no_padding_then(policy: str, masked: bool
             begin = end
         logits.append(found.logits[:, -3:])
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_questions_that_follow_up_go_on_doing_so() -> None:
+    """What is read anew is a prompt, the first question with it; the second question is not."""
+    model = kvengine.patch(build(), "snapkv(budget=12, window=4)")
+    cache = kvengine.EngineCache(model)
+    model.generate(text(20), max_new_tokens=2, do_sample=False, cache=cache)
+    cache.follow_up()
+    for length, held in ((40, 13), (60, 33)):
+        model.generate(text(length), max_new_tokens=2, do_sample=False, cache=cache)
+        assert (cache.stats().held == held).all()
