@@ -24,6 +24,7 @@ from kvengine.rope import Rope
 from kvengine.stack import Stack
 
 STATIC = {"default", "linear", "llama3", "yarn", "proportional"}  # kinds whose frequencies never change
+LONG, DYNAMIC = "longrope", "dynamic"  # kinds whose frequencies follow the length of what is read
 TOKENS, APART = 4, 7  # of the trial
 
 
@@ -89,6 +90,22 @@ def frequencies_of(model: nn.Module) -> list[Tensor]:
             if name.endswith("inv_freq") and "original" not in name and kind(module, name) in STATIC:
                 found.append(buffer)
     return found
+
+
+def turning_point(model: nn.Module, *kinds: str) -> int | None:
+    """Tokens of the longest text that has the first of several rotations, if the model's is one of these kinds; else None.
+
+    "longrope" has another for all longer texts, "dynamic" one for each length.
+    """
+    text = cast(Any, model).config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    known = [x for x in (rope, *rope.values()) if isinstance(x, dict) and x.get("rope_type") in kinds]
+    # A dynamic one is reset by texts shorter than that.
+    found = [
+        x.get("original_max_position_embeddings") if x["rope_type"] == LONG else text.max_position_embeddings - 1
+        for x in known
+    ]
+    return min((int(x) for x in found if x is not None), default=None)
 
 
 def kind(module: nn.Module, name: str) -> str:

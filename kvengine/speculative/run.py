@@ -10,12 +10,13 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 from kvengine.errors import ModelError
+from kvengine.hf_rope import LONG, turning_point
 from kvengine.speculative.clock import Clock, Watch
 from kvengine.speculative.law import Text
 from kvengine.speculative.report import Report
 from kvengine.speculative.session import Asks
 from kvengine.speculative.tier import Drafter, Tier
-from kvengine.speculative.turning import reads_anew, turning_point
+from kvengine.speculative.turning import reads_anew
 
 
 class Run:
@@ -27,7 +28,7 @@ class Run:
         """begin: tiers that have read nothing yet; criteria: as in transformers; limit: tokens of the longest text, padding
         included; watch: this row's time."""
         self.begin, self.top, self.criteria, self.limit, self.watch = begin, begin(), criteria, limit, watch
-        self.turn = turning_point(self.top.session.model)
+        self.turn = turning_point(self.top.session.model, LONG)
         self.report = Report()
 
     def going(self, text: Text, put: Callable[[Tensor], None] | None) -> Asks[list[int]]:

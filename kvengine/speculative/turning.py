@@ -16,21 +16,6 @@ from kvengine.hf_generate import PREPARING
 from kvengine.hf_names import cache_among, passed
 from kvengine.speculative.law import Text
 
-TURNING = "longrope"
-
-
-def turning_point(model: Any) -> int | None:
-    """Tokens of the longest text that has the shorter rotation; None: there is one rotation."""
-    config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    found = {
-        x.get("original_max_position_embeddings")
-        for x in (rope, *rope.values())
-        if isinstance(x, dict) and x.get("rope_type") == TURNING
-    }
-    known = [int(x) for x in found if x is not None]
-    return min(known) if known else None
-
 
 def reads_anew(model: Any, text: Text, cache: EngineCache) -> bool:
     """Whether `generate` would go on with this text in another cache than this one."""
