@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from kvengine.errors import ModelError
@@ -25,6 +25,7 @@ from kvengine.hf_drafts import beside
 from kvengine.hf_ended import Ends, behind
 from kvengine.hf_forward import PAGED, PREPARED
 from kvengine.hf_names import CACHE, NAMES, cache_among, renamed
+from kvengine.hf_rope import LONG, turning_point
 from kvengine.session import Session
 from kvengine.stack import Stack
 
@@ -216,8 +217,9 @@ def read(
 ) -> Any:
     """`_prefill`: earlier versions read a later turn's text from its first token on, if in chunks."""
     stock: Any = type(self)._prefill  # type: ignore[attr-defined]
-    cache, size = model_kwargs.get(CACHE), generation_config.prefill_chunk_size
     total = prompt_length(generation_config, model_kwargs)
+    generation_config = in_chunks(self, generation_config, model_kwargs.get(CACHE), total)
+    cache, size = model_kwargs.get(CACHE), generation_config.prefill_chunk_size
     seen = cache.seen if isinstance(cache, EngineCache) else 0
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if size is None or not seen or total is None or version >= CHUNKS:
@@ -232,6 +234,24 @@ def read(
         so_far = model_kwargs | {name: model_kwargs[name][..., :seen] for name in names}
         found = stock(self, piece, whole, so_far, is_first_iteration=False)
     return found
+
+
+def in_chunks(self: PreTrainedModel, generation_config: Any, cache: Any, total: int | None) -> Any:
+    """The settings to read a text of `total` tokens with: where it outgrows the shorter of two rotations, the first chunk does.
+
+    A pass is rotated by its own last position, so that smaller chunks would leave keys of both. What was read before is read
+    anew, as in one pass, by models that do so.
+    """
+    size, turn = generation_config.prefill_chunk_size, turning_point(self, LONG)
+    if size is None or total is None or turn is None or not isinstance(cache, EngineCache):
+        return generation_config
+    if not cache.seen <= turn < total:
+        return generation_config
+    if getattr(type(self), PREPARING) is not getattr(GenerationMixin, PREPARING):
+        begin_again(cache)
+    other = copy.copy(generation_config)
+    other.prefill_chunk_size = max(size, turn + 1)
+    return other
 
 
 def prepare_inputs(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

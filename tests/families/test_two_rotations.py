@@ -159,3 +159,18 @@ def test_questions_that_follow_up_go_on_doing_so() -> None:
     for length, held in ((40, 13), (60, 33)):
         model.generate(text(length), max_new_tokens=2, do_sample=False, cache=cache)
         assert (cache.stats().held == held).all()
+
+
+@pytest.mark.parametrize("kind", [transformers.Phi3ForCausalLM, transformers.LlamaForCausalLM])
+@pytest.mark.parametrize("policy", ["full", "h2o(budget=12)"])
+def test_what_is_read_in_chunks_is_rotated_as_in_one(kind: type, policy: str) -> None:
+    """The first chunk would be short, and the text is not; nor is that of a second turn."""
+    model = kvengine.patch(build(kind), policy)
+    assert torch.equal(said(model, text(60), prefill_chunk_size=7), said(model, text(60)))
+    out = []
+    for size in (None, 7):
+        cache = kvengine.EngineCache(model)
+        model.generate(text(20), max_new_tokens=4, do_sample=False, cache=cache, prefill_chunk_size=size)
+        out.append(said(model, text(60), cache=cache, prefill_chunk_size=size))
+        assert cache.seen == 75
+    assert torch.equal(*out)
