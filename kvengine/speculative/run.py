@@ -10,7 +10,7 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 from kvengine.errors import ModelError
-from kvengine.hf_rope import LONG, turning_point
+from kvengine.hf_rope import DYNAMIC, LONG, turning_point
 from kvengine.speculative.clock import Clock, Watch
 from kvengine.speculative.law import Text
 from kvengine.speculative.report import Report
@@ -28,7 +28,7 @@ class Run:
         """begin: tiers that have read nothing yet; criteria: as in transformers; limit: tokens of the longest text, padding
         included; watch: this row's time."""
         self.begin, self.top, self.criteria, self.limit, self.watch = begin, begin(), criteria, limit, watch
-        self.turn = turning_point(self.top.session.model, LONG)
+        self.turn, self.fixed = (turning_point(self.top.session.model, kind) for kind in (LONG, DYNAMIC))
         self.report = Report()
 
     def going(self, text: Text, put: Callable[[Tensor], None] | None) -> Asks[list[int]]:
@@ -46,9 +46,11 @@ class Run:
         return [*text.padding, *text.tokens]
 
     def _room(self, text: Text) -> int:
-        """Tokens that may be drafted: up to the end, and not over to another rotation."""
-        room = self.limit - len(text.padding) - len(text) - 1
-        return room if self.turn is None or len(text) > self.turn else min(room, self.turn - len(text))
+        """Tokens that may be drafted: up to the end, and not over to another rotation, of which each length may have one."""
+        known, room = len(text), self.limit - len(text.padding) - len(text) - 1
+        if self.turn is not None and known <= self.turn:
+            room = min(room, self.turn - known)
+        return room if self.fixed is None else max(0, min(room, self.fixed - known))
 
     def _outgrown(self, text: Text) -> bool:
         """Whether the text has just outgrown the rotation that it was read with, and the model has it read anew."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from families.configs import BASE
+from support import llama, one
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -174,3 +175,16 @@ def test_what_is_read_in_chunks_is_rotated_as_in_one(kind: type, policy: str) ->
         out.append(said(model, text(60), cache=cache, prefill_chunk_size=size))
         assert cache.seen == 75
     assert torch.equal(*out)
+
+
+def test_nothing_is_drafted_where_each_length_has_a_rotation() -> None:
+    """A pass over a draft would turn its first tokens, and those that stand, as its last."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model = kvengine.patch(llama(rope_parameters=rope, max_position_embeddings=SHORT).double())
+    decoder, found = TriForce(model, None, "quest(budget=500)", (2, 5)), []
+    for way in (model, decoder):
+        with torch.no_grad():
+            model(text(4))  # the rotation of a long text stays until a short one comes
+        found.append(way.generate(one(26)["input_ids"], max_new_tokens=40, do_sample=False))
+    assert torch.equal(*found)
+    assert sum(decoder.report.tiers[0].stood) >= 3
