@@ -150,4 +150,6 @@ def check(layer: LayerCache) -> None:
     if layer.fixed is not None or not layer.parts or not layer.ends_prompt():
         raise CacheError("only a cache that has read its prompt to the end, and is not held already, can be held still")
     if layer.session.recording or any(part.lane.marks for part in layer.parts):
-        raise CacheError("a cache that records states to return to (a draft) cannot be held still; commit() first")
+        raise CacheError(
+            "a cache that records states to return to (a draft) cannot be held still; call deactivate_past_recording() first"
+        )

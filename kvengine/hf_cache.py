@@ -230,7 +230,7 @@ class EngineCache(Cache):
             self.deactivate_past_recording()
         elif self.session.recording and self.seen:
             self.commit()
-        self.session.turn, self.session.ended, self.session.paused, self.session.judging = self.seen, None, None, None
+        vars(self.session).update(turn=self.seen, ended=None, ends=None, paused=None, judging=None)
         new, half = 0 if total is None else total - self.seen, self.half_read
         prompt = self.seen == 0 or half or (new > 1 and not drafting)
         end = self.seen + 1 if half and total is None else total

@@ -40,6 +40,10 @@ class Ends(StoppingCriteriaList):
         rows = [a or b for a, b in zip_longest(told.tolist(), self.rows, fillvalue=False)]
         if any(rows) and rows != self.rows:  # else it is the very tensor of before
             self.rows, self.session.ended = rows, torch.tensor(rows, device=done.device)
+            before = self.session.ends or [None] * len(rows)
+            self.session.ends = [
+                (input_ids.shape[1] if row and end is None else end) for row, end in zip(rows, before, strict=True)
+            ]
         return done
 
 
@@ -64,6 +68,17 @@ class Ended(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return self.rows
+
+
+def behind(ends: list[int | None], length: int, mask: Int[Tensor, "sequence token"]) -> Int[Tensor, "sequence token"]:
+    """A mask of a text that is `length` ids long by now, without what was given to rows behind their ends.
+
+    >>> behind([None, 3], 5, torch.ones(2, 6, dtype=torch.long)).tolist()
+    [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]
+    """
+    given = torch.tensor([0 if end is None else length - end for end in ends], device=mask.device)
+    place = torch.arange(mask.shape[1], device=mask.device)
+    return mask.masked_fill(place >= mask.shape[1] - given[:, None], 0)
 
 
 def ended(

@@ -13,17 +13,19 @@ from functools import partial
 from importlib import metadata
 from typing import Any, cast
 
+import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_drafts import beside
-from kvengine.hf_ended import Ends
+from kvengine.hf_ended import Ends, behind
 from kvengine.hf_forward import PAGED, PREPARED
 from kvengine.hf_names import CACHE, NAMES, cache_among, renamed
+from kvengine.hf_rope import LONG, turning_point
 from kvengine.session import Session
 from kvengine.stack import Stack
 
@@ -31,6 +33,7 @@ STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and
 CHUNKS = 5, 21  # the first transformers whose chunked reading begins behind what is cached
 OLD_PEFT = 0, 21, 2  # the last that knows a cache by its older name only
 OWN = "{} makes caches in a way of its own, and the engine has no place there; call kvengine.unpatch(model)"
+LASTING = ("options", "lent", "heeded", "following", "ended", "ends", "paused")  # of a session, while `generate` runs
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 BEGUN: ContextVar[tuple[weakref.ref[Session], bool] | None] = ContextVar("begun", default=None)
 """The session of the engine's cache that `generate` has prepared last, and whether others may go on with it under a policy."""
@@ -214,8 +217,9 @@ def read(
 ) -> Any:
     """`_prefill`: earlier versions read a later turn's text from its first token on, if in chunks."""
     stock: Any = type(self)._prefill  # type: ignore[attr-defined]
-    cache, size = model_kwargs.get(CACHE), generation_config.prefill_chunk_size
     total = prompt_length(generation_config, model_kwargs)
+    generation_config = in_chunks(self, generation_config, model_kwargs.get(CACHE), total)
+    cache, size = model_kwargs.get(CACHE), generation_config.prefill_chunk_size
     seen = cache.seen if isinstance(cache, EngineCache) else 0
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if size is None or not seen or total is None or version >= CHUNKS:
@@ -232,6 +236,24 @@ def read(
     return found
 
 
+def in_chunks(self: PreTrainedModel, generation_config: Any, cache: Any, total: int | None) -> Any:
+    """The settings to read a text of `total` tokens with: where it outgrows the shorter of two rotations, the first chunk does.
+
+    A pass is rotated by its own last position, so that smaller chunks would leave keys of both. What was read before is read
+    anew, as in one pass, by models that do so.
+    """
+    size, turn = generation_config.prefill_chunk_size, turning_point(self, LONG)
+    if size is None or total is None or turn is None or not isinstance(cache, EngineCache):
+        return generation_config
+    if not cache.seen <= turn < total:
+        return generation_config
+    if getattr(type(self), PREPARING) is not getattr(GenerationMixin, PREPARING):
+        begin_again(cache)
+    other = copy.copy(generation_config)
+    other.prefill_chunk_size = max(size, turn + 1)
+    return other
+
+
 def prepare_inputs(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Stands in for a `prepare_inputs_for_generation` of a model's own.
 
@@ -245,6 +267,11 @@ def prepare_inputs(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             found = stock(self, *args, **kwargs | {"next_sequence_length": None})
         begin_again(cache)
         found[CACHE] = cache
+        if (ends := cache.session.ends) is not None:
+            ids, running = args[0] if args else kwargs["input_ids"], kwargs.get("attention_mask")
+            mask = behind(ends, ids.shape[1], torch.ones_like(ids) if running is None else running)
+            # Later passes' masks are made of the running one, and say the same of these tokens then.
+            found["attention_mask"] = mask if running is None else running.copy_(mask)
     return found
 
 
@@ -256,11 +283,11 @@ def begin_again(cache: EngineCache) -> None:
     options = None if session.options is None else session.options()
     text = cache.seen + 1 - bool(getattr(options, "is_assistant", False))  # as `EngineCache.announce` has it
     end, recording = max(session.prompt_end or 0, text), session.recording
-    kept = {"options": session.options, "lent": session.lent, "prompt_end": end, "turn": 0}
+    kept = {name: getattr(session, name) for name in LASTING}
     cache.reset()
     if recording:
         cache.activate_past_recording()
-    vars(session).update(kept)
+    vars(session).update(kept, prompt_end=end, turn=0)
 
 
 def drafter(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

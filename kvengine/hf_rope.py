@@ -24,8 +24,8 @@ from kvengine.policies import name_of
 from kvengine.rope import Rope
 from kvengine.stack import Stack
 
-LOOKING = {"dynamic", "longrope"}  # whose frequencies follow from the longest position
 STATIC = {"default", "linear", "llama3", "yarn", "proportional"}  # kinds whose frequencies never change
+LONG, DYNAMIC = "longrope", "dynamic"  # kinds whose frequencies follow the length of what is read
 TOKENS, APART = 4, 7  # of the trial
 
 
@@ -93,6 +93,22 @@ def frequencies_of(model: nn.Module) -> list[Tensor]:
     return found
 
 
+def turning_point(model: nn.Module, *kinds: str) -> int | None:
+    """Tokens of the longest text that has the first of several rotations, if the model's is one of these kinds; else None.
+
+    "longrope" has another for all longer texts, "dynamic" one for each length.
+    """
+    text = cast(Any, model).config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    known = [x for x in (rope, *rope.values()) if isinstance(x, dict) and x.get("rope_type") in kinds]
+    # A dynamic one is reset by texts shorter than that.
+    found = [
+        x.get("original_max_position_embeddings") if x["rope_type"] == LONG else text.max_position_embeddings - 1
+        for x in known
+    ]
+    return min((int(x) for x in found if x is not None), default=None)
+
+
 def kind(module: nn.Module, name: str) -> str:
     """The kind of rotation of a buffer `inv_freq` or `<layer type>_inv_freq`; "sections" for images' positions."""
     layer_type = name.removesuffix("inv_freq").removesuffix("_")
@@ -112,7 +128,7 @@ def looks(model: nn.Module) -> bool:
     for module in model.modules():
         own = getattr(module, "rope_type", None)
         kinds = own if isinstance(own, dict) else {None: own}
-        for layer_type in (name for name, found in kinds.items() if found in LOOKING):
+        for layer_type in (name for name, found in kinds.items() if found in (LONG, DYNAMIC)):
             place = torch.zeros(1, 1, dtype=torch.long, device="meta")
             try:
                 more = {} if layer_type is None else {"layer_type": layer_type}

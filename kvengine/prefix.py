@@ -29,6 +29,7 @@ from kvengine.fingerprint import identity, state
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import layer_devices
 from kvengine.hf_replay import given
+from kvengine.hf_rope import DYNAMIC, LONG, turning_point
 from kvengine.hf_states import beyond_tokens
 from kvengine.latent import is_latent
 from kvengine.offload.cachegen import KV, Identity, decode, encode
@@ -74,6 +75,7 @@ class Prefix:
     start: bytes = field(init=False)
     known: Hashable = field(init=False, default=None, repr=False)  # the state of the model of which these are
     whole: bool = field(init=False)  # whether all that the model caches is keys and values of every token
+    turn: int | None = field(init=False)  # tokens of the longest text with the first of several rotations
     rank: int = field(init=False)  # channels of a latent that are values; 0: the model has keys and values
 
     def __post_init__(self) -> None:
@@ -94,6 +96,7 @@ class Prefix:
         resolve(self.level)
         check_ttl(self.ttl)
         self.identify()
+        self.turn = turning_point(self.model, LONG, DYNAMIC)
         self.rank = next((m.kv_lora_rank for m in self.model.modules() if is_latent(m)), 0)  # type: ignore[assignment]
 
     def identify(self) -> None:
@@ -103,12 +106,24 @@ class Prefix:
             self.start = root(self.whose, f"exact/{self.level}", chunk=self.chunk, salt=self.salt)
             self.known = now
 
-    def fetch(self, ids: Int[Tensor, "1 token"], stack: str | Stack | None = None) -> EngineCache:
+    def start_for(self, total: int) -> bytes | None:
+        """Where the chunks of a prompt of so many tokens begin; None if each length has keys of its own.
+
+        Where a model has a rotation for short texts and one for long ones, so have their chunks.
+        """
+        if self.turn is None or total <= self.turn:
+            return self.start
+        if turning_point(self.model, DYNAMIC) is not None:
+            return None
+        return root(self.whose, f"exact/{self.level}/long", chunk=self.chunk, salt=self.salt)
+
+    def fetch(self, ids: Int[Tensor, "seq token"], stack: str | Stack | None = None) -> EngineCache:
         """A new cache with the longest stored chain of the prompt's chunks in it.
 
         At least one token of the prompt is left to compute, since its logits begin the answer, and as many as the stack
-        judges by. The cache is empty where nothing is stored, of several sequences, and where it judges by all queries, which a
-        reused chunk does not have. Raises CacheError for what is no tensor of ids [sequence, token].
+        judges by. The cache is empty where nothing is stored, of several sequences, where it judges by all queries, which a
+        reused chunk does not have, and where texts of each length have keys of their own (`dynamic` rotations beyond the
+        trained length). Raises CacheError for what is no tensor of ids [sequence, token].
         """
         check(ids)
         cache = EngineCache(self.model, stack)  # type: ignore[arg-type]
@@ -116,8 +131,8 @@ class Prefix:
         if len(ids) != 1 or not self.whole or not self.fits(cache):
             return cache
         self.identify()
-        last = max(1, cache.stack.retention.observes)
-        chunks = self.read(chain(tokens[:-last], self.start, self.chunk))
+        last, start = max(1, cache.stack.retention.observes), self.start_for(len(tokens))
+        chunks = [] if start is None else self.read(chain(tokens[:-last], start, self.chunk))
         if chunks:
             self.enter(cache, chunks, len(tokens))
             given(self.model, cache, ids[:, : cache.seen])
@@ -168,19 +183,22 @@ class Prefix:
         for entered in cache.layers:
             entered.is_initialized = True  # type: ignore[union-attr]
 
-    def keep(self, ids: Int[Tensor, "1 token"], cache: EngineCache) -> int:
+    def keep(self, ids: Int[Tensor, "seq token"], cache: EngineCache) -> int:
         """Stores the prompt's whole chunks that are not stored yet; the chunks submitted. Does not wait until they are.
 
-        None are, of a model that caches other things too. Raises CacheError if the cache no longer holds every token of the
-        prompt exactly, holds several sequences, or was given what no chunk's name tells: padding, a tuned prefix, vectors or
-        images.
+        None are, of a model that caches other things too, or of a prompt for whose length alone the keys are (`dynamic` rotations
+        beyond the trained length).
+
+        Raises CacheError if the cache no longer holds every token of the prompt exactly, holds several sequences, was
+        given what no chunk's name tells: padding, a tuned prefix, vectors or images; or its text has outgrown the rotation
+        for texts as long as the prompt.
         """
         check(ids)
         if not self.whole:
             return 0
         self.identify()
         tokens = ids[0].tolist()
-        keys = chain(tokens, self.start, self.chunk)
+        start = self.start_for(len(tokens))
         engines = cache.engines
         held = engines and all(layer.whole for layer in engines) and cache.stack.reads_prompts_exactly
         if len(ids) != 1 or not held or cache.seen < len(tokens):
@@ -198,6 +216,14 @@ class Prefix:
                 "some of this cache's tokens were hidden by an attention_mask, so that another prompt of the same tokens "
                 "would not have these keys. Give the prompt without padding"
             )
+        if self.turn is not None and len(tokens) <= self.turn < cache.seen:
+            raise CacheError(
+                f"this prompt has {len(tokens)} tokens and was continued to {cache.seen}, and from {self.turn + 1} on this model "
+                "rotates keys otherwise, those of the prompt too if it was read anew. Store a prompt before its answer"
+            )
+        if start is None:
+            return 0
+        keys = chain(tokens, start, self.chunk)
         have = self.store.lookup(keys, self.timeout)
         layers = [layer.contents() for layer in engines]
         if self.rank:  # values that a policy has are the keys' first channels

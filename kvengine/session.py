@@ -80,6 +80,7 @@ class Session:
     ended: Bool[Tensor, "seq"] | None = (
         None  # sequences that the running `generate` has ended: one more token is theirs
     )
+    ends: list[int | None] | None = None  # of these, after how many ids of the text
     paused: Bool[Tensor, "seq"] | None = None  # those that were given it: what comes for them now is padding
     mask: list[bytes] | None = None  # of each row, which tokens are tokens, as the last pass on a CPU was told
     tree: Bool[Tensor, "node node"] | None = None  # the last tokens of a pass only look, each at these of the others

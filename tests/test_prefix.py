@@ -375,3 +375,31 @@ def test_chunks_of_latents_serve_every_stack(tmp_path: Path, stack: str) -> None
 def test_a_model_whose_keys_cannot_be_stored_is_refused(tmp_path: Path) -> None:
     with kvengine.patched(llama().double(), "full") as wide, pytest.raises(ModelError, match="has torch.float64"):
         Prefix(wide, stores.Store(stores.Files(tmp_path, sync="none")))
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_where_rotations_follow_the_length_chunks_are_of_texts_as_long(kind: str, tmp_path: Path) -> None:
+    """Up to 64 tokens the rotation is that of short texts."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
+    model = kvengine.patch(llama(rope_parameters=rope, max_position_embeddings=64 if kind == "dynamic" else 256))
+    reuse = Prefix(model, stores.Store(stores.Files(tmp_path, sync="none")), chunk=16)
+
+    def hits(ids: torch.Tensor) -> int:
+        with torch.no_grad():
+            cold, warm = kvengine.EngineCache(model), reuse.fetch(ids)
+            want, seen = model(ids, cache=cold).logits[:, -1], warm.seen
+            torch.testing.assert_close(model(ids[:, seen:], cache=warm).logits[:, -1], want, rtol=1e-4, atol=1e-4)
+            reuse.keep(ids, cold)
+            reuse.store.drain()
+        return seen
+
+    ids = prompt(100)
+    known = [hits(ids[:, :length]) for length in (90, 50, 60, 95, 100)]
+    assert known == ([0, 0, 48, 80, 80] if kind == "longrope" else [0, 0, 48, 0, 0])
+    cache = reuse.fetch(ids[:, :60])
+    text(model, ids[:, :60], cache)
+    with pytest.raises(CacheError, match="60 tokens and was continued to 79, and from 6[45] on"):
+        reuse.keep(ids[:, :60], cache)
+    reuse.store.close()

@@ -15,7 +15,7 @@ from transformers import GenerationMixin, LlamaForCausalLM
 
 import kvengine
 from kvengine import hf_compiled
-from kvengine.errors import ModelError, UnsupportedPolicy
+from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.hf_compiled import CompiledDecode, Steps
 from kvengine.speculative import TriForce
 
@@ -147,3 +147,15 @@ def test_a_model_that_nothing_holds() -> None:
     method = kvengine.patch(llama(), QUEST, record="eager").generate
     with pytest.raises(ModelError, match="keep it in a variable"):
         method(**one(), max_new_tokens=2)
+
+
+def test_who_records_states_is_told_how_to_go_on() -> None:
+    """In a turn that follows one of drafts, say."""
+    model = kvengine.patch(llama(), record="eager")
+    cache = kvengine.EngineCache(model)
+    cache.activate_past_recording()
+    with pytest.raises(CacheError, match="call deactivate_past_recording"):
+        model.generate(**one(), max_new_tokens=3, cache=cache)
+    cache.deactivate_past_recording()
+    ids = torch.cat([one()["input_ids"], torch.tensor([[5]])], 1)
+    assert model.generate(ids, max_new_tokens=3, cache=cache).shape[1] == ids.shape[1] + 3

@@ -132,10 +132,14 @@ class Report:
         self.prefill_seconds += other.prefill_seconds
         self.seconds += other.seconds
         self.cpu_seconds += other.cpu_seconds
+        self.go_on(other)
+
+    def go_on(self, other: Report) -> None:
+        """Count what the tiers of another did too."""
         if not self.tiers:
             self.tiers = other.tiers
             return
-        for mine, its in zip(self.tiers, other.tiers, strict=True):
+        for mine, its in zip(self.tiers, other.tiers, strict=bool(other.tiers)):
             mine.add(its)
 
     def against(self, plain: Report) -> None:

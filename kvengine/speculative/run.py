@@ -10,19 +10,25 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 from kvengine.errors import ModelError
+from kvengine.hf_rope import DYNAMIC, LONG, turning_point
 from kvengine.speculative.clock import Clock, Watch
 from kvengine.speculative.law import Text
 from kvengine.speculative.report import Report
 from kvengine.speculative.session import Asks
 from kvengine.speculative.tier import Drafter, Tier
+from kvengine.speculative.turning import reads_anew
 
 
 class Run:
     """One sequence, from its prompt to its end."""
 
-    def __init__(self, top: Tier, criteria: Callable[..., Tensor] | None, limit: int, watch: Watch) -> None:
-        """criteria: as in transformers; limit: tokens of the longest text, padding included; watch: this row's time."""
-        self.top, self.criteria, self.limit, self.watch = top, criteria, limit, watch
+    def __init__(
+        self, begin: Callable[[], Tier], criteria: Callable[..., Tensor] | None, limit: int, watch: Watch
+    ) -> None:
+        """begin: tiers that have read nothing yet; criteria: as in transformers; limit: tokens of the longest text, padding
+        included; watch: this row's time."""
+        self.begin, self.top, self.criteria, self.limit, self.watch = begin, begin(), criteria, limit, watch
+        self.turn, self.fixed = (turning_point(self.top.session.model, kind) for kind in (LONG, DYNAMIC))
         self.report = Report()
 
     def going(self, text: Text, put: Callable[[Tensor], None] | None) -> Asks[list[int]]:
@@ -31,10 +37,33 @@ class Run:
         new = [self._first(text)]
         prefill = clock.lap()
         while not self._append(text, new, put):
-            room = self.limit - len(text.padding) - len(text) - 1
-            new = (yield from self.top.stepping(text, (), room))[0].tokens
-        self.report = Report.of(self.top, prompt, len(text) - prompt, prefill, clock.lap())
+            if self._outgrown(text):
+                new = [self._anew(text)]
+            else:
+                new = (yield from self.top.stepping(text, (), self._room(text)))[0].tokens
+        before, self.report = self.report, Report.of(self.top, prompt, len(text) - prompt, prefill, clock.lap())
+        self.report.go_on(before)
         return [*text.padding, *text.tokens]
+
+    def _room(self, text: Text) -> int:
+        """Tokens that may be drafted: up to the end, and not over to another rotation, of which each length may have one."""
+        known, room = len(text), self.limit - len(text.padding) - len(text) - 1
+        if self.turn is not None and known <= self.turn:
+            room = min(room, self.turn - known)
+        return room if self.fixed is None else max(0, min(room, self.fixed - known))
+
+    def _outgrown(self, text: Text) -> bool:
+        """Whether the text has just outgrown the rotation that it was read with, and the model has it read anew."""
+        session = self.top.session
+        if self.turn is None or not session.settled <= self.turn < len(text):
+            return False
+        return reads_anew(session.model, text, session.cache)
+
+    def _anew(self, text: Text) -> int:
+        """Read all of it with tiers that have read nothing, and draw the next token."""
+        self.report = Report.of(self.top, 0, 0, (0.0, 0.0), (0.0, 0.0))
+        self.top = self.begin()
+        return self._first(text)
 
     def _first(self, text: Text) -> int:
         """Read the prompt with every model, and draw the first token."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,8 +197,8 @@ class TriForce(Decoder):
             watch = Watch()
             mine = [for_row(processor, row, len(input_ids)) for processor in logits_processor]
             law = Law(mine, greedy=not generation_config.do_sample)
-            top = self.tiers(law, rule(seed, row, coupled), ends, watch)
-            runs.append(Run(top, stopping_criteria, generation_config.max_length, watch))
+            begin = partial(self.tiers, law, rule(seed, row, coupled), ends, watch)
+            runs.append(Run(begin, stopping_criteria, generation_config.max_length, watch))
             rows.append((runs[-1].going(text, put), watch))
         found = together(rows)
         for run in runs:

@@ -2,21 +2,24 @@
 
 import copy
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import transformers
 from families.configs import BASE
+from support import llama, one
 from torch import Tensor
+from transformers import LogitsProcessor
 
 import kvengine
 from kvengine.errors import UnsupportedPolicy
 from kvengine.hf_generate import PREPARING
 from kvengine.hf_names import CACHE, cache_among
 from kvengine.hf_rope import looks
+from kvengine.speculative import TriForce
 
-SHORT = 32
+SHORT, END = 32, 126
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
     "original_max_position_embeddings": SHORT, "short_mscale": 1.0, "long_mscale": 1.0,
@@ -36,7 +39,7 @@ class Remembers(transformers.Phi3ForCausalLM):
 def build(kind: type = transformers.Phi3ForCausalLM) -> Any:
     options = {"sliding_window": None, "original_max_position_embeddings": SHORT, "rope_parameters": LONGROPE}
     torch.manual_seed(0)
-    return kind(transformers.Phi3Config(**BASE | options)).eval()
+    return kind(cast(Any, kind).config_class(**BASE | options)).eval()
 
 
 def text(length: int) -> Tensor:
@@ -133,3 +136,94 @@ def test_a_rotation_that_the_host_looks_up_is_not_recorded() -> None:
     model = kvengine.patch(transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE | options)).eval())
     with pytest.raises(UnsupportedPolicy, match="longest position so far, which the host looks up"):
         kvengine.compile_decode(model)
+
+
+@pytest.mark.parametrize("kind", [transformers.Phi3ForCausalLM, transformers.LlamaForCausalLM])
+@pytest.mark.parametrize(("middle", "stack"), [("kivi(residual=500)", "full"), (None, "snapkv(budget=12, window=4)")])
+def test_drafts_end_where_a_text_outgrows_the_first(kind: type, middle: str | None, stack: str) -> None:
+    """And who reads it anew reads it with every tier. Llama goes on with keys of both."""
+    model = kvengine.patch(build(kind).double(), stack)
+    want = said(model, text(23))
+    decoder = TriForce(model, "lookup" if middle is None else None, middle, (2, 5), stack=stack)
+    assert torch.equal(decoder.generate(text(23), max_new_tokens=16, do_sample=False), want)
+    report, passes = decoder.report, decoder.report.tiers[0].passes
+    assert (report.rows, report.prompt, report.emitted) == (1, 23, 16)
+    assert passes + sum(report.tiers[0].stood) == 14 if kind is transformers.Phi3ForCausalLM else 15
+    options = {"max_new_tokens": 16, "temperature": 2.0, "seed": 5, "coupled": True}
+    plain = TriForce(model, None, None, stack=stack).generate(text(23), **options)
+    assert torch.equal(decoder.generate(text(23), **options), plain)
+
+
+class Ends(LogitsProcessor):
+    """The second row's text, after its second token."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, END] = -torch.inf
+        if input_ids.shape[1] == 29:
+            scores[1, END] = torch.inf
+        return scores
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(
+    "policy", ["streaming(sinks=1, recent=6)", "h2o(budget=12)", "kvzip(budget=12, chunk=8, carry=2)"]
+)
+def test_a_row_that_had_ended_is_given_no_padding_then(policy: str, masked: bool) -> None:
+    model = kvengine.patch(build(), policy)
+    ids, cache, twin = torch.cat([text(28), text(30)[:, 2:]]), kvengine.EngineCache(model), kvengine.EngineCache(model)
+    options = {"attention_mask": torch.ones_like(ids)} if masked else {}
+    options |= {"eos_token_id": END, "pad_token_id": 0, "logits_processor": [Ends()], "cache": cache}
+    out = model.generate(ids, max_new_tokens=16, do_sample=False, **options)
+    assert out[1].tolist().index(END) == 29
+    mask, turn = torch.ones(2, 47, dtype=torch.long), torch.tensor([[5, 6, 7], [8, 9, 10]])
+    mask[1, 30:44] = 0
+    ids = torch.cat([out, turn], 1)
+    logits = []
+    for each, begin in ((twin, 0), (cache, 43)):
+        ends = [SHORT + 1, *range(SHORT + 2, 44)] if each is twin else []
+        for end in [*ends, 47]:
+            at = (mask[:, :end].cumsum(1) - 1)[:, begin:]
+            with torch.no_grad():
+                found = model(ids[:, begin:end], attention_mask=mask[:, :end], position_ids=at, **{CACHE: each})
+            begin = end
+        logits.append(found.logits[:, -3:])
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_questions_that_follow_up_go_on_doing_so() -> None:
+    """What is read anew is a prompt, the first question with it; the second question is not."""
+    model = kvengine.patch(build(), "snapkv(budget=12, window=4)")
+    cache = kvengine.EngineCache(model)
+    model.generate(text(20), max_new_tokens=2, do_sample=False, cache=cache)
+    cache.follow_up()
+    for length, held in ((40, 13), (60, 33)):
+        model.generate(text(length), max_new_tokens=2, do_sample=False, cache=cache)
+        assert (cache.stats().held == held).all()
+
+
+@pytest.mark.parametrize("kind", [transformers.Phi3ForCausalLM, transformers.LlamaForCausalLM])
+@pytest.mark.parametrize("policy", ["full", "h2o(budget=12)"])
+def test_what_is_read_in_chunks_is_rotated_as_in_one(kind: type, policy: str) -> None:
+    """The first chunk would be short, and the text is not; nor is that of a second turn."""
+    model = kvengine.patch(build(kind), policy)
+    assert torch.equal(said(model, text(60), prefill_chunk_size=7), said(model, text(60)))
+    out = []
+    for size in (None, 7):
+        cache = kvengine.EngineCache(model)
+        model.generate(text(20), max_new_tokens=4, do_sample=False, cache=cache, prefill_chunk_size=size)
+        out.append(said(model, text(60), cache=cache, prefill_chunk_size=size))
+        assert cache.seen == 75
+    assert torch.equal(*out)
+
+
+def test_nothing_is_drafted_where_each_length_has_a_rotation() -> None:
+    """A pass over a draft would turn its first tokens, and those that stand, as its last."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model = kvengine.patch(llama(rope_parameters=rope, max_position_embeddings=SHORT).double())
+    decoder, found = TriForce(model, None, "quest(budget=500)", (2, 5)), []
+    for way in (model, decoder):
+        with torch.no_grad():
+            model(text(4))  # the rotation of a long text stays until a short one comes
+        found.append(way.generate(one(26)["input_ids"], max_new_tokens=40, do_sample=False))
+    assert torch.equal(*found)
+    assert sum(decoder.report.tiers[0].stood) >= 3
