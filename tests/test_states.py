@@ -14,6 +14,7 @@ from kvengine import saved
 from kvengine.errors import CacheError, EvaluationError
 from kvengine.evals.together import read as read_together
 from kvengine.hf_layer import EngineLayer
+from kvengine.hf_names import CACHE
 from kvengine.hf_states import StatefulLayer, check_back, has_states, held_states
 from kvengine.offload import stores
 from kvengine.prefix import Prefix
@@ -376,9 +377,9 @@ def test_a_policy_reads_what_streaming_names(name: str) -> None:
     for one, cache in zip((stock, model), caches, strict=True):
         logits = []
         with torch.no_grad():
-            out = one(ids[:, :prompt_length], cache=cache, use_cache=True)
+            out = one(ids[:, :prompt_length], **{CACHE: cache}, use_cache=True)
             for i in range(prompt_length, ids.shape[1]):
-                out = one(ids[:, i : i + 1], cache=out.cache, use_cache=True)
+                out = one(ids[:, i : i + 1], **{CACHE: out[CACHE]}, use_cache=True)
                 logits.append(out.logits)
         found.append(torch.cat(logits, 1))
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
