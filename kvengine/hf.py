@@ -33,6 +33,7 @@ from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_led import hook_led
 from kvengine.hf_mask import LazyMask
 from kvengine.hf_names import CACHE
+from kvengine.hf_ragged import hook_ragged
 from kvengine.hf_replay import hook_replays
 from kvengine.hf_rope import rope_for
 from kvengine.hf_trial import check_modules
@@ -163,7 +164,8 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     register()
     text._attn_implementation_internal = NAME  # of this part alone: others (vision, a second decoder) have no hooks
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
-    state.hooks += hook_passes(model, text, state.chosen) + hook_replays(model, text) + hook_led(model, text)
+    state.hooks += hook_passes(model, text, state.chosen) + hook_ragged(model, text) + hook_replays(model, text)
+    state.hooks += hook_led(model, text)
     state.hooks += hook_vectors(parts := generating(model, text))
     for part in parts:
         for name in METHODS:

@@ -36,6 +36,8 @@ class Ends(StoppingCriteriaList):
             return done
         if self.pauses and len(done) > 1:
             self.session.paused = self.session.ended
+        if self.session.aside is not None and self.session.ended is not None:
+            self.session.aside.keep(self.session.ended)
         told = done if done.dtype == torch.bool else (done & 1).bool()  # as the loop does, whose `~` takes numbers too
         rows = [a or b for a, b in zip_longest(told.tolist(), self.rows, fillvalue=False)]
         if any(rows) and rows != self.rows:  # else it is the very tensor of before

@@ -26,7 +26,7 @@ from kvengine.hf_ended import Ends, behind
 from kvengine.hf_forward import PAGED, PREPARED
 from kvengine.hf_names import CACHE, NAMES, cache_among, renamed
 from kvengine.hf_rope import LONG, turning_point
-from kvengine.session import Session
+from kvengine.hf_states import Aside, has_states
 from kvengine.stack import Stack
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
@@ -35,8 +35,8 @@ OLD_PEFT = 0, 21, 2  # the last that knows a cache by its older name only
 OWN = "{} makes caches in a way of its own, and the engine has no place there; call kvengine.unpatch(model)"
 LASTING = ("options", "lent", "heeded", "following", "ended", "ends", "paused")  # of a session, while `generate` runs
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-BEGUN: ContextVar[tuple[weakref.ref[Session], bool] | None] = ContextVar("begun", default=None)
-"""The session of the engine's cache that `generate` has prepared last, and whether others may go on with it under a policy."""
+BEGUN: ContextVar[tuple[weakref.ref[EngineCache], bool] | None] = ContextVar("begun", default=None)
+"""The engine's cache that `generate` has prepared last, and whether others may go on with it."""
 
 
 class Decoder:
@@ -111,21 +111,23 @@ def prepare_cache(
     given.announce(prompt_length(generation_config, model_kwargs), drafting=bool(generation_config.is_assistant))
     given.session.options = weakref.ref(generation_config)
     given.session.lent = assisted and not given.session.recording
-    lasts = given.stack != Stack() and (not given.nameless or generation_config.return_dict_in_generate)
-    BEGUN.set((weakref.ref(given.session), lasts))
+    BEGUN.set((weakref.ref(given), not given.nameless or generation_config.return_dict_in_generate))
 
 
 def criteria(self: PreTrainedModel, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `_get_stopping_criteria`: a cache that is gone on with is told which rows have ended."""
     stock: Any = type(self)._get_stopping_criteria  # type: ignore[attr-defined]
     found, (begun, lasts) = stock(self, generation_config, *args, **kwargs), BEGUN.get() or (None, False)
-    session = None if begun is None else begun()
+    cache = None if begun is None else begun()
     plain = generation_config.get_generation_mode() in PLAIN
-    if session is None or session.options is None or session.options() is not generation_config or not plain:
+    if cache is None or cache.session.options is None or cache.session.options() is not generation_config or not plain:
         return found
     # Without a token that ends texts, rows that have ended go on with what they say.
-    pauses = lasts and any(hasattr(x, "eos_token_id") for x in found)
-    return Ends(found, session, pauses) if pauses or session.heeded else found
+    lasts, session = lasts and any(hasattr(x, "eos_token_id") for x in found), cache.session
+    states = [layer for layer in cache.layers if has_states(layer)] if lasts else []
+    session.aside = Aside(states) if states else None
+    pauses = lasts and cache.stack != Stack()
+    return Ends(found, session, pauses) if pauses or states or session.heeded else found
 
 
 @contextmanager
@@ -141,8 +143,11 @@ def decoding(self: PreTrainedModel) -> Iterator[None]:
         with stock(self):
             yield
     finally:
-        if begun is not None and (session := begun()) is not None:
-            session.options = None
+        if begun is not None and (cache := begun()) is not None:
+            cache.session.options = None
+            if cache.session.aside is not None:
+                cache.session.aside.put_back()
+            cache.session.aside = None
 
 
 def refuse(generation_config: Any) -> None:

@@ -8,10 +8,11 @@ They stay transformers' own, but for those that keep tokens too (Falcon-H1, Zamb
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
@@ -21,6 +22,7 @@ from kvengine.hf_layer import EngineLayer
 from kvengine.session import Session
 from kvengine.stack import Stack
 
+STATES = ("conv_states", "recurrent_states")
 OWN = frozenset(vars(LinearAttentionLayer()))
 """What a layer has for its states."""
 
@@ -120,6 +122,33 @@ def held_states(layer: Any) -> list[Tensor]:
 def in_place(layer: Any) -> bool:
     """Whether this keeps states alone, which a decoded token changes where they are, so that its step can be recorded."""
     return type(layer) is LinearAttentionLayer
+
+
+class Aside:
+    """States of rows as they were when they ended: what is fed for these since is absorbed all the same."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers, self.rows = layers, torch.zeros(0, dtype=torch.bool)
+        self.kept: list[tuple[Any, str, int, Int[Tensor, "chosen"], Tensor | None]] = []
+
+    def keep(self, rows: Bool[Tensor, "seq"]) -> None:
+        """Those of these rows that are not kept yet."""
+        if rows is self.rows:
+            return
+        new = rows if len(self.rows) != len(rows) else rows & ~self.rows
+        self.rows, chosen = rows, new.nonzero()[:, 0]
+        for layer, name in product(self.layers, STATES):
+            for i, x in getattr(layer, name).items():
+                self.kept.append((layer, name, i, chosen, None if x is None else x[chosen.to(x.device)]))
+
+    def put_back(self) -> None:
+        for layer, name, i, rows, kept in self.kept:
+            now = getattr(layer, name)[i]
+            if now is None:
+                continue
+            if kept is not None and (older := now.shape[-1] - kept.shape[-1]):  # it has begun to record its past
+                kept = torch.nn.functional.pad(kept, (older, 0))
+            now[rows.to(now.device)] = 0 if kept is None else kept
 
 
 def states_of(layer: Any) -> dict[str, Any]:

@@ -82,6 +82,8 @@ class Session:
     )
     ends: list[int | None] | None = None  # of these, after how many ids of the text
     paused: Bool[Tensor, "seq"] | None = None  # those that were given it: what comes for them now is padding
+    aside: Any = None  # what layers' states were when rows had been given it (`kvengine.hf_states.Aside`)
+    ragged: Any = None  # states to put back behind a part of a pass, and what comes then (`kvengine.hf_ragged`)
     mask: list[bytes] | None = None  # of each row, which tokens are tokens, as the last pass on a CPU was told
     tree: Bool[Tensor, "node node"] | None = None  # the last tokens of a pass only look, each at these of the others
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass

@@ -112,6 +112,48 @@ def test_so_it_is_where_layers_share_keys_where_logits_have_sinks_and_over_laten
     compare(kvengine.patch(model, text))
 
 
+STATES = [
+    ("qwen3_next", "full"),
+    ("lfm2", "h2o(budget=24)"),
+    ("falcon_h1", "quest(budget=16, page=4)"),
+    ("zamba2", "full"),
+]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(("family", "text"), STATES)
+def test_states_are_put_back_to_where_their_row_ended(family: str, text: str, recorded: bool) -> None:
+    """They take what is fed behind it, as all rows of a batch are fed, under the full cache too."""
+    if not configs.exists(family):
+        pytest.skip(f"this transformers has no {family}")
+    model = kvengine.patch(configs.build(family), text)
+    compare(model, **({"custom_generate": compile_decode(model)} if recorded else {}))
+
+
+def test_states_are_put_back_where_an_answer_is_broken_off() -> None:
+    model = kvengine.patch(configs.build("qwen3_next"))
+    batch, caches = prompts(3, 40), [EngineCache(model) for _ in range(2)]
+    given = batch["input_ids"], batch["attention_mask"], (3, 9, LAST)
+
+    class Stop(Exception):
+        pass
+
+    def stop(input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        if input_ids.shape[1] == 48:
+            raise Stop
+        return torch.zeros(3, dtype=torch.bool)
+
+    with pytest.raises(Stop):
+        say(model, caches[0], *given, stopping_criteria=StoppingCriteriaList([stop]))
+    say(model, caches[1], *given)
+    assert caches[0].session.aside is None and caches[1].session.aside is None
+    for mine, its in zip(caches[0].others, caches[1].others, strict=True):
+        for name in ("conv_states", "recurrent_states"):
+            for i, state in getattr(mine, name).items():
+                assert torch.equal(state[0], getattr(its, name)[i][0])
+                assert not torch.equal(state[1], getattr(its, name)[i][1])
+
+
 def test_so_it_is_over_latents_where_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_compiled, "ROOM", 4)
     model = kvengine.patch(configs.build("minicpm3"), "h2o(budget=24) + kivi(group=8, residual=8)")
