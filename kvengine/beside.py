@@ -53,7 +53,14 @@ class Beside:
         )  # fmt: skip
 
     def describe(self, pages: Pages, units: Tensor | None, dim: int, dim_v: int) -> Described | Far | None:
-        if (fields := pages.readable(units)) is None:
+        joint = pages.joint
+        steady = pages.pool.per == 1 and all(type(x) is Flat and x.tier == "device" for x in pages.pool.shelves)
+        fields, rebuilt = pages.readable(units) if joint is None else pages.resident(units) if steady else None, None
+        if fields is not None and joint is not None:
+            if (reader := joint.reader(fields["v"])) is None:
+                return None
+            rebuilt, fields = reader
+        if fields is None:
             return None
         of = [pages._table, pages._position, *fields.values()]
         same = pages.columns == self.columns and pages.codec == self.codec and len(of) == len(self.of)
@@ -64,7 +71,6 @@ class Beside:
                 where = pages.table, pages.position
                 self.made = described(fields, *where, page=page, codec=codec, dim=dim, dim_v=dim_v)
             else:
-                self.made = Far(fields, pages._table, pages._position, page, codec, dim_v)
-        steady = pages.pool.per == 1 and all(type(x) is Flat and x.tier == "device" for x in pages.pool.shelves)
+                self.made = Far(fields, pages._table, pages._position, page, codec, dim_v, rebuilt)
         self.pool = (pages.pool, pages.pool.pages) if steady and pages.inner is None else None
         return self.made

@@ -27,7 +27,7 @@ from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.span_attention import Band, band_spans, pairs
 from kvengine.kernels.state import Into, State
 from kvengine.pages import Pages
-from kvengine.policies._budget import tokens, tokens_by_row
+from kvengine.policies._budget import Budget, tokens, tokens_by_row
 from kvengine.policies.retention import Retention
 from kvengine.policies.selection import Where
 from kvengine.session import Call
@@ -197,13 +197,14 @@ class Lane(Verdicts):
             pages.own()
         far = self.beside.reading(pages, self.units, k.shape[-1], v.shape[-1])
         at = self.session.place_of(self.since, k)
-        out = None if far is None else tail.step(q, k, v, at, call.scale, False, self.paged_rule(pages), far)
+        judged = None if k.is_cpu or not self.weighs else self.judged
+        out = None if far is None else tail.step(q, k, v, at, call.scale, False, self.paged_rule(pages), far, judged)
         if out is None:
             self.seen, self.lengths = self.since, before
             return None
         if self.thins:
             self.whole = pages.clean = False
-        if self.weighs:
+        if self.weighs and judged is None:
             self.weigh(q.reshape(len(self.first), -1, 1, q.shape[-1]), None, call)
         self.seal()
         return out
@@ -371,13 +372,21 @@ class Lane(Verdicts):
         same = isinstance(selection.reads, int) or not self.padded  # every row has that budget
         if same and (budget - max(lengths)) // selection.unit >= pages.units:
             return None
-        most = (budget - min(lengths)) // selection.unit
-        by_row = partial(tokens_by_row, selection.reads, self.prompt_length)
-        where = self.where(
-            pages, call, lambda: ((by_row() - self.open()) // selection.unit).clamp(min=1), max(1, most),
-            same and len(lengths) == 1,
-        )  # fmt: skip
+        most, even = max(1, (budget - min(lengths)) // selection.unit), same and len(lengths) == 1
         asks = q.reshape(len(self.first), -1, q.shape[-1])  # of one token; heads may be rows, or several in a row
+        choose = partial(self.choose, pages, asks, call, selection.reads, most, even)
+        if not (even and self.launched):
+            return choose()
+        of, kind = (pages._alive, *pages._summary.values()), (pages.columns, most, call.scale, call.softcap)
+        return pages.bounds.remembered.top(asks, of, kind, choose)
+
+    def choose(
+        self, pages: Pages, asks: Tensor, call: Call, budget: Budget, most: int, even: bool
+    ) -> Int[Tensor, "row chosen"] | None:
+        selection = self.stack.selection
+        by_row = partial(tokens_by_row, budget, self.prompt_length)
+        counts = lambda: ((by_row() - self.open()) // selection.unit).clamp(min=1)  # noqa: E731
+        where = self.where(pages, call, counts, most, even)
         chosen = selection.select(asks, pages.summary, pages.alive, where)
         return answers.units(selection, chosen, len(self.first), pages.units)
 

@@ -7,7 +7,7 @@ made again with other tensors in the places of those that were named, and nothin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.runtime.driver import driver
 
 from kvengine.kernels.dispatch import elsewhere
-from kvengine.kernels.gpu import Note
+from kvengine.kernels.gpu import Note, Notes
 from kvengine.kernels.gpu.again import watched
 
 ALIGNED = 16
@@ -33,26 +33,36 @@ class Launches:
         given: tensors that are others at each time.
         own: tensors that only these launches read and write, taken anew at each time.
         numbers: (which launch, name of its argument, which of the numbers that are given each time stands there).
+        most: how many elements some of their own tensors have at most, by id, where these grow.
     """
 
     def __init__(
-        self, notes: list[Note], given: Sequence[Tensor], own: Sequence[Tensor], numbers: Sequence[tuple[int, str, int]]
-    ) -> None:
+        self, notes: list[Note], given: Sequence[Tensor], own: Sequence[Tensor], numbers: Sequence[tuple[int, str, int]],
+        most: Mapping[int, int],
+    ) -> None:  # fmt: skip
         self.device = given[0].device
-        self.own = [(x.dtype, x.shape, x.stride()) for x in own]
-        sizes = [-(-x.untyped_storage().nbytes() // APART) * APART for x in own]
+        self.own: list[tuple[torch.dtype, Sequence[int], Sequence[int]]] = [
+            (x.dtype, (most[id(x)],), (1,)) if id(x) in most else (x.dtype, x.shape, x.stride()) for x in own
+        ]
+        sizes = [x.itemsize * most[id(x)] if id(x) in most else x.untyped_storage().nbytes() for x in own]
+        sizes = [-(-size // APART) * APART for size in sizes]
         *self.offsets, self.size = accumulate(sizes, initial=0)
-        others = {id(x): i for i, x in enumerate((*given, *own))}
-        self.places = [[(i, others[id(x)]) for i, x in enumerate(note.given) if id(x) in others] for note in notes]
+        others = {id(x): i for i, x in enumerate(given)}
+        mine = {_begins(x): i for i, x in enumerate(own, len(given))}
+        self.places: list[list[tuple[int, int]]] = []
+        for note in notes:
+            found = [(i, others.get(id(x), mine.get(_begins(x)))) for i, x in enumerate(note.given)]
+            self.places.append([(i, j) for i, j in found if j is not None])
         for number, name, j in numbers:
-            self.places[number].append((notes[number].kernel.arg_names.index(name), len(others) + j))
+            self.places[number].append((notes[number].kernel.arg_names.index(name), len(given) + len(own) + j))
         self.ready = [
             (note.ready[0], (*note.grid, 1, 1)[:3], note.ready[1], [_address(x) for x in note.given], places, note.ready[2])
             for note, places in zip(notes, self.places, strict=True) if note.ready is not None
         ]  # fmt: skip
         self.ready = self.ready if len(self.ready) == len(notes) else []
         self.notes = [
-            note._replace(given=tuple(None if id(x) in others else x for x in note.given)) for note in notes
+            note._replace(given=tuple(None if i in dict(places) else x for i, x in enumerate(note.given)))
+            for note, places in zip(notes, self.places, strict=True)
         ]  # what comes and goes is not kept
 
     def again(self, given: Sequence[Tensor], numbers: Sequence[int]) -> bool:
@@ -89,22 +99,30 @@ class Launches:
 
 
 def remembered(
-    notes: list[Note],
+    notes: Notes,
     given: Sequence[Tensor],
-    own: Sequence[Tensor],
     held: Sequence[Tensor],
     numbers: Sequence[tuple[int, str, int]],
+    most: Mapping[int, int] | None = None,
 ) -> Launches | None:
-    """These launches, if nothing went in but `given`, `own` and `held` tensors (which stay where they are) or views of the last,
-    and if they are to be found again."""
-    known, kept = {id(x) for x in (*given, *own)}, {x.untyped_storage().data_ptr() for x in held}
+    """These launches, if nothing went in but `given` tensors, their own scratch, and `held` tensors (which stay where they are)
+    or views of the last, and if they are to be found again. `most`: see `Launches`."""
+    known = {id(x) for x in given}
+    own = [x for x in notes.own if id(x) not in known]
+    mine, kept = {_begins(x) for x in own}, {x.untyped_storage().data_ptr() for x in held}
     for note in notes:
         for x in note.given:
-            if isinstance(x, Tensor) and id(x) not in known and x.untyped_storage().data_ptr() not in kept:
-                return None
+            if isinstance(x, Tensor) and id(x) not in known and _begins(x) not in mine:
+                if x.untyped_storage().data_ptr() not in kept:
+                    return None
     if any(x.data_ptr() % ALIGNED for x in (*given, *own)) or elsewhere(given[0].device):
         return None
-    return Launches(notes, given, own, numbers)
+    return Launches(notes, given, own, numbers, most or {})
+
+
+def _begins(x: Any) -> int | None:
+    """Where a tensor does."""
+    return x.data_ptr() or None if isinstance(x, Tensor) else None
 
 
 def _address(x: Any) -> Any:
