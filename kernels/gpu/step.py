@@ -182,6 +182,7 @@ class Slots:
         judged: int | Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """See `kvengine.kernels.step`. None, with nothing done, for what goes another way. `judged`: see `Token`."""
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # of a product's parts, rows lie apart
         token = Token(q, k, v, at, start, end, holes, scale, fill, rule, far, score, judged)
         kind, n = token.kind, token.slots
         known = self.known.get(kind)

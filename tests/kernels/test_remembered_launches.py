@@ -87,11 +87,13 @@ def lives(text, how):
     launches.Launches.again = how
     cache = LayerCache(Stack.parse(text), 2, 8)
     cache.session.rope = Rope(10000.0 ** -(torch.arange(32) / 32))
-    prompt = [torch.randn(1, heads, 150, 64, generator=rng).bfloat16() for heads in (8, 2, 2)]
+    prompt = [torch.randn(rows, heads, 150, 64, generator=rng).bfloat16() for heads in (8, 2, 2)]
     cache.forward(*prompt, Call(0.125))
     found, counts, outside = [], [], []
     for _ in range(given["tokens"]):
-        q, k, v = (torch.randn(1, heads, 1, 64, generator=rng).bfloat16() for heads in (8, 2, 2))
+        q, k, v = torch.randn(rows, 12, 1, 64, generator=rng).bfloat16().split((8, 2, 2), 1)  # of several rows apart
+        if rows == 1 or not given.get("apart"):
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         seen.clear(), kept.clear(), others.clear(), ours.clear()
         before = cache.seen
         places.clear()
@@ -104,7 +106,7 @@ def lives(text, how):
         counts.append([list(out.shape), cache.seen, len(lane.tail), lane.tail.clean, lane.whole, lane.lengths[0][0]])
     return found, counts, min(outside)
 
-others, told, ours = {}, {}, []
+others, told, ours, rows = {}, {}, [], given.get("rows", 1)
 for text in given["stacks"]:
     asked = []
     def again(self, *about):
@@ -131,3 +133,9 @@ def test_launches_made_again_are_those_of_the_general_way(stacks: list[str], tmp
         assert not found["wrong"] and found["counts"], (text, found)
         assert found["again"] == found["of"] > 40, (text, found)
         assert (found["outside"] == 0) == (text not in NOT_ALL), (text, found)
+
+
+def test_rows_that_lie_apart_are_put_together_for_every_token(tmp_path: Path) -> None:
+    """As values do that are a part of what one product made of queries, keys and values."""
+    found = said(PRETEND, {"stacks": ["full"], "tokens": 20, "rows": 2, "apart": True}, tmp_path)["full"]
+    assert not found["wrong"] and found["counts"] and found["again"] == found["of"] > 10, found
