@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from kvengine.kernels.gpu import step as gpu
+from kvengine.kernels.gpu.fetched import Fetched
 from kvengine.kernels.put_token import put_token
 from kvengine.kernels.step import Merged, Rule, Slots, ready
 from kvengine.tokens import moved, take
@@ -170,7 +171,7 @@ class Tail:
         scale: float,
         fill: bool = False,
         rule: Rule | None = None,
-        far: int | gpu.Far | None = None,
+        far: int | gpu.Far | Fetched | None = None,
         judged: int | Tensor | None = None,
     ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
         """Append a token of position `at` and attend from it to all that is held: one call of the C kernels; on a GPU, where

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvengine.kernels import codecs
 from kvengine.kernels.attention import attention
 from kvengine.kernels.gpu import Notes, noted
+from kvengine.kernels.gpu.fetched import Fetched
 from kvengine.kernels.merge_states import merge_states, ongoing, received
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.put_token import put_token
@@ -29,8 +30,9 @@ END, LONG = 0, 1
 """What changes from token to token: the slot that is written, and how many are read."""
 LATER = Paid, Merged, Placed
 """Rules by which a token goes for each that comes, once there are as many as may be: for those before, nothing is noted."""
-KINDS = 8
-"""Of tokens, that are remembered at once: how many units are chosen goes to and fro as the tail is filled and sealed."""
+KINDS = 32
+"""Of tokens, that are remembered at once: how many units are chosen goes to and fro as the tail is filled and sealed, and by
+single tokens where these are the units."""
 
 
 class Far:
@@ -63,7 +65,7 @@ class Far:
         table, position = self.table[:, : self.columns], self.position[:, : self.columns * self.page]
         if self.rebuilt is not None:
             which = {"page": self.page, "units": self.units, "unit": self.unit}
-            return self.rebuilt(q, table, position, **which, scale=scale, wait=True)
+            return self.rebuilt(q, self.fields["v"], table, position, **which, scale=scale, wait=True)
         return paged_attention(
             q, self.fields, table, position, page=self.page, scale=scale, units=self.units, unit=self.unit,
             codec=self.codec, dim_v=self.dim_v, wait=True,
@@ -87,7 +89,7 @@ class Token(NamedTuple):
     scale: float
     fill: bool
     rule: Rule | None
-    far: Far | None
+    far: Far | Fetched | None
     score: Tensor | None
     judged: int | Tensor | None
     """Up to where what came before counts once in the mean of what each token gets, which is the `score`; None: it is not."""
@@ -134,6 +136,8 @@ class Done(NamedTuple):
     out: Tensor
     given: list[Tensor]
     """Tensors that are others at each time, in the order of `Slots.given`."""
+    late: list[Tensor]
+    """And those that come while the first of the launches run."""
     parts: list[State]
     mass: Tensor | None
     weighed: list[State]
@@ -178,7 +182,7 @@ class Slots:
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, at: Tensor, holes: bool, scale: float,
-        fill: bool = False, rule: Rule | None = None, far: Far | None = None, score: Tensor | None = None,
+        fill: bool = False, rule: Rule | None = None, far: Far | Fetched | None = None, score: Tensor | None = None,
         judged: int | Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """See `kvengine.kernels.step`. None, with nothing done, for what goes another way. `judged`: see `Token`."""
@@ -193,7 +197,8 @@ class Slots:
             return None
         if known is not None and not new and known.launches is not None:
             out = q.new_empty(q.shape[0], 1, q.shape[1], self.dim_v)
-            if known.launches.again(self.given(token, q, k, v, out), (end, n)):
+            late = far.arrive if isinstance(far, Fetched) else None
+            if known.launches.again(self.given(token, q, k, v, out), (end, n), late):
                 self.missed = 0
                 return out
         with noted() as notes:
@@ -230,7 +235,11 @@ class Slots:
         where = place if token.holes else None
         pays = isinstance(token.rule, Paid | Merged)
         parts = [attention(asked, keys, values, None, token.scale, want_probs=pays, position=where, wait=True)]
-        if token.far is not None:
+        late: list[Tensor] = []
+        if isinstance(token.far, Fetched):
+            late = token.far.arrive()
+            parts.insert(0, token.far.attend(asked, token.scale, late))
+        elif token.far is not None:
             parts.insert(0, token.far.attend(asked, token.scale))
         whole = merge_states(parts, dtype=q.dtype)
         mass = received(parts, whole) if pays else None
@@ -245,7 +254,7 @@ class Slots:
             ongoing(part, merge_states([part]), mean, place, at, token.judged)
             weighed = [part]
             given[-2:] = [first, mean]
-        return Done(out, given, parts, mass, weighed)
+        return Done(out, given, late, parts, mass, weighed)
 
     def remember(self, notes: Notes, done: Done, token: Token) -> Known:
         """How to launch these again, if they are all that was done."""
@@ -272,12 +281,13 @@ class Slots:
         if isinstance(rule, Ends):
             numbers.append((2 + count, "slots", LONG))
         if weighs:
-            held, last = [*held, token.judged], len(notes) - 3
+            held += [token.judged] if isinstance(token.judged, Tensor) else []
+            last = len(notes) - 3
             numbers += [(last, "columns", LONG), (last + 2, "columns", LONG)]
             numbers += [(last + 1, name, LONG) for name in ("columns", "columns2")]
             block = math.gcd(block, notes[last].named["BLOCK"], notes[last + 2].named["BLOCK"])
         least = (n - 1) // block * block
         scores = waiting[-1].scores if weighs else None
         most = {} if scores is None else {id(scores): scores.numel() // n * (least + block)}
-        launches = remembered(notes, done.given, [x for x in held if isinstance(x, Tensor)], numbers, most)
+        launches = remembered(notes, done.given, [x for x in held if x is not None], numbers, most, done.late)
         return Known(least, least + block, launches, token.named)
