@@ -92,8 +92,9 @@ class Launches:
         values += numbers
         for number, (launch, grid, how, arguments, places, constants) in enumerate(self.ready):
             if number == self.pause and late is not None:
-                arrived = [x.data_ptr() for x in late()]  # new memory, which begins at more than a multiple of ALIGNED
-                values[len(given) : len(given) + len(arrived)] = arrived
+                # Kept until all is launched: what another stream has filled would be given away before it is read.
+                here = late()
+                values[len(given) : len(given) + len(here)] = [x.data_ptr() for x in here]
             for i, j in places:
                 arguments[i] = values[j]
             launch(*grid, stream, *how, *arguments, *constants)

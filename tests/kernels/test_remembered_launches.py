@@ -3,10 +3,14 @@ argument: on tensors that say they are on a GPU, through Triton's launcher, over
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support_driver import needed, said
+from torch import Tensor
 
 STACKS = ["full", "quest(budget=96) + kivi(bits=4)", "streaming(recent=70) + quest(budget=64)", "d2o(budget=24)"]
 OTHERS = [
@@ -149,3 +153,28 @@ def test_rows_that_lie_apart_are_put_together_for_every_token(tmp_path: Path) ->
     """As values do that are a part of what one product made of queries, keys and values."""
     found = said(PRETEND, {"stacks": ["full"], "tokens": 20, "rows": 2, "apart": True}, tmp_path)["full"]
     assert not found["wrong"] and found["counts"] and found["again"] == found["of"] > 10, found
+
+
+def test_what_comes_late_is_there_until_all_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream has filled it, and would give its memory away: the kernels that read it wait on this one."""
+    from kvengine.kernels.gpu import launches
+
+    active, made = SimpleNamespace(get_current_stream=lambda device: 0), list[tuple[int, bool]]()
+    monkeypatch.setattr(launches, "driver", SimpleNamespace(active=active))
+    came: list[weakref.ref[Tensor]] = []
+
+    def late() -> list[Tensor]:
+        fetched = torch.zeros(4)
+        came.append(weakref.ref(fetched))
+        return [fetched]
+
+    def launch(*arguments: int) -> None:
+        made.append((arguments[-1], bool(came and came[0]() is not None)))
+
+    some = object.__new__(launches.Launches)
+    some.device, some.size, some.offsets, some.late, some.pause = torch.device("cpu"), 0, [], [0], 1
+    some.ready = [(launch, (1, 1, 1), (), [0], [(0, i)], ()) for i in range(2)] * 2
+    given = torch.zeros(4)
+    assert some.again([given], (), late)
+    (first, before), (second, there), _, (last, still) = made
+    assert first == given.data_ptr() and not before and second == last != 0 and there and still
