@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvengine.joint import Joint
+from kvengine.kernels.gpu.fetched import Fetched
 from kvengine.kernels.gpu.step import Far
 from kvengine.kernels.paged_attention import Described, described
 from kvengine.offload.placement import Flat
+from kvengine.offload.placement.host import Fetched as OnHost
 from kvengine.pages import Pages
 from kvengine.pool import Pool
 from kvengine.tail import Tail
@@ -21,7 +24,8 @@ class Beside:
 
     def __init__(self) -> None:
         self.refused, self.columns, self.codec = False, 0, ""
-        self.made: Described | Far | None = None
+        self.made: Described | Far | Fetched | None = None
+        self.joint: Joint | None = None
         self.of: list[Tensor] = []
         self.pool: tuple[Pool, int] | None = None  # and its pages, if nothing else can put their fields elsewhere
 
@@ -32,17 +36,33 @@ class Beside:
     def forget(self, tail: Tail) -> None:
         """Let go of the tensors, which are about to be replaced by others; so does the tail, whose launches name them."""
         self.made, self.of, self.pool, tail.ready = None, [], None, None
+        self.refused = False  # what comes may be read where what went could not
 
-    def reading(self, pages: Pages, units: Tensor | None, dim: int, dim_v: int) -> int | Far | None:
+    def reading(self, pages: Pages, units: Tensor | None, dim: int, dim_v: int) -> int | Far | Fetched | None:
         """Where the description of these units lies (None: of all pages), on a GPU itself; None, from then on too, if there can
         be none."""
         made = self.made if self.same(pages) else self.describe(pages, units, dim, dim_v)
         if made is None:
             self.refused = True
             return None
+        if isinstance(made, Fetched) and units is not None:
+            return made.reading(pages.choosing(units), tuple(units.shape))
         if isinstance(made, Far):
             return made.reading(pages.columns, units, pages.selection.unit)
-        return made.reading(units, pages.selection.unit)
+        return made.reading(units, pages.selection.unit)  # type: ignore[union-attr, arg-type, return-value]
+
+    def fetching(self, pages: Pages, units: Tensor | None) -> Fetched | None:
+        """Units that a GPU fetches from host memory, alone and as they are."""
+        shelves, per = {type(x) for x in pages.pool.shelves}, pages.page // pages.selection.unit
+        plain = shelves <= {Flat, OnHost} and OnHost in shelves and pages.pool.per == per and not pages._table.is_cpu
+        joint, reader = pages.joint, None if pages.joint is None else pages.joint.reader()
+        known = pages.representation.lossless if joint is None else reader is not None
+        if units is None or not plain or not known or pages.inner is not None:
+            return None
+        if not isinstance(self.made, Fetched) or self.joint is not joint:
+            self.joint = joint
+            self.made = Fetched(pages.selection.unit, None if reader is None else (reader[0], list(reader[1].values())))
+        return self.made
 
     def same(self, pages: Pages) -> bool:
         """Whether what was described last is there still, and nobody need look at each field."""
@@ -52,9 +72,16 @@ class Beside:
             and pages.codec == self.codec and pages._table is self.of[0] and pages._position is self.of[1]
         )  # fmt: skip
 
-    def describe(self, pages: Pages, units: Tensor | None, dim: int, dim_v: int) -> Described | Far | None:
-        if (fields := pages.readable(units)) is None:
-            return None
+    def describe(self, pages: Pages, units: Tensor | None, dim: int, dim_v: int) -> Described | Far | Fetched | None:
+        joint = pages.joint
+        steady = pages.pool.per == 1 and all(type(x) is Flat and x.tier == "device" for x in pages.pool.shelves)
+        fields, rebuilt = pages.readable(units) if joint is None else pages.resident(units) if steady else None, None
+        if fields is not None and joint is not None:
+            if (reader := joint.reader()) is None:
+                return None
+            rebuilt, fields = reader[0], reader[1] | {"v": fields["v"]}
+        if fields is None:
+            return self.fetching(pages, units)
         of = [pages._table, pages._position, *fields.values()]
         same = pages.columns == self.columns and pages.codec == self.codec and len(of) == len(self.of)
         if self.made is None or not same or not all([a is b for a, b in zip(of, self.of, strict=True)]):
@@ -64,7 +91,6 @@ class Beside:
                 where = pages.table, pages.position
                 self.made = described(fields, *where, page=page, codec=codec, dim=dim, dim_v=dim_v)
             else:
-                self.made = Far(fields, pages._table, pages._position, page, codec, dim_v)
-        steady = pages.pool.per == 1 and all(type(x) is Flat and x.tier == "device" for x in pages.pool.shelves)
+                self.made = Far(fields, pages._table, pages._position, page, codec, dim_v, rebuilt)
         self.pool = (pages.pool, pages.pool.pages) if steady and pages.inner is None else None
         return self.made

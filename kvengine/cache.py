@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.gradients import watched
-from kvengine.heads import Heads, beside, check_batch, check_layer_back, check_settled
+from kvengine.heads import Heads, beside, check_batch, check_layer_back, check_settled, quick
 from kvengine.lane import Lane
 from kvengine.readers import Nodes, Prompt, Readers, Resumed, Taken
 from kvengine.replay import answer, check_known, judge_together
@@ -166,7 +166,7 @@ class LayerCache:
         if other or self.readers.count or self.prompt_tokens(1):
             return None
         self.session.begin(self.layer, self.seen)
-        out = None if self.parts[0].index is not None else self.parts[0].lane.quick(q, k, v, scale)
+        out = quick(self.parts, q, k, v, scale)
         self.seen += out is not None
         out = self.take(q, k, v, Call(scale), None, None) if out is None else out
         self.session.torn = self.session.due is not None

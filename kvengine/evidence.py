@@ -121,10 +121,10 @@ class Evidence(Recall):
                 position=position if one else None, want_probs=True, wait=True,
             )  # fmt: skip
             whole = merge_states([part], sinks=call.sinks)
-            if one and self.tail.scored and part.waiting is not None:
+            if one and self.tail.scored:
                 self.tail.own_small()
-                if ongoing(part, whole, self.tail.score[:, self.tail.span], position, at, self.judged):
-                    return
+                ongoing(part, whole, self.tail.score[:, self.tail.span], position, at, self.judged)
+                return
             mass = received([part], whole).sum(1)
         else:  # padding says nothing
             visible = self.visible(at, position, False) & valid[..., None]

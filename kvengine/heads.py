@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvengine.errors import CacheError
 from kvengine.lane import Lane
+from kvengine.session import Call
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,32 @@ class Heads:
 
     def pick(self, x: Float[Tensor, "seq head *rest"]) -> Float[Tensor, "row *rest"]:
         return (x if self.index is None else x[:, self.run or self.index]).flatten(0, 1)
+
+
+def quick(
+    parts: list[Heads],
+    q: Float[Tensor, "seq q_head 1 dim"],
+    k: Float[Tensor, "seq head 1 dim"],
+    v: Float[Tensor, "seq head 1 dim_v"],
+    scale: float,
+) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
+    """`Lane.quick` of all lanes; None, with nothing done, if there is one that cannot or several whose heads lie apart."""
+    if len(parts) == 1 and parts[0].index is None:
+        return parts[0].lane.quick(q, k, v, scale)
+    found, group = [], q.shape[1] // k.shape[1]
+    if any(part.run is None for part in parts):
+        return None
+    for part in parts:
+        run = part.run or slice(None)
+        asked = q[:, run.start * group : run.stop * group]
+        one = part.lane.quick(asked, k[:, run], v[:, run], scale)
+        if one is None:  # of several, this one goes the general way
+            rows = part.lane.take(
+                asked.unflatten(1, (-1, group)).flatten(0, 1), part.pick(k), part.pick(v), None, Call(scale)
+            )
+            one = rows.reshape(len(q), -1, 1, v.shape[-1]).transpose(1, 2)
+        found.append((run.start, one))
+    return torch.cat([x for _, x in sorted(found, key=lambda one: one[0])], 2)
 
 
 def beside(

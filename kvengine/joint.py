@@ -70,6 +70,20 @@ class Joint:
         at = self.home(position).clamp(min=0).long()
         return self.rope.turn(self.representation.keys(self.fields, at), at).to(self.dtype)
 
+    def reader(self) -> tuple[Callable[..., State], Fields] | None:
+        """What attends on a GPU as `attend` does, and the tensors of ours that it reads; None where others would have to be made
+        for that."""
+        if self.representation.codec != "lowrank" or self.rope.interleaved or self.late is not None:
+            return None
+        u, basis, frequency = self.fields["u"], self.fields["basis"].flatten(0, 1), self.rope.frequency
+        if frequency.device != u.device or chosen((u, basis), None, False) != "triton":
+            return None
+
+        def read(q: Tensor, v: Tensor, table: Tensor | None, position: Tensor, **more: Any) -> State:
+            return lowrank_attention(q, u, v, basis, frequency, table, position, **more)
+
+        return read, {"u": u, "basis": basis, "frequency": frequency}
+
     def attend(
         self,
         q: Float[Tensor, "row group query dim"],

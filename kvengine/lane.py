@@ -17,28 +17,27 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine import _ops as ops
-from kvengine import answers
+from kvengine.choosing import Choosing
 from kvengine.errors import CacheError
 from kvengine.gradients import watched
 from kvengine.kernels.attention import attention
 from kvengine.kernels.column_mass import blocks
+from kvengine.kernels.gpu.fetched import Fetched
+from kvengine.kernels.gpu.step import Far
 from kvengine.kernels.merge_states import merge_states, received
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.span_attention import Band, band_spans, pairs
 from kvengine.kernels.state import Into, State
 from kvengine.pages import Pages
-from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.retention import Retention
-from kvengine.policies.selection import Where
 from kvengine.session import Call
 from kvengine.tokens import breaks
-from kvengine.verdicts import Verdicts
 
 Steps = list[tuple[int, "Lane"]]
 """Tokens taken together, and the lane as it was when their queries asked."""
 
 
-class Lane(Verdicts):
+class Lane(Choosing):
     """What the heads of a lane hold, and how queries read it."""
 
     whole_tail: ClassVar[bool] = True  # a tail that is all there is may be read without a state to join
@@ -183,30 +182,39 @@ class Lane(Verdicts):
         return out
 
     def quick_paged(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        """`quick` for a lane that `reads` pages too. It may seal some of its tail then."""
+        """`quick` for a lane that `reads` pages too, or on a GPU has none yet. It may seal some of its tail then."""
         pages, tail = self.pages, self.tail
-        if self.marks or self.session.recording or self.beside.refused or pages is None or not len(pages):
+        stored = pages if pages is not None and len(pages) else None
+        if self.marks or self.session.recording or self.beside.refused or (stored is None and k.is_cpu):
             return None
         if not tail.takes(q, k, v):
             return None
         before, self.since = self.lengths, self.seen
         self.seen, self.lengths = self.seen + 1, [(n + 1, rows) for n, rows in before]
-        self.units, self.saw = self.select(pages, q, call), None
-        pages.coarse = self.session.coarse
-        if self.thins:
-            pages.own()
-        far = self.beside.reading(pages, self.units, k.shape[-1], v.shape[-1])
-        at = self.session.place_of(self.since, k)
-        out = None if far is None else tail.step(q, k, v, at, call.scale, False, self.paged_rule(pages), far)
+        far = None if stored is None else self.chosen(stored, q, k, v, call)
+        judged, at = None if k.is_cpu or not self.weighs else self.judged, self.session.place_of(self.since, k)
+        out = None
+        if far is not None or stored is None:
+            out = tail.step(q, k, v, at, call.scale, False, self.paged_rule(stored), far, judged)
         if out is None:
             self.seen, self.lengths = self.since, before
             return None
         if self.thins:
-            self.whole = pages.clean = False
-        if self.weighs:
+            self.whole = False
+            if stored is not None:
+                stored.clean = False
+        if self.weighs and judged is None:
             self.weigh(q.reshape(len(self.first), -1, 1, q.shape[-1]), None, call)
         self.seal()
         return out
+
+    def chosen(self, pages: Pages, q: Tensor, k: Tensor, v: Tensor, call: Call) -> int | Far | Fetched | None:
+        """What this token reads of the pages, as `Tail.step` takes it."""
+        self.units, self.saw = self.select(pages, q, call), None
+        pages.coarse = self.session.coarse
+        if self.thins:
+            pages.own()
+        return self.beside.reading(pages, self.units, k.shape[-1], v.shape[-1])
 
     def stride(self) -> int:
         """Tokens that may be taken together: up to the next one after which something changes."""
@@ -361,30 +369,4 @@ class Lane(Verdicts):
         return attention(
             q, k, v, visible, call.scale, softcap=call.softcap, want_probs=mass, wait=True,
             position=None if clean or not one else position,
-        )  # fmt: skip
-
-    def select(self, pages: Pages, q: Tensor, call: Call) -> Int[Tensor, "row chosen"] | None:
-        selection = self.stack.selection
-        if selection.reads is None or self.session.dense:
-            return None
-        budget, lengths = tokens(selection.reads, self.prompt_most), [n for n, _ in self.lengths]
-        same = isinstance(selection.reads, int) or not self.padded  # every row has that budget
-        if same and (budget - max(lengths)) // selection.unit >= pages.units:
-            return None
-        most = (budget - min(lengths)) // selection.unit
-        by_row = partial(tokens_by_row, selection.reads, self.prompt_length)
-        where = self.where(
-            pages, call, lambda: ((by_row() - self.open()) // selection.unit).clamp(min=1), max(1, most),
-            same and len(lengths) == 1,
-        )  # fmt: skip
-        asks = q.reshape(len(self.first), -1, q.shape[-1])  # of one token; heads may be rows, or several in a row
-        chosen = selection.select(asks, pages.summary, pages.alive, where)
-        return answers.units(selection, chosen, len(self.first), pages.units)
-
-    def where(self, pages: Pages, call: Call, counts: Callable[[], Tensor], most: int, even: bool) -> Where:
-        return Where(
-            layer=self.layer, layers=self.layers, counts=counts, most=most, even=even, scale=call.scale,
-            keys=lambda columns=None: pages.decoded(columns)[0], token=self.seen - 1, lane=self.number, memo=self.session.memo,
-            since=self.since, joint=pages.joint is not None, stamps=lambda: pages.stamps, beside=pages.beside,
-            bounds=pages.bounds, softcap=call.softcap,
         )  # fmt: skip

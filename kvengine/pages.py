@@ -138,9 +138,9 @@ class Pages(User):
         m = k.shape[1] // self.page
         self.own()
         self.reserve(m)
-        at, (r, j) = self.places(m, rows)
-        pages = [x.unflatten(1, (m, self.page)) for x in (k, v, position, score)]
-        even = rows is None and self.even
+        pages, even = [x.unflatten(1, (m, self.page)) for x in (k, v, position, score)], rows is None and self.even
+        next_to = slice(None), slice(self.columns, self.columns + m)  # where nobody need ask which page is whose
+        at, (r, j) = (next_to, (0, 0)) if even else self.places(m, rows)
         self.put(at, [x.flatten(0, 1) if even else x[r, j] for x in pages], full, m if even else None)
         self.advance(m, rows, full)
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvengine import policies
 from kvengine.errors import CacheError
 from kvengine.holding import Holding
 from kvengine.pages import Pages
@@ -56,7 +57,13 @@ class Recall(Holding):
         r, form = self.retention, self.stack.representation
         turns = type(r).shift is not Retention.shift and r.needs_rope
         lasts = not r.decodes or self.thins
-        return self.stack.paged and lasts and not (turns or form.joint)
+        return self.stack.paged and lasts and not (turns or (form.joint and self.first.is_cpu))
+
+    @cached_property
+    def launched(self) -> bool:
+        """Whether a GPU's kernels choose what is read, by what lies there alone."""
+        selection = self.stack.selection
+        return selection.launched and policies.ours(type(selection).__module__) and not self.first.is_cpu
 
     @cached_property
     def thins(self) -> bool:

@@ -50,7 +50,7 @@ RAW = {str(d).removeprefix("torch."): d for d in (
 OUTSIDE = {  # attributes that are made anew, or saved under their own heading
     Lane: {
         "stack", "retention", "session", "layer", "layers", "number", "heads", "part", "inner", "tail", "pages", "pool", "marks",
-        "plain", "rolls", "thins", "pays", "known", "reads", "beside", "repeated", "waits", "due", "tally",
+        "plain", "rolls", "thins", "pays", "known", "reads", "launched", "beside", "repeated", "waits", "due", "tally",
     },
     LayerCache: {"stack", "layer", "layers", "session", "parts", "readers"},
     Tail: {"shared", "scored", "ready"},

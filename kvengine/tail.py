@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from kvengine.kernels.gpu import step as gpu
+from kvengine.kernels.gpu.fetched import Fetched
 from kvengine.kernels.put_token import put_token
 from kvengine.kernels.step import Merged, Rule, Slots, ready
 from kvengine.tokens import moved, take
@@ -170,7 +171,8 @@ class Tail:
         scale: float,
         fill: bool = False,
         rule: Rule | None = None,
-        far: int | gpu.Far | None = None,
+        far: int | gpu.Far | Fetched | None = None,
+        judged: int | Tensor | None = None,
     ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
         """Append a token of position `at` and attend from it to all that is held: one call of the C kernels; on a GPU, where
         `at` lies there, launches that are remembered.
@@ -179,24 +181,29 @@ class Tail:
         back is [row, 1, group, dim_v].
 
         `fill`: put it into a free slot instead, as `fill` does. `rule`: then drop what that does not keep. `far`: pages to
-        read too, see `Slots.step`. None, with nothing done, where they cannot.
+        read too, see `Slots.step`. `judged`, on a GPU: the mean of what each token gets, its score, goes on, see `ongoing`.
+        None, with nothing done, where they cannot.
         """
-        if self.shared and (fill or rule is not None) and not self.takes(q, k, v):
+        writes = rule is not None or judged is not None
+        if self.shared and (fill or writes) and not self.takes(q, k, v):
             return None
         if fill or isinstance(rule, Merged):
             self.own()
-        elif rule is not None:
+        elif writes:
             self.own_small()
-        if fill or rule is not None:
+        if fill or writes:
             self.place()
         if self.end == self.k.shape[1] and not fill:
             self.reserve(1)
         slots = self.slots()
         if slots is None:
             return None
+        more = () if judged is None else (judged,)
         score = self.score if self.scored else None
         run: Any = slots.step  # at and far as the slots are
-        out: Tensor | None = run(q, k, v, self.start, self.end, at, not self.clean, scale, fill, rule, far, score)
+        out: Tensor | None = run(
+            q, k, v, self.start, self.end, at, not self.clean, scale, fill, rule, far, score, *more
+        )
         if out is not None:
             if fill or isinstance(rule, Merged):
                 self.written()

@@ -126,10 +126,12 @@ class Verdicts(Evidence):
         """`rule`, where it is not followed in C: a kernel does it in place."""
         return self.rule() if self.rolls or self.pays or self.thins else None
 
-    def paged_rule(self, pages: Pages) -> Rule | None:
-        """`rule`, for what is sealed too."""
+    def paged_rule(self, pages: Pages | None) -> Rule | None:
+        """`rule`, for what is sealed too, if there is any."""
         rule = self.rule() if self.thins else None
-        return Sealed(rule, pages.position, pages.alive) if isinstance(rule, Ends) else None
+        if pages is None or not isinstance(rule, Ends):
+            return rule
+        return Sealed(rule, pages.position, pages.alive)
 
     def drop(self, rule: Rule, mass: Float[Tensor, "row group token"] | None) -> None:
         """Judge what is held by a rule, in place."""

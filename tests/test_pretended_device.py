@@ -84,6 +84,16 @@ def test_lanes_answer_in_their_heads_places_where_steps_are_recorded(text: str, 
     assert got == want.tolist()
 
 
+@pytest.mark.parametrize("text", ["h2o(budget=24)", "kivi(group=8, residual=8)", "host + quest(budget=24, page=4)"])
+def test_lanes_go_each_its_own_way(text: str, device: Device) -> None:
+    """One by launches that are made again, another in general, as before its budget is full."""
+    model, batch = llama(), prompts(2)
+    with kvengine.patched(model, f"duo(sinks=2, recent=10) + {text}"):
+        want = greedy(model, batch, 12)
+    with device, kvengine.patched(there(model), f"duo(sinks=2, recent=10) + {text}"):
+        assert greedy(model, {name: there(x) for name, x in batch.items()}, 12).tolist() == want.tolist()
+
+
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=12, window=4)", "quest(budget=24, page=4)", "host"])
 def test_heads_that_share_latents(text: str, device: Device) -> None:
     model, batch = configs.build("minicpm3"), configs.padded_batch()

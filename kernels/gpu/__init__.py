@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +39,32 @@ class Note(NamedTuple):
     """How it is launched without Triton (`kvengine.kernels.gpu.again`); None if that is not known."""
 
 
-noting: ContextVar[list[Note] | None] = ContextVar("noting", default=None)
+class Notes(list[Note]):
+    """What is launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own: list[Tensor] = []
+        """What was taken as `scratch` meanwhile."""
+
+
+noting: ContextVar[Notes | None] = ContextVar("noting", default=None)
 """Where to note what is launched."""
 
 
+def scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for a launch to write and those behind it to read: as it is not asked for where they are made again, all of it is
+    written first."""
+    found = torch.empty(shape, dtype=dtype, device=device)
+    if (notes := noting.get()) is not None:
+        notes.own.append(found)
+    return found
+
+
 @contextmanager
-def noted() -> Iterator[list[Note]]:
+def noted() -> Iterator[Notes]:
     """What is launched inside."""
-    notes: list[Note] = []
+    notes = Notes()
     token = noting.set(notes)
     try:
         yield notes

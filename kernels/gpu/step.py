@@ -5,7 +5,8 @@ The counterpart of what is described to C on a CPU (`kvengine.kernels.step`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from kvengine.kernels import codecs
 from kvengine.kernels.attention import attention
-from kvengine.kernels.gpu import Note, noted
-from kvengine.kernels.merge_states import merge_states, received
+from kvengine.kernels.gpu import Notes, noted
+from kvengine.kernels.gpu.fetched import Fetched
+from kvengine.kernels.merge_states import merge_states, ongoing, received
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.put_token import put_token
 from kvengine.kernels.state import State
@@ -28,18 +30,24 @@ END, LONG = 0, 1
 """What changes from token to token: the slot that is written, and how many are read."""
 LATER = Paid, Merged, Placed
 """Rules by which a token goes for each that comes, once there are as many as may be: for those before, nothing is noted."""
-KINDS = 8
-"""Of tokens, that are remembered at once: how many units are chosen goes to and fro as the tail is filled and sealed."""
+KINDS = 32
+"""Of tokens, that are remembered at once: how many units are chosen goes to and fro as the tail is filled and sealed, and by
+single tokens where these are the units."""
 
 
 class Far:
-    """Sealed pages that a token reads too, for as long as their memory is the same; `table` and `position` may have room left."""
+    """Sealed pages that a token reads too, for as long as their memory is the same; `table` and `position` may have room left.
+
+    `rebuilt`: what attends to them instead of `paged_attention`, where their keys are rebuilt (`Joint.reader`); it reads no other
+    tensors than `fields`.
+    """
 
     def __init__(
-        self, fields: Mapping[str, Tensor], table: Tensor, position: Tensor, page: int, codec: str, dim_v: int
-    ) -> None:
+        self, fields: Mapping[str, Tensor], table: Tensor, position: Tensor, page: int, codec: str, dim_v: int,
+        rebuilt: Callable[..., State] | None = None,
+    ) -> None:  # fmt: skip
         self.fields, self.table, self.position = fields, table, position
-        self.page, self.codec, self.dim_v = page, codec, dim_v
+        self.page, self.codec, self.dim_v, self.rebuilt = page, codec, dim_v, rebuilt
         self.units: Tensor | None = None
         self.columns, self.unit = 0, page
 
@@ -55,13 +63,17 @@ class Far:
 
     def attend(self, q: Tensor, scale: float) -> State:
         table, position = self.table[:, : self.columns], self.position[:, : self.columns * self.page]
+        if self.rebuilt is not None:
+            which = {"page": self.page, "units": self.units, "unit": self.unit}
+            return self.rebuilt(q, self.fields["v"], table, position, **which, scale=scale, wait=True)
         return paged_attention(
             q, self.fields, table, position, page=self.page, scale=scale, units=self.units, unit=self.unit,
             codec=self.codec, dim_v=self.dim_v, wait=True,
         )  # fmt: skip
 
     def tensors(self) -> list[Tensor]:
-        return [self.table, self.position, *(self.fields[name] for name in codecs.FIELDS[self.codec])]
+        names = self.fields if self.rebuilt is not None else codecs.FIELDS[self.codec]
+        return [self.table, self.position, *(self.fields[name] for name in names)]
 
 
 class Token(NamedTuple):
@@ -77,8 +89,10 @@ class Token(NamedTuple):
     scale: float
     fill: bool
     rule: Rule | None
-    far: Far | None
+    far: Far | Fetched | None
     score: Tensor | None
+    judged: int | Tensor | None
+    """Up to where what came before counts once in the mean of what each token gets, which is the `score`; None: it is not."""
 
     @property
     def slots(self) -> int:
@@ -98,12 +112,13 @@ class Token(NamedTuple):
         return (
             q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, self.holes, self.scale,
             self.fill and self.start, rule, id(self.score), None if self.far is None else self.far.kind,
+            self.judged if isinstance(self.judged, int) else id(self.judged),
         )  # fmt: skip
 
     @property
     def named(self) -> tuple[Any, ...]:
         """What the kind names by number, and so must not go."""
-        return self.rule, self.far, self.score
+        return self.rule, self.far, self.score, self.judged
 
 
 class Known(NamedTuple):
@@ -121,9 +136,12 @@ class Done(NamedTuple):
     out: Tensor
     given: list[Tensor]
     """Tensors that are others at each time, in the order of `Slots.given`."""
+    late: list[Tensor]
+    """And those that come while the first of the launches run."""
     parts: list[State]
-    whole: State
     mass: Tensor | None
+    weighed: list[State]
+    """What the token pays to the slots alone, if somebody asked."""
 
 
 class Slots:
@@ -164,10 +182,12 @@ class Slots:
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, at: Tensor, holes: bool, scale: float,
-        fill: bool = False, rule: Rule | None = None, far: Far | None = None, score: Tensor | None = None,
+        fill: bool = False, rule: Rule | None = None, far: Far | Fetched | None = None, score: Tensor | None = None,
+        judged: int | Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """See `kvengine.kernels.step`. None, with nothing done, for what goes another way."""
-        token = Token(q, k, v, at, start, end, holes, scale, fill, rule, far, score)
+        """See `kvengine.kernels.step`. None, with nothing done, for what goes another way. `judged`: see `Token`."""
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # of a product's parts, rows lie apart
+        token = Token(q, k, v, at, start, end, holes, scale, fill, rule, far, score, judged)
         kind, n = token.kind, token.slots
         known = self.known.get(kind)
         new = known is None or not known.least < n <= known.most
@@ -177,7 +197,8 @@ class Slots:
             return None
         if known is not None and not new and known.launches is not None:
             out = q.new_empty(q.shape[0], 1, q.shape[1], self.dim_v)
-            if known.launches.again(self.given(token, q, k, v, out), (end, n)):
+            late = far.arrive if isinstance(far, Fetched) else None
+            if known.launches.again(self.given(token, q, k, v, out), (end, n), late):
                 self.missed = 0
                 return out
         with noted() as notes:
@@ -194,7 +215,10 @@ class Slots:
         far = token.far
         units = [] if far is None or far.units is None else [far.units]
         moving = [token.rule.threshold] if isinstance(token.rule, Merged) else []
-        return [q, k, v, token.at, out, *self.here(token.start), *units, *moving]
+        there, weighing = self.here(token.start), []
+        if token.judged is not None and token.score is not None:
+            weighing = [there[1], token.score[:, token.start :]]
+        return [q, k, v, token.at, out, *there, *units, *moving, *weighing]
 
     def plainly(self, token: Token) -> Done:
         """The general way."""
@@ -211,26 +235,37 @@ class Slots:
         where = place if token.holes else None
         pays = isinstance(token.rule, Paid | Merged)
         parts = [attention(asked, keys, values, None, token.scale, want_probs=pays, position=where, wait=True)]
-        if token.far is not None:
+        late: list[Tensor] = []
+        if isinstance(token.far, Fetched):
+            late = token.far.arrive()
+            parts.insert(0, token.far.attend(asked, token.scale, late))
+        elif token.far is not None:
             parts.insert(0, token.far.attend(asked, token.scale))
         whole = merge_states(parts, dtype=q.dtype)
         mass = received(parts, whole) if pays else None
         if token.rule is not None and place is not None:
             verdict(token.rule, place, at, mass=mass, score=score, keys=keys, values=values)
         out = whole.out.to(q.dtype).reshape(q.shape[0], 1, q.shape[1], self.dim_v)
-        given = self.given(token, asked, key, value, whole.out)
+        given, weighed = self.given(token, asked, key, value, whole.out), list[State]()
         given[5 : 5 + len(there)] = [keys, values, *told]
-        return Done(out, given, parts, whole, mass)
+        if token.judged is not None and token.score is not None and place is not None:
+            first, mean = values[..., :1], token.score[:, start : start + n]
+            part = attention(asked, keys, first, None, token.scale, want_probs=True, position=place, wait=True)
+            ongoing(part, merge_states([part]), mean, place, at, token.judged)
+            weighed = [part]
+            given[-2:] = [first, mean]
+        return Done(out, given, late, parts, mass, weighed)
 
-    def remember(self, notes: list[Note], done: Done, token: Token) -> Known:
+    def remember(self, notes: Notes, done: Done, token: Token) -> Known:
         """How to launch these again, if they are all that was done."""
-        n, count, rule, far = token.slots, len(done.parts), token.rule, token.far
-        waiting, pays = [x.waiting for x in done.parts if x.waiting is not None], done.mass is not None
-        if len(notes) != 2 + count + (rule is not None) + pays + isinstance(rule, Merged) or len(waiting) != count:
+        n, rule, far = token.slots, token.rule, token.far
+        waiting = [x.waiting for x in (*done.parts, *done.weighed) if x.waiting is not None]
+        count, weighs, pays = len(done.parts), bool(done.weighed), done.mass is not None
+        more = (rule is not None) + pays + isinstance(rule, Merged) + 3 * weighs
+        if len(notes) != 2 + count + more or len(waiting) != count + weighs:
             return Known(n - 1, n, None, token.named)
         from kvengine.kernels.gpu.launches import remembered  # which needs Triton
 
-        own = [*(x for w in waiting for x in (w.parts, w.tops, w.totals, w.scores)), done.whole.lse, done.mass]
         held = [self.keys, self.values, self.position, token.score, *(() if far is None else far.tensors())]
         held += [w.turn for w in waiting]
         if isinstance(rule, Sealed):
@@ -239,16 +274,20 @@ class Slots:
         numbers.append((0, "slots", LONG) if token.fill else (0, "at", END))
         if far is None:
             numbers.append((1 + count, "columns", LONG))
-        if isinstance(rule, Merged):
-            own.append(notes[-1].given[notes[-1].kernel.arg_names.index("gone")])
-            rule = rule.paid
+        rule = rule.paid if isinstance(rule, Merged) else rule
         if rule is not None:
             held += [x for x in rule if isinstance(x, Tensor)]
         block = 1 if isinstance(rule, LATER) else notes[1].named["BLOCK"]  # their own memory is by the number of slots
         if isinstance(rule, Ends):
             numbers.append((2 + count, "slots", LONG))
+        if weighs:
+            held += [token.judged] if isinstance(token.judged, Tensor) else []
+            last = len(notes) - 3
+            numbers += [(last, "columns", LONG), (last + 2, "columns", LONG)]
+            numbers += [(last + 1, name, LONG) for name in ("columns", "columns2")]
+            block = math.gcd(block, notes[last].named["BLOCK"], notes[last + 2].named["BLOCK"])
         least = (n - 1) // block * block
-        launches = remembered(
-            notes, done.given, [x for x in own if x is not None], [x for x in held if x is not None], numbers
-        )
+        scores = waiting[-1].scores if weighs else None
+        most = {} if scores is None else {id(scores): scores.numel() // n * (least + block)}
+        launches = remembered(notes, done.given, [x for x in held if x is not None], numbers, most, done.late)
         return Known(least, least + block, launches, token.named)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvengine.kernels.gpu import cdiv, chip, next_power_of_2
+from kvengine.kernels.gpu import cdiv, chip, next_power_of_2, scratch
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.hadamard import turned
@@ -209,9 +209,9 @@ class Partials:
             per = -(-rows * blocks // self.programs)
             self.most = -(-blocks // per) + (blocks % per > 0)  # a row that programs share unevenly begins within one's
         shape = (self.programs + rows, self.heads)
-        self.parts = torch.empty(*shape, dim_v, device=q.device, dtype=torch.float32)
+        self.parts = scratch(*shape, dim_v, device=q.device, dtype=torch.float32)
         # One allocation each: where a half of one begins would depend on the programs, and with it what is compiled.
-        self.tops, self.totals = (torch.empty(shape, device=q.device, dtype=torch.float32) for _ in range(2))
+        self.tops, self.totals = (scratch(*shape, device=q.device, dtype=torch.float32) for _ in range(2))
         self.shape: dict[str, Any] = {
             "LENGTHS": lengths is not None,
             "ROWS": next_power_of_2(rows),
@@ -241,8 +241,8 @@ class Partials:
         if other is not None and self.turn is None and other.turn is not None:
             return other.join(sinks, self, dtype, into)
         shape, device = (self.rows, self.group, self.queries), self.parts.device
-        out = torch.empty(*shape, self.dim_v, device=device, dtype=dtype) if into is None else into.out
-        lse = torch.empty(shape, device=device, dtype=torch.float32)
+        out = scratch(*shape, self.dim_v, device=device, dtype=dtype) if into is None else into.out
+        lse = scratch(*shape, device=device, dtype=torch.float32)
         logits = lse if sinks is None else sinks[..., None].expand(-1, -1, self.queries).contiguous()
         second = self if other is None else other
         if self.rows and self.heads:

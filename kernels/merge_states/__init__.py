@@ -70,18 +70,19 @@ def ongoing(
     position: Int[Tensor, "row token"],
     at: Int[Tensor, "1"],
     judged: int | Int[Tensor, "row 1"],
-) -> bool:
-    """Whether it could be done in one launch: let the mean of what each token gets go on, in its place, with a query at `at`:
+) -> None:
+    """Let the mean of what each token gets go on, in its place, with a query at `at`:
 
         mean  =  mean + (received - mean) / (at + 1 - max(position, judged - 1))
 
-    `received` is summed over a row's heads, of one query each. `judged`: up to where what came before counts once. Only of a part
-    on a GPU that waits.
+    `received` is summed over a row's heads, of one query each. `judged`: up to where what came before counts once. One launch of
+    a GPU for a part that waits. Raises TypeError if the part was computed without probabilities.
     """
-    if part.waiting is None or part.waiting.scores is None:
-        return False
-    module("merge_states", "triton", mean.device).ongoing(part, whole, mean, position, at, judged)
-    return True
+    if part.waiting is not None and part.waiting.scores is not None:
+        module("merge_states", "triton", mean.device).ongoing(part, whole, mean, position, at, judged)
+        return
+    paid, seen = received([part], whole).sum(1), (at + 1) - position.clamp(min=judged - 1)
+    mean.addcdiv_(paid - mean, seen)
 
 
 def _as(state: State, dtype: torch.dtype, into: Into | None) -> State:

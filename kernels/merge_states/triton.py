@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvengine.kernels.gpu import cdiv, next_power_of_2
+from kvengine.kernels.gpu import cdiv, next_power_of_2, scratch
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.stream import LOG2E
@@ -140,7 +140,7 @@ def received(parts: Sequence[State], whole: State) -> Tensor:
     """What each query head pays to each token [row, group, token], of parts that all wait, or waited."""
     rows, group, queries = whole.lse.shape
     columns = [0 if p.waiting is None else p.waiting.columns for p in parts]
-    out = torch.empty(rows, group, sum(columns), device=whole.lse.device, dtype=torch.float32)
+    out = scratch(rows, group, sum(columns), device=whole.lse.device, dtype=torch.float32)
     column = 0
     for part, width in zip(parts, columns, strict=True):
         if part.waiting is not None and part.waiting.scores is not None and out.numel() and width:

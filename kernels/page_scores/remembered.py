@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ MOST = 8
 
 
 class Remembered:
-    """They are the same for as long as queries are of one kind, and bounds and who is alive lie where they lay."""
+    """They are the same for as long as queries are of one kind, and what else they read lies where it lay."""
 
     def __init__(self) -> None:
         self.forget()
@@ -26,6 +26,7 @@ class Remembered:
     def forget(self) -> None:
         """Let go of the tensors."""
         self.kind: tuple[Any, ...] = ()
+        self.of: Sequence[Tensor] = ()
         self.shape: tuple[int, ...] = ()  # of what is chosen
         self.launches: Launches | None = None
         self.missed = 0  # kinds in a row that did not come again
@@ -35,22 +36,22 @@ class Remembered:
         return type(self), ()
 
     def top(
-        self, q: Tensor, bounds: tuple[Tensor, Tensor, Tensor], count: int, reduce: str, choose: Callable[[], list[Tensor]]
-    ) -> Tensor:  # fmt: skip
-        """What `choose` gives behind the scores that it is made of: of so many units the best."""
-        where = [(x.data_ptr(), x.shape, x.stride()) for x in bounds]
-        kind = (q.shape, q.stride(), q.dtype, count, reduce, *where)
-        if kind == self.kind and self.launches is not None:
+        self, q: Tensor, of: Sequence[Tensor], kind: tuple[Any, ...], choose: Callable[[], Tensor | None]
+    ) -> Tensor | None:
+        """What `choose` gives: of these tensors, or of views of them that the `kind` tells, the units that queries want most."""
+        kind = (q.shape, q.stride(), q.dtype, *kind)
+        same = kind == self.kind and len(of) == len(self.of) and all([a is b for a, b in zip(of, self.of, strict=True)])
+        if same and self.launches is not None:
             ids = q.new_empty(self.shape, dtype=torch.int64)
             if self.launches.again((q, ids), ()):
                 self.missed = 0
                 return ids
         with noted() as notes:
-            scores, ids = choose()
-        if kind != self.kind and self.missed < MOST:
-            self.kind, self.shape, self.launches, self.missed = kind, tuple(ids.shape), None, self.missed + 1
-            if len(notes) == 2:
+            found = choose()
+        if not same and self.missed < MOST:
+            self.kind, self.of, self.launches, self.missed = kind, of, None, self.missed + 1
+            if found is not None and found.dtype == torch.int64 and len(notes) == 2:
                 from kvengine.kernels.gpu.launches import remembered  # which needs Triton
 
-                self.launches = remembered(notes, (q, ids), (scores,), bounds, ())
-        return ids
+                self.shape, self.launches = tuple(found.shape), remembered(notes, (q, found), of, ())
+        return found

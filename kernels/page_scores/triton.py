@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvengine.kernels.best_tokens.triton import best_tokens
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import cdiv, next_power_of_2, room, stream
+from kvengine.kernels.gpu import cdiv, next_power_of_2, room, scratch, stream
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.select import MOST, best_from, counted, first_best, ordered, threshold_of_many, warps
@@ -277,7 +277,7 @@ def _blocks(q: Tensor, *stored: Tensor, taken: int) -> tuple[tl.dtype, int, int,
 
 def _rows(rows: int, units: int, device: torch.device) -> Tensor:
     """Room for scores. Each row begins at a multiple of four and ends before one, so that it can be read in whole fours."""
-    return torch.empty(rows, cdiv(units, 4) * 4, device=device, dtype=torch.float32)[:, :units]
+    return scratch(rows, cdiv(units, 4) * 4, device=device, dtype=torch.float32)[:, :units]
 
 
 def _in_fours(scores: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvengine.kernels import turboquant
 from kvengine.kernels.dispatch import beyond, interpreted
-from kvengine.kernels.gpu import cdiv, crowded, next_power_of_2, room
+from kvengine.kernels.gpu import cdiv, crowded, next_power_of_2, room, scratch
 from kvengine.kernels.gpu import fields as stored
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
@@ -254,7 +254,7 @@ def launch(
     parts = Partials(q, v.layout["V_DIM"], columns, block, lengths, tiles, EACH_OF_SMALL if small else 2, turn=turn)
     scores = None
     if want_probs:  # columns behind a row's length are not looked at
-        scores = torch.empty(rows, heads, columns, dtype=torch.float32, device=q.device)
+        scores = scratch(rows, heads, columns, dtype=torch.float32, device=q.device)
         scores = scores if lengths is None else scores.fill_(-torch.inf)
     none = parts.tops  # stands for pointers that are not read
     seen = GIVEN if visible is not None else BY_POSITION if query_position is not None else ANYONE

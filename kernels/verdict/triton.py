@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvengine.kernels.gpu import cdiv, next_power_of_2
+from kvengine.kernels.gpu import cdiv, next_power_of_2, scratch
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.select import MOST, best_placed, threshold, warps
@@ -179,7 +179,7 @@ def verdict(
     elif isinstance(rule, Paid) and mass is not None:
         _paid(rule, position, now, mass, score, None)
     elif isinstance(rule, Merged) and mass is not None and keys is not None and values is not None:
-        gone = torch.empty(rows, dtype=torch.int32, device=position.device)
+        gone = scratch(rows, dtype=torch.int32, device=position.device)
         _paid(rule.paid, position, now, mass, score, gone)
         first, (dim, dim_v) = rule.paid.first, (keys.shape[2], values.shape[2])
         block_d = next_power_of_2(dim)

@@ -48,6 +48,7 @@ class Landmarks(Selection):
         reduce: how the heads of a query group agree.
     """
 
+    launched: ClassVar[bool] = True
     spare: ClassVar[tuple[str, ...]] = ("coherence",)
     budget: Budget = 2048
     chunk: int = 8

@@ -19,7 +19,7 @@ kernels, and counts; dense layers are the first ones whatever the number of laye
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -41,6 +41,7 @@ class Quest(Selection):
         reduce: how the heads of a query group agree.
     """
 
+    launched: ClassVar[bool] = True
     budget: Budget = 1024
     page: int = 16
     dense_layers: int = 0

@@ -12,6 +12,7 @@ prompt's last query chose); softmax and query groups (it ranks the logits, one q
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -31,6 +32,7 @@ class Retrieval(Selection):
         reduce: how the heads of a query group agree.
     """
 
+    launched: ClassVar[bool] = True
     budget: Budget = 4096
     chunk: int = 8
     reduce: Reduce = "max"

@@ -3,17 +3,29 @@ argument: on tensors that say they are on a GPU, through Triton's launcher, over
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support_driver import needed, said
+from torch import Tensor
 
 STACKS = ["full", "quest(budget=96) + kivi(bits=4)", "streaming(recent=70) + quest(budget=64)", "d2o(budget=24)"]
 OTHERS = [
     "streaming(recent=40)", "h2o(budget=24)", "tova(budget=24)", "elastic(budget=24)", "snapkv(budget=64)",
-    "adakv(budget=64)", "zipcache(block=16)", "landmarks(budget=64)", "tidal(budget=64)", "turboquant",
-    "duo(sparsity=0.5, sinks=4, recent=32)",
+    "adakv(budget=64)", "zipcache", "zipcache(block=16)", "streaming(recent=70) + zipcache(block=16)", "landmarks(budget=64)",
+    "tidal(budget=64)", "turboquant", "duo(sparsity=0.5, sinks=4, recent=32)", "retrieval(budget=64)", "lowrank(rank=8)",
+    "lowrank(rank=8) + landmarks(budget=64)", "host + quest(budget=64)", "host(fields=('v',)) + quest(budget=64)",
+    "lowrank(rank=8) + landmarks(budget=64) + host", "kivi(residual=256)",
+    "duo(sparsity=0.5, sinks=4, recent=32) + quest(budget=64) + kivi(bits=4)",
 ]  # fmt: skip
+GENERAL = {
+    "tidal(budget=64)": 1, "host + quest(budget=64)": 3, "host(fields=('v',)) + quest(budget=64)": 2,
+    "lowrank(rank=8) + landmarks(budget=64) + host": 2,
+}  # fmt: skip
+"""How many of a token's launches are always made the general way: those that choose in all of a layer, and that fetch."""
 PRETEND = r"""
 from types import SimpleNamespace
 
@@ -24,7 +36,11 @@ torch.cuda.get_device_properties = lambda *given: SimpleNamespace(**chip)
 torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
 
 from kvengine.cache import LayerCache
+from kvengine.kernels import fetch_pages
+from kvengine.kernels.fetch_pages.triton import fetch
+from kvengine.offload.placement.host import Fetched
 from kvengine.kernels.gpu import again, compiling_for, launches
+from kvengine.rope import Rope
 from kvengine.session import Call
 from kvengine.stack import Stack
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,6 +70,8 @@ def place(x):
     return others.setdefault(address, len(others))
 
 CudaLauncher.__init__ = launching
+Fetched.resident = lambda self, pieces=0: None  # as where the model is on a device and pages are not
+fetch_pages.fetch_pages = lambda fields, at, device, **more: {name: fetch(x, at, device) for name, x in fields.items()}
 torch.empty, torch.empty_like = torch.zeros, torch.zeros_like  # nothing is computed here, but what is there decides
 
 class Keeping(TorchDispatchMode):
@@ -82,33 +100,39 @@ def lives(text, how):
     rng = torch.Generator().manual_seed(1)
     launches.Launches.again = how
     cache = LayerCache(Stack.parse(text), 2, 8)
-    prompt = [torch.randn(1, heads, 150, 64, generator=rng).bfloat16() for heads in (8, 2, 2)]
+    cache.session.rope = Rope(10000.0 ** -(torch.arange(32) / 32))
+    prompt = [torch.randn(rows, heads, 150, 64, generator=rng).bfloat16() for heads in (8, 2, 2)]
     cache.forward(*prompt, Call(0.125))
-    found, counts = [], []
+    found, counts, outside = [], [], []
     for _ in range(given["tokens"]):
-        q, k, v = (torch.randn(1, heads, 1, 64, generator=rng).bfloat16() for heads in (8, 2, 2))
-        seen.clear(), kept.clear(), others.clear()
+        q, k, v = torch.randn(rows, 12, 1, 64, generator=rng).bfloat16().split((8, 2, 2), 1)  # of several rows apart
+        if rows == 1 or not given.get("apart"):
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        seen.clear(), kept.clear(), others.clear(), ours.clear()
         before = cache.seen
         places.clear()
         places.update(known(cache, q=q, k=k, v=v, at=cache.session.position(before, q.device)))
         with Keeping():
             out = cache.forward(q, k, v, Call(0.125))
         found.append(json.loads(json.dumps(seen)))
+        outside.append(len(seen) - sum(ours))
         lane = cache.parts[0].lane
         counts.append([list(out.shape), cache.seen, len(lane.tail), lane.tail.clean, lane.whole, lane.lengths[0][0]])
-    return found, counts
+    return found, counts, min(outside)
 
-others, told = {}, {}
+others, told, ours, rows = {}, {}, [], given.get("rows", 1)
 for text in given["stacks"]:
     asked = []
     def again(self, *about):
+        before = len(seen)
         asked.append(made_again(self, *about))
+        ours.append(len(seen) - before)
         return asked[-1]
-    general, counts = lives(text, lambda self, *about: False)
-    ours, ours_counts = lives(text, again)
-    wrong = [i for i, (a, b) in enumerate(zip(general, ours)) if a != b]
-    told[text] = {"wrong": wrong[:3], "first": [[general[i], ours[i]] for i in wrong[:1]], "counts": counts == ours_counts,
-                  "again": sum(asked), "of": len(asked), "launches": len(ours[-1])}
+    general, counts, _ = lives(text, lambda self, *about: False)
+    own, own_counts, outside = lives(text, again)
+    wrong = [i for i, (a, b) in enumerate(zip(general, own)) if a != b]
+    told[text] = {"wrong": wrong[:3], "first": [[general[i], own[i]] for i in wrong[:1]], "counts": counts == own_counts,
+                  "again": sum(asked), "of": len(asked), "launches": len(own[-1]), "outside": outside}
 print(json.dumps(told))
 """
 
@@ -122,3 +146,35 @@ def test_launches_made_again_are_those_of_the_general_way(stacks: list[str], tmp
     for text, found in told.items():
         assert not found["wrong"] and found["counts"], (text, found)
         assert found["again"] == found["of"] > 40, (text, found)
+        assert found["outside"] == GENERAL.get(text, 0), (text, found)
+
+
+def test_rows_that_lie_apart_are_put_together_for_every_token(tmp_path: Path) -> None:
+    """As values do that are a part of what one product made of queries, keys and values."""
+    found = said(PRETEND, {"stacks": ["full"], "tokens": 20, "rows": 2, "apart": True}, tmp_path)["full"]
+    assert not found["wrong"] and found["counts"] and found["again"] == found["of"] > 10, found
+
+
+def test_what_comes_late_is_there_until_all_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream has filled it, and would give its memory away: the kernels that read it wait on this one."""
+    from kvengine.kernels.gpu import launches
+
+    active, made = SimpleNamespace(get_current_stream=lambda device: 0), list[tuple[int, bool]]()
+    monkeypatch.setattr(launches, "driver", SimpleNamespace(active=active))
+    came: list[weakref.ref[Tensor]] = []
+
+    def late() -> list[Tensor]:
+        fetched = torch.zeros(4)
+        came.append(weakref.ref(fetched))
+        return [fetched]
+
+    def launch(*arguments: int) -> None:
+        made.append((arguments[-1], bool(came and came[0]() is not None)))
+
+    some = object.__new__(launches.Launches)
+    some.device, some.size, some.offsets, some.late, some.pause = torch.device("cpu"), 0, [], [0], 1
+    some.ready = [(launch, (1, 1, 1), (), [0], [(0, i)], ()) for i in range(2)] * 2
+    given = torch.zeros(4)
+    assert some.again([given], (), late)
+    (first, before), (second, there), _, (last, still) = made
+    assert first == given.data_ptr() and not before and second == last != 0 and there and still
