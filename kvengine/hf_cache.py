@@ -129,7 +129,7 @@ class EngineCache(Cache):
         if torch.compiler.is_compiling():  # which would compile for each layer's number
             return aside(self, key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
         layer: Any = self.layers[layer_idx]
-        if isinstance(layer, EngineLayer) and layer.layer != layer_idx:
+        if type(layer) in (EngineLayer, hf_states.StatefulLayer) and layer.layer != layer_idx:
             raise ModelError(f"layer {layer_idx} of this cache is a copy of layer {layer.layer}{COPIED}")
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         window = getattr(layer, "sliding_window", None)
