@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 BIN := $(VENV)/bin
 OLD := .venv-5.17
-EDGE = $(wildcard tests/test_hf*.py tests/families) $(addprefix tests/test_,lifecycle.py hidden_tokens.py ragged_turns.py replay.py states.py saved_beside.py)
+EDGE = $(wildcard tests/test_hf*.py tests/families) $(addprefix tests/test_,compiled_states.py lifecycle.py hidden_tokens.py ragged_turns.py replay.py states.py saved_beside.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo test style types unit test-slow test-gpu test-shapes test-matrix docs clean environment

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
@@ -30,7 +30,7 @@ class Ends(StoppingCriteriaList):
         super().__init__(criteria)
         self.session, self.pauses, self.rows = session, pauses, [False]
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Bool[Tensor, "sequence"]:
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Shaped[Tensor, "sequence"]:
         done: Tensor = super().__call__(input_ids, scores, **kwargs)
         if len(done) == 1 and not self.session.heeded:
             return done

@@ -167,8 +167,10 @@ def case(
     elif salient is None:
         fields = codecs.encode_kivi(k, v, bits, group, scale_dtype=ranges)
         if v_group is not None:
-            other = codecs.encode_kivi(k[:, :1, :1].repeat(1, v_group, 16), v, bits, v_group, scale_dtype=ranges)
-            fields |= {name: x for name, x in other.items() if name.startswith("v")}
+            every = torch.nn.functional.pad(v.flatten(0, 1), (0, 0, 0, -len(v) * page % v_group))[None]
+            other = codecs.encode_kivi(every[..., :16], every, bits, v_group, scale_dtype=ranges)
+            own = {name: x[0, : len(v) * page] for name, x in other.items() if name.startswith("v")}
+            fields |= {name: x.unflatten(0, (-1, page)) for name, x in own.items()}
         if nibbles:
             for side in "kv":
                 code = fields[f"{side}_code"]
