@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,4 +72,10 @@ def demo(
 
 def main() -> None:
     """Run the command line."""
-    app()
+    try:
+        app()
+    except OSError as error:  # as where what is said finds no room
+        with contextlib.suppress(OSError):
+            typer.echo(f"{type(error).__name__}: {error}", err=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it would end in another error
+        raise SystemExit(2) from None

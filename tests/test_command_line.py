@@ -193,3 +193,14 @@ def test_an_import_names_the_file_that_is_wrong(tmp_path: Path) -> None:
     bad.write_bytes(out.read_bytes()[:-1])
     found = run("cache", "import", out, bad, "-s", tmp_path / "other")
     assert found.exit_code == 1 and f"{bad} was not imported" in found.stderr and str(out) in found.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device without room")
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["eval", "--help"]])
+def test_where_what_is_said_finds_no_room_that_is_a_line(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            [sys.executable, "-P", "-m", "kvengine", *words], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert found.returncode == 2
+    assert found.stderr.splitlines() == ["OSError: [Errno 28] No space left on device"]
