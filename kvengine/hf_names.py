@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Container, Hashable, Mapping
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 from transformers.masking_utils import create_causal_mask
@@ -62,3 +62,10 @@ def renamed(given: dict[str, Any], name: str) -> dict[str, Any]:
 def cache_among(given: Mapping[str, Any]) -> Any:
     """The cache among arguments, whichever of its names it has; None if there is none."""
     return next((given[name] for name in NAMES if given.get(name) is not None), None)
+
+
+def cache_given(args: Sequence[Any], kwargs: Mapping[str, Any], names: list[str]) -> Any:
+    """The cache that a part is called with, by name or at its place among the `names` of its arguments; None if there is none."""
+    cache, name = cache_among(kwargs), name_of_cache(names)
+    at = names.index(name) if name in names else len(args)
+    return args[at] if cache is None and at < len(args) else cache

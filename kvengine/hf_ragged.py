@@ -19,8 +19,8 @@ from transformers import DynamicCache, PreTrainedModel
 from kvengine.errors import CacheError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_layer import BREAKS
-from kvengine.hf_names import cache_among, name_of_cache
-from kvengine.hf_replay import IDS, MASK, VECTORS, parted, reader, together
+from kvengine.hf_names import cache_given
+from kvengine.hf_replay import IDS, MASK, VECTORS, around_reader, parted, together
 from kvengine.hf_states import Aside, has_states
 
 RECORDS = (
@@ -33,18 +33,12 @@ def hook_ragged(model: PreTrainedModel, text: Any) -> list[Any]:
     """Hooks on the part that reads, if the model has states; what undoes them. They come before those of replays."""
     if not any(map(has_states, DynamicCache(config=text).layers)):
         return []
-    part, names = reader(model, text)
-    return [
-        part.register_forward_pre_hook(partial(before, names=names), with_kwargs=True),
-        part.register_forward_hook(partial(after, names=names), with_kwargs=True),
-    ]
+    return around_reader(model, text, before, after)
 
 
 def reading(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> EngineCache | None:
     """The cache of a later pass that is no recorded step, or a replay's."""
-    cache, name = cache_among(kwargs), name_of_cache(names)
-    if cache is None and len(args) > (at := names.index(name) if name in names else len(args)):
-        cache = args[at]
+    cache = cache_given(args, kwargs, names)
     if type(cache) is not EngineCache or cache.session.again is not None or cache.session.stepping:
         return None
     return cache

@@ -22,7 +22,7 @@ from kvengine.hf_cache import EngineCache
 from kvengine.hf_forward import caching
 from kvengine.hf_layer import BREAKS, EngineLayer
 from kvengine.hf_mask import LazyMask
-from kvengine.hf_names import NAMES, cache_among, name_of_cache
+from kvengine.hf_names import NAMES, cache_given, name_of_cache
 from kvengine.replay import conclude
 from kvengine.text import Fed
 
@@ -40,8 +40,8 @@ def reader(model: PreTrainedModel, text: Any) -> tuple[PreTrainedModel, list[str
     return found[-1] if found else (model, list(inspect.signature(type(model).forward).parameters)[1:])
 
 
-def hook_replays(model: PreTrainedModel, text: Any) -> list[Any]:
-    """Hooks on the part that reads; what undoes them."""
+def around_reader(model: PreTrainedModel, text: Any, before: Any, after: Any) -> list[Any]:
+    """Hooks before and behind that part, which are told its arguments' names; what undoes them."""
     part, names = reader(model, text)
     return [
         part.register_forward_pre_hook(partial(before, names=names), with_kwargs=True),
@@ -49,11 +49,14 @@ def hook_replays(model: PreTrainedModel, text: Any) -> list[Any]:
     ]
 
 
+def hook_replays(model: PreTrainedModel, text: Any) -> list[Any]:
+    """Hooks on the part that reads; what undoes them."""
+    return around_reader(model, text, before, after)
+
+
 def replaying(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> EngineCache | None:
     """The cache of a pass, if its policy asks for replays and this is not one of those."""
-    cache, name = cache_among(kwargs), name_of_cache(names)
-    if cache is None and len(args) > (at := names.index(name) if name in names else len(args)):
-        cache = args[at]
+    cache = cache_given(args, kwargs, names)
     if type(cache) is not EngineCache or cache.stack.retention.replay is None or cache.session.again is not None:
         return None
     return cache
