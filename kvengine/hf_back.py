@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvengine import hf_states
@@ -18,17 +17,6 @@ from kvengine.heads import check_layer_back, check_settled
 from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import BREAKS, EngineLayer
 from kvengine.session import BROKEN, Session
-
-STATE = ("keys", "values", "cumulative_length", "is_initialized", "dtype", "device")
-"""Of a layer with a window; what it has of this, as a dtype up to transformers 5.23."""
-
-
-GO_BACK = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
-
-
-def goes_back(config: Any) -> bool:
-    """Whether tokens can be taken back from every layer of a model; a recurrent state has absorbed them."""
-    return {type(layer).__name__ for layer in DynamicCache(config=config).layers} <= GO_BACK
 
 
 @torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]
@@ -45,7 +33,7 @@ def adopt(layer: Any, its: Any, late: int) -> None:
     Nothing is copied: transformers' windows put new tensors in the place of old ones and change none.
     """
     if getattr(its, "sliding_window", None) is not None and its.is_initialized:
-        vars(layer).update({name: x for name, x in vars(its).items() if name in STATE})
+        vars(layer).update(hf_states.tokens_of(its))
         layer._sliding_window_tensor = its._sliding_window_tensor
         back(layer, late)
 
@@ -87,19 +75,24 @@ def back(layer: Any, n: int) -> None:
         layer.cumulative_length -= n
 
 
-def all_back(layers: list[Any], session: Session, n: int, seen: int) -> None:
-    """Take back the last `n` of `seen` tokens from every layer, or refuse and leave all as they are."""
+def all_back(layers: list[Any], session: Session, n: int, seen: int, kept: hf_states.Kept | None = None) -> None:
+    """Take back the last `n` of `seen` tokens from every layer, or refuse and leave all as they are. States that have absorbed
+    the tokens go back to those that were `kept`."""
     if session.led == seen:
         raise CacheError(BROKEN)
     for layer in layers:
         if isinstance(layer, EngineLayer):
             check_layer_back(layer.cache, n)
-        check_back(layer, n, seen)
+        if kept is None or not hf_states.has_states(layer):
+            check_back(layer, n, seen)
     with session.changing():
         for layer in layers:
             if isinstance(layer, EngineLayer):
                 layer.cache.rollback(n)
-            back(layer, n)
+            if kept is None or not hf_states.has_states(layer):
+                back(layer, n)
+        if kept is not None:
+            kept.put_back()
     session.led = session.judging = None  # as many tokens may be seen again
 
 

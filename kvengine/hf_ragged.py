@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvengine.errors import CacheError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_layer import BREAKS
 from kvengine.hf_names import cache_given
 from kvengine.hf_replay import IDS, MASK, VECTORS, around_reader, parted, together
-from kvengine.hf_states import Aside, has_states
+from kvengine.hf_states import Aside, has_states, keeps_states
 
 RECORDS = (
     "some rows have padding among these tokens, and a convolution that records its columns cannot leave it out for them alone. "
@@ -31,7 +31,7 @@ RECORDS = (
 
 def hook_ragged(model: PreTrainedModel, text: Any) -> list[Any]:
     """Hooks on the part that reads, if the model has states; what undoes them. They come before those of replays."""
-    if not any(map(has_states, DynamicCache(config=text).layers)):
+    if not keeps_states(text):
         return []
     return around_reader(model, text, before, after)
 

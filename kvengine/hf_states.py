@@ -25,6 +25,8 @@ from kvengine.stack import Stack
 STATES = ("conv_states", "recurrent_states")
 OWN = frozenset(vars(LinearAttentionLayer()))
 """What a layer has for its states."""
+TOKENS = ("keys", "values", "cumulative_length", "is_initialized", "dtype", "device")
+"""What it has for its tokens; of this, as a dtype is among it up to transformers 5.23."""
 
 
 class StatefulLayer(EngineLayer, LinearAttentionLayer):
@@ -65,6 +67,11 @@ def grows(layer: Any, config: Any) -> bool:
 def beyond_tokens(config: Any) -> list[str]:
     """The kinds of a model's layers that keep something else than keys and values of every token."""
     return sorted({type(x).__name__ for x in DynamicCache(config=config).layers if type(x) is not DynamicLayer})
+
+
+def keeps_states(config: Any) -> bool:
+    """Whether a model has layers with states."""
+    return any(map(has_states, DynamicCache(config=config).layers))
 
 
 def engine_layer(stock: Any, stack: Stack, layer: int, layers: int, session: Session, readers: int) -> EngineLayer:
@@ -151,14 +158,51 @@ class Aside:
             now[rows.to(now.device)] = 0 if kept is None else kept
 
 
+class Kept:
+    """States as they were after some token, to be put back when later ones are taken back; and the tokens beside them in layers
+    that are transformers' own."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = [layer for layer in layers if has_states(layer)]
+        self.states: list[Tensor] = []
+        self.take()
+
+    def now(self) -> list[Tensor]:
+        return [state for layer in self.layers for state in held_states(layer)]
+
+    def take(self) -> None:
+        """Keep what they are now."""
+        if self.states:
+            torch._foreach_copy_(self.states, self.now())
+        else:
+            self.states = [state.clone() for state in self.now()]
+        self.tokens = [tokens_of(layer) for layer in self.layers]
+
+    def put_back(self) -> None:
+        for layer, tokens in zip(self.layers, self.tokens, strict=True):
+            vars(layer).update(tokens)
+        if self.states:
+            torch._foreach_copy_(self.now(), self.states)
+
+
+def tokens_of(layer: Any) -> dict[str, Any]:
+    """The attributes of one of transformers' layers that are about its tokens, which it replaces and never changes in place."""
+    return {} if isinstance(layer, EngineLayer) else {name: x for name, x in vars(layer).items() if name in TOKENS}
+
+
 def states_of(layer: Any) -> dict[str, Any]:
     """The attributes of a layer that are about its states; of transformers' own, all."""
     return {name: x for name, x in vars(layer).items() if name in OWN or not isinstance(layer, EngineLayer)}
 
 
+def take_over(layer: Any, its: Any) -> None:
+    """Go on with copies of another layer's states; of one that is transformers' own, with its tokens too."""
+    vars(layer).update(copy.deepcopy(states_of(its)))
+
+
 def thaw(layer: Any) -> None:
     """Go on with copies, which may be changed in place where what was made in torch's inference mode may not."""
-    vars(layer).update(copy.deepcopy(states_of(layer)))
+    take_over(layer, layer)
 
 
 def spare(layer: Any) -> Any:

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy, unknown
 from kvengine.hf import check_model
-from kvengine.hf_back import goes_back
-from kvengine.hf_cache import EngineCache, engine_layers
+from kvengine.hf_cache import EngineCache
 from kvengine.hf_generate import check_mode
 from kvengine.hf_names import NAMES, cache_among
+from kvengine.hf_states import beyond_tokens, keeps_states
 from kvengine.policies.routing.uniform import Uniform
 from kvengine.readers import sources
 from kvengine.speculative.law import REMEMBERING
@@ -139,18 +139,12 @@ def check_models(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None, wi
     check_model(target)
     if isinstance(draft, str) and draft not in DRAFTS:
         raise PolicyError(unknown("draft", draft, DRAFTS))
-    for model in (target, draft):
-        if isinstance(model, PreTrainedModel) and not goes_back(model.config.get_text_config(decoder=True)):
-            raise ModelError(
-                f"{type(model).__name__} has layers with a recurrent state, which has absorbed a draft when it is rejected. "
-                "Use models whose layers have key-value caches, plain or of a window"
-            )
     trees = drawn_trees(draft, widths)
     for model in (target, draft) if trees else ():
-        if isinstance(model, PreTrainedModel) and not all(engine_layers(model.config.get_text_config(decoder=True))):
+        if isinstance(model, PreTrainedModel) and beyond_tokens(model.config.get_text_config(decoder=True)):
             raise ModelError(
-                f"{trees[0]} drafts trees, but {type(model).__name__} has layers with a sliding window, which transformers "
-                "reads, under a mask that knows no branches. Use draft='lookup', or a draft model without widths"
+                f"{trees[0]} drafts trees, but {type(model).__name__} has layers with a sliding window or states, which "
+                "transformers reads, and which know no branches. Use draft='lookup', or a draft model without widths"
             )
     if isinstance(draft, torch.nn.Module):
         check_model(draft)
@@ -200,6 +194,8 @@ def check_places(middle: Stack, stack: Stack, model: Any, in_place: bool) -> Non
         )
     if in_place and has_latents(model):
         reason = "its rows are latents (MLA), without values"
+    elif in_place and keeps_states(model.config.get_text_config(decoder=True)):
+        reason = "layers of the model have states, which hold no tokens to be read"
     elif in_place and is_read_again(model):
         reason = "later layers of the model read them too"
     elif in_place:

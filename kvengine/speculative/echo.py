@@ -91,6 +91,11 @@ class Ear:
         for _, layer in self.layers():
             layer.listener, layer.heard = None, self.heard
 
+    def leave(self) -> None:
+        """The prompt has been read, and what comes is of no interest."""
+        for _, layer in self.layers():
+            layer.listener = None
+
 
 def follower(cache: EngineCache, layer: int) -> EngineLayer:
     return cast(EngineLayer, cache.layers[layer])

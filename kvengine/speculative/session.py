@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -79,8 +79,10 @@ class Session:
 
     settled: how many tokens of the text are history in the cache; open: tokens fed since, still to be judged.
     passes: those asked for, fed: tokens in them; shares: the passes, one for several sessions being divided among them.
+    settles_by_reading: whether to settle may take a pass.
     """
 
+    settles_by_reading: ClassVar[bool] = False
     model: PreTrainedModel
     cache: EngineCache
     settled: int = 0
@@ -136,7 +138,7 @@ class Session:
         while same < min(len(self.open), len(wanted) - 1) and self.open[same] == wanted[same]:
             same += 1
         self.forget(len(self.open) - same)
-        return wanted[same:]
+        return wanted[len(self.open) :]
 
     def forget(self, count: int) -> None:
         """Take back the last `count` open tokens."""

@@ -117,7 +117,8 @@ class Tier:
         return verdict, laws, logits
 
     def settle(self, text: Text) -> None:
-        began = None if self.reader is None else self.clock()  # who has no model takes next to nothing
+        reads = self.reader is not None or self.session.settles_by_reading
+        began = self.clock() if reads else None  # who has no model takes next to nothing
         self.session.settle(text)
         if self.below:
             self.below.settle(text)

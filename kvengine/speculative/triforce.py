@@ -49,6 +49,7 @@ from kvengine.speculative.propose import Lookup, Recycling
 from kvengine.speculative.report import Report
 from kvengine.speculative.run import Run, end_tokens, padded, texts
 from kvengine.speculative.session import Guest, Session
+from kvengine.speculative.stateful import Beside, StatefulSession, session_of
 from kvengine.speculative.tier import Drafter, Tier
 from kvengine.speculative.together import together
 from kvengine.speculative.view import ViewCache, can_view, complete
@@ -213,13 +214,15 @@ class TriForce(Decoder):
         steady = self.target.device.type == "cpu" and torch.get_num_threads() == 1
         clock = watch.cpu if steady else watch.wall
         cache = EngineCache(self.target, self.stack)
-        top = Session(self.target, cache)
+        top = session_of(self.target, cache)
         below = self._drafter(law, rule, ends)
         if self.middle is not None:
             below = Tier(self._echo(top, self.middle), law, rule, below, self._ahead(0), ends, "middle", clock=clock)
         return Tier(top, law, rule, below, self._ahead(1), ends, "target", clock=clock)
 
     def _echo(self, top: Session, middle: Stack) -> Session:
+        if isinstance(top, StatefulSession):
+            return Beside(self.target, EngineCache(self.target, middle), whole=top)
         if coarse_of(middle, self.stack):
             return Guest(self.target, top.cache, whole=top)
         if self.in_place:
@@ -238,7 +241,7 @@ class TriForce(Decoder):
             return Lookup()
         if self.memory is not None:
             return self.memory
-        session = Session(self.draft, EngineCache(self.draft, self.draft_stack))
+        session = session_of(self.draft, EngineCache(self.draft, self.draft_stack))
         if self.widths is not None:
             return Branching(session, law, rule, self.widths)
         return Tier(session, law, rule, ends=ends, name="draft")
