@@ -47,7 +47,7 @@ except ModuleNotFoundError as missing:
 
 import kvengine
 from kvengine.evals import loading
-from kvengine.offload.stores import Store, chain
+from kvengine.offload.stores import Store
 from kvengine.offload.stores.urls import backend
 from kvengine.prefix import Prefix
 
@@ -131,8 +131,7 @@ class Library:
             self.write(name, body)
             cache = self.prefix.fetch(ids, "full")
             known = cache.seen
-            self.model(ids[:, known:], cache=cache, logits_to_keep=1)
-            self.prefix.keep(ids, cache)
+            self.prefix.compute(ids, cache)
             stored = self.stored(ids)  # `poll` hands out every finished job: nobody else may have one under way
         return {"id": name, "tokens": ids.shape[1], "already_known": known, **stored}
 
@@ -181,9 +180,9 @@ class Library:
                     "chunks": 0,
                     "warning": "its text was damaged: the store keeps its chunks",
                 }
-            keys = chain(ids[0].tolist(), self.prefix.start, self.prefix.chunk)
+            keys = self.prefix.keys(ids)
             failures = self.failures
-            gone = self.prefix.store.delete(keys)
+            gone = self.prefix.store.delete(self.prefix.keys(ids, beside=True))[: len(keys)]
             if self.failures > failures:  # the text stays, as without it nobody knows what is to go
                 raise HTTPException(503, "the store cannot be reached and has what was computed of it; DELETE it again")
             file.unlink()
@@ -205,7 +204,7 @@ class Library:
 
     def stored(self, ids: Tensor) -> dict[str, Any]:
         """Whether what was submitted has reached the store, and is still there: a store that is full makes room."""
-        store, keys = self.prefix.store, chain(ids[0].tolist(), self.prefix.start, self.prefix.chunk)
+        store, keys = self.prefix.store, self.prefix.keys(ids)
         store.drain()
         down = [done for done in store.poll() if not all(done.ok)]
         kept = store.lookup(keys, self.prefix.timeout)

@@ -5,18 +5,25 @@
     model.generate(ids, cache=cache)
     reuse.keep(ids, cache)                # what was computed, for the next prompt
 
+    cache = reuse.fetch(ids)
+    reuse.compute(document, cache)        # reads the whole chunks of the prompt's beginning, and keeps them
+    model.generate(ids, cache=cache)
+
 A chunk is named by a hash over the model, the tokenizer, the policy and all tokens up to its end
 (`kvengine.offload.stores.keys`), so a hit holds what this model would compute. At the level "lossless" the continued
 text is that of a cold run; at the others it is close to it, and the chunks are a fraction of the size.
 
 Chunks hold exact keys and values of a prefix, so the stack must keep everything until the prompt has ended: chunks are
-taken while every layer still holds all it has seen. Anything that goes wrong with a store is a miss: what is not there
-whole, in time, and of this model is computed again, and the store's `counts` and `events` tell.
+taken while every layer still holds all it has seen. A window or a state is only what it is after the last token, so on
+models with such layers a prompt can be taken up where one was computed to with `compute` (`kvengine/prefix_beside.py`).
+Anything that goes wrong with a store is a miss: what is not there whole, in time, and of this model is computed again, and
+the store's `counts` and `events` tell.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,10 +31,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from kvengine import prefix_beside
 from kvengine.errors import CacheError, ModelError, StoreError
 from kvengine.fingerprint import identity, state
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import layer_devices
+from kvengine.hf_names import CACHE
 from kvengine.hf_replay import given
 from kvengine.hf_rope import DYNAMIC, LONG, turning_point
 from kvengine.hf_states import beyond_tokens
@@ -48,8 +57,8 @@ class Prefix:
     """Chunks of prompts of one model, in a store.
 
     Args:
-        model: a patched model. Of one whose layers keep something else, or less, than all tokens' keys and values (states,
-            windows, another layer's), nothing is stored or found, and a warning says so.
+        model: a patched model. Of one whose layers read another layer's keys and values (Gemma 3n), or all have windows,
+            nothing is stored or found, and a warning says so.
         store: where chunks live.
         tokenizer: part of a chunk's name, if given.
         level: of the codec; "lossless" gives the text of a cold run.
@@ -74,18 +83,19 @@ class Prefix:
     whose: Identity = field(init=False)
     start: bytes = field(init=False)
     known: Hashable = field(init=False, default=None, repr=False)  # the state of the model of which these are
-    whole: bool = field(init=False)  # whether all that the model caches is keys and values of every token
+    whole: bool = field(init=False)  # whether all that the model caches can be stored
+    beside: bool = field(init=False)  # whether some of it is no keys and values of every token
     turn: int | None = field(init=False)  # tokens of the longest text with the first of several rotations
     rank: int = field(init=False)  # channels of a latent that are values; 0: the model has keys and values
 
     def __post_init__(self) -> None:
         text = self.model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-        strange = beyond_tokens(text)
-        self.whole = not strange
+        strange = prefix_beside.strange(text)
+        self.whole, self.beside = not strange, bool(beyond_tokens(text)) and not strange
         if strange:
             log.warning(
-                "%s has layers that keep states, a window or another layer's tokens (%s), which no stored chunk holds: all its "
-                "prompts are computed, and none is stored. kvengine.saved stores whole sessions",
+                "%s has layers that read another layer's tokens, or none that keeps them all (%s), which no stored chunk holds: "
+                "all its prompts are computed, and none is stored. kvengine.saved stores whole sessions",
                 type(self.model).__name__, ", ".join(strange),
             )  # fmt: skip
         dtype = next(self.model.parameters()).dtype
@@ -132,10 +142,19 @@ class Prefix:
             return cache
         self.identify()
         last, start = max(1, cache.stack.retention.observes), self.start_for(len(tokens))
-        chunks = [] if start is None else self.read(chain(tokens[:-last], start, self.chunk))
-        if chunks:
-            self.enter(cache, chunks, len(tokens))
-            given(self.model, cache, ids[:, : cache.seen])
+        keys = [] if start is None else chain(tokens[:-last], start, self.chunk)
+        beside = self.read_beside(keys) if self.beside else None
+        if beside is not None:
+            keys = keys[: beside[0]]
+        elif self.beside:
+            return cache
+        chunks = self.read(keys)
+        if not chunks or (beside is not None and len(chunks) < len(keys)):
+            return cache
+        self.enter(cache, chunks, len(tokens))
+        if beside is not None and not self.enter_beside(cache, beside[1]):
+            return EngineCache(self.model, stack)  # type: ignore[arg-type]
+        given(self.model, cache, ids[:, : cache.seen])
         return cache
 
     @staticmethod
@@ -180,14 +199,40 @@ class Prefix:
             device = devices[layer.layer]
             k, v = (torch.cat([piece[part] for piece in pieces], 1)[None].to(device, dtype) for part in (0, 1))
             layer.store(k, k[..., : self.rank] if self.rank and cache.stack != Stack() else v, None)
-        for entered in cache.layers:
+        for entered in cache.engines if self.beside else cache.layers:
             entered.is_initialized = True  # type: ignore[union-attr]
+
+    def read_beside(self, keys: Sequence[str]) -> tuple[int, bytearray] | None:
+        """What is stored beside the last of the leading chunks that has anything beside it, and how many chunks lie before."""
+        end = time.monotonic() + self.timeout
+        for n in range(self.store.lookup(keys, self.timeout) if keys else 0, 0, -1):
+            key = prefix_beside.name(keys[n - 1])
+            if size := self.store.leading([key], max(0.0, end - time.monotonic())):
+                try:
+                    buffer = bytearray(size[0])
+                except (MemoryError, OverflowError):
+                    log.warning("a prompt is recomputed: the store says that %d bytes are beside its chunks", size[0])
+                    return None
+                done = self.store.wait(self.store.submit_get([key], [buffer]), self.timeout)
+                return (n, buffer) if done is not None and all(done.ok) else None
+        return None
+
+    def enter_beside(self, cache: EngineCache, data: bytearray) -> bool:
+        """Puts windows and states into a cache that has a prompt's chunks already; whether they could be."""
+        devices = layer_devices(self.model, len(cache.layers))  # type: ignore[arg-type]
+        try:
+            prefix_beside.enter(data, cache, self.whose, devices)
+        except StoreError as error:
+            log.warning("a prompt is recomputed: what is stored beside its chunks cannot be read: %s", error)
+            return False
+        return True
 
     def keep(self, ids: Int[Tensor, "seq token"], cache: EngineCache) -> int:
         """Stores the prompt's whole chunks that are not stored yet; the chunks submitted. Does not wait until they are.
 
-        None are, of a model that caches other things too, or of a prompt for whose length alone the keys are (`dynamic` rotations
-        beyond the trained length).
+        Where layers have windows or states, these are stored beside the last chunk, if the cache has seen no token behind it
+        (`compute`); if it has, nothing is stored, and a warning says so. Nor is anything of a prompt for whose length alone the
+        keys are (`dynamic` rotations beyond the trained length).
 
         Raises CacheError if the cache no longer holds every token of the prompt exactly, holds several sequences, was
         given what no chunk's name tells: padding, a tuned prefix, vectors or images; or its text has outgrown the rotation
@@ -221,7 +266,7 @@ class Prefix:
                 f"this prompt has {len(tokens)} tokens and was continued to {cache.seen}, and from {self.turn + 1} on this model "
                 "rotates keys otherwise, those of the prompt too if it was read anew. Store a prompt before its answer"
             )
-        if start is None:
+        if start is None or (self.beside and not self.stops(cache, len(tokens))):
             return 0
         keys = chain(tokens, start, self.chunk)
         have = self.store.lookup(keys, self.timeout)
@@ -234,7 +279,52 @@ class Prefix:
             kv = KV([(k[0, :, span], v[0, :, span]) for k, v in layers],
                     torch.arange(span.start, span.stop), self.whose)  # fmt: skip
             self.store.submit_put([keys[i]], [encode(kv, self.level, chunk=self.chunk)], self.ttl)
+        if self.beside and keys and not self.store.leading([name := prefix_beside.name(keys[-1])], self.timeout):
+            self.store.submit_put([name], [prefix_beside.encode(cache, self.whose)], self.ttl)
         return len(keys) - have
+
+    def stops(self, cache: EngineCache, total: int) -> bool:
+        """Whether a cache's windows and states are those after the last whole chunk of a prompt, and can be stored."""
+        if cache.seen != total // self.chunk * self.chunk:
+            log.warning(
+                "%s has layers with windows or states, which are now those of token %d: nothing is stored. Call "
+                "compute(ids, cache), which stops at the end of a chunk (%d tokens), before what comes behind it is read",
+                type(self.model).__name__, cache.seen, self.chunk,
+            )  # fmt: skip
+            return False
+        if any(getattr(layer, "record_past", False) for layer in cache.layers):
+            raise CacheError(
+                "the cache's windows or states remember what can be taken back; call cache.deactivate_past_recording() first"
+            )
+        return True
+
+    @torch.no_grad()
+    def compute(self, ids: Int[Tensor, "seq token"], cache: EngineCache) -> int:
+        """Reads those whole chunks of a prompt's beginning that its cache, of `fetch`, does not have yet, and keeps them; the
+        chunks submitted.
+
+        Of a prompt that is to be answered, give what may come back, such as the document before the question, and less than all
+        of it. A cache that has seen as much is left as it is.
+
+        Raises CacheError as `keep`.
+        """
+        check(ids)
+        end = ids.shape[1] // self.chunk * self.chunk
+        if cache.seen < end:
+            if (cache.session.prompt_end or 0) <= end:
+                cache.announce(end + 1)  # more of the prompt is to come, and it is judged then
+            self.model(ids[:, cache.seen : end], **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        return self.keep(ids[:, :end], cache) if end else 0
+
+    def keys(self, ids: Int[Tensor, "seq token"], beside: bool = False) -> list[str]:
+        """Under what a prompt's whole chunks are stored, first to last, to ask a store for them or to delete them; and then what
+        may be `beside` each."""
+        check(ids)
+        self.identify()
+        tokens = ids[0].tolist()
+        start = self.start_for(len(tokens))
+        chunks = [] if start is None else chain(tokens, start, self.chunk)
+        return [*chunks, *map(prefix_beside.name, chunks if beside and self.beside else ())]
 
     def order(self, have: int, end: int, size: int) -> list[int]:
         """The chunks from `have` to `end`, of so many bytes each, in the order in which they are put.

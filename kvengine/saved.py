@@ -10,7 +10,8 @@ some table still names are kept, wherever they were placed. Nothing is unpickled
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
     if header.get("kind") != "session" or header.get("format") != FORMAT:
         found = f"{header.get('kind')!r} of format {header.get('format')!r}"
         raise IncompatibleCache(f"{path} holds {found}, not a session of format {FORMAT}")
-    try:
+    with garbled(path):
         check_identity(Identity(**header["identity"]), identity(model))
         cache = EngineCache(model, header["stack"])  # type: ignore[arg-type]
         cache.thaw()
@@ -145,13 +146,20 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
         source.device = devices[0]
         if (text := source.value(header.get("text"))) is not None:
             cache.session.text = Text.of(text)
+    return cache
+
+
+@contextmanager
+def garbled(what: str | Path) -> Iterator[None]:
+    """Say of what cannot be read that it cannot, whatever happens on the way."""
+    try:
+        yield
     except StoreError as error:
-        raise type(error)(f"{path}: {error}") from error
+        raise type(error)(f"{what}: {error}") from error
     except KVEngineError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, MemoryError) as error:
-        raise CorruptBitstream(f"{path} lacks or garbles a part of the session: {error!r}") from error
-    return cache
+        raise CorruptBitstream(f"{what} lacks or garbles a part of the session: {error!r}") from error
 
 
 def extra(path: str | Path) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from kvengine.evals.together import read as read_together
 from kvengine.hf_layer import EngineLayer
 from kvengine.hf_names import CACHE
 from kvengine.hf_states import StatefulLayer, check_back, has_states, held_states
-from kvengine.offload import stores
-from kvengine.prefix import Prefix
 
 BOTH = ("falcon_h1", "zamba2", "zaya")
 """Layers that keep states and tokens."""
@@ -386,16 +384,9 @@ def test_a_policy_reads_what_streaming_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_what_knows_tokens_alone_is_not_done_with_states(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A stored prefix and a shared context would begin with the tokens, and without the states."""
-    model, ids = built(name), text(1, 40)
-    reuse = Prefix(model, stores.Store(stores.Files(tmp_path, sync="none")), chunk=8)
-    assert "keep states, a window" in caplog.text
-    assert reuse.keep(ids, prompt(model, ids)) == 0 and reuse.fetch(ids).seen == 0
+def test_a_shared_context_is_not_read_without_its_states(name: str) -> None:
     with pytest.raises(EvaluationError, match="sliding or recurrent"):
-        read_together(model, ids.tolist())
+        read_together(built(name), text(1, 40).tolist())
 
 
 @pytest.mark.parametrize("name", BOTH)
