@@ -5,6 +5,7 @@
 #   make test-slow    the tests that take minutes
 #   make test-gpu     the tests that need a CUDA device
 #   make test-shapes  the tests again, every shape and dtype that a signature states checked at run time
+#   make test-sanitised   the C kernels' tests with gcc's sanitizers beneath them
 #   make test-matrix  the Hugging Face edge on the oldest and the newest supported transformers
 #   make docs         the generated parts of README.md and docs/
 #   make clean        everything above undone, environments included
@@ -23,7 +24,7 @@ OLD := .venv-5.17
 EDGE = $(wildcard tests/test_hf*.py tests/families) $(addprefix tests/test_,compiled_states.py lifecycle.py hidden_tokens.py ragged_turns.py replay.py states.py saved_beside.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test style types unit test-slow test-gpu test-shapes test-matrix docs clean environment
+.PHONY: demo test style types unit test-slow test-gpu test-shapes test-sanitised test-matrix docs clean environment
 
 demo: environment
 	$(BIN)/kvengine demo
@@ -49,6 +50,9 @@ test-gpu: environment
 
 test-shapes: environment
 	$(PYTEST) -n 2 --jaxtyping-packages=kvengine,support_types.checked
+
+test-sanitised: environment
+	OMP_NUM_THREADS=1 $(BIN)/python tests/sanitise.py tests/kernels -k "not triton"
 
 test-matrix: environment $(OLD)/.ready
 	OMP_NUM_THREADS=1 $(OLD)/bin/python -m pytest -n 2 -m "not gpu" $(EDGE)

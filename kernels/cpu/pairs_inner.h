@@ -114,7 +114,7 @@ INLINE void in_order(const void *p, int64_t start, int64_t dtype, const uint16_t
 INLINE vf repeated(const float *p, int many) {
   switch (many) {
     case 1: return splat(*p);
-    case 2: return (vf)_mm512_castpd_ps(_mm512_broadcastsd_pd(_mm_loadu_pd((const double *)p)));
+    case 2: return (vf)_mm512_broadcastq_epi64(_mm_loadl_epi64((const __m128i *)p));
     case 4: return (vf)_mm512_broadcast_f32x4(_mm_loadu_ps(p));
     case 8: return (vf)_mm512_broadcast_f32x8(_mm256_loadu_ps(p));
     default: return load(p);
