@@ -36,6 +36,7 @@ from kvengine.offload.container import Container, pack, plain, read_file
 from kvengine.offload.stores.filesystem import replace_file
 from kvengine.pages import Pages
 from kvengine.pool import Pool
+from kvengine.reach import Reach
 from kvengine.saliency import Saliency
 from kvengine.saved_beside import check_same_rows, restore
 from kvengine.sound import check_fields, check_kinds, check_lengths, check_pages, check_rows, check_tail, expect
@@ -210,6 +211,8 @@ class Writer:
             return x
         if isinstance(x, Tensor):
             return {"tensor": self.tensor(x)}
+        if isinstance(x, Reach):
+            return self.value(x.positions())
         if isinstance(x, list | tuple):
             return {"list" if isinstance(x, list) else "tuple": [self.value(item) for item in x]}
         if isinstance(x, dict) and all(isinstance(name, str) for name in x):
@@ -285,7 +288,9 @@ class Reader:
     def lane(self, lane: Lane, state: dict[str, Any]) -> None:
         if state["heads"] != lane.heads:
             raise IncompatibleCache(f"the policy gives a lane {lane.heads} heads here, {state['heads']} were saved")
-        set_attributes(lane, self.value(state["own"]))
+        own = self.value(state["own"])
+        set_attributes(lane, own)
+        lane.saw = None if own["saw"] is None else Reach(None, None, own["saw"], 1)
         set_attributes(lane.tail, self.value(state["tail"]))
         check_tail(lane.tail)
         slots = len(lane.tail) if lane.stack.paged else lane.seen  # where nothing is sealed, lengths are not kept up
