@@ -46,6 +46,10 @@ def top_units(scores: Tensor, count: int, counts: Tensor | None = None, alive: T
     return best.masked_fill(best == units, -1)
 
 
+ALIKE = 16
+"""A GPU looks at numbers of units up to a multiple of this by the same launches, from this on; before, up to a power of two."""
+
+
 class Ops(NamedTuple):
     """What a choice by shares is made of."""
 
