@@ -196,6 +196,7 @@ class Holding(Padded):
                 self.sealed(k, position).seal(k[:, :spill], v[:, :spill], position[:, :spill], score[:, :spill], True)
             self.tail.replace(k[:, spill:], v[:, spill:], position[:, spill:], score[:, spill:], True, room + 2 * page)
             self.lengths = [(n - spill, None)]
+            self.tail.beside = self.alongside()
             return
         alive = position >= 0 if keep is None else (position >= 0) & keep
         alive = alive if idle is None else torch.where(idle[:, None], self.earlier(position.shape[1]), alive)
@@ -223,6 +224,11 @@ class Holding(Padded):
         clean = even and (idle is None or bool((kept[2] >= 0).all()))  # a tail that stays may have holes
         self.tail.replace(*kept, clean, room + 2 * page)
         self.lengths = [(width, None)] if even else grouped(rest)
+        self.tail.beside = self.alongside()
+
+    def alongside(self) -> int:
+        """Slots of the pages that a tail grows beside: those of keys kept jointly, which get no more."""
+        return len(self.pages) if self.pages is not None and self.pages.joint is not None else 0
 
     def free_rows(self, idle: Bool[Tensor, "row"] | None) -> Bool[Tensor, "row"] | None:
         """The rows that may seal tokens, if not all: keys kept jointly are those of the first prompt that fills a page."""

@@ -54,8 +54,8 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
         "plain", "rolls", "thins", "pays", "known", "reads", "launched", "beside", "repeated", "waits", "due", "tally",
     },
     LayerCache: {"stack", "layer", "layers", "session", "parts", "readers"},
-    Tail: {"shared", "scored", "ready"},
-    Nested: {"shared", "scored", "ready"},
+    Tail: {"shared", "scored", "ready", "beside"},
+    Nested: {"shared", "scored", "ready", "beside"},
     Pages: {"pool", "page", "inner", "joint", "representation", "selection", "shared", "scored", "beside", "bounds", "views"},
 }  # fmt: skip
 LOOSE, FOLD = 1 << 26, 16
@@ -297,6 +297,7 @@ class Reader:
         check_lengths(lane.lengths, len(lane.first), slots)
         if state["pages"] is not None:
             self.pages(lane, state["pages"])
+            lane.tail.beside = lane.alongside()
 
     def pages(self, lane: Lane, state: dict[str, Any]) -> None:
         stack, saved = lane.stack, self.value(state["fields"])
