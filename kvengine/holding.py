@@ -255,7 +255,7 @@ class Holding(Padded):
 
     def sealed(self, k: Tensor | None = None, position: Tensor | None = None, new: Tensor | None = None) -> Pages:
         """The pages; made, if there are none yet, for a prompt of these tokens, of which the `new` rows seal some."""
-        if self.pages is None or k is not None or not self.pages.roomy:
+        if self.pages is None or k is not None or not self.pages.roomy():
             self.beside.forget(self.tail)
             self.saw = None if self.saw is None else self.saw.told()  # it would keep what is replaced
         if self.pages is None:
@@ -328,10 +328,7 @@ class Holding(Padded):
         return (self.saw or reached(self.units, self.pages, self.tail)).positions()
 
     def note_reach(self, position: Int[Tensor, "row slot"] | None = None) -> None:
-        """Before tokens move from the tail to pages, or from page to page: remember which of them the last query read.
-
-        `position`: the tail's, of all slots, if they are at hand.
-        """
+        """Before tokens move from the tail, whose `position` may be at hand, to pages: remember which the last query read."""
         if self.units is not None and self.saw is None:
             self.saw = reached(self.units, self.pages, self.tail, position)
 
@@ -371,9 +368,12 @@ class Holding(Padded):
         Something does where a selection reads some pages and the whole tail: what is read must not depend on when this
         is called, nor on what else is in the batch.
         """
-        pages = self.sealed()
-        self.beside.forget(self.tail)
+        if (pages := self.pages) is None:
+            return
+        table, self.beside.refused = pages._table, False
         pages.release()
+        if pages._table is not table:
+            self.beside.forget(self.tail)
         if self.stack.selects or not self.stack.representation.lossless or not len(pages):
             return
         if float((pages.position >= 0).float().mean()) < 0.5:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -251,10 +252,9 @@ class Pages(Readable):
             self._summary = {name: x.clone() for name, x in self._summary.items()}
             self.shared = False
 
-    @property
     def roomy(self) -> bool:
         """Whether each row can have one more page, and no tensor is replaced by a longer one."""
-        return self.columns < self._table.shape[1] and len(self.filled) <= len(self.pool.free)
+        return self.columns < self._table.shape[1] and self.pool.spares(len(self.filled))
 
     def reserve(self, more: int) -> None:
         """Room for `more` columns, an eighth more than asked if there is none."""
@@ -262,7 +262,7 @@ class Pages(Readable):
             return
         self.bounds.remembered.forget()
         self.views.forget()
-        columns = need + (need // 8 if self.columns else 1)
+        columns = spared(need) if self.columns else need + 1
         self._table = wider(self._table, columns, -1)
         self._position = wider(self._position, columns * self.page, -1)
         if self.scored:
@@ -283,21 +283,26 @@ class Pages(Readable):
             self.clean = False
 
     def release(self) -> int:
-        """Give back pages without a token, and columns that no row uses; how many slots of a row went."""
-        empty = ~(self.position >= 0).unflatten(1, (-1, self.page)).any(2)
-        table = self.table.masked_fill(empty, -1)
+        """Give back pages without a token, and columns that no row uses; how many slots of a row went.
+
+        What belongs to rows stays where it is, unless it would have more to spare than `reserve` takes: launches that are noted
+        for a GPU name its memory.
+        """
+        self.own()
+        table = self.table
+        table.masked_fill_(~(self.position >= 0).unflatten(1, (-1, self.page)).any(2), -1)
         used = (table >= 0).any(0).nonzero()[:, 0]
-        self._table = wider(table, self._table.shape[1], -1)
         if gone := self.columns - len(used):
             self.columns = len(used)
+            stays = spared(self.columns) >= self._table.shape[1]
             per = self.page // self.selection.unit
-            pick = lambda x, n: x.unflatten(1, (-1, n))[:, used].flatten(1, 2)  # noqa: E731
-            self._table = self._table[:, used]
-            self._position = pick(self._position, self.page)
-            self._score = pick(self._score, self.page) if self.scored else self._score
-            self._alive = pick(self._alive, per)
-            self._summary = {name: pick(x, per) for name, x in self._summary.items()}
-            self.bounds.clear()
+            pick = partial(picked, columns=used, gone=gone, stays=stays)
+            self._table = pick(self._table, 1, -1)
+            self._position = pick(self._position, self.page, -1)
+            self._score = pick(self._score, self.page, 0) if self.scored else self._score
+            self._alive = pick(self._alive, per, False)
+            self._summary = {name: pick(x, per, 0) for name, x in self._summary.items()}
+            self.bounds.clear(moved=not stays)
             self.filled, self.even = torch.full_like(self.filled, self.columns), True
         return gone * self.page
 
@@ -334,3 +339,20 @@ def lay(x: Tensor | bool, into: Tensor, at: Any, n: int) -> None:
         into[:, at.start * n : at.stop * n].fill_(x)
     else:
         into[:, at.start * n : at.stop * n] = x.reshape(len(into), -1, *into.shape[2:])
+
+
+def spared(columns: int) -> int:
+    """So many columns with an eighth to spare."""
+    return columns + columns // 8
+
+
+def picked(x: Tensor, n: int, empty: float, *, columns: Int[Tensor, "some"], gone: int, stays: bool) -> Tensor:
+    """These columns of what belongs to columns, `n` of it to each: if it `stays`, at the front of the same memory, and `empty`
+    ones behind them for those that are `gone`."""
+    found = x.unflatten(1, (-1, n))[:, columns].flatten(1, 2)
+    if not stays:
+        return found
+    end = found.shape[1]
+    x[:, :end] = found
+    x[:, end : end + gone * n].fill_(empty)
+    return x

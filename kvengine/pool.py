@@ -76,19 +76,21 @@ class Pool:
         if not self.shelves:
             self.placement.check(tuple(like))
             self.shelves = self.placement.open(like, self.site)
-        if count > len(self.free):
-            self.collect()
-        if count > len(self.free):
+        if not self.spares(count):
             self.grow(max(self.pages + count - len(self.free), self.pages + self.pages // 8))
         taken, self.free = self.free[:count], self.free[count:]
         return taken
 
     def ensure(self, count: int) -> None:
         """So many pages that are free, so that sealing them moves nothing."""
+        if not self.spares(count):
+            self.grow(self.pages + count - len(self.free))
+
+    def spares(self, count: int) -> bool:
+        """Whether so many pages are free, those included that no table names any more."""
         if count > len(self.free):
             self.collect()
-        if count > len(self.free):
-            self.grow(self.pages + count - len(self.free))
+        return count <= len(self.free)
 
     def grow(self, pages: int) -> None:
         for shelf in self.shelves:
