@@ -255,7 +255,7 @@ class Holding(Padded):
 
     def sealed(self, k: Tensor | None = None, position: Tensor | None = None, new: Tensor | None = None) -> Pages:
         """The pages; made, if there are none yet, for a prompt of these tokens, of which the `new` rows seal some."""
-        if self.pages is None or k is not None or not self.pages.roomy():
+        if self.pages is None or k is not None or not self.pages.roomy:
             self.beside.forget(self.tail)
             self.saw = None if self.saw is None else self.saw.told()  # it would keep what is replaced
         if self.pages is None:

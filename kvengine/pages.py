@@ -252,9 +252,10 @@ class Pages(Readable):
             self._summary = {name: x.clone() for name, x in self._summary.items()}
             self.shared = False
 
+    @property
     def roomy(self) -> bool:
         """Whether each row can have one more page, and no tensor is replaced by a longer one."""
-        return self.columns < self._table.shape[1] and self.pool.spares(len(self.filled))
+        return self.columns < self._table.shape[1] and len(self.filled) <= len(self.pool.free)
 
     def reserve(self, more: int) -> None:
         """Room for `more` columns, an eighth more than asked if there is none."""
@@ -304,6 +305,7 @@ class Pages(Readable):
             self._summary = {name: pick(x, per, 0) for name, x in self._summary.items()}
             self.bounds.clear(moved=not stays)
             self.filled, self.even = torch.full_like(self.filled, self.columns), True
+        self.pool.spares(len(self.filled))  # of these, so that they are known to be free before more are asked for
         return gone * self.page
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
