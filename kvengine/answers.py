@@ -118,10 +118,19 @@ def units(selection: Selection, found: Any, rows: int, most: int) -> Int[Tensor,
     return found
 
 
-def summary(selection: Selection, k: Float[Tensor, "page token dim"], there: Bool[Tensor, "page unit _"]) -> Fields:
-    """`Selection.summarise` of the units of pages. Raises PolicyError."""
-    found = selection.summarise(k.unflatten(1, (there.shape[1], -1)).flatten(0, 1), there.flatten(0, 1))
-    return named(selection, "summarise", found, there.shape[:2].numel(), "unit")
+def summary(
+    selection: Selection, k: Float[Tensor, "page token dim"], there: Bool[Tensor, "page unit _"] | None, per: int
+) -> Fields:
+    """`Selection.summarise` of the units of pages, `per` to a page; `there`: None if each of their slots holds a token. Raises
+    PolicyError."""
+    if type(selection).summarise is Selection.summarise:
+        return {}
+    units = k if per == 1 else k.unflatten(1, (per, -1)).flatten(0, 1)
+    valid = None if there is None else there.flatten(0, 1)
+    if valid is None and not ours(type(selection).__module__):  # those of the package know what None means
+        valid = units.new_ones(units.shape[:2], dtype=torch.bool)
+    summarise: Any = selection.summarise
+    return named(selection, "summarise", summarise(units, valid), len(k) * per, "unit")
 
 
 def visible(

@@ -32,8 +32,8 @@ class Choosing(Verdicts):
         choose = partial(self.choose, pages, asks, call, selection.reads, most, even)
         if not (even and self.launched):
             return choose()
-        of, kind = (pages._alive, *pages._summary.values()), (pages.columns, most, call.scale, call.softcap)
-        return pages.bounds.remembered.top(asks, of, kind, choose)
+        of, kind = (pages._alive, *pages._summary.values()), (call.scale, call.softcap)
+        return pages.bounds.remembered.top(asks, of, pages.units, most, kind, choose)
 
     def choose(
         self, pages: Pages, asks: Tensor, call: Call, budget: Budget, most: int, even: bool

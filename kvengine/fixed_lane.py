@@ -216,6 +216,7 @@ class FixedLane(Lane):
             return
         if any(n >= self.ring for n, _ in self.lengths):
             self.note_reach()
+            self.saw = None if self.saw is None else self.saw.told()  # the next step writes over its units
         page = self.stack.page
         for n, rows in self.lengths:
             if n >= self.ring:

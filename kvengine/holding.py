@@ -21,6 +21,7 @@ from kvengine.padding import Padded, over
 from kvengine.pages import Pages
 from kvengine.policies.retention import Notes, Retention, Seen
 from kvengine.pool import Pool
+from kvengine.reach import Reach, reached
 from kvengine.saliency import Saliency
 from kvengine.session import Call, Session
 from kvengine.stack import Stack
@@ -81,7 +82,7 @@ class Holding(Padded):
         self.units: Tensor | None = None  # what the last query read; None: everything
         self.known: tuple[Tensor, Tensor, Rule | None] | None = None  # `Lane.rule`, and what it was made from
         self.beside = Beside()
-        self.saw: Tensor | None = None  # the positions of that, where some of it has been sealed since
+        self.saw: Reach | None = None  # that as it was, where some of it has been sealed since
 
     def everything(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys, values, positions and scores of all slots, sealed ones first."""
@@ -195,6 +196,7 @@ class Holding(Padded):
                 self.sealed(k, position).seal(k[:, :spill], v[:, :spill], position[:, :spill], score[:, :spill], True)
             self.tail.replace(k[:, spill:], v[:, spill:], position[:, spill:], score[:, spill:], True, room + 2 * page)
             self.lengths = [(n - spill, None)]
+            self.tail.beside = self.alongside()
             return
         alive = position >= 0 if keep is None else (position >= 0) & keep
         alive = alive if idle is None else torch.where(idle[:, None], self.earlier(position.shape[1]), alive)
@@ -222,6 +224,11 @@ class Holding(Padded):
         clean = even and (idle is None or bool((kept[2] >= 0).all()))  # a tail that stays may have holes
         self.tail.replace(*kept, clean, room + 2 * page)
         self.lengths = [(width, None)] if even else grouped(rest)
+        self.tail.beside = self.alongside()
+
+    def alongside(self) -> int:
+        """Slots of the pages that a tail grows beside: those of keys kept jointly, which get no more."""
+        return len(self.pages) if self.pages is not None and self.pages.joint is not None else 0
 
     def free_rows(self, idle: Bool[Tensor, "row"] | None) -> Bool[Tensor, "row"] | None:
         """The rows that may seal tokens, if not all: keys kept jointly are those of the first prompt that fills a page."""
@@ -250,6 +257,7 @@ class Holding(Padded):
         """The pages; made, if there are none yet, for a prompt of these tokens, of which the `new` rows seal some."""
         if self.pages is None or k is not None or not self.pages.roomy:
             self.beside.forget(self.tail)
+            self.saw = None if self.saw is None else self.saw.told()  # it would keep what is replaced
         if self.pages is None:
             self.pool = self.new_pool()
             s, rope = self.stack, self.session.rope
@@ -317,49 +325,39 @@ class Holding(Padded):
 
     def reach(self) -> Int[Tensor, "row token"]:
         """The positions of what the last query read and is still held; -1 for none."""
-        if self.saw is not None:
-            return self.saw
-        tail, pages = self.tail.position[:, self.tail.span], self.pages
-        if pages is None or not len(pages):
-            return tail
-        if self.units is None:
-            return torch.cat([pages.position, tail], 1)
-        units = pages.position.unflatten(1, (-1, self.stack.selection.unit))
-        gone = (self.units < 0) | (self.units >= units.shape[1])  # it read pages that have been rolled back since
-        at = self.units.masked_fill(gone, 0)[:, :, None].expand(-1, -1, units.shape[2])
-        return torch.cat([units.gather(1, at).masked_fill(gone[:, :, None], -1).flatten(1), tail], 1)
+        return (self.saw or reached(self.units, self.pages, self.tail)).positions()
 
-    def note_reach(self) -> None:
-        """Before tokens move from the tail to pages, or from page to page: remember which of them the last query read."""
-        if self.units is not None:
-            self.saw = self.reach()
+    def note_reach(self, position: Int[Tensor, "row slot"] | None = None) -> None:
+        """Before tokens move from the tail, whose `position` may be at hand, to pages: remember which the last query read."""
+        if self.units is not None and self.saw is None:
+            self.saw = reached(self.units, self.pages, self.tail, position)
 
     def seal(self) -> None:
         """Seal the oldest page of the rows whose tail overflows."""
         page, most = self.stack.page, self.stack.room + self.stack.page
         if not self.stack.paged or self.stack.representation.joint or all(n < most for n, _ in self.lengths):
             return
-        self.note_reach()
+        position = self.tail.position
+        self.note_reach(position)
         for n, rows in self.lengths:
             if n >= most:
-                self.seal_rows(n, rows)
+                self.seal_rows(n, rows, position)
         self.lengths = [(n - page if n >= most else n, rows) for n, rows in self.lengths]
         self.tail.start = self.tail.end - max(n for n, _ in self.lengths)
         self.whole = False
         if self.retention.decodes:
             self.tidy()
 
-    def seal_rows(self, length: int, rows: Int[Tensor, "row"] | None) -> None:
+    def seal_rows(self, length: int, rows: Int[Tensor, "row"] | None, position: Int[Tensor, "row slot"]) -> None:
         start = self.tail.end - length
         span = slice(start, start + self.stack.page)
         tail = self.tail
-        held = (tail.k[:, span], tail.v[:, span], tail.position[:, span], tail.scores(span))
+        held = (tail.k[:, span], tail.v[:, span], position[:, span], tail.scores(span))
         if rows is None:
-            k, v, position, score = held
-            self.sealed().seal(k, v, position, score, self.tail.clean)
+            self.sealed().seal(*held, self.tail.clean)
             return
-        k, v, position, score = (x[rows] for x in held)
-        self.sealed().seal(k, v, position, score, False, rows)
+        k, v, where, score = (x[rows] for x in held)
+        self.sealed().seal(k, v, where, score, False, rows)
         self.tail.place()
         self.tail.own_small()
         self.tail.position[rows, span] = -1
@@ -370,9 +368,12 @@ class Holding(Padded):
         Something does where a selection reads some pages and the whole tail: what is read must not depend on when this
         is called, nor on what else is in the batch.
         """
-        pages = self.sealed()
-        self.beside.forget(self.tail)
+        if (pages := self.pages) is None:
+            return
+        table, self.beside.refused = pages._table, False
         pages.release()
+        if pages._table is not table:
+            self.beside.forget(self.tail)
         if self.stack.selects or not self.stack.representation.lossless or not len(pages):
             return
         if float((pages.position >= 0).float().mean()) < 0.5:
@@ -394,6 +395,6 @@ class Holding(Padded):
         self.window, self.mass, self.units = (
             None if x is None else x[index] for x in (self.window, self.mass, self.units)
         )
-        self.saw = None if self.saw is None else self.saw[index]
+        self.saw = None if self.saw is None else self.saw.told(index)
         if self.saliency is not None and self.saliency.mass is not None:
             self.saliency.mass = self.saliency.mass[index]

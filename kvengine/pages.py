@@ -14,8 +14,9 @@ Copied shallowly to remember a state, like the tail; `shared` is set while a rem
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,14 +28,14 @@ from kvengine import answers, policies
 from kvengine.gradients import live, passes
 from kvengine.joint import Joint
 from kvengine.kernels.page_scores.coarse import Coarse
-from kvengine.kernels.unit_places import unit_places
+from kvengine.page_reads import Readable
 from kvengine.policies.representation import Representation
 from kvengine.policies.selection import Selection
-from kvengine.pool import Pool, User
+from kvengine.pool import Pool
 from kvengine.tokens import Views, wider
 
 
-class Pages(User):
+class Pages(Readable):
     def __init__(
         self,
         pool: Pool,
@@ -75,22 +76,6 @@ class Pages(User):
         twin.__dict__.update(self.__dict__, _summary=dict(self._summary), bounds=copy(self.bounds), views=Views())
         self.pool.users.add(twin)
         return twin
-
-    def __len__(self) -> int:
-        """Slots of a row."""
-        return self.columns * self.page
-
-    @property
-    def units(self) -> int:
-        return len(self) // self.selection.unit
-
-    @property
-    def table(self) -> Int[Tensor, "row column"]:
-        return self._table[:, : self.columns]
-
-    @property
-    def position(self) -> Int[Tensor, "row token"]:
-        return self._position[:, : len(self)]
 
     @property
     def score(self) -> Float[Tensor, "row token"]:
@@ -138,10 +123,13 @@ class Pages(User):
         m = k.shape[1] // self.page
         self.own()
         self.reserve(m)
-        pages, even = [x.unflatten(1, (m, self.page)) for x in (k, v, position, score)], rows is None and self.even
-        next_to = slice(None), slice(self.columns, self.columns + m)  # where nobody need ask which page is whose
-        at, (r, j) = (next_to, (0, 0)) if even else self.places(m, rows)
-        self.put(at, [x.flatten(0, 1) if even else x[r, j] for x in pages], full, m if even else None)
+        held = [k, v, position, score]
+        if rows is None and self.even:  # nobody need ask which page is whose
+            pages = held if m == 1 else [x.unflatten(1, (m, self.page)).flatten(0, 1) for x in held]
+            self.put(slice(self.columns, self.columns + m), pages, full)
+        else:
+            at, (r, j) = self.places(m, rows)
+            self.put(at, [x.unflatten(1, (m, self.page))[r, j] for x in held], full)
         self.advance(m, rows, full)
 
     def seal_chosen(self, held: tuple[Tensor, ...], index: Int[Tensor, "row slot"], counts: Int[Tensor, "row"]) -> None:
@@ -155,11 +143,11 @@ class Pages(User):
         brings = None if bool((counts == m).all()) else counts
         at, (r, j) = self.places(m, None, brings)
         chosen = r[:, None], index.unflatten(1, (m, self.page))[r, j]
-        self.put(at, [x[chosen] for x in held], True, m if self.even and brings is None else None)
+        self.put(at, [x[chosen] for x in held], True)
         self.advance(m if brings is None else brings, None, True)
 
     def places(self, m: int, rows: Tensor | None, counts: Tensor | None = None) -> tuple[Any, tuple[Tensor, Tensor]]:
-        """(row, column) of each new page, and (row, page) of each among those given."""
+        """(row, column) of each new page, or their columns in every row, and (row, page) of each among those given."""
         index = torch.arange(len(self.filled), device=self.filled.device) if rows is None else rows
         if counts is None:
             r = torch.arange(len(index), device=index.device).repeat_interleave(m)
@@ -167,7 +155,7 @@ class Pages(User):
         else:
             r, j = (torch.arange(m, device=index.device) < counts[:, None]).nonzero(as_tuple=True)
         if rows is None and counts is None and self.even:
-            return (slice(None), slice(self.columns, self.columns + m)), (r, j)
+            return slice(self.columns, self.columns + m), (r, j)
         return (index[r], self.filled[index[r]] + j), (r, j)
 
     def advance(self, by: int | Tensor, rows: Tensor | None, full: bool) -> None:
@@ -179,38 +167,38 @@ class Pages(User):
             self.columns, self.even = max(self.columns, int(self.filled.max())), False
         self.clean &= full and self.even
 
-    def put(self, at: Any, flat: list[Tensor], full: bool, m: int | None) -> None:
-        """Store pages, and what belongs to them by row, at these (row, column) places."""
+    def put(self, at: Any, flat: list[Tensor], full: bool) -> None:
+        """Store pages, and what belongs to them by row, at these (row, column) places, or in these columns of every row.
+
+        `full`: every slot holds a token.
+        """
         k, v, position, score = flat
         if not len(k):
             return
-        dead, want = position < 0, score
+        per, there, want = self.page // self.selection.unit, None, score
         if not full:
+            dead = position < 0
             k, v = k.masked_fill(dead[..., None], 0), v.masked_fill(dead[..., None], 0)
-            want = score.masked_fill(dead, float("-inf"))
-        shape = (lambda x: x) if m is None else (lambda x: x.unflatten(0, (-1, m)))
-        with torch.autocast(k.device.type, enabled=False):  # what is kept is not to be rounded on its way into a code
+            want, there = score.masked_fill(dead, float("-inf")), (~dead).unflatten(1, (per, -1))
+        with unrounded(k.device.type):
             fields = answers.fields(self.representation, k, v, want)
         if self.inner is not None:
             del fields["v"]
         ids = self.pool.put(fields)
         self.cut |= live(k, v) and not passes(self)
-        self._table[at] = shape(ids.to(torch.int32))
-        by_page = lambda x, n: x.unflatten(1, (-1, n))  # noqa: E731
-        by_page(self._position, self.page)[at] = shape(position.to(torch.int32))
+        lay(ids, self._table, at, 1)
+        lay(position, self._position, at, self.page)
         if self.scored:
-            by_page(self._score, self.page)[at] = shape(score)
-        per = self.page // self.selection.unit
-        there = (~dead).unflatten(1, (per, -1))
-        by_page(self._alive, per)[at] = shape(there.any(2))
+            lay(score, self._score, at, self.page)
+        lay(True if there is None else there.any(2), self._alive, at, per)
         if self.bounds.done:
-            self.bounds.changed(per * int(at[1].start if isinstance(at[1], slice) else at[1].min()))
-        for name, x in answers.summary(self.selection, k, there).items():
+            self.bounds.changed(per * (at.start if isinstance(at, slice) else int(at[1].min())))
+        for name, x in answers.summary(self.selection, k, there, per).items():
             if self.joint is not None and name in self.selection.spare:
                 continue
             if name not in self._summary:
                 self._summary[name] = x.new_zeros(*self._alive.shape, *x.shape[1:])
-            by_page(self._summary[name], per)[at] = shape(x.detach().unflatten(0, (-1, per)))
+            lay(x.detach(), self._summary[name], at, per)
 
     def move(self, by: Int[Tensor, "row"]) -> None:
         """Count each row's tokens as that many positions later."""
@@ -228,8 +216,9 @@ class Pages(User):
             first = [x.new_zeros(1, self.page, x.shape[-1]) for x in (k, v)]
             at = torch.zeros(2, 1, dtype=torch.long, device=k.device)
             nothing = torch.full((1, self.page), -1, device=k.device)
-            self.put((at[0], at[1]), [*first, nothing, nothing.float()], True, None)
+            self.put((at[0], at[1]), [*first, nothing, nothing.float()], True)
             self._table[0, 0] = -1
+            self._alive[0, : self.page // self.selection.unit] = False
         self.pool.ensure(more * len(self.filled))
         self.columns += more
         self.even = self.clean = False
@@ -237,7 +226,7 @@ class Pages(User):
 
     def place(self, rows: Int[Tensor, "some"], page: list[Tensor]) -> None:
         """Seal one page [some, slot, ...] of each of these rows, into columns that are there already."""
-        self.put((rows, self.filled[rows]), page, False, None)
+        self.put((rows, self.filled[rows]), page, False)
         self.filled = self.filled.index_add(0, rows, torch.ones_like(rows))
 
     def gather_columns(self) -> None:
@@ -274,7 +263,7 @@ class Pages(User):
             return
         self.bounds.remembered.forget()
         self.views.forget()
-        columns = need + (need // 8 if self.columns else 1)
+        columns = spared(need) if self.columns else need + 1
         self._table = wider(self._table, columns, -1)
         self._position = wider(self._position, columns * self.page, -1)
         if self.scored:
@@ -295,91 +284,29 @@ class Pages(User):
             self.clean = False
 
     def release(self) -> int:
-        """Give back pages without a token, and columns that no row uses; how many slots of a row went."""
-        empty = ~(self.position >= 0).unflatten(1, (-1, self.page)).any(2)
-        table = self.table.masked_fill(empty, -1)
+        """Give back pages without a token, and columns that no row uses; how many slots of a row went.
+
+        What belongs to rows stays where it is, unless it would have more to spare than `reserve` takes: launches that are noted
+        for a GPU name its memory.
+        """
+        self.own()
+        table = self.table
+        table.masked_fill_(~(self.position >= 0).unflatten(1, (-1, self.page)).any(2), -1)
         used = (table >= 0).any(0).nonzero()[:, 0]
-        self._table = wider(table, self._table.shape[1], -1)
         if gone := self.columns - len(used):
             self.columns = len(used)
+            stays = spared(self.columns) >= self._table.shape[1]
             per = self.page // self.selection.unit
-            pick = lambda x, n: x.unflatten(1, (-1, n))[:, used].flatten(1, 2)  # noqa: E731
-            self._table = self._table[:, used]
-            self._position = pick(self._position, self.page)
-            self._score = pick(self._score, self.page) if self.scored else self._score
-            self._alive = pick(self._alive, per)
-            self._summary = {name: pick(x, per) for name, x in self._summary.items()}
-            self.bounds.clear()
+            pick = partial(picked, columns=used, gone=gone, stays=stays)
+            self._table = pick(self._table, 1, -1)
+            self._position = pick(self._position, self.page, -1)
+            self._score = pick(self._score, self.page, 0) if self.scored else self._score
+            self._alive = pick(self._alive, per, False)
+            self._summary = {name: pick(x, per, 0) for name, x in self._summary.items()}
+            self.bounds.clear(moved=not stays)
             self.filled, self.even = torch.full_like(self.filled, self.columns), True
+        self.pool.spares(len(self.filled))  # of these, so that they are known to be free before more are asked for
         return gone * self.page
-
-    def readable(self, units: Tensor | None) -> dict[str, Tensor] | None:
-        """The pool's fields, if a kernel can read these units (None: all) where they are."""
-        if not self.codec or self.joint is not None:
-            return None
-        found = self.resident(units)
-        return None if found is None else self.whole(found)
-
-    def resident(self, units: Tensor | None) -> dict[str, Tensor] | None:
-        return self.pool.resident(self.table, units, self.page // self.selection.unit)
-
-    def whole(self, fields: dict[str, Tensor]) -> dict[str, Tensor]:
-        """These fields, and what is a part of them."""
-        return fields if self.inner is None else fields | {"v": fields["k"][..., : self.inner]}
-
-    @property
-    def codec(self) -> str:
-        """The layout of what is to be read."""
-        return self.representation.read_as(self.coarse)
-
-    @property
-    def without(self) -> tuple[str, ...]:
-        """Fields that are not read now."""
-        return self.representation.fine if self.coarse else ()
-
-    def decoded(
-        self, columns: slice | None = None
-    ) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"]]:
-        """Keys and values of all slots; zeros where a row has no page."""
-        return self.decoding(columns)()
-
-    def decoding(self, columns: slice | None = None) -> Callable[[], tuple[Tensor, Tensor]]:
-        """`decoded`, with what is elsewhere on its way at once, and the rest when the result is called."""
-        table = self.table if columns is None else self.table[:, columns]
-        arriving = self.pool.start(self.pool.pieces(table.clamp(min=0).flatten().long()), self.without)
-
-        def finish() -> tuple[Tensor, Tensor]:
-            k, v = answers.decoded(self.representation, self.whole(self.pool.joined(arriving())))
-            shape = (len(table), -1)
-            keys = k.flatten(0, 1).unflatten(0, shape) if self.joint is None else self.joint.keys(self.span(columns))
-            return keys, v.flatten(0, 1).unflatten(0, shape)
-
-        return finish
-
-    def span(self, columns: slice | None) -> Int[Tensor, "row token"]:
-        """The positions in these columns."""
-        return self.position if columns is None else self.position.unflatten(1, (-1, self.page))[:, columns].flatten(1)
-
-    def choosing(self, units: Int[Tensor, "row chosen"]) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-        """Keys, values and positions of the chosen units, -1 where there is nothing. `joint` keys are not among them.
-
-        What is elsewhere is on its way at once, and the rest comes when the result is called.
-        """
-        unit = self.selection.unit
-        per = self.page // unit
-        piece, position = unit_places(units, self.table, self.position, page=self.page, unit=unit)
-        whole = self.pool.per != per
-        arriving = self.pool.start(self.pool.pieces(piece // per) if whole else piece, self.without)
-
-        def finish() -> tuple[Tensor, Tensor, Tensor]:
-            fields = arriving()
-            k, v = answers.decoded(self.representation, self.whole(self.pool.joined(fields) if whole else fields))
-            if whole:
-                every = torch.arange(len(piece), device=piece.device)
-                k, v = (x.unflatten(1, (per, unit))[every, piece % per] for x in (k, v))
-            return k.unflatten(0, units.shape).flatten(1, 2), v.unflatten(0, units.shape).flatten(1, 2), position
-
-        return finish
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows; pages are shared, not copied."""
@@ -398,3 +325,36 @@ class Pages(User):
         named |= {f"bounds.{name}": x for name, x in self.bounds.tensors.items()}
         named |= {} if self.joint is None else {f"joint.{name}": x for name, x in self.joint.fields.items()}
         return {"table": self._table, "position": self._position, "score": self._score, "alive": self._alive, **named}
+
+
+def unrounded(device: str) -> AbstractContextManager[Any]:
+    """No autocast: what is kept is not to be rounded on its way into a code."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def lay(x: Tensor | bool, into: Tensor, at: Any, n: int) -> None:
+    """Write what belongs to pages, `n` of it to each, to the (row, column) or the columns that these have."""
+    if not isinstance(at, slice):
+        places = into.unflatten(1, (-1, n))
+        places[at] = x if isinstance(x, bool) else x.reshape(-1, n, *into.shape[2:]).to(into.dtype)
+    elif isinstance(x, bool):
+        into[:, at.start * n : at.stop * n].fill_(x)
+    else:
+        into[:, at.start * n : at.stop * n] = x.reshape(len(into), -1, *into.shape[2:])
+
+
+def spared(columns: int) -> int:
+    """So many columns with an eighth to spare."""
+    return columns + columns // 8
+
+
+def picked(x: Tensor, n: int, empty: float, *, columns: Int[Tensor, "some"], gone: int, stays: bool) -> Tensor:
+    """These columns of what belongs to columns, `n` of it to each: if it `stays`, at the front of the same memory, and `empty`
+    ones behind them for those that are `gone`."""
+    found = x.unflatten(1, (-1, n))[:, columns].flatten(1, 2)
+    if not stays:
+        return found
+    end = found.shape[1]
+    x[:, :end] = found
+    x[:, end : end + gone * n].fill_(empty)
+    return x

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvengine.offload.placement import Placement, Shelf, Site
+from kvengine.offload.placement import Flat, Placement, Shelf, Site
 
 
 class Pool:
@@ -44,7 +44,11 @@ class Pool:
         return twin
 
     def put(self, fields: dict[str, Tensor]) -> Int[Tensor, "page"]:
-        """Store pages (the first axis of every field); their ids."""
+        """Store pages (the first axis of every field); their ids.
+
+        Pages that follow one another, as free ones mostly do, are copied as they lie on a `Flat` shelf, and their ids are counted
+        on the device: a list of them would have the host wait until it has come there.
+        """
         some = next(iter(fields.values()))
         count = len(some)
         if self.per > 1:
@@ -52,10 +56,14 @@ class Pool:
         taken = self.take(count, fields)
         self.stamps[taken] = np.arange(self.written, self.written + count)
         self.written += count
-        at = torch.tensor(taken, dtype=torch.long, device=some.device)
-        pieces = self.pieces(at)
+        first, behind = (taken[0], taken[0] + count) if taken else (0, 0)
+        in_order = taken == list(range(first, behind))
+        at = torch.arange(first, behind, device=some.device) if in_order else torch.tensor(taken, device=some.device)
         for shelf in self.shelves:
-            shelf.write(pieces, fields)
+            if in_order and isinstance(shelf, Flat):
+                shelf.write(slice(first * self.per, behind * self.per), fields)
+            else:
+                shelf.write(self.pieces(at), fields)
         return at
 
     def pieces(self, at: Int[Tensor, "page"]) -> Int[Tensor, "piece"]:
@@ -68,19 +76,21 @@ class Pool:
         if not self.shelves:
             self.placement.check(tuple(like))
             self.shelves = self.placement.open(like, self.site)
-        if count > len(self.free):
-            self.collect()
-        if count > len(self.free):
+        if not self.spares(count):
             self.grow(max(self.pages + count - len(self.free), self.pages + self.pages // 8))
         taken, self.free = self.free[:count], self.free[count:]
         return taken
 
     def ensure(self, count: int) -> None:
         """So many pages that are free, so that sealing them moves nothing."""
+        if not self.spares(count):
+            self.grow(self.pages + count - len(self.free))
+
+    def spares(self, count: int) -> bool:
+        """Whether so many pages are free, those included that no table names any more."""
         if count > len(self.free):
             self.collect()
-        if count > len(self.free):
-            self.grow(self.pages + count - len(self.free))
+        return count <= len(self.free)
 
     def grow(self, pages: int) -> None:
         for shelf in self.shelves:

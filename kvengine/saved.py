@@ -37,6 +37,7 @@ from kvengine.offload.container import Container, pack, plain, read_file
 from kvengine.offload.stores.filesystem import replace_file
 from kvengine.pages import Pages
 from kvengine.pool import Pool
+from kvengine.reach import Reach
 from kvengine.saliency import Saliency
 from kvengine.saved_beside import check_same_rows, restore
 from kvengine.sound import check_fields, check_kinds, check_lengths, check_pages, check_rows, check_tail, expect
@@ -54,8 +55,8 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
         "plain", "rolls", "thins", "pays", "known", "reads", "launched", "beside", "repeated", "waits", "due", "tally",
     },
     LayerCache: {"stack", "layer", "layers", "session", "parts", "readers"},
-    Tail: {"shared", "scored", "ready"},
-    Nested: {"shared", "scored", "ready"},
+    Tail: {"shared", "scored", "ready", "beside"},
+    Nested: {"shared", "scored", "ready", "beside"},
     Pages: {"pool", "page", "inner", "joint", "representation", "selection", "shared", "scored", "beside", "bounds", "views"},
 }  # fmt: skip
 LOOSE, FOLD = 1 << 26, 16
@@ -218,6 +219,8 @@ class Writer:
             return x
         if isinstance(x, Tensor):
             return {"tensor": self.tensor(x)}
+        if isinstance(x, Reach):
+            return self.value(x.positions())
         if isinstance(x, list | tuple):
             return {"list" if isinstance(x, list) else "tuple": [self.value(item) for item in x]}
         if isinstance(x, dict) and all(isinstance(name, str) for name in x):
@@ -293,13 +296,16 @@ class Reader:
     def lane(self, lane: Lane, state: dict[str, Any]) -> None:
         if state["heads"] != lane.heads:
             raise IncompatibleCache(f"the policy gives a lane {lane.heads} heads here, {state['heads']} were saved")
-        set_attributes(lane, self.value(state["own"]))
+        own = self.value(state["own"])
+        set_attributes(lane, own)
+        lane.saw = None if own["saw"] is None else Reach(None, None, own["saw"], 1)
         set_attributes(lane.tail, self.value(state["tail"]))
         check_tail(lane.tail)
         slots = len(lane.tail) if lane.stack.paged else lane.seen  # where nothing is sealed, lengths are not kept up
         check_lengths(lane.lengths, len(lane.first), slots)
         if state["pages"] is not None:
             self.pages(lane, state["pages"])
+            lane.tail.beside = lane.alongside()
 
     def pages(self, lane: Lane, state: dict[str, Any]) -> None:
         stack, saved = lane.stack, self.value(state["fields"])

@@ -147,7 +147,7 @@ def chosen_units(lane: Lane) -> int | None:
         return None
     if lane.saw is None:
         return int((lane.units >= 0).sum())
-    return max(0, int((lane.saw >= 0).sum()) - int(lane.tail.count().sum())) // lane.stack.selection.unit
+    return max(0, int(attended(lane).sum()) - int(lane.tail.count().sum())) // lane.stack.selection.unit
 
 
 def by_head(layers: list[LayerCache], count: object) -> Int[Tensor, "layer seq head"]:

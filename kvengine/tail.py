@@ -54,6 +54,7 @@ class Tail:
         self.scored = scored
         self.clean = True  # every slot in [start, end) holds a token
         self.shared = False  # a remembered state refers to these tensors
+        self.beside = 0  # slots of pages beside these, where these grow for as long as tokens come
         self.ready: Slots | gpu.Slots | None = None  # these slots as `step` last saw them
 
     def __len__(self) -> int:
@@ -103,14 +104,14 @@ class Tail:
         """Room for `more` tokens: if there is none, move to the front of larger slots, with some to spare, or of these, if sealed
         tokens have left as many.
 
-        The first tokens, a prompt as a rule, get the slots they need. Growing by a part of the length, a token is moved
-        `PART` times on average at most, however long the text becomes, and what is spare stays below that part (or
-        `GROWTH` slots).
+        The first tokens, a prompt as a rule, get the slots they need. Growing by a part of the length, that of pages `beside`
+        them included, a token is moved `PART` times on average at most, however long the text becomes, and what is spare stays
+        below that part (or `GROWTH` slots).
         """
         if self.end + more <= self.capacity:
             return
         need = len(self) + more
-        some = max(GROWTH, need // PART)
+        some = max(GROWTH, (need + self.beside) // PART)
         if need <= self.capacity and self.start >= some and not (self.shared or self.k.requires_grad):
             self.restart()
             return

@@ -25,6 +25,8 @@ from kvengine.session import Call
 from kvengine.stack import Stack
 
 HEADS, GROUP, DIM, PROMPT, MORE = 4, 4, 64, 400, 3
+LONG = 1200
+"""Tokens of a prompt so long that memory grows by some pages at a time."""
 NOTHING = {
     "view", "_unsafe_view", "expand", "slice", "select", "unsqueeze", "squeeze", "transpose", "permute", "as_strided",
     "alias", "t", "detach", "empty", "empty_like", "empty_strided", "new_empty", "split", "unbind", "split_with_sizes",
@@ -37,6 +39,11 @@ COUNTED = {
     for stack, recorded, eager in re.findall(r"^\| `([^`]+)` \| (\d+) \| (\d+) \|$", DOCUMENT, re.MULTILINE)
 }
 """What the documentation says."""
+SEALING = {
+    stack: (int(other), int(now))
+    for stack, other, now in re.findall(r"^ *\| `([^`]+)` \| (\d+) \| \d+ \| (\d+) \|$", DOCUMENT, re.MULTILINE)
+}
+"""The same of the token before one that seals a page, and of that one, in steps that are not recorded."""
 
 
 class Counting(TorchDispatchMode):
@@ -69,8 +76,10 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def launches(text: str, patch: pytest.MonkeyPatch, way: str = "recorded") -> Counter[str]:
-    """What a layer launches in its third step, by name; slots have grown before."""
+def launches(
+    text: str, patch: pytest.MonkeyPatch, way: str = "recorded", prompt: int = PROMPT, more: int = MORE
+) -> Counter[str]:
+    """What a layer launches in its last step, by name; slots have grown before. `more`: steps."""
     jit = pytest.importorskip("triton.runtime.jit")
     counting = Counting()
 
@@ -80,7 +89,7 @@ def launches(text: str, patch: pytest.MonkeyPatch, way: str = "recorded") -> Cou
     patch.setattr(jit.JITFunction, "__getitem__", launch)
     zeros = {name: getattr(torch, name.replace("empty", "zeros")) for name in ("empty", "empty_like")}
     rng = torch.Generator().manual_seed(0)
-    shapes = [(1, h, PROMPT + MORE, DIM) for h in (HEADS * GROUP, HEADS, HEADS)]
+    shapes = [(1, h, prompt + more, DIM) for h in (HEADS * GROUP, HEADS, HEADS)]
     qkv = [torch.randn(shape, generator=rng).to(torch.bfloat16) for shape in shapes]
     device = Device(patch)
     device.watching = False
@@ -90,13 +99,13 @@ def launches(text: str, patch: pytest.MonkeyPatch, way: str = "recorded") -> Cou
         qkv = [there(x) for x in qkv]
         cache = LayerCache(Stack.parse(text), 0, 1)
         cache.session.rope = Rope(there(10000.0 ** -(torch.arange(DIM // 2, device="cpu") * 2 / DIM)))
-        tell(cache, 0, PROMPT)
-        cache.forward(*(x[:, :, :PROMPT] for x in qkv), Call(0.125))
+        tell(cache, 0, prompt)
+        cache.forward(*(x[:, :, :prompt] for x in qkv), Call(0.125))
         rerun([cache], [qkv], Call(0.125))
         now = torch.tensor([cache.seen], device=CUDA)
-        fixed = FixedLayer(cache, MORE, now) if way == "recorded" else None
-        for i in range(MORE):
-            q, k, v = (x[:, :, PROMPT + i : PROMPT + i + 1].contiguous() for x in qkv)
+        fixed = FixedLayer(cache, more, now) if way == "recorded" else None
+        for i in range(more):
+            q, k, v = (x[:, :, prompt + i : prompt + i + 1].contiguous() for x in qkv)
             counting.found.clear()
             with counting:
                 (cache.forward if fixed is None else fixed.step)(q, k, v, Call(0.125))
@@ -112,6 +121,15 @@ def launches(text: str, patch: pytest.MonkeyPatch, way: str = "recorded") -> Cou
 def test_a_step_launches_what_the_documentation_says(text: str, way: str, patch: pytest.MonkeyPatch) -> None:
     found = launches(text, patch, way)
     assert found.total() == COUNTED[text][way], dict(found)
+
+
+@pytest.mark.parametrize("text", SEALING)
+def test_a_token_that_seals_a_page_launches_what_the_documentation_says(text: str, patch: pytest.MonkeyPatch) -> None:
+    """The third page of decoded tokens: for the first two, memory has grown."""
+    stack = Stack.parse(text)
+    more = 3 * stack.page - (LONG - stack.room) % stack.page
+    found = [launches(text, patch, "eager", LONG, n) for n in (more - 1, more)]
+    assert tuple(x.total() for x in found) == SEALING[text], found
 
 
 def test_operations_of_torch_are_counted(patch: pytest.MonkeyPatch) -> None:

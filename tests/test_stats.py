@@ -53,7 +53,11 @@ def check_bytes(cache: kvengine.EngineCache) -> None:
         if stats.bytes == cache.stats().bytes:
             break
         time.sleep(0.02)
-    read = [x for lane in lanes for x in (lane.units, lane.saw, lane.beside.made and lane.beside.made.units)]
+    read = [
+        x
+        for lane in lanes
+        for x in (lane.units, lane.saw and lane.saw.tail, lane.beside.made and lane.beside.made.units)
+    ]
     small = 640 * len(lanes) + sum(x.nbytes for x in read if x is not None)  # lengths of rows, …
     host = stats.bytes.get("host", {})
     other = host.get("pages.index", 0) + host.get("page.behind", 0)  # no tensors: a graph, what is still to be written

@@ -26,8 +26,8 @@ from kvengine.kernels.verdict import verdict
 if TYPE_CHECKING:
     from kvengine.kernels.gpu.launches import Launches
 
-END, LONG = 0, 1
-"""What changes from token to token: the slot that is written, and how many are read."""
+END, LONG, FAR = 0, 1, 2
+"""What changes from token to token: the slot that is written, how many are read, and how many slots of pages."""
 LATER = Paid, Merged, Placed
 """Rules by which a token goes for each that comes, once there are as many as may be: for those before, nothing is noted."""
 KINDS = 32
@@ -58,8 +58,13 @@ class Far:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What decides how it is launched: of chosen units nothing depends on how many there are."""
-        return (id(self), self.columns) if self.units is None else (id(self), self.units.shape, self.units.dtype)
+        """What decides how it is launched, beside the number of slots; of chosen units nothing depends on how many there are."""
+        return (id(self),) if self.units is None else (id(self), self.units.shape, self.units.dtype)
+
+    @property
+    def slots(self) -> int:
+        """How many are read; 0 where they are chosen."""
+        return self.columns * self.page if self.units is None else 0
 
     def attend(self, q: Tensor, scale: float) -> State:
         table, position = self.table[:, : self.columns], self.position[:, : self.columns * self.page]
@@ -100,8 +105,13 @@ class Token(NamedTuple):
         return self.end - self.start + (not self.fill)
 
     @property
+    def pages(self) -> int:
+        """How many of pages."""
+        return self.far.slots if isinstance(self.far, Far) else 0
+
+    @property
     def kind(self) -> tuple[Any, ...]:
-        """What decides how it is launched, beside the number of slots."""
+        """What decides how it is launched, beside the numbers of slots."""
         q, k, v = self.q, self.k, self.v
         rule: tuple[Any, ...] = (id(self.rule),)
         if isinstance(self.rule, Merged):  # its threshold is another at each time
@@ -122,12 +132,16 @@ class Token(NamedTuple):
 
 
 class Known(NamedTuple):
-    """How tokens of a kind are launched that read more than `least` slots, and up to `most`."""
+    """How tokens of a kind are launched that read more than `least` slots, and up to `most`; the same of pages."""
 
     least: int
     most: int
+    far: tuple[int, int]
     launches: Launches | None
     named: tuple[Any, ...]
+
+    def reads(self, n: int, far: int) -> bool:
+        return self.least < n <= self.most and self.far[0] < far <= self.far[1]
 
 
 class Done(NamedTuple):
@@ -189,8 +203,8 @@ class Slots:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # of a product's parts, rows lie apart
         token = Token(q, k, v, at, start, end, holes, scale, fill, rule, far, score, judged)
         kind, n = token.kind, token.slots
-        known = self.known.get(kind)
-        new = known is None or not known.least < n <= known.most
+        known, pages = self.known.get(kind), token.pages
+        new = known is None or not known.reads(n, pages)
         if isinstance(rule, LATER) and (far is not None or not fill):
             return None
         if not self.takes(q, k, v) if new else self.learns(q, k, v):
@@ -198,7 +212,7 @@ class Slots:
         if known is not None and not new and known.launches is not None:
             out = q.new_empty(q.shape[0], 1, q.shape[1], self.dim_v)
             late = far.arrive if isinstance(far, Fetched) else None
-            if known.launches.again(self.given(token, q, k, v, out), (end, n), late):
+            if known.launches.again(self.given(token, q, k, v, out), (end, n, pages), late):
                 self.missed = 0
                 return out
         with noted() as notes:
@@ -262,8 +276,9 @@ class Slots:
         waiting = [x.waiting for x in (*done.parts, *done.weighed) if x.waiting is not None]
         count, weighs, pays = len(done.parts), bool(done.weighed), done.mass is not None
         more = (rule is not None) + pays + isinstance(rule, Merged) + 3 * weighs
+        pages, beside = token.pages, (-1, 0)
         if len(notes) != 2 + count + more or len(waiting) != count + weighs:
-            return Known(n - 1, n, None, token.named)
+            return Known(n - 1, n, (pages - 1, pages), None, token.named)
         from kvengine.kernels.gpu.launches import remembered  # which needs Triton
 
         held = [self.keys, self.values, self.position, token.score, *(() if far is None else far.tensors())]
@@ -274,6 +289,10 @@ class Slots:
         numbers.append((0, "slots", LONG) if token.fill else (0, "at", END))
         if far is None:
             numbers.append((1 + count, "columns", LONG))
+        if pages:
+            numbers += [(2, "columns", FAR), (1 + count, "columns", FAR)]
+            first = (pages - 1) // (size := notes[2].named["BLOCK"]) * size
+            beside = first, first + size
         rule = rule.paid if isinstance(rule, Merged) else rule
         if rule is not None:
             held += [x for x in rule if isinstance(x, Tensor)]
@@ -290,4 +309,4 @@ class Slots:
         scores = waiting[-1].scores if weighs else None
         most = {} if scores is None else {id(scores): scores.numel() // n * (least + block)}
         launches = remembered(notes, done.given, [x for x in held if x is not None], numbers, most, done.late)
-        return Known(least, least + block, launches, token.named)
+        return Known(least, least + block, beside, launches, token.named)

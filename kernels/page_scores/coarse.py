@@ -115,10 +115,11 @@ class Coarse:
         """Units from `first` on have other bounds than before, or may be alive where they were not."""
         self.done = min(self.done, first // BLOCK * BLOCK)
 
-    def clear(self) -> None:
-        """Forget everything."""
+    def clear(self, moved: bool = True) -> None:
+        """Forget everything; how to launch only if what the launches name has `moved`."""
         self.done, self._tensors, self._shared, self._ready = 0, {}, False, None
-        self.remembered.forget()
+        if moved:
+            self.remembered.forget()
 
     def again(
         self,

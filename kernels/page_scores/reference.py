@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvengine.kernels.best_tokens.reference import best_tokens
+from kvengine.kernels.gpu import next_power_of_2
 
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
@@ -44,6 +45,15 @@ def top_units(scores: Tensor, count: int, counts: Tensor | None = None, alive: T
         dead |= torch.arange(count, device=scores.device) >= counts[:, None]
     best = best.masked_fill(dead, units).sort(1).values
     return best.masked_fill(best == units, -1)
+
+
+ALIKE = 16
+"""A GPU looks at numbers of units up to a multiple of this by the same launches, from this on; before, up to a power of two."""
+
+
+def parts_of(most: int, outliers: float) -> int:
+    """Into how many parts a GPU's program divides a row, of whose units it chooses `most`, to find the outliers among them."""
+    return next_power_of_2(int(most * outliers) + 1)
 
 
 class Ops(NamedTuple):

@@ -16,7 +16,7 @@ from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.select import MOST, best_from, counted, first_best, ordered, threshold_of_many, warps
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.page_scores import reference
-from kvengine.kernels.page_scores.reference import Ops
+from kvengine.kernels.page_scores.reference import ALIKE, Ops, parts_of
 
 EACH = 4
 """Programs that look at bounds, for each multiprocessor."""
@@ -243,7 +243,7 @@ def units_by_share(
     (rows, group, _), units = q.shape, alive.shape[1]
     count = min(most, units)
     logits = _rows(rows * group, units, q.device)
-    fits = units <= MOST and group * units <= SHARED and rows * count > 0
+    fits = units <= MOST and group * logits.stride(0) <= SHARED and rows * count > 0
     if not fits or not _logits(q, mean, alive, logits.unflatten(0, (rows, group)), scale, softcap):
         ops = Ops(log_shares, best_tokens, top_units)
         return reference.units_by_share(
@@ -252,10 +252,10 @@ def units_by_share(
     alive, ids = alive if alive.stride(1) == 1 else alive.contiguous(), alive.new_empty(rows, count, dtype=torch.int64)
     far = logits if coherence is None else coherence if coherence.stride(1) == 1 else coherence.contiguous()
     forced, block = OUTLIERS if coherence is not None else FIRST if first else NONE, next_power_of_2(units)
-    parts = 1 if coherence is None else next_power_of_2(int(most * outliers) + 1)
+    outliers = 0.0 if coherence is None else outliers
     share_top_kernel[(rows,)](
         logits, alive, far, ids if counts is None else counts.contiguous(), ids, logits.stride(0), alive.stride(0), far.stride(0),
-        units, count, most, group, outliers, FORCED=forced.value, PARTS=parts,
+        units, count, most, group, outliers, FORCED=forced.value, PARTS=parts_of(most, outliers),
         SHIFT=13 if far.dtype == torch.float16 else 0, MEAN=reduce == "mean", LIMITS=counts is not None,
         BLOCK_COUNT=next_power_of_2(count), BLOCK=block, num_warps=warps(block), **chained(q.device),
     )  # fmt: skip
@@ -277,7 +277,7 @@ def _blocks(q: Tensor, *stored: Tensor, taken: int) -> tuple[tl.dtype, int, int,
 
 def _rows(rows: int, units: int, device: torch.device) -> Tensor:
     """Room for scores. Each row begins at a multiple of four and ends before one, so that it can be read in whole fours."""
-    return scratch(rows, cdiv(units, 4) * 4, device=device, dtype=torch.float32)[:, :units]
+    return scratch(rows, cdiv(units, ALIKE) * ALIKE, device=device, dtype=torch.float32)[:, :units]
 
 
 def _in_fours(scores: Tensor) -> Tensor:

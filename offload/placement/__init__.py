@@ -147,8 +147,8 @@ class TensorStore:
         twin.data.copy_(self.data)
         return twin
 
-    def write(self, at: Int[Tensor, "slot"], x: Tensor) -> None:
-        self.data[at.to(self.data.device)] = x.to(self.data.device)
+    def write(self, at: Int[Tensor, "slot"] | slice, x: Tensor) -> None:
+        self.data[at if isinstance(at, slice) else at.to(self.data.device)] = x.to(self.data.device)
 
     def read(self, at: Int[Tensor, "slot"]) -> Tensor:
         return self.data[at.to(self.data.device)].to(self.home, non_blocking=True)
@@ -166,7 +166,7 @@ class Flat:
         for store in self.stores.values():
             store.reserve(pieces)
 
-    def write(self, at: Int[Tensor, "piece"], fields: Mapping[str, Tensor]) -> None:
+    def write(self, at: Int[Tensor, "piece"] | slice, fields: Mapping[str, Tensor]) -> None:
         for name, store in self.stores.items():
             store.write(at, fields[name])
 

@@ -15,14 +15,17 @@ from kvengine.policies.selection import Where, best
 Reduce = Literal["max", "mean"]
 
 
-def mean_key(k: Float[Tensor, "unit token dim"], valid: Bool[Tensor, "unit token"]) -> Float[Tensor, "unit dim"]:
-    """The mean of a chunk's keys, in their dtype; 0 if it has none."""
+def mean_key(k: Float[Tensor, "unit token dim"], valid: Bool[Tensor, "unit token"] | None) -> Float[Tensor, "unit dim"]:
+    """The mean of a chunk's keys, in their dtype; 0 if it has none. `valid`: None if all are there."""
+    if valid is None:
+        total = k.float().sum(1)
+        return (total / total.new_full((1, 1), k.shape[1])).to(k.dtype)  # by a number, a GPU multiplies by its inverse
     alive = valid[..., None]
     return ((k.float() * alive).sum(1) / alive.sum(1).clamp(min=1)).to(k.dtype)
 
 
 def coherence(
-    k: Float[Tensor, "unit token dim"], valid: Bool[Tensor, "unit token"], mean: Float[Tensor, "unit dim"]
+    k: Float[Tensor, "unit token dim"], valid: Bool[Tensor, "unit token"] | None, mean: Float[Tensor, "unit dim"]
 ) -> Float[Tensor, "unit"]:
     """The least cosine between a chunk's mean and one of its keys: how badly the mean can stand for them.
 
@@ -31,7 +34,7 @@ def coherence(
     tensor([0.7071, 1.0000])
     """
     near = torch.cosine_similarity(k.float(), mean.float()[:, None], dim=-1)
-    return near.masked_fill(~valid, float("inf")).amin(1)
+    return (near if valid is None else near.masked_fill(~valid, float("inf"))).amin(1)
 
 
 def attention_to(

@@ -76,7 +76,7 @@ class Landmarks(Selection):
     def reads(self) -> Budget:
         return self.budget
 
-    def summarise(self, k: Float[Tensor, "unit token dim"], valid: Bool[Tensor, "unit token"]) -> Fields:
+    def summarise(self, k: Float[Tensor, "unit token dim"], valid: Bool[Tensor, "unit token"] | None) -> Fields:
         mean = mean_key(k, valid)
         return {"mean": mean, "coherence": coherence(k, valid, mean).half()} if self.outliers else {"mean": mean}
 

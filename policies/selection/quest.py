@@ -61,7 +61,7 @@ class Quest(Selection):
     def reads(self) -> Budget:
         return self.budget
 
-    def summarise(self, k: Float[Tensor, "unit token dim"], valid: Bool[Tensor, "unit token"]) -> Fields:
+    def summarise(self, k: Float[Tensor, "unit token dim"], valid: Bool[Tensor, "unit token"] | None) -> Fields:
         low, high = page_bounds(k, valid, self.page)
         return {"low": low[:, 0], "high": high[:, 0]}
 

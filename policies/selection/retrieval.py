@@ -50,7 +50,7 @@ class Retrieval(Selection):
     def reads(self) -> Budget:
         return self.budget
 
-    def summarise(self, k: Float[Tensor, "unit token dim"], valid: Bool[Tensor, "unit token"]) -> Fields:
+    def summarise(self, k: Float[Tensor, "unit token dim"], valid: Bool[Tensor, "unit token"] | None) -> Fields:
         return {"mean": mean_key(k, valid)}
 
     def select(

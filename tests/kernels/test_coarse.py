@@ -273,9 +273,9 @@ def test_what_is_read_is_counted_and_nothing_is_kept_of_what_is_cleared() -> Non
         640 * 64 + 2 * 10 * 32 * 4
     )  # a byte each of 2 * 16 channels, in lines of 64; a scale and a zero per block
     assert coarse.reads(UNITS, exact) == codes + int(coarse.refined * exact / UNITS)
-    coarse.remembered.kind = (1,)
+    coarse.remembered.of = (low,)
     coarse.clear()
-    assert coarse.tensors == {} and coarse.reads(UNITS, exact) == exact and coarse.remembered.kind == ()
+    assert coarse.tensors == {} and coarse.reads(UNITS, exact) == exact and coarse.remembered.of == ()
 
 
 def test_fewer_alive_than_wanted_and_equal_scores() -> None:

@@ -251,6 +251,9 @@ def test_refusals_say_why() -> None:
         top_units(torch.zeros(1, 3), -1)
 
 
+NUMBERS = [(0, "units", 0), (1, "candidates", 0), (1, "count", 1), (1, "most", 1)]
+
+
 class Chooser:
     """Choices as on a GPU: two launches, made again for a query of the same kind over what lies where it lay."""
 
@@ -258,25 +261,29 @@ class Chooser:
         self.remembered, self.notes, self.works = Remembered(), 2, True
         self.chosen = self.made = 0
         self.now: tuple[Any, ...] = ()
-        monkeypatch.setattr(remembered, "noted", lambda: nullcontext([None] * self.notes))
+        names = ("units", "each"), ("ids", "candidates", "count", "most", "outliers")
+        notes = [SimpleNamespace(kernel=SimpleNamespace(arg_names=x), given=[0.0, 0, 0, 0, 0.2]) for x in names]
+        monkeypatch.setattr(remembered, "noted", lambda: nullcontext(notes[: self.notes]))
         launches = SimpleNamespace(remembered=self.remember)
         monkeypatch.setitem(sys.modules, "kvengine.kernels.gpu.launches", launches)
 
     def kind(self) -> list[Any]:
-        q, of, kind = self.now
-        return [q.dtype, q.shape, q.stride(), kind, [id(x) for x in of]]
+        q, of, units, count, kind = self.now
+        among = (units - 1).bit_length() if units <= 16 else 16 * -(-units // 16)
+        chosen = (count - 1).bit_length(), int(count * 0.2).bit_length()
+        return [q.dtype, q.shape, q.stride(), kind, [id(x) for x in of], among, chosen]
 
     def answer(self) -> Tensor:
-        q, _, (count, more) = self.now
-        return (q.float().sum((1, 2), keepdim=True)[:, 0].long() + torch.arange(count)) * 3 + more
+        q, _, units, count, more = self.now
+        return (q.float().sum((1, 2), keepdim=True)[:, 0].long() + torch.arange(count)) * 3 + sum(more) + units
 
     def remember(self, notes: Any, given: Any, held: Any, numbers: Any) -> Any:
-        q, of, _ = self.now
-        assert given[0] is q and held is of and len(notes) == 2 and numbers == ()
+        q, of, *_ = self.now
+        assert given[0] is q and held is of and len(notes) == 2 and numbers == NUMBERS
         self.made, kind = self.made + 1, self.kind()
 
         def again(given: Any, numbers: Any) -> bool:
-            assert self.kind() == kind and given[0] is self.now[0] and numbers == ()
+            assert self.kind() == kind and given[0] is self.now[0] and numbers == self.now[2:4]
             assert given[1].dtype == torch.int64 and given[1].shape == self.answer().shape
             if self.works:
                 given[1].copy_(self.answer())
@@ -298,20 +305,41 @@ class Chooser:
 def test_launches_that_choose_are_made_again_for_what_is_no_different(monkeypatch: pytest.MonkeyPatch) -> None:
     ask, of = Chooser(monkeypatch), (torch.ones(2, 6, 4), torch.ones(2, 6, dtype=torch.bool))
     q, (low, alive) = torch.randn(2, 3, 4), of
-    base = (q, of, (3, 0))
-    others = [
-        (q[:, :2], of, (3, 0)), (q.mT.contiguous().mT, of, (3, 0)), (q.half(), of, (3, 0)), (q, of, (2, 0)), (q, of, (3, 1)),
-        (q, (low.clone(), alive), (3, 0)), (q, (low, alive.clone()), (3, 0)), (q, (low,), (3, 0)), (q, (low, *of), (3, 0)),
+    base = (q, of, 6, 3, (0,))
+    kinds = [
+        (q[:, :2], of, 6, 3, (0,)), (q.mT.contiguous().mT, of, 6, 3, (0,)), (q.half(), of, 6, 3, (0,)), (q, of, 6, 2, (0,)),
+        (q, of, 6, 3, (1,)),
+    ]  # fmt: skip
+    elsewhere = [
+        (q, (low.clone(), alive), 6, 3, (0,)), (q, (low, alive.clone()), 6, 3, (0,)), (q, (low,), 6, 3, (0,)),
+        (q, (low, *of), 6, 3, (0,)),
     ]  # fmt: skip
     assert [ask(*base), ask(*base), ask(torch.randn(2, 3, 4), *base[1:])] == [1, 0, 0]
-    for other in others:
+    for other in kinds:
+        assert [ask(*other), ask(*other), ask(*base), ask(*base)] == [1, 0, 0, 0]
+    for other in elsewhere:
         assert [ask(*other), ask(*other), ask(*base), ask(*base)] == [1, 0, 1, 0]
+
+
+def test_launches_that_choose_are_made_again_for_more_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where these take as many blocks: up to a power of two, and then to a multiple of sixteen."""
+    ask, of, q = Chooser(monkeypatch), (torch.ones(2, 99, 4),), torch.randn(2, 3, 4)
+    general = [units for units in range(1, 66) if ask(q, of, units, 1, ())]
+    assert general == [1, 2, 3, 5, 9, 17, 33, 49, 65]
+
+
+def test_launches_that_choose_are_made_again_for_fewer_that_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down to half a power of two, and as long as a fifth takes as many parts; to and fro, and never more than there are."""
+    ask, of, q = Chooser(monkeypatch), (torch.ones(2, 99, 4),), torch.randn(2, 3, 4)
+    general = [count for count in range(64, 8, -1) if ask(q, of, 70, count, ())]
+    assert general == [64, 39, 32, 19, 16, 9] and not any(ask(q, of, 70, count, ()) for count in range(9, 65))
+    assert ask(q, of, 65, 64, ()) == 0 and not ask.remembered.known[0].holds((), 65, 66)
 
 
 def test_launches_that_choose_are_let_go_and_not_kept_at_any_price(monkeypatch: pytest.MonkeyPatch) -> None:
     ask, of = Chooser(monkeypatch), (torch.ones(2, 99, 4), torch.ones(2, 99, dtype=torch.bool))
     q = torch.randn(2, 3, 4)
-    kinds = [(q, of, (count, 0)) for count in range(1, 40)]
+    kinds = [(q, of, 9, 3, (kind,)) for kind in range(39)]
     assert [ask(*kind) for kind in kinds] == [
         1
     ] * 39 and ask.made == remembered.MOST  # none came again: no more are noted
@@ -325,6 +353,6 @@ def test_launches_that_choose_are_let_go_and_not_kept_at_any_price(monkeypatch: 
     assert ask(*kinds[21]) == 0 and ask.made == made
     for forget in (ask.remembered.forget, lambda: setattr(ask, "remembered", copy.deepcopy(ask.remembered))):
         forget()
-        assert ask.remembered.launches is None and [ask(*kinds[21]) for _ in range(2)] == [1, 0]
+        assert not ask.remembered.known and [ask(*kinds[21]) for _ in range(2)] == [1, 0]
     ask.notes = 1  # another way of choosing
     assert [ask(*kind) for kind in kinds[:3] for _ in range(2)] == [1] * 6

@@ -26,6 +26,8 @@ GENERAL = {
     "lowrank(rank=8) + landmarks(budget=64) + host": 2,
 }  # fmt: skip
 """How many of a token's launches are always made the general way: those that choose in all of a layer, and that fetch."""
+NOTED = {"quest(budget=64)": (2, 4), "landmarks(budget=64)": (2, 8), "kivi(residual=32)": (1, 5), "turboquant": (1, 8)}
+"""How often launches are made again for each token, and how often those of 200 are noted anew."""
 PRETEND = r"""
 from types import SimpleNamespace
 
@@ -103,6 +105,9 @@ def lives(text, how):
     cache.session.rope = Rope(10000.0 ** -(torch.arange(32) / 32))
     prompt = [torch.randn(rows, heads, 150, 64, generator=rng).bfloat16() for heads in (8, 2, 2)]
     cache.forward(*prompt, Call(0.125))
+    for lane in [part.lane for part in cache.parts if part.lane.pages is not None and given.get("room")]:
+        lane.pages.reserve(given["room"])
+        lane.pages.pool.ensure(given["room"] * len(lane.first))
     found, counts, outside = [], [], []
     for _ in range(given["tokens"]):
         q, k, v = torch.randn(rows, 12, 1, 64, generator=rng).bfloat16().split((8, 2, 2), 1)  # of several rows apart
@@ -147,6 +152,16 @@ def test_launches_made_again_are_those_of_the_general_way(stacks: list[str], tmp
         assert not found["wrong"] and found["counts"], (text, found)
         assert found["again"] == found["of"] > 40, (text, found)
         assert found["outside"] == GENERAL.get(text, 0), (text, found)
+
+
+@pytest.mark.parametrize(
+    "text", ["quest(budget=64)", *(pytest.param(x, marks=pytest.mark.slow) for x in list(NOTED)[1:])]
+)
+def test_what_is_noted_stays_while_pages_are_sealed(text: str, tmp_path: Path) -> None:
+    """But where they fill one more block of a kernel's, or choices sixteen units more."""
+    found, (each, most) = said(PRETEND, {"stacks": [text], "tokens": 200, "room": 20}, tmp_path)[text], NOTED[text]
+    assert not found["wrong"] and found["counts"], found
+    assert found["again"] == found["of"] >= 200 * each - most, found
 
 
 def test_rows_that_lie_apart_are_put_together_for_every_token(tmp_path: Path) -> None:

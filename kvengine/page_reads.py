@@ -1,0 +1,115 @@
+"""How sealed pages are read: where they lie, if a kernel can, or decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvengine import answers
+from kvengine.joint import Joint
+from kvengine.kernels.unit_places import unit_places
+from kvengine.policies.representation import Representation
+from kvengine.policies.selection import Selection
+from kvengine.pool import Pool, User
+
+
+class Readable(User):
+    """The part of a table of pages that reads them; the attributes are those of `Pages`."""
+
+    pool: Pool
+    page: int
+    representation: Representation
+    selection: Selection
+    joint: Joint | None
+    inner: int | None
+    coarse: bool
+    columns: int
+    _table: Int[Tensor, "row column"]
+    _position: Int[Tensor, "row token"]
+
+    def __len__(self) -> int:
+        """Slots of a row."""
+        return self.columns * self.page
+
+    @property
+    def units(self) -> int:
+        return len(self) // self.selection.unit
+
+    @property
+    def table(self) -> Int[Tensor, "row column"]:
+        return self._table[:, : self.columns]
+
+    @property
+    def position(self) -> Int[Tensor, "row token"]:
+        return self._position[:, : len(self)]
+
+    def readable(self, units: Tensor | None) -> dict[str, Tensor] | None:
+        """The pool's fields, if a kernel can read these units (None: all) where they are."""
+        if not self.codec or self.joint is not None:
+            return None
+        found = self.resident(units)
+        return None if found is None else self.whole(found)
+
+    def resident(self, units: Tensor | None) -> dict[str, Tensor] | None:
+        return self.pool.resident(self.table, units, self.page // self.selection.unit)
+
+    def whole(self, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        """These fields, and what is a part of them."""
+        return fields if self.inner is None else fields | {"v": fields["k"][..., : self.inner]}
+
+    @property
+    def codec(self) -> str:
+        """The layout of what is to be read."""
+        return self.representation.read_as(self.coarse)
+
+    @property
+    def without(self) -> tuple[str, ...]:
+        """Fields that are not read now."""
+        return self.representation.fine if self.coarse else ()
+
+    def decoded(
+        self, columns: slice | None = None
+    ) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"]]:
+        """Keys and values of all slots; zeros where a row has no page."""
+        return self.decoding(columns)()
+
+    def decoding(self, columns: slice | None = None) -> Callable[[], tuple[Tensor, Tensor]]:
+        """`decoded`, with what is elsewhere on its way at once, and the rest when the result is called."""
+        table = self.table if columns is None else self.table[:, columns]
+        arriving = self.pool.start(self.pool.pieces(table.clamp(min=0).flatten().long()), self.without)
+
+        def finish() -> tuple[Tensor, Tensor]:
+            k, v = answers.decoded(self.representation, self.whole(self.pool.joined(arriving())))
+            shape = (len(table), -1)
+            keys = k.flatten(0, 1).unflatten(0, shape) if self.joint is None else self.joint.keys(self.span(columns))
+            return keys, v.flatten(0, 1).unflatten(0, shape)
+
+        return finish
+
+    def span(self, columns: slice | None) -> Int[Tensor, "row token"]:
+        """The positions in these columns."""
+        return self.position if columns is None else self.position.unflatten(1, (-1, self.page))[:, columns].flatten(1)
+
+    def choosing(self, units: Int[Tensor, "row chosen"]) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+        """Keys, values and positions of the chosen units, -1 where there is nothing. `joint` keys are not among them.
+
+        What is elsewhere is on its way at once, and the rest comes when the result is called.
+        """
+        unit = self.selection.unit
+        per = self.page // unit
+        piece, position = unit_places(units, self.table, self.position, page=self.page, unit=unit)
+        whole = self.pool.per != per
+        arriving = self.pool.start(self.pool.pieces(piece // per) if whole else piece, self.without)
+
+        def finish() -> tuple[Tensor, Tensor, Tensor]:
+            fields = arriving()
+            k, v = answers.decoded(self.representation, self.whole(self.pool.joined(fields) if whole else fields))
+            if whole:
+                every = torch.arange(len(piece), device=piece.device)
+                k, v = (x.unflatten(1, (per, unit))[every, piece % per] for x in (k, v))
+            return k.unflatten(0, units.shape).flatten(1, 2), v.unflatten(0, units.shape).flatten(1, 2), position
+
+        return finish
