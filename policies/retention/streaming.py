@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvengine.errors import UnsupportedPolicy
@@ -78,9 +78,6 @@ class Streaming(Retention):
 
     def limit(self, seen: Seen) -> int | None:
         return self.sinks + int(seen.count(self.recent).max())
-
-    def score(self, seen: Seen) -> Float[Tensor, "row token"]:
-        return seen.score
 
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
         recent = seen.position > seen.newest - seen.count(self.recent)[:, None]
