@@ -17,7 +17,7 @@ from kvengine.evals.runner import Cell
 class Silent:
     """Shows nothing."""
 
-    def cell(self, cell: Cell, samples: int, done: int) -> None: ...
+    def cell(self, cell: Cell, done: int) -> None: ...
     def sample(self, cell: Cell, rows: list[Row]) -> None: ...
     def refused(self, cell: Cell, row: Row) -> None: ...
 
@@ -52,7 +52,7 @@ class Bar(AbstractContextManager["Bar"]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.progress.stop()
 
-    def cell(self, cell: Cell, samples: int, done: int) -> None:
+    def cell(self, cell: Cell, done: int) -> None:
         """A cell begins, of whose samples some were done before."""
         self._advance(str(cell), done)
 

@@ -65,7 +65,7 @@ class Cell:
 class Observer(Protocol):
     """Told what happens; shows progress."""
 
-    def cell(self, cell: Cell, samples: int, done: int) -> None: ...
+    def cell(self, cell: Cell, done: int) -> None: ...
     def sample(self, cell: Cell, rows: list[Row]) -> None: ...
     def refused(self, cell: Cell, row: Row) -> None: ...
 
@@ -161,7 +161,7 @@ class Run:
             self.give_up(cell, key, error, observer)
             return
         missing = self.missing(cell, samples)
-        observer.cell(cell, len(samples), len(samples) - len(missing))
+        observer.cell(cell, len(samples) - len(missing))
         if missing:
             self.attempt(cell, missing, observer)
 

@@ -57,7 +57,7 @@ def rope_for(stack: Stack, model: nn.Module, known: dict[str, Rope | None]) -> R
 
 def needs_rope(stack: Stack) -> list[Any]:
     """The choices of a stack that turn keys or queries."""
-    return [c for c in (stack.retention, stack.representation, stack.selection) if getattr(c, "needs_rope", False)]
+    return [c for c in (stack.retention, stack.representation) if c.needs_rope]
 
 
 def rope_of(model: nn.Module) -> Rope | None:

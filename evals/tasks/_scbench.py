@@ -37,7 +37,6 @@ class SessionTask(Task):
     name: str
     kinds: Mapping[str, int]
     scorers: Mapping[str, Scorer]
-    category: str
     introduction: str = ""
     metric: str = "official"
     floor: float = 0.0

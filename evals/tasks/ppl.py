@@ -25,7 +25,6 @@ class Continuation(Task):
     new_tokens: int = 64
     metric: str = "nll"
     suite: ClassVar[str] = "ppl"
-    higher_is_better: ClassVar[bool] = False
 
     def samples(self, plan: Plan) -> Iterator[Sample]:
         most = largest(lambda words: self._fits(plan, self._sample(plan, 0, words)), 16)

@@ -82,14 +82,11 @@ def _puzzle(source: Random) -> tuple[str, str]:
 
 
 TASKS = (
-    MathFind(
-        "scbench_mf", {"scbench_mf": 5}, {"scbench_mf": both(first_number, only_number)}, "global", generate=extremes
-    ),
+    MathFind("scbench_mf", {"scbench_mf": 5}, {"scbench_mf": both(first_number, only_number)}, generate=extremes),
     SessionTask(
         "scbench_many_shot",
         {"scbench_many_shot": 10},
         {"scbench_many_shot": both(any_character, option_letter)},
-        "global",
         metric="strict",  # the official score is 1 for nearly any output: see any_character
         floor=1 / 3,
         generate=shots,
@@ -98,7 +95,6 @@ TASKS = (
         "scbench_summary",
         {"scbench_summary": 200},
         {"scbench_summary": both(rouge_lsum, rouge_lsum)},
-        "global",
         lead="This paper",
     ),
 )

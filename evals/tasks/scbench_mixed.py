@@ -37,19 +37,16 @@ TASKS = (
             "scbench_summary": both(rouge_lsum, rouge_lsum),
             "scbench_passkey": both(first_integer, contains_whole),
         },
-        "multi-task",
     ),
     Repository(
         "scbench_repoqa_and_kv",
         {"scbench_repoqa": 1024, "scbench_kv": 80},
         {"scbench_repoqa": both(right_function, same_function), "scbench_kv": both(contains, contains_whole)},
-        "multi-task",
     ),
     SessionTask(
         "scbench_mixed",
         {"scbench_kv": 80, "scbench_vt": 30},
         {"scbench_kv": both(contains, contains_whole), "scbench_vt": both(fraction_found, set_found)},
-        "multi-task",
         generate=pairs_and_chains,
     ),
 )

@@ -94,7 +94,7 @@ def needle_sample(rng: Generator, codec: Codec, length: int, recipe: Recipe) -> 
     hay = "noise" if draw < recipe.noise else "needles" if draw < recipe.noise + recipe.needles else "prose"
     announced = rng.random() < recipe.opening
     budget = length - 2 - announced * len(codec(OPENING[False].format(many=kind), keep=True))
-    table = _table(rng, recipe, make_key, make_value, budget, hay, kind)
+    table = _table(rng, recipe, make_key, make_value, budget, kind)
     turns = _turns(rng, codec, recipe, table, kind, int(budget * recipe.turns))
     budget -= sum(turn.length(codec) for turn in turns)
     asked = {answer for turn in turns for answer in turn.answers}
@@ -118,7 +118,6 @@ def _table(
     make_key: Callable[[Generator], str],
     make_value: Callable[[Generator], str],
     budget: int,
-    hay: str,
     kind: str,
 ) -> dict[str, list[str]]:
     """Keys with their values: few in prose as RULER has it, or many, so that many questions can be asked."""

@@ -19,7 +19,10 @@ def words(kind: str) -> tuple[str, ...]:
 
 @functools.cache
 def haystack_sentences() -> tuple[str, ...]:
-    """Sentences of the Python language reference as `pydoc` carries it, whitespace normalised, markup left out."""
+    """Sentences of the Python language reference as `pydoc` carries it, whitespace normalised, markup left out.
+
+    They differ a little between Python versions.
+    """
     from pydoc_data.topics import topics
 
     found: dict[str, None] = {}
@@ -28,8 +31,3 @@ def haystack_sentences() -> tuple[str, ...]:
             flat = " ".join(paragraph.split())
             found.update(dict.fromkeys(_SENTENCE.findall(flat)))
     return tuple(found)
-
-
-def haystack_text() -> str:
-    """The prose that training samples hide needles in, one text; it differs a little between Python versions."""
-    return " ".join(haystack_sentences())

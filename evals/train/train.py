@@ -56,7 +56,7 @@ def collate(samples: Sequence[Sample], pad: int) -> Batch:
     return Batch(ids, places, target, weight, also, list(samples))
 
 
-def draw_batch(preset: Preset, stage: Stage, codec: Codec, seed: int, step: int) -> Batch:
+def draw_batch(stage: Stage, codec: Codec, seed: int, step: int) -> Batch:
     """The batch of a step: a function of seed and step alone, so that a resumed run sees what it would have seen."""
     rng = np.random.default_rng([seed, step])
     length = stage.length
@@ -152,7 +152,7 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16)
 
     def _update(self, stage: Stage, done: float) -> dict[str, float]:
-        batch = draw_batch(self.preset, stage, self.codec, self.seed, self.step)
+        batch = draw_batch(stage, self.codec, self.seed, self.step)
         rate = stage.rate(done) * self.preset.rate * min(1.0, (self.step + 1) / self.preset.warmup)
         for group in self.optimiser.param_groups:
             group["lr"] = rate

@@ -41,15 +41,8 @@ def column_mass(
     does one that sees nothing. `band`: also hides what is outside of it, by slot. `sinks`: a logit per query head that
     joins the softmax. Raises KernelError on shapes that do not fit.
     """
-    rows, group, queries, dim = q.shape
-    if k.shape[::2] != (rows, dim) or position.shape != k.shape[:2] or at.shape != (queries,):
-        raise KernelError(
-            f"column_mass takes q [row, group, query, dim], k [row, token, dim], position [row, token] and at [query]; got "
-            f"{[list(x.shape) for x in (q, k, position, at)]}"
-        )
-    if real.shape != (rows, queries) or (sinks is not None and sinks.shape != (rows, group)):
-        what = [list(x.shape) for x in (real, sinks) if x is not None]
-        raise KernelError(f"column_mass takes real [{rows}, {queries}] and sinks [{rows}, {group}]; got {what}")
+    check("column_mass", q, k, position, at, real, sinks)
+    rows, group, _, dim = q.shape
     if not q.numel() or not k.numel():
         return torch.zeros(rows, group, k.shape[1], dtype=torch.float32, device=q.device)
     native = (backend is not None or pays(q, k)) and fits(q, k)
@@ -57,9 +50,22 @@ def column_mass(
     return run.column_mass(q, k, position, at, real, scale, band, softcap, sinks)  # type: ignore[no-any-return]
 
 
+def check(name: str, q: Tensor, k: Tensor, position: Tensor, at: Tensor, real: Tensor, sinks: Tensor | None) -> None:
+    """Raises KernelError, which names the operation, if the shapes do not fit."""
+    rows, group, queries, dim = q.shape
+    if k.shape[::2] != (rows, dim) or position.shape != k.shape[:2] or at.shape != (queries,):
+        raise KernelError(
+            f"{name} takes q [row, group, query, dim], k [row, token, dim], position [row, token] and at [query]; got "
+            f"{[list(x.shape) for x in (q, k, position, at)]}"
+        )
+    if real.shape != (rows, queries) or (sinks is not None and sinks.shape != (rows, group)):
+        what = [list(x.shape) for x in (real, sinks) if x is not None]
+        raise KernelError(f"{name} takes real [{rows}, {queries}] and sinks [{rows}, {group}]; got {what}")
+
+
 def pays(q: Tensor, k: Tensor) -> bool:
     """Whether the C version, where it runs, is faster: not for one query in float32, which it computes with as with eight."""
     return q.shape[2] > 1 or k.dtype != torch.float32
 
 
-__all__ = ["blocks", "column_mass", "columns", "fits", "masked", "pays"]
+__all__ = ["blocks", "check", "column_mass", "columns", "fits", "masked", "pays"]

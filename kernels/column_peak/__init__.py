@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine.errors import KernelError
-from kvengine.kernels.column_mass import fits
+from kvengine.kernels.column_mass import check, fits
 from kvengine.kernels.dispatch import pick
 
 
@@ -37,18 +36,10 @@ def column_peak(
     that count. `sinks`: a logit per query head that joins the softmax. 0 for what nobody sees. Raises KernelError on
     shapes that do not fit.
     """
-    rows, group, queries, dim = q.shape
-    if k.shape[::2] != (rows, dim) or position.shape != k.shape[:2] or at.shape != (queries,):
-        raise KernelError(
-            f"column_peak takes q [row, group, query, dim], k [row, token, dim], position [row, token] and at [query]; got "
-            f"{[list(x.shape) for x in (q, k, position, at)]}"
-        )
-    if real.shape != (rows, queries) or (sinks is not None and sinks.shape != (rows, group)):
-        what = [list(x.shape) for x in (real, sinks) if x is not None]
-        raise KernelError(f"column_peak takes real [{rows}, {queries}] and sinks [{rows}, {group}]; got {what}")
+    check("column_peak", q, k, position, at, real, sinks)
     if not q.numel() or not k.numel():
         return torch.zeros(k.shape[:2], dtype=torch.float32, device=q.device)
-    run = pick("column_peak", (q, k), backend, fits(q, k), dim)
+    run = pick("column_peak", (q, k), backend, fits(q, k), q.shape[3])
     return run.column_peak(q, k, position, at, real, scale, softcap, sinks)  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ all rounds are alike. `adaptive.py` follows it with measured costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -27,40 +27,6 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     3.68928
     """
     return float(sum(alpha**i for i in range(gamma + 1)))
-
-
-def speedup(alpha: float, gamma: int, draft_cost: float, pass_cost: float = 1.0) -> float:
-    """Against plain decoding at cost 1 a token; `pass_cost`: the judging pass over gamma + 1 tokens.
-
-    >>> round(speedup(0.8, 5, 0.1), 6)
-    2.45952
-    """
-    return expected_tokens(alpha, gamma) / (gamma * draft_cost + pass_cost)
-
-
-def best_gamma(
-    alpha: float, draft_cost: float, pass_cost: Callable[[int], float] = lambda g: 1.0, most: int = 64
-) -> int:
-    """The draft length with the largest speed-up, 0 if drafting does not pay.
-
-    >>> best_gamma(0.9, 0.05)
-    13
-    """
-    return max(range(most + 1), key=lambda g: speedup(alpha, g, draft_cost, pass_cost(g)))
-
-
-def hierarchy(
-    alphas: tuple[float, float], gammas: tuple[int, int], costs: tuple[float, float], pass_cost: float = 1.0
-) -> float:
-    """Speed-up of three tiers.
-
-    alphas: (lowest judged by middle, middle judged by top); costs: (a lowest token, a middle pass).
-
-    >>> round(hierarchy((0.35, 0.9), (1, 6), (0.03, 0.42)), 6)
-    1.73901
-    """
-    token = (gammas[0] * costs[0] + costs[1]) / expected_tokens(alphas[0], gammas[0])
-    return speedup(alphas[1], gammas[1], token, pass_cost)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def why_not(middle: Stack, stack: Stack) -> str | None:
         return "its heads read sets of different sizes"
     if r.merges:
         return "it merges tokens, and what it reads is then in no row of the target"
-    if type(r).shift is not Retention.shift and getattr(r, "needs_rope", False):
+    if type(r).shift is not Retention.shift and r.needs_rope:
         return "it reads keys at other positions than the target's"
     if r.decodes and not isinstance(r, Streaming):
         return "it judges while decoding, by attention that only its own passes see"

@@ -14,16 +14,21 @@ Differs from the official code: it caches keys before rotation and rotates all o
 same, up to rounding.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvengine.errors import UnsupportedPolicy
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_count
 from kvengine.policies.retention import Retention, Seen
+
+if TYPE_CHECKING:
+    from kvengine.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,8 @@ class Streaming(Retention):
         check_budget(self, recent=self.recent)
         check_choice(self, positions=(self.positions, ("true", "in-cache")))
 
-    def check(self, stack: object) -> None:
-        if self.needs_rope and getattr(stack, "selects", False):
+    def check(self, stack: Stack) -> None:
+        if self.needs_rope and stack.selects:
             raise UnsupportedPolicy(
                 "streaming(positions='in-cache') turns keys when they are read, but a selection ranks them as they are "
                 "stored; use positions='true', or no selection"
@@ -73,9 +78,6 @@ class Streaming(Retention):
 
     def limit(self, seen: Seen) -> int | None:
         return self.sinks + int(seen.count(self.recent).max())
-
-    def score(self, seen: Seen) -> Float[Tensor, "row token"]:
-        return seen.score
 
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
         recent = seen.position > seen.newest - seen.count(self.recent)[:, None]

@@ -416,7 +416,7 @@ def test_no_number_is_shortened_on_a_narrow_terminal(width: int) -> None:
         SimpleNamespace(name="scbench_needles"), 4096, "multi-turn", SimpleNamespace(policy="oracle_topk(budget=0.25)")
     )  # type: ignore[arg-type]
     with Bar(3, 20, console) as bar:
-        bar.cell(cell, 20, 7)
+        bar.cell(cell, 7)
     drive.show(console, "ruler", ["score", "read/token"], [["snapkv(budget=0.25)", "96.7", "920.9 KiB"]])
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert re.search(r"7/60 0:00:\d\d eta [-:]+ scbench", text) and "96.7" in text and "920.9 KiB" in text

@@ -255,3 +255,22 @@ def test_many_rows_of_queries(group: int, query: int, dim: int, dim_v: int, dtyp
             got = attention(q, k, v, seen, dim**-0.5, want_probs=True, backend="native")
             every = torch.ones_like(visible) if seen is None else seen
             oracle.close(got, oracle.attend(q, k, v, every, dim**-0.5), 2e-5)
+
+
+def test_states_that_cannot_be_merged_are_refused() -> None:
+    with pytest.raises(KernelError, match="at least one state"):
+        merge_states([])
+    one, other = (State(torch.zeros(2, 1, 3, dim), torch.zeros(2, 1, 3)) for dim in (8, 4))
+    with pytest.raises(KernelError, match=r"must share a shape .*\(2, 1, 3, 4\), \(2, 1, 3, 8\)"):
+        merge_states([one, other])
+
+
+def test_rows_and_channels_that_do_not_fit_are_refused() -> None:
+    q, k = torch.zeros(2, 1, 1, 8), torch.zeros(2, 5, 8)
+    for wrong in ((q[:1], k, k), (q, k, k[:, :4]), (q[..., :4], k, k)):
+        with pytest.raises(KernelError, match="attention takes q"):
+            attention(*wrong, None, 1.0)
+    with pytest.raises(KernelError, match="position must be"):
+        attention(q, k, k, None, 1.0, position=torch.zeros(2, 4, dtype=torch.int32))
+    with pytest.raises(KernelError, match="lengths must be int32"):
+        attention(q, k, k, None, 1.0, lengths=torch.tensor([5, 5]))

@@ -84,3 +84,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         column_peak(q, k[..., :3], position, at, real, scale=1.0)
     with pytest.raises(KernelError):
         column_peak(q, k, position, at, real[:, :1], scale=1.0)
+
+
+def test_without_queries_nobody_pays() -> None:
+    given = torch.zeros(2, 1, 0, 16), torch.ones(2, 5, 16), torch.arange(5).expand(2, 5)
+    found = column_peak(*given, torch.zeros(0, dtype=torch.long), torch.zeros(2, 0, dtype=torch.bool), scale=0.4)
+    assert found.tolist() == torch.zeros(2, 5).tolist()

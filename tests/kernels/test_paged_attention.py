@@ -329,6 +329,12 @@ def test_refusals_say_why() -> None:
         paged_attention(q, fields, given["table"], given["position"], page=PAGE, scale=1.0, codec="kivi")
     with pytest.raises(KernelError, match="query_position"):
         paged_attention(q, fields, given["table"], given["position"], page=PAGE, scale=1.0, window=4)
+    with pytest.raises(KernelError, match=f"units must be .row, chosen. with {ROWS} rows"):
+        paged_attention(
+            q, fields, given["table"], given["position"], page=PAGE, scale=1.0, unit=8, units=given["units"][:1]
+        )
+    with pytest.raises(KernelError, match=f"k must be .pages, {PAGE}, 16. for these queries"):
+        paged_attention(q[..., :16], fields, given["table"], given["position"], page=PAGE, scale=1.0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

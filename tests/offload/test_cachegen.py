@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import hypothesis.strategies as st
 import numpy as np
@@ -215,3 +215,20 @@ def test_streams_of_version_1_are_read_for_ever(using: Literal["native", "refere
     assert torch.equal(stack(exact), x)
     found = hashlib.sha256(stack(lossy_).numpy().tobytes()).hexdigest()
     assert found[:16] == "a32f0e2d04a6ef45"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"chunk": 0}, "a chunk holds 1 to 16384 tokens, 0 were asked for"),
+        ({"chunk": 16385}, "16385 were asked for"),
+        ({"dtypes": (torch.float32, torch.float16)}, "must share one dtype"),
+        ({"dtypes": (torch.float64, torch.float64)}, "must share one dtype"),
+        ({"positions": torch.arange(3)}, r"4 tokens need as many positions, got shape \(3,\)"),
+    ],
+)
+def test_tensors_that_do_not_belong_together_are_refused(wrong: dict[str, Any], why: str) -> None:
+    first, second = (torch.ones(1, 4, 2, dtype=kind) for kind in wrong.pop("dtypes", (torch.float32, torch.float32)))
+    kv = cachegen.KV([(first, first), (second, second)], wrong.pop("positions", None))
+    with pytest.raises(ValueError, match=why):
+        cachegen.encode(kv, "lossless", **wrong)

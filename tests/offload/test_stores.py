@@ -440,3 +440,23 @@ def test_a_bucket_that_is_down_is_given_up_soon() -> None:
     assert store.lookup(KEYS) == 0 and store.counts["failed"] == 1
     assert time.monotonic() - start < 15
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"chunk": 0}, "1 to 16384 tokens, 0 were"),
+        ({"chunk": 16385}, "16385 were"),
+        ({"chunk": 2.0}, "2.0 were"),
+        ({"chunk": 2, "salt": "x" * 129}, "at most 128 characters, this one 129"),
+    ],
+)
+def test_keys_of_what_no_chunk_can_be_are_refused(wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        stores.root(cachegen.Identity(model="m"), "full", **wrong)
+
+
+def test_a_chain_of_empty_chunks_is_refused() -> None:
+    start = stores.root(cachegen.Identity(model="m"), "full", chunk=1)
+    with pytest.raises(ValueError, match="at least 1 token, 0 were"):
+        stores.chain([1, 2], start, 0)

@@ -153,3 +153,20 @@ def test_a_server_that_stalls_or_dies() -> None:
     server.close()
     with pytest.raises(StoreError, match="no chunk server"):
         SocketLink(server.address)
+
+
+def test_what_is_no_trace_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 starts need as many rates"):
+        Trace((0, 1), (5,))
+    with pytest.raises(ValueError, match="of at least 0"):
+        Trace((0,), (-1,))
+
+
+def test_a_transfer_that_can_never_end_is_an_error() -> None:
+    with pytest.raises(StoreError, match="ends at rate 0"):
+        SimulatedLink(Trace((0, 1), (10, 0))).fetch(0, "low", 100, float("inf"))
+
+
+def test_a_chunk_without_any_of_the_options_is_refused() -> None:
+    with pytest.raises(ValueError, match="none of the options"):
+        Controller(1.0, ["unheard"], 1e7, Bandwidth(1e5)).choose([Chunk(SIZES, 1.0)], now=0.0)

@@ -21,6 +21,7 @@ from kvengine.policies.representation import Representation
 from kvengine.policies.retention import Retention
 from kvengine.policies.selection import Selection
 from kvengine.saved import load, save
+from kvengine.stack import Stack
 
 IDS = torch.arange(3, 103)[None].repeat(2, 1)
 
@@ -242,3 +243,16 @@ def test_a_cache_whose_pass_broke_off_is_not_saved(model: Any, tmp_path: Path) -
         cache.session.torn = True
         with pytest.raises(CacheError, match="broke off"):
             save(cache, tmp_path / "session.kv", model)
+
+
+def test_an_object_that_goes_by_the_name_of_another_policy_is_not_named_in_a_file() -> None:
+    """What reads the name would make the tree's own method of it."""
+
+    @dataclass(frozen=True)
+    class Other(Retention):
+        def keep(self, seen: Any) -> Any:
+            return seen.valid
+
+    Other.__module__ = "mine.tova"
+    with pytest.raises(PolicyError, match="that is the name of another policy"):
+        Stack(retention=Other()).lasting()

@@ -12,15 +12,7 @@ import pytest
 
 from kvengine.errors import PolicyError
 from kvengine.speculative.adaptive import Adaptive
-from kvengine.speculative.ahead import (
-    Ahead,
-    Fixed,
-    Round,
-    best_gamma,
-    expected_tokens,
-    hierarchy,
-    speedup,
-)
+from kvengine.speculative.ahead import Ahead, Fixed, Round, expected_tokens
 from kvengine.speculative.costs import Times
 
 # The best draft length, and the speed-up there to two places, for acceptance by row and draft cost by column.
@@ -35,6 +27,15 @@ BEST = {
 }
 
 
+def speedup(alpha: float, gamma: int, cost: float) -> float:
+    """Of a round that drafts `gamma` tokens at `cost` each, over passes of one token at cost 1."""
+    return expected_tokens(alpha, gamma) / (gamma * cost + 1)
+
+
+def best_gamma(alpha: float, cost: float, most: int = 64) -> int:
+    return max(range(most + 1), key=lambda gamma: speedup(alpha, gamma, cost))
+
+
 def test_golden_table() -> None:
     for alpha, row in BEST.items():
         for cost, (gamma, value) in zip(COSTS, row, strict=True):
@@ -46,10 +47,20 @@ def test_drafting_pays_when_acceptance_exceeds_its_cost() -> None:
     assert best_gamma(0.4, 0.41) == 0 and best_gamma(0.42, 0.41) == 1
 
 
-def test_golden_hierarchy() -> None:
+@pytest.mark.parametrize(
+    ("acceptance", "drafted", "cost", "want", "within"),
+    [
+        ((0.35, 0.9), (2, 5), (0.03, 0.42), 1.78, 0.005),
+        ((0.35, 0.93), (1, 19), (0.005, 0.05), 6.17, 0.01),
+    ],
+)
+def test_golden_hierarchy(
+    acceptance: tuple[float, float], drafted: tuple[int, int], cost: tuple[float, float], want: float, within: float
+) -> None:
+    """Of the lowest tier and of the middle one, whose token costs its share of the lowest one's round."""
     assert expected_tokens(0.35, 1) == pytest.approx(1.35)
-    assert hierarchy((0.35, 0.9), (2, 5), (0.03, 0.42)) == pytest.approx(1.78, abs=0.005)
-    assert hierarchy((0.35, 0.93), (1, 19), (0.005, 0.05)) == pytest.approx(6.17, abs=0.01)
+    token = (drafted[0] * cost[0] + cost[1]) / expected_tokens(acceptance[0], drafted[0])
+    assert speedup(acceptance[1], drafted[1], token) == pytest.approx(want, abs=within)
 
 
 def test_golden_stop_rule() -> None:

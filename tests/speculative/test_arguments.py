@@ -12,9 +12,11 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, StoppingCrit
 from transformers.generation.streamers import BaseStreamer
 
 import kvengine
-from kvengine.errors import ModelError, UnsupportedPolicy
+from kvengine.errors import EvaluationError, ModelError, PolicyError, UnsupportedPolicy
 from kvengine.hf import STATE
 from kvengine.hf_names import CACHE
+from kvengine.speculative.branch import Branching
+from kvengine.speculative.commands import numbers
 from kvengine.speculative.triforce import TriForce, coarse_of
 from kvengine.stack import Stack
 
@@ -212,3 +214,15 @@ def test_a_compiled_decoder_refuses_other_ways_of_decoding_as_well(target: Any, 
         kvengine.compile_decode(target, "eager").generate(
             IDS, **{"max_new_tokens": 4, "do_sample": False, **REFUSED[name][0]}
         )
+
+
+@pytest.mark.parametrize("widths", [(), (2, 0)])
+def test_a_tree_without_branches_is_refused(widths: tuple[int, ...]) -> None:
+    with pytest.raises(PolicyError, match="counts of at least 1"):
+        Branching(None, None, None, widths)  # type: ignore[arg-type]
+
+
+def test_numbers_of_a_command_are_whole() -> None:
+    assert numbers("1, 6") == [1, 6]
+    with pytest.raises(EvaluationError, match="'1,x' is not a list of whole numbers"):
+        numbers("1,x")

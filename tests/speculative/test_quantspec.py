@@ -79,3 +79,8 @@ def test_a_guest_reads_what_a_four_bit_cache_holds_and_leaves_nothing() -> None:
     guest.feed_tree([], tree)
     assert host.align(text, [8, 3]) == [7, 8, 3] and guest.open == [] and host.cache.seen == 90
     torch.testing.assert_close(host.feed([7, 8, 3]), eight.feed([7, 8, 3]), rtol=1e-4, atol=1e-4)
+
+
+def test_groups_fill_whole_bytes() -> None:
+    with pytest.raises(PolicyError, match="group=31 nibbles do not fill whole bytes"):
+        QuantSpec(group=31)

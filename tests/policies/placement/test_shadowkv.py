@@ -6,6 +6,7 @@ import torch
 from support_layer import Tokens, draw, rope, run
 
 from kvengine.cache import LayerCache
+from kvengine.errors import UnknownPolicy
 from kvengine.offload.placement._rules import RULES, all_others, oldest
 from kvengine.offload.placement.host import Fetched
 from kvengine.session import Call, Session
@@ -131,3 +132,8 @@ def test_the_resident_set_changes_no_output(keep: str, monkeypatch: pytest.Monke
     assert torch.equal(run(f"{POLICY})", tokens, 160).out, with_set.out)
     stats = measure([with_set.cache])
     assert stats.bytes["device"]["page.v"] <= 2 * 96 * 16 * 4
+
+
+def test_an_option_that_the_preset_does_not_have_is_refused_by_its_name() -> None:
+    with pytest.raises(UnknownPolicy, match="no option of shadowkv is called 'buget'. Did you mean 'budget'"):
+        Stack.parse("shadowkv(buget=512)")
