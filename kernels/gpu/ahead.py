@@ -28,6 +28,7 @@ from kvengine.kernels import codecs, turboquant
 from kvengine.kernels.attention.triton import attention
 from kvengine.kernels.best_tokens.triton import best_tokens
 from kvengine.kernels.column_mass.triton import received as column_mass
+from kvengine.kernels.compact.triton import compact
 from kvengine.kernels.fetch_pages.triton import fetch
 from kvengine.kernels.gpu import compiling_for
 from kvengine.kernels.lowrank_attention.triton import lowrank_attention
@@ -313,6 +314,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "pack": lambda: pack(torch.zeros(64, 128, dtype=torch.uint8), 4),
         "places of units": lambda: unit_places(units, table, position, PAGE // 16, 16),
         "fetch": lambda: fetch(x, table[0].long(), x.device),
+        "compact": lambda: compact({"k": x}, table, position, table[:, :2], PAGE),
         "low rank": lambda: lowrank_attention(
             q, u, dense["v"], basis, frequency, table, position, PAGE, 0.1, units, 8, 1.0, False
         ),
