@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvengine._ops import Tally
 from kvengine.beside import Beside
+from kvengine.compaction import fill_up
 from kvengine.joint import join
 from kvengine.kernels.step import Rule
 from kvengine.offload.placement import Site
@@ -172,15 +173,9 @@ class Holding(Padded):
         return held if self.limit is None else min(self.limit + 1, held + GROWTH)
 
     def pack_pages(
-        self,
-        k: Tensor,
-        v: Tensor,
-        position: Tensor,
-        score: Tensor,
-        keep: Tensor | None,
-        clean: bool,
+        self, k: Tensor, v: Tensor, position: Tensor, score: Tensor, keep: Tensor | None, clean: bool,
         idle: Bool[Tensor, "row"] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Seal each row's whole pages beyond the tail's room, from its first token on; the rest becomes the tail.
 
         A row's pages begin at its own first token, so that they are the same whatever it is batched with. Rows that are
@@ -348,7 +343,7 @@ class Holding(Padded):
         if self.retention.decodes:
             self.tidy()
 
-    def seal_rows(self, length: int, rows: Int[Tensor, "row"] | None, position: Int[Tensor, "row slot"]) -> None:
+    def seal_rows(self, length: int, rows: Int[Tensor, "row"] | None, position: Int[Tensor, "held slot"]) -> None:
         start = self.tail.end - length
         span = slice(start, start + self.stack.page)
         tail = self.tail
@@ -363,7 +358,7 @@ class Holding(Padded):
         self.tail.position[rows, span] = -1
 
     def tidy(self) -> None:
-        """Give back empty pages; pack the rest anew once most of it is holes and nothing depends on where it lies.
+        """Give back empty pages; pack the rest anew once most of it is holes, where nothing depends on where it lies.
 
         Something does where a selection reads some pages and the whole tail: what is read must not depend on when this
         is called, nor on what else is in the batch.
@@ -374,9 +369,11 @@ class Holding(Padded):
         pages.release()
         if pages._table is not table:
             self.beside.forget(self.tail)
-        if self.stack.selects or not self.stack.representation.lossless or not len(pages):
+        if self.stack.selects or not len(pages):
             return
-        if float((pages.position >= 0).float().mean()) < 0.5:
+        if not self.stack.representation.lossless:
+            fill_up(pages)
+        elif float((pages.position >= 0).float().mean()) < 0.5:
             self.rebuild(*self.everything(), keep=None)
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:

@@ -53,9 +53,7 @@ class Pool:
         count = len(some)
         if self.per > 1:
             fields = {name: x.unflatten(1, (self.per, -1)).flatten(0, 1) for name, x in fields.items()}
-        taken = self.take(count, fields)
-        self.stamps[taken] = np.arange(self.written, self.written + count)
-        self.written += count
+        taken = self.fresh(count, fields)
         first, behind = (taken[0], taken[0] + count) if taken else (0, 0)
         in_order = taken == list(range(first, behind))
         at = torch.arange(first, behind, device=some.device) if in_order else torch.tensor(taken, device=some.device)
@@ -71,6 +69,13 @@ class Pool:
         if self.per == 1:
             return at
         return (at[:, None] * self.per + torch.arange(self.per, device=at.device)).flatten()
+
+    def fresh(self, count: int, like: dict[str, Tensor] | None = None) -> list[int]:
+        """Free pages that somebody is about to write. `like`: the fields, where these may be the first."""
+        taken = self.take(count, like or {})
+        self.stamps[taken] = np.arange(self.written, self.written + count)
+        self.written += count
+        return taken
 
     def take(self, count: int, like: dict[str, Tensor]) -> list[int]:
         if not self.shelves:

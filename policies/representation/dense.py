@@ -15,6 +15,7 @@ class Dense(Representation):
 
     lossless: ClassVar[bool] = True
     codec: ClassVar[str] = "dense"
+    by_slot: ClassVar[bool] = True
 
     def encode(
         self,

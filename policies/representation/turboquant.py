@@ -43,6 +43,7 @@ class TurboQuant(Representation):
     """
 
     codec: ClassVar[str] = "turboquant"
+    by_slot: ClassVar[bool] = True
     bits: int = 4
     values: int | None = None
     residual: int = 128
