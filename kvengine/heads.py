@@ -58,7 +58,7 @@ def quick(
 
 
 def beside(
-    parts: list[Heads], outs: list[Float[Tensor, "row *rest"]], sequences: int, heads: int
+    parts: list[Heads], outs: list[Float[Tensor, "_ *rest"]], sequences: int, heads: int
 ) -> Float[Tensor, "seq head *rest"]:
     """The lanes' outputs, heads in their places."""
     apart = [out.unflatten(0, (sequences, -1)) for out in outs]

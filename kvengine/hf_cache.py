@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -327,7 +327,7 @@ class EngineCache(Cache):
         self.rollback(-count if count <= 0 else max(0, self.seen - count))
         self.commit()
 
-    def reorder_cache(self, beam_idx: Int[Tensor, "chosen"] | Bool[Tensor, "seq"]) -> None:
+    def reorder_cache(self, beam_idx: Int[Tensor, "chosen"] | Bool[Tensor, "seq"] | Sequence[int]) -> None:
         """Keep these rows, in this order."""
         beam_idx = chosen_rows(self.layers, beam_idx)
         self.session.inferred |= torch.is_inference_mode_enabled()
@@ -335,7 +335,7 @@ class EngineCache(Cache):
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]
             self.session.text.rows(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
         """Keep these rows, in this order; or those that a mask names."""
         self.reorder_cache(indices)
 

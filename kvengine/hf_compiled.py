@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 
 import torch
 import transformers
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -268,7 +268,7 @@ class CompiledDecode(Decoder):
                 stand_in.close()
 
     def open(
-        self, cache: EngineCache, max_new_tokens: int, attention_mask: Int[Tensor, "seq token"] | None = None
+        self, cache: EngineCache, max_new_tokens: int, attention_mask: Shaped[Tensor, "seq token"] | None = None
     ) -> Steps:
         """Hold a cache still for so many tokens; for a loop of one's own. Close it at the end.
 

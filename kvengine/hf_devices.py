@@ -78,9 +78,9 @@ def first_device(model: nn.Module) -> torch.device:
     return device_of(cast(Any, model).get_input_embeddings())
 
 
-def layer_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
+def layer_devices(model: nn.Module, layers: int) -> list[torch.device]:
     """Where each of a cache's layers is: where the module of its number attends, or else the model's first device."""
-    text = model.config.get_text_config(decoder=True)
+    text = cast(Any, model).config.get_text_config(decoder=True)
     found: dict[int, torch.device] = {
         m.layer_idx: device_of(m)  # type: ignore[misc]
         for m in model.modules()

@@ -72,7 +72,9 @@ class Ended(StoppingCriteria):
         return self.rows
 
 
-def behind(ends: list[int | None], length: int, mask: Int[Tensor, "sequence token"]) -> Int[Tensor, "sequence token"]:
+def behind(
+    ends: list[int | None], length: int, mask: Shaped[Tensor, "sequence token"]
+) -> Shaped[Tensor, "sequence token"]:
     """A mask of a text that is `length` ids long by now, without what was given to rows behind their ends.
 
     >>> behind([None, 3], 5, torch.ones(2, 6, dtype=torch.long)).tolist()

@@ -194,7 +194,7 @@ class Prefix:
         """Puts chunks into an empty cache as the beginning of a prompt of `total` tokens."""
         cache.announce(total)
         cache.thaw()
-        dtype, devices = next(self.model.parameters()).dtype, layer_devices(self.model, len(cache.layers))  # type: ignore[arg-type]
+        dtype, devices = next(self.model.parameters()).dtype, layer_devices(self.model, len(cache.layers))
         for layer, pieces in zip(cache.engines, zip(*(kv.layers for kv in chunks), strict=True), strict=True):
             device = devices[layer.layer]
             k, v = (torch.cat([piece[part] for piece in pieces], 1)[None].to(device, dtype) for part in (0, 1))

@@ -94,14 +94,17 @@ def answer(
 
 def reread(
     lane: Lane,
-    q: Float[Tensor, "row group fed dim"],
+    q: Float[Tensor, "row group query dim"],
     k: Float[Tensor, "row fed dim"],
     v: Float[Tensor, "row fed dim_v"],
     call: Call,
     again: Again,
     notes: bool,
-) -> Float[Tensor, "row group fed dim_v"]:
-    """Attention of what is fed to all that the lane holds, and causally to itself. `notes`: what that says is noted."""
+) -> Float[Tensor, "row group query dim_v"]:
+    """Attention of the last queries of what is fed, or all, to all that the lane holds, and causally to what is fed.
+
+    `notes`: what that says is noted; it wants all queries.
+    """
     held_k, held_v, position, score = lane.everything()
     valid = again.valid.repeat_interleave(lane.heads, 0)
     fed = torch.where(valid, position.shape[1], -1).to(position.dtype)

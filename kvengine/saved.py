@@ -134,7 +134,7 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
         state = {name: known[name] for name in SESSION}
         check_kinds({name: getattr(cache.session, name) for name in SESSION}, state)
         vars(cache.session).update(state)
-        devices = layer_devices(model, len(cache.layers))  # type: ignore[arg-type]
+        devices = layer_devices(model, len(cache.layers))
         for layer, own, device in zip(cache.layers, header["layers"], devices, strict=True):
             source.device = device
             if isinstance(layer, EngineLayer):

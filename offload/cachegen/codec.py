@@ -56,7 +56,7 @@ class KV:
     extra:     anything else worth keeping, as plain JSON
     """
 
-    layers: Sequence[tuple[Shaped[Tensor, "head token dim"], Shaped[Tensor, "head token dim_v"]]]
+    layers: Sequence[tuple[Shaped[Tensor, "_ token _"], Shaped[Tensor, "_ token _"]]]
     positions: Int[Tensor, " token"] | None = None
     identity: Identity = field(default_factory=Identity)
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from kvengine.evals import lockstep
 from kvengine.evals.engine import Usage
+from kvengine.evals.prompt import Prompter
+from kvengine.evals.protocol import Protocol
 
 
 @dataclass
@@ -26,16 +27,18 @@ class Saying:
 
     def follow_up(self) -> None: ...
 
+    def branch(self) -> Saying:
+        raise NotImplementedError  # nobody asks these a second question
+
     def usages(self) -> list[Usage]:
         return [Usage(held=self.read + row / 10, attended=0, bytes_held=0, read_per_token=0) for row in range(4)]
 
 
 def test_rows_that_have_ended_wait_and_say_nothing_more() -> None:
     """An answer is cut before the token that ends it, or at the most; its cache is looked at when it ends."""
-    asking: Any = SimpleNamespace(
-        mode="multi-request", stop=frozenset({0}), prompter=SimpleNamespace(text=lambda ids: "".join(map(str, ids)))
-    )
-    session: Any = Saying([[5, 0], [5, 6, 7, 8, 5], [0], [1, 2, 3, 0]])
+    digits = SimpleNamespace(decode=lambda ids, **how: "".join(map(str, ids)))
+    asking = Protocol(prompter=Prompter(digits), mode="multi-request", stop=frozenset({0}))
+    session = Saying([[5, 0], [5, 6, 7, 8, 5], [0], [1, 2, 3, 0]])
     scripts = [lockstep.Script([1], [1, 2], [[3]], (4,), row == 2) for row in range(4)]
     (answers,) = lockstep.play(asking, session, scripts)
     assert [(answer.text, answer.finish, answer.usage.held) for answer in answers] == [

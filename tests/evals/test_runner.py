@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,13 +31,13 @@ from kvengine.errors import EvaluationError, PolicyError, UnsupportedPolicy
 from kvengine.evals import aggregate, demo, drive, records, report
 from kvengine.evals.config import RunConfig, build
 from kvengine.evals.engine import CacheSession, StockEngine, Usage
-from kvengine.evals.policies import arms, split
+from kvengine.evals.policies import Arm, arms, split
 from kvengine.evals.progress import Bar, Silent
 from kvengine.evals.prompt import Prompter, middle_cut
 from kvengine.evals.protocol import Answer, Protocol
 from kvengine.evals.records import MEASURED, Journal
 from kvengine.evals.runner import Cell, Run, outcome, room
-from kvengine.evals.tasks import Sample, Turn
+from kvengine.evals.tasks import Sample, Task, Turn
 from kvengine.evals.tasks import _words as words
 from kvengine.policies import catalogue
 
@@ -47,6 +46,13 @@ SAMPLE = Sample(
     context="CONTEXT. ",
     turns=tuple(Turn(question=f"Q{i}?", answers=(f"G{i}",), max_new_tokens=3, prefix=" A:") for i in range(3)),
 )
+
+
+def made(**given: Any) -> Task:
+    """A task of these alone."""
+    task = Task()
+    vars(task).update(given)
+    return task
 
 
 @dataclass
@@ -367,7 +373,7 @@ def test_a_row_says_what_an_answer_was_worth() -> None:
     said = Answer(
         text=" x", tokens=5, finish="stop", prompt_tokens=7, truncated=True, ttft=0.5, decode=2.0, usage=usage
     )  # fmt: skip
-    task: Any = SimpleNamespace(metric="official", score=lambda turn, text: {"strict": 0.0, "official": 1.0})
+    task = made(metric="official", score=lambda turn, text: {"strict": 0.0, "official": 1.0})
     row = outcome(task, SAMPLE.turns[0], said)
     assert (row["metric"], row["score"], row["scores"]) == ("official", 1.0, {"strict": 0.0, "official": 1.0})
     assert (row["answers"], row["null"], row["truncated"], row["finish"]) == (["G0"], False, True, "stop")
@@ -412,9 +418,8 @@ def test_edited_data_are_done_again(tmp_path: Path) -> None:
 def test_no_number_is_shortened_on_a_narrow_terminal(width: int) -> None:
     """The bar's count and the time left were dots even on 80 columns, the table's `96.7` was `96…` on 40."""
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    cell = Cell(
-        SimpleNamespace(name="scbench_needles"), 4096, "multi-turn", SimpleNamespace(policy="oracle_topk(budget=0.25)")
-    )  # type: ignore[arg-type]
+    policy = "oracle_topk(budget=0.25)"
+    cell = Cell(made(name="scbench_needles"), 4096, "multi-turn", Arm(policy, "policy", policy))
     with Bar(3, 20, console) as bar:
         bar.cell(cell, 7)
     drive.show(console, "ruler", ["score", "read/token"], [["snapkv(budget=0.25)", "96.7", "920.9 KiB"]])
@@ -569,7 +574,7 @@ def test_users_data_are_cut_to_the_length_and_generated_ones_are_not(tmp_path: P
     assert room(later, replace(users, turns=SAMPLE.turns[:2]), run.prompter) == 1024 - 6 - 1000
     asked = [len(run.prompter.follow("", turn)) for turn in SAMPLE.turns[1:]]
     assert room(cell, users, run.prompter, golden=False) == 1024 - 9 - sum(asked)
-    apart: Any = replace(cell, task=SimpleNamespace(conversation=False))  # each question alone with the context
+    apart = replace(cell, task=made(conversation=False))  # each question alone with the context
     assert room(apart, users, run.prompter, golden=False) == 1024 - 9
     turn, question = single.turns[0], run.prompter.asked(single.turns[0])
     assert question and room(later, single, run.prompter) == 1024 - turn.max_new_tokens - len(question)

@@ -48,11 +48,11 @@ def test_a_pinned_value_that_the_index_forgot_stays_pinned(tmp_path: Path) -> No
     store.close()
 
 
-def test_the_pin_of_an_expired_value_goes_with_it(tmp_path: Path) -> None:
-    store = Files(tmp_path, cap=1000, sync="none")
-    store.put(KEYS[0], [bytes(300)], 0.01)
+def test_the_pin_of_an_expired_value_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, later = Files(tmp_path, cap=1000, sync="none"), time.time() + 1000
+    store.put(KEYS[0], [bytes(300)], 100)
     store.pin(KEYS[0])
-    time.sleep(0.02)
+    monkeypatch.setattr(time, "time", lambda: later)
     store.put(KEYS[1], [bytes(300)])
     assert held(store) == 300 and not list((tmp_path / "pins").iterdir())
     store.close()
