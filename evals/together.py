@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from math import inf
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,46 +38,60 @@ OUT_OF_MEMORY = torch.OutOfMemoryError, MemoryError
 
 @dataclass
 class Reading:
-    """What the model made of contexts of one size: per layer its queries, keys, values and call; the logits at the end."""
+    """What the model made of contexts of one size: per layer its queries, keys, values and call; the logits at the end.
+
+    beside: what layers with a window or states held then, by their number.
+    """
 
     ids: list[list[int]]
     layers: list[Any]
     logits: Tensor
     masses: dict[Any, Tensor] = field(default_factory=dict)
+    beside: dict[int, Any] = field(default_factory=dict)
 
     def shared(self, prompts: list[list[int]]) -> int:
-        """How many tokens at the start of all prompts are the contexts'; one less than a prompt if the context goes on."""
+        """How many tokens at the start of all prompts are the contexts'; one less than a prompt if the context goes on. All or
+        none where layers have windows or states, which are those of the end."""
         size = len(self.ids[0])
         n = min(lockstep.common(*pair) for pair in zip(prompts, self.ids, strict=True))
-        return n if n < len(prompts[0]) or n == size else n - 1
+        n = n if n < len(prompts[0]) or n == size else n - 1
+        return n if n == size or not self.beside else 0
 
 
 @torch.inference_mode()
 def read(model: Any, contexts: list[list[int]]) -> Reading:
-    """Read contexts of one size. Raises `EvaluationError` for a model of which the engine does not serve every layer."""
+    """Read contexts of one size. Raises `EvaluationError` for a model whose layers read another layer's tokens, or none of
+    which the engine serves."""
     import kvengine
     from kvengine.hf_layer import EngineLayer
     from kvengine.hf_names import passed
+    from kvengine.hf_states import states_of
+    from kvengine.prefix_beside import held_beside, strange
 
+    if strange(model.config.get_text_config(decoder=True)):
+        raise EvaluationError(
+            "contexts cannot be shared on a model whose layers read another layer's tokens, or all have windows; run with "
+            "--no-shared"
+        )
     with kvengine.patched(model, "full"):
         cache = kvengine.EngineCache(model)
-        kept: list[Any] = [None] * len(cache.layers)
-        for i, layer in enumerate(cache.layers):
-            if type(layer) is not EngineLayer:
-                raise EvaluationError(
-                    "contexts cannot be shared on a model with sliding or recurrent layers; run with --no-shared"
-                )
+        kept: list[Any] = [None] * len(cache.engines)
+        for i, layer in enumerate(layer for layer in cache.layers if isinstance(layer, EngineLayer)):
             layer.listener = lambda *found, i=i: kept.__setitem__(i, found)
         cache.announce(len(contexts[0]))
         tokens = torch.tensor(contexts, device=model.device)
         out = model(input_ids=tokens, **passed(model, cache), use_cache=True, logits_to_keep=1)
-    return Reading(contexts, kept, out.logits[:, -1].float())
+    beside = {i: SimpleNamespace(**states_of(layer)) for i, layer in enumerate(cache.layers) if held_beside(layer)}
+    return Reading(contexts, kept, out.logits[:, -1].float(), beside=beside)
 
 
 def give(model: Any, cache: Any, reading: Reading, n: int) -> None:
     """Put the first `n` tokens of a reading into an empty cache, as the prompt or its beginning."""
     from kvengine.hf_replay import given
+    from kvengine.hf_states import take_over
 
+    for i, its in reading.beside.items():
+        take_over(cache.layers[i], its)
     for i, (layer, (q, k, v, call)) in enumerate(zip(cache.engines, reading.layers, strict=True)):
         layer.open(k, v)
         for part in layer.parts:

@@ -1,6 +1,7 @@
 """Models with layers that keep states (linear attention, state spaces, convolutions): what a cache is asked beside `generate`."""
 
 import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers.cache_utils import LinearAttentionLayer
 import kvengine
 from kvengine import saved
 from kvengine.errors import CacheError, EvaluationError
+from kvengine.evals.engine import CacheSession
+from kvengine.evals.together import Fed
 from kvengine.evals.together import read as read_together
 from kvengine.hf_layer import EngineLayer
 from kvengine.hf_names import CACHE
@@ -383,10 +386,29 @@ def test_a_policy_reads_what_streaming_names(name: str) -> None:
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", BOTH)
-def test_a_shared_context_is_not_read_without_its_states(name: str) -> None:
-    with pytest.raises(EvaluationError, match="sliding or recurrent"):
-        read_together(built(name), text(1, 40).tolist())
+SHARED = ["full", "snapkv(budget=16, window=2)", "kivi(bits=4, group=8, residual=8)", "quest(budget=16, page=4)"]
+
+
+@pytest.mark.parametrize("name", [*BOTH, "qwen3_next", "lfm2", "gemma3", "gpt_oss"])
+def test_a_shared_context_is_given_with_its_windows_and_states(name: str) -> None:
+    """To each policy's cache, which goes on as if it had read it; and to none if it is not all of it."""
+    model, contexts = built(name), text(2, 40)
+    with torch.inference_mode():
+        reading = read_together(model, contexts.tolist())
+    question = torch.cat([contexts, text(2, 5, seed=2)], 1)
+    for policy, prompts in product(SHARED, (question, contexts, question[:, 3:])):
+        with kvengine.patched(model, policy):
+            fed, own = (CacheSession(model, kvengine.EngineCache(model)) for _ in range(2))
+            given = Fed(fed, reading)
+            for tokens in (prompts, *text(2, 3, seed=3).split(1, 1)):
+                torch.testing.assert_close(given.rows(tokens), own.rows(tokens), atol=5e-3, rtol=5e-3)
+            found = [[(x.held, x.attended) for x in session.usages()] for session in (given, own)]
+            assert found[0] == found[1]
+
+
+def test_a_context_is_not_shared_where_layers_read_anothers_tokens() -> None:
+    with pytest.raises(EvaluationError, match="another layer's tokens"):
+        read_together(built("gemma3n"), text(1, 40).tolist())
 
 
 @pytest.mark.parametrize("name", BOTH)
