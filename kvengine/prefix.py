@@ -36,6 +36,7 @@ from kvengine.errors import CacheError, ModelError, StoreError
 from kvengine.fingerprint import identity, state
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import layer_devices
+from kvengine.hf_layer import EngineLayer
 from kvengine.hf_names import CACHE
 from kvengine.hf_replay import given
 from kvengine.hf_rope import DYNAMIC, LONG, turning_point
@@ -143,16 +144,12 @@ class Prefix:
         self.identify()
         last, start = max(1, cache.stack.retention.observes), self.start_for(len(tokens))
         keys = [] if start is None else chain(tokens[:-last], start, self.chunk)
-        beside = self.read_beside(keys) if self.beside else None
-        if beside is not None:
-            keys = keys[: beside[0]]
-        elif self.beside:
-            return cache
-        chunks = self.read(keys)
-        if not chunks or (beside is not None and len(chunks) < len(keys)):
+        most, beside = self.read_beside(keys) if self.beside else (len(keys), None)
+        chunks = self.read(keys[:most])
+        if not chunks or (self.beside and len(chunks) < most):
             return cache
         self.enter(cache, chunks, len(tokens))
-        if beside is not None and not self.enter_beside(cache, beside[1]):
+        if beside is not None and not self.enter_beside(cache, beside):
             return EngineCache(self.model, stack)  # type: ignore[arg-type]
         given(self.model, cache, ids[:, : cache.seen])
         return cache
@@ -199,23 +196,27 @@ class Prefix:
             device = devices[layer.layer]
             k, v = (torch.cat([piece[part] for piece in pieces], 1)[None].to(device, dtype) for part in (0, 1))
             layer.store(k, k[..., : self.rank] if self.rank and cache.stack != Stack() else v, None)
-        for entered in cache.engines if self.beside else cache.layers:
-            entered.is_initialized = True  # type: ignore[union-attr]
+        for entered in cache.layers:
+            if isinstance(entered, EngineLayer):
+                entered.is_initialized = True
 
-    def read_beside(self, keys: Sequence[str]) -> tuple[int, bytearray] | None:
-        """What is stored beside the last of the leading chunks that has anything beside it, and how many chunks lie before."""
+    def read_beside(self, keys: Sequence[str]) -> tuple[int, bytearray | None]:
+        """How many of the leading chunks to read, and what is stored beside the last of these; none, if nothing is."""
         end = time.monotonic() + self.timeout
         for n in range(self.store.lookup(keys, self.timeout) if keys else 0, 0, -1):
-            key = prefix_beside.name(keys[n - 1])
-            if size := self.store.leading([key], max(0.0, end - time.monotonic())):
-                try:
-                    buffer = bytearray(size[0])
-                except (MemoryError, OverflowError):
-                    log.warning("a prompt is recomputed: the store says that %d bytes are beside its chunks", size[0])
-                    return None
-                done = self.store.wait(self.store.submit_get([key], [buffer]), self.timeout)
-                return (n, buffer) if done is not None and all(done.ok) else None
-        return None
+            key, left = prefix_beside.name(keys[n - 1]), end - time.monotonic()
+            if left <= 0:
+                break
+            if not (size := self.store.leading([key], left)):
+                continue
+            try:
+                buffer = bytearray(size[0])
+            except (MemoryError, OverflowError):
+                log.warning("a prompt is recomputed: the store says that %d bytes are beside its chunks", size[0])
+                break
+            done = self.store.wait(self.store.submit_get([key], [buffer]), self.timeout)
+            return (n, buffer) if done is not None and all(done.ok) else (0, None)
+        return 0, None
 
     def enter_beside(self, cache: EngineCache, data: bytearray) -> bool:
         """Puts windows and states into a cache that has a prompt's chunks already; whether they could be."""

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,4 +165,20 @@ def test_what_cannot_be_read_is_computed_again(what: str, tmp_path: Path, caplog
         reuse.store.wait(reuse.store.submit_put([key], [bytes(data)]), 5.0)
     cache = reuse.fetch(document)
     assert cache.seen == 0 and text(model, document, cache) == text(model, document, kvengine.EngineCache(model))
+    reuse.store.close()
+
+
+def test_a_slow_store_is_not_asked_for_longer_than_it_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, document = built("qwen3_next"), ids(64)
+    reuse = computed(model, tmp_path, document)
+    reuse.store.delete(reuse.keys(document, beside=True)[-1:])  # so that every chunk has to be asked for
+    leading, asked = reuse.store.leading, list[float | None]()
+
+    def slow(keys: list[str], timeout: float | None = None) -> list[int]:
+        asked.extend([timeout] if keys else [])
+        return leading(keys, timeout)
+
+    monkeypatch.setattr("kvengine.prefix.time", SimpleNamespace(monotonic=lambda: 4.0 * len(asked)))
+    monkeypatch.setattr(reuse.store, "leading", slow)
+    assert reuse.fetch(document).seen == 0 and asked == [10.0, 6.0, 2.0]
     reuse.store.close()
