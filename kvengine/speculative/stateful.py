@@ -45,6 +45,7 @@ class StatefulSession(Session):
         """Take back the last `count` open tokens, and for their sake all others that are open."""
         super().forget(len(self.open) if 0 < count <= len(self.open) else count)
 
+    @torch.no_grad()
     def settle(self, text: Text) -> None:
         super().settle(text)
         missing = text.tokens[self.settled : -1]
@@ -70,7 +71,7 @@ class StatefulSession(Session):
 
 
 @dataclass
-class Beside(StatefulSession):
+class Apart(StatefulSession):
     """The target's weights behind a cheaper cache, and states of its own."""
 
     whole: Session = field(kw_only=True)

@@ -49,7 +49,7 @@ from kvengine.speculative.propose import Lookup, Recycling
 from kvengine.speculative.report import Report
 from kvengine.speculative.run import Run, end_tokens, padded, texts
 from kvengine.speculative.session import Guest, Session
-from kvengine.speculative.stateful import Beside, StatefulSession, session_of
+from kvengine.speculative.stateful import Apart, StatefulSession, session_of
 from kvengine.speculative.tier import Drafter, Tier
 from kvengine.speculative.together import together
 from kvengine.speculative.view import ViewCache, can_view, complete
@@ -222,7 +222,7 @@ class TriForce(Decoder):
 
     def _echo(self, top: Session, middle: Stack) -> Session:
         if isinstance(top, StatefulSession):
-            return Beside(self.target, EngineCache(self.target, middle), whole=top)
+            return Apart(self.target, EngineCache(self.target, middle), whole=top)
         if coarse_of(middle, self.stack):
             return Guest(self.target, top.cache, whole=top)
         if self.in_place:
