@@ -40,8 +40,11 @@ def main(arguments: list[str]) -> int:
         "UBSAN_OPTIONS": f"print_stacktrace=1:halt_on_error=0:{reports}",
     }  # fmt: skip
     # Built apart, as what is preloaded would watch the compiler too; without it the library then refuses to be loaded.
-    build = [sys.executable, "-P", "-c", "from kvengine.kernels.cpu import library; library.load()"]
-    subprocess.run(build, env={**watched, "LD_PRELOAD": ""}, capture_output=True)
+    load = [sys.executable, "-P", "-c", "from kvengine.kernels.cpu.library import needed; needed()"]
+    subprocess.run(load, env={**watched, "LD_PRELOAD": ""}, capture_output=True)
+    if subprocess.run(load, env=watched).returncode:
+        print("the C kernels could not be built with sanitizers, so nothing would be watched", file=sys.stderr)
+        return 2
     status = subprocess.run([sys.executable, "-P", "-m", "pytest", *arguments], env=watched).returncode
     found = [path.read_text(errors="replace") for path in sorted((FOLDER / "found").iterdir())]
     for text in found:
