@@ -1,19 +1,22 @@
-"""Pages that a retention has left few tokens in: what is left of several moves into one.
+"""Pages that a retention has left few tokens in: what is left of neighbours moves into one.
 
-Codes are not written again, but those of a token that stand for it alone may lie anywhere. Each row's emptiest pages, as many as
-fit into one, go into a fresh one; until no two do, so that fewer than half of all slots are holes. A token's bytes are read and
-written once for each time, and it is moved again only when its page has emptied by half since.
+Codes are not written again, but those of a token that stand for it alone may lie anywhere. From a row's first page on, as many
+neighbours as fit into one go into a fresh one: then no two of them would, and fewer than half of all slots are holes. A token's
+bytes are read and written once, and tokens stay in order. What a selection knows of a page is found anew, from the keys as they
+are read: it no longer counts tokens that are gone.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvengine import answers
 from kvengine.kernels.compact import compact
 from kvengine.offload.placement import Flat
-from kvengine.pages import Pages
+from kvengine.pages import Pages, lay
 
 
 def can_merge(pages: Pages) -> bool:
@@ -26,44 +29,83 @@ def can_merge(pages: Pages) -> bool:
     )
 
 
-def fill_up(pages: Pages) -> None:
-    """After `Pages.release`: leave no two pages of a row whose tokens fit into one, where tokens can move."""
-    while can_merge(pages) and merge(pages):
-        pass
+def fill_up(pages: Pages, rows: Bool[Tensor, "row"] | None = None) -> None:
+    """Leave no two neighbours of a row (of these rows) whose tokens fit into one page, where tokens can move.
+
+    Pages of a remembered state stay as they are. The host waits for the device once, to know what each page holds.
+    """
+    if not can_merge(pages):
+        return
+    counts = (pages.position >= 0).unflatten(1, (-1, pages.page)).sum(2).masked_fill_(pages.table < 0, 0)
+    counts = counts if rows is None else counts * rows[:, None]
+    row, columns = neighbours(counts.cpu().numpy(), pages.page)
+    if not len(row):
+        return
+    pages.own()
+    done = 0
+    while done < len(row):
+        pages.pool.spares(len(row) - done)
+        some = slice(done, done + max(1, len(pages.pool.free)))  # what these leave is free for the next
+        merge(pages, row[some], columns[some])
+        done = some.stop
 
 
-def merge(pages: Pages) -> bool:
-    """Once for each row that has two such pages; whether any has. Pages of a remembered state stay as they are."""
-    page, per = pages.page, pages.page // pages.selection.unit
-    counts = (pages.position >= 0).unflatten(1, (-1, page)).sum(2).masked_fill_(pages.table < 0, page + 1)
-    fewest, order = counts.sort(dim=1, stable=True)
-    fit = fewest.cumsum(1) <= page
-    rows = (fit.sum(1) > 1).nonzero()[:, 0]
-    if not len(rows):
-        return False
-    order, fit = order[rows], fit[rows]
-    width = int(fit.sum(1).max())
-    order, fit = order[:, :width], fit[:, :width]
-    at = rows[:, None], order  # of what moves, a page each
-    places = lambda x, n: x[:, : pages.columns * n].unflatten(1, (-1, n))  # noqa: E731
-    position = places(pages._position, page)[at].masked_fill(~fit[..., None], -1).flatten(1)
-    into = torch.tensor(pages.pool.fresh(len(rows)), device=rows.device)
+def neighbours(
+    counts: Int[np.ndarray, "row column"], page: int
+) -> tuple[Int[np.ndarray, "run"], Int[np.ndarray, "run most"]]:
+    """Pages that become one: their row, and their columns, -1 behind those of a shorter run. `counts`: tokens in each page.
+
+    >>> neighbours(np.array([[3, 0, 4, 2, 8], [5, 4, 4, 0, 8]]), 8)
+    (array([0, 1]), array([[0, 2],
+           [1, 2]]))
+    """
+    run = np.empty_like(counts)
+    held, number = np.full(len(counts), page), np.full(len(counts), -1)
+    for i, n in enumerate(counts.T):
+        begins = held + n > page
+        held, number = np.where(begins, n, held + n), number + begins
+        run[:, i] = number
+    row, column = counts.nonzero()
+    number = row * counts.shape[1] + run[row, column]
+    _, first, size = np.unique(number, return_index=True, return_counts=True)
+    first, size = first[size > 1], size[size > 1]
+    place = np.arange(size.max(initial=0))
+    columns = np.append(column, -1)[np.where(place < size[:, None], first[:, None] + place, len(column))]
+    return row[first], columns
+
+
+def merge(pages: Pages, row: Int[np.ndarray, "run"], columns: Int[np.ndarray, "run most"]) -> None:
+    """Each run of pages into one, that stands where the first of them did."""
+    device, page, per = pages._table.device, pages.page, pages.page // pages.selection.unit
+    into = torch.tensor(pages.pool.fresh(len(row)), device=device)
+    rows, column = (torch.from_numpy(x).to(device) for x in (row, columns))
+    there, at = column >= 0, (rows[:, None], column.clamp(min=0))
+    position, table = (of(pages._position, page)[at].masked_fill(~there[..., None], -1).flatten(1), pages._table[at])
     fields = pages.pool.resident(into, None, per) or {}
     for x in fields.values():
         x[into] = 0  # what nobody wrote may be no number
-    moved = compact(fields, pages._table[at].masked_fill(~fit, -1), position, into[:, None], page=page)
-    score = ranked(places(pages._score, page)[at].flatten(1), position >= 0, page) if pages.scored else None
-    gone = rows[:, None].expand_as(order)[fit], order[fit]
-    places(pages._table, 1)[gone] = -1
-    places(pages._position, page)[gone] = -1
-    places(pages._alive, per)[gone] = False
-    first = rows, order[:, 0]
-    places(pages._table, 1)[first] = into[:, None].to(pages._table.dtype)
-    places(pages._position, page)[first] = moved
-    places(pages._alive, per)[first] = (moved >= 0).unflatten(1, (per, -1)).any(2)
-    if score is not None:
-        places(pages._score, page)[first] = score
-    return True
+    moved = compact(fields, table.masked_fill(~there, -1), position, into[:, None], page=page)
+    gone = rows[:, None].expand_as(column)[there], column[there]
+    first = rows, column[:, 0]
+    if pages.scored:
+        score = ranked(of(pages._score, page)[at].flatten(1), position >= 0, page)
+        lay(score, pages._score, first, page)
+    lay(False, pages._alive, gone, per)
+    of(pages._position, page)[gone] = pages._table[gone] = -1
+    lay(into, pages._table, first, 1)
+    lay(moved, pages._position, first, page)
+    alive = (moved >= 0).unflatten(1, (per, -1))
+    lay(alive.any(2), pages._alive, first, per)
+    pages.bounds.changed(per * int(columns[:, 0].min()))
+    if pages._summary:
+        k, _ = answers.decoded(pages.representation, pages.whole({name: x[into] for name, x in fields.items()}))
+        for name, x in answers.summary(pages.selection, k, alive, per).items():
+            lay(x, pages._summary[name], first, per)
+
+
+def of(x: Tensor, n: int) -> Tensor:
+    """What belongs to columns, `n` of it to each."""
+    return x.unflatten(1, (-1, n))
 
 
 def ranked(x: Tensor, alive: Bool[Tensor, "row slot"], n: int) -> Tensor:

@@ -49,7 +49,7 @@ class FixedLane(Lane):
         self.end = tail.settle(self.longest, self.slots_for(more), self.ring > 0)
         self.origin = None if self.fills else int(now) - self.end  # the position of what lies in slot 0
         if self.ring:
-            self.sealed().spread(-(-(more + self.longest) // stack.page), tail.k, tail.v)
+            self.sealed().spread(-(-(more + self.longest) // stack.page), tail.k, tail.v, spare=self.waits)
         if self.retention.decodes or self.ring:
             self.whole = False
         tail.clean = False

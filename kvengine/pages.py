@@ -206,10 +206,12 @@ class Pages(Readable):
         self._position = torch.where(at >= 0, at + by[:, None].to(at.dtype), at)
         self.joint = None if self.joint is None else self.joint.moved(by)
 
-    def spread(self, more: int, k: Float[Tensor, "row token dim"], v: Float[Tensor, "row token dim_v"]) -> None:
+    def spread(
+        self, more: int, k: Float[Tensor, "row token dim"], v: Float[Tensor, "row token dim_v"], spare: bool = False
+    ) -> None:
         """Have `more` columns that name no page yet, and the pages for them: nothing moves while they are filled.
 
-        `k`, `v` say the shapes, where no page was sealed so far.
+        `k`, `v` say the shapes, where no page was sealed so far. `spare`: and one for each row, into which others may be merged.
         """
         self.reserve(more + 1)
         if not self.pool.shelves:
@@ -219,7 +221,7 @@ class Pages(Readable):
             self.put((at[0], at[1]), [*first, nothing, nothing.float()], True)
             self._table[0, 0] = -1
             self._alive[0, : self.page // self.selection.unit] = False
-        self.pool.ensure(more * len(self.filled))
+        self.pool.ensure((more + spare) * len(self.filled))
         self.columns += more
         self.even = self.clean = False
         self.bounds.clear()
@@ -284,7 +286,7 @@ class Pages(Readable):
             self.clean = False
 
     def release(self) -> int:
-        """Give back pages without a token, and columns that no row uses; how many slots of a row went.
+        """Give back pages without a token, and move those of each row together; how many slots of a row went.
 
         What belongs to rows stays where it is, unless it would have more to spare than `reserve` takes: launches that are noted
         for a GPU name its memory.
@@ -292,19 +294,20 @@ class Pages(Readable):
         self.own()
         table = self.table
         table.masked_fill_(~(self.position >= 0).unflatten(1, (-1, self.page)).any(2), -1)
-        used = (table >= 0).any(0).nonzero()[:, 0]
-        if gone := self.columns - len(used):
-            self.columns = len(used)
-            stays = spared(self.columns) >= self._table.shape[1]
+        most = int((table >= 0).sum(1).max())
+        if gone := self.columns - most:
+            order = (table < 0).int().argsort(dim=1, stable=True)[:, :most]
+            self.columns = most
+            stays = spared(most) >= self._table.shape[1]
             per = self.page // self.selection.unit
-            pick = partial(picked, columns=used, gone=gone, stays=stays)
+            pick = partial(picked, columns=order, gone=gone, stays=stays)
             self._table = pick(self._table, 1, -1)
             self._position = pick(self._position, self.page, -1)
             self._score = pick(self._score, self.page, 0) if self.scored else self._score
             self._alive = pick(self._alive, per, False)
             self._summary = {name: pick(x, per, 0) for name, x in self._summary.items()}
             self.bounds.clear(moved=not stays)
-            self.filled, self.even = torch.full_like(self.filled, self.columns), True
+            self.filled, self.even = torch.full_like(self.filled, most), True
         self.pool.spares(len(self.filled))  # of these, so that they are known to be free before more are asked for
         return gone * self.page
 
@@ -348,10 +351,10 @@ def spared(columns: int) -> int:
     return columns + columns // 8
 
 
-def picked(x: Tensor, n: int, empty: float, *, columns: Int[Tensor, "some"], gone: int, stays: bool) -> Tensor:
+def picked(x: Tensor, n: int, empty: float, *, columns: Int[Tensor, "row some"], gone: int, stays: bool) -> Tensor:
     """These columns of what belongs to columns, `n` of it to each: if it `stays`, at the front of the same memory, and `empty`
     ones behind them for those that are `gone`."""
-    found = x.unflatten(1, (-1, n))[:, columns].flatten(1, 2)
+    found = x.unflatten(1, (-1, n))[torch.arange(len(x), device=x.device)[:, None], columns].flatten(1, 2)
     if not stays:
         return found
     end = found.shape[1]

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine import answers
+from kvengine.compaction import fill_up
 from kvengine.evidence import Evidence
 from kvengine.kernels.step import Ends, Merged, Rule, Sealed
 from kvengine.kernels.verdict import verdict
@@ -201,4 +202,15 @@ class Verdicts(Evidence):
                 held = torch.where(full[:, None], keep, held)
                 score = seen.score if self.weighs else torch.where(full[:, None], judged.score, seen.score)
                 self.judge(replace(seen, score=score), held)
+                self.gather(full)
         self.wait(most, held)
+
+    def gather(self, rows: Bool[Tensor, "row"]) -> None:
+        """After a verdict of these rows, whose pages a selection reads: what it left in them moves together.
+
+        Here and not where somebody makes room (`Holding.tidy`), as what is read later follows from it.
+        """
+        if self.pages is not None and self.stack.selects:
+            self.note_reach()
+            self.saw = None if self.saw is None else self.saw.told()
+            fill_up(self.pages, rows)

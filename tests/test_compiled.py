@@ -40,6 +40,8 @@ MIXED = [
     "streaming(sinks=2, recent=14, positions='in-cache')",
     "streaming(sinks=2, recent=14, decode=False)",
     "snapkv(budget=24, window=6) + quest(budget=16, page=4)",
+    "rkv(budget=24, buffer=7, window=4) + quest(budget=12, page=4)",
+    "rkv(budget=24, buffer=7, window=4) + retrieval(budget=12, chunk=4) + turboquant(residual=0)",
     "landmarks(budget=40, chunk=4) + lowrank(rank=8)",
     "quest(budget=0.3, page=4)",
     "quest(budget=24, page=4, reduce='each')",

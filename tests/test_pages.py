@@ -44,16 +44,25 @@ def test_a_row_that_is_cleared_holds_nothing_even_beside_a_longer_one() -> None:
 
 
 def test_a_page_of_which_the_first_token_alone_is_left_stays() -> None:
-    pages = sealed(2, 3)
+    """And moves to the columns that its row had before it: rows need as many as the fullest of them, wherever pages lay."""
+    pages = sealed(3, 3)
     first = pages.table[:, 0].tolist()
-    keep = torch.zeros(2, 12, dtype=torch.bool)
-    keep[0, 0] = keep[1, 9] = True
-    pages.judge(torch.zeros(2, 12), keep)
-    assert pages.alive.tolist() == [[True] + [False] * 5, [False] * 4 + [True, False]]
-    assert pages.release() == 4  # the column that neither row uses
-    assert pages.position.tolist() == [[0] + [-1] * 7, [-1] * 5 + [9, -1, -1]]
-    assert pages.table[0].tolist() == [first[0], -1] and pages.table[1, 0] == -1 and pages.table[1, 1] >= 0
-    assert pages.alive.tolist() == [[True, False, False, False], [False, False, True, False]]
+    keep = torch.zeros(3, 12, dtype=torch.bool)
+    keep[0, 0] = keep[1, 9] = keep[2, 7] = keep[2, 8] = True
+    pages.judge(torch.zeros(3, 12), keep)
+    assert pages.alive.tolist() == [
+        [True] + [False] * 5,
+        [False] * 4 + [True, False],
+        [False] * 3 + [True] * 2 + [False],
+    ]
+    second, third = pages.table[2, 1:].tolist()
+    low = pages.summary["low"][2, 2:].clone()
+    assert pages.release() == 4 and pages.columns == 2
+    assert pages.position.tolist() == [[0] + [-1] * 7, [-1, 9] + [-1] * 6, [-1, -1, -1, 7, 8, -1, -1, -1]]
+    assert pages.table[0].tolist() == [first[0], -1] and pages.table[1, 0] >= 0 and pages.table[1, 1] == -1
+    assert pages.table[2].tolist() == [second, third] and pages.filled.tolist() == [2, 2, 2]
+    assert pages.alive.tolist() == [[True] + [False] * 3, [True] + [False] * 3, [False, True, True, False]]
+    assert torch.equal(pages.summary["low"][2], low)
 
 
 class Named:
