@@ -116,7 +116,8 @@ class Holding(Padded):
                 k, v = folded if idle is None else (
                     torch.where(over(idle, x), x, y) for x, y in zip((k, v), folded, strict=True)
                 )  # fmt: skip
-            self.rebuild(k, v, position, seen.score, keep, idle)
+            own = self.tail.k.dtype  # codes are decoded in more than the model has
+            self.rebuild(k.to(own), v.to(own), position, seen.score, keep, idle)
         else:
             self.judge(seen, keep)
             if keep is not None:

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from support import one, patched
 from support_retention import Case, best, held, output, positions, probabilities
 from torch import Tensor
 
+import kvengine
 from kvengine.errors import UnsupportedPolicy
 from kvengine.stack import Stack
 from kvengine.stats import measure
@@ -133,3 +135,18 @@ def test_it_goes_with_pages_of_any_kind() -> None:
             assert len(positions(layer, 0)) == 30
     with pytest.raises(UnsupportedPolicy):
         Stack.parse("d2o + kivi")  # which merges at every step
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("other", ["turboquant(residual=8)", "kivi(group=8, residual=8) + duo(sinks=2, recent=10)"])
+def test_a_later_turn_of_a_model_in_half_precision_is_held_as_the_first(other: str, dtype: torch.dtype) -> None:
+    """There codes are decoded, in more than the model has, and merged anew with what came."""
+    model, ids = patched(f"elastic(budget=24) + {other}").to(dtype), one()["input_ids"]
+    cache, found = kvengine.EngineCache(model), []
+    with torch.no_grad():
+        for turn in range(3):
+            model(ids, cache=cache)
+            found.append({x.dtype for e in cache.engines for p in e.parts for x in p.lane.tail.held()[:2]})
+            assert cache.engines[0].parts[0].lane.pages is not None
+            assert model(ids[:, turn : turn + 1], cache=cache).logits.isfinite().all()
+    assert found == [{dtype}] * 3
