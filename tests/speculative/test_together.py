@@ -215,6 +215,8 @@ def test_one_pass_for_all_says_what_one_for_each_says(target: Any) -> None:
     for alone, side in zip([ask.run() for ask in mine], packed(ours), strict=True):
         torch.testing.assert_close(alone, side, rtol=1e-5, atol=1e-5)
     for a, b in zip(mine, ours, strict=True):
+        one, many = a.session, b.session
+        assert (one.passes, one.fed, one.shares) == (many.passes, many.fed, 4 * many.shares) and one.passes == 1
         for left, right in zip(a.session.cache.engines, b.session.cache.engines, strict=True):
             assert left.seen == right.seen
             for x, y in zip(left.contents(), right.contents(), strict=True):
