@@ -194,9 +194,6 @@ class EngineLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def activate_past_recording(self) -> None:
-        self.session.recording = True
-
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens; the rest becomes history. (Positive: keep that many.)"""
         drop = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.cache.seen - tokens_to_remove)

@@ -47,10 +47,6 @@ class StatefulLayer(EngineLayer, LinearAttentionLayer):
         kind: Any = EngineLayer if args else LinearAttentionLayer
         kind.lazy_initialization(self, *args, **kwargs)
 
-    def activate_past_recording(self) -> None:
-        EngineLayer.activate_past_recording(self)
-        LinearAttentionLayer.activate_past_recording(self)
-
     def batch_select_indices(self, indices: Int[Tensor, "chosen"]) -> None:
         super().batch_select_indices(indices)
         LinearAttentionLayer.reorder_cache(self, indices)  # type: ignore[arg-type]
@@ -114,9 +110,8 @@ def settle(layer: Any) -> None:
     """What a convolution recorded is history: its last columns stay, in memory of their own, as if nothing had been recorded."""
     for i, state in layer.conv_states.items():
         if state is not None:
-            size = layer.conv_kernel_size[i]
-            last = state[..., -size:]
-            layer.conv_states[i] = torch.nn.functional.pad(last, (size - last.shape[-1], 0)).clone()
+            missing = layer.conv_kernel_size[i] - state.shape[-1]  # less than none: padding leaves out what is too much
+            layer.conv_states[i] = torch.nn.functional.pad(state, (missing, 0))
 
 
 def held_states(layer: Any) -> list[Tensor]:

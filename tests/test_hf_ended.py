@@ -154,6 +154,20 @@ def test_states_are_put_back_where_an_answer_is_broken_off() -> None:
                 assert not torch.equal(state[1], getattr(its, name)[i][1])
 
 
+def test_states_are_put_back_where_a_convolution_recorded_its_past() -> None:
+    """As wide as it has become since: what the row had stands last."""
+    model = kvengine.patch(configs.build("lfm2"))
+    batch, caches = prompts(3, 40), [EngineCache(model) for _ in range(2)]
+    caches[0].activate_past_recording()
+    for cache in caches:
+        say(model, cache, batch["input_ids"], batch["attention_mask"], (3, 9, LAST))
+    caches[0].deactivate_past_recording()
+    for mine, its in zip(caches[0].others, caches[1].others, strict=True):
+        assert mine.conv_states
+        for i, state in mine.conv_states.items():
+            torch.testing.assert_close(state, its.conv_states[i], rtol=1e-4, atol=1e-4)
+
+
 def test_so_it_is_over_latents_where_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_compiled, "ROOM", 4)
     model = kvengine.patch(configs.build("minicpm3"), "h2o(budget=24) + kivi(group=8, residual=8)")

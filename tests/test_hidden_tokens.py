@@ -1,5 +1,6 @@
 """Tokens that a later mask says are none: rows of a batch that had ended while others were generated, as chats do."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from transformers import DynamicCache
 import kvengine
 from kvengine.errors import CacheError, ModelError
 from kvengine.hf_names import CACHE
+from kvengine.offload.stores import Files, Store
+from kvengine.prefix import Prefix
 
 ENDED = slice(64, 73)  # of row 0: what was generated for it after its end
 
@@ -55,6 +58,29 @@ def test_hidden_tokens_are_not_read_by_a_turn_of_one_token(name: str) -> None:
     second, stock, model = {key: x[:, :74] for key, x in turns()[2].items()}, llama(), patched(WIDE[name])
     want = greedy(stock, second, **{CACHE: talked(stock, DynamicCache())})
     assert torch.equal(greedy(model, second, **{CACHE: talked(model, kvengine.EngineCache(model))}), want)
+
+
+@pytest.mark.parametrize(("name", "row"), [("full", 0), ("full", 1), ("quest", 1), ("kivi", 1)])
+@torch.no_grad()
+def test_the_one_token_that_a_row_had_in_a_turn_stands_where_the_mask_has_it(name: str, row: int) -> None:
+    """Behind the turn's padding: it, or what another row has there, can be hidden."""
+    first, more = prompts(), torch.randint(1, 128, (3, 8), generator=torch.Generator().manual_seed(6))
+    mask = torch.cat([first["attention_mask"], torch.ones(3, 8, dtype=torch.long)], 1)
+    mask[0, 61:65] = 0
+    found, patched_model = [], patched(WIDE[name])
+    for model, cache, hide in (
+        (llama(), DynamicCache(), True),
+        (llama(), DynamicCache(), False),
+        (patched_model, kvengine.EngineCache(patched_model), True),
+    ):
+        for end, new in ((61, first["input_ids"]), (66, more[:, :5]), (69, more[:, 5:])):
+            seen = mask[:, :end].clone()
+            seen[row, 65:66] = int(end < 69 or not hide)
+            at = (seen.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
+            out = model(new, attention_mask=seen, position_ids=at, **{CACHE: cache}).logits[:, -1]
+        found.append(out)
+    torch.testing.assert_close(found[2], found[0], atol=2e-2 if name == "kivi" else 1e-4, rtol=0)
+    assert not torch.allclose(found[0][row], found[1][row], atol=2e-2)
 
 
 @torch.no_grad()
@@ -184,6 +210,19 @@ def test_tokens_that_have_moved_over_padding_are_not_taken_for_others() -> None:
         mask[0, 42] = 0
         with pytest.raises(CacheError, match="hides tokens that this cache has seen"):
             model(ids[:, 44:], attention_mask=mask, cache=cache)
+
+
+@torch.no_grad()
+def test_a_prompt_of_which_some_was_hidden_is_not_stored(tmp_path: Path) -> None:
+    """Another prompt of the same ids would be read without it."""
+    model, ids, mask = patched("full"), one()["input_ids"], torch.ones(1, 62, dtype=torch.long)
+    cache, reuse = kvengine.EngineCache(model), Prefix(model, Store(Files(tmp_path, sync="none")), chunk=16)
+    model(ids, cache=cache)
+    mask[0, 10] = 0
+    model(ids[:, :1], attention_mask=mask, cache=cache)
+    with pytest.raises(CacheError, match="hidden by an attention_mask"):
+        reuse.keep(ids, cache)
+    reuse.store.close()
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Prompts that begin alike on models with windows or states: what is stored beside a chunk, and what becomes of it."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from families import configs
+from transformers import DynamicCache
 
 import kvengine
 from kvengine import prefix_beside
-from kvengine.errors import CacheError
+from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache
+from kvengine.hf_layer import EngineLayer
 from kvengine.hf_states import has_states, held_states
 from kvengine.offload import stores
+from kvengine.offload.container import pack, read_bytes
 from kvengine.prefix import Prefix
 
 FAMILIES = ("qwen3_next", "lfm2", "falcon_h1", "zaya", "gemma3", "gpt_oss", "llama4")
@@ -165,6 +169,45 @@ def test_what_cannot_be_read_is_computed_again(what: str, tmp_path: Path, caplog
         reuse.store.wait(reuse.store.submit_put([key], [bytes(data)]), 5.0)
     cache = reuse.fetch(document)
     assert cache.seen == 0 and text(model, document, cache) == text(model, document, kvengine.EngineCache(model))
+    reuse.store.close()
+
+
+CHANGES: list[tuple[Callable[[dict[str, Any]], Any], int, int, str]] = [
+    (lambda held: held.update(kind="session"), 1, 16, "holds 'session' of 16 tokens"),
+    (lambda held: held.update(format=2), 1, 16, "not what is beside 16"),
+    (lambda held: held.pop("identity"), 1, 16, "lacks or garbles"),
+    (lambda held: held["layers"].pop(), 1, 16, "lacks or garbles"),
+    (lambda held: held["layers"].__setitem__(0, None), 1, 16, "layers are not the model's"),
+    (lambda held: held.update(seen=16), 1, 17, "a window is that of another token"),
+    (lambda held: None, 2, 16, r"layers have \[1, 2\] rows"),
+]
+
+
+@pytest.mark.parametrize(("change", "rows", "tokens", "says"), CHANGES)
+@torch.no_grad()
+def test_what_does_not_fit_beside_the_chunks_is_refused(
+    change: Callable[[dict[str, Any]], Any], rows: int, tokens: int, says: str, tmp_path: Path
+) -> None:
+    model = built("gemma3")
+    whose, caches = Prefix(model, store(tmp_path)).whose, [kvengine.EngineCache(model) for _ in range(2)]
+    model(ids(16), cache=caches[0])
+    model(ids(tokens).expand(rows, -1), cache=caches[1])
+    fresh = DynamicCache(config=model.config).layers
+    pairs = zip(caches[0].layers, fresh, strict=True)
+    caches[0].layers = [mine if isinstance(mine, EngineLayer) else new for mine, new in pairs]
+    held = read_bytes(prefix_beside.encode(caches[1], whose))
+    change(held.header)
+    data = pack(held.header, [held.section(i) for i in range(len(held.entries))])
+    with pytest.raises((CorruptBitstream, IncompatibleCache), match=says):
+        prefix_beside.enter(bytearray(data), caches[0], whose, [model.device] * len(fresh))
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "mistral_window"])
+def test_of_models_with_shared_keys_or_windows_alone_nothing_is_stored(name: str, tmp_path: Path) -> None:
+    model, document = built(name), ids(37)
+    reuse = Prefix(model, store(tmp_path), chunk=CHUNK)
+    assert reuse.compute(document, reuse.fetch(document)) == 0
+    assert not reuse.keys(document, beside=True)[37 // CHUNK :] and not reuse.store.entries()
     reuse.store.close()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import MIXED, SMALL, every, patched
+from support import MIXED, SMALL, Bare, every, patched
 from torch import Tensor
 
 from kvengine import EngineCache
@@ -258,6 +258,23 @@ def test_a_row_that_pauses_within_a_pass_of_several_tokens(text: str) -> None:
         out.append(found[pause[1].bool()] if len(rows) > 1 else found)
         assert all(int(part.lane.first[-1]) == 7 + 4 * len(rows) - 4 for part in cache.engines[0].parts)
     torch.testing.assert_close(*out, rtol=1e-3, atol=1e-3)
+
+
+def test_saliency_goes_on_where_it_was_behind_a_turn_of_padding() -> None:
+    """As a mean over the queries since the row's own last prompt."""
+    found = []
+    for silent in (True, False):
+        one = Bare("zipcache(block=16, probes=0.5)", rows=2, heads=1)
+        one.feed(24)
+        if silent:
+            one.feed(6, torch.tensor([[True], [False]]).expand(-1, 6))
+        else:
+            one.at += 6
+        for _ in range(3):
+            one.feed(1)
+        _, _, position, score = one.cache.parts[0].lane.everything()
+        found.append(score[1][position[1] >= 0])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("size", [None, 4])

@@ -34,6 +34,7 @@ class Asked(LayerCache):
                 real &= rest[0][:, -n:, None, None]
             torch.testing.assert_close(again[real], out[:, -n:][real])
         assert not self.readers.moments and not self.readers.left
+        assert all(part.lane.tail.shared is bool(part.lane.marks) for part in self.parts)  # else every token copies it
         return out
 
 
@@ -144,6 +145,7 @@ def test_a_pass_that_no_later_layer_came_to_does_not_spoil_the_next() -> None:
     for n in (40, 1, 1):
         torch.testing.assert_close(one.feed(n), plain.feed(n))
     out = one.feed(1)
+    assert len(one.cache.readers.moments) == 1
     for _ in range(2):
         again = read(one.cache, one.q[:, :, one.at - 1 : one.at], one.call, None)
         torch.testing.assert_close(again, out)

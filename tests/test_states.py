@@ -18,7 +18,7 @@ from kvengine.evals.together import Fed
 from kvengine.evals.together import read as read_together
 from kvengine.hf_layer import EngineLayer
 from kvengine.hf_names import CACHE
-from kvengine.hf_states import StatefulLayer, check_back, has_states, held_states
+from kvengine.hf_states import StatefulLayer, back, check_back, has_states, held_states, settle
 
 BOTH = ("falcon_h1", "zamba2", "zaya")
 """Layers that keep states and tokens."""
@@ -183,14 +183,24 @@ def test_a_convolution_gives_back_what_it_recorded(before: int, by: str) -> None
 
 def test_one_of_several_states_that_has_absorbed_tokens_is_enough() -> None:
     """A layer may have more convolutions than recurrent states."""
-    layer = LinearAttentionLayer(number_of_states=3)
+    layer = LinearAttentionLayer(number_of_states=4)  # the last is none of a convolution
     layer.activate_past_recording()
     for i in range(3):
         layer.update_conv_state(torch.ones(1, 4, 9), state_idx=i, conv_kernel_size=KERNEL)
     check_back(layer, 1, 9)
+    back(layer, 1)
+    settle(layer)
+    assert [None if x is None else x.shape[-1] for x in layer.conv_states.values()] == [KERNEL] * 3 + [None]
     layer.update_recurrent_state(torch.ones(1, 4, 4))
     with pytest.raises(CacheError, match="recurrent state has absorbed"):
         check_back(layer, 1, 9)
+
+
+def test_memory_that_is_asked_for_in_advance_is_not_taken_for_states() -> None:
+    model = built("falcon_h1")
+    cache = kvengine.EngineCache(model)
+    cache.early_initialization(1, 2, 8, torch.float32, model.device)
+    assert torch.equal(read(model, cache, text()), read(model, kvengine.EngineCache(model), text()))
 
 
 def test_a_prompt_shorter_than_a_convolution_that_did_not_record_stays() -> None:

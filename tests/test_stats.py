@@ -112,6 +112,22 @@ def test_budgets_are_tokens(text: str, held_by_head: int, read_by_head: int) -> 
     assert (stats.held == held_by_head).all() and (stats.attended == read_by_head).all()
 
 
+def test_of_pages_that_were_taken_back_nothing_is_read() -> None:
+    one = Bare("quest(budget=24, page=4)", rows=1, heads=1)
+    one.feed(24)
+    lane = one.cache.parts[0].lane
+    assert lane.pages is not None
+    units, one.cache.session.recording = lane.pages.units, True
+    for _ in range(9):
+        one.feed(1)
+    asked = lane.units
+    assert asked is not None and units in asked
+    one.back(9)
+    there = {4 * unit + i for unit in asked.flatten().tolist() if 0 <= unit < units for i in range(4)}
+    found = [at for at in lane.reach().flatten().tolist() if at >= 0]
+    assert sorted(found) == sorted(there | set(range(4 * units, 24)))
+
+
 def test_a_selection_never_reads_more_than_its_budget() -> None:
     model = patched("quest(budget=40, page=4)")
     cache = kvengine.EngineCache(model)

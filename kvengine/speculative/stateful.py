@@ -49,7 +49,7 @@ class StatefulSession(Session):
     def settle(self, text: Text) -> None:
         super().settle(text)
         missing = text.tokens[self.settled : -1]
-        if not self.open and len(missing) >= LATE:
+        if len(missing) >= LATE:
             self.count(len(missing))
             self.forward(missing, logits_to_keep=1)
             self._commit()
@@ -62,7 +62,6 @@ class StatefulSession(Session):
                 layer.record_past = False  # type: ignore[union-attr]
 
     def _rollback(self, count: int) -> None:
-        self.cache.thaw()
         all_back(self.cache.layers, self.cache.session, count, self.cache.seen, self.kept)
 
     def _commit(self) -> None:

@@ -88,7 +88,7 @@ def packs(model: Any) -> bool:
     (mRoPE): such models run row by row.
     """
     config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     kind = str(rope.get("rope_type", "default"))
     plain = kind not in ("dynamic", "longrope") and "mrope_section" not in rope
     return plain and not (getattr(config, "kv_lora_rank", None) or sources(config)) and not beyond_tokens(config)

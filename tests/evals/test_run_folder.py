@@ -129,8 +129,11 @@ def test_a_claim_is_of_the_file_that_others_would_take(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "open", late)
-        with claim.claimed(tmp_path / "run"):
-            assert len(opened) == 2 and (tmp_path / "run" / "run.lock").exists()
+        with claim.claimed(tmp_path / "new" / "run"):
+            assert len(opened) == 2 and (tmp_path / "new" / "run" / "run.lock").exists()
+    for handle in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(handle)
 
 
 def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
@@ -147,3 +150,9 @@ def test_a_claim_fails_for_what_fails_in_it(tmp_path: Path) -> None:
         (tmp_path / "run" / "rows.jsonl").touch()
         1 / 0  # noqa: B018
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["rows.jsonl"]
+
+
+def test_a_folder_that_was_there_stays_though_its_lock_was_cleared_away(tmp_path: Path) -> None:
+    with claim.claimed(tmp_path):
+        (tmp_path / "run.lock").unlink()
+    assert tmp_path.exists()

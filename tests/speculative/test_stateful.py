@@ -19,8 +19,8 @@ from kvengine.speculative.law import Law, Text
 from kvengine.speculative.session import LATE
 from kvengine.speculative.stateful import StatefulSession, session_of
 
-FAMILIES = ("qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "zamba2", "zaya")
-"""Recurrent states, some beside the tokens of a layer; convolutions alone; beside windows (zaya)."""
+FAMILIES = ("qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "zamba2", "zaya", "lara_mini")
+"""Recurrent states, some beside the tokens of a layer; convolutions alone; beside windows, in a layer (zaya) or in others."""
 MIDDLES = [None, "quest(budget=24, page=4)", "streaming(sinks=2, recent=20)", "kvzip(budget=24, chunk=16, carry=3)"]
 STACKS = ["full", "h2o(budget=24)", "snapkv(budget=16, window=4)", "quest(budget=24, page=4)"]
 LENGTH = 24
@@ -191,4 +191,5 @@ def test_what_is_read_while_settling_is_on_the_clock(name: str, ticks: int) -> N
     text.tokens += range(2, 3 + LATE)
     tier.clock = map(float, itertools.count()).__next__
     tier.settle(text)
+    assert (tier.session.passes, tier.session.fed) == (ticks, ticks * LATE)
     assert tier.other == ticks and tier.session.settled == len(text) - 1 - (0 if ticks else LATE)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import configs
 from support_spec import llama, plain_sampling, prompt
 from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -18,9 +19,10 @@ from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_names import CACHE
 from kvengine.speculative.accept import Draft
+from kvengine.speculative.clock import Watch
 from kvengine.speculative.run import padded, texts
-from kvengine.speculative.session import Pass, Session
-from kvengine.speculative.together import PackedCache, packed, packs
+from kvengine.speculative.session import Asks, Logits, Pass, Session
+from kvengine.speculative.together import PackedCache, packed, packs, together
 from kvengine.speculative.triforce import TriForce
 
 MIDDLES = [
@@ -164,11 +166,13 @@ def family(name: str) -> Any:
         return Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=8)).eval()
     if name == "neox":
         return GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE)).eval()
+    if name in configs.FAMILIES:
+        return configs.build(name)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     return LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=2, rope_parameters=rope)).eval()
 
 
-@pytest.mark.parametrize("name, together", [("qwen3", True), ("neox", True), ("dynamic", False)])
+@pytest.mark.parametrize("name, together", [("qwen3", True), ("neox", True), ("gpt2", True), ("dynamic", False)])
 def test_families_and_the_way_back_to_one_row_at_a_time(name: str, together: bool) -> None:
     model = kvengine.patch(family(name))
     assert packs(model) is together
@@ -179,6 +183,19 @@ def test_families_and_the_way_back_to_one_row_at_a_time(name: str, together: boo
     for n, length in enumerate(LENGTHS):
         alone = model.generate(row(n), max_new_tokens=10, do_sample=False)
         assert out[n, max(LENGTHS) - length :].tolist() == alone[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3n", "gemma3", "lfm2"])
+def test_latents_shared_keys_windows_and_states_are_read_row_by_row(name: str) -> None:
+    assert not packs(configs.build(name))
+
+
+@pytest.mark.parametrize("more", [{"rope_type": "longrope"}, {"rope_type": "default", "mrope_section": [2, 1, 1]}])
+def test_so_are_rotations_that_a_passs_other_tokens_would_change(more: dict[str, Any]) -> None:
+    config = LlamaConfig(**SHAPE)
+    assert packs(SimpleNamespace(config=config))
+    config.rope_parameters = {"rope_theta": 1e4, **more}
+    assert not packs(SimpleNamespace(config=config))
 
 
 def test_one_pass_for_all_says_what_one_for_each_says(target: Any) -> None:
@@ -198,10 +215,34 @@ def test_one_pass_for_all_says_what_one_for_each_says(target: Any) -> None:
     for alone, side in zip([ask.run() for ask in mine], packed(ours), strict=True):
         torch.testing.assert_close(alone, side, rtol=1e-5, atol=1e-5)
     for a, b in zip(mine, ours, strict=True):
+        one, many = a.session, b.session
+        assert (one.passes, one.fed, one.shares) == (many.passes, many.fed, 4 * many.shares) and one.passes == 1
         for left, right in zip(a.session.cache.engines, b.session.cache.engines, strict=True):
             assert left.seen == right.seen
             for x, y in zip(left.contents(), right.contents(), strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_a_watch_runs_for_its_own_sequence_and_a_share_of_what_is_done_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    time, session = [0.0], SimpleNamespace(model=torch.nn.Identity())
+
+    def work(own: float) -> Asks[float]:
+        time[0] += own
+        yield Pass(session, [1])  # type: ignore[arg-type]
+        time[0] += own
+        return own
+
+    def run(passes: list[Pass]) -> list[Logits]:
+        time[0] += 10
+        return [torch.zeros(1, 1)] * len(passes)
+
+    monkeypatch.setattr("kvengine.speculative.together.run", run)
+    for module in ("clock", "together"):
+        monkeypatch.setattr(f"kvengine.speculative.{module}.now", lambda: (time[0], 2 * time[0]))
+    watches, time[0] = (Watch(), Watch()), 3.0  # what came before is of each
+    assert together([(work(own), watch) for own, watch in zip((1.0, 2.0), watches, strict=True)]) == [1.0, 2.0]
+    time[0] += 100
+    assert [watch() for watch in watches] == [(3.0 + 2 + 5, 20.0), (3.0 + 4 + 5, 24.0)]
 
 
 class Heard:

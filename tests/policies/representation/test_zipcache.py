@@ -1,7 +1,9 @@
 import pytest
 import torch
+from support import one, patched
 from support_layer import Run, Tokens, draw, padded, plain, run, stacked
 
+from kvengine import EngineCache
 from kvengine.errors import PolicyError
 from kvengine.policies.representation.zipcache import ZipCache
 from kvengine.policies.retention.full import Full
@@ -200,6 +202,20 @@ def test_many_bits_are_nearly_exact() -> None:
     found = run("zipcache(high=8, low=8, block=16)", tokens, 60)
     for i in range(60, 100):
         torch.testing.assert_close(found.out[:, i : i + 1], plain(tokens, i), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("text", ["h2o(budget=24)", "kvzip(budget=24, chunk=16, carry=3)"])
+def test_a_retention_that_scores_tokens_goes_on_with_its_own_scores(text: str) -> None:
+    found = []
+    for more in ("", " + zipcache(block=8, probes=0.5)"):
+        model = patched(text + more)
+        cache = EngineCache(model)
+        with torch.no_grad():
+            model(**one(), cache=cache)
+        _, _, position, score = cache.engines[0].parts[0].lane.everything()
+        found.append([sorted(zip(*row, strict=True)) for row in zip(position.tolist(), score.tolist(), strict=True)])
+    for plain_row, row in zip(*found, strict=True):
+        torch.testing.assert_close(torch.tensor(row)[-len(plain_row) :], torch.tensor(plain_row))
 
 
 @pytest.mark.parametrize(
