@@ -60,15 +60,24 @@ class Evidence(Recall):
                 mass[:, :, : self.mass.shape[2]] += self.mass.masked_fill(real[:, -1, None, None], 0)
             self.mass = mass
         if self.weighs:
-            self.probe(q, at, call)
+            self.probe(q, at, real, call)
 
-    def probe(self, q: Float[Tensor, "row group query dim"], at: Int[Tensor, "query"], call: Call) -> None:
+    def probe(
+        self,
+        q: Float[Tensor, "row group query dim"],
+        at: Int[Tensor, "query"],
+        real: Bool[Tensor, "row query"],
+        call: Call,
+    ) -> None:
         """Add what this chunk's probes attend to."""
         found = self.saliency
         if found is None:
             end = self.seen if self.session.prompt_end is None else max(self.seen, self.session.prompt_end)
             found = self.saliency = Saliency(self.stack.representation.probes, int(at[0]), end)
-        probes = found.probes(at, self.begin)
+        late, parts = self.first.new_zeros(1), self.session.parts
+        if parts is not None:  # padding that is to come counts as if it had come before these
+            late = parts.padding.to(at.device).repeat_interleave(self.heads)
+        probes = found.probes(at + late[:, None], self.begin + late) & real
         some = probes.any(0)
         found.mass = self.column_mass(q[:, :, some], at[some], probes[:, some], call, found.mass)
 

@@ -22,6 +22,7 @@ from kvengine.hf_layer import BREAKS
 from kvengine.hf_names import cache_given
 from kvengine.hf_replay import IDS, MASK, VECTORS, around_reader, parted, together
 from kvengine.hf_states import Aside, has_states, keeps_states
+from kvengine.session import Parts
 
 RECORDS = (
     "some rows have padding among these tokens, and a convolution that records its columns cannot leave it out for them alone. "
@@ -57,7 +58,8 @@ def before(
 @torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]
 def cut(cache: EngineCache, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     session, seen = cache.session, cache.seen
-    session.ragged = None  # of a pass that broke off
+    start = session.ragged if isinstance(session.ragged, int) else seen  # else of a pass that broke off, or none
+    session.ragged = session.parts = None
     made, mask = given.get(VECTORS) if given.get(IDS) is None else given[IDS], given.get(MASK)
     if made is None or not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
@@ -74,7 +76,8 @@ def cut(cache: EngineCache, given: dict[str, Any]) -> tuple[tuple[Any, ...], dic
     aside.keep(~real[:, 0])
     changes = (real[:, 1:] != real[:, :-1]).any(0).nonzero()[:, 0]
     end = int(changes[0]) + 1 if len(changes) else n
-    session.ragged = aside, parted(given, seen, end, n) if end < n else None
+    session.ragged = aside, parted(given, seen, end, n) if end < n else None, start
+    session.parts = Parts(start, (~real[:, end:]).sum(1))
     if end == n:
         return None
     engines = cache.engines
@@ -92,6 +95,10 @@ def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: An
 
 @torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]
 def go_on(module: Any, cache: EngineCache, output: Any) -> Any:
-    (aside, rest), cache.session.ragged = cache.session.ragged, None
+    aside, rest, start = cache.session.ragged
+    cache.session.ragged = cache.session.parts = None
     aside.put_back()
-    return None if rest is None else together(output, Context().run(partial(module, **rest)))
+    if rest is None:
+        return None
+    cache.session.ragged = start
+    return together(output, Context().run(partial(module, **rest)))

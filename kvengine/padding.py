@@ -153,7 +153,9 @@ class Padded:
 
     def check_padding(self, valid: Bool[Tensor, "row token"]) -> None:
         """Refuse padding behind a row's tokens that came with an earlier chunk, if some of its queries were probes."""
-        if self.weighs and bool(((self.begin < self.seen) & ~valid[:, 0]).any()):
+        parts = self.session.parts  # of one pass know of each other's padding
+        start = self.seen if parts is None else parts.start
+        if self.weighs and bool(((self.begin < start) & ~valid[:, 0]).any()):
             raise CacheError(
                 f"padding follows tokens of a prompt that came in an earlier chunk, but '{self.stack}' has chosen some of their "
                 "queries by how many are to come. Give such a prompt in one pass (without prefill_chunk_size)"

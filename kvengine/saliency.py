@@ -35,8 +35,9 @@ class Saliency:
     end: int
     mass: Float[Tensor, "row group token"] | None = None
 
-    def probes(self, at: Int[Tensor, "query"], first: Int[Tensor, "row"]) -> Bool[Tensor, "row query"]:
-        """Which queries, by position, are probes of each row, whose first token of this prompt is at `first`."""
+    def probes(self, at: Int[Tensor, "*row query"], first: Int[Tensor, "row"]) -> Bool[Tensor, "row query"]:
+        """Which queries, by position (of all rows, or of each), are probes of a row, whose first token of this prompt is at
+        `first`."""
         back = self.end - 1 - at
         begin = first.clamp(min=self.start)[:, None]
         last = ((self.end - begin) * self.share / 2).ceil().clamp(min=1)

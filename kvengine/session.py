@@ -50,6 +50,13 @@ class Call(NamedTuple):
         return self.softcap is None and self.sinks is None
 
 
+class Parts(NamedTuple):
+    """What a part of a pass is told of the others."""
+
+    start: int  # tokens seen before the pass
+    padding: Int[Tensor, "seq"]  # of each sequence, that comes in later parts
+
+
 @dataclass
 class Session:
     """What the layers of one cache share."""
@@ -84,6 +91,7 @@ class Session:
     paused: Bool[Tensor, "seq"] | None = None  # those that were given it: what comes for them now is padding
     aside: Any = None  # what layers' states were when rows had been given it (`kvengine.hf_states.Aside`)
     ragged: Any = None  # states to put back behind a part of a pass, and what comes then (`kvengine.hf_ragged`)
+    parts: Parts | None = None  # of a pass that is read in parts: what is known of the others
     mask: list[bytes] | None = None  # of each row, which tokens are tokens, as the last pass on a CPU was told
     tree: Bool[Tensor, "node node"] | None = None  # the last tokens of a pass only look, each at these of the others
     memo: dict[Any, Any] = field(default_factory=dict)  # what a selection leaves for later layers, per pass

@@ -480,6 +480,49 @@ def test_nor_does_it_token_by_token(name: str) -> None:
         torch.testing.assert_close(one[[0, 2]], other[[0, 2]], atol=near, rtol=near)
 
 
+@pytest.mark.parametrize(
+    "policy", ["zipcache(block=8, probes=0.5)", "duo(sinks=2, recent=10) + zipcache(block=8, probes=0.5)"]
+)
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
+def test_queries_that_are_asked_for_a_prompt_are_those_of_a_row_alone(name: str, policy: str) -> None:
+    """They are chosen by how far from its end they are, which later padding of a row brings nearer. The pass comes in parts."""
+    model, parts = built(name, policy).double(), []
+    later = torch.ones(3, 31, dtype=torch.long)
+    later[0, 1:9] = later[1, 0] = later[2, 3:5] = later[2, 7:20] = 0
+    turns = [(text(3, 40), torch.ones(3, 40, dtype=torch.long)), (text(3, 31, seed=2), later)]
+    turns[0][1][1, :11] = 0
+    turns += [(ids, torch.ones(3, 1, dtype=torch.long)) for ids in text(3, 4, seed=3).split(1, 1)]
+
+    def logits(rows: list[int]) -> torch.Tensor:
+        cache, mask, out = kvengine.EngineCache(model), torch.zeros(len(rows), 0, dtype=torch.long), []
+        for ids, real in turns:
+            ids, real = ids[rows], real[rows]
+            keep = real[0].bool() | (len(rows) > 1)
+            ids, mask = ids[:, keep], torch.cat([mask, real[:, keep]], 1)
+            at = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            with torch.no_grad():
+                out.append(model(ids, attention_mask=mask, position_ids=at, **{CACHE: cache}).logits[:, -1])
+            parts.append(cache.session.parts)
+        return torch.stack(out, 1)
+
+    together = logits([0, 1, 2])
+    for row in range(3):
+        torch.testing.assert_close(together[row : row + 1], logits([row]), atol=1e-5, rtol=1e-5)
+    assert parts == [None] * len(parts)  # what one pass was told is not told to the next
+
+
+def test_so_they_cannot_be_where_padding_follows_an_earlier_pass_of_the_prompt() -> None:
+    model = built("lfm2", "zipcache(block=8, probes=0.5)")
+    cache = kvengine.EngineCache(model)
+    cache.announce(30)
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, 22:25] = 0
+    with torch.no_grad():
+        model(text(2, 20), attention_mask=mask[:, :20], **{CACHE: cache})
+        with pytest.raises(CacheError, match="padding follows tokens.*earlier chunk"):
+            model(text(2, 10), attention_mask=mask, **{CACHE: cache})
+
+
 def test_padding_is_not_left_out_where_a_convolution_records() -> None:
     model, batch = built("lfm2"), configs.padded_batch()
     cache = kvengine.EngineCache(model)
