@@ -4,6 +4,9 @@ A state knows no mask. Behind other tokens, padding shifts a convolution's colum
 model feeds zeros for it. So a pass is read in parts, in each of which a row has padding alone or none, and after each the
 states of the rows with padding are what they were. Before a row's first token there is nothing to shift or fade, unless it comes
 by itself: of single tokens transformers takes none for padding.
+
+What a part knows of the others is `Session.parts`. What none can know is that a row's token is its only one while others' come:
+such a row is judged as at the end of a prompt, where alone it would be as behind a decoded token.
 """
 
 from __future__ import annotations
