@@ -153,6 +153,7 @@ MIXED = [
     "ashape(sinks=2, local=12) + snapkv(budget=24, window=6) + kivi(bits=2, group=8, residual=8)",
     "duo(sinks=2, recent=10) + kvzip(budget=0.4, chunk=16) + quest(budget=16, page=4) + host",
     "kvzip(budget=24, chunk=20, prompt=(3, 4), suffix=(5,)) + zipcache(block=16)",
+    "rkv(budget=24, buffer=7, window=4) + quest(budget=12, page=4)",
 ]
 
 
