@@ -90,7 +90,9 @@ class Session:
     ends: list[int | None] | None = None  # of these, after how many ids of the text
     paused: Bool[Tensor, "seq"] | None = None  # those that were given it: what comes for them now is padding
     aside: Any = None  # what layers' states were when rows had been given it (`kvengine.hf_states.Aside`)
-    ragged: Any = None  # states to put back behind a part of a pass, what comes then, and where it began (`kvengine.hf_ragged`)
+    ragged: Any = (
+        None  # states to put back behind a part of a pass, what comes then, and where it began (`kvengine.hf_ragged`)
+    )
     parts: Parts | None = None  # of a pass that is read in parts: what is known of the others
     mask: list[bytes] | None = None  # of each row, which tokens are tokens, as the last pass on a CPU was told
     tree: Bool[Tensor, "node node"] | None = None  # the last tokens of a pass only look, each at these of the others
