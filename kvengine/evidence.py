@@ -18,6 +18,7 @@ from kvengine.policies.retention import Seen
 from kvengine.recall import Recall
 from kvengine.saliency import Saliency, running
 from kvengine.session import Call
+from kvengine.strays import strays
 from kvengine.tokens import behind
 
 
@@ -121,8 +122,8 @@ class Evidence(Recall):
 
     def weigh(self, q: Tensor, valid: Tensor | None, call: Call) -> None:
         """Go on with the saliency of the open tail, while decoding."""
-        k, v, position, score = self.tail.held()
-        at = self.newest(q.shape[2])
+        k, v, _, score = self.tail.held()
+        position, at = self.open_positions(), self.newest(q.shape[2])
         if valid is None:
             one = q.shape[2] == 1
             part = attention(
@@ -139,6 +140,11 @@ class Evidence(Recall):
             visible = self.visible(at, position, False) & valid[..., None]
             mass = columns(q, k.float().transpose(1, 2), visible, call.scale, call.softcap, call.sinks).sum(1)
         self.tail.judge(running(score, mass, position, at, self.judged, valid), None)
+
+    def open_positions(self) -> Int[Tensor, "row slot"]:
+        """Of the tail's slots; -1 where a stray lies, which was sealed once and is not again."""
+        position, others = self.tail.position[:, self.tail.span], strays(self)
+        return position if others is None else position.masked_fill(others, -1)
 
     def newest(self, n: int) -> Int[Tensor, "query"]:
         if n == 1 and not self.first.is_cpu:

@@ -17,6 +17,7 @@ from kvengine.pages import Pages
 from kvengine.policies._budget import tokens, tokens_by_row
 from kvengine.policies.retention import Seen
 from kvengine.session import Call
+from kvengine.strays import part
 from kvengine.tokens import grouped
 
 
@@ -46,7 +47,7 @@ class FixedLane(Lane):
         if not stack.paged:  # of slots that an earlier hold has left, some have never held a token
             self.lengths = [(min(len(tail), self.seen), None)]
         self.longest, self.more = max(n for n, _ in self.lengths), more
-        self.end = tail.settle(self.longest, self.slots_for(more), self.ring > 0)
+        self.end = self.lay_out(more)
         self.origin = None if self.fills else int(now) - self.end  # the position of what lies in slot 0
         if self.ring:
             self.sealed().spread(-(-(more + self.longest) // stack.page), tail.k, tail.v, spare=self.waits)
@@ -62,10 +63,22 @@ class FixedLane(Lane):
         self.pins = list(self.pinned())
         self.asleep: list[Asleep] = []
 
+    def lay_out(self, more: int) -> int:
+        """Lay out the slots until they are let go: those of strays, to which no token comes, are the last. Where the next token's
+        place is."""
+        tail, self.strays = self.tail, part(self)
+        before = [x[:, : self.strays] for x in tail.held()]
+        end = tail.settle(self.longest, self.slots_for(more), self.ring > 0)
+        if self.strays:
+            self.behind = torch.arange(len(tail), device=self.now.device) >= self.ring
+            for x, held in zip(tail.held()[: 3 + tail.scored], before, strict=False):
+                x[:, self.ring :] = held
+        return end
+
     def slots_for(self, more: int) -> int:
         """Slots that the tail needs until it is let go."""
         if self.ring:
-            return self.ring
+            return self.ring + self.strays
         return max(len(self.tail), (self.limit or 0) + 1) if self.fills else len(self.tail) + more
 
     def pinned(self) -> Any:
@@ -117,6 +130,9 @@ class FixedLane(Lane):
     def newest(self, n: int) -> Int[Tensor, "query"]:
         return self.now
 
+    def open_positions(self) -> Int[Tensor, "row slot"]:
+        return self.tail.position.masked_fill(self.behind, -1) if self.strays else self.tail.position
+
     def judge_step(self, q: Tensor, valid: Tensor | None, mass: Tensor | None, call: Call) -> None:
         self.call = call
         if self.waits:
@@ -135,7 +151,8 @@ class FixedLane(Lane):
         return attention(q, k, v, None, call.scale, **more)  # type: ignore[arg-type]
 
     def show(self, queries: Tensor, mass: Tensor | None, call: Call, prompt: bool) -> Seen:
-        return replace(super().show(queries, mass, call, prompt), newest=self.now[0])
+        seen = super().show(queries, mass, call, prompt)
+        return replace(seen, newest=self.now[0], jumbled=seen.jumbled and not self.ring)
 
     def select(self, pages: Pages, q: Tensor, call: Call) -> Int[Tensor, "row chosen"] | None:
         selection, limit = self.stack.selection, self.limit_of_units
@@ -169,7 +186,7 @@ class FixedLane(Lane):
                 if not x.numel() or owner is summary:  # scores that nobody reads; what only sealing changes
                     continue
                 if owner is tail and self.ring:
-                    held[i] = x[mine][:, self.newest_slots(self.ring)]
+                    held[i] = x[mine][:, self.slots_in_order(self.ring)]
                 elif owner is not tail or self.fills or name not in ("k", "v"):
                     held[i] = x[mine]
             self.asleep.append(Asleep(mine, n, self.taken, held))
@@ -180,6 +197,10 @@ class FixedLane(Lane):
         """Where the newest tokens of a ring lie, in order."""
         return (self.end - n + torch.arange(n, device=self.now.device)) % self.ring
 
+    def slots_in_order(self, n: int) -> Int[Tensor, "slot"]:
+        """Those of strays, which no token comes to, and of the newest tokens behind them."""
+        return torch.cat([self.ring + torch.arange(self.strays, device=self.now.device), self.newest_slots(n)])
+
     def wake(self, k: Tensor, v: Tensor, position: Tensor, score: Tensor) -> None:
         """In the tensors of a tail: what rows that pause had there."""
         new = {"k": k, "v": v, "_position": position, "score": score}
@@ -187,7 +208,8 @@ class FixedLane(Lane):
             for i, x in one.held.items():
                 owner, name, _ = self.pins[i]
                 if owner is vars(self.tail):
-                    new[name][one.rows] = x[:, x.shape[1] - new[name].shape[1] :]
+                    n = new[name].shape[1] - self.strays
+                    new[name][one.rows] = torch.cat([x[:, : self.strays], x[:, x.shape[1] - n :]], 1)
 
     def skip(self) -> None:
         """What came for the rows that pause was padding."""
@@ -242,7 +264,7 @@ class FixedLane(Lane):
                     self.pins[i][2][one.rows] = x
         if self.ring:
             self.lengths += [(one.length, one.rows) for one in self.asleep]
-            slots = self.newest_slots(max(n for n, _ in self.lengths))
+            slots = self.slots_in_order(max(n for n, _ in self.lengths))
             k, v, position = (x[:, slots] for x in (tail.k, tail.v, tail.position))
             score = tail.score[:, slots] if tail.scored else tail.k.new_zeros(position.shape, dtype=torch.float32)
             self.wake(k, v, position, score)

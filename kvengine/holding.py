@@ -26,6 +26,7 @@ from kvengine.reach import Reach, reached
 from kvengine.saliency import Saliency
 from kvengine.session import Call, Session
 from kvengine.stack import Stack
+from kvengine.strays import bring_in, stand_before, strays
 from kvengine.tail import GROWTH, Nested, Tail
 from kvengine.tokens import grouped, pack, take, taken
 
@@ -101,7 +102,8 @@ class Holding(Padded):
             score = torch.cat([self.pages.score, score], 1)
         return Seen(
             position=position, score=score, first=self.first, begin=self.begin, newest=self.seen - 1, prompt=prompt,
-            prompt_length=self.prompt_length, queries=queries, scale=call.scale, jumbled=self.filling and not prompt,
+            prompt_length=self.prompt_length, queries=queries, scale=call.scale,
+            jumbled=(self.filling and not prompt) or self.tail.strays,
             read=lambda: self.everything()[:2], rope=self.session.rope, softcap=call.softcap, sink_logits=call.sinks,
             heads=self.heads, mass=mass, notes=self.notes, place=self.session.place(self.layer, self.layers),
         )  # fmt: skip
@@ -184,7 +186,8 @@ class Holding(Padded):
         """
         page, room = self.stack.page, self.stack.room
         free = self.free_rows(idle)
-        alone = self.exact(k, position, free)
+        alone, old = self.exact(k, position, free), strays(self, self.seen - self.turn)
+        alone = old if alone is None else alone
         if clean and keep is None and alone is None and free is None:
             n = k.shape[1]
             spill = max(0, (n - room) // page * page)
@@ -195,7 +198,9 @@ class Holding(Padded):
             self.tail.beside = self.alongside()
             return
         alive = position >= 0 if keep is None else (position >= 0) & keep
-        alive = alive if idle is None else torch.where(idle[:, None], self.earlier(position.shape[1]), alive)
+        if idle is not None:
+            mine = self.earlier(position.shape[1])
+            alive = torch.where(idle[:, None], mine if old is None else mine | old, alive)
         index = pack(alive if alone is None else alive & ~alone)
         count = (index >= 0).sum(1)
         pages = ((count - room) // page).clamp(min=0) * (1 if free is None else free)
@@ -219,7 +224,8 @@ class Holding(Padded):
         kept = take(k, back), take(v, back), take(position, back, -1), take(score, back)
         clean = even and (idle is None or bool((kept[2] >= 0).all()))  # a tail that stays may have holes
         self.tail.replace(*kept, clean, room + 2 * page)
-        self.lengths = [(width, None)] if even else grouped(rest)
+        open_slots = rest if old is None else rest - (old & alive).sum(1)
+        self.lengths = [(width, None)] if even and old is None else grouped(open_slots)
         self.tail.beside = self.alongside()
 
     def alongside(self) -> int:
@@ -232,13 +238,6 @@ class Holding(Padded):
             return None if idle is None else ~idle
         free = self.pages.filled == 0
         return free if idle is None else free & ~idle
-
-    def earlier(self, slots: int) -> Bool[Tensor, "row slot"]:
-        """Which of the last slots were a row's tail before the prompt."""
-        at = torch.arange(slots, device=self.first.device)[None]
-        end, open_slots = slots - (self.seen - self.turn), self.open()
-        start = end - (open_slots[:, None] if isinstance(open_slots, Tensor) else open_slots)
-        return ((at >= start) & (at < end)).expand(len(self.first), -1)
 
     def exact(
         self, k: Tensor, position: Int[Tensor, "row token"], free: Bool[Tensor, "row"] | None
@@ -310,15 +309,6 @@ class Holding(Padded):
         """Whether the next token takes a slot that became free: slots do not lie by age any more."""
         return self.limit is not None and not self.stack.paged and len(self.tail) > self.limit
 
-    def open(self) -> Int[Tensor, "row"] | int:
-        """Slots of each row's tail."""
-        if len(self.lengths) == 1:
-            return self.lengths[0][0]
-        out = torch.empty_like(self.first)
-        for n, rows in self.lengths:
-            out.index_fill_(0, torch.arange(len(out), device=out.device) if rows is None else rows, n)
-        return out
-
     def reach(self) -> Int[Tensor, "row token"]:
         """The positions of what the last query read and is still held; -1 for none."""
         return (self.saw or reached(self.units, self.pages, self.tail)).positions()
@@ -333,13 +323,16 @@ class Holding(Padded):
         page, most = self.stack.page, self.stack.room + self.stack.page
         if not self.stack.paged or self.stack.representation.joint or all(n < most for n, _ in self.lengths):
             return
-        position = self.tail.position
+        position, mine = self.tail.position, strays(self)
         self.note_reach(position)
         for n, rows in self.lengths:
             if n >= most:
                 self.seal_rows(n, rows, position)
         self.lengths = [(n - page if n >= most else n, rows) for n, rows in self.lengths]
-        self.tail.start = self.tail.end - max(n for n, _ in self.lengths)
+        if mine is None:
+            self.tail.start = self.tail.end - max(n for n, _ in self.lengths)
+        else:
+            stand_before(self, mine)
         self.whole = False
         if self.retention.decodes:
             self.tidy()
@@ -374,6 +367,7 @@ class Holding(Padded):
             return
         if not self.stack.representation.lossless:
             fill_up(pages)
+            bring_in(self)
         elif float((pages.position >= 0).float().mean()) < 0.5:
             self.rebuild(*self.everything(), keep=None)
 

@@ -27,6 +27,7 @@ class Padded:
     session: Session
     retention: Retention
     tail: Tail
+    lengths: list[tuple[int, Tensor | None]]
     pages: Pages | None
     seen: int
     first: Int[Tensor, "row"]
@@ -84,6 +85,22 @@ class Padded:
             return None
         found = self.begin == self.seen
         return found if bool(found.any()) else None
+
+    def open(self) -> Int[Tensor, "row"] | int:
+        """Slots of each row's tail."""
+        if len(self.lengths) == 1:
+            return self.lengths[0][0]
+        out = torch.empty_like(self.first)
+        for n, rows in self.lengths:
+            out.index_fill_(0, torch.arange(len(out), device=out.device) if rows is None else rows, n)
+        return out
+
+    def earlier(self, slots: int) -> Bool[Tensor, "row slot"]:
+        """Which of the last slots were a row's tail before the prompt."""
+        at = torch.arange(slots, device=self.first.device)[None]
+        end, open_slots = slots - (self.seen - self.turn), self.open()
+        start = end - (open_slots[:, None] if isinstance(open_slots, Tensor) else open_slots)
+        return ((at >= start) & (at < end)).expand(len(self.first), -1)
 
     def restore(self, idle: Bool[Tensor, "row"] | None) -> None:
         """The retention's notes of these rows are those before the prompt."""

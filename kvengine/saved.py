@@ -316,6 +316,8 @@ class Reader:
                            self.joint(lane, state["joint"]), lane.retention.remembers, lane.inner)  # fmt: skip
         set_attributes(lane.pages, self.value(state["own"]))
         check_pages(lane.pages, count)
+        if not count:  # of rows whose pages others had, all columns are without one
+            lane.pages.release()
         if at is not None:
             table = lane.pages._table
             lane.pages._table = torch.where(table < 0, table, at.to(table)[table.clamp(min=0).long()])

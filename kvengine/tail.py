@@ -54,6 +54,7 @@ class Tail:
         self.scored = scored
         self.clean = True  # every slot in [start, end) holds a token
         self.shared = False  # a remembered state refers to these tensors
+        self.strays = False  # some slots before a row's open tokens hold others (`kvengine.strays`)
         self.beside = 0  # slots of pages beside these, where these grow for as long as tokens come
         self.ready: Slots | gpu.Slots | None = None  # these slots as `step` last saw them
 
