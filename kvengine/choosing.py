@@ -48,7 +48,7 @@ class Choosing(Verdicts):
     def where(self, pages: Pages, call: Call, counts: Callable[[], Tensor], most: int, even: bool) -> Where:
         return Where(
             layer=self.layer, layers=self.layers, counts=counts, most=most, even=even, scale=call.scale,
-            keys=lambda columns=None: pages.decoded(columns)[0], token=self.seen - 1, lane=self.number, memo=self.session.memo,
+            keys=lambda *columns: pages.decoded(*columns)[0], token=self.seen - 1, lane=self.number, memo=self.session.memo,
             since=self.since, joint=pages.joint is not None, stamps=lambda: pages.stamps, beside=pages.beside,
             bounds=pages.bounds, softcap=call.softcap,
         )  # fmt: skip

@@ -15,6 +15,8 @@ from kvengine.policies.representation import Representation
 from kvengine.policies.selection import Selection
 from kvengine.pool import Pool, User
 
+ALL = slice(None)
+
 
 class Readable(User):
     """The part of a table of pages that reads them; the attributes are those of `Pages`."""
@@ -70,15 +72,13 @@ class Readable(User):
         """Fields that are not read now."""
         return self.representation.fine if self.coarse else ()
 
-    def decoded(
-        self, columns: slice | None = None
-    ) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"]]:
+    def decoded(self, columns: slice = ALL) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"]]:
         """Keys and values of all slots; zeros where a row has no page."""
         return self.decoding(columns)()
 
-    def decoding(self, columns: slice | None = None) -> Callable[[], tuple[Tensor, Tensor]]:
+    def decoding(self, columns: slice = ALL) -> Callable[[], tuple[Tensor, Tensor]]:
         """`decoded`, with what is elsewhere on its way at once, and the rest when the result is called."""
-        table = self.table if columns is None else self.table[:, columns]
+        table = self.table[:, columns]
         arriving = self.pool.start(self.pool.pieces(table.clamp(min=0).flatten().long()), self.without)
 
         def finish() -> tuple[Tensor, Tensor]:
@@ -89,9 +89,9 @@ class Readable(User):
 
         return finish
 
-    def span(self, columns: slice | None) -> Int[Tensor, "row token"]:
+    def span(self, columns: slice) -> Int[Tensor, "row token"]:
         """The positions in these columns."""
-        return self.position if columns is None else self.position.unflatten(1, (-1, self.page))[:, columns].flatten(1)
+        return self.position.unflatten(1, (-1, self.page))[:, columns].flatten(1)
 
     def choosing(self, units: Int[Tensor, "row chosen"]) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
         """Keys, values and positions of the chosen units, -1 where there is nothing. `joint` keys are not among them.

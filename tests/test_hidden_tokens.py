@@ -60,7 +60,7 @@ def test_hidden_tokens_are_not_read_by_a_turn_of_one_token(name: str) -> None:
     assert torch.equal(greedy(model, second, **{CACHE: talked(model, kvengine.EngineCache(model))}), want)
 
 
-@pytest.mark.parametrize(("name", "row"), [("full", 0), ("full", 1), ("quest", 1), ("kivi", 1)])
+@pytest.mark.parametrize(("name", "row"), [("full", 0), ("full", 1), ("quest", 0), ("quest", 1), ("kivi", 1)])
 @torch.no_grad()
 def test_the_one_token_that_a_row_had_in_a_turn_stands_where_the_mask_has_it(name: str, row: int) -> None:
     """Behind the turn's padding: it, or what another row has there, can be hidden."""

@@ -157,3 +157,17 @@ def test_a_row_whose_first_page_is_filled_by_a_later_turn_reads_its_own_keys() -
     q, k, v = bare.q[1, :, 60], bare.k[1, :, 36:61].repeat_interleave(2, 0), bare.v[1, :, 36:61].repeat_interleave(2, 0)
     want = (q[:, None] @ k.mT * bare.call.scale).softmax(-1) @ v
     torch.testing.assert_close(found, want[:, 0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("text", ["host", "lowrank(rank=1000)"])
+def test_some_columns_of_pages_are_the_tokens_that_lie_there(text: str) -> None:
+    """Where pages are copied from elsewhere, and where keys are made from what is kept jointly (at full rank: as they came)."""
+    bare = Bare(f"{text} + quest(budget=8, page=4)", heads=1)
+    bare.feed(90)
+    pages = bare.cache.parts[0].lane.pages
+    assert pages is not None and pages.columns > 3
+    for first, last in ((0, 1), (1, 3), (2, pages.columns)):
+        k, v = pages.decoded(slice(first, last))
+        span = slice(first * pages.page, last * pages.page)
+        torch.testing.assert_close(k, bare.k[0, :, span], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(v, bare.v[0, :, span], atol=1e-4, rtol=1e-4)

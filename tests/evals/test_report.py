@@ -172,6 +172,15 @@ def test_the_mean_leaves_out_tasks_that_a_policy_lacks() -> None:
     assert sorted(overall(cells(apart)).values()) == [0.25, 0.5, 1.0, 1.0]
 
 
+def test_samples_turns_and_tasks_are_averaged() -> None:
+    """Two right answers of three are two thirds, not what most of them are; and so for tasks."""
+    scores = {"a": (1.0, 1.0, 0.0), "b": (1.0, 1.0, 1.0), "c": (0.0, 0.0, 0.0)}
+    rows = [row(task, "full", i, x) for task, found in scores.items() for i, x in enumerate(found)]
+    assert list(overall(cells(rows)).values()) == [pytest.approx(5 / 9)]
+    assert [sum(cell.turns) for cell in cells(rows)] == pytest.approx([2 / 3, 1, 0])
+    assert cells([*rows, row("a", "less", 0, 0.0)])[-1].ceiling == pytest.approx(2 / 3)
+
+
 def test_what_is_counted_is_averaged_and_what_is_timed_has_its_median() -> None:
     """The time to the first token is that of turns that read the context: the first, or each one on its own."""
     times = [(0, 1.0), (1, 20.0), (0, 2.0), (1, 40.0), (0, 9.0), (1, 80.0)]

@@ -19,6 +19,8 @@ from kvengine.cli import app
 from kvengine.errors import EvaluationError
 from kvengine.evals import claim
 from kvengine.evals.measure import measure
+from kvengine.evals.records import Journal, key_of
+from kvengine.evals.tasks import Sample, Turn
 
 
 def run(folder: Path, *more: str) -> tuple[int, str]:
@@ -156,3 +158,43 @@ def test_a_folder_that_was_there_stays_though_its_lock_was_cleared_away(tmp_path
     with claim.claimed(tmp_path):
         (tmp_path / "run.lock").unlink()
     assert tmp_path.exists()
+
+
+def test_a_journal_says_what_is_done(tmp_path: Path) -> None:
+    """By cell, sample, data and code; of a cell that was given up no sample is."""
+    asked = Sample(id="0", context="C", turns=(Turn(question="Q", answers=("A",), max_new_tokens=1),))
+    place = {"length": 9, "mode": "single", "stack": "kivi"}
+    done = {"key": "a", "turn": 0, "turns": 1, "status": "ok", "code": "old", "ttft": None, **place}
+    path = tmp_path / "runs" / "one" / "rows.jsonl"  # made with the first row
+    for sample, ttft in (("0", None), ("1", 0.5)):
+        digest = asked.digest() if sample == "0" else "of others"
+        Journal(path).append([{**done, "sample": sample, "sample_hash": digest, "ttft": ttft}])
+    Journal(path).append([{**done, "key": "b", "sample": None, "status": "refused", "stack": "h2o"}])
+    journal = Journal.open(path)
+    assert [journal.count(key) for key in "abc"] == [2, 0, 0]
+    assert journal.holds("a", asked, "old")
+    assert not journal.holds("a", asked, "new") and not journal.holds("b", asked, "old")
+    assert not journal.holds("a", Sample(id="1", context="C", turns=asked.turns), "old")
+    assert journal.given_up("b", "old")
+    assert not journal.given_up("b", "new") and not journal.given_up("a", "old")
+    assert journal.timed(9, "single", "kivi", "old")
+    for other in ((8, "single", "kivi", "old"), (9, "single", "h2o", "old"), (9, "single", "kivi", "new")):
+        assert not journal.timed(*other)
+    del done["code"]  # as in a folder that is older than the field
+    Journal(path).append([{**done, "sample": "0", "sample_hash": asked.digest()}])
+    assert Journal.open(path).holds("a", asked, "new")
+
+
+def test_a_line_that_lacks_its_end_alone_is_torn_too(tmp_path: Path) -> None:
+    """The next row would be written onto it."""
+    path, one = tmp_path / "rows.jsonl", {"key": "a", "turn": 0, "turns": 1}
+    Journal(path).append([{**one, "sample": "0"}])
+    whole = path.read_bytes()
+    Journal(path).append([{**one, "sample": "1"}])
+    path.write_bytes(path.read_bytes()[:-1])
+    assert Journal.open(path).count("a") == 1 and path.read_bytes() == whole
+
+
+def test_the_key_of_a_cell_stays_what_it_was() -> None:
+    """A folder that an earlier release began is continued: SHA-256 of sorted JSON as UTF-8, sixteen digits of it."""
+    assert key_of({"b": 2, "a": "é"}) == "d35548bce2b40d77"

@@ -265,6 +265,8 @@ def test_exactly_one_beginning_token(chat: bool, bos: bool) -> None:
     for ids in (prompter.whole(SAMPLE), prompter.context(SAMPLE)):
         assert ids.count(tokenizer.bos_token_id) == int(bos or chat) == int(ids[0] == tokenizer.bos_token_id)
     assert tokenizer.bos_token_id not in prompter.asked(SAMPLE.turns[0]) + prompter.follow("G", SAMPLE.turns[1])
+    if not chat:
+        assert prompter.context(SAMPLE) == tokenizer(SAMPLE.context).input_ids
     if chat and bos:  # the trap itself: rendering to text and encoding with special tokens on
         text = prompter.wrapper.head + SAMPLE.context
         assert tokenizer(text).input_ids.count(tokenizer.bos_token_id) == 2
@@ -274,6 +276,9 @@ def test_a_raw_sample_has_no_template() -> None:
     prompter = Prompter(tiny_tokenizer(chat=True), True)
     raw = Sample(id="0", context="C", turns=SAMPLE.turns, raw=True)
     assert prompter.of(raw).text(prompter.of(raw).whole(raw)) == "CQ0? A:"
+    assert (
+        prompter.of(raw).whole(raw) == prompter.tokenizer("CQ0? A:").input_ids
+    )  # and nothing that the text leaves out
     assert prompter.of(SAMPLE) is prompter
 
 
