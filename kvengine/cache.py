@@ -356,9 +356,10 @@ class LayerCache:
         return len(self.parts) == 1 and self.parts[0].lane.whole
 
     def contents(self) -> tuple[Float[Tensor, "seq head token dim"], Float[Tensor, "seq head token dim_v"]]:
-        """Keys and values of everything seen, in order; only while `whole`."""
-        k, v, _, _ = self.parts[0].lane.tail.held()
-        return k.unflatten(0, (self.sequences, -1)), v.unflatten(0, (self.sequences, -1))
+        """Keys and values of everything seen, in order; only while every lane is whole."""
+        held = [part.lane.tail.held()[:2] for part in self.parts]
+        k, v = (beside(self.parts, list(x), self.sequences, self.heads) for x in zip(*held, strict=True))
+        return k, v
 
     def with_new(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """`contents`, and behind them these."""

@@ -60,7 +60,9 @@ def quick(
 def beside(
     parts: list[Heads], outs: list[Float[Tensor, "_ *rest"]], sequences: int, heads: int
 ) -> Float[Tensor, "seq head *rest"]:
-    """The lanes' outputs, heads in their places."""
+    """What the lanes have for their heads, those in their places."""
+    if len(parts) == 1:
+        return outs[0].unflatten(0, (sequences, -1))
     apart = [out.unflatten(0, (sequences, -1)) for out in outs]
     found = [(part.run.start, x) for part, x in zip(parts, apart, strict=True) if part.run is not None]
     if len(found) == len(parts):  # each lane's heads follow each other: one launch on a GPU

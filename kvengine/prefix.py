@@ -246,7 +246,8 @@ class Prefix:
         tokens = ids[0].tolist()
         start = self.start_for(len(tokens))
         engines = cache.engines
-        held = engines and all(layer.whole for layer in engines) and cache.stack.reads_prompts_exactly
+        whole = all(part.lane.whole for layer in engines for part in layer.parts)
+        held = engines and whole and cache.stack.reads_prompts_exactly
         if len(ids) != 1 or not held or cache.seen < len(tokens):
             raise CacheError(
                 f"only a prompt that the cache holds whole can be stored; '{cache.stack}' has dropped, sealed, skipped or not "

@@ -355,6 +355,29 @@ def test_queries_that_a_policy_judges_by_are_computed(model: Any, tmp_path: Path
     reuse.store.close()
 
 
+@pytest.mark.parametrize("more", ["", " + kivi(bits=4, group=16)", " + snapkv(budget=24, window=6)"])
+def test_heads_that_follow_two_rules_are_stored_together(model: Any, tmp_path: Path, more: str) -> None:
+    """In their places, while the prompt is read: then every head has all of it. The chunks are those of a full cache."""
+    stack, document = f"duo(sinks=2, recent=10){more}", prompt(100)
+    reuse = Prefix(model, stores.Store(stores.Files(tmp_path, sync="none")), chunk=16)
+    cache = reuse.fetch(document, stack)
+    assert reuse.compute(document, cache) == 6
+    reuse.store.drain()
+    ids = torch.cat([document, prompt(20, 1)], 1)
+    cold = text(model, ids, kvengine.EngineCache(model, stack))
+    assert text(model, ids, cache) == cold
+    warm = reuse.fetch(ids, stack)
+    assert warm.seen == 96 and text(model, ids, warm) == cold
+    whole = kvengine.EngineCache(model, "full")
+    with torch.inference_mode():
+        model(input_ids=document[:, :96], cache=whole)
+    for found, want in zip(reuse.fetch(ids, "full").engines, whole.engines, strict=True):
+        torch.testing.assert_close(found.contents(), want.contents(), rtol=0, atol=1e-5)
+    with pytest.raises(CacheError, match="only a prompt that the cache holds whole"):
+        reuse.keep(document, cache)  # judged since
+    reuse.store.close()
+
+
 @pytest.mark.parametrize("stack", ["full", "host", "snapkv(budget=24, window=6)"])
 def test_chunks_of_latents_serve_every_stack(tmp_path: Path, stack: str) -> None:
     """Under a policy their first channels are held a second time, as values."""
