@@ -8,6 +8,8 @@ are read: it no longer counts tokens that are gone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Int
@@ -17,16 +19,12 @@ from kvengine import answers
 from kvengine.kernels.compact import compact
 from kvengine.offload.placement import Flat
 from kvengine.pages import Pages, lay
+from kvengine.pool import Pool
 
 
 def can_merge(pages: Pages) -> bool:
     """Whether tokens can move among these pages: each is coded by itself, and all are on the compute device."""
-    shelves = pages.pool.shelves
-    return (
-        pages.representation.by_slot
-        and pages.pool.per == 1
-        and all(type(x) is Flat and x.tier == "device" for x in shelves)
-    )
+    return pages.representation.by_slot and pages.pool.per == 1 and on_device(pages.pool)
 
 
 def fill_up(pages: Pages, rows: Bool[Tensor, "row"] | None = None) -> None:
@@ -101,6 +99,28 @@ def merge(pages: Pages, row: Int[np.ndarray, "run"], columns: Int[np.ndarray, "r
         k, _ = answers.decoded(pages.representation, pages.whole({name: x[into] for name, x in fields.items()}))
         for name, x in answers.summary(pages.selection, k, alive, per).items():
             lay(x, pages._summary[name], first, per)
+
+
+def shed(pages: Pages, fresh: Callable[[], Pool]) -> bool:
+    """Part from a pool of which less than half is in use, for a `fresh` one of what is; whether that was done.
+
+    Remembered states and copies keep theirs. What lies elsewhere stays: what is in use there was moved once already.
+    """
+    old, rows = pages.pool, len(pages.filled)
+    if 2 * rows * pages.columns >= old.pages or not on_device(old):
+        return False
+    used = torch.tensor(sorted(set(pages.pages_in_use())), dtype=torch.long, device=pages._table.device)
+    pages.pool = fresh()
+    pages.pool.users.add(pages)
+    if len(used):
+        at, table = pages.pool.put(old.read(used)), pages._table
+        place = torch.searchsorted(used, table.clamp(min=0).long())
+        pages._table = torch.where(table < 0, table, at[place].to(table.dtype))
+    return True
+
+
+def on_device(pool: Pool) -> bool:
+    return all(type(x) is Flat and x.tier == "device" for x in pool.shelves)
 
 
 def of(x: Tensor, n: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvengine._ops import Tally
 from kvengine.beside import Beside
-from kvengine.compaction import fill_up
+from kvengine.compaction import fill_up, shed
 from kvengine.joint import join
 from kvengine.kernels.step import Rule
 from kvengine.offload.placement import Site
@@ -361,7 +361,9 @@ class Holding(Padded):
             return
         table, self.beside.refused = pages._table, False
         pages.release()
-        if pages._table is not table:
+        if shed(pages, self.new_pool):
+            self.pool = pages.pool
+        if pages._table is not table or not pages.columns:
             self.beside.forget(self.tail)
         if self.stack.selects or not len(pages):
             return

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvengine import answers
-from kvengine.offload.placement import Flat
+from kvengine.compaction import on_device
 from kvengine.tail import Tail
 from kvengine.tokens import pack, take
 
@@ -36,7 +36,7 @@ def can_stray(lane: Holding) -> bool:
     coded = not (stack.representation.by_slot or stack.representation.joint) and type(lane.tail) is Tail
     if pages is None or not (stack.paged and judges and coded) or stack.selects:
         return False
-    return pages.pool.per == 1 and all(type(x) is Flat and x.tier == "device" for x in pages.pool.shelves)
+    return pages.pool.per == 1 and on_device(pages.pool)
 
 
 def strays(lane: Holding, later: int = 0) -> Bool[Tensor, "row slot"] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from copy import copy
+from copy import copy, deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -283,3 +283,21 @@ def test_pages_elsewhere_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> No
     bare.feed(60)
     for _ in range(100):
         bare.feed(1)
+
+
+@pytest.mark.parametrize("form", ["kivi(bits=4, group=8, residual=8)", "turboquant(residual=8)", "zipcache(block=8)"])
+def test_memory_of_pages_that_were_once_needed_is_given_back(form: str) -> None:
+    """Of those for the tokens of a recording, say. A state that is remembered, and a copy, keep what they have."""
+    bare = Bare(f"tova(budget=40, recent=8) + {form}", rows=2, tokens=200)
+    bare.feed(90)
+    lane = bare.cache.parts[0].lane
+    pages_of(bare).pool.ensure(60)
+    much, before, twin = pages_of(bare).pool, copy(pages_of(bare)), deepcopy(bare)
+    keys, places = before.decoded()[0].clone(), before.table.clone()
+    pages_of(bare).shared = True
+    for _ in range(100):
+        torch.testing.assert_close(bare.feed(1), twin.feed(1), rtol=1e-4, atol=1e-5)
+        if lane.lengths[0][0] == lane.stack.room:
+            assert lane.pool is pages_of(bare).pool is not much
+            assert lane.pool.pages <= 2 * 4 * pages_of(bare).columns + 4  # which have just been asked for
+    assert torch.equal(before.decoded()[0], keys) and torch.equal(before.table, places) and before.pool is much
