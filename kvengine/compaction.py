@@ -109,13 +109,15 @@ def shed(pages: Pages, fresh: Callable[[], Pool]) -> bool:
     old, rows = pages.pool, len(pages.filled)
     if 2 * rows * pages.columns >= old.pages or not on_device(old):
         return False
-    used = torch.tensor(sorted(set(pages.pages_in_use())), dtype=torch.long, device=pages._table.device)
+    numbers = sorted(set(pages.pages_in_use()))
     pages.pool = fresh()
     pages.pool.users.add(pages)
-    if len(used):
-        at, table = pages.pool.put(old.read(used)), pages._table
-        place = torch.searchsorted(used, table.clamp(min=0).long())
-        pages._table = torch.where(table < 0, table, at[place].to(table.dtype))
+    if numbers:
+        table, used = pages._table, torch.tensor(numbers, device=pages._table.device)
+        at = pages.pool.put(old.read(used))
+        pages.pool.stamps[at.cpu()] = old.stamps[numbers]  # the contents are what they were
+        pages._table = torch.where(table < 0, table, at[torch.searchsorted(used, table.long())].to(table.dtype))
+    pages.pool.written = old.written
     return True
 
 

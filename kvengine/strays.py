@@ -76,7 +76,7 @@ def part(lane: Holding) -> int:
 
 
 def bring_in(lane: Holding) -> None:
-    """Move tokens from emptying pages to the tail, if that saves bytes. The host waits for the device once."""
+    """Move tokens from emptying pages to the tail, if that saves bytes. The host waits for the device to know."""
     pages = lane.pages
     if pages is None or not pages.columns or not can_stray(lane):
         return

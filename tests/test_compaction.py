@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from copy import copy, deepcopy
+from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +15,7 @@ from support import Bare, held
 from torch import Tensor
 
 from kvengine import compaction
+from kvengine.compaction import shed
 from kvengine.kernels.page_scores import best_units
 from kvengine.lane import Lane
 from kvengine.offload.placement.device import Device
@@ -285,14 +286,26 @@ def test_pages_elsewhere_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> No
         bare.feed(1)
 
 
-@pytest.mark.parametrize("form", ["kivi(bits=4, group=8, residual=8)", "turboquant(residual=8)", "zipcache(block=8)"])
-def test_memory_of_pages_that_were_once_needed_is_given_back(form: str) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [
+        "{} + kivi(bits=4, group=8, residual=8)",
+        "{} + turboquant(residual=8)",
+        "{} + zipcache(block=8)",
+        "rkv(budget=40, buffer=16, window=4) + ann(budget=16)",  # an index knows what pages hold
+        "rkv(budget=40, buffer=16, window=4) + quest(budget=16, page=4) + kivi(bits=4, group=8, residual=8)",
+    ],
+)
+def test_memory_of_pages_that_were_once_needed_is_given_back(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those for the tokens of a recording, say. A state that is remembered, and a copy, keep what they have."""
-    bare = Bare(f"tova(budget=40, recent=8) + {form}", rows=2, tokens=200)
+    bare = Bare(form.format("tova(budget=40, recent=8)"), rows=2, tokens=200)
     bare.feed(90)
     lane = bare.cache.parts[0].lane
     pages_of(bare).pool.ensure(60)
-    much, before, twin = pages_of(bare).pool, copy(pages_of(bare)), deepcopy(bare)
+    much, before = pages_of(bare).pool, copy(pages_of(bare))
+    twin = Bare(form.format("tova(budget=40, recent=8)"), rows=2, tokens=200)
+    monkeypatch.setattr("kvengine.holding.shed", lambda pages, fresh: fresh.__self__ is lane and shed(pages, fresh))
+    twin.feed(90)
     keys, places = before.decoded()[0].clone(), before.table.clone()
     pages_of(bare).shared = True
     for _ in range(100):
@@ -301,3 +314,18 @@ def test_memory_of_pages_that_were_once_needed_is_given_back(form: str) -> None:
             assert lane.pool is pages_of(bare).pool is not much
             assert lane.pool.pages <= 2 * 4 * pages_of(bare).columns + 4  # which have just been asked for
     assert torch.equal(before.decoded()[0], keys) and torch.equal(before.table, places) and before.pool is much
+
+
+def test_what_lies_in_pages_keeps_its_number_where_they_move() -> None:
+    """By which an index knows them. None of these numbers is given again."""
+    bare = Bare("rkv(budget=40, buffer=16, window=4) + ann(budget=16)", rows=2, tokens=200)
+    bare.feed(60)
+    for _ in range(40):
+        bare.feed(1)
+    pages, lane = pages_of(bare), bare.cache.parts[0].lane
+    stamps, keys, old = pages.stamps, pages.decoded()[0].clone(), pages.pool
+    old.ensure(60)
+    assert stamps.max() > (stamps >= 0).sum() and shed(pages, lane.new_pool)
+    assert np.array_equal(pages.stamps, stamps) and torch.equal(pages.decoded()[0], keys)
+    assert pages.pool is not old and pages.pool.written == old.written
+    assert not shed(pages, lane.new_pool)

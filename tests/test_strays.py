@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,12 +13,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import Bare, every, in_turn, patched
+from support import Bare, every, in_turn, llama
 from support import held as positions
-from support_lives import Batch
+from support_device import pretended, there
+from support_lives import Batch, Detours, part, plain
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import kvengine
 from kvengine import EngineCache, saved, strays
 from kvengine.cache import LayerCache
 from kvengine.fixed import FixedLayer
@@ -159,7 +162,7 @@ def spoken(model: Any, rows: list[int], change: Any = None) -> Tensor:
 @pytest.mark.parametrize("text", every(2, STACKS))
 def test_a_row_is_as_alone(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a turn in which rows have little or nothing to say, whatever tokens move when."""
-    model = patched(text).double()
+    model = kvengine.patch(llama(), text).double()
     monkeypatch.setattr("kvengine.strays.emptied", anyhow(1))
     together = spoken(model, [0, 1, 2])
     for row in range(3):
@@ -178,7 +181,7 @@ def has_strays(cache: EngineCache) -> bool:
 def test_what_happens_to_a_cache_with_strays_leaves_no_trace(
     text: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, found = patched(text).double(), []
+    model, found = kvengine.patch(llama(), text).double(), []
     monkeypatch.setattr("kvengine.strays.emptied", anyhow(1))
 
     def change(batch: Batch) -> None:
@@ -219,7 +222,7 @@ def test_rows_of_which_none_has_a_page_are_saved(text: str, tmp_path: Path, monk
     monkeypatch.setattr(
         "kvengine.strays.emptied", lambda counts, *_: (counts > 0) & (np.arange(len(counts)) < 2)[:, None]
     )
-    model = patched(text).double()
+    model = kvengine.patch(llama(), text).double()
     cache, ids = EngineCache(model), torch.randint(2, 100, (2, 120), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for piece in ids[:, :90].split(1, 1):
@@ -310,6 +313,23 @@ def test_a_recorded_step_knows_strays(text: str, monkeypatch: pytest.MonkeyPatch
         want, got = eager.forward(*new, Call(0.25)), graph(*new, *state) if i else out[0]
         fixed.advance()
         torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("text", every(2, STACKS))
+def test_strays_on_a_gpu(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pretended one, by the kernels' references, over drafts, copies and sessions; beside the CPU, where none move."""
+    model, device = llama(num_hidden_layers=1), pretended(monkeypatch)
+    script = [part(kind, 2, n, n) for kind, n in (("prompt", 40), ("decode", 26), ("prompt", 3), ("decode", 14))]
+    script[0].mask[1, :7] = script[2].mask[1, :1] = 0
+    monkeypatch.setattr("kvengine.strays.emptied", lambda *_: None)
+    with kvengine.patched(model, text):
+        want = plain(model, script)
+    monkeypatch.setattr("kvengine.strays.emptied", lambda counts, *_: counts > 0)
+    with device, kvengine.patched(there(model), text):
+        lifted = [replace(one, ids=there(one.ids), mask=there(one.mask)) for one in script]
+        found = [x.cpu() for x in Detours(model, Random(1), tmp_path, chunks=False).live(lifted)]
+    for one, a, b in zip(script, found, want, strict=True):
+        torch.testing.assert_close(a[one.mask.bool()], b[one.mask.bool()], rtol=0, atol=1e-3)
 
 
 def test_streaming_and_selections_have_none() -> None:
