@@ -115,7 +115,7 @@ def shed(pages: Pages, fresh: Callable[[], Pool]) -> bool:
     if numbers:
         table, used = pages._table, torch.tensor(numbers, device=pages._table.device)
         at = pages.pool.put(old.read(used))
-        pages.pool.stamps[at.cpu()] = old.stamps[numbers]  # the contents are what they were
+        pages.pool.stamps[at.cpu().numpy()] = old.stamps[numbers]  # the contents are what they were
         pages._table = torch.where(table < 0, table, at[torch.searchsorted(used, table.long())].to(table.dtype))
     pages.pool.written = old.written
     return True
