@@ -312,14 +312,25 @@ def test_a_recorded_step_knows_strays(text: str, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
 
 
-def test_streaming_and_selections_have_none() -> None:
-    """The former empties its pages whole; of the latter, what a query reads would depend on when tokens move."""
-    for text in (
-        "streaming(sinks=2, recent=20) + kivi(bits=4, group=8, residual=8)",
-        STACKS[4] + " + quest(budget=8, page=4)",
-    ):
-        bare = Bare(text, tokens=300)
-        bare.feed(60)
-        for _ in range(200):
-            bare.feed(1)
-        assert not lane_of(bare).tail.strays
+@pytest.mark.parametrize(
+    "text",
+    [
+        "streaming(sinks=2, recent=20) + kivi(bits=4, group=8, residual=8)",  # empties its pages whole
+        "elastic(budget=24, offset=-8) + kivi(bits=4, group=8, residual=8)",  # merges anew what every prompt leaves
+        STACKS[4] + " + quest(budget=8, page=4)",  # what a query reads would depend on when tokens move
+        STACKS[0] + " + host",
+        "h2o(budget=24) + turboquant(residual=8)",  # whose codes move as they are
+        STACKS[0] + " of latents",
+    ],
+)
+def test_who_has_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor waits for the device to know how many there could be."""
+    monkeypatch.setattr("kvengine.strays.emptied", lambda *_: pytest.fail("pages were counted"))
+    stack, latents = text.removesuffix(" of latents"), text.endswith("of latents")
+    bare = Bare(stack, tokens=300, dim=16)
+    if latents:
+        bare.v, bare.cache.inner = bare.k[..., :8], 8
+    bare.feed(60)
+    for _ in range(200):
+        bare.feed(1)
+    assert lane_of(bare).pages is not None and not lane_of(bare).tail.strays
