@@ -76,7 +76,7 @@ def part(lane: Holding) -> int:
 def bring_in(lane: Holding) -> None:
     """Move tokens from emptying pages to the tail, if that saves bytes. The host waits for the device once."""
     pages = lane.pages
-    if pages is None or not pages.columns or not can_stray(lane, pages):
+    if pages is None or not can_stray(lane, pages):
         return
     mine = strays(lane)
     counts = (pages.position >= 0).unflatten(1, (-1, pages.page)).sum(2).masked_fill_(pages.table < 0, 0)
@@ -106,7 +106,7 @@ def emptied(
     array([[ True, False, False,  True],
            [False,  True, False, False]])
     """
-    order = np.where(counts > 0, counts, np.iinfo(counts.dtype).max).argsort(1, kind="stable")
+    order = counts.argsort(1, kind="stable")
     n = np.take_along_axis(counts, order, 1)
     worth = (n > 0) & (n * token < page)
     upto = strays[:, None] + n.cumsum(1)
