@@ -29,12 +29,10 @@ if TYPE_CHECKING:
     from kvengine.pages import Pages
 
 
-def can_stray(lane: Holding) -> bool:
-    """Whether tokens leave pages so: they lie on the compute device, in codes, and the retention drops some while decoding."""
-    stack, retention, pages = lane.stack, lane.retention, lane.pages
-    judges = retention.decodes and not retention.merges and retention.ends is None
-    coded = not (stack.representation.by_slot or stack.representation.joint) and type(lane.tail) is Tail
-    if pages is None or not (stack.paged and judges and coded) or stack.selects:
+def can_stray(lane: Holding, pages: Pages) -> bool:
+    """Whether tokens leave them so, where the retention drops some while decoding: they lie on the compute device, in codes."""
+    retention, form = lane.retention, lane.stack.representation
+    if retention.merges or retention.ends is not None or form.by_slot or type(lane.tail) is not Tail:
         return False
     return pages.pool.per == 1 and on_device(pages.pool)
 
@@ -78,7 +76,7 @@ def part(lane: Holding) -> int:
 def bring_in(lane: Holding) -> None:
     """Move tokens from emptying pages to the tail, if that saves bytes. The host waits for the device to know."""
     pages = lane.pages
-    if pages is None or not pages.columns or not can_stray(lane):
+    if pages is None or not can_stray(lane, pages):
         return
     mine = strays(lane)
     counts = (pages.position >= 0).unflatten(1, (-1, pages.page)).sum(2).masked_fill_(pages.table < 0, 0)
@@ -108,7 +106,7 @@ def emptied(
     array([[ True, False, False,  True],
            [False,  True, False, False]])
     """
-    order = np.where(counts > 0, counts, np.iinfo(counts.dtype).max).argsort(1, kind="stable")
+    order = counts.argsort(1, kind="stable")
     n = np.take_along_axis(counts, order, 1)
     worth = (n > 0) & (n * token < page)
     upto = strays[:, None] + n.cumsum(1)

@@ -63,7 +63,7 @@ def anyhow(seed: int) -> Any:
     return emptied
 
 
-@pytest.mark.parametrize("padding", [0, 13], ids=["even", "ragged"])
+@pytest.mark.parametrize("padding", [0, 51], ids=["even", "ragged"])
 @pytest.mark.parametrize("stack", STACKS)
 def test_answers_are_those_of_pages_with_holes(stack: str, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever pages are given up; and if they are chosen, nothing takes more bytes for it."""
@@ -80,6 +80,20 @@ def test_answers_are_those_of_pages_with_holes(stack: str, padding: int, monkeyp
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
         assert tokens == same
     assert made[0][2] <= more
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_strays_are_in_the_models_dtype(stack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes are decoded in more than bfloat16 has, and rounded once."""
+    made = []
+    for choice in (anyhow(1), lambda *_: None):
+        monkeypatch.setattr("kvengine.strays.emptied", choice)
+        bare = Bare(stack, tokens=160)
+        bare.q, bare.k, bare.v = (x.bfloat16() for x in (bare.q, bare.k, bare.v))
+        made.append(torch.cat([bare.feed(60)[:, -1:], *(bare.feed(1) for _ in range(100))], 1))
+        assert {x.dtype for x in (bare.q, lane_of(bare).tail.k, lane_of(bare).tail.v)} == {torch.bfloat16}
+    found, want = (x.float() for x in made)
+    assert torch.cosine_similarity(found, want, dim=-1).median() > 0.9999
 
 
 def test_bytes_do_not_become_more_than_without_codes() -> None:
@@ -139,6 +153,39 @@ def test_as_many_bytes_are_saved_as_can_be(data: Any) -> None:
     assert (counts[found] > 0).all() and (counts[found] * token < page).all()
     width = max(int((have + (counts * found).sum(1)).max()), int(have.max()))
     assert found.sum() * page - rows * (width - have.max()) * token == want > 0
+
+
+@pytest.mark.parametrize("text", STACKS)
+def test_what_is_chosen_by_is_what_is_held(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of each page and those in the tail that are no longer open, and their bytes."""
+    bare, inner, asked = Bare(text, tokens=300), anyhow(1), []
+
+    def choosing(counts: np.ndarray, mine: np.ndarray, token: int, page: int) -> np.ndarray | None:
+        lane = lane_of(bare)
+        pages, tail = lane.pages, lane.tail
+        assert pages is not None
+        held = pages.position.reshape(len(counts), -1, lane.stack.page).tolist()
+        used = pages.table.tolist()
+        assert counts.tolist() == [
+            [sum(p >= 0 for p in one) if i >= 0 else 0 for one, i in zip(*row, strict=True)]
+            for row in zip(held, used, strict=True)
+        ]
+        oldest = lane.seen - lane.lengths[0][0]
+        assert mine.tolist() == [sum(0 <= p < oldest for p in row) for row in tail.position[:, tail.span].tolist()]
+        assert (token, page) == (tail.k[0, 0].nbytes + tail.v[0, 0].nbytes, pages.pool.page_bytes)
+        asked.append(mine.sum())
+        return inner(counts, mine, token, page)
+
+    monkeypatch.setattr("kvengine.strays.emptied", choosing)
+    bare.feed(60)
+    for _ in range(150):
+        bare.feed(1)
+    assert any(asked)
+
+
+def test_one_byte_is_saved() -> None:
+    assert strays.emptied(np.array([[1, 3]]), np.array([0]), token=1, page=2) is not None
+    assert strays.emptied(np.array([[2, 3]]), np.array([0]), token=1, page=2) is None
 
 
 def spoken(model: Any, rows: list[int], change: Any = None) -> Tensor:
@@ -247,7 +294,8 @@ def _anyhow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layers(text: str, padding: int) -> tuple[LayerCache, LayerCache, list[Tensor]]:
-    """Two alike that have read a prompt, and decoded until they have strays; and what they are fed."""
+    """Two alike that have read a prompt, and decoded until they have strays; and what they are fed. With padding, also of another
+    turn: then strays stand elsewhere in each row."""
     rng = torch.Generator().manual_seed(3)
     qkv = [torch.randn(2, h, 190, DIM, generator=rng) for h in (4, 2, 2)]
     made = []
@@ -256,8 +304,13 @@ def layers(text: str, padding: int) -> tuple[LayerCache, LayerCache, list[Tensor
         valid = None if not padding else torch.arange(61) >= torch.tensor([0, padding])[:, None]
         tell(cache, 0, 61, valid, 2)
         cache.forward(*(x[:, :, :61] for x in qkv), Call(0.25), valid)
-        for i in range(61, 120):
+        turn = 112 if padding else 120
+        for i in range(61, turn):
             cache.forward(*(x[:, :, i : i + 1] for x in qkv), Call(0.25))
+        if padding:
+            valid = torch.arange(8) >= torch.tensor([6, 0])[:, None]
+            tell(cache, turn, 120, valid, 2)
+            cache.forward(*(x[:, :, turn:120] for x in qkv), Call(0.25), valid)
         assert cache.parts[0].lane.tail.strays
         made.append(cache)
     return made[0], made[1], qkv
@@ -265,7 +318,7 @@ def layers(text: str, padding: int) -> tuple[LayerCache, LayerCache, list[Tensor
 
 @pytest.mark.usefixtures("_anyhow")
 @pytest.mark.parametrize("stop", [HOLD, 5, 0], ids=["none pauses", "one pauses", "one from the start"])
-@pytest.mark.parametrize("padding", [0, 13], ids=["even", "ragged"])
+@pytest.mark.parametrize("padding", [0, 51], ids=["even", "ragged"])
 @pytest.mark.parametrize("text", STACKS)
 def test_a_layer_held_still_keeps_its_strays(text: str, padding: int, stop: int) -> None:
     """Where they lie, while the oldest page of the open tokens is sealed; also those of a row that pauses."""
@@ -298,7 +351,7 @@ def test_a_layer_held_still_keeps_its_strays(text: str, padding: int, stop: int)
 def test_a_recorded_step_knows_strays(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a list of torch operations, replayed."""
     monkeypatch.setattr("kvengine.kernels.dispatch._best", lambda inputs, native: "reference")
-    eager, held, qkv = layers(text, 13)
+    eager, held, qkv = layers(text, 51)
     now, out = torch.tensor([held.seen]), []
     fixed = FixedLayer(held, HOLD, now)
     state, given = [now, *fixed.state()], [[x[:, :, i : i + 1].clone() for x in qkv] for i in range(120, 120 + HOLD)]
@@ -332,14 +385,25 @@ def test_strays_on_a_gpu(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(a[one.mask.bool()], b[one.mask.bool()], rtol=0, atol=1e-3)
 
 
-def test_streaming_and_selections_have_none() -> None:
-    """The former empties its pages whole; of the latter, what a query reads would depend on when tokens move."""
-    for text in (
-        "streaming(sinks=2, recent=20) + kivi(bits=4, group=8, residual=8)",
-        STACKS[4] + " + quest(budget=8, page=4)",
-    ):
-        bare = Bare(text, tokens=300)
-        bare.feed(60)
-        for _ in range(200):
-            bare.feed(1)
-        assert not lane_of(bare).tail.strays
+@pytest.mark.parametrize(
+    "text",
+    [
+        "streaming(sinks=2, recent=20) + kivi(bits=4, group=8, residual=8)",  # empties its pages whole
+        "elastic(budget=24, offset=-8) + kivi(bits=4, group=8, residual=8)",  # merges anew what every prompt leaves
+        STACKS[4] + " + quest(budget=8, page=4)",  # what a query reads would depend on when tokens move
+        STACKS[0] + " + host",
+        "h2o(budget=24) + turboquant(residual=8)",  # whose codes move as they are
+        STACKS[0] + " of latents",
+    ],
+)
+def test_who_has_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor waits for the device to know how many there could be."""
+    monkeypatch.setattr("kvengine.strays.emptied", lambda *_: pytest.fail("pages were counted"))
+    stack, latents = text.removesuffix(" of latents"), text.endswith("of latents")
+    bare = Bare(stack, tokens=300, dim=16)
+    if latents:
+        bare.v, bare.cache.inner = bare.k[..., :8], 8
+    bare.feed(60)
+    for _ in range(200):
+        bare.feed(1)
+    assert lane_of(bare).pages is not None and not lane_of(bare).tail.strays
