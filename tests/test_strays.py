@@ -263,7 +263,7 @@ def test_what_happens_to_a_cache_with_strays_leaves_no_trace(
     assert any(found)
 
 
-@pytest.mark.parametrize("text", STACKS)
+@pytest.mark.parametrize("text", every(2, STACKS))
 def test_rows_of_which_none_has_a_page_are_saved(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their columns were others', who are gone."""
     monkeypatch.setattr(
@@ -317,11 +317,10 @@ def layers(text: str, padding: int) -> tuple[LayerCache, LayerCache, list[Tensor
 
 
 @pytest.mark.usefixtures("_anyhow")
-@pytest.mark.parametrize("stop", [HOLD, 5, 0], ids=["none pauses", "one pauses", "one from the start"])
 @pytest.mark.parametrize("padding", [0, 51], ids=["even", "ragged"])
-@pytest.mark.parametrize("text", STACKS)
+@pytest.mark.parametrize(("text", "stop"), in_turn(STACKS, [HOLD, 5, 0], 3))
 def test_a_layer_held_still_keeps_its_strays(text: str, padding: int, stop: int) -> None:
-    """Where they lie, while the oldest page of the open tokens is sealed; also those of a row that pauses."""
+    """Where they lie, while the oldest page of the open tokens is sealed; also those of a row that pauses, if one does."""
     eager, held, qkv = layers(text, padding)
     now, paused = torch.tensor([held.seen]), torch.zeros(2, dtype=torch.bool)
     fixed, where = FixedLayer(held, HOLD, now), []
