@@ -74,7 +74,7 @@ class Beside:
 
     def describe(self, pages: Pages, units: Tensor | None, dim: int, dim_v: int) -> Described | Far | Fetched | None:
         joint = pages.joint
-        steady = pages.pool.per == 1 and all(type(x) is Flat and x.tier == "device" for x in pages.pool.shelves)
+        steady = pages.pool.per == 1 and pages.pool.on_device
         fields, rebuilt = pages.readable(units) if joint is None else pages.resident(units) if steady else None, None
         if fields is not None and joint is not None:
             if (reader := joint.reader()) is None:

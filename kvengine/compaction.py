@@ -17,14 +17,13 @@ from torch import Tensor
 
 from kvengine import answers
 from kvengine.kernels.compact import compact
-from kvengine.offload.placement import Flat
 from kvengine.pages import Pages, lay
 from kvengine.pool import Pool
 
 
 def can_merge(pages: Pages) -> bool:
     """Whether tokens can move among these pages: each is coded by itself, and all are on the compute device."""
-    return pages.representation.by_slot and pages.pool.per == 1 and on_device(pages.pool)
+    return pages.representation.by_slot and pages.pool.per == 1 and pages.pool.on_device
 
 
 def fill_up(pages: Pages, rows: Bool[Tensor, "row"] | None = None) -> None:
@@ -107,22 +106,18 @@ def shed(pages: Pages, fresh: Callable[[], Pool]) -> bool:
     Remembered states and copies keep theirs. What lies elsewhere stays: what is in use there was moved once already.
     """
     old, rows = pages.pool, len(pages.filled)
-    if 2 * rows * pages.columns >= old.pages or not on_device(old):
+    if 2 * rows * pages.columns >= old.pages or not old.on_device:
         return False
     numbers = sorted(set(pages.pages_in_use()))
-    pages.pool = fresh()
-    pages.pool.users.add(pages)
+    new = pages.pool = fresh()
+    new.users.add(pages)
     if numbers:
-        table, used = pages._table, torch.tensor(numbers, device=pages._table.device)
-        at = pages.pool.put(old.read(used))
-        pages.pool.stamps[at.cpu().numpy()] = old.stamps[numbers]  # the contents are what they were
-        pages._table = torch.where(table < 0, table, at[torch.searchsorted(used, table.long())].to(table.dtype))
-    pages.pool.written = old.written
+        used = torch.tensor(numbers, device=pages._table.device)
+        new.put(old.read(used))  # as pages 0, 1, 2 ...
+        new.stamps[: len(numbers)] = old.stamps[numbers]  # the contents are what they were
+        pages._table = pages.renumbered(used)
+    new.written = old.written
     return True
-
-
-def on_device(pool: Pool) -> bool:
-    return all(type(x) is Flat and x.tier == "device" for x in pool.shelves)
 
 
 def of(x: Tensor, n: int) -> Tensor:

@@ -103,6 +103,12 @@ class Pages(Readable):
         table = self.table.cpu().numpy()
         return np.where(table < 0, -1, self.pool.stamps[table])
 
+    def renumbered(self, used: Int[Tensor, "page"]) -> Int[Tensor, "row column"]:
+        """The table with page `used[i]` called `i`; `used` are those in use, in order."""
+        table = self._table.long()
+        place = torch.searchsorted(used, table.clamp(min=0)) if len(used) else table
+        return torch.where(table < 0, table, place).to(torch.int32)
+
     def pages_in_use(self) -> list[int]:
         table = self.table
         return table[table >= 0].tolist()

@@ -152,6 +152,11 @@ class Pool:
         return held
 
     @property
+    def on_device(self) -> bool:
+        """Whether all pages lie on the compute device, and stay."""
+        return all(type(x) is Flat and x.tier == "device" for x in self.shelves)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page, wherever it is."""
         return self.per * sum(shelf.piece_bytes for shelf in self.shelves)

@@ -246,7 +246,7 @@ class Prefix:
         tokens = ids[0].tolist()
         start = self.start_for(len(tokens))
         engines = cache.engines
-        whole = all(part.lane.whole for layer in engines for part in layer.parts)
+        whole = all(layer.parts and all(part.lane.whole for part in layer.parts) for layer in engines)
         held = engines and whole and cache.stack.reads_prompts_exactly
         if len(ids) != 1 or not held or cache.seen < len(tokens):
             raise CacheError(

@@ -201,7 +201,7 @@ class Writer:
     def pages(self, pages: Pages, pool: Pool) -> dict[str, Any]:
         """Only pages in use, numbered anew."""
         used = torch.tensor(sorted(set(pages.pages_in_use())), dtype=torch.long, device=pages.table.device)
-        own = {**{n: x for n, x in vars(pages).items() if n not in OUTSIDE[Pages]}, "_table": renumbered(pages, used)}
+        own = {**{n: x for n, x in vars(pages).items() if n not in OUTSIDE[Pages]}, "_table": pages.renumbered(used)}
         joint = pages.joint
         return {
             "own": self.value(own),
@@ -252,13 +252,6 @@ class Writer:
 def _folded(x: Tensor) -> Tensor:
     """As [head token dim], which the codec takes."""
     return x.reshape(1, -1, x.shape[-1])
-
-
-def renumbered(pages: Pages, used: Tensor) -> Tensor:
-    """The table with page `used[i]` called `i`."""
-    table = pages._table.long()
-    place = torch.searchsorted(used, table.clamp(min=0)) if len(used) else table
-    return torch.where(table < 0, table, place).to(torch.int32)
 
 
 class Reader:

@@ -2,7 +2,8 @@
 
 Codes that tokens share are not written again, as each time more would be lost, and a page of them takes its bytes for as long as
 it holds one token. So where tokens take fewer bytes as they are than their page does, they move to the tail as they were read
-there, and stay until they are dropped: what is held is not more than what the retention holds alone.
+there, and stay until they are dropped: what a row holds then takes no more than the retention alone would, but for the tail's
+room. Rows that differ share a width of the tail, see `emptied`.
 
     tail      strays | open tokens, the oldest of which are sealed
 
@@ -20,7 +21,6 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvengine import answers
-from kvengine.compaction import on_device
 from kvengine.tail import Tail
 from kvengine.tokens import pack, take
 
@@ -34,7 +34,7 @@ def can_stray(lane: Holding, pages: Pages) -> bool:
     retention, form = lane.retention, lane.stack.representation
     if retention.merges or retention.ends is not None or form.by_slot or type(lane.tail) is not Tail:
         return False
-    return pages.pool.per == 1 and on_device(pages.pool)
+    return pages.pool.per == 1 and pages.pool.on_device
 
 
 def strays(lane: Holding, later: int = 0) -> Bool[Tensor, "row slot"] | None:

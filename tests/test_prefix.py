@@ -355,6 +355,15 @@ def test_queries_that_a_policy_judges_by_are_computed(model: Any, tmp_path: Path
     reuse.store.close()
 
 
+def test_a_cache_that_has_read_nothing_is_refused(model: Any, tmp_path: Path) -> None:
+    """Of a prompt without tokens too."""
+    reuse = Prefix(model, stores.Store(stores.Files(tmp_path, sync="none")), chunk=16)
+    for length in (0, 20):
+        with pytest.raises(CacheError, match="only a prompt that the cache holds whole"):
+            reuse.keep(prompt(length), kvengine.EngineCache(model))
+    reuse.store.close()
+
+
 @pytest.mark.parametrize("more", ["", " + kivi(bits=4, group=16)", " + snapkv(budget=24, window=6)"])
 def test_heads_that_follow_two_rules_are_stored_together(model: Any, tmp_path: Path, more: str) -> None:
     """In their places, while the prompt is read: then every head has all of it. The chunks are those of a full cache."""

@@ -276,8 +276,7 @@ def test_rows_of_which_none_has_a_page_are_saved(text: str, tmp_path: Path, monk
             model(piece, cache=cache)
         while any(part.lane.lengths[0][0] != part.lane.stack.room for one in cache.engines for part in one.parts[:1]):
             model(ids[:, cache.seen : cache.seen + 1], cache=cache)
-            if cache.seen == 119:
-                pytest.skip("no page was sealed just now in all layers")
+            assert cache.seen < 119, "a page is sealed in all layers before the text ends"
         cache.batch_select_indices(torch.tensor([0]))
         saved.save(cache, tmp_path / "one.kv", model)
         other = saved.load(model, tmp_path / "one.kv")
