@@ -40,23 +40,23 @@ types: environment
 	$(BIN)/python -m mypy
 
 unit: environment
-	$(PYTEST) -n 2
+	$(PYTEST) -n 2 --dist worksteal
 
 test-slow: environment
-	$(PYTEST) -n 2 -m "slow and not gpu"
+	$(PYTEST) -n 2 --dist worksteal -m "slow and not gpu"
 
 test-gpu: environment
 	$(PYTEST) -m gpu
 
 test-shapes: environment
-	$(PYTEST) -n 2 --jaxtyping-packages=kvengine,support_types.checked
+	$(PYTEST) -n 2 --dist worksteal --jaxtyping-packages=kvengine,support_types.checked
 
 test-sanitised: environment
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sanitise.py tests/kernels -k "not triton"
 
 test-matrix: environment $(OLD)/.ready
-	OMP_NUM_THREADS=1 $(OLD)/bin/python -m pytest -n 2 -m "not gpu" $(EDGE)
-	$(PYTEST) -n 2 -m "not gpu" $(EDGE)
+	OMP_NUM_THREADS=1 $(OLD)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu" $(EDGE)
+	$(PYTEST) -n 2 --dist worksteal -m "not gpu" $(EDGE)
 
 docs: environment
 	$(BIN)/python docs/build.py

@@ -15,6 +15,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import support_random
 import torch
 
 from kvengine import memory
@@ -72,7 +73,7 @@ def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def same_numbers_in_any_order() -> None:
     """Tests run in random order; what torch draws must not depend on it."""
-    torch.manual_seed(0)
+    support_random.seed(0)
 
 
 @pytest.fixture(autouse=True)

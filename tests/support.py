@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+import support_random
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,7 +32,7 @@ SHAPE: dict[str, Any] = {
 
 
 def llama(seed: int = 0, **options: Any) -> Any:
-    torch.manual_seed(seed)
+    support_random.seed(seed)
     return LlamaForCausalLM(LlamaConfig(**(SHAPE | options))).eval()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
+import support_random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -40,7 +40,7 @@ def tiny_tokenizer(*, chat: bool = False, bos: bool = True) -> Any:
 
 def tiny_model(seed: int = 0) -> Any:
     """Two layers, grouped heads, random weights."""
-    torch.manual_seed(seed)
+    support_random.seed(seed)
     config = LlamaConfig(
         vocab_size=640,
         hidden_size=32,

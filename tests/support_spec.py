@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cache
 
+import support_random
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -132,7 +133,7 @@ def hashed_laws(vocab: int, seed: int, sharp: float = 1.5, base: Callable | None
 
 def llama(seed: int = 0, layers: int = 2, vocab: int = 64, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """A small random model whose greedy text does not settle into a loop at once."""
-    torch.manual_seed(seed)
+    support_random.seed(seed)
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.3, bos_token_id=None,

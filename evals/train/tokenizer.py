@@ -69,7 +69,8 @@ def corpus(seed: int = 0) -> list[str]:
 def build(pieces: int = 5120, seed: int = 0) -> PreTrainedTokenizerFast:
     """A byte-level BPE of `pieces` learnt pieces, with every digit group and hex pair as one token.
 
-    Returns a tokenizer that adds one BOS token; `decode(encode(text), skip_special_tokens=True) == text` for any text.
+    Returns a tokenizer that adds one BOS token. `decode(encode(text)) == BOS + text` for any text; without special tokens
+    the text alone comes back, if it names none of them or is encoded with `split_special_tokens=True`.
     """
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pretokens()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -20,7 +20,7 @@ from kvengine.evals.train.lists import common_words, frequent_words, variable_tr
 from kvengine.evals.train.presets import PRESETS, Preset, Stage
 from kvengine.evals.train.samples import IGNORE, Codec, number, word_key
 from kvengine.evals.train.text import haystack_sentences
-from kvengine.evals.train.tokenizer import build
+from kvengine.evals.train.tokenizer import BOS, build
 from kvengine.evals.train.train import LOG, Trainer, collate, draw_batch, losses
 
 MICRO = Preset(
@@ -41,10 +41,14 @@ def codec() -> Codec:
 
 
 @given(st.text())
+@example("<|pad|>")
+@example(" a<|bos|> <|eos|>\n")
 @settings(max_examples=100, deadline=None)
 def test_any_text_comes_back(text: str) -> None:
-    ids = tokenizer()(text).input_ids
-    assert ids[0] == tokenizer().bos_token_id and ids.count(tokenizer().bos_token_id) == 1
+    ids = tokenizer()(text).input_ids  # a special token's name is that token, as transformers reads text
+    assert ids[0] == tokenizer().bos_token_id and tokenizer().decode(ids) == BOS + text
+    ids = tokenizer()(text, split_special_tokens=True).input_ids
+    assert ids[0] == tokenizer().bos_token_id and not set(tokenizer().all_special_ids) & set(ids[1:])
     assert tokenizer().decode(ids, skip_special_tokens=True) == text
 
 

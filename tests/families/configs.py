@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import support_random
 import torch
 import transformers
 
@@ -337,7 +338,7 @@ def build(name: str, seed: int = 0) -> Any:
     options = {key: value for key, value in BASE.items() if key not in family.without} | family.options
     if family.attention is not None:
         options["attn_implementation"] = family.attention
-    torch.manual_seed(seed)
+    support_random.seed(seed)
     return model_class(model_class.config_class(**options)).float().eval()
 
 

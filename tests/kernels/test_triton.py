@@ -14,18 +14,30 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-SMALL = (
-    "merged or unseen or not_named or (softcap_and_sinks and not (False or 0.5 or True-None)) or survivors or dead_tokens "
-    "or as_the_loop or (matches_a_loop and (fetch or band-several or units-48-24 or all-32-8 or band-probes or causal-one "
-    "or later and not causal or sparse-odd)) or turned_codes or (own_spans and later) or far_apart "
-    "or (turned and pages) or some_at_a_time or (waiting and (2-torch or several)) or told or halves "
-    "or (of_the_cpu and duo and quest and kivi) or (minicpm3 and full)"
-)
-COMPILED = (
-    "(words_match and (4 or mixed or bfloat16) and not (forty or nine or turned-units)) "
-    "or (matches_a_loop and (33 and bfloat16-max or units-48-24)) "
-    "or (in_sixteen_bits and (bfloat16-96 or 47-torch.float16)) or (turned_codes and 3-72-0)"
-)
+SMALL = {
+    "models": (["test_interpreted_models.py"], "(of_the_cpu and duo and quest and kivi) or (minicpm3 and full)"),
+    "kernels": (
+        ["."],
+        "merged or unseen or not_named or (softcap_and_sinks and not (False or 0.5 or True-None)) or survivors or dead_tokens "
+        "or as_the_loop or (matches_a_loop and (fetch or band-several or units-48-24 or all-32-8 or band-probes or causal-one "
+        "or later and not causal or sparse-odd)) or turned_codes or (own_spans and later) or far_apart "
+        "or (turned and pages) or some_at_a_time or (waiting and (2-torch or several)) or told or halves",
+    ),
+}
+"""Files of this folder, and which of their tests: what the interpreter does in a minute."""
+COMPILED = {
+    "codes": (
+        ["test_words.py"],
+        "words_match and (4 or mixed or bfloat16) and not (forty or nine or turned-units or none or wide or more) "
+        "and not (width and (large or huge or small or many or but)) and not long",
+    ),
+    "others": (
+        ["test_lowrank_attention.py", "test_column_mass.py", "test_quantise.py"],
+        "(matches_a_loop and (33 and bfloat16-max or units-48-24)) "
+        "or (in_sixteen_bits and (bfloat16-96 or 47-torch.float16)) or (turned_codes and 3-72-0)",
+    ),
+}
+"""The same of what takes a minute to compile: `mixed_kernel` alone is 10 to 25 seconds for each page length and width."""
 SOME = {
     80: ["kivi, 4 bits", "bounds", "put a token"],
     86: ["latents, 128 heads", "turboquant, dim 512", "prompt, dim 512", "mass, dim 512"],  # which take most there
@@ -47,43 +59,46 @@ def as_written(pytestconfig: pytest.Config) -> None:
         pytest.skip("Triton compiles kernels as they are written, not what checks their signatures")
 
 
-def interpret(which: str) -> None:
-    """Run the tests of this folder that name the Triton backend, in a process where it is interpreted."""
+def interpret(files: list[str], which: str) -> None:
+    """Run the tests of these files that name the Triton backend, in a process where it is interpreted."""
     if importlib.metadata.version("triton") == "3.9.0":
         pytest.skip(
             "its interpreter makes integers of a truth value that is spread over a block, and takes none as a mask"
         )
-    run(which, {"TRITON_INTERPRET": "1"})
+    run(files, which, {"TRITON_INTERPRET": "1"})
 
 
-def run(which: str, how: dict[str, str]) -> None:
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE), "-k", which]
+def run(files: list[str], which: str, how: dict[str, str]) -> None:
+    where = [str(HERE / file) for file in files]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *where, "-k", which]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | how
     done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
 
 
-def test_interpreted_on_a_few_cases() -> None:
-    interpret(f"triton and ({SMALL})")
+@pytest.mark.parametrize("files, which", SMALL.values(), ids=SMALL)
+def test_interpreted_on_a_few_cases(files: list[str], which: str) -> None:
+    interpret(files, f"triton and ({which})")
 
 
 @pytest.mark.slow
 def test_interpreted_on_all_cases() -> None:
-    interpret("triton")
+    interpret(["."], "triton")
 
 
 @pytest.mark.usefixtures("as_written")
-def test_compiled_code_on_a_few_cases() -> None:
+@pytest.mark.parametrize("files, which", COMPILED.values(), ids=COMPILED)
+def test_compiled_code_on_a_few_cases(files: list[str], which: str) -> None:
     """What a GPU would run, on a CPU (`support_ptx`): inline assembly, layouts, waits for copies."""
-    run(f"triton and ({COMPILED})", {"TRITON_COMPILED": "90"})
+    run(files, f"triton and ({which})", {"TRITON_COMPILED": "90"})
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_written")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiled_code_on_all_cases(capability: int) -> None:
-    run("triton", {"TRITON_COMPILED": str(capability)})
+    run(["."], "triton", {"TRITON_COMPILED": str(capability)})
 
 
 @pytest.mark.usefixtures("as_written")
@@ -119,13 +134,9 @@ def compiles(capability: int, only: list[str] | None) -> None:
         ("kivi, 4 bits, groups of 128", "kivi_kernel", 1, 2 * 4 * 128 / 128, 0.48),
         ("turboquant, 4 bits", "words_kernel", 2, 2 * 2, 1.6),  # one scale for a key, one for a value
         ("turboquant, 4 bits, units of 16", "words_kernel", 2, 2 * 2, 1.6),
-        (
-            "zipcache, pages of 128",
-            "mixed_kernel",
-            0.5,
-            14 + 102.4 - 2 * 64,
-            1.0,
-        ),  # 3.2 bits; a turn of each width is a page
+        pytest.param(  # 3.2 bits; a turn of each width is a page
+            *("zipcache, pages of 128", "mixed_kernel", 0.5, 14 + 102.4 - 2 * 64, 1.0), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_codes_cost_few_instructions_for_their_bytes(

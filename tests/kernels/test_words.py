@@ -130,7 +130,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mixed, by width": {"salient": 0.6, "dim": 128, "dim_v": 128},
     "mixed, by width, long pages": {"salient": 0.6, "page": 128, **WIDE, "softcap": 2.0, "sinks": True},
     "mixed, by width, one salient": {"salient": 0.04, "page": 32, **WIDE, "query": 2, "seen": True, "window": 50},
-    "mixed, by width, one not salient": {"salient": 0.99, "page": 128, "dim": 128, "dim_v": 128, "heads": 8},
+    "mixed, by width, all but one salient": {"salient": 0.99, "page": 128, "dim": 128, "dim_v": 128, "heads": 8},
     "mixed, by width, many rows": {"salient": 0.6, "dim": 128, "dim_v": 128, "heads": 5, "query": 4, "seen": True},
     "mixed, more rows": {"salient": 0.6, "dim": 128, "dim_v": 128, "heads": 5, "query": 5, "seen": True},
     "mixed, by width, huge": {"salient": 0.5, **WIDE, "k_size": 1.2e4, "v_size": 1.2e4, "negative": True},
