@@ -68,15 +68,42 @@ def version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+def by_age(seen: Seen) -> tuple[Seen, Int[Tensor, "row token"] | None]:
+    """What a method sees at a prompt's end, oldest token first, and the slots in that order; None: they lie so.
+
+    A method may ask which tokens are neighbours, and whether strays have left their page must not matter to that.
+    """
+    if not (seen.jumbled and seen.prompt):
+        return seen, None
+    order = seen.position.argsort(dim=1, stable=True)
+    by_group, read = order[:, None].expand(-1, seen.queries.shape[1], -1), seen.read
+
+    def reading() -> tuple[Tensor, Tensor]:
+        k, v = (x.gather(1, order[..., None].expand(-1, -1, x.shape[2])) for x in read())
+        return k, v
+
+    found = replace(
+        seen, position=seen.position.gather(1, order), score=seen.score.gather(1, order), read=reading, jumbled=False,
+        mass=None if seen.mass is None else seen.mass.gather(2, by_group),
+        repeated=None if seen.repeated is None else seen.repeated.gather(1, order),
+    )  # fmt: skip
+    return found, order
+
+
+def by_slot(x: Tensor, order: Int[Tensor, "row token"] | None) -> Tensor:
+    return x if order is None else torch.empty_like(x).scatter_(1, order, x)
+
+
 def score(retention: Retention, seen: Seen) -> Float[Tensor, "row token"]:
     """`Retention.score`, of every slot. Raises PolicyError."""
+    seen, order = by_age(seen)
     lent = None if ours(type(retention).__module__) else Lent(retention, seen)
     found: Any = retention.score(seen if lent is None else lent.seen)
     if not isinstance(found, Tensor) or found.shape != seen.position.shape or not found.is_floating_point():
         raise refuse(retention, "score", found, f"floats {list(seen.position.shape)}, one for each slot")
     if lent is not None:
         lent.check("score")
-    return found
+    return by_slot(found, order)
 
 
 def numbers(retention: Retention, seen: Seen) -> None:
@@ -92,6 +119,7 @@ def numbers(retention: Retention, seen: Seen) -> None:
 
 def keep(retention: Retention, seen: Seen) -> Bool[Tensor, "row token"] | None:
     """`Retention.keep`, of every slot. Raises PolicyError."""
+    seen, order = by_age(seen)
     lent = None if ours(type(retention).__module__) else Lent(retention, seen)
     if lent is not None:
         numbers(retention, seen)
@@ -102,7 +130,7 @@ def keep(retention: Retention, seen: Seen) -> Bool[Tensor, "row token"] | None:
         raise refuse(retention, "keep", found, f"bool {list(seen.position.shape)}, one for each slot, or None")
     if lent is not None:
         lent.check("keep")
-    return found
+    return found if found is None else by_slot(found, order)
 
 
 def units(selection: Selection, found: Any, rows: int, most: int) -> Int[Tensor, "row chosen"] | None:

@@ -125,6 +125,8 @@ class Holding(Padded):
             if keep is not None:
                 self.pages.release()
             self.pack_pages(*self.tail.held(), None, self.tail.clean, idle)
+            if keep is not None and not self.stack.representation.joint:
+                self.tidy()
 
     def rebuild(
         self,
@@ -222,7 +224,9 @@ class Holding(Padded):
             rest, width = (back >= 0).sum(1), back.shape[1]
         even = bool((rest == width).all())
         kept = take(k, back), take(v, back), take(position, back, -1), take(score, back)
-        clean = even and (idle is None or bool((kept[2] >= 0).all()))  # a tail that stays may have holes
+        clean = (
+            even and old is None and (idle is None or bool((kept[2] >= 0).all()))
+        )  # a tail that stays may have holes
         self.tail.replace(*kept, clean, room + 2 * page)
         open_slots = rest if old is None else rest - (old & alive).sum(1)
         self.lengths = [(width, None)] if even and old is None else grouped(open_slots)
@@ -361,17 +365,16 @@ class Holding(Padded):
             return
         table, self.beside.refused = pages._table, False
         pages.release()
-        if shed(pages, self.new_pool):
+        if not self.stack.selects and len(pages):
+            if not self.stack.representation.lossless:
+                fill_up(pages)
+                bring_in(self)
+            elif float((pages.position >= 0).float().mean()) < 0.5:
+                self.rebuild(*self.everything(), keep=None)
+        if self.pages is pages and shed(pages, self.new_pool):
             self.pool = pages.pool
         if pages._table is not table or not pages.columns:
             self.beside.forget(self.tail)
-        if self.stack.selects or not len(pages):
-            return
-        if not self.stack.representation.lossless:
-            fill_up(pages)
-            bring_in(self)
-        elif float((pages.position >= 0).float().mean()) < 0.5:
-            self.rebuild(*self.everything(), keep=None)
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows (beam search, batch selection)."""

@@ -20,7 +20,7 @@ from kvengine.errors import CacheError
 from kvengine.kernels.column_peak import column_peak
 from kvengine.session import Call, Session
 from kvengine.text import Again
-from kvengine.tokens import pack, take
+from kvengine.tokens import in_order, pack, take
 
 if TYPE_CHECKING:
     from kvengine.cache import LayerCache, Stock
@@ -131,14 +131,14 @@ def note(
 ) -> None:
     """Write down what is paid to the chunk's tokens: of attention to the row's first ones, these, and what is fed."""
     known, start, count = (x.repeat_interleave(lane.heads) for x in (again.known, again.start, again.size))
-    slots = pack((position >= 0) & (score == 0))
+    slots = in_order(position.masked_fill(score != 0, -1))
     if bool((known > (slots >= 0).sum(1)).any()):
         raise CacheError(LOST.format(lane.stack))
     at = torch.arange(int(count.max()), device=q.device)
     column = (slots.shape[1] - known + start)[:, None] + at
     chunk = slots.gather(1, column.clamp(max=slots.shape[1] - 1)).masked_fill(at >= count[:, None], -1)
-    here = torch.arange(position.shape[1], device=q.device)
-    first = (position >= 0) & (position < lane.first[:, None] + again.sinks) & (here < chunk[:, :1])
+    begin = take(position, chunk[:, :1], -1)
+    first = (position >= 0) & (position < lane.first[:, None] + again.sinks) & (position < begin)
     index = torch.cat([pack(first), chunk], 1)
     keys = torch.cat([take(held, index).to(k.dtype), k], 1)
     slot = torch.arange(index.shape[1], keys.shape[1], device=q.device)

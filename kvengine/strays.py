@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def can_stray(lane: Holding, pages: Pages) -> bool:
-    """Whether tokens leave them so, where the retention drops some while decoding: they lie on the compute device, in codes."""
+    """Whether tokens leave them so, where the retention drops some: they lie on the compute device, in codes."""
     retention, form = lane.retention, lane.stack.representation
     if retention.merges or retention.ends is not None or form.by_slot or type(lane.tail) is not Tail:
         return False

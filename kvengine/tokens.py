@@ -30,6 +30,17 @@ def take(x: Tensor, index: Int[Tensor, "row chosen"], empty: int | float = 0) ->
     return taken(index, (x, empty))[0]
 
 
+def in_order(position: Int[Tensor, "row token"]) -> Int[Tensor, "row held"]:
+    """The slots of each row's tokens, oldest first, flush right; -1 before them in rows that hold fewer.
+
+    >>> in_order(torch.tensor([[7, -1, 3], [-1, 4, -1]])).tolist()
+    [[2, 0], [-1, 1]]
+    """
+    order = position.argsort(dim=1, stable=True)
+    index = pack(position.gather(1, order) >= 0)
+    return take(order, index, -1)
+
+
 def taken(index: Int[Tensor, "row chosen"], *these: tuple[Tensor, int | float]) -> list[Tensor]:
     """`take` for several tensors, each with what is `empty`."""
     at, none = index.clamp(min=0), index < 0

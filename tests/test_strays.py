@@ -37,6 +37,15 @@ STACKS = [
     "rkv(budget=20, buffer=7, window=4) + kivi(bits=4, group=8, residual=8)",
 ]
 
+TURNS = [
+    "snapkv(budget=24, window=4) + kivi(bits=4, group=8, residual=8)",
+    "chunkkv(budget=24, window=4, chunk=4) + zipcache(block=8)",
+    "adakv(budget=24, window=4) + kivi(bits=2, group=8, residual=0)",
+    "keydiff(budget=24, recent=4) + quantspec(group=8, residual=8)",
+    "kvzip(budget=0.4, chunk=16) + kivi(bits=4, group=8, residual=8)",
+]
+"""Those that judge at the end of a turn only."""
+
 
 def lane_of(bare: Bare) -> Lane:
     return bare.cache.parts[0].lane
@@ -82,6 +91,30 @@ def test_answers_are_those_of_pages_with_holes(stack: str, padding: int, monkeyp
     assert made[0][2] <= more
 
 
+@pytest.mark.parametrize("padding", [0, 51], ids=["even", "ragged"])
+@pytest.mark.parametrize("stack", [*TURNS, *every(2, STACKS)])
+def test_verdicts_of_later_turns_are_those_of_pages_with_holes(
+    stack: str, padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies where, neighbours are those in the text."""
+    valid = torch.arange(60) >= torch.tensor([0, padding])[:, None]
+    made: list[Any] = []
+    for choice in (strays.emptied, anyhow(1), anyhow(2), lambda *_: None):
+        monkeypatch.setattr("kvengine.strays.emptied", choice)
+        bare, out, some = Bare(stack, rows=2, tokens=300), [], list[bool]()
+        for turn, n in enumerate([60, 25, 7, 40, 30]):
+            late = torch.arange(n) >= torch.tensor([0, n // 2 if padding else 0])[:, None]
+            out.append(bare.feed(n, late if turn else valid)[:, -1:])
+            out += [bare.feed(1) for _ in range(15)]
+            some.append(lane_of(bare).tail.strays)
+        made.append((torch.cat(out, 1), positions(bare.cache), any(some)))
+    *_, (want, same, never) = made
+    for got, tokens, _ in made:
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert tokens == same
+    assert made[1][2] and made[2][2] and not never
+
+
 @pytest.mark.parametrize("stack", STACKS)
 def test_strays_are_in_the_models_dtype(stack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes are decoded in more than bfloat16 has, and rounded once."""
@@ -109,6 +142,20 @@ def test_bytes_do_not_become_more_than_without_codes() -> None:
             if lane_of(coded).lengths == [(0, None)]:
                 most = max(most, nbytes(coded))
         assert most <= 1.05 * nbytes(plain), retention
+
+
+@pytest.mark.parametrize("retention", ["snapkv(budget=96)", "chunkkv(budget=96)", "keydiff(budget=96)"])
+def test_bytes_do_not_become_more_from_turn_to_turn(retention: str) -> None:
+    coded, plain = (
+        Bare(f"{retention}{form}", heads=1, dim=32, tokens=2000)
+        for form in (" + kivi(bits=4, group=16, residual=0)", "")
+    )
+    for _ in range(12):
+        for one in (coded, plain):
+            one.feed(150)
+        room = lane_of(coded).lengths[0][0] * 2 * 32 * 4
+        assert nbytes(coded) - room <= nbytes(plain)
+        assert lane_of(coded).pages.pool.pages <= 2 * lane_of(coded).pages.columns  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -206,7 +253,7 @@ def spoken(model: Any, rows: list[int], change: Any = None) -> Tensor:
     return torch.stack(out, 1)
 
 
-@pytest.mark.parametrize("text", every(2, STACKS))
+@pytest.mark.parametrize("text", [*every(2, STACKS), *every(2, TURNS)])
 def test_a_row_is_as_alone(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a turn in which rows have little or nothing to say, whatever tokens move when."""
     model = kvengine.patch(llama(), text).double()

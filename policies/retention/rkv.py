@@ -32,7 +32,7 @@ from kvengine.errors import PolicyError
 from kvengine.kernels.best_tokens import best_tokens
 from kvengine.policies._budget import Budget, check_budget, check_count, check_share
 from kvengine.policies.retention import Retention, Seen
-from kvengine.tokens import pack, take
+from kvengine.tokens import in_order, pack, take
 
 BLOCK, SPAN = 512, 1024  # tokens that are compared at once: the newer ones, and those that look for a likeness
 
@@ -111,17 +111,6 @@ class RKV(Retention):
         index = in_order(seen.position)  # neighbours may share a score: the newer one stays, wherever it lies
         want = take(seen.score.masked_fill(seen.recent(self.window), float("inf")), index, float("-inf"))
         return put_back(best_tokens(want, seen.count(self.budget)), index, seen.position)
-
-
-def in_order(position: Int[Tensor, "row token"]) -> Int[Tensor, "row held"]:
-    """The slots of each row's tokens, oldest first, flush right; -1 before them in rows that hold fewer.
-
-    >>> in_order(torch.tensor([[7, -1, 3], [-1, 4, -1]])).tolist()
-    [[2, 0], [-1, 1]]
-    """
-    order = position.argsort(dim=1, stable=True)
-    index = pack(position.gather(1, order) >= 0)
-    return take(order, index, -1)
 
 
 def put_back(
