@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvengine.evals.aggregate import CellResult
 from kvengine.evals.records import Row
-from kvengine.evals.tables import by_policy, cost, policy_means, unique
+from kvengine.evals.tables import by_policy, cost, mean_scores, unique
 
 COSTS = {
     "bytes_held": "bytes held (KiB)",
@@ -55,11 +55,6 @@ def line(at: int, role: str) -> dict[str, Any]:
 def shown(policy: str, most: int = 46) -> str:
     """A policy's name, cut in the middle if long."""
     return policy if len(policy) <= most else policy[: most // 2] + "…" + policy[-most // 2 :]
-
-
-def mean_scores(found: list[CellResult]) -> dict[str, float]:
-    """Mean by policy over the tasks that can tell policies apart (over all, if none can), in percent."""
-    return policy_means(found, usable_only=True) or policy_means(found)
 
 
 def spent(mine: list[CellResult], name: str) -> float | None:

@@ -82,7 +82,7 @@ def arms(policies: list[str], *, ceiling: bool = True, oracle: bool = True, spre
     is kept as refused, and of those that nobody spelled (`spread`) any that cannot be.
     """
     if not policies:
-        raise EvaluationError('no policy given: try --policies "full;streaming(budget=512)"')
+        raise EvaluationError('no policy given: try --policies "full;streaming(recent=512)"')
     asked = [_arm(policy, "policy", spread) for policy in policies]
     first = [_arm("full", "ceiling")] if ceiling and not any(is_ceiling(arm) for arm in asked) else []
     found = [*first, *(replace(arm, role=role(arm)) for arm in asked)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import re
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from kvengine.errors import EvaluationError
-from kvengine.evals import compare, page, peers, plots, report, ruler_summary, tables
+from kvengine.evals import compare, drive, page, peers, plots, report, ruler_summary, tables
 from kvengine.evals.aggregate import cells, current, overall
 from kvengine.evals.records import Row
 from kvengine.evals.tasks import catalogue
@@ -353,6 +355,21 @@ def test_a_cost_that_was_not_measured_says_so() -> None:
     axes = plots.pareto(cells(rows)).axes
     assert [bool(ax.texts and "not measured" in ax.texts[0].get_text()) for ax in axes] == [False, False, True, True]
     assert plots.svg(plots.pareto(cells(rows))).startswith("<svg")
+
+
+def test_the_terminal_leaves_tasks_that_tell_nothing_out_of_its_score() -> None:
+    """It was a mean over all of them, beside a sentence that judged by the others."""
+    rows = [
+        row(task, policy, i, float(task == "easy"))
+        for task in ("easy", "hard")
+        for policy in ("full", "less")
+        for i in range(4)
+    ]
+    for chosen, score in ((rows, "100.0"), (rows[8:], "0.0")):  # of none that tells, all count
+        console = Console(file=io.StringIO(), width=120, force_terminal=False)
+        drive.summarise(cells(chosen), console)
+        lines = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+        assert [line[1] for line in lines if line[:1] in (["full"], ["less"])] == [score, score]
 
 
 def test_a_failure_of_every_policy_is_one_line() -> None:
