@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from kvengine.evals.aggregate import CellResult
 from kvengine.evals.records import Row
@@ -84,6 +84,9 @@ def pareto(found: list[CellResult]) -> Figure:
         _scatter(ax, roles, points)
         ax.set(xlabel=COSTS[name], ylabel="mean score (%)", xscale="log", ylim=(-4, 109), yticks=range(0, 101, 20))
         ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        low, high = ax.get_xlim()
+        if sum(low <= tick <= high for tick in ax.get_xticks()) < 2:  # all cost about the same: one number is no scale
+            ax.xaxis.set_major_locator(MaxNLocator(4))
         ax.xaxis.set_major_formatter("{x:g}")
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.grid(alpha=0.3)

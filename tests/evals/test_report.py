@@ -350,6 +350,17 @@ def test_the_oracle_is_not_on_the_line_of_the_best() -> None:
     assert [text.get_text() for text in held.texts] == ["less"]
 
 
+@pytest.mark.parametrize("apart", [1.0, 1.02, 1.7, 30.0])
+def test_every_axis_of_costs_has_a_scale(apart: float) -> None:
+    """Where all policies cost about the same, one number stood under the picture, or none."""
+    rows = [
+        row("easy", name, 0, 1.0, ttft=0.93 * times, bytes_held=3e5) for name, times in (("full", 1), ("less", apart))
+    ]
+    for ax in plots.pareto(cells(rows)).axes:
+        low, high = ax.get_xlim()
+        assert sum(low <= tick <= high for tick in ax.get_xticks()) >= 2
+
+
 def test_a_cost_that_was_not_measured_says_so() -> None:
     rows = [row("easy", "full", 0, 1.0, ttft=None, tokens_per_s=None, decode=None, bytes_held=9, read_per_token=9)]
     axes = plots.pareto(cells(rows)).axes
