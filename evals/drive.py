@@ -177,7 +177,7 @@ def summarise(found: list[CellResult], console: Console) -> None:
     """Scores and costs, for the terminal."""
     for suite, length, mode in tables.unique((cell.suite, cell.length, cell.mode) for cell in found):
         chosen = [cell for cell in found if (cell.suite, cell.length, cell.mode) == (suite, length, mode)]
-        means = {policy: tables.figure(mean) for policy, mean in tables.policy_means(chosen).items()}
+        means = {policy: tables.figure(mean) for policy, mean in tables.mean_scores(chosen).items()}
         losses = {cell.policy: tables.loss(cell) for cell in chosen if cell.metric == "nll"}
         head = ["NLL" if losses else "score", "attended", "held", "read/token", "first token s", "tokens/s"]
         rows = []

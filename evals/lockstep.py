@@ -99,6 +99,7 @@ def play(asking: Asking, session: Rows, scripts: list[Script]) -> Iterator[list[
                 ttft=None,
                 decode=None,
                 usage=usage,
+                first=not ids,
             )
             for (new, usage), ids, one in zip(said, asked, scripts, strict=True)
         ]

@@ -14,11 +14,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from kvengine.evals.aggregate import CellResult
 from kvengine.evals.records import Row
-from kvengine.evals.tables import by_policy, cost, policy_means, unique
+from kvengine.evals.tables import by_policy, cost, mean_scores, unique
 
 COSTS = {
     "bytes_held": "bytes held (KiB)",
@@ -57,11 +57,6 @@ def shown(policy: str, most: int = 46) -> str:
     return policy if len(policy) <= most else policy[: most // 2] + "…" + policy[-most // 2 :]
 
 
-def mean_scores(found: list[CellResult]) -> dict[str, float]:
-    """Mean by policy over the tasks that can tell policies apart (over all, if none can), in percent."""
-    return policy_means(found, usable_only=True) or policy_means(found)
-
-
 def spent(mine: list[CellResult], name: str) -> float | None:
     """One of `COSTS` over a policy's cells, in the unit of its label."""
     if name == "per_token":
@@ -89,6 +84,9 @@ def pareto(found: list[CellResult]) -> Figure:
         _scatter(ax, roles, points)
         ax.set(xlabel=COSTS[name], ylabel="mean score (%)", xscale="log", ylim=(-4, 109), yticks=range(0, 101, 20))
         ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        low, high = ax.get_xlim()
+        if sum(low <= tick <= high for tick in ax.get_xticks()) < 2:  # all cost about the same: one number is no scale
+            ax.xaxis.set_major_locator(MaxNLocator(4))
         ax.xaxis.set_major_formatter("{x:g}")
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.grid(alpha=0.3)

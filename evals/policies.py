@@ -82,7 +82,7 @@ def arms(policies: list[str], *, ceiling: bool = True, oracle: bool = True, spre
     is kept as refused, and of those that nobody spelled (`spread`) any that cannot be.
     """
     if not policies:
-        raise EvaluationError('no policy given: try --policies "full;streaming(budget=512)"')
+        raise EvaluationError('no policy given: try --policies "full;streaming(recent=512)"')
     asked = [_arm(policy, "policy", spread) for policy in policies]
     first = [_arm("full", "ceiling")] if ceiling and not any(is_ceiling(arm) for arm in asked) else []
     found = [*first, *(replace(arm, role=role(arm)) for arm in asked)]
@@ -127,15 +127,16 @@ def code_of(stack: Any) -> str:
     """Hash of what the files of a stack's methods say, and of the heads that a pattern names.
 
     A method outside of the package may lean on files beside it whose names begin with an underscore: they count too.
+    What counts is what they said when they were loaded, as that is what runs.
     """
-    from kvengine.policies import ours
+    from kvengine.policies import ours, sources
 
     found = hashlib.sha256()
     for policy in (getattr(stack, axis.name) for axis in fields(stack)):
-        module = type(policy).__module__
-        file = Path(getattr(sys.modules[module], "__file__", None) or "")
-        for one in [file] if ours(module) else [file, *sorted(file.parent.glob("_*.py"))]:
-            found.update(meaning(one.read_text(encoding="utf-8")).encode() if one.is_file() else b"")
+        module = sys.modules[type(policy).__module__]
+        file = Path(getattr(module, "__file__", None) or "")
+        for text in [file.read_text("utf-8")] if ours(module.__name__) else sources(module).values():
+            found.update(meaning(text).encode())
         found.update(repr(getattr(policy, "alpha", "")).encode() if getattr(policy, "pattern", "") else b"")
     return found.hexdigest()[:16]
 

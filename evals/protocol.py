@@ -35,6 +35,13 @@ class Answer:
     decode: float | None
     usage: Usage
     nll: float | None = None
+    first: bool = False  # nothing was read between the prompt and the answer
+
+    @property
+    def tells_reads(self) -> bool:
+        """Whether the last pass was one under the selection. A prompt's own, whose attention is exact, says nothing of what a
+        decoded token reads."""
+        return not self.first or self.tokens > (self.finish != "stop")  # what ends an answer at its length is not read
 
 
 def alone(sample: Sample) -> list[Sample]:
@@ -46,11 +53,12 @@ def alone(sample: Sample) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What was read for a turn: tokens, whether the middle was cut out, and when it began."""
+    """What was read for a turn: tokens, whether the middle was cut out, when it began, and whether it was the prompt alone."""
 
     tokens: int
     truncated: bool
     start: float
+    first: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +86,7 @@ class Protocol:
                 ids = self.prompter.follow(before, turn, most)
             logits = session.read(ids)
             session.follow_up()
-            asked = Asked(len(ids), not index and len(ids) < len(whole), start)
+            asked = Asked(len(ids), not index and len(ids) < len(whole), start, not index)
             last = index == len(sample.turns) - 1
             answer = self._answer(session if last else session.branch(), logits, turn, asked)
             before, most = (turn.answers[0], None) if self.golden else (answer.text, turn.max_new_tokens)
@@ -96,7 +104,7 @@ class Protocol:
             start = time.perf_counter() - prefill  # each request is charged the context it needs
             ids = self.prompter.asked(turn)
             found = branch.read(ids) if ids else logits
-            asked = Asked(len(context) + len(ids), len(context) < len(whole), start)
+            asked = Asked(len(context) + len(ids), len(context) < len(whole), start, not ids)
             yield self._answer(branch, found, turn, asked)
 
     def cut(self, ids: list[int]) -> list[int]:
@@ -116,6 +124,7 @@ class Protocol:
             ttft=ttft,
             decode=decode,
             usage=session.usage(),
+            first=asked.first,
         )
 
     def _forced(self, session: Session, logits: Tensor, turn: Turn, asked: Asked) -> Answer:
@@ -134,6 +143,7 @@ class Protocol:
             decode=time.perf_counter() - start,
             usage=session.usage(),
             nll=float(nll),
+            first=asked.first,
         )
 
 

@@ -175,6 +175,11 @@ def policy_means(found: list[CellResult], *, usable_only: bool = False) -> dict[
     return {at[0]: 100 * value for at, value in overall(found, usable_only).items()}
 
 
+def mean_scores(found: list[CellResult]) -> dict[str, float]:
+    """Mean by policy over the tasks that can tell policies apart (over all, if none can), in percent."""
+    return policy_means(found, usable_only=True) or policy_means(found)
+
+
 def _marked(cell: CellResult | None) -> str:
     return "–" if cell is None else score_text(cell) + (" †" if cell.flag == "not discriminative" else "")
 

@@ -4,7 +4,7 @@
 
     curl --data-binary @report.txt localhost:8000/documents            {"id": "3f…", "tokens": 8123, "stored": true}
     curl -d '{"question": "Who won?"}' localhost:8000/documents/3f…/questions
-    curl -X DELETE localhost:8000/documents/3f…                        its text, and what was computed of it
+    curl -X DELETE localhost:8000/documents/3f…                        its text, and what was computed of it alone
     curl localhost:8000/health
 
 Keys and values of a document go to a store, in chunks. A question fetches them, enters them into a cache under the policy
@@ -71,9 +71,8 @@ class Library:
     lock: threading.Lock = field(default_factory=threading.Lock)
     failed: dict[str, None] = field(default_factory=dict)  # what went wrong with the store, the newest last
     control: frozenset[int] = field(init=False)  # tokens that must not come from a client's text
-    max_characters: int = field(
-        init=False
-    )  # what `max_tokens` of the longest tokens spell: counting those of more takes seconds
+    # what `max_tokens` of the longest tokens spell: counting those of more takes seconds
+    max_characters: int = field(init=False)
 
     def __post_init__(self) -> None:
         names = self.tokenizer
@@ -165,28 +164,34 @@ class Library:
         return body.decode("utf-8-sig")
 
     def delete(self, name: str) -> dict[str, Any]:
-        """Forget a document: its text, and what was computed of it. Raises HTTPException 404 or 503."""
+        """Forget a document: its text, and what was computed of it alone. Raises HTTPException 404 or 503."""
         file = self.folder / f"{name}.txt"
         with self.lock:
             try:
-                ids = self.read(self.text(name), begins=True)
+                text = self.text(name)
             except HTTPException as error:
                 if error.status_code != 500:
                     raise
                 file.unlink()  # damaged: only the text would tell where the store has what was computed of it
-                return {
-                    "id": name,
-                    "deleted": True,
-                    "chunks": 0,
-                    "warning": "its text was damaged: the store keeps its chunks",
-                }
-            keys = self.prefix.keys(ids)
+                told = "its text was damaged: the store keeps its chunks"
+                return {"id": name, "deleted": True, "chunks": 0, "warning": told}
+            ids, others = self.read(text, begins=True), self.others(name, text)
+            keys, every = (self.prefix.keys(ids, beside=both) for both in (False, True))
             failures = self.failures
-            gone = self.prefix.store.delete(self.prefix.keys(ids, beside=True))[: len(keys)]
+            gone = self.prefix.store.delete([key for key in every if key not in others])
             if self.failures > failures:  # the text stays, as without it nobody knows what is to go
                 raise HTTPException(503, "the store cannot be reached and has what was computed of it; DELETE it again")
             file.unlink()
-        return {"id": name, "deleted": True, "chunks": sum(gone)}
+        return {"id": name, "deleted": True, "chunks": sum(gone[: len(set(keys) - others)])}
+
+    def others(self, name: str, text: str) -> set[str]:
+        """Keys of what was computed of documents that begin as this text does: they share chunks with it."""
+        found: set[str] = set()
+        for other in {file.stem for file in self.folder.glob("*.txt")} - {name}:
+            with contextlib.suppress(HTTPException):  # damaged, or no document
+                if (whole := self.text(other)).startswith(text[:64]):  # no chunk has fewer characters
+                    found.update(self.prefix.keys(self.read(whole, begins=True), beside=True))
+        return found
 
     def problems(self) -> list[str]:
         """The last five things that went wrong with the store, each once. Who asks again is told again."""
@@ -210,9 +215,8 @@ class Library:
         kept = store.lookup(keys, self.prefix.timeout)
         if kept == len(keys):
             return {"stored": True}
-        why = (
-            "cannot be reached or takes no more (see /health)" if down else f"keeps {kept} of {len(keys)} chunks of it"
-        )
+        had = f"keeps {kept} of {len(keys)} chunks of it"
+        why = "cannot be reached or takes no more (see /health)" if down else had
         return {"stored": False, "warning": f"the store {why}; questions work, and the rest is computed for each"}
 
     def ask(self, name: str, question: str, most: int, gone: threading.Event | None = None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import re
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from kvengine.errors import EvaluationError
-from kvengine.evals import compare, page, peers, plots, report, ruler_summary, tables
+from kvengine.evals import compare, drive, page, peers, plots, report, ruler_summary, tables
 from kvengine.evals.aggregate import cells, current, overall
 from kvengine.evals.records import Row
 from kvengine.evals.tasks import catalogue
@@ -348,11 +350,37 @@ def test_the_oracle_is_not_on_the_line_of_the_best() -> None:
     assert [text.get_text() for text in held.texts] == ["less"]
 
 
+@pytest.mark.parametrize("apart", [1.0, 1.02, 1.7, 30.0])
+def test_every_axis_of_costs_has_a_scale(apart: float) -> None:
+    """Where all policies cost about the same, one number stood under the picture, or none."""
+    rows = [
+        row("easy", name, 0, 1.0, ttft=0.93 * times, bytes_held=3e5) for name, times in (("full", 1), ("less", apart))
+    ]
+    for ax in plots.pareto(cells(rows)).axes:
+        low, high = ax.get_xlim()
+        assert sum(low <= tick <= high for tick in ax.get_xticks()) >= 2
+
+
 def test_a_cost_that_was_not_measured_says_so() -> None:
     rows = [row("easy", "full", 0, 1.0, ttft=None, tokens_per_s=None, decode=None, bytes_held=9, read_per_token=9)]
     axes = plots.pareto(cells(rows)).axes
     assert [bool(ax.texts and "not measured" in ax.texts[0].get_text()) for ax in axes] == [False, False, True, True]
     assert plots.svg(plots.pareto(cells(rows))).startswith("<svg")
+
+
+def test_the_terminal_leaves_tasks_that_tell_nothing_out_of_its_score() -> None:
+    """It was a mean over all of them, beside a sentence that judged by the others."""
+    rows = [
+        row(task, policy, i, float(task == "easy"))
+        for task in ("easy", "hard")
+        for policy in ("full", "less")
+        for i in range(4)
+    ]
+    for chosen, score in ((rows, "100.0"), (rows[8:], "0.0")):  # of none that tells, all count
+        console = Console(file=io.StringIO(), width=120, force_terminal=False)
+        drive.summarise(cells(chosen), console)
+        lines = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+        assert [line[1] for line in lines if line[:1] in (["full"], ["less"])] == [score, score]
 
 
 def test_a_failure_of_every_policy_is_one_line() -> None:

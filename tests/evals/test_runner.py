@@ -620,6 +620,14 @@ def test_policies_split_at_commas_outside_brackets() -> None:
     assert split(text) == ["full", "snapkv(budget=0.25, window=16)+kivi(bits=4)", "duo(pattern='a,b;c')"]
 
 
+def test_the_policies_that_a_message_proposes_can_be_had() -> None:
+    """It proposed a streaming(budget=512), and streaming has no budget."""
+    with pytest.raises(EvaluationError, match="no policy given") as told:
+        arms([])
+    (proposed,) = re.findall('"(.*)"', str(told.value))
+    assert [arm.refused for arm in arms(split(proposed), oracle=False)] == [None, None]
+
+
 def test_the_ceiling_comes_first_and_an_oracle_per_budget_last() -> None:
     found = arms(["quest(budget=256)", "snapkv(budget=256)", "h2o(budget=0.5)"])
     assert [arm.policy for arm in found] == [

@@ -126,6 +126,23 @@ def test_documents_are_counted_and_can_be_deleted(served: Served, monkeypatch: p
     assert client("/documents", document("too many"))[0] == 201
 
 
+def test_what_documents_share_goes_with_the_last_of_them(served: Served) -> None:
+    """Two versions of a report begin alike. When one was deleted, every question on the other computed all of it anew."""
+    client, library, _ = served
+    text, chunk = document("shared"), library.prefix.chunk
+    made, longer = (client("/documents", body)[1] for body in (text, text + b" The sky is blue." * chunk))
+    assert longer["already_known"] == made["tokens"] // chunk * chunk > 0
+    (library.folder / "notes.txt").write_bytes(text)  # is no document
+    values = library.prefix.store.usage()["values"]
+    status, gone = client(f"/documents/{longer['id']}", method="DELETE")
+    assert status == 200 and gone["chunks"] == longer["tokens"] // chunk - made["tokens"] // chunk > 0
+    assert library.prefix.store.usage()["values"] == values - gone["chunks"]
+    assert client(f"/documents/{made['id']}/questions", QUESTION)[1]["reused_tokens"] == longer["already_known"]
+    gone = client(f"/documents/{made['id']}", method="DELETE")[1]
+    assert gone["chunks"] == made["tokens"] // chunk
+    (library.folder / "notes.txt").unlink()
+
+
 def test_a_document_is_kept_until_the_store_has_deleted_what_was_computed_of_it(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from layout import ROOT
 from support import llama
 
 import kvengine
 from kvengine import policies
-from kvengine.errors import CacheError, PolicyError
+from kvengine.errors import CacheError, PolicyError, UnknownPolicy
+from kvengine.evals.policies import arms
 from kvengine.policies import ours
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.representation import Representation
@@ -179,11 +181,16 @@ class Newest(Retention):
 """
 
 
+def keep_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    for axis in policies.AXES:
+        package = policies.package(axis)
+        monkeypatch.setattr(package, "__path__", list(package.__path__))
+
+
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the policy `own_newest`, which the environment names; forgotten afterwards."""
-    package = sys.modules["kvengine.policies.retention"]
-    monkeypatch.setattr(package, "__path__", list(package.__path__))
+    keep_paths(monkeypatch)
     monkeypatch.setenv("KVENGINE_POLICIES", str(tmp_path))
     (tmp_path / "retention").mkdir()
     (tmp_path / "retention" / "own_newest.py").write_text(SOURCE)
@@ -219,11 +226,48 @@ def test_a_folder_without_policies_is_told(tmp_path: Path, monkeypatch: pytest.M
     ("", "must hold one public class derived from Retention, has none"),
     (SOURCE + SOURCE.replace("Newest", "Other"), "has Newest, Other"),
     (SOURCE.replace("@dataclass(frozen=True)\n", ""), r"Newest in .*own_newest\.py is no dataclass"),
+    (SOURCE.replace("keep", "kepe"), r"Newest defines nothing that a Retention has.*may have .*decodes.*keep.*score"),
 ])  # fmt: skip
 def test_a_file_that_is_no_policy_is_told(elsewhere: Path, source: str, message: str) -> None:
     (elsewhere / "retention" / "own_newest.py").write_text(source)
     with pytest.raises(PolicyError, match=message):
         kvengine.Stack.parse("own_newest")
+
+
+@pytest.mark.parametrize("axis", ["retention", "selection"])
+def test_a_name_of_the_tree_is_refused_in_a_folder_of_ones_own(elsewhere: Path, axis: str) -> None:
+    """A changed copy of a method beside the method: the package's ran, and nobody said so."""
+    (elsewhere / axis).mkdir(exist_ok=True)
+    (elsewhere / axis / "snapkv.py").write_text(SOURCE)
+    with pytest.raises(UnknownPolicy, match="'snapkv' is .*; rename one"):
+        kvengine.Stack.parse("snapkv(budget=64)")
+
+
+def test_the_folder_of_the_package_is_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_paths(monkeypatch)
+    monkeypatch.setenv("KVENGINE_POLICIES", str(ROOT / "policies"))
+    assert policies.catalogue()["snapkv"] == "retention"
+
+
+def test_a_file_that_was_changed_after_it_was_loaded_is_told(elsewhere: Path) -> None:
+    """As in a notebook: what was loaded runs on, and is what rows of the evaluation are of."""
+    file = elsewhere / "retention" / "own_newest.py"
+    (code,) = [arm.code for arm in arms(["own_newest"], ceiling=False)]
+    file.write_text(SOURCE.replace("16", "32"))
+    with pytest.warns(UserWarning, match=r"own_newest\.py or a file beside it was changed after it was loaded"):
+        assert [arm.code for arm in arms(["own_newest"], ceiling=False)] == [code]
+    file.write_text(SOURCE)
+    assert kvengine.Stack.parse("own_newest")
+
+
+def test_a_file_that_was_mended_after_it_was_refused_is_told(elsewhere: Path) -> None:
+    file = elsewhere / "retention" / "own_newest.py"
+    file.write_text("")
+    with pytest.raises(PolicyError, match="has none"):
+        policies.load("own_newest")
+    file.write_text(SOURCE)
+    with pytest.warns(UserWarning, match="start Python anew"), pytest.raises(PolicyError, match="has none"):
+        policies.load("own_newest")
 
 
 def test_a_session_that_could_not_be_loaded_is_not_saved(model: Any, tmp_path: Path) -> None:
