@@ -1,10 +1,13 @@
 """What a lane holds after another prompt: what a row holds alone, each token once, and no page without one."""
 
+from typing import Any
+
 import pytest
 import torch
 from support import Bare, held
 
 from kvengine.holding import Holding
+from kvengine.policies.retention.elastic import Elastic
 
 LOSSLESS = [
     "h2o(budget=24) + host",
@@ -65,3 +68,41 @@ def test_pages_hold_each_token_once_and_none_is_empty(text: str) -> None:
             assert there.any(1).all() and (there.all() or text in CODES)
         for _ in range(5):
             bare.feed(1)
+
+
+def test_codes_of_what_stays_are_not_written_again() -> None:
+    """Each time more would be lost."""
+    bare = Bare(CODES[0])
+    told: list[dict[int, torch.Tensor]] = []
+    for tokens in (60, 9):
+        bare.feed(tokens)
+        pages = lane_of(bare).pages
+        assert pages is not None
+        k, v = pages.decoded()
+        both = torch.cat([k, v], 2)[0]
+        told.append({p: x for p, x in zip(pages.position[0].tolist(), both, strict=True) if p >= 0})
+    stay = set(told[0]) & set(told[1])
+    assert len(stay) > 4 and all(torch.equal(told[0][p], told[1][p]) for p in stay)
+
+
+def test_what_another_prompt_drops_is_merged_though_there_are_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    folded: list[tuple[torch.Tensor, torch.Tensor]] = []
+    fold = Elastic.fold
+
+    def noting(self: Elastic, seen: Any, keep: Any) -> Any:
+        out = fold(self, seen, keep)
+        k, v = seen.read()
+        assert not torch.equal(out[1], v)
+        folded.append((seen.position[0], out[1]))
+        return out
+
+    monkeypatch.setattr(Elastic, "fold", noting)
+    bare = Bare(CODES[2])
+    for turn in range(3):
+        bare.feed(60)
+        assert len(folded) == turn + 1
+        position, v = folded[-1]
+        tail = lane_of(bare).tail
+        near = tail.position[0, tail.span]
+        at = (position == near[near >= 0][:, None]).int().argmax(1)
+        torch.testing.assert_close(tail.v[:, tail.span][:, near >= 0], v[:, at])
