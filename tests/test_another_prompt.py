@@ -106,3 +106,29 @@ def test_what_another_prompt_drops_is_merged_though_there_are_codes(monkeypatch:
         near = tail.position[0, tail.span]
         at = (position == near[near >= 0][:, None]).int().argmax(1)
         torch.testing.assert_close(tail.v[:, tail.span][:, near >= 0], v[:, at])
+
+
+@pytest.mark.parametrize(
+    "text", [*LOSSLESS, *CODES, "h2o(budget=24)", "zipcache(block=8, probes=0.5)", "lowrank(rank=8)"]
+)
+def test_rows_that_are_chosen_are_as_if_nobody_else_had_been_there(text: str) -> None:
+    """Behind a second prompt, whose rows are of different lengths."""
+    order, at = torch.tensor([2, 0, 1, 2]), torch.arange(60)
+    first, later = ((at[:n] >= torch.tensor(pads)[:, None]) for n, pads in ((60, PADS), (30, LATER)))
+    out = []
+    for begin in (True, False):
+        bare, some = Bare(text, rows=3, tokens=97 + 30), slice(None)
+        if begin:
+            bare.q, bare.k, bare.v, some = bare.q[order], bare.k[order], bare.v[order], order
+        found = []
+        bare.feed(60, first[some])
+        for _ in range(7):
+            bare.feed(1)
+        bare.feed(30, later[some])
+        for step in range(30):
+            if step == 3 and not begin:
+                bare.cache.rows(order)
+                bare.q, bare.k, bare.v = bare.q[order], bare.k[order], bare.v[order]
+            found.append(bare.feed(1)[:, 0])
+        out.append(torch.stack(found[3:]))
+    torch.testing.assert_close(*out, rtol=1e-4, atol=1e-5)
