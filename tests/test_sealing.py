@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -164,3 +165,19 @@ def test_a_tail_beside_pages_grows_by_a_part_of_both() -> None:
     bare.feed(640)
     lane = bare.cache.parts[0].lane
     assert lane.pages is not None and lane.tail.beside == len(lane.pages) == 640
+
+
+@pytest.mark.parametrize("text", ["quest(budget=24, page=4)", "streaming(recent=50) + quest(budget=24, page=4)"])
+def test_what_a_query_read_goes_with_its_row(text: str) -> None:
+    """Also what has been sealed since."""
+    bare, noted = Bare(text, rows=2, tokens=80), set()
+    bare.feed(60)
+    for _ in range(16):
+        bare.feed(1)
+        twin, order = copy.deepcopy(bare.cache), torch.tensor([1, 0, 1])
+        lane, before = twin.parts[0].lane, bare.cache.parts[0].lane.reach()
+        assert not torch.equal(before[:2], before[2:])
+        noted.add(lane.saw is None)
+        twin.rows(order)
+        assert torch.equal(lane.reach(), before.unflatten(0, (2, 2))[order].flatten(0, 1))
+    assert noted == {True, False}
