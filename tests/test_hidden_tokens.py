@@ -243,3 +243,16 @@ def test_a_mask_of_a_turn_alone_is_refused_if_it_has_padding() -> None:
         model(**first, **{CACHE: (cache := kvengine.EngineCache(model))})
         said.append(model(second["input_ids"][:, -7:], attention_mask=torch.ones(3, columns), **{CACHE: cache}).logits)
     assert torch.equal(*said)
+
+
+@pytest.mark.parametrize("text", ["h2o(budget=40)", "snapkv(budget=50, window=6) + quest(budget=24, page=4)"])
+def test_padding_that_a_row_has_moved_over_hides_none_of_its_tokens(text: str) -> None:
+    """A mask that hides no more than padding, whose places in it are now those of tokens."""
+    bare, valid = Bare(text, rows=2), torch.ones(2, 40, dtype=torch.bool)
+    valid[0, 30:35] = False
+    bare.feed(30)
+    bare.feed(10, valid[:, 30:])
+    before = held(bare.cache)
+    assert any(30 <= p < 35 for head in before[0] for p in head)
+    bare.cache.hide(~valid)
+    assert held(bare.cache) == before
