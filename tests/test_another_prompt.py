@@ -46,7 +46,9 @@ def lane_of(bare: Bare) -> Holding:
     return bare.cache.parts[0].lane
 
 
-@pytest.mark.parametrize("text", LOSSLESS + CODES)
+@pytest.mark.parametrize(
+    "text", [*LOSSLESS, *CODES, "kivi(bits=2, group=8, residual=0)", "zipcache(block=8, probes=0.5)"]
+)
 def test_rows_beside_one_that_says_nothing_are_as_alone(text: str) -> None:
     whole = Bare(text, rows=3, tokens=97 + 20)
     got = two_turns(whole, [0, 1, 2], 20)
@@ -132,3 +134,27 @@ def test_rows_that_are_chosen_are_as_if_nobody_else_had_been_there(text: str) ->
             found.append(bare.feed(1)[:, 0])
         out.append(torch.stack(found[3:]))
     torch.testing.assert_close(*out, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "text", ["snapkv(budget=30, window=20)", "snapkv(budget=30, window=20) + kivi(bits=4, group=8, residual=8)"]
+)
+def test_padding_in_a_later_chunk_counts_as_if_it_had_come_before(text: str) -> None:
+    """To a row whose turn is shorter than the window: queries of the turn before do not ask."""
+    bare, valid = Bare(text, rows=2, tokens=110), torch.ones(2, 24, dtype=torch.bool)
+    valid[1, 12:22] = False  # in the second chunk, behind twelve tokens
+    bare.feed(60)
+    bare.feed(7)
+    bare.cache.session.prompt_end = 67 + 24
+    for chunk in valid.split(12, 1):
+        bare.feed(12, chunk)
+    got = torch.cat([bare.feed(1) for _ in range(10)], 1)
+    one, now = Bare(text, tokens=0), [*range(79), *range(89, 110)]
+    one.q, one.k, one.v = (x[1:, :, now] for x in (bare.q, bare.k, bare.v))
+    one.feed(60)
+    one.feed(7)
+    one.cache.session.prompt_end = 67 + 14
+    one.feed(12)
+    one.feed(2)
+    want = torch.cat([one.feed(1) for _ in range(10)], 1)
+    torch.testing.assert_close(got[1:], want, rtol=1e-4, atol=1e-5)
