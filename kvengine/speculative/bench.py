@@ -119,7 +119,8 @@ def compare(
         same = [count + (text == texts[0]) for count, text in zip(same, texts, strict=True)]
         progress(f"{prompts[0].shape[1]} tokens: prompt {number + 1} of {len(prompts)}")
     if totals[0].emitted == totals[0].rows:
-        raise EvaluationError("decoding plainly, every prompt got one token, and one costs no pass; ask for more")
+        why = "ask for more" if new == 1 else "the model ended there: give a text that it goes on with"
+        raise EvaluationError(f"decoding plainly, every prompt got one token, and one costs no pass; {why}")
     first = result(prompts[0].shape[1], Setting(), totals[0], totals[0], same[0])
     rest = zip(settings, totals[1:], same[1:], strict=True)
     return [first, *(result(prompts[0].shape[1], setting, total, totals[0], count) for setting, total, count in rest)]

@@ -75,5 +75,8 @@ def test_seconds_of_one_clock_are_held_against_seconds_of_the_same() -> None:
 
 
 def test_nothing_to_compare(target: Any) -> None:
-    with pytest.raises(EvaluationError, match="one token"):
+    with pytest.raises(EvaluationError, match="one token.*ask for more"):
         bench.compare(target, [prompt(20)], [bench.Setting("lookup")], new=1)
+    first = int(target.generate(prompt(20), max_new_tokens=1, do_sample=False)[0, -1])
+    with pytest.raises(EvaluationError, match="one token.*the model ended there"):
+        bench.compare(target, [prompt(20)], [bench.Setting("lookup")], new=8, do_sample=False, eos_token_id=first)
