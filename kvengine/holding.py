@@ -224,9 +224,8 @@ class Holding(Padded):
             rest, width = (back >= 0).sum(1), back.shape[1]
         even = bool((rest == width).all())
         kept = take(k, back), take(v, back), take(position, back, -1), take(score, back)
-        clean = (
-            even and old is None and (idle is None or bool((kept[2] >= 0).all()))
-        )  # a tail that stays may have holes
+        # A tail that stays may have holes, and one with strays is never taken for clean (`stand_before`).
+        clean = even and old is None and (idle is None or bool((kept[2] >= 0).all()))
         self.tail.replace(*kept, clean, room + 2 * page)
         open_slots = rest if old is None else rest - (old & alive).sum(1)
         self.lengths = [(width, None)] if even and old is None else grouped(open_slots)
