@@ -95,6 +95,9 @@ INLINE vu bytes_of(const uint8_t *code, const uint8_t *low) {
 #if defined(__AVX512F__)
   const vu a = (vu)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)code));
   const vu b = (vu)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)low));
+#elif defined(__AVX2__) && LANES == 8
+  const vu a = (vu)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)code));
+  const vu b = (vu)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)low));
 #elif NEON
   const uint8x8_t high = vld1_u8(code), rest = vld1_u8(low);
   const vu a = (vu)vcombine_u8(high, high), b = (vu)vcombine_u8(rest, rest);

@@ -378,7 +378,7 @@ void pairs_unsort(const Field *v, const Pairs *x, float *out, int64_t rows) {
     for (int64_t i = 0; i < v->dim; i++) out[x->channel[i]] = sorted[i];
   }
 }
-#else
+#elif !WHOLE
 int pairs_fit(const Field *f, int64_t dim, int64_t rows) { return (void)f, (void)dim, (void)rows, 0; }
 void pairs_keys(const Field *k, const float *q, int64_t rows, Pairs *x) { (void)k, (void)q, (void)rows, (void)x; }
 void pairs_values(const Field *v, Pairs *x) { (void)v, (void)x; }

@@ -1,5 +1,5 @@
-/* Attention to codes of 2, 4 and 8 bits by products of pairs of bfloat16 or of whole numbers, where the processor has these
-   (AVX512-BF16, and AVX512-VNNI for 8 bits, in one code or in two nibbles). */
+/* Attention to codes of 2, 4 and 8 bits by products of pairs of bfloat16 or of whole numbers, where the processor has these:
+   AVX512-BF16, and AVX512-VNNI for 8 bits, in one code or in two nibbles (pairs.c); or AVX2 alone (whole.c). */
 #ifndef KVENGINE_PAIRS_H
 #define KVENGINE_PAIRS_H
 
@@ -11,6 +11,34 @@
 #define BYTES 0
 #endif
 
+#if defined(__AVX2__) && LANES == 8
+#define WHOLE 1
+#else
+#define WHOLE 0
+#endif
+
+#define NIBBLE_STEP (1.0f / 16) /* what a byte of two nibbles counts, of the upper one's step */
+#define NIBBLE_ZERO 8           /* and which byte stands for 0 */
+
+#if WHOLE
+/* The queries for keys of one width, as they are given and with their channels in the order of the codes. */
+typedef struct {
+  const float *given;
+  float q[CODED_QUERIES * 256] __attribute__((aligned(32)));
+  int16_t part[CODED_QUERIES * 256] __attribute__((aligned(32))); /* times the scales of a key group, in units */
+  float add[2 * CODED_QUERIES], unit[2 * CODED_QUERIES];         /* of every score, twice each: tokens come by two */
+} Queries;
+
+/* What a task keeps. */
+typedef struct {
+  Queries keys[2];         /* of mixed pages, each width has its own */
+  int64_t from[2], to[2];  /* the tokens of each one's key group that was read last */
+  int32_t group[16][LANES]; /* of the values' registers */
+  int16_t channel[256];    /* what the numbers of a result are of */
+  float factor[2][256];    /* of a mixed page's channels, for either width */
+  int64_t page[2];         /* whose they are */
+} Pairs;
+#else
 /* The queries for keys of one width: a row's pairs of channels, which stand in the order of `products`. */
 typedef struct {
   float q[CODED_QUERIES * 256] __attribute__((aligned(64)));
@@ -31,6 +59,7 @@ typedef struct {
   float factor[2][256];            /* of a mixed page's channels, for either width */
   int64_t page[2];                 /* whose they are */
 } Pairs;
+#endif
 
 int pairs_fit(const Field *f, int64_t dim, int64_t rows);
 void pairs_keys(const Field *k, const float *q, int64_t rows, Pairs *x); /* before the first batch */

@@ -152,9 +152,9 @@ typedef struct {
 } Weights;
 
 INLINE int by_bytes(const Field *f) { return BYTES && (f->bits == 8 || refined(f)); } /* as whole numbers */
-/* What a byte counts, and which stands for 0: of two nibbles, a sixteenth of the upper one's step, and half of that. */
-INLINE float byte_step(const Field *f) { return f->bits == 8 ? 1 : 1.0f / 16; }
-INLINE float byte_zero(const Field *f) { return f->bits == 8 ? 0 : 8; }
+/* What a byte counts, and which stands for 0. */
+INLINE float byte_step(const Field *f) { return f->bits == 8 ? 1 : NIBBLE_STEP; }
+INLINE float byte_zero(const Field *f) { return f->bits == 8 ? 0 : NIBBLE_ZERO; }
 #define STEPS 128.0f /* of a code from one fraction to the next */
 INLINE float middle(int64_t bits) { return 1 + (float)((1 << bits) - 1) / (2 * STEPS); } /* of all fractions */
 

@@ -4,7 +4,8 @@
    token. The codes of a register's channels go to every lane, which shifts its own down. What is left above the code's bits
    does no harm, as levels repeat up to 16. 16 channels of 4 bits are two words: even lanes get the first 8 channels and
    odd ones the others, so queries and results are kept in that order meanwhile (`channel_of`).
-   Queries that were bfloat16 meet levels as bfloat16, in pairs: of channels for keys, of tokens for values. */
+   Queries that were bfloat16 meet levels as bfloat16, in pairs: of channels for keys, of tokens for values; or both are whole
+   numbers (whole_turned.c). */
 #include "turned.h"
 #include "pairs_inner.h"
 
@@ -275,6 +276,9 @@ INLINE int64_t half_channel(const Field *f, int64_t i) {
   return half_of(i / LANES / fields, i % LANES, lines_are_whole(f)) * fields + i / LANES % fields;
 }
 
+#elif WHOLE
+INLINE int halves_lie(const Field *f) { return whole_turned_lie(f); }
+INLINE int64_t half_channel(const Field *f, int64_t i) { return whole_turned_channel(f, i); }
 #else
 INLINE int halves_lie(const Field *f) { return (void)f, 0; }
 INLINE int64_t half_channel(const Field *f, int64_t i) { return (void)f, i; }
@@ -301,12 +305,24 @@ void turned_open(const Field *k, const Field *v, const float *q, int64_t rows, i
       _mm512_store_si512(x->pairs + n * k->dim + i,
                          (__m512i)_mm512_cvtne2ps_pbh((__m512)load(order + i + LANES), (__m512)load(order + i)));
   }
+#elif WHOLE
+  if (x->k_halves) whole_turned_keys(k, q, rows, x);
+  if (x->v_halves) whole_turned_values(v, x);
 #endif
 }
 
 void turned_dots(const Field *k, int64_t rows, const Tokens *tokens, const Turned *x, float *scores) {
   float found[CODED_QUERIES * ACROSS], scale[TILE + LANES];
   scales_of(k, tokens, scale);
+#if WHOLE
+  if (x->k_halves) {
+    const uint8_t *all[TILE];
+    for (int t = 0; t < tokens->count; t++) all[t] = bytes_at(k, tokens->token[t]);
+    if (tokens->count % 2) all[tokens->count] = all[tokens->count - 1], scale[tokens->count] = 0; /* nobody asks for it */
+    whole_turned_dots(k, rows, all, scale, tokens->count, x, scores);
+    return;
+  }
+#endif
   for (int t = 0; t < tokens->count; t += ACROSS) {
     const int n = tokens->count - t < ACROSS ? tokens->count - t : ACROSS;
     const uint8_t *at[ACROSS];
@@ -339,6 +355,12 @@ void turned_weigh(const Field *v, const float *p, int64_t rows, const Tokens *to
 #if HALVES
   if (x->v_halves) {
     half_weigh(v, w, rows, at, tokens->count, out);
+    return;
+  }
+#elif WHOLE
+  if (x->v_halves) {
+    if (tokens->count % 2) at[tokens->count] = at[tokens->count - 1]; /* with a weight of 0 */
+    whole_turned_weigh(v, w, rows, at, tokens->count, x, out);
     return;
   }
 #endif
