@@ -31,6 +31,7 @@ from kvengine.kernels.column_mass.triton import received as column_mass
 from kvengine.kernels.compact.triton import compact
 from kvengine.kernels.fetch_pages.triton import fetch
 from kvengine.kernels.gpu import compiling_for
+from kvengine.kernels.gpu.digest import Digests
 from kvengine.kernels.lowrank_attention.triton import lowrank_attention
 from kvengine.kernels.merge_states.triton import joined, merge_states, ongoing, received
 from kvengine.kernels.page_scores.triton import log_shares, page_scores, top_units, units_by_share
@@ -82,27 +83,42 @@ def compile_all(capability: int, only: Sequence[str] | None = None) -> list[Comp
     return found
 
 
+def digests(capability: int, only: Sequence[str] | None = None) -> list[tuple[str, str]]:
+    """Case and digest of what `compile_all` would give the compiler, in its order (with Triton 3.6)."""
+    names, given = list[str](), Digests()
+    for name, call in cases().items():
+        if only is None or name in only:
+            with only_compiling(capability, given):
+                call()
+            names += [name] * (len(given) - len(names))
+    return list(zip(names, given, strict=True))
+
+
 @contextmanager
-def only_compiling(capability: int) -> Iterator[list[Any]]:
-    """Launches compile for the target and do nothing else; yields the list that collects the kernels."""
+def only_compiling(capability: int, given: Digests | None = None) -> Iterator[list[Any]]:
+    """Launches compile for the target and do nothing else; yields the list that collects the kernels. With `given` they do not
+    even compile: it collects digests of what would be."""
     compiled: list[Any] = []
 
     def compile_only(self: Any, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: compiled.append(self.run(*args, grid=grid, warmup=True, **kwargs))
 
     before, launcher, token = driver._active, JITFunction.__getitem__, compiling_for.set(capability)
+    compiler, kept = JITFunction._do_compile, -capability if given is None else -1000 - capability
     driver.set_active(
         SimpleNamespace(
             get_current_target=lambda: GPUTarget("cuda", capability, 32),
-            get_current_device=lambda: -capability,  # kernels are cached by device
+            get_current_device=lambda: kept,  # kernels are cached by device
             get_current_stream=lambda device: 0,
         )
     )
     JITFunction.__getitem__ = compile_only
+    if given is not None:
+        JITFunction._do_compile = lambda *args: given.note(*args)
     try:
         yield compiled
     finally:
-        JITFunction.__getitem__ = launcher
+        JITFunction.__getitem__, JITFunction._do_compile = launcher, compiler
         driver._active = before
         compiling_for.reset(token)
 
@@ -365,7 +381,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", nargs="*", help="cases to compile (default: all)")
     parsed = parser.parse_args()
-    rows = [row._asdict() for capability in TARGETS for row in compile_all(capability, parsed.only)]
+    rows = []
+    for capability in TARGETS:
+        found = zip(compile_all(capability, parsed.only), digests(capability, parsed.only), strict=True)
+        rows += [row._asdict() | {"given": given} for row, (_, given) in found]
     parsed.out.write_text(
         json.dumps({"triton": triton.__version__, "torch": torch.__version__, "kernels": rows}, indent=1)
     )

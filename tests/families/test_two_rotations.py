@@ -109,7 +109,9 @@ LOOKS = looks(build())
 @pytest.mark.parametrize(
     "policy", ["full", "streaming(sinks=1, recent=6)", "quest(budget=12, page=4) + kivi(bits=4, group=4)"]
 )
-@pytest.mark.parametrize("length", [20, 28, 50])
+@pytest.mark.parametrize(
+    "length", [pytest.param(20, marks=pytest.mark.slow), 28, pytest.param(50, marks=pytest.mark.slow)]
+)
 def test_recorded_steps_on_either_side_and_across(length: int, policy: str, how: Any) -> None:
     model = kvengine.patch(build(), policy)
     caches = [kvengine.EngineCache(model) for _ in range(2)]
