@@ -76,48 +76,56 @@ static void take(const Field *k, int64_t bits, int64_t rows, int64_t group, Quer
   }
 }
 
-/* Scores of two tokens, of which the first `count` are wanted. */
-INLINE void products_as(const Queries *x, int64_t rows, int64_t dim, const uint8_t *const at[2], const uint8_t *const low[2],
+/* scores[n][t] = q[n] . key[t] of `count` tokens of one key group, two at a time. `low`: how far behind a token's codes is what
+   refines them. */
+INLINE void products_as(const Queries *x, int64_t rows, int64_t dim, const uint8_t *data, int64_t low, const int64_t *token,
                         int count, float *scores, int bits, int fine) {
   const int fields = 16 / bits;
-  for (int64_t n = 0; n < rows; n += 4) {
-    const int16_t *q = x->part + n * dim;
-    Words s[4][2];
+  const int64_t size = dim * bits / 8;
+  for (int t = 0; t < count; t += 2, token += 2, scores += 2) {
+    const int more = t + 1 < count;
+    const uint8_t *const at[2] = {data + token[0] * size, data + token[more] * size};
+    for (int64_t n = 0; n < rows; n += 4) {
+      const int16_t *q = x->part + n * dim;
+      Words s[4][2];
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) s[i / 2][i % 2] = _mm256_setzero_si256();
-    for (int64_t byte = 0; byte < dim * bits / 8; byte += 32) {
-      Words words[2][2];
+      for (int i = 0; i < 8; i++) s[i / 2][i % 2] = _mm256_setzero_si256();
+      for (int64_t byte = 0; byte < size; byte += 32) {
+        Words words[2][2];
 #pragma GCC unroll 2
-      for (int t = 0; t < 2; t++) {
-        words[t][0] = words_at(at[t] + byte);
-        if (fine) joined(words[t][0], words_at(low[t] + byte), words[t]);
-      }
+        for (int i = 0; i < 2; i++) {
+          words[i][0] = words_at(at[i] + byte);
+          if (fine) joined(words[i][0], words_at(at[i] + low + byte), words[i]);
+        }
 #pragma GCC unroll 8
-      for (int j = 0; j < fields; j++, q += HALF) {
-        const Words first = codes_in(words[0], j, bits, fine), second = codes_in(words[1], j, bits, fine);
+        for (int j = 0; j < fields; j++, q += HALF) {
+          const Words first = codes_in(words[0], j, bits, fine), second = codes_in(words[1], j, bits, fine);
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-          const Words a = words_at(q + i * dim);
-          s[i][0] = added(s[i][0], first, a);
-          s[i][1] = added(s[i][1], second, a);
+          for (int i = 0; i < 4; i++) {
+            const Words a = words_at(q + i * dim);
+            s[i][0] = added(s[i][0], first, a);
+            s[i][1] = added(s[i][1], second, a);
+          }
         }
       }
-    }
 #pragma GCC unroll 2
-    for (int i = 0; i < 4; i += 2) {
-      const vf4 unit = *(const vf4 *)(x->unit + 2 * (n + i)), add = *(const vf4 *)(x->add + 2 * (n + i));
-      const vf4 score = (vf4)_mm_cvtepi32_ps(sums_of_two(s[i], s[i + 1])) * unit + add;
-      float *to = scores + (n + i) * TILE;
-      to[0] = score[0], to[TILE] = score[2];
-      if (count > 1) to[1] = score[1], to[TILE + 1] = score[3];
+      for (int i = 0; i < 4; i += 2) {
+        const vf4 unit = *(const vf4 *)(x->unit + 2 * (n + i)), add = *(const vf4 *)(x->add + 2 * (n + i));
+        const vf4 score = (vf4)_mm_cvtepi32_ps(sums_of_two(s[i], s[i + 1])) * unit + add;
+        float *to = scores + (n + i) * TILE;
+        if (more) {
+          memcpy(to, &score, 8);
+          memcpy(to + TILE, (const char *)&score + 8, 8);
+        } else to[0] = score[0], to[TILE] = score[2];
+      }
     }
   }
 }
 
-#define PRODUCTS(name, bits, fine)                                                                                          \
-  static void name(const Queries *x, int64_t rows, int64_t dim, const uint8_t *const at[2], const uint8_t *const low[2], \
-                   int count, float *scores) {                                                                              \
-    products_as(x, rows, dim, at, low, count, scores, bits, fine);                                                          \
+#define PRODUCTS(name, bits, fine)                                                                                         \
+  static void name(const Queries *x, int64_t rows, int64_t dim, const uint8_t *data, int64_t low, const int64_t *token, \
+                   int count, float *scores) {                                                                             \
+    products_as(x, rows, dim, data, low, token, count, scores, bits, fine);                                                \
   }
 PRODUCTS(products_2, 2, 0)
 PRODUCTS(products_4, 4, 0)
@@ -128,7 +136,7 @@ PRODUCTS(products_fine, 4, 1)
 void pairs_dots(const Field *k, int64_t rows, const Tokens *tokens, Pairs *x, float *scores) {
   const int mixed = k->layout == MIXED, narrow = mixed && tokens->narrow; /* a mixed page has a group of each width */
   const int64_t *token = tokens->token, *index = mixed ? tokens->index : token, group = mixed ? k->page : k->group;
-  const int64_t bits = narrow ? k->low_bits : k->bits, size = k->dim * bits / 8;
+  const int64_t bits = narrow ? k->low_bits : k->bits, low = fine_of(k);
   const uint8_t *data = narrow ? k->low : k->data;
   int64_t *from = x->from + narrow, *end = x->to + narrow;
   for (int t = 0, n; t < tokens->count; t += n) {
@@ -139,13 +147,8 @@ void pairs_dots(const Field *k, int64_t rows, const Tokens *tokens, Pairs *x, fl
       *end = *from + group;
     }
     for (n = 1; t + n < tokens->count && token[t + n] >= *from && token[t + n] < *end;) n++;
-    for (int i = 0; i < n; i += 2) {
-      const int more = i + 1 < n;
-      const uint8_t *const first = data + index[t + i] * size, *const second = more ? data + index[t + i + 1] * size : first;
-      const uint8_t *const at[2] = {first, second}, *const low[2] = {fine_of(k, first), fine_of(k, second)};
-      (refined(k) ? products_fine : bits == 8 ? products_8 : bits == 4 ? products_4 : products_2)(
-          x->keys + narrow, rows, k->dim, at, low, 1 + more, scores + t + i);
-    }
+    (refined(k) ? products_fine : bits == 8 ? products_8 : bits == 4 ? products_4 : products_2)(
+        x->keys + narrow, rows, k->dim, data, low, index + t, n, scores + t);
   }
 }
 #endif

@@ -67,10 +67,8 @@ INLINE vf4 units_of_four(const vf x[4]) {
   return (vf4)_mm_max_ps(most, _mm_set1_ps(1e-30f)) / 32767;
 }
 
-/* Where what refines the codes is. */
-INLINE const uint8_t *fine_of(const Field *f, const uint8_t *at) {
-  return refined(f) ? (const uint8_t *)f->low + (at - (const uint8_t *)f->data) : at;
-}
+/* How far behind the codes is what refines them. */
+INLINE int64_t fine_of(const Field *f) { return refined(f) ? (const uint8_t *)f->low - (const uint8_t *)f->data : 0; }
 #endif
 
 #endif

@@ -99,7 +99,8 @@ INLINE void products_as(const Turned *x, int64_t n, int64_t dim, const uint8_t *
   }
 #pragma GCC unroll 2
   for (int i = 0; i < 4; i += 2) {
-    const vf4 unit = *(const vf4 *)(x->unit + 2 * (n + i)) * each, score = (vf4)_mm_cvtepi32_ps(sums_of_two(s[i], s[i + 1])) * unit;
+    const vf4 unit = *(const vf4 *)(x->unit + 2 * (n + i)) * each;
+    const vf4 score = (vf4)_mm_cvtepi32_ps(sums_of_two(s[i], s[i + 1])) * unit;
     float *to = scores + i * TILE;
     to[0] = score[0], to[1] = score[1], to[TILE] = score[2], to[TILE + 1] = score[3];
   }

@@ -97,8 +97,8 @@ static void weigh_scales(Weights *x, const float *p, int64_t groups) {
 /* One register of the values' half words, of two tokens each, for four rows that are `dim` apart. `weight`: of the first two
    tokens, for each lane or for all of them; those of the next two are `step` behind, those of the next row `row`. */
 typedef struct {
-  const uint8_t *const *at, *const *low;
-  int64_t byte, step, row, dim;
+  const uint8_t *const *at;
+  int64_t low, byte, step, row, dim; /* `low`: how far behind a token's codes is what refines them */
   int count, second; /* whether it is the line's second register */
   const uint32_t *weight;
 } Part;
@@ -111,8 +111,9 @@ INLINE Words side_by_side(const uint8_t *a, const uint8_t *b, int second) {
 INLINE void sums_as(const Part *x, Words s[4][2], int first, int bits, int fine, int second, int alike) {
   const uint32_t *weight = x->weight;
   for (int t = 0; t < x->count; t += 2, weight += x->step) {
-    Words half[2] = {side_by_side(x->at[t] + x->byte, x->at[t + 1] + x->byte, second)};
-    if (fine) joined(half[0], side_by_side(x->low[t] + x->byte, x->low[t + 1] + x->byte, second), half);
+    const uint8_t *const p = x->at[t] + x->byte, *const next = x->at[t + 1] + x->byte;
+    Words half[2] = {side_by_side(p, next, second)};
+    if (fine) joined(half[0], side_by_side(p + x->low, next + x->low, second), half);
     const Words a = codes_in(half, first, bits, fine), b = codes_in(half, first + 1, bits, fine);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
@@ -176,10 +177,8 @@ static void spread_weights(const Weights *x, vi group, int64_t groups, int count
 static void weigh(const Field *v, const Pairs *known, Weights *x, int64_t groups, const float *p, int64_t rows, int count,
                   float *out) {
   const int fields = (int)fields_of(v->bits), fine = refined(v);
-  const uint8_t *low[TILE];
   uint32_t room[TILE / 2 * 4 * LANES] __attribute__((aligned(32)));
   if (count % 2) x->at[count] = x->at[count - 1];
-  for (int t = 0; t < count + count % 2; t++) low[t] = fine_of(v, x->at[t]);
   for (int64_t n = 0; n < rows; n += 4, p += 4 * TILE) {
     weigh_scales(x, p, groups);
     vi held = {-1};
@@ -187,8 +186,8 @@ static void weigh(const Field *v, const Pairs *known, Weights *x, int64_t groups
       const vi group = *(const vi *)known->group[r];
       const int alike = group[0] == group[LANES - 1];
       if (!alike && memcmp(&group, &held, sizeof group)) spread_weights(x, held = group, groups, count, room);
-      const Part part = {.at = x->at, .low = low, .byte = r / 2 * 32, .dim = v->dim, .count = count, .second = (int)(r % 2),
-                         .weight = alike ? x->weight[0] + group[0] : room,
+      const Part part = {.at = x->at, .low = fine_of(v), .byte = r / 2 * 32, .dim = v->dim, .count = count,
+                         .second = (int)(r % 2), .weight = alike ? x->weight[0] + group[0] : room,
                          .step = alike ? groups : 4 * LANES, .row = alike ? EXPANDED : LANES};
       (fine ? register_fine : v->bits == 8 ? register_8 : v->bits == 4 ? register_4 : register_2)(&part, x, &group, out, alike);
     }
