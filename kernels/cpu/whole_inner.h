@@ -39,9 +39,13 @@ INLINE Words whole_numbers(vf first, vf second) {
 
 /* sum + products. Left to the compiler, it would add products first, for which there are no registers. */
 INLINE Words added(Words sum, Words codes, Words factors) {
+#if defined(__AVXVNNI__)
+  return _mm256_dpwssd_avx_epi32(sum, codes, factors);
+#else
   const Words products = _mm256_madd_epi16(codes, factors);
   __asm__("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products));
   return sum;
+#endif
 }
 
 /* The sums of two tokens for one row, and for the next. */

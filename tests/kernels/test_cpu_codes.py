@@ -35,6 +35,7 @@ PROCESSORS = {
     "no whole numbers": "-mno-amx-bf16 -mno-avx512vnni",
     "512 bits, by halves": "-march=x86-64-v3 -DLANES=16",
     "256 bits": "-march=x86-64-v3",
+    "256 bits, products that are added": "-march=alderlake",
     "128 bits": "-march=x86-64",
 }
 WITHOUT = {
@@ -42,6 +43,7 @@ WITHOUT = {
     "no bfloat16": "avx512_bf16",
     "no whole numbers": "avx512_vnni",
     "256 bits": "avx512f",
+    "256 bits, products that are added": "avx_vnni",
 }
 """What a processor must have for these builds to be others than its own."""
 SHAPES = {
@@ -103,7 +105,7 @@ def built(flag: str) -> library.Loaded:
         return library.Loaded(None, error.stderr)
 
 
-LATER = ("512 bits, by halves", "no bfloat16", "no whole numbers", "128 bits")
+LATER = ("512 bits, by halves", "no bfloat16", "no whole numbers", "256 bits, products that are added", "128 bits")
 """Of layouts of the widest registers, on a processor without them: minutes to compile. The others take ten seconds each,
 and what they lack, 256 bits lack too."""
 
