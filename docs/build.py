@@ -7,7 +7,8 @@ Between `<!-- table:NAME -->` and `<!-- /table -->` in any Markdown file stands 
      "rows": [{"stack": "full", "score": 98.25}, ...],
      "pictures": {"Score against bytes": "file beside it, for pages in docs/"}}
 
-A column maps its heading to a key of the rows, with a format after a colon where one is wanted. docs/policies.md comes
+A column maps its heading to a key of the rows, with a format after a colon where one is wanted. A part of a table is asked for
+by `<!-- table:NAME of COLUMN; COLUMN for ROW; ROW -->`, a row by what it says in its first column. docs/policies.md comes
 from the policies themselves. A test fails when a file and its sources disagree, so no figure is typed by hand.
 """
 
@@ -25,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BLOCK = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- table:([\w-]+)(?: of (.*?) for (.*?))? -->\n).*?(<!-- /table -->)", re.DOTALL)
 UNMEASURED = "*Not measured yet.*\n"
 FOLDED = 60
 """Rows beyond which a table is shown on demand."""
@@ -57,23 +58,29 @@ def markdown_table(columns: Mapping[str, str], rows: list[Mapping[str, Any]]) ->
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def table(name: str) -> str:
-    """The table of a result file with the command and machine it came from."""
+def table(name: str, columns: str | None = None, rows: str | None = None) -> str:
+    """The table of a result file, or some of its columns and rows, with the command and machine it came from."""
     source = RESULTS / f"{name}.json"
     if not source.exists():
         return UNMEASURED
     result = json.loads(source.read_text())
+    if columns and rows:
+        first = next(iter(result["columns"].values()))
+        by_name = {cell(row, first): row for row in result["rows"]}
+        result["columns"] = {column: result["columns"][column] for column in columns.split("; ")}
+        result["rows"] = [by_name[row] for row in rows.split("; ")]
+        result["pictures"] = {}
     drawn = result.get("pictures", {}).items()
     pictures = "".join(f"![{what}](../benchmarks/results/{file})\n\n" for what, file in drawn)
-    rows = markdown_table(result["columns"], result["rows"])
+    lines = markdown_table(result["columns"], result["rows"])
     if len(result["rows"]) > FOLDED:
-        rows = f"<details><summary>The table, {len(result['rows'])} rows</summary>\n\n{rows}\n</details>\n"
-    return f"{pictures}{rows}\n`{result['command']}` on {result['machine']}.\n"
+        lines = f"<details><summary>The table, {len(result['rows'])} rows</summary>\n\n{lines}\n</details>\n"
+    return f"{pictures}{lines}\n`{result['command']}` on {result['machine']}.\n"
 
 
 def fill(text: str) -> str:
     """A Markdown text with every table replaced by what was measured."""
-    return BLOCK.sub(lambda block: f"{block[1]}{table(block[2])}{block[3]}", text)
+    return BLOCK.sub(lambda block: f"{block[1]}{table(*block.groups()[1:4])}{block[5]}", text)
 
 
 # Policies

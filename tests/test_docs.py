@@ -61,6 +61,8 @@ def test_a_changed_result_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "| Policy | ms |\n| --- | ---: |\n| a\\|b | 1.2 |\n| c | 2.0 |\n\n`measure` on a machine.\n" in filled
     assert "old" not in filled and filled.startswith("before\n") and filled.endswith("\nafter\n")
     assert build.fill(filled) == filled
+    part = build.fill("<!-- table:speed of ms; Policy for c -->\n<!-- /table -->")
+    assert "-->\n| ms | Policy |\n| ---: | --- |\n| 2.0 | c |\n\n`measure` on a machine.\n<!-- /table -->" in part
 
 
 def test_a_table_without_result_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
