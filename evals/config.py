@@ -20,6 +20,8 @@ DATA = {
     "scbench": ("scbench",), "longbench": ("longbench",),
 }  # fmt: skip
 """What local files may be given as, and the suites that read them; docs/evaluation.md says what each has in it."""
+FOLDERS = ("scbench", "longbench")
+"""Those that have a file for each task."""
 MODES = {"multi-turn": "aware", "multi-request": "agnostic"}
 """What the compression of a context knows of the questions, by how they are asked."""
 
@@ -83,6 +85,9 @@ class RunConfig:
                 raise EvaluationError(f"{self.suite} reads no {name}: that is for {', '.join(readers)}; leave it out")
             if str(path) != "hub" and not path.exists():
                 raise EvaluationError(f"data {name}={path}: there is no such file or folder")
+            if name in FOLDERS and path.is_file():  # it would be read for every task
+                hint = ", or give TASK=FILE" if name == "scbench" else ""
+                raise EvaluationError(f"data {name}={path} is a file; give the folder that holds TASK.jsonl{hint}")
 
     @property
     def wanted(self) -> list[str]:

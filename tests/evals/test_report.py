@@ -24,7 +24,9 @@ from kvengine.evals.tasks import catalogue
 
 MANIFEST = {
     "started": "2026-01-01T00:00:00+00:00",
+    "resumed": [],
     "model": "m" * 16,
+    "tokenizer": "t" * 16,
     "model_name": "some/model",
     "parameters": 1234,
     "dtype": "torch.float32",
@@ -32,6 +34,7 @@ MANIFEST = {
     "threads": 1,
     "versions": {"kvengine": "0.1.0"},
     "config": {"seed": 42},
+    "data": {},
 }
 
 
@@ -454,9 +457,10 @@ def test_comparison_is_paired_and_refuses_other_data(tmp_path: Path) -> None:
     for wrong in ("nothing", "file"):
         with pytest.raises(EvaluationError, match="is no run folder"):
             compare.text(a, tmp_path / wrong)
-    (tmp_path / "d" / "manifest.json").write_text("{")
-    with pytest.raises(EvaluationError, match=r"manifest\.json is damaged"):
-        compare.text(a, tmp_path / "d")
+    for damaged in ("{", "{}", "[]", "3"):
+        (tmp_path / "d" / "manifest.json").write_text(damaged)
+        with pytest.raises(EvaluationError, match=r"manifest\.json is damaged"):
+            compare.text(a, tmp_path / "d")
     (tmp_path / "c" / "rows.jsonl").write_text("garbage\n{}\n")
     with pytest.raises(EvaluationError, match=r"^[^ ]*rows\.jsonl is damaged at byte 0"):
         compare.text(a, tmp_path / "c")
