@@ -466,6 +466,11 @@ def test_comparison_is_paired_and_refuses_other_data(tmp_path: Path) -> None:
         compare.text(a, tmp_path / "c")
 
 
+def test_a_picture_is_shown_where_pyplot_has_drawn_nothing() -> None:
+    made = plots.pareto(cells(some_rows()))
+    assert made._repr_png_().startswith(b"\x89PNG")
+
+
 def test_a_difference_is_one_where_its_interval_leaves_nothing_out(tmp_path: Path) -> None:
     """Up, down and unsure; losses in nats, alike or worse; samples that only one run has; a refusal, which is no answer."""
     pairs = {"up": (0, 1, 8), "down": (1, 0, 8), "unsure": (0, 1, 1)}
