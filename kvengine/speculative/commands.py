@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kvengine.command_errors import readable_errors
+from kvengine.command_errors import readable_errors, writable
 from kvengine.errors import EvaluationError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def speculate(
         if min(lengths) < 1:
             raise EvaluationError(f"--contexts are lengths of prompts, 1 or more, not {contexts!r}")
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)  # not after all is measured
+            writable(out)
         drafted = steps(gamma)
         from kvengine.speculative import bench
 

@@ -123,6 +123,7 @@ def test_windows() -> None:
         (["generate", "{}", "123", "--speculate", "--top-k", "3"], "--top-k says what may be drawn"),
         (["generate", "{}/nowhere", "123"], "cannot load"),
         (["bench", "speculate", "{}/nowhere", "--text", "{}/text.txt", "--out", "{}/text.txt"], "File exists"),
+        (["bench", "speculate", "{}/nowhere", "--text", "{}/text.txt", "--out", "/proc/self"], "FileNotFoundError"),
         (["bench", "speculate", "{}", "--text", "{}/text.txt", "--contexts", "64,-5"], "1 or more, not '64,-5'"),
         (["bench", "speculate", "{}", "--text", "{}/text.txt", "--contexts", "0"], "1 or more, not '0'"),
         (["bench", "speculate", "{}", "--text", "{}/latin"], "cannot be read as UTF-8 text"),
