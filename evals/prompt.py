@@ -54,11 +54,11 @@ def wrapper(tokenizer: Any) -> Wrapper:
 
 
 def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    template = tokenizer.get_chat_template()
-    dated = {"chat_template": CLOCK + template} if "strftime_now" in template else {}
     try:
+        template = tokenizer.get_chat_template()
+        dated = {"chat_template": CLOCK + template} if "strftime_now" in template else {}
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **dated))
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError) as error:  # the latter of several templates without a default
         raise EvaluationError(
             f"the chat template cannot be used ({type(error).__name__}: {error}); run with the template off (--chat off)"
         ) from error

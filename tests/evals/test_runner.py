@@ -299,8 +299,10 @@ def test_a_template_that_changes_messages_is_refused(template: str) -> None:
         _ = Prompter(tokenizer, True).wrapper
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no system role') }}", "{{ messages }"])
-def test_a_template_that_cannot_be_used_is_refused(template: str) -> None:
+@pytest.mark.parametrize("template", [
+    "{{ raise_exception('no system role') }}", "{{ messages }", "{{ messages + 1 }}", {"tools": EACH, "plain": EACH},
+])  # fmt: skip
+def test_a_template_that_cannot_be_used_is_refused(template: Any) -> None:
     tokenizer = tiny_tokenizer(chat=True)
     tokenizer.chat_template = template
     with pytest.raises(EvaluationError, match="the chat template cannot be used.*--chat off"):
