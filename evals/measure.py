@@ -33,7 +33,7 @@ def measure(
     """Run a suite and return its cells: score with interval, difference to the full cache, tokens, bytes, times.
 
     Args:
-        suite: "ruler", "scbench", "niah", "ppl" or "longbench".
+        suite: "ruler", "quiz", "scbench", "niah", "ppl" or "longbench".
         model: a folder, a hub id, "bundled", or a model that is loaded already (then with its `tokenizer`). It may not
             be patched: each policy patches it for the length of its cells.
         tokenizer: of a loaded model.

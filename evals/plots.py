@@ -204,6 +204,8 @@ def heat_map(rows: list[Row]) -> Figure | None:
     for ax, policy in zip(axes.flat, policies, strict=False):
         image = _heat(ax, [row for row in rows if row["policy"] == policy], lengths)
         ax.set_title(shown(policy, 30), fontsize=8)
+    figure.supxlabel("length (tokens)", fontsize=9)
+    figure.supylabel("depth of the needle", fontsize=9)
     figure.colorbar(image, ax=axes, label="score", shrink=0.8)
     return figure
 

@@ -434,6 +434,7 @@ def test_heat_map_puts_depth_down_and_length_across() -> None:
     grid = figure.axes[0].images[0].get_array()
     assert grid is not None and grid.shape == (10, 2)
     assert grid[0, 0] == 1.0 and grid[9, 1] == 0.0
+    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("length (tokens)", "depth of the needle")
     assert plots.shown("x" * 100).count("…") == 1
     assert plots.HEAT(0.0)[:3] == pytest.approx((0xF0 / 255, 0x49 / 255, 0x6E / 255), abs=0.01)
 
