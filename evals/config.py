@@ -112,7 +112,10 @@ class RunConfig:
 
 def build(suite: str, file: Path | None, given: Mapping[str, Any]) -> RunConfig:
     """A configuration from a YAML file and from what was given on the command line (None: not given)."""
-    merged: dict[str, Any] = {**_load(file), **{name: value for name, value in given.items() if value is not None}}
+    said = _load(file)
+    if said.get("suite", suite) != suite:
+        raise EvaluationError(f"{file} is of the suite {said['suite']!r}, and this run of {suite!r}")
+    merged: dict[str, Any] = {**said, **{name: value for name, value in given.items() if value is not None}}
     if "mode" in merged:  # as the command line calls it
         merged.setdefault("modes", merged.pop("mode"))
     if merged.get("modes") == "both":

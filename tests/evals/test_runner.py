@@ -750,6 +750,13 @@ def test_a_file_where_a_folder_of_them_belongs_is_not_read_for_every_task(tmp_pa
     build("scbench", None, {"out": tmp_path, "data": {"scbench_kv": tmp_path / "one.jsonl"}})
 
 
+def test_a_file_of_another_suite_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("suite: scbench\n")
+    with pytest.raises(EvaluationError, match=r"run\.yaml is of the suite 'scbench', and this run of 'ruler'"):
+        build("ruler", tmp_path / "run.yaml", {"out": tmp_path, "suite": "ruler"})
+    assert build("scbench", tmp_path / "run.yaml", {"out": tmp_path}).suite == "scbench"
+
+
 def test_a_file_that_is_no_text_is_explained(tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_bytes(b"\xff\xfe")
     with pytest.raises(EvaluationError, match=r"cannot read .*settings\.yaml"):
