@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +100,27 @@ def test_bench(folder: Path, tmp_path: Path) -> None:
 def test_refusals(folder: Path, arguments: list[str], message: str) -> None:
     code, text = run("generate", folder, "012", "--speculate", *arguments)
     assert code == 2 and message in text
+
+
+def test_lengths_that_were_measured_are_kept_if_a_later_one_is_interrupted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, lengths = bench.compare, list[int]()
+
+    def compare(target: Any, cut: Any, *more: Any, **options: Any) -> Any:
+        lengths.append(cut[0].shape[1])
+        if len(lengths) > 1:
+            raise KeyboardInterrupt
+        return measured(target, cut, *more, **options)
+
+    monkeypatch.setattr(bench, "compare", compare)
+    words = ["bench", "speculate", folder, "--text", folder / "text.txt", "--prompts", "1", "--new", "4"]
+    words += ["--middle", "none", "--out", tmp_path]
+    code, text = run(*words, "--contexts", "32,4000")
+    assert code == 2 and "400 tokens, fewer than a context of 4000" in text and not lengths  # said before all else
+    assert run(*words, "--contexts", "32,64")[0] == 130 and lengths == [32, 64]
+    assert {row["context"] for row in json.loads((tmp_path / "speculate.json").read_text())["rows"]} == {32}
+    assert (tmp_path / "speculate.md").exists() and (tmp_path / "speculate.png").exists()
 
 
 def test_windows() -> None:
