@@ -20,6 +20,8 @@ DATA = {
     "scbench": ("scbench",), "longbench": ("longbench",),
 }  # fmt: skip
 """What local files may be given as, and the suites that read them; docs/evaluation.md says what each has in it."""
+FOLDERS = ("scbench", "longbench")
+"""Those that have a file for each task."""
 MODES = {"multi-turn": "aware", "multi-request": "agnostic"}
 """What the compression of a context knows of the questions, by how they are asked."""
 
@@ -83,6 +85,9 @@ class RunConfig:
                 raise EvaluationError(f"{self.suite} reads no {name}: that is for {', '.join(readers)}; leave it out")
             if str(path) != "hub" and not path.exists():
                 raise EvaluationError(f"data {name}={path}: there is no such file or folder")
+            if name in FOLDERS and path.is_file():  # it would be read for every task
+                hint = ", or give TASK=FILE" if name == "scbench" else ""
+                raise EvaluationError(f"data {name}={path} is a file; give the folder that holds TASK.jsonl{hint}")
 
     @property
     def wanted(self) -> list[str]:
@@ -107,7 +112,10 @@ class RunConfig:
 
 def build(suite: str, file: Path | None, given: Mapping[str, Any]) -> RunConfig:
     """A configuration from a YAML file and from what was given on the command line (None: not given)."""
-    merged: dict[str, Any] = {**_load(file), **{name: value for name, value in given.items() if value is not None}}
+    said = _load(file)
+    if said.get("suite", suite) != suite:
+        raise EvaluationError(f"{file} is of the suite {said['suite']!r}, and this run of {suite!r}")
+    merged: dict[str, Any] = {**said, **{name: value for name, value in given.items() if value is not None}}
     if "mode" in merged:  # as the command line calls it
         merged.setdefault("modes", merged.pop("mode"))
     if merged.get("modes") == "both":

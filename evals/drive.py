@@ -60,6 +60,10 @@ def ready(config: RunConfig, model: Any, tokenizer: Any) -> Run:
             raise EvaluationError(
                 f"fail_under {name}: this run has no such cell; name a task, or POLICY:TASK with the policy as it was given"
             )
+        if any(one.metric == "nll" and one.name == name.rpartition(":")[2] for one in made.tasks()):
+            raise EvaluationError(
+                f"fail_under {name}: a loss is no percentage, and none would be below the bar; leave it out"
+            )
     return made
 
 

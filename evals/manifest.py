@@ -20,6 +20,7 @@ from kvengine.offload.stores.filesystem import replace_file
 
 PACKAGES = ("kvengine", "torch", "transformers", "tokenizers", "numpy", "triton", "wonderwords")
 FIXED = ("model", "tokenizer", "dtype")
+TOLD = (*FIXED, "config", "started", "resumed", "data", "model_name")
 ASKED = ("seed", "golden")  # settings under which every policy of a folder was asked the same
 
 
@@ -45,6 +46,8 @@ def read(path: Path) -> dict[str, Any]:
     """The manifest of a run folder. Raises OSError, or `EvaluationError` if it is none."""
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
+        if lacks := [name for name in TOLD if not isinstance(found, dict) or name not in found]:
+            raise ValueError(f"it lacks {', '.join(lacks)}")
     except ValueError as error:
         raise EvaluationError(
             f"{path} is damaged: {error}; delete it, and the command of its run writes it anew and keeps the rows"

@@ -33,7 +33,7 @@ def measure(
     """Run a suite and return its cells: score with interval, difference to the full cache, tokens, bytes, times.
 
     Args:
-        suite: "ruler", "scbench", "niah", "ppl" or "longbench".
+        suite: "ruler", "quiz", "scbench", "niah", "ppl" or "longbench".
         model: a folder, a hub id, "bundled", or a model that is loaded already (then with its `tokenizer`). It may not
             be patched: each policy patches it for the length of its cells.
         tokenizer: of a loaded model.
@@ -51,6 +51,11 @@ def measure(
         with tempfile.TemporaryDirectory() as folder:
             return measure(suite, model=model, tokenizer=tokenizer, out=folder, show=show, **settings)
     loaded = not isinstance(model, str | Path)
+    if loaded != (tokenizer is not None) or (loaded and not hasattr(model, "config")):
+        raise EvaluationError(
+            "give a model's name alone, or a model that is loaded and its tokenizer, not "
+            f"model={type(model).__name__}, tokenizer={type(tokenizer).__name__}"
+        )
     name = str(getattr(model, "name_or_path", "") or "model") if loaded else str(model)
     config = build(suite, None, {**settings, "model": name, "out": out})
     if config.fail_under:

@@ -31,6 +31,15 @@ HEAT = LinearSegmentedColormap.from_list("depth", ["#F0496E", "#EBB839", "#0CD79
 MARKS = "osD^vP*X<>dhp8"
 
 
+class Picture(Figure):
+    """A figure that notebooks show as one. They know how to show matplotlib's own only when pyplot has drawn something."""
+
+    def _repr_png_(self) -> bytes:
+        out = io.BytesIO()
+        self.savefig(out, format="png")
+        return out.getvalue()
+
+
 def svg(figure: Figure) -> str:
     """The picture as text to put into a page."""
     out = io.StringIO()
@@ -71,7 +80,7 @@ def pareto(found: list[CellResult]) -> Figure:
 
     The full cache is a black star. The oracle is a white one and never on the line: it reads everything to choose.
     """
-    figure = Figure(figsize=(11, 8.6), layout="constrained")
+    figure = Picture(figsize=(11, 8.6), layout="constrained")
     axes = figure.subplots(2, 2)
     roles = {cell.policy: cell.role for cell in found if cell.score}
     means, cells = mean_scores(found), by_policy(found)
@@ -144,7 +153,7 @@ def by_turn(found: list[CellResult]) -> Figure | None:
     several = [cell for cell in several if not cell.flag] or several
     if not several:
         return None
-    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    figure = Picture(figsize=(8, 4.6), layout="constrained")
     ax = figure.subplots()
     roles = {cell.policy: cell.role for cell in found if cell.score}
     for at, policy in enumerate(roles):
@@ -161,7 +170,7 @@ def by_length(found: list[CellResult]) -> Figure | None:
     lengths = sorted({cell.length for cell in found})
     if len(lengths) < 2:
         return None
-    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    figure = Picture(figsize=(8, 4.6), layout="constrained")
     ax = figure.subplots()
     means = [mean_scores([cell for cell in found if cell.length == length]) for length in lengths]
     roles = {cell.policy: cell.role for cell in found if cell.score}
@@ -188,13 +197,15 @@ def heat_map(rows: list[Row]) -> Figure | None:
     across = min(3, len(policies))
     down = -(-len(policies) // across)
     lengths = sorted({row["length"] for row in rows})
-    figure = Figure(figsize=(2.2 + (1.4 + 0.5 * len(lengths)) * across, 0.6 + 2.7 * down), layout="constrained")
+    figure = Picture(figsize=(2.2 + (1.4 + 0.5 * len(lengths)) * across, 0.6 + 2.7 * down), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False)
     for ax in axes.flat[len(policies) :]:
         ax.axis("off")
     for ax, policy in zip(axes.flat, policies, strict=False):
         image = _heat(ax, [row for row in rows if row["policy"] == policy], lengths)
         ax.set_title(shown(policy, 30), fontsize=8)
+    figure.supxlabel("length (tokens)", fontsize=9)
+    figure.supylabel("depth of the needle", fontsize=9)
     figure.colorbar(image, ax=axes, label="score", shrink=0.8)
     return figure
 

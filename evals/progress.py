@@ -53,7 +53,7 @@ class Bar(AbstractContextManager["Bar"]):
         self.progress.stop()
 
     def cell(self, cell: Cell, done: int) -> None:
-        """A cell begins, of whose samples some were done before."""
+        """A cell begins, of whose samples some were done before, or are not in its data."""
         self._advance(str(cell), done)
 
     def sample(self, cell: Cell, rows: list[Row]) -> None:

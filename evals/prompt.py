@@ -11,12 +11,20 @@ import functools
 import hashlib
 import itertools
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
+
+from jinja2 import TemplateError
 
 from kvengine.errors import EvaluationError
 from kvengine.evals.tasks import Sample, Turn
 
-MARKS = ("[SEPSEPSEP-1]", "[SEPSEPSEP-2]", "[SEPSEPSEP-3]")
+MARKS = ("[SepSepSep-1]", "[SepSepSep-2]", "[SepSepSep-3]")
+TODAY = datetime(2024, 7, 26)
+"""What a template that writes the date is told (Llama 3.1's own, where it knows none): prompts are the same every day."""
+SPELLED = "".join(f" | replace('%{letter}', '{TODAY.strftime(f'%{letter}')}')" for letter in "aAbBdHIjmMpSyY")
+CLOCK = f"{{%- macro strftime_now(format) -%}}{{{{ format{SPELLED} }}}}{{%- endmacro %}}"
+"""It stands before such a template, and in place of the function that transformers brings."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +47,21 @@ def wrapper(tokenizer: Any) -> Wrapper:
     text = _render(tokenizer, [{"role": role, "content": mark} for role, mark in roles])
     first = _render(tokenizer, [{"role": "user", "content": MARKS[0]}])
     pieces = [text.partition(mark) for mark in MARKS]
-    if not all(mark for _, mark, _ in pieces) or MARKS[0] not in first:
+    if any(text.count(mark) != 1 for mark in MARKS) or first.count(MARKS[0]) != 1:
         raise EvaluationError("the chat template drops or changes messages; run with the template off (--chat off)")
     head, _, tail = first.partition(MARKS[0])
     return Wrapper(head, pieces[1][2].partition(MARKS[2])[0], tail)
 
 
 def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    try:
+        template = tokenizer.get_chat_template()
+        dated = {"chat_template": CLOCK + template} if "strftime_now" in template else {}
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **dated))
+    except (TemplateError, TypeError, ValueError) as error:  # the latter of several templates without a default
+        raise EvaluationError(
+            f"the chat template cannot be used ({type(error).__name__}: {error}); run with the template off (--chat off)"
+        ) from error
 
 
 @dataclass(frozen=True)

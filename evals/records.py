@@ -24,6 +24,8 @@ Row = dict[str, Any]
 
 ROWS = "rows.jsonl"
 """The journal's name in a run folder."""
+LACKING = ("no data", "too short")
+"""What a cell is called whose samples could not be drawn."""
 PLACE = {"key": str, "sample": str | None, "turn": int, "turns": int}
 """Fields without which a line is no row."""
 MEASURED = frozenset({"ttft", "decode", "tokens_per_s", "peak_bytes", "together"})
@@ -44,7 +46,8 @@ def key_of(configuration: dict[str, Any]) -> str:
 class Journal:
     """Rows of one run folder.
 
-    `done`: by cell key and sample id, the hash of what was asked, and the policy's code; id None: the whole cell.
+    `done`: by cell key and sample id, the hash of what was asked, and the policy's code; id None: the whole cell, and why it
+    was given up.
     """
 
     path: Path
@@ -73,9 +76,11 @@ class Journal:
         """Samples of this cell that are done, whatever their data were."""
         return sum(key == cell and sample is not None for cell, sample in self.done)
 
-    def given_up(self, key: str, code: str) -> bool:
-        """Was this cell found to be impossible, for the code as it is now?"""
-        return (key, None) in self.done and same_code(self.done[key, None][1], code)
+    def given_up(self, key: str, code: str, drawn: bool = False) -> bool:
+        """Was this cell found to be impossible, for the code as it is now? `drawn`: its samples are there by now, so what was
+        in want of them is not (a file may have come since)."""
+        status, before = self.done.get((key, None), ("", None))
+        return bool(status) and same_code(before, code) and not (drawn and status in LACKING)
 
     def timed(self, length: int, mode: str, stack: str, code: str) -> bool:
         """Is there a time to the first token of this policy at this length?"""
@@ -99,7 +104,8 @@ class Journal:
     def _remember(self, rows: Iterable[Row]) -> None:
         for row in rows:
             self.rows.append(row)
-            self.done[row["key"], row["sample"]] = row.get("sample_hash"), row.get("code")
+            asked = row.get("sample_hash") if row["sample"] is not None else row.get("status", "failed")
+            self.done[row["key"], row["sample"]] = asked, row.get("code")
 
 
 def same_code(before: str | None, now: str | None) -> bool:

@@ -140,6 +140,10 @@ class Run:
             self._drawn[at] = drawn
         return self._drawn[at][: self.config.limit]
 
+    def absent(self, cell: Cell) -> int:
+        """Samples asked for that the cell's data do not have."""
+        return self.config.samples_per_cell - len(self.samples(cell))
+
     def data_hashes(self) -> dict[str, str]:
         """One hash per task and length drawn so far."""
         return {
@@ -161,14 +165,14 @@ class Run:
             self.give_up(cell, key, error, observer)
             return
         missing = self.missing(cell, samples)
-        observer.cell(cell, len(samples) - len(missing))
+        observer.cell(cell, len(samples) - len(missing) + self.absent(cell))
         if missing:
             self.attempt(cell, missing, observer)
 
     def missing(self, cell: Cell, samples: list[Sample]) -> list[Sample]:
         """Those that the cell has still to be asked; none if it was given up before, and is not to be tried again."""
         key, code = self.key(cell), cell.arm.code
-        if self.journal.given_up(key, code) and not self.config.retry:
+        if self.journal.given_up(key, code, drawn=True) and not self.config.retry:
             return []
         return [sample for sample in samples if not self.journal.holds(key, sample, code)]
 

@@ -212,7 +212,7 @@ def fill(run: Run, cells: list[Cell], samples: list[Sample], observer: Observer,
         groups[shape(scripts[sample.id])].append(sample)
     for cell in cells:
         missing = run.missing(cell, samples)
-        observer.cell(cell, len(samples) - len(missing))
+        observer.cell(cell, len(samples) - len(missing) + run.absent(cell))
         if timed and missing[:1] == samples[:1] and not run.journal.timed(*clock(cell), cell.arm.code):
             run.attempt(cell, missing[:1], observer)
     for group in groups.values():

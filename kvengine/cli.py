@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from codecs import lookup
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,8 +72,15 @@ def demo(
     raise typer.Exit(code)
 
 
+def forgive(stream: Any) -> None:
+    """Let letters that the encoding of a terminal or a file does not have (Latin 1, ASCII) be question marks, and end no run."""
+    if isinstance(stream, TextIOWrapper) and stream.errors == "strict" and lookup(stream.encoding).name != "utf-8":
+        stream.reconfigure(errors="replace")
+
+
 def main() -> None:
     """Run the command line."""
+    forgive(sys.stdout)
     try:
         app()
     except OSError as error:  # as where what is said finds no room

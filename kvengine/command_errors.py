@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,3 +46,13 @@ def resumable(kept: Path) -> Iterator[None]:
             raise
         Console(stderr=True).print(f"interrupted: {escape(how)}", highlight=False, soft_wrap=True)
         raise SystemExit(130) from None
+
+
+def writable(folder: Path) -> None:
+    """Make a folder if it is missing, and see whether files may be written there: before what takes hours, not after it.
+
+    Raises OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass

@@ -100,7 +100,8 @@ def patch(
             `generate` is its own, which `record` does not reach; or `fuse` comes without `record`.
         PolicyError: the policy is wrong, or this model cannot do it; or its step cannot be recorded.
     """
-    before: Patch | None = vars(model).get(STATE) if isinstance(model, PreTrainedModel) else None
+    check_model(model)  # before the policy: the two may have been swapped
+    before: Patch | None = vars(model).get(STATE)
     stack = None if before is None else before.chosen.stack
     enter_model(model, Stack.of(policy))
     try:
@@ -179,8 +180,10 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
 def unpatch(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `patch`, exactly. A model that is not patched stays as it is.
 
-    What `set_attn_implementation` has chosen since is kept.
+    What `set_attn_implementation` has chosen since is kept. Raises ModelError for what is no model, or wraps a patched one.
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a transformers PreTrainedModel, got {type(model).__name__}")
     state = vars(model).get(STATE)
     if state is None:
         if hasattr(model, STATE):
@@ -214,6 +217,8 @@ def patched(
     finally:
         if before is None:
             unpatch(model)
+        elif STATE not in vars(model):  # it was unpatched inside
+            patch(model, *before)
         else:
             state = getattr(model, STATE)
             state.chosen.stack = before[0]

@@ -70,7 +70,7 @@ class Prefix:
         ttl: seconds that chunks live in the store; None for ever.
 
     Raises ValueError for a salt that is too long, ModelError for a model whose keys the codec does not take,
-    IncompatibleCache for a level that does not exist, StoreError for a ttl that is no time.
+    IncompatibleCache for a level that does not exist, StoreError for a ttl that is no time, or a store that is none.
     """
 
     model: nn.Module
@@ -90,6 +90,10 @@ class Prefix:
     rank: int = field(init=False)  # channels of a latent that are values; 0: the model has keys and values
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise ModelError(f"chunks are of prompts of a patched model, not of a {type(self.model).__name__}")
+        if not isinstance(self.store, Store):
+            raise StoreError(f"chunks live in a Store, not in a {type(self.store).__name__}; give Store(backend(URL))")
         text = self.model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         strange = prefix_beside.strange(text)
         self.whole, self.beside = not strange, bool(beyond_tokens(text)) and not strange

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from kvengine.cache import LayerCache
-from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, KVEngineError, StoreError
+from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, KVEngineError, ModelError, StoreError
 from kvengine.fingerprint import identity
 from kvengine.hf_back import check_even
 from kvengine.hf_cache import EngineCache
@@ -78,10 +78,12 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         CacheError: the cache is in the middle of something, a pass over it broke off, it is of another model, or `extra` is
             not plain JSON.
         PolicyError: its policy is of the caller's own, and has no name that `load` would find.
+        ModelError: `model` is none.
         OSError: of the file system; nothing is left half-written.
     """
     if not isinstance(cache, EngineCache):
         raise CacheError(f"a session is saved from an EngineCache, not from a {type(cache).__name__}")
+    check_module(model)
     if cache.config is not model.config.get_text_config(decoder=True):  # type: ignore[operator, union-attr]
         raise CacheError("this cache was made for another model; a file that names this one would be taken for its own")
     cache.session.check_judged(cache.seen)
@@ -118,8 +120,10 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
         CorruptBitstream: the file is damaged.
         IncompatibleCache: it was saved for another model, or by another version of the engine.
         PolicyError: its policy does not exist here.
-        ModelError: the model is not patched.
+        ModelError: the model is not patched, or is none.
+        OSError: there is no such file.
     """
+    check_module(model)
     held = read_file(path)
     header = held.header
     if header.get("kind") != "session" or header.get("format") != FORMAT:
@@ -148,6 +152,11 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
         if (text := source.value(header.get("text"))) is not None:
             cache.session.text = Text.of(text)
     return cache
+
+
+def check_module(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"a session belongs to a patched model, not to a {type(model).__name__}")
 
 
 @contextmanager

@@ -48,8 +48,11 @@ def opened(url: str, *, made: bool = False) -> Iterator[Backend]:
     url = url or home()
     try:
         scheme, place = parse(url)
-        if not scheme and not made and not os.path.exists(os.path.join(place, "objects")):
-            raise StoreError(f"there is no store at {place}; `kvengine cache import` makes one")
+        if not scheme and not made:
+            try:
+                os.stat(os.path.join(place, "objects"))
+            except (FileNotFoundError, NotADirectoryError):  # what may not be looked into is told as that
+                raise StoreError(f"there is no store at {place}; `kvengine cache import` makes one") from None
         store = backend(url)
         try:
             yield store

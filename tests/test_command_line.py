@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import kvengine
+from kvengine import cli
 from kvengine.cli import app
 from kvengine.errors import EvaluationError, StoreError
 from kvengine.evals.config import build
@@ -204,3 +207,18 @@ def test_where_what_is_said_finds_no_room_that_is_a_line(words: list[str]) -> No
         )
     assert found.returncode == 2
     assert found.stderr.splitlines() == ["OSError: [Errno 28] No space left on device"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", "461?462 ?"), ("latin-1", "461?462 ?"), ("utf-8", "461–462 †")]
+)
+def test_letters_that_an_encoding_lacks_end_no_command(
+    encoding: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that had measured everything ended in a traceback where it said what it had found."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    monkeypatch.setattr(cli, "app", lambda: Console().print("461–462 †"))
+    cli.main()
+    sys.stdout.flush()
+    assert written.getvalue().decode(encoding).strip() == shown

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvengine.command_errors import readable_errors
+from kvengine.command_errors import readable_errors, writable
 
 app = typer.Typer(help="DuoAttention: which heads need the whole context.", no_args_is_help=True)
 console = Console()
@@ -56,12 +56,12 @@ def train(
     from kvengine.policies.routing.duo import write_pattern
 
     with readable_errors(), Progress(console=console) as progress:
-        out.mkdir(parents=True, exist_ok=True)  # not after hours of training
-        network, tokenizer = load(model, dtype=dtype)
         recipe = Recipe(
             steps=steps, rate=rate, reg=reg, sinks=sinks, recent=recent,
             shortest=shortest, longest=longest, lengths=lengths, seed=seed,
         )  # fmt: skip
+        writable(out)
+        network, tokenizer = load(model, dtype=dtype)
         bar = progress.add_task("training", total=steps)
         report = lambda step, loss, alpha: progress.update(  # noqa: E731
             bar, completed=step + 1, description=f"loss {loss:.4f}, mean alpha {float(alpha.mean()):.2f}"
@@ -109,14 +109,16 @@ def compare(
     from kvengine.evals.duo.compare import compare as compare_heads
     from kvengine.evals.duo.data import Passkeys
     from kvengine.evals.loading import load
-    from kvengine.policies.routing.duo import read_pattern
+    from kvengine.policies.routing.duo import Duo, read_pattern
 
     with readable_errors():
-        if out is not None:  # not after all is measured
-            out.parent.mkdir(parents=True, exist_ok=True)
+        if out is not None:
+            writable(out.parent)
+        Duo(sparsity=sparsity, sinks=sinks, recent=recent)  # refuses what cannot be, before anything is measured
+        alpha = read_pattern(pattern)
         network, tokenizer = load(model, dtype=dtype)
         rows = compare_heads(
-            network, Passkeys(tokenizer, style, keys, text), read_pattern(pattern), sparsity=sparsity, sinks=sinks,
+            network, Passkeys(tokenizer, style, keys, text), alpha, sparsity=sparsity, sinks=sinks,
             recent=recent, length=length, samples=samples, draws=draws, seed=seed, report=console.print,
         )  # fmt: skip
         console.print_json(data=rows)

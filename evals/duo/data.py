@@ -119,7 +119,8 @@ class Passkeys:
         room = length - sum(len(self.encode(key.sentence)) for key in keys) - len(self.encode(OPENINGS[self.style]))
         if room < 1:
             raise EvaluationError(
-                f"{self.keys} keys do not fit into {length} tokens; use longer contexts (--shortest, --length) or fewer --keys"
+                f"{self.keys} keys do not fit into {length} tokens (they take {length - room}); "
+                "use longer contexts (--shortest, --length) or fewer --keys"
             )
         told = self.hide(keys, self.haystack(source, room), source)
         start = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -56,8 +57,10 @@ class Recipe:
         counts = min(self.steps, self.lengths, self.recent, self.shortest, self.sinks + 1)
         if counts < 1 or self.longest < self.shortest:
             raise EvaluationError(f"{self}: counts must be positive (sinks may be 0), and longest at least shortest")
-        if not self.rate > 0:
+        if not 0 < self.rate < inf:
             raise EvaluationError(f"rate={self.rate}: must be a positive number")
+        if not 0 <= self.reg < inf:
+            raise EvaluationError(f"reg={self.reg}: must be 0 or a positive number")
 
     def length(self, step: int) -> int:
         """The length of a step's context: all of them come equally often, in mixed order."""
@@ -84,6 +87,7 @@ def train(
 
     Raises:
         ModelError: a model whose attention is not plain causal attention.
+        EvaluationError: the loss is no number, as where the model's own states are none in float16.
     """
     text = model.config.get_text_config(decoder=True)
     device = next(model.parameters()).device
@@ -98,6 +102,11 @@ def train(
                 optimiser.param_groups[0]["lr"] = recipe.rate * recipe.factor(step)
                 sample = data.draw(f"{recipe.seed}/{step}", recipe.length(step))
                 loss = distillation(model, gates, sample) + recipe.reg * alpha.abs().mean()
+                if not loss.isfinite():
+                    raise EvaluationError(
+                        f"the loss is {float(loss.detach())} at step {step}, which finds no head; take dtype float32, or a "
+                        "lower rate"
+                    )
                 optimiser.zero_grad()
                 loss.backward()
                 optimiser.step()

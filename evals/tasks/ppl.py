@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from kvengine.evals.tasks import Plan, Sample, Task, Turn
-from kvengine.evals.tasks._fit import largest, shrink
+from kvengine.evals.tasks._fit import NoData, largest, shrink
 from kvengine.evals.tasks._words import prose
 
 
@@ -28,6 +28,11 @@ class Continuation(Task):
 
     def samples(self, plan: Plan) -> Iterator[Sample]:
         most = largest(lambda words: self._fits(plan, self._sample(plan, 0, words)), 16)
+        if most + self.new_tokens > (known := len(prose(plan.data.get("book")))):
+            raise NoData(
+                f"the book has {known} words, and a text of {plan.length} tokens takes {most + self.new_tokens}, so that it "
+                "would be read twice; give a longer book, or shorter lengths"
+            )
         for index in range(plan.count):
             yield shrink(partial(self._sample, plan, index), partial(self._fits, plan), most, 16, max(1, most // 50))
 

@@ -34,7 +34,7 @@ def check_prompt(ids: Any, options: Mapping[str, Any]) -> Tensor:
     """The prompts, if they are tokens."""
     if options.get("inputs_embeds") is not None:
         raise ModelError("drafts are judged as tokens, and inputs_embeds are none; give the prompt as input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not len(ids):
         what = f"a tensor of {ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ModelError(
             "input_ids are a tensor of token ids [row, token], as of tokenizer(text, return_tensors='pt').input_ids, "

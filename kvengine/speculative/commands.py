@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kvengine.command_errors import readable_errors
+from kvengine.command_errors import readable_errors, writable
 from kvengine.errors import EvaluationError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def speculate(
         if min(lengths) < 1:
             raise EvaluationError(f"--contexts are lengths of prompts, 1 or more, not {contexts!r}")
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)  # not after all is measured
+            writable(out)
         drafted = steps(gamma)
         from kvengine.speculative import bench
 
@@ -160,14 +160,16 @@ def speculate(
         settings = [bench.Setting(below, one, drafted) for one in middles]
         sampling = {"temperature": temperature} if temperature else {}
         found: list[bench.Result] = []
+        if len(tokens) < max(lengths):
+            raise EvaluationError(f"{text} has {len(tokens)} tokens, fewer than a context of {max(lengths)}")
         for context in lengths:
             cut = [ids.to(target.device) for ids in bench.windows(tokens, context, prompts)]
-            if not cut:
-                raise EvaluationError(f"{text} has {len(tokens)} tokens, fewer than a context of {context}")
             found += bench.compare(target, cut, settings, new, status, **sampling)
+            if out is not None:
+                save(found, out, model)  # of each length at once: the next may be interrupted
         console.print(tables(found), highlight=False, markup=False, soft_wrap=True)
         if out is not None:
-            save(found, out, model)
+            console.print(f"{out}/speculate.json, .md, .png", highlight=False, markup=False)
 
 
 def tables(found: list[bench.Result]) -> str:
@@ -184,7 +186,6 @@ def save(found: list[bench.Result], out: Path, model: str) -> None:
     (out / "speculate.json").write_text(json.dumps(document, indent=1) + "\n")
     (out / "speculate.md").write_text(tables(found))
     bench.plot(found, out / "speculate.png")
-    console.print(f"{out}/speculate.json, .md, .png", highlight=False, markup=False)
 
 
 def given(prompt: str | None) -> str:

@@ -62,6 +62,17 @@ def test_the_head_that_matters_is_found_and_the_others_close() -> None:
     assert model.config._attn_implementation != "kvengine_duo"
 
 
+def test_a_loss_that_is_no_number_ends_the_training() -> None:
+    """All gates would be 0, or not a number, and the pattern be written."""
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(float("inf"))
+    before = [p.requires_grad for p in model.parameters()]
+    with pytest.raises(EvaluationError, match="the loss is nan at step 0"):
+        train(model, Noise(Letters()), RECIPE)
+    assert [p.requires_grad for p in model.parameters()] == before
+
+
 def test_open_gates_are_the_model_itself() -> None:
     model, ids = llama(), torch.randint(2, 128, (1, 50))
     with torch.no_grad():
@@ -104,7 +115,7 @@ def test_samples_hold_their_answers_once_and_mark_them(style: str) -> None:
 
 
 def test_keys_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(EvaluationError, match="10 keys do not fit into 100 tokens"):
+    with pytest.raises(EvaluationError, match=r"10 keys do not fit into 100 tokens \(they take \d{3,}\)"):
         Passkeys(Letters()).draw(0, 100)
     with pytest.raises(EvaluationError, match="Did you mean 'magic'"):
         Passkeys(Letters(), "magik")
@@ -171,11 +182,17 @@ def test_the_command_shows_a_pattern(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "message"), [
     (["train", "bundled", "--out", "{}/file"], "FileExistsError"),
     (["train", "bundled", "--out", "{}/out", "--rate", "nan"], "rate=nan: must be a positive number"),
+    (["train", "bundled", "--out", "{}/out", "--rate", "inf"], "rate=inf: must be a positive number"),
+    (["train", "bundled", "--out", "{}/out", "--reg", "nan"], "reg=nan: must be 0 or a positive number"),
+    (["train", "bundled", "--out", "/proc/self"], "FileNotFoundError"),  # there, but nothing can be written into it
     (["train", "bundled", "--out", "{}/out", "--sinks", "-1"], "counts must be positive (sinks may be 0)"),
     (["train", "bundled", "--out", "{}/out", "--keys", "1", "--shortest", "300", "--text", "{}/file"], "not UTF-8"),
     (["train", "bundled", "--out", "{}/out", "--text", "{}/nothing"], "nothing' does not exist"),
     (["train", "bundled", "--out", "{}/out"], "longer contexts (--shortest, --length) or fewer --keys"),
     (["compare", "bundled", "{}/p", "--samples", "0"], "--samples"),
+    (["compare", "no-model", "tiny", "--sparsity", "3"], "sparsity=3.0 must lie between 0"),
+    (["compare", "no-model", "{}/p"], "cannot read the pattern"),
+    (["compare", "bundled", "tiny", "--out", "/proc/self/rows.json"], "FileNotFoundError"),
     (["compare", "bundled", "{}/p", "--draws", "0"], "--draws"),
     (["compare", "bundled", "{}/p", "--out", "{}"], "is a directory"),
     (["compare", "bundled", "{}/p", "--out", "{}/file/rows.json"], "FileExistsError"),

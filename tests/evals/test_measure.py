@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,15 @@ def test_what_a_loaded_model_cannot_be_asked_is_an_error() -> None:
         measure("longbench", **ours, policies="full")
     with pytest.raises(EvaluationError, match="no longbench task can run without data"):
         measure("longbench", **ours, policies="full", minutes=1)
+
+
+@pytest.mark.parametrize("given", [
+    {"model": None}, {"model": tiny_model}, {"tokenizer": tiny_tokenizer}, {"model": tiny_tokenizer, "tokenizer": tiny_model},
+])  # fmt: skip
+def test_a_model_comes_with_its_tokenizer(given: dict[str, Any]) -> None:
+    ours = {name: make and make() for name, make in given.items()}
+    with pytest.raises(EvaluationError, match="give a model's name alone, or a model that is loaded and its tokenizer"):
+        measure("ruler", **ours, **SETTINGS)
 
 
 def test_a_setting_that_does_not_exist_is_an_error() -> None:

@@ -24,7 +24,9 @@ from kvengine.evals.tasks import catalogue
 
 MANIFEST = {
     "started": "2026-01-01T00:00:00+00:00",
+    "resumed": [],
     "model": "m" * 16,
+    "tokenizer": "t" * 16,
     "model_name": "some/model",
     "parameters": 1234,
     "dtype": "torch.float32",
@@ -32,6 +34,7 @@ MANIFEST = {
     "threads": 1,
     "versions": {"kvengine": "0.1.0"},
     "config": {"seed": 42},
+    "data": {},
 }
 
 
@@ -431,6 +434,7 @@ def test_heat_map_puts_depth_down_and_length_across() -> None:
     grid = figure.axes[0].images[0].get_array()
     assert grid is not None and grid.shape == (10, 2)
     assert grid[0, 0] == 1.0 and grid[9, 1] == 0.0
+    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("length (tokens)", "depth of the needle")
     assert plots.shown("x" * 100).count("…") == 1
     assert plots.HEAT(0.0)[:3] == pytest.approx((0xF0 / 255, 0x49 / 255, 0x6E / 255), abs=0.01)
 
@@ -454,12 +458,18 @@ def test_comparison_is_paired_and_refuses_other_data(tmp_path: Path) -> None:
     for wrong in ("nothing", "file"):
         with pytest.raises(EvaluationError, match="is no run folder"):
             compare.text(a, tmp_path / wrong)
-    (tmp_path / "d" / "manifest.json").write_text("{")
-    with pytest.raises(EvaluationError, match=r"manifest\.json is damaged"):
-        compare.text(a, tmp_path / "d")
+    for damaged in ("{", "{}", "[]", "3"):
+        (tmp_path / "d" / "manifest.json").write_text(damaged)
+        with pytest.raises(EvaluationError, match=r"manifest\.json is damaged"):
+            compare.text(a, tmp_path / "d")
     (tmp_path / "c" / "rows.jsonl").write_text("garbage\n{}\n")
     with pytest.raises(EvaluationError, match=r"^[^ ]*rows\.jsonl is damaged at byte 0"):
         compare.text(a, tmp_path / "c")
+
+
+def test_a_picture_is_shown_where_pyplot_has_drawn_nothing() -> None:
+    made = plots.pareto(cells(some_rows()))
+    assert made._repr_png_().startswith(b"\x89PNG")
 
 
 def test_a_difference_is_one_where_its_interval_leaves_nothing_out(tmp_path: Path) -> None:

@@ -287,6 +287,8 @@ EACH = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 @pytest.mark.parametrize("template", [
     EACH.replace("] }", "] | lower }"),
+    EACH.replace("] }", "] | upper }"),
+    EACH.replace("{% endfor", "{{ m['content'] }}{% endfor"),  # said twice
     "{{ messages[-1]['content'] }}",  # what was said before is gone
     "{% if messages | length > 1 %}" + EACH + "{% endif %}",  # and here what is said first
 ])  # fmt: skip
@@ -295,6 +297,25 @@ def test_a_template_that_changes_messages_is_refused(template: str) -> None:
     tokenizer.chat_template = template
     with pytest.raises(EvaluationError, match="drops or changes messages.*--chat off"):
         _ = Prompter(tokenizer, True).wrapper
+
+
+@pytest.mark.parametrize("template", [
+    "{{ raise_exception('no system role') }}", "{{ messages }", "{{ messages + 1 }}", {"tools": EACH, "plain": EACH},
+])  # fmt: skip
+def test_a_template_that_cannot_be_used_is_refused(template: Any) -> None:
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template = template
+    with pytest.raises(EvaluationError, match="the chat template cannot be used.*--chat off"):
+        _ = Prompter(tokenizer, True).wrapper
+
+
+def test_prompts_are_the_same_every_day() -> None:
+    """Llama 3 and others write the date into them: a run could not be continued after midnight."""
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template = "{% set date = strftime_now('%d %b %Y') %}" + EACH.replace("%}", "%}[{{ date }}] ", 1)
+    assert Prompter(tokenizer, True).wrapper.head == "[26 Jul 2024] "
+    tokenizer.chat_template = "{%- if strftime_now is defined %}{{ strftime_now('%Y-%m-%d, %H:%M') }}{% endif %}" + EACH
+    assert Prompter(tokenizer, True).wrapper.head == "2024-07-26, 00:00"
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
@@ -568,6 +589,34 @@ def test_a_task_without_data_is_left_out_of_all_and_told_where_it_was_asked_for(
         assert [cell.task.name for cell in made.cells()] == (["hotpotqa"] if left else ["hotpotqa", "qasper"])
 
 
+def test_a_cell_that_lacked_its_data_is_done_when_they_are_there(tmp_path: Path) -> None:
+    """The same command is given again after the file was put where the message said."""
+    row = {"input": "who?", "context": "The sky is blue.", "answers": ["blue"]}
+    settings = config(tmp_path / "run", suite="longbench", tasks="qasper", data={"longbench": tmp_path}, samples=9)
+    for _ in range(2):
+        run(settings)
+        assert [one["status"] for one in fixed(tmp_path / "run")] == ["no data"]
+    (tmp_path / "qasper.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    run(settings)
+    assert [one["status"] for one in fixed(tmp_path / "run")] == ["no data", "ok", "ok"]
+
+
+def test_the_bar_is_full_where_the_data_have_fewer_samples_than_were_asked_for(tmp_path: Path) -> None:
+    row = {"input": "who?", "context": "The sky is blue.", "answers": ["blue"]}
+    (tmp_path / "qasper.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    made = Run(
+        config(tmp_path / "run", suite="longbench", tasks="qasper", data={"longbench": tmp_path}, samples=50),
+        tiny_model(),
+        tiny_tokenizer(),
+        Journal(tmp_path / "run" / "rows.jsonl"),
+    )
+    console = Console(file=io.StringIO(), width=120)
+    with Bar(1, 50, console) as bar:
+        made.execute(bar)
+    assert bar.progress.tasks[0].completed == 50
+    assert "0.000 of 2" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_users_data_are_cut_to_the_length_and_generated_ones_are_not(tmp_path: Path) -> None:
     run = Run(config(tmp_path), tiny_model(), tiny_tokenizer(), Journal(tmp_path / "x"))
     cell, later = run.cells()[0], replace(run.cells()[0], mode="multi-request")
@@ -691,6 +740,21 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
 def test_bad_settings_are_explained(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(EvaluationError, match=message.replace("(", r"\(")):
         build("ruler", None, {"out": tmp_path, **given})
+
+
+@pytest.mark.parametrize("suite", ["scbench", "longbench"])
+def test_a_file_where_a_folder_of_them_belongs_is_not_read_for_every_task(tmp_path: Path, suite: str) -> None:
+    (tmp_path / "one.jsonl").write_text("{}\n")
+    with pytest.raises(EvaluationError, match="is a file; give the folder that holds TASK.jsonl"):
+        build(suite, None, {"out": tmp_path, "data": {suite: tmp_path / "one.jsonl"}})
+    build("scbench", None, {"out": tmp_path, "data": {"scbench_kv": tmp_path / "one.jsonl"}})
+
+
+def test_a_file_of_another_suite_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("suite: scbench\n")
+    with pytest.raises(EvaluationError, match=r"run\.yaml is of the suite 'scbench', and this run of 'ruler'"):
+        build("ruler", tmp_path / "run.yaml", {"out": tmp_path, "suite": "ruler"})
+    assert build("scbench", tmp_path / "run.yaml", {"out": tmp_path}).suite == "scbench"
 
 
 def test_a_file_that_is_no_text_is_explained(tmp_path: Path) -> None:
@@ -888,6 +952,14 @@ def test_a_bar_for_nothing_is_told_before_the_run(tmp_path: Path, model_folder: 
     words += ["--policies", "full;streaming(recent=60)", "--samples", "1"]
     code, text = invoke("ruler", *words, "--fail-under", f"{name}=0")
     assert code == 2 and f"fail_under {name}: this run has no such cell" in text and not out.exists()
+
+
+def test_a_loss_has_no_bar(tmp_path: Path, model_folder: Path) -> None:
+    """It would pass whatever the policy does: the worse it is, the larger it is."""
+    words = ["--model", str(model_folder), "--out", str(tmp_path / "run"), "--lengths", "300", "--samples", "1"]
+    for name in ("ppl_book", "full:ppl_book"):
+        code, text = invoke("ppl", *words, "--policies", "full", "--fail-under", f"{name}=50")
+        assert code == 2 and f"fail_under {name}: a loss is no percentage" in text and not (tmp_path / "run").exists()
 
 
 def test_both_modes_are_named_alike_everywhere(tmp_path: Path) -> None:

@@ -61,6 +61,20 @@ def test_perplexity_continues_its_own_text(tmp_path: Path) -> None:
         assert sample.turns[0].forced and sample.raw and sample.provenance == "user data"
 
 
+def test_a_book_that_would_be_read_twice_is_refused(tmp_path: Path) -> None:
+    """What follows the prompt would stand in it already."""
+    book = tmp_path / "book.txt"
+    book.write_text("some words " * 100)
+    with pytest.raises(NoData, match="the book has 200 words.*give a longer book, or shorter lengths"):
+        next(iter(catalogue("ppl")["ppl_book"].samples(plan(length=1200, book=book))))
+    assert next(iter(catalogue("ppl")["ppl_book"].samples(plan(length=150, book=book))))
+
+
+def test_a_suite_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(EvaluationError, match="no suite is called 'rule'. Did you mean 'ruler'"):
+        choose("rule", "all")
+
+
 def test_longbench_reads_local_rows_and_keeps_the_question_out_of_the_context(tmp_path: Path) -> None:
     row = {"input": "Who?", "context": "TEXT", "answers": ["Ann", "Ann Lee"], "all_classes": None}
     (tmp_path / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n")

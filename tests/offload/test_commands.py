@@ -144,6 +144,8 @@ def test_gc_removes_what_is_expired(folder: Path) -> None:
 def test_what_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert "there is no store at" in run("ls", "-s", tmp_path / "file", status=1)
+    (tmp_path / "round").symlink_to(tmp_path / "round")  # what cannot be looked into may well be one
+    assert "Too many levels of symbolic links" in run("ls", "-s", tmp_path / "round", status=1)
     assert "cannot be opened" in run("import", tmp_path / "file", "-s", tmp_path / "file", status=1)
     (tmp_path / "mine").mkdir()
     for words in (["ls"], ["info", "00"], ["verify"], ["gc"], ["export", "00", tmp_path / "out"]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,27 @@ def test_refusals(folder: Path, arguments: list[str], message: str) -> None:
     assert code == 2 and message in text
 
 
+def test_lengths_that_were_measured_are_kept_if_a_later_one_is_interrupted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, lengths = bench.compare, list[int]()
+
+    def compare(target: Any, cut: Any, *more: Any, **options: Any) -> Any:
+        lengths.append(cut[0].shape[1])
+        if len(lengths) > 1:
+            raise KeyboardInterrupt
+        return measured(target, cut, *more, **options)
+
+    monkeypatch.setattr(bench, "compare", compare)
+    words = ["bench", "speculate", folder, "--text", folder / "text.txt", "--prompts", "1", "--new", "4"]
+    words += ["--middle", "none", "--out", tmp_path]
+    code, text = run(*words, "--contexts", "32,4000")
+    assert code == 2 and "400 tokens, fewer than a context of 4000" in text and not lengths  # said before all else
+    assert run(*words, "--contexts", "32,64")[0] == 130 and lengths == [32, 64]
+    assert {row["context"] for row in json.loads((tmp_path / "speculate.json").read_text())["rows"]} == {32}
+    assert (tmp_path / "speculate.md").exists() and (tmp_path / "speculate.png").exists()
+
+
 def test_windows() -> None:
     assert [w.tolist() for w in bench.windows(range(10), 4, 3)] == [[[0, 1, 2, 3]], [[3, 4, 5, 6]], [[6, 7, 8, 9]]]
     assert bench.windows(range(3), 4, 2) == []
@@ -123,6 +145,7 @@ def test_windows() -> None:
         (["generate", "{}", "123", "--speculate", "--top-k", "3"], "--top-k says what may be drawn"),
         (["generate", "{}/nowhere", "123"], "cannot load"),
         (["bench", "speculate", "{}/nowhere", "--text", "{}/text.txt", "--out", "{}/text.txt"], "File exists"),
+        (["bench", "speculate", "{}/nowhere", "--text", "{}/text.txt", "--out", "/proc/self"], "FileNotFoundError"),
         (["bench", "speculate", "{}", "--text", "{}/text.txt", "--contexts", "64,-5"], "1 or more, not '64,-5'"),
         (["bench", "speculate", "{}", "--text", "{}/text.txt", "--contexts", "0"], "1 or more, not '0'"),
         (["bench", "speculate", "{}", "--text", "{}/latin"], "cannot be read as UTF-8 text"),
