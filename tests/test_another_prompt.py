@@ -158,3 +158,16 @@ def test_padding_in_a_later_chunk_counts_as_if_it_had_come_before(text: str) -> 
     one.feed(2)
     want = torch.cat([one.feed(1) for _ in range(10)], 1)
     torch.testing.assert_close(got[1:], want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_that_says_nothing_is_not_merged_whatever_a_method_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method of one's own may change what it has not been asked to merge into."""
+    monkeypatch.setattr(Elastic, "fold", lambda self, seen, keep: tuple(x + 1 for x in seen.read()))
+    bare, silent = Bare("elastic(budget=16, offset=-3)", rows=2), torch.tensor([[True], [False]]).expand(-1, 9)
+    found = []
+    for n, valid in ((40, None), (9, silent)):
+        bare.feed(n, valid)
+        k, v, position, _ = lane_of(bare).everything()
+        found.append([torch.cat([k, v], 2)[rows][position[rows] >= 0] for rows in (slice(0, 2), slice(2, 4))])
+    (talks, mute), (talked, muted) = found
+    assert torch.equal(mute, muted) and not torch.equal(talks, talked)

@@ -256,3 +256,18 @@ def test_padding_that_a_row_has_moved_over_hides_none_of_its_tokens(text: str) -
     assert any(30 <= p < 35 for head in before[0] for p in head)
     bare.cache.hide(~valid)
     assert held(bare.cache) == before
+
+
+@pytest.mark.parametrize("text", ["full", "kivi(group=8, residual=8)", "quest(budget=24, page=4)"])
+def test_where_nothing_depends_on_places_tokens_keep_those_of_the_mask(text: str) -> None:
+    """So that a later mask can hide any of them."""
+    bare, valid = Bare(text, rows=2), torch.ones(2, 40, dtype=torch.bool)
+    valid[0, :3], valid[0, 10:20], valid[1, 33:] = False, False, False
+    for chunk in valid.split(25, 1):
+        bare.cache.session.prompt_end = 40
+        bare.feed(chunk.shape[1], chunk)
+    assert held(bare.cache) == [[row.nonzero()[:, 0].tolist()] * 2 for row in valid]
+    hidden = ~valid
+    hidden[:, 5] = True
+    bare.cache.hide(hidden)
+    assert held(bare.cache) == [[row.nonzero()[:, 0].tolist()] * 2 for row in ~hidden]

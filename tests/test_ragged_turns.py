@@ -228,14 +228,19 @@ def test_probes_that_were_chosen_for_a_longer_text_are_refused() -> None:
         read(patched("zipcache(block=8, probes=0.5)"), *scattered(), (15, 35))
 
 
-def test_a_prompt_longer_than_announced_is_refused_where_probes_were_chosen_by_its_end() -> None:
+@pytest.mark.parametrize(("first", "later"), [(40, None), (60, 50)], ids=["longer", "shorter"])
+def test_a_prompt_that_ends_elsewhere_is_refused_where_probes_were_chosen_by_its_end(
+    first: int, later: int | None
+) -> None:
     model, ids = patched("zipcache(block=8, probes=0.5)"), ragged(1, 60, (0,), 1)[0]
-    cache = EngineCache(model)
-    cache.announce(40)
+    cache, end = EngineCache(model), later or 60
+    cache.announce(first)
     with torch.no_grad():
         model(ids[:, :30], **{CACHE: cache})
-        with pytest.raises(CacheError, match="was to end at 40 tokens.*now it is to end at 60.*announce"):
-            model(ids[:, 30:], **{CACHE: cache})
+        if later is not None:
+            cache.announce(later)
+        with pytest.raises(CacheError, match=f"was to end at {first} tokens.*now it is to end at {end}.*announce"):
+            model(ids[:, 30:end], **{CACHE: cache})
 
 
 @pytest.mark.parametrize(
@@ -305,3 +310,22 @@ def test_a_fraction_is_one_of_all_prompts_without_the_answers() -> None:
     with torch.no_grad():
         model(torch.cat([text[:, -1:], text[:, :10]], 1), cache=cache)  # the answer's last token comes with the prompt
     assert set(cache.stats().held.flatten().tolist()) == {(40 + 11) // 2}
+
+
+@pytest.mark.parametrize("text", ["h2o(budget=16)", "quest(budget=12, page=4)", "lowrank(rank=8)"])
+def test_a_row_that_has_yet_to_begin_does_so_behind_another_rows_single_token(text: str) -> None:
+    """As if there had been none: its first token comes after all that was padding to it."""
+    bare, (first, second, third) = Bare(text, rows=2, tokens=120), torch.ones(3, 2, 40, dtype=torch.bool)
+    first[1], second[1], second[0, [0, 1, 3, 4]], third[0, :9] = False, False, False, False
+    for n, valid in ((40, first), (5, second[:, :5]), (40, third)):
+        bare.feed(n, valid)
+    got = torch.cat([bare.feed(1) for _ in range(20)], 1)
+    lane = bare.cache.parts[0].lane
+    assert lane.first.tolist() == [lane.first[0], lane.first[0], 45, 45]
+    for row, now in ((0, [*range(40), 42, *range(54, 105)]), (1, [*range(45, 105)])):
+        alone = Bare(text, tokens=0)
+        alone.q, alone.k, alone.v = (x[row : row + 1, :, now] for x in (bare.q, bare.k, bare.v))
+        for n in (40, 1, 31) if row == 0 else (40,):
+            alone.feed(n)
+        want = torch.cat([alone.feed(1) for _ in range(20)], 1)
+        torch.testing.assert_close(got[row : row + 1], want, rtol=1e-4, atol=1e-5)

@@ -149,3 +149,19 @@ def test_a_pass_that_no_later_layer_came_to_does_not_spoil_the_next() -> None:
     for _ in range(2):
         again = read(one.cache, one.q[:, :, one.at - 1 : one.at], one.call, None)
         torch.testing.assert_close(again, out)
+
+
+@pytest.mark.parametrize("text", ["snapkv(budget=24, window=6)", "ashape(sinks=2, local=12)", "full"])
+@pytest.mark.parametrize("last", [None, 5, 1])
+def test_a_reader_of_the_last_tokens_is_told_of_those_wherever_padding_stands(text: str, last: int | None) -> None:
+    """In a prompt, and among tokens that are taken together."""
+    bare, valid = Bare(text, rows=2, tokens=60), torch.ones(2, 60, dtype=torch.bool)
+    valid[0, 10:20], valid[1, :7], valid[1, 36:38], valid[0, 43:45] = False, False, False, False
+    bare.cache.readers.count = 1
+    for begin, end in ((0, 40), (40, 47)):
+        bare.cache.session.following = begin > 0
+        some = slice(end - (last or end - begin), end)
+        want = bare.feed(end - begin, valid[:, begin:end])[:, -(last or end - begin) :]
+        got = read(bare.cache, bare.q[:, :, some], bare.call, None)
+        real = valid[:, some]
+        torch.testing.assert_close(got[real], want[real])

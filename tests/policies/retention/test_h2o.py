@@ -53,6 +53,23 @@ def test_it_keeps_what_received_most(
     same_source(case, layer)
 
 
+@pytest.mark.parametrize("room", [0, 3])
+def test_a_prompt_of_which_all_stays_leaves_its_scores(room: int) -> None:
+    """They are what decides once tokens have to go."""
+    case = Case(heads=1, group=2, pads=(0,))
+    budget = case.length + room
+    layer, tokens = case.prompt(f"h2o(budget={budget}, recent=0.1)", 1), list(range(case.length))
+    score = received(case, 0, range(case.length), tokens)
+    assert positions(layer, 0) == tokens
+    for t, _ in case.decode(layer):
+        tokens = [*score, t]
+        paid = received(case, 0, range(t, t + 1), tokens)
+        now = {p: score.get(p, 0.0) + paid[p] for p in tokens}
+        score = {p: now[p] for p in verdict(now, t, budget, 0.1, False)}
+        assert positions(layer, 0) == list(score)
+    assert len(score) == budget < t + 1
+
+
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_a_second_prompt_counts_its_own_queries(chunks: int) -> None:
     """Judged once, a token's score is of the last prompt alone, and so is the number of queries."""

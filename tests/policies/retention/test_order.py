@@ -29,7 +29,8 @@ ONCE = [
     "expected_attention(budget=3)",
     "expected_attention(budget=0.4, sinks=6)",
 ]
-ORDERED = [*(t for t in SMALL.values() if Stack.parse(t).retention.order is not None), *ONCE]
+BANDED = "ashape(sinks=2, local=12) + snapkv(budget=24, window=6)"  # whose next prompt asks where everything is
+ORDERED = [*(t for t in SMALL.values() if Stack.parse(t).retention.order is not None), *ONCE, BANDED]
 
 
 def turns(seed: int) -> Iterator[tuple[int, bool]]:
