@@ -21,17 +21,30 @@ int pairs_fit(const Field *f, int64_t dim, int64_t rows) {
 }
 
 /* Every number i of `fields` that follow each other, then every number i + 1 ..., of blocks of HALF * fields numbers. */
-static void by_field(float *x, int64_t count, int64_t fields) {
-  for (float *const end = x + count; x < end; x += HALF * fields)
-    for (int64_t f = fields; f > 1; f /= 2) { /* the lowest bit of a number's place becomes the highest */
-      float from[HALF * 8];
-      memcpy(from, x, sizeof(float) * HALF * fields);
-      for (int64_t i = 0; i < HALF * fields / 2; i += LANES) {
-        const vf a = load(from + 2 * i), b = load(from + 2 * i + LANES);
-        store(x + i, PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14));
-        store(x + HALF * fields / 2 + i, PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15));
+INLINE void by_field_as(float *x, int64_t count, int fields) {
+  for (float *const end = x + count; x < end; x += HALF * fields) {
+    vf a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * fields; i++) a[i] = load(x + i * LANES);
+#pragma GCC unroll 4
+    for (int f = fields; f > 1; f /= 2) { /* the lowest bit of a number's place becomes the highest */
+#pragma GCC unroll 8
+      for (int i = 0; i < fields; i++) {
+        b[i] = PICK(a[2 * i], a[2 * i + 1], 0, 2, 4, 6, 8, 10, 12, 14);
+        b[fields + i] = PICK(a[2 * i], a[2 * i + 1], 1, 3, 5, 7, 9, 11, 13, 15);
       }
+#pragma GCC unroll 16
+      for (int i = 0; i < 2 * fields; i++) a[i] = b[i];
     }
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * fields; i++) store(x + i * LANES, a[i]);
+  }
+}
+
+static void by_field(float *x, int64_t count, int64_t fields) {
+  if (fields == 2) by_field_as(x, count, 2);
+  else if (fields == 4) by_field_as(x, count, 4);
+  else by_field_as(x, count, 8);
 }
 
 static void order_queries(int64_t bits, int64_t dim, const float *q, int64_t rows, Queries *x) {
@@ -51,7 +64,7 @@ void pairs_keys(const Field *k, const float *q, int64_t rows, Pairs *x) {
 static void take(const Field *k, int64_t bits, int64_t rows, int64_t group, Queries *x) {
   const int64_t dim = k->dim;
   const int bytes = refined(k);
-  float scale[256], zero[256], by[4][256];
+  float scale[256], zero[256];
   widen_run(k->scale, group * dim, dim, k->dtype, scale);
   widen_run(k->zero, group * dim, dim, k->dtype, zero);
   for (int64_t i = 0; i < dim && bytes; i++) scale[i] *= NIBBLE_STEP, zero[i] -= scale[i] * NIBBLE_ZERO;
@@ -65,14 +78,18 @@ static void take(const Field *k, int64_t bits, int64_t rows, int64_t group, Quer
         const vf y = load(q + i * dim + d) * load(scale + d);
         exact[i] += load(given + i * dim + d) * load(zero + d);
         largest[i] = larger(largest[i], magnitude(y));
-        store(by[i] + d, y);
       }
     const vf4 unit = units_of_four(largest), many = 1 / unit, add = sums_of_four(exact);
     for (int i = 0; i < 8; i++) x->unit[2 * n + i] = unit[i / 2], x->add[2 * n + i] = add[i / 2];
-    for (int i = 0; i < 4; i++)
-      for (int64_t d = 0; d < dim; d += HALF)
+    for (int64_t d = 0; d < dim; d += HALF) {
+      const vf first = load(scale + d), second = load(scale + d + LANES);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        const float *from = q + i * dim + d;
         _mm256_store_si256((Words *)(x->part + (n + i) * dim + d),
-                           whole_numbers(load(by[i] + d) * many[i], load(by[i] + d + LANES) * many[i]));
+                           whole_numbers(load(from) * first * many[i], load(from + LANES) * second * many[i]));
+      }
+    }
   }
 }
 
