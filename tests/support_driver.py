@@ -89,9 +89,7 @@ def said(script: str, given: Any, folder: Path) -> Any:
     include = Path(triton.__file__).parent / "backends/nvidia/include"
     build = ["gcc", "-shared", "-fPIC", "-w", f"-I{include}", source, "-o", library, "-Wl,-soname,libcuda.so.1"]
     subprocess.run(build, check=True)
-    run_of_all = folder.parents[
-        "PYTEST_XDIST_WORKER" in os.environ
-    ]  # a kernel is compiled by the first test that needs it
+    run_of_all = folder.parents["PYTEST_XDIST_WORKER" in os.environ]  # whoever needs a kernel first compiles it
     environment = os.environ | {"TRITON_LIBCUDA_PATH": str(folder), "TRITON_CACHE_DIR": str(run_of_all / "triton")}
     command = [sys.executable, "-P", str(run), str(library), json.dumps(given)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -104,7 +104,7 @@ def only_compiling(capability: int, given: Digests | None = None) -> Iterator[li
         return lambda *args, **kwargs: compiled.append(self.run(*args, grid=grid, warmup=True, **kwargs))
 
     before, launcher, token = driver._active, JITFunction.__getitem__, compiling_for.set(capability)
-    compiler, kept = JITFunction._do_compile, -capability if given is None else -1000 - capability
+    compiler, kept = getattr(JITFunction, "_do_compile", None), -capability if given is None else -1000 - capability
     driver.set_active(
         SimpleNamespace(
             get_current_target=lambda: GPUTarget("cuda", capability, 32),
@@ -118,7 +118,9 @@ def only_compiling(capability: int, given: Digests | None = None) -> Iterator[li
     try:
         yield compiled
     finally:
-        JITFunction.__getitem__, JITFunction._do_compile = launcher, compiler
+        JITFunction.__getitem__ = launcher
+        if given is not None:
+            JITFunction._do_compile = compiler
         driver._active = before
         compiling_for.reset(token)
 

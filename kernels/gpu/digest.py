@@ -26,9 +26,7 @@ class Digests(list[str]):
         """Note what would be compiled. The arguments are those of `JITFunction._do_compile`, in Triton 3.6."""
         _, _, target, backend, _ = kernel.device_caches[device]
         source = kernel.ASTSource(kernel, signature, constants, attributes)
-        how = sorted(
-            (name, str(x)) for name, x in vars(options).items() if name != "extern_libs"
-        )  # which is where files are
+        how = sorted((name, str(x)) for name, x in vars(options).items() if name != "extern_libs")  # paths
         whole = f"{source.hash()}{how}"
         if whole not in self.known:
             context = ir.context()

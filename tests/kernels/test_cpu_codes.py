@@ -107,7 +107,7 @@ def built(flag: str) -> library.Loaded:
 
 LATER = ("512 bits, by halves", "no bfloat16", "no whole numbers", "256 bits, products that are added", "128 bits")
 """Of layouts of the widest registers, on a processor without them: minutes to compile. The others take ten seconds each,
-and what they lack, 256 bits lack too."""
+and what they lack, 256 bits lack too, or do in two steps."""
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in LATER else name for name in PROCESSORS])

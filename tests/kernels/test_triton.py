@@ -132,9 +132,7 @@ def test_every_kernel_is_one_that_was_compiled(capability: int) -> None:
     rows = noted(capability)
     now, then = digests(capability), [(row["case"], row["given"]) for row in rows]
     changed = sorted({case for case, _ in set(now) ^ set(then)})
-    assert not changed, (
-        "python -P -m kvengine.kernels.gpu.ahead --out benchmarks/results/kernels_aot.json notes them anew"
-    )
+    assert not changed, f"note them anew: python -P -m kvengine.kernels.gpu.ahead --out {NOTED}"
     assert now == then and all(row["registers"] <= 255 and row["shared"] <= LIMITS[capability] for row in rows)
 
 
@@ -152,6 +150,8 @@ def test_what_becomes_other_code_has_another_digest() -> None:
     from kvengine.kernels.gpu.digest import Digests
     from kvengine.kernels.merge_states.triton import merge_states
     from kvengine.kernels.state import State
+
+    noted(90)  # of another Triton nothing is known
 
     def given(parts: int, dim: int = 64, capability: int = 90) -> str:
         found = Digests()
