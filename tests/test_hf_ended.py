@@ -120,10 +120,10 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize(("family", "text"), STATES)
-def test_states_are_put_back_to_where_their_row_ended(family: str, text: str, recorded: bool) -> None:
+@pytest.mark.parametrize(("case", "recorded"), in_turn(STATES, [False, True]))
+def test_states_are_put_back_to_where_their_row_ended(case: tuple[str, str], recorded: bool) -> None:
     """They take what is fed behind it, as all rows of a batch are fed, under the full cache too."""
+    family, text = case
     if not configs.exists(family):
         pytest.skip(f"this transformers has no {family}")
     model = kvengine.patch(configs.build(family), text)

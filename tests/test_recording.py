@@ -50,7 +50,7 @@ def test_the_text_is_that_without(text: str, room: int, opened: list[int], monke
     assert opened == ([24] if room == 1024 else [7, 7, 7, 3] if room == 7 else [1] * 23)
 
 
-@pytest.mark.parametrize("room", [1024, 7])
+@pytest.mark.parametrize("room", [1024, pytest.param(7, marks=pytest.mark.slow)])
 def test_what_is_recorded_goes_on_in_the_next_turn(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_compiled, "ROOM", room)
     model, texts = llama(), []

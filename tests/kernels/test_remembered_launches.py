@@ -12,8 +12,9 @@ import torch
 from support_driver import needed, said
 from torch import Tensor
 
-STACKS = ["full", "quest(budget=96) + kivi(bits=4)", "streaming(recent=70) + quest(budget=64)", "d2o(budget=24)"]
+STACKS = ["quest(budget=96) + kivi(bits=4)", "d2o(budget=24)"]
 OTHERS = [
+    "full", "streaming(recent=70) + quest(budget=64)",
     "streaming(recent=40)", "h2o(budget=24)", "tova(budget=24)", "elastic(budget=24)", "snapkv(budget=64)",
     "adakv(budget=64)", "zipcache", "zipcache(block=16)", "streaming(recent=70) + zipcache(block=16)", "landmarks(budget=64)",
     "tidal(budget=64)", "turboquant", "duo(sparsity=0.5, sinks=4, recent=32)", "retrieval(budget=64)", "lowrank(rank=8)",

@@ -21,7 +21,8 @@ SMALL = {
     "kernels": (
         ["."],
         "merged or unseen or not_named or (softcap_and_sinks and not (False or 0.5 or True-None)) or survivors or dead_tokens "
-        "or as_the_loop or (matches_a_loop and (fetch or band-several or units-48-24 or all-32-8 or band-probes or causal-one "
+        "or as_the_loop or (matches_a_loop and (fetch or (band-several and column_mass) or units-48-24 "
+        "or all-32-8 or band-probes or causal-one "
         "or later and not causal or sparse-odd)) or turned_codes or (own_spans and later) or far_apart "
         "or (turned and pages) or some_at_a_time or (waiting and (2-torch or several)) or told or halves",
     ),
