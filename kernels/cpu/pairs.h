@@ -61,6 +61,31 @@ typedef struct {
 } Pairs;
 #endif
 
+/* A mixed page's factors for its channels, in the order of a result; kept until another page comes. */
+INLINE const float *factors_of(const Field *v, int64_t page, int narrow, Pairs *x) {
+  float *factor = x->factor[narrow], each[256];
+  if (page == x->page[narrow]) return factor;
+  widen_run(v->channel, page * v->dim, v->dim, v->dtype, each);
+  for (int64_t i = 0; i < v->dim; i++) factor[i] = each[x->channel[i]];
+  x->page[narrow] = page;
+  return factor;
+}
+
+/* The weights of `run` of a batch's `count` tokens, from number `t` on, and zeros behind them. */
+INLINE const float *weights_of(const float *p, int64_t rows, int t, int run, int count, float *room) {
+  if (run == count) return p;
+  for (int64_t r = 0; r < rows; r++) {
+    memcpy(room + r * TILE, p + r * TILE + t, sizeof(float) * run);
+    memset(room + r * TILE + run, 0, sizeof(float) * (TILE - run));
+  }
+  return room;
+}
+
+INLINE void add_times(const float *sums, const float *factor, int64_t rows, int64_t dim, float *out) {
+  for (int64_t r = 0; r < rows; r++, sums += dim, out += dim)
+    for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(out + d) + load(sums + d) * load(factor + d));
+}
+
 int pairs_fit(const Field *f, int64_t dim, int64_t rows);
 void pairs_keys(const Field *k, const float *q, int64_t rows, Pairs *x); /* before the first batch */
 void pairs_values(const Field *v, Pairs *x);

@@ -199,7 +199,6 @@ static void weigh(const Field *v, const Pairs *known, Weights *x, int64_t groups
 static void weigh_two_widths(const Field *v, const float *p, int64_t rows, const Tokens *tokens, Pairs *known, float *out) {
   const int64_t dim = v->dim;
   const int narrow = tokens->narrow;
-  float *factor = known->factor[narrow];
   uint8_t room[TILE][128] __attribute__((aligned(64)));
   float weights[rows * TILE], sums[rows * dim] __attribute__((aligned(64)));
   Weights x;
@@ -209,21 +208,9 @@ static void weigh_two_widths(const Field *v, const float *p, int64_t rows, const
     slot_ranges(v, tokens->token + t, run, x.scale, x.zero);
     for (int j = 0; j < run; j++) x.at[j] = codes_of(v, tokens, t + j, 0, room[j]);
     for (int j = 0; j < TILE && narrow; j += LANES) store(x.scale + j, load(x.scale + j) / 4);
-    if (page != known->page[narrow]) {
-      float each[256];
-      widen_run(v->channel, page * dim, dim, v->dtype, each);
-      for (int64_t i = 0; i < dim; i++) factor[i] = each[known->channel[i]];
-      known->page[narrow] = page;
-    }
-    for (int64_t r = 0; r < rows && run < tokens->count; r++) {
-      memcpy(weights + r * TILE, p + r * TILE + t, sizeof(float) * run);
-      memset(weights + r * TILE + run, 0, sizeof(float) * (TILE - run));
-    }
     memset(sums, 0, sizeof sums);
-    weigh(v, known, &x, 1, run < tokens->count ? weights : p, rows, run, sums);
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t d = 0; d < dim; d += LANES)
-        store(out + r * dim + d, load(out + r * dim + d) + load(sums + r * dim + d) * load(factor + d));
+    weigh(v, known, &x, 1, weights_of(p, rows, t, run, tokens->count, weights), rows, run, sums);
+    add_times(sums, factors_of(v, page, narrow, known), rows, dim, out);
   }
 }
 
