@@ -27,6 +27,7 @@ hypothesis.settings.load_profile("kvengine")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
+LONG = {"test_triton.py", "test_launched_again.py", "test_remembered_launches.py"}  # of which single tests take longest
 SENTINEL = 1_234_567_890  # what integers too narrow for it get instead: their largest value
 UNWRITTEN = (
     (torch, "empty"),
@@ -55,6 +56,12 @@ def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         return poison(allocate(*args, **options))
 
     return allocate_poisoned
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest goes first, or one worker would end with it while the other has nothing left."""
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 def pytest_collection_finish() -> None:

@@ -17,7 +17,7 @@ import torch
 
 HERE = Path(__file__).parent
 SMALL = {
-    "models": (["test_interpreted_models.py"], "(of_the_cpu and duo and quest and kivi) or (minicpm3 and full)"),
+    "models": (["test_interpreted_models.py"], "of_the_cpu and duo and quest and kivi"),
     "kernels": (
         ["."],
         "merged or unseen or not_named or (softcap_and_sinks and not (False or 0.5 or True-None)) or survivors or dead_tokens "
@@ -32,7 +32,7 @@ COMPILED = {
     "codes": (
         ["test_words.py"],
         "words_match and (4 or mixed or bfloat16) and not (forty or nine or turned-units or none or wide or more) "
-        "and not (width and (large or huge or small or many or but)) and not long",
+        "and not (width and (large or huge or small or tiny or one or many or but)) and not long",
     ),
     "others": (
         ["test_lowrank_attention.py", "test_column_mass.py", "test_quantise.py"],
