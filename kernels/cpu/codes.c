@@ -74,13 +74,26 @@ void unsort_channels(const Field *f, float *x, int64_t rows) {
   }
 }
 
+/* What fills a part of a register, several times. Put together in memory, it would be waited for there. */
+INLINE vu repeated(const uint8_t *p, int copies) {
+#if defined(__AVX512F__)
+  if (copies == 2) return (vu)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)p));
+  if (copies == 4) return (vu)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__AVX2__) && LANES == 8
+  if (copies == 2) return (vu)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
+#elif NEON
+  if (copies == 2) return (vu)vcombine_u8(vld1_u8(p), vld1_u8(p));
+#endif
+  vu words;
+  for (int i = 0; i < copies; i++) memcpy((char *)&words + i * (4 * LANES / copies), p, 4 * LANES / copies);
+  return words;
+}
+
 /* The words of a line: `fields` per copy, so copy i begins with field i * fields. */
 INLINE vu line_of(const uint8_t *p, int bits, int fields) {
   const int copies = 32 / bits / fields;
-  vu words;
   if (copies == 1) return *(const vu *)p;
-  for (int i = 0; i < copies; i++) memcpy((char *)&words + i * (4 * LANES / copies), p, 4 * LANES / copies);
-  const vu lane = EACH_LANE;
+  const vu words = repeated(p, copies), lane = EACH_LANE;
   return words >> (lane / (uint32_t)(LANES / copies) * (uint32_t)(bits * fields));
 }
 
@@ -92,22 +105,7 @@ INLINE vu placed(vu words, int field, int bits) {
 /* The bytes 16 code + low of 4 * LANES channels, from their nibbles. */
 INLINE vu bytes_of(const uint8_t *code, const uint8_t *low) {
   const vu lane = EACH_LANE, first = (vu)(lane < LANES / 2) & 4, then = 4 - first;
-#if defined(__AVX512F__)
-  const vu a = (vu)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)code));
-  const vu b = (vu)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)low));
-#elif defined(__AVX2__) && LANES == 8
-  const vu a = (vu)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)code));
-  const vu b = (vu)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)low));
-#elif NEON
-  const uint8x8_t high = vld1_u8(code), rest = vld1_u8(low);
-  const vu a = (vu)vcombine_u8(high, high), b = (vu)vcombine_u8(rest, rest);
-#else
-  vu a, b;
-  for (int i = 0; i < 2; i++) {
-    memcpy((char *)&a + 2 * LANES * i, code, 2 * LANES);
-    memcpy((char *)&b + 2 * LANES * i, low, 2 * LANES);
-  }
-#endif
+  const vu a = repeated(code, 2), b = repeated(low, 2);
   return ((a << first) & 0xf0f0f0f0u) | ((b >> then) & 0x0f0f0f0fu);
 }
 
