@@ -19,8 +19,7 @@ import json
 import platform
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import kvengine
+from kvengine.evals.speed.measure import WARM, Step, plain, timed
 from kvengine.hf_names import CACHE
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -49,9 +49,6 @@ STACKS = [
     "streaming(recent=2044)",
     "host + quest(budget=2048)",
 ]
-WARM = 4
-Step = Callable[[Tensor, int], Tensor]
-"""A token [1, 1] and its position; the logits."""
 
 
 def random_model(shape: str, device: str, longest: int) -> Any:
@@ -60,26 +57,6 @@ def random_model(shape: str, device: str, longest: int) -> Any:
     with torch.device(device):
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
     return model
-
-
-def timed(step: Step, first: Tensor, at: int, steps: int, device: str) -> list[float]:
-    """Milliseconds of each step after the first few."""
-    token, taken = first, []
-    for i in range(WARM + steps):
-        begin = time.perf_counter()
-        token = step(token, at + i)[:, -1:].argmax(-1)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        taken.append(1e3 * (time.perf_counter() - begin))
-    return taken[WARM:]
-
-
-def plain(model: Any, cache: Any) -> Step:
-    def step(token: Tensor, at: int) -> Tensor:
-        logits: Tensor = model(token, position_ids=torch.full_like(token, at), **{CACHE: cache}).logits
-        return logits
-
-    return step
 
 
 def compiled(model: Any, cache: Any) -> Step:
@@ -101,26 +78,26 @@ def stock(model: Any, ids: Tensor, steps: int, device: str, compiles: bool) -> I
         length, growing = ids.shape[1], DynamicCache(config=model.config)
         first = model(ids, **{CACHE: growing}, logits_to_keep=1).logits.argmax(-1)
         names = [attention, *(["sdpa without cuDNN"] if attention == "sdpa" and device == "cuda" else [])]
-        yield from each(names, "growing", model, growing, first, ids, steps, device)
+        yield from each(names, "growing", model, growing, first, ids, steps)
         # The static cache gets its prompt from the other: reading it would take a mask of prompt times room.
         static = StaticCache(model.config, length + (len(names) + compiles) * (WARM + steps))
         for i, layer in enumerate(growing.layers):
             static.update(layer.keys[:, :, :length], layer.values[:, :, :length], i)
             layer.keys = layer.values = None
-        yield from each(names, "static", model, static, first, ids, steps, device)
+        yield from each(names, "static", model, static, first, ids, steps)
         if compiles:
-            ms = timed(compiled(model, static), first, length + len(names) * (WARM + steps), steps, device)
+            ms = timed(compiled(model, static), first, length + len(names) * (WARM + steps), steps)
             yield row(f"stock, {attention}, static cache, compiled", "–", ids, ms)
     model.set_attn_implementation("sdpa")
 
 
 def each(
-    names: list[str], kind: str, model: Any, cache: Any, first: Tensor, ids: Tensor, steps: int, device: str
+    names: list[str], kind: str, model: Any, cache: Any, first: Tensor, ids: Tensor, steps: int
 ) -> Iterator[dict[str, Any]]:
     """One after the other on the same cache, the first as torch chooses, the second without cuDNN."""
     for i, name in enumerate(names):
         with cudnn(i == 0):
-            ms = timed(plain(model, cache), first, ids.shape[1] + i * (WARM + steps), steps, device)
+            ms = timed(plain(model, cache), first, ids.shape[1] + i * (WARM + steps), steps)
         yield row(f"stock, {name}, {kind} cache", "–", ids, ms)
 
 
@@ -135,20 +112,18 @@ def cudnn(allowed: bool) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def ours(model: Any, ids: Tensor, text: str, steps: int, device: str, fuses: bool) -> Iterator[dict[str, Any]]:
+def ours(model: Any, ids: Tensor, text: str, steps: int, fuses: bool) -> Iterator[dict[str, Any]]:
     """Eager steps after a prompt, then, as the prompt takes longest, replayed ones on the same cache."""
     with kvengine.patched(model, text):
         cache = kvengine.EngineCache(model)
         cache.announce(ids.shape[1])
         first = model(ids, **{CACHE: cache}, logits_to_keep=1).logits.argmax(-1)
-        ms = timed(plain(model, cache), first, ids.shape[1], steps, device)
+        ms = timed(plain(model, cache), first, ids.shape[1], steps)
         yield row(f"`{text}`", "eager", ids, ms) | held(cache)
         for how, fuse in (("replayed", False), ("replayed, fused", True))[: 1 + fuses]:
             decoder = kvengine.compile_decode(model, fuse=fuse).open(cache, WARM + steps)
             try:
-                ms = timed(
-                    lambda t, at, step=decoder: step(t, torch.full_like(t, at)), first, cache.seen, steps, device
-                )
+                ms = timed(lambda t, at, step=decoder: step(t, torch.full_like(t, at)), first, cache.seen, steps)
             finally:
                 decoder.close()
             yield row(f"`{text}`", how, ids, ms) | held(cache)
@@ -185,7 +160,7 @@ def measure(model: Any, length: int, given: argparse.Namespace) -> Iterator[dict
     fuses = given.device == "cuda" if given.fuse is None else given.fuse
     yield from surviving("stock", stock(model, ids, given.steps, given.device, given.compiled))
     for text in given.stacks:
-        yield from surviving(f"`{text}`", ours(model, ids, text, given.steps, given.device, fuses))
+        yield from surviving(f"`{text}`", ours(model, ids, text, given.steps, fuses))
 
 
 def main() -> None:

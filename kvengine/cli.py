@@ -17,6 +17,7 @@ import kvengine
 from kvengine.command_errors import readable_errors, resumable
 from kvengine.evals.commands import app as eval_app
 from kvengine.evals.duo.commands import app as duo_app
+from kvengine.evals.speed.commands import decode
 from kvengine.offload.commands import app as cache_app
 from kvengine.speculative.commands import bench_app, generate
 
@@ -36,6 +37,7 @@ app = typer.Typer(cls=Interruptible, help="KV-cache management for long contexts
 app.add_typer(eval_app, name="eval")
 app.add_typer(duo_app, name="duo")
 app.add_typer(cache_app, name="cache")
+bench_app.command("decode")(decode)
 app.add_typer(bench_app, name="bench")
 app.command()(generate)
 
