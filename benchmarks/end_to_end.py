@@ -147,7 +147,7 @@ def surviving(what: str, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, A
 
 
 def row(what: str, how: str, ids: Tensor, ms: list[float]) -> dict[str, Any]:
-    cuts = statistics.quantiles(ms, n=5)
+    cuts = statistics.quantiles(ms, n=5, method="inclusive")
     print(f"{ids.shape[1]:7} {what:60} {how:9} {statistics.median(ms):9.2f} ms", flush=True)
     return {"what": what, "how": how, "context": ids.shape[1], "ms": statistics.median(ms), "p20": cuts[0],
             "p80": cuts[3]}  # fmt: skip

@@ -11,7 +11,7 @@ import gc
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,8 @@ class Cost:
         context: tokens of each of the `batch` prompts.
         prompt_seconds: from the prompt to the first token.
         ms, p20, p80: milliseconds of a step, which is a token of each sequence: the median, and the middle of all.
-        held, read: bytes of the cache after the steps, and those that another token reads.
+        held, read: bytes of the cache after the steps, and those that another token reads; of stock transformers all it holds,
+            once, also where later layers read it again.
         peak: bytes of device memory, at most, beyond what was there before, the prompt included; None on a CPU.
     """
 
@@ -122,7 +123,7 @@ def _measured(model: Any, ids: Tensor, policy: str, new: int, ways: Sequence[str
             else:
                 ms = _replayed(model, cache, token, seen, new, way == "fused")
             seen += WARM + new
-            cuts = statistics.quantiles(ms, n=5)
+            cuts = statistics.quantiles(ms, n=5, method="inclusive")
             held, read = _bytes(cache)
             peak = None if before is None else torch.cuda.max_memory_allocated(ids.device) - before
             yield Cost(
@@ -186,9 +187,18 @@ def wait(x: Tensor) -> None:
 
 
 def _bytes(cache: Any) -> tuple[int, int]:
-    """Held, and read by another token."""
-    if isinstance(cache, kvengine.EngineCache):
-        stats = cache.stats()
-        return stats.bytes_held, stats.read_per_token
-    held = sum(x.nbytes for layer in cache.layers for x in vars(layer).values() if isinstance(x, Tensor))
-    return held, held
+    """Held, and read by another token. Windows and states, which stay transformers' own in both caches, count as read whole."""
+    own = sum(x.nbytes for layer in cache.layers for x in tensors(vars(layer).values()))
+    if not isinstance(cache, kvengine.EngineCache):
+        return own, own
+    stats = cache.stats()
+    return own + stats.bytes_held, own + stats.read_per_token
+
+
+def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among some attributes of a layer, and in their lists and dictionaries."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | dict):
+            yield from tensors(value.values() if isinstance(value, dict) else value)

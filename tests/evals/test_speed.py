@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import configs
 from support import llama
 from typer.testing import CliRunner
 
@@ -47,6 +48,12 @@ def test_every_policy_in_every_way_between_two_of_stock_transformers() -> None:
     each = 2 * 2 * config.num_key_value_heads * config.head_dim * 4 * config.num_hidden_layers
     assert found[0].held == found[0].read == each * tokens and found[1].read == each * tokens
     assert found[5].read == each * (16 + WARM + 3)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "falcon_h1"])
+def test_windows_and_states_count_for_both(family: str) -> None:
+    stock, full, *_ = costs(configs.build(family), IDS % 50, ["full"], 2)
+    assert stock.held == stock.read == full.read and full.held >= full.read  # type: ignore[operator]
 
 
 def test_what_runs_out_of_memory_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
