@@ -246,11 +246,11 @@ def recorded_section(names: list[str]) -> str:
     return (
         "## Decode steps that can be recorded\n\n`kvengine.compile_decode` takes every stack that is made of these, and "
         f"of the null choices: {fine}. `tests/test_compiled.py` replays a recording of each.\n\nIt refuses:\n\n"
-        f"| policy | why |\n| --- | --- |\n{rows}\n`host(resident=…)` is refused too: which pages the device has is known to the "
-        "host alone. So are models with layers whose cache is transformers' own and grows by moving (attention in chunks, a "
-        "window beside states), with rotations that follow the longest position where the host looks at it (`dynamic`; in "
-        "transformers 5.17 `longrope` too), with a mask of their own, with latents whose weights are quantised, off-loaded or "
-        "have an adapter, or on several devices.\n"
+        f"| policy | why |\n| --- | --- |\n{rows}\n`host(resident=…, keep='lru')` is refused too: which pages the device has is "
+        "known to the host alone there. So are models with layers whose cache is transformers' own and grows by moving "
+        "(attention in chunks, a window beside states), with rotations that follow the longest position where the host looks "
+        "at it (`dynamic`; in transformers 5.17 `longrope` too), with a mask of their own, with latents whose weights are "
+        "quantised, off-loaded or have an adapter, or on several devices.\n"
     )
 
 

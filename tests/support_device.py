@@ -341,9 +341,22 @@ def fetch(field: Tensor, at: Tensor, device: torch.device) -> Tensor:
     return there(field[at.inner])
 
 
+def fetch_kept(
+    kept: Any, fields: dict[str, Tensor], at: Tensor, device: torch.device, remember: bool
+) -> dict[str, Tensor]:
+    """What its kernels do: no more than the reference, but that the host's memory is read over the bus."""
+    from kvengine.kernels.fetch_kept import Kept, reference
+
+    assert all(x.is_pinned() for x in fields.values()) and device.type == "cuda"
+    inner = Kept({name: x.inner for name, x in kept.data.items()}, kept.ids.inner, kept.counts.inner)
+    found = reference.fetch(inner, fields, at.inner, torch.device("cpu"), remember)  # type: ignore[attr-defined]
+    return {name: there(x) for name, x in found.items()}
+
+
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Device:
     """The device, with what only a GPU could run replaced."""
     monkeypatch.setattr("kvengine.kernels.dispatch._best", lambda inputs, native: "reference")
     pytest.importorskip("triton", reason="the pages' fetching kernel is replaced where it is")
     monkeypatch.setattr("kvengine.kernels.fetch_pages.triton.fetch", fetch)
+    monkeypatch.setattr("kvengine.kernels.fetch_kept.triton.fetch", fetch_kept)
     return Device(monkeypatch)

@@ -63,7 +63,7 @@ REACHED = [
     "landmarks(budget=66, chunk=4) + lowrank(rank=8)",
 ]
 """Budgets beyond the prompt, that recorded steps reach: until then order says who sees whom, or all is read."""
-REFUSED = ["ann(budget=24)", "host(resident=16)", "disk(device=4096, host=8192)"]
+REFUSED = ["ann(budget=24)", "host(resident=16, keep='lru')", "disk(device=4096, host=8192)"]
 SEQUENCES, HEADS, GROUP, DIM, PROMPT, STEPS = 2, 2, 2, 16, 61, 21
 
 

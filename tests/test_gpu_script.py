@@ -277,7 +277,7 @@ def test_peers_that_are_missing_or_broken_are_named(
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=broken))
     x = {"q": torch.zeros(2, 4, 1, 16), "k": torch.zeros(2, 64, 16), "v": torch.zeros(2, 64, 16)}
     found = script("peers").peers(x, 1, 2, 16)
-    assert set(found) == {"2048 values from the host"}
+    assert set(found) == {"2048 values from the host", "2048 values from the host, half there"}
     said = capsys.readouterr().out
     assert "left out flash-attn: ModuleNotFoundError" in said and "left out flashinfer: RuntimeError: nvcc" in said
 

@@ -2,7 +2,7 @@
 
 A GPU then works while the host is ahead, and what CUDA graphs forbid is not there. Sealing a page (one step in `page`) is
 exempt where it allocates, or moves what has holes, and so are placements that keep track on the host of what lies where
-(`disk`, `remote`, and `host` with a resident set, as in `shadowkv`). The kernels' torch references, which run here in place
+(`disk`, `remote`, and `host` with `keep='lru'`). The kernels' torch references, which run here in place
 of Triton's, are exempt too; what surrounds the launches of those is watched by itself.
 """
 
@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvengine
 from kvengine.cache import LayerCache
 from kvengine.hf_names import CACHE
+from kvengine.offload.placement.host import Fetched
 from kvengine.policies import catalogue
 from kvengine.replay import rerun, tell
 from kvengine.rope import Rope
@@ -74,6 +75,14 @@ def pages(cache: LayerCache) -> list[int]:
 
 @pytest.mark.parametrize("text", STACKS)
 def test_a_decode_step_does_not_wait(text: str, watch: Watch) -> None:
+    decode(text, watch)
+    assert not watch.found
+
+
+@pytest.mark.parametrize("text", ["shadowkv(budget=64, rank=8)", "quest(budget=64) + host(resident=64)"])
+def test_what_was_read_last_is_found_without_waiting(text: str, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the model is on a device: on a CPU pages are read in place."""
+    monkeypatch.setattr(Fetched, "resident", lambda *_: None)
     decode(text, watch)
     assert not watch.found
 

@@ -55,11 +55,7 @@ def start(
     current one, which overlaps with nothing). Raises KernelError for a field that is not in host memory, or not
     contiguous.
     """
-    for name, x in fields.items():
-        if x.device.type != "cpu" or not x.is_contiguous():
-            raise KernelError(
-                f"field {name!r} must be contiguous in host memory; it is on {x.device}, {list(x.stride())}"
-            )
+    check_fields(fields)
     at = at.to(device) if device.type == "cuda" else at
     if stream is None:
         return Pending(fetch_pages(fields, at, device, backend=backend), None, (at,))
@@ -68,16 +64,33 @@ def start(
         return Pending(fetch_pages(fields, at, device, backend=backend), stream, (at,))
 
 
+def check_fields(fields: Mapping[str, Tensor]) -> None:
+    for name, x in fields.items():
+        if x.device.type != "cpu" or not x.is_contiguous():
+            raise KernelError(
+                f"field {name!r} must be contiguous in host memory; it is on {x.device}, {list(x.stride())}"
+            )
+
+
 def fetch_pages(
     fields: Mapping[str, Tensor], at: Int[Tensor, "page"], device: torch.device, *, backend: str | None = None
 ) -> dict[str, Tensor]:
     """Pages `at` of every field, on the device, in that order; on the current stream."""
+    chosen = backend_for("fetch_pages", fields, at, device, backend)
+    run = pick("fetch_pages", (at,), chosen, native=False)
+    return {name: run.fetch(x, at, device) for name, x in fields.items()}
+
+
+def backend_for(name: str, fields: Mapping[str, Tensor], at: Tensor, device: torch.device, backend: str | None) -> str:
+    """Which backend fetches: Triton's where a kernel reaches the host's memory.
+
+    Raises KernelError for one that there is not, or that cannot.
+    """
     if backend not in (None, *BACKENDS):
-        pick("fetch_pages", (at,), backend)  # says what there is
+        pick(name, (at,), backend)  # says what there is
     reachable = all(x.is_pinned() for x in fields.values()) if device.type == "cuda" else interpreted()
     ours = device.type == "cuda" and reachable and not triton_refusal((at,))
     chosen = ("triton" if ours else "reference") if backend is None else backend
     if chosen == "triton" and not reachable:
         raise KernelError("backend='triton' reads pinned host memory, and a field is not pinned")
-    run = pick("fetch_pages", (at,), chosen, native=False)
-    return {name: run.fetch(x, at, device) for name, x in fields.items()}
+    return chosen

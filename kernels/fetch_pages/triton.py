@@ -23,21 +23,32 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 @launched_again
 @triton.jit(do_not_specialize=["pages", "total"])
-def fetch_kernel(host, at, out, pages, words, total, PAGES: tl.constexpr, BLOCK: tl.constexpr):
-    """Blocks of `BLOCK` words of PAGES fetched pages, dealt to the programs in turn."""
+def fetch_kernel(
+    host, at, known, out, pages, words, total, PAGES: tl.constexpr, BLOCK: tl.constexpr, KNOWN: tl.constexpr
+):  # fmt: skip
+    """Blocks of `BLOCK` words of PAGES fetched pages, dealt to the programs in turn. `KNOWN`: but those that `known` has."""
     per = (words + BLOCK - 1) // BLOCK
     for block in range(tl.program_id(0), (pages + PAGES - 1) // PAGES * per, tl.num_programs(0)):
         page, word = block // per * PAGES + tl.arange(0, PAGES), (block % per) * BLOCK + tl.arange(0, BLOCK)
         source = tl.load(at + page, mask=page < pages, other=-1).to(tl.int64)
         there, inside = (source >= 0) & (source < total), (word < words)[None, :]
+        wanted = page < pages
+        if KNOWN:
+            wanted = wanted & (tl.load(known + page, mask=wanted, other=0) < 0)
+        there, inside = there & wanted, wanted[:, None] & inside
         x = tl.load(host + source[:, None] * words + word[None, :], mask=there[:, None] & inside, other=0)
         to = out + page.to(tl.int64)[:, None] * words + word[None, :]
-        tl.store(to, x, mask=(page < pages)[:, None] & inside)
+        tl.store(to, x, mask=inside)
 
 
-def fetch(field: Tensor, at: Tensor, device: torch.device) -> Tensor:
-    """See `kvengine.kernels.fetch_pages`. An id outside of the field gives zeros: nothing is read there."""
-    out = torch.empty(len(at), *field.shape[1:], dtype=field.dtype, device=device)
+def fetch(
+    field: Tensor, at: Tensor, device: torch.device, out: Tensor | None = None, known: Tensor | None = None
+) -> Tensor:
+    """See `kvengine.kernels.fetch_pages`. An id outside of the field gives zeros: nothing is read there.
+
+    `out`: where to. `known`: int32 for each page, which stays as it is in `out` unless this is negative.
+    """
+    out = torch.empty(len(at), *field.shape[1:], dtype=field.dtype, device=device) if out is None else out
     if not out.numel():
         return out
     size = field[0].numel() * field.element_size()
@@ -48,6 +59,7 @@ def fetch(field: Tensor, at: Tensor, device: torch.device) -> Tensor:
     several = AT_ONCE // block
     programs = min(PROGRAMS, cdiv(len(at), several) * cdiv(words, block))
     fetch_kernel[(programs,)](
-        source, at.contiguous(), to, len(at), words, len(field), PAGES=several, BLOCK=block, num_warps=4, **FUSED
-    )
+        source, at.contiguous(), at if known is None else known, to, len(at), words, len(field), PAGES=several, BLOCK=block,
+        KNOWN=known is not None, num_warps=4, **FUSED,
+    )  # fmt: skip
     return out

@@ -29,6 +29,8 @@ from kvengine.kernels.attention.triton import attention
 from kvengine.kernels.best_tokens.triton import best_tokens
 from kvengine.kernels.column_mass.triton import received as column_mass
 from kvengine.kernels.compact.triton import compact
+from kvengine.kernels.fetch_kept import empty
+from kvengine.kernels.fetch_kept.triton import fetch as fetch_new
 from kvengine.kernels.fetch_pages.triton import fetch
 from kvengine.kernels.gpu import compiling_for
 from kvengine.kernels.gpu.digest import Digests
@@ -233,7 +235,7 @@ def cases() -> dict[str, Callable[[], object]]:
 
     bounds, x = torch.zeros(ROWS, 64, 128, dtype=bf16), torch.zeros(ROWS * TABLE, PAGE, 128, dtype=bf16)
     q, dense = torch.zeros(ROWS, 4, 1, 128, dtype=bf16), pool("dense", 128, bf16)
-    basis, frequency = torch.zeros(ROWS, 160, 128, dtype=bf16), torch.ones(64)
+    basis, freq = torch.zeros(ROWS, 160, 128, dtype=bf16), torch.ones(64)
     u = torch.zeros(ROWS * TABLE, PAGE, 160, dtype=bf16)
     turned, levels = torch.zeros(64, 128), turboquant.levels(4)
     count = torch.full((ROWS,), 256)
@@ -332,10 +334,9 @@ def cases() -> dict[str, Callable[[], object]]:
         "pack": lambda: pack(torch.zeros(64, 128, dtype=torch.uint8), 4),
         "places of units": lambda: unit_places(units, table, position, PAGE // 16, 16),
         "fetch": lambda: fetch(x, table[0].long(), x.device),
+        "fetch what is new": lambda: fetch_new(empty({"v": x}, ROWS, 16), {"v": x}, table.flatten().long(), x.device, True),
         "compact": lambda: compact({"k": x}, table, position, table[:, :2], PAGE),
-        "low rank": lambda: lowrank_attention(
-            q, u, dense["v"], basis, frequency, table, position, PAGE, 0.1, units, 8, 1.0, False
-        ),
+        "low rank": lambda: lowrank_attention(q, u, dense["v"], basis, freq, table, position, PAGE, 0.1, units, 8, 1.0, False),
     }  # fmt: skip
 
 

@@ -32,10 +32,18 @@ from kvengine.errors import StoreError
 from kvengine.offload.placement import Fields, Held, Site
 from kvengine.offload.placement._levels import Layout, Level, Unwritable
 from kvengine.offload.placement._packed import Packed
-from kvengine.offload.placement._rules import RULES, Rule, oldest
 from kvengine.offload.placement._staged import Staged
 
 log = logging.getLogger(__name__)
+
+
+def oldest(used: np.ndarray, count: int) -> np.ndarray:
+    """Those longest unused, of equals the first: of when each was last used.
+
+    >>> oldest(np.array([3, 1, 2, 5]), 2)
+    array([1, 2])
+    """
+    return np.argsort(used, kind="stable")[:count]
 
 
 class Tiered:
@@ -45,11 +53,10 @@ class Tiered:
         like: one tensor per field, which says shape, dtype and compute device.
         levels: the tiers.
         site: whose pages.
-        keep: how the highest tier chooses what to give up, see `RULES`.
     """
 
-    def __init__(self, like: Mapping[str, Tensor], levels: list[Level], site: Site, keep: str = "lru") -> None:
-        self.levels, self.layout, self.rule = levels, Layout.of(like), RULES[keep]
+    def __init__(self, like: Mapping[str, Tensor], levels: list[Level], site: Site) -> None:
+        self.levels, self.layout = levels, Layout.of(like)
         self.piece_bytes = self.layout.size
         self.like = {name: x.new_empty(0, *x.shape[1:]) for name, x in like.items()}  # not a view: it would keep x
         self.slot = np.full((len(levels), 0), -1, dtype=np.int64)
@@ -151,7 +158,7 @@ class Tiered:
             raise
         self.slot[t, ids], self.used[t, ids] = slots, self.clock
 
-    def make_room(self, t: int, count: int, rule: Rule = oldest) -> None:
+    def make_room(self, t: int, count: int) -> None:
         """Room for `count` pieces, by sending others down."""
         level = self.levels[t]
         short = count + level.slots.used - level.capacity
@@ -161,7 +168,7 @@ class Tiered:
         if t + 1 == len(self.levels):
             there = there[(self.slot[:t, there] >= 0).any(0)]  # those that are above too
             self.check_room(t, count, short, len(there))
-        gone = there[rule(self.used[t, there], short, self.clock)]
+        gone = there[oldest(self.used[t, there], short)]
         new = gone[:0] if t + 1 == len(self.levels) else gone[self.slot[t + 1, gone] < 0]
         try:
             if len(new):
@@ -264,7 +271,7 @@ class Tiered:
             if not len(up):
                 continue
             rows = torch.from_numpy(up)
-            self.make_room(t, len(up), self.rule if t == 0 else oldest)
+            self.make_room(t, len(up))
             self.place(t, ids[up], {name: x[rows.to(x.device)] for name, x in found.items()})
             source[up] = t
 

@@ -2,13 +2,15 @@
 runs on a CPU, that is its own memory, and pages are read where they lie.
 
 What was fetched may stay on the device for the next step, the resident set of ShadowKV (arXiv:2410.21465): then only
-what it lacks is fetched. `keep="previous"` keeps what the last step read, as its code does; `keep="lru"` gives up what
-was unused for longest, and only as much as must go. `cache.stats()` counts hits and misses.
+what it lacks is fetched. `keep="previous"` keeps what the last step read, as its code does, and the device finds it by itself;
+`keep="lru"` gives up what was unused for longest, and only as much as must go, of which the host keeps track: it waits for the
+device at every read. `cache.stats()` counts hits and misses.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -18,11 +20,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvengine.errors import PolicyError
-from kvengine.kernels import fetch_pages
-from kvengine.offload.placement import Fields, Flat, Placement, Shelf, Site, check_known, check_names, divide
+from kvengine.kernels import fetch_kept, fetch_pages
+from kvengine.offload.placement import Fields, Flat, Held, Placement, Shelf, Site, check_known, check_names, divide
 from kvengine.offload.placement._levels import UNLIMITED, Level, Memory
-from kvengine.offload.placement._rules import RULES
 from kvengine.offload.placement._tiered import Tiered
+
+KEEP = ("previous", "lru")
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,8 @@ class Host(Placement):
         fraction = isinstance(self.resident, float) and 0 <= self.resident <= 1
         if isinstance(self.resident, bool) or not (fraction or (isinstance(self.resident, int) and self.resident >= 0)):
             raise PolicyError(f"Host: resident={self.resident!r} must be tokens (int) or a fraction of the prompt")
-        if self.keep not in RULES:
-            raise PolicyError(f"Host: keep={self.keep!r} must be one of {', '.join(map(repr, RULES))}")
+        if self.keep not in KEEP:
+            raise PolicyError(f"Host: keep={self.keep!r} must be one of {', '.join(map(repr, KEEP))}")
 
     def open(self, like: Mapping[str, Tensor], site: Site) -> list[Shelf]:
         moved, stay = divide(like, self.fields)
@@ -57,22 +60,26 @@ class Host(Placement):
         if not self.resident:
             return [*here, Fetched(moved)]
         tokens = self.resident if isinstance(self.resident, int) else int(self.resident * site.prompt)
-        room = site.rows * max(1, tokens // site.piece)
+        slots = max(1, tokens // site.piece)
+        if self.keep == "previous":
+            return [*here, Recalled(moved, site.rows, slots)]
+        room = site.rows * slots
         levels: list[Level] = [Memory("device", moved, None, room), Memory("host", moved, cpu, UNLIMITED)]
-        return [*here, Tiered(moved, levels, site, self.keep)]
+        return [*here, Tiered(moved, levels, site)]
 
     def check(self, fields: tuple[str, ...]) -> None:
         check_known(self, self.fields, fields)
 
     @property
     def steady(self) -> bool:
-        return not self.resident
+        return not self.resident or self.keep == "previous"
 
 
 class Fetched(Flat):
     """Pieces in host memory, which the compute device fetches by itself while it works on what it has."""
 
     def __init__(self, like: Mapping[str, Tensor]) -> None:
+        self.fetched = Counter[str]()
         super().__init__(like, torch.device("cpu"), "host")
         self.home = next(iter(like.values())).device
 
@@ -83,7 +90,7 @@ class Fetched(Flat):
 
     def start(self, at: Int[Tensor, "piece"], without: tuple[str, ...] = ()) -> Callable[[], Fields]:
         """Begin to read; the host waits for nothing. Calling the result makes what is queued from then on wait."""
-        self.served[self.tier] += len(at)
+        self.fetched[self.tier] += len(at)
         fields = {name: store.data for name, store in self.stores.items() if name not in without}
         return fetch_pages.start(fields, at, self.home, stream=beside(self.home)).wait
 
@@ -94,8 +101,62 @@ class Fetched(Flat):
         """Where the model runs on the host, its kernels read pages in place."""
         if self.home.type != "cpu":
             return None
-        self.served[self.tier] += pieces
+        self.fetched[self.tier] += pieces
         return {name: store.data for name, store in self.stores.items()}
+
+    @property
+    def served(self) -> Counter[str]:
+        return self.fetched + self.counted()
+
+    @served.setter
+    def served(self, fetched: Counter[str]) -> None:
+        self.fetched = fetched
+
+    def counted(self) -> Counter[str]:
+        """What the device has counted by itself."""
+        return Counter()
+
+
+class Recalled(Fetched):
+    """As that, with what the last step read still on the device: `slots` pieces of each row."""
+
+    def __init__(self, like: Mapping[str, Tensor], rows: int, slots: int) -> None:
+        super().__init__(like)
+        self.like = {name: x.new_empty(0, *x.shape[1:]) for name, x in like.items()}  # not a view: it would keep x
+        self.rows, self.slots = rows, slots
+        self.kept: fetch_kept.Kept | None = None
+
+    def reserve(self, pieces: int) -> None:
+        super().reserve(pieces)
+        if self.kept is None and self.resident() is None:  # not while a step is recorded, which would do it every time
+            self.kept = fetch_kept.empty(self.like, self.rows, self.slots)
+
+    def write(self, at: Int[Tensor, "piece"] | slice, fields: Mapping[str, Tensor]) -> None:
+        super().write(at, fields)
+        if self.kept is not None:
+            ids = torch.arange(at.start, at.stop, device=self.home) if isinstance(at, slice) else at
+            fetch_kept.forget(self.kept, ids)
+
+    def start(self, at: Int[Tensor, "piece"], without: tuple[str, ...] = ()) -> Callable[[], Fields]:
+        """As of pieces that are all fetched; so they are where they are too many to be looked for."""
+        if self.kept is None or not fetch_kept.fits(self.kept, len(at)):
+            return super().start(at, without)
+        fields = {name: store.data for name, store in self.stores.items() if name not in without}
+        stream, all_of_them = beside(self.home), len(fields) == len(self.stores)
+        return fetch_kept.start(self.kept, fields, at, self.home, remember=all_of_them, stream=stream).wait
+
+    def counted(self) -> Counter[str]:
+        if self.kept is None:
+            return Counter()
+        hits, misses = self.kept.counts.sum((0, 1)).tolist()
+        return Counter({"device": hits, "host": misses})
+
+    def nbytes(self) -> Held:
+        if self.kept is None:
+            return super().nbytes()
+        return super().nbytes() | {
+            "device": {n: x.nbytes for n, x in self.kept.data.items()} | {"kept": self.kept.nbytes}
+        }
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 COMING = ["units of 16", "bounds", "shares", "top 128 of 8192", "kivi, 4 bits", "put a token", "verdict by ends"]
-ALONE = ["fetch", "compact", "quantise keys", "mass"]
+ALONE = ["fetch", "fetch what is new", "compact", "quantise keys", "mass"]
 """Cases of kernels that are no part of a decode step, or run beside it."""
 ACCESS = re.compile(r"(?<![\w.%])(?!cvta)[a-z]+\.\S*\bglobal")
 ANYWHERE = re.compile(r"(?<![\w.%])(ld|st|atom|red)\.(?!\S*\b(param|shared|local|global|const)\b)")

@@ -12,6 +12,7 @@ CASES = [
     "tail, 1 query", "tail and pages, joined", "units of 16", "kivi, 4 bits", "turboquant, 4 bits", "bounds", "shares",
     "top 128 of 8192", "best 1024 of 1025", "put a token", "put a token into a free slot", "verdict by ends",
     "verdict by attention", "merge of 4", "quantise keys", "places of units", "fetch",
+    "fetch what is new",
 ]  # fmt: skip
 """What a decoded token launches."""
 WATCH = """

@@ -19,12 +19,12 @@ OTHERS = [
     "adakv(budget=64)", "zipcache", "zipcache(block=16)", "streaming(recent=70) + zipcache(block=16)", "landmarks(budget=64)",
     "tidal(budget=64)", "turboquant", "duo(sparsity=0.5, sinks=4, recent=32)", "retrieval(budget=64)", "lowrank(rank=8)",
     "lowrank(rank=8) + landmarks(budget=64)", "host + quest(budget=64)", "host(fields=('v',)) + quest(budget=64)",
-    "lowrank(rank=8) + landmarks(budget=64) + host", "kivi(residual=256)",
+    "lowrank(rank=8) + landmarks(budget=64) + host", "shadowkv(budget=64, rank=8)", "kivi(residual=256)",
     "duo(sparsity=0.5, sinks=4, recent=32) + quest(budget=64) + kivi(bits=4)",
 ]  # fmt: skip
 GENERAL = {
     "tidal(budget=64)": 1, "host + quest(budget=64)": 3, "host(fields=('v',)) + quest(budget=64)": 2,
-    "lowrank(rank=8) + landmarks(budget=64) + host": 2,
+    "lowrank(rank=8) + landmarks(budget=64) + host": 2, "shadowkv(budget=64, rank=8)": 4,
 }  # fmt: skip
 """How many of a token's launches are always made the general way: those that choose in all of a layer, and that fetch."""
 NOTED = {"quest(budget=64)": (2, 4), "landmarks(budget=64)": (2, 8), "kivi(residual=32)": (1, 5), "turboquant": (1, 8)}
@@ -39,7 +39,8 @@ torch.cuda.get_device_properties = lambda *given: SimpleNamespace(**chip)
 torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
 
 from kvengine.cache import LayerCache
-from kvengine.kernels import fetch_pages
+from kvengine.kernels import fetch_kept, fetch_pages
+from kvengine.kernels.fetch_kept import triton as kept_kernels
 from kvengine.kernels.fetch_pages.triton import fetch
 from kvengine.offload.placement.host import Fetched
 from kvengine.kernels.gpu import again, compiling_for, launches
@@ -75,6 +76,7 @@ def place(x):
 CudaLauncher.__init__ = launching
 Fetched.resident = lambda self, pieces=0: None  # as where the model is on a device and pages are not
 fetch_pages.fetch_pages = lambda fields, at, device, **more: {name: fetch(x, at, device) for name, x in fields.items()}
+fetch_kept.fetch_kept = lambda *given, remember, backend: kept_kernels.fetch(*given, remember)
 torch.empty, torch.empty_like = torch.zeros, torch.zeros_like  # nothing is computed here, but what is there decides
 
 class Keeping(TorchDispatchMode):

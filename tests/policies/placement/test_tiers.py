@@ -132,9 +132,9 @@ def test_what_the_last_step_read_is_fetched_ahead() -> None:
     assert waited[0] > 0 and waited[-1] == waited[1] and served["ahead"] > 10 * waited[0] / 2
 
 
-def tiered(levels: Sequence[Any], keep: str = "lru") -> Tiered:
+def tiered(levels: Sequence[Any]) -> Tiered:
     like = {"a": torch.zeros(0, 3), "b": torch.zeros(0, 2, dtype=torch.int16)}
-    made = Tiered(like, [level(like) for level in levels], Site(ahead=Ahead()), keep)
+    made = Tiered(like, [level(like) for level in levels], Site(ahead=Ahead()))
     made.reserve(24)
     return made
 
@@ -165,17 +165,14 @@ steps = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps, st.sampled_from(["lru", "previous"]), st.integers(1, 5), st.integers(0, 5))
+@given(steps, st.integers(1, 5), st.integers(0, 5))
 @example(
     [("write", [0, 2, 1]), ("read", [2]), ("read", [0]), ("read", [2]), ("read", [1]), ("write", [0, 1, 2])],
-    "lru",
     1,
     0,
 )
-def test_a_shelf_is_a_dictionary_whatever_happens(
-    script: list[tuple[str, list[int]]], keep: str, device: int, host: int
-) -> None:
-    shelf = tiered([in_memory("device", device), in_memory("host", host), in_file(4), in_store(Plain())], keep)
+def test_a_shelf_is_a_dictionary_whatever_happens(script: list[tuple[str, list[int]]], device: int, host: int) -> None:
+    shelf = tiered([in_memory("device", device), in_memory("host", host), in_file(4), in_store(Plain())])
     want: dict[int, float] = {}
     for number, (what, ids) in enumerate(script):
         if what == "write":
