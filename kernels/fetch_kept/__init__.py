@@ -22,7 +22,7 @@ from torch import Tensor
 from kvengine.kernels.dispatch import pick
 from kvengine.kernels.fetch_pages import Pending, backend_for, check_fields
 
-MOST = 1024
+MOST = 2048
 """Pages of a row that are looked for among its slots, and slots; more are fetched as if none were there."""
 PARTS = 8
 """Programs that share a row."""

@@ -19,6 +19,9 @@ from kvengine.kernels.gpu.again import launched_again
 if TYPE_CHECKING:
     from kvengine.kernels.fetch_kept import Kept
 
+COMPARED = 4096
+"""Pairs of a page and a slot that are compared at once, at most: registers hold them."""
+
 
 @launched_again
 @triton.jit(do_not_specialize=["chosen"])
@@ -81,14 +84,14 @@ def fetch(
     """See `kvengine.kernels.fetch_kept`."""
     (rows, slots), at = kept.ids.shape, at.contiguous()
     chosen, grid = len(at) // rows, (rows, kept.counts.shape[1])
-    slot = torch.empty(len(at), dtype=torch.int32, device=device)
+    slot, wide = torch.empty(len(at), dtype=torch.int32, device=device), next_power_of_2(slots)
     found = {}
     for i, (name, field) in enumerate(fields.items()):
         found[name] = torch.empty(len(at), *field.shape[1:], dtype=field.dtype, device=device)
         old, out, words, shape = in_words(kept.data[name], found[name])
         recall_kernel[grid](
-            at, kept.ids, old, out, slot, kept.counts, chosen, words, slots, SLOTS=next_power_of_2(slots), FIRST=i == 0,
-            **shape,
+            at, kept.ids, old, out, slot, kept.counts, chosen, words, slots, SLOTS=wide, FIRST=i == 0,
+            **(shape | {"PAGES": min(shape["PAGES"], max(1, COMPARED // wide))}),
         )  # fmt: skip
         fetch_pages.fetch(field, at, device, found[name], slot)
     for i, name in enumerate(found if remember else ()):

@@ -36,8 +36,10 @@ class Host(Placement):
         fields: names of the page fields to move; empty moves all. ShadowKV moves the values only: `fields=("v",)`.
             Those of other representations have other names, which an error tells.
         resident: tokens per KV head and sequence that stay on the device once they were fetched (or a fraction of the
-            prompt); 0 fetches all that is read, each time.
-        keep: what stays when there is no room: what the previous step read, or what was used last.
+            prompt); 0 fetches all that is read, each time. Where a head reads more than 2048 units of the selection, or
+            pages, nothing is looked for among them, and all are fetched.
+        keep: what stays: what the previous step read, which the device finds by itself; or ("lru") what was used last, of which
+            the host keeps track, so that it waits for the device, and steps cannot be recorded.
     """
 
     fine: ClassVar[bool] = True
