@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import platform
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvengine.command_errors import readable_errors, writable
+from kvengine.command_errors import readable_errors, resumable, writable
+
+if TYPE_CHECKING:
+    from kvengine.evals.duo.data import Passkeys
+    from kvengine.evals.duo.train import Recipe
 
 app = typer.Typer(help="DuoAttention: which heads need the whole context.", no_args_is_help=True)
 console = Console()
@@ -47,28 +51,47 @@ def train(
     recent: Recent = 256,
     seed: Annotated[int, typer.Option(help="of the data")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+    restart: Annotated[
+        bool, typer.Option("--restart", help="do not go on with a training that was interrupted")
+    ] = False,
 ) -> None:
-    """Optimise the gates of a model's KV heads and write them as a pattern folder."""
+    """Optimise the gates of a model's KV heads and write them as a pattern folder. The same command goes on where one was
+    interrupted."""
+    from kvengine.evals.claim import claimed
     from kvengine.evals.duo.data import Passkeys
     from kvengine.evals.duo.train import Recipe
-    from kvengine.evals.duo.train import train as train_gates
     from kvengine.evals.loading import load
-    from kvengine.policies.routing.duo import write_pattern
 
-    with readable_errors(), Progress(console=console) as progress:
+    with readable_errors():
         recipe = Recipe(
             steps=steps, rate=rate, reg=reg, sinks=sinks, recent=recent,
             shortest=shortest, longest=longest, lengths=lengths, seed=seed,
         )  # fmt: skip
-        writable(out)
-        network, tokenizer = load(model, dtype=dtype)
-        bar = progress.add_task("training", total=steps)
+        with claimed(out):
+            network, tokenizer = load(model, dtype=dtype)
+            optimise(network, Passkeys(tokenizer, style, keys, text), recipe, out, restart)
+    show(str(out))
+
+
+def optimise(model: Any, data: Passkeys, recipe: Recipe, out: Path, restart: bool) -> None:
+    """Train gates and write their pattern, going on from what is there of an interrupted training unless told to `restart`."""
+    from kvengine.evals.duo.checkpoint import Checkpoint, asked
+    from kvengine.evals.duo.train import train as train_gates
+    from kvengine.policies.routing.duo import write_pattern
+
+    checkpoint = Checkpoint(out, asked(model, data, recipe), restart=restart)
+    if checkpoint.steps:
+        console.print(
+            f"goes on behind step {checkpoint.steps} of {recipe.steps}, from {checkpoint.path}", highlight=False
+        )
+    how = "the same command without --restart" if restart else "the same command"
+    with resumable(checkpoint.path, how), Progress(console=console) as progress, checkpoint.kept():
+        bar = progress.add_task("training", total=recipe.steps, completed=checkpoint.steps)
         report = lambda step, loss, alpha: progress.update(  # noqa: E731
             bar, completed=step + 1, description=f"loss {loss:.4f}, mean alpha {float(alpha.mean()):.2f}"
         )
-        alpha = train_gates(network, Passkeys(tokenizer, style, keys, text), recipe, report)
-        write_pattern(out, alpha.tolist(), sinks, recent)
-    show(str(out))
+        alpha = train_gates(model, data, recipe, report, checkpoint)
+        write_pattern(out, alpha.tolist(), recipe.sinks, recipe.recent)
 
 
 @app.command()
