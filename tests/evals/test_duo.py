@@ -271,6 +271,41 @@ def test_the_command_shows_a_pattern(tmp_path: Path) -> None:
     assert read_pattern(str(tmp_path / "p"))[0] == (0.9, 0.1)
 
 
+@pytest.mark.parametrize(("positions", "options", "lengths", "said"), [
+    (10_000, [], (5572, 6845), "5572 tokens at the least: 10 keys take some 2786, contexts have 6845 tokens at the most"),
+    (99_000, [], (5572, 32000), "5572 tokens at the least"),
+    (10_000, ["--keys", "1"], (1000, 9684), "9684 tokens at the most: with 287 of questions the model knows 10000"),
+    (10_000, ["--shortest", "3000", "--longest", "40000"], (3000, 40000), ""),
+])  # fmt: skip
+def test_lengths_that_are_not_given_are_those_that_keys_and_model_allow(
+    positions: int,
+    options: list[str],
+    lengths: tuple[int, int],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    model = llama(max_position_embeddings=positions)
+    monkeypatch.setattr("kvengine.evals.loading.load", lambda *_, **__: (model, Letters()))
+    monkeypatch.setattr(
+        "kvengine.evals.duo.train.train", lambda model, data, recipe, *_: found.append(recipe) or torch.ones(2, 2)
+    )
+    words = ["duo", "train", "m", "--out", str(tmp_path), *options]
+    told = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
+    assert told.exit_code == 0 and [(one.shortest, one.longest) for one in found] == [lengths]
+    assert said in told.output.replace("\n", ", ") if said else "contexts" not in told.output
+
+
+def test_keys_for_which_a_model_has_too_few_positions_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    load = lambda *_, **__: (llama(max_position_embeddings=8000), Letters())  # noqa: E731
+    monkeypatch.setattr("kvengine.evals.loading.load", load)
+    told = CliRunner().invoke(app, ["duo", "train", "m", "--out", str(tmp_path)], env={"COLUMNS": "300"})
+    assert told.exit_code == 2 and "has 8000 positions" in told.output and "give fewer --keys" in told.output
+
+
 @pytest.mark.parametrize(("words", "message"), [
     (["train", "bundled", "--out", "{}/file"], "FileExistsError"),
     (["train", "bundled", "--out", "{}/out", "--rate", "nan"], "rate=nan: must be a positive number"),
@@ -280,7 +315,7 @@ def test_the_command_shows_a_pattern(tmp_path: Path) -> None:
     (["train", "bundled", "--out", "{}/out", "--sinks", "-1"], "counts must be positive (sinks may be 0)"),
     (["train", "bundled", "--out", "{}/out", "--keys", "1", "--shortest", "300", "--text", "{}/file"], "not UTF-8"),
     (["train", "bundled", "--out", "{}/out", "--text", "{}/nothing"], "nothing' does not exist"),
-    (["train", "bundled", "--out", "{}/out"], "longer contexts (--shortest, --length) or fewer --keys"),
+    (["train", "bundled", "--out", "{}/out", "--shortest", "1000"], "longer contexts (--shortest, --length) or fewer --keys"),
     (["compare", "bundled", "{}/p", "--samples", "0"], "--samples"),
     (["compare", "no-model", "tiny", "--sparsity", "3"], "sparsity=3.0 must lie between 0"),
     (["compare", "no-model", "{}/p"], "cannot read the pattern"),
