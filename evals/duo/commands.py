@@ -88,7 +88,11 @@ def fitting(data: Passkeys, given: int | None) -> int:
     keys = data.needs(0)[0]
     if given is not None or 1.1 * keys < USUAL:  # other contexts' keys take a little more, or less
         return given or USUAL
-    console.print(f"contexts have {2 * keys} tokens at the least: {data.keys} keys take some {keys}", highlight=False)
+    console.print(
+        f"contexts have {2 * keys} tokens at the least: {data.keys} keys take some {keys}",
+        highlight=False,
+        soft_wrap=True,
+    )
     return 2 * keys
 
 
@@ -106,7 +110,9 @@ def known(data: Passkeys, model: Any, given: int | None, least: int) -> int:
             "fewer --keys, a lower --shortest, or --longest all the same"
         )
     console.print(
-        f"contexts have {longest} tokens at the most: with {asked} of questions the model knows {most}", highlight=False
+        f"contexts have {longest} tokens at the most: with {asked} of questions the model knows {most}",
+        highlight=False,
+        soft_wrap=True,
     )
     return longest
 
@@ -120,7 +126,10 @@ def optimise(model: Any, data: Passkeys, recipe: Recipe, out: Path, restart: boo
     checkpoint = Checkpoint(out, asked(model, data, recipe), restart=restart)
     if checkpoint.steps:
         console.print(
-            f"goes on behind step {checkpoint.steps} of {recipe.steps}, from {checkpoint.path}", highlight=False
+            f"goes on behind step {checkpoint.steps} of {recipe.steps}, from {checkpoint.path}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
     how = "the same command without --restart" if restart else "the same command"
     with resumable(checkpoint.path, how), Progress(console=console) as progress, checkpoint.kept():
