@@ -22,6 +22,7 @@ from kvengine.evals.progress import Bar
 from kvengine.evals.records import ROWS, Journal
 from kvengine.evals.runner import GIVEN_UP, Cell, Observer, Run, verdict
 from kvengine.evals.tasks import choose
+from kvengine.evals.tasks._fit import NoData
 
 NARROW = 72
 """Characters of a line that the table of policies needs."""
@@ -39,8 +40,10 @@ def prepare(config: RunConfig) -> Run:
 
 
 def check(config: RunConfig) -> None:
-    """Raises `EvaluationError` for tasks, `PolicyError` for policies that there are not."""
-    choose(config.suite, config.tasks)
+    """Raises `EvaluationError` for tasks that there are not or that lack their data, `PolicyError` for policies."""
+    for task in choose(config.suite, config.tasks):
+        if config.tasks != "all" and (lacks := task.lacks(config.data)):  # of all, those are left out
+            raise NoData(lacks)
     config.arms()
 
 

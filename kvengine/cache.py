@@ -7,15 +7,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.gradients import watched
 from kvengine.heads import Heads, beside, check_batch, check_layer_back, check_settled, quick
 from kvengine.lane import Lane
-from kvengine.readers import Nodes, Prompt, Readers, Resumed, Taken
+from kvengine.readers import Nodes, Prompt, Readers, Taken
 from kvengine.replay import answer, check_known, judge_together
+from kvengine.resuming import goes_on, part_of, resume, singles
 from kvengine.session import BROKEN, HELD, Call, Session
 from kvengine.stack import Stack
 from kvengine.tokens import ordered
@@ -114,12 +115,15 @@ class LayerCache:
         prompt = self.prompt_tokens(n)
         if prompt:
             check_known(self, n)
-        single = self.single(valid) if prompt == n else None
+        parts = self.session.parts
+        if parts is not None and parts.single is not None:
+            return part_of(self, q, k, v, call, valid, parts.single.to(k.device), parts)
+        single = singles(self, valid) if prompt == n else None
         if single is not None and valid is not None:
-            return self.resume(q, k, v, call, valid, single)
+            return resume(self, q, k, v, call, valid, single)
         if not 0 < prompt < n:
             return self.enter(q, k, v, call, valid, stock) if prompt else self.take(q, k, v, call, valid, stock)
-        parts = []
+        found = []
         for part, run in ((slice(0, prompt), self.enter), (slice(prompt, n), self.take)):
             if self.session.waiting:
                 raise UnsupportedPolicy(
@@ -128,8 +132,8 @@ class LayerCache:
                     "policy divide its budget evenly (d2o(shares='even'))"
                 )
             tokens = q[:, :, part], k[:, :, part], v[:, :, part]
-            parts.append(run(*tokens, call, None if valid is None else valid[:, part], None))
-        return torch.cat(parts, 1)
+            found.append(run(*tokens, call, None if valid is None else valid[:, part], None))
+        return torch.cat(found, 1)
 
     def quick(
         self,
@@ -184,37 +188,6 @@ class LayerCache:
     def ends_prompt(self) -> bool:
         return self.session.prompt_end is None or self.seen >= self.session.prompt_end
 
-    def single(self, valid: Bool[Tensor, "seq token"] | None) -> Bool[Tensor, "seq"] | None:
-        """The sequences that this prompt brings one token, where that matters: alone, it would be a decoded token."""
-        lanes = [part.lane for part in self.parts]
-        if valid is None or not self.seen or not any(lane.placing or lane.stack.selects for lane in lanes):
-            return None
-        end = self.session.prompt_end
-        if lanes[0].reading or (end is not None and self.seen + valid.shape[1] < end):
-            return None  # one of several chunks does not tell
-        found = (valid.sum(1) == 1) & (lanes[0].first < lanes[0].seen)[:: lanes[0].heads]
-        return found if bool(found.any()) else None
-
-    def resume(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Bool[Tensor, "seq token"], single: Bool[Tensor, "seq"]
-    ) -> Float[Tensor, "seq token q_head dim_v"]:
-        """A prompt, beside which these sequences go on where decoding stopped."""
-        theirs, recording = single[:, None] & valid, self.session.recording
-        here = theirs.to(torch.int8).argmax(1)[:, None, None, None]
-        one = [x.gather(2, here.expand(-1, x.shape[1], 1, x.shape[3])) for x in (q, k, v)]
-        outs, self.session.recording = [], False  # what comes with a prompt is not to be taken back
-        steps = self.steps()
-        for (part, grouped, rows), taken in zip(self.each(one[0], call), steps, strict=True):
-            mine = self.by_row(theirs, part)
-            tokens = grouped, part.pick(one[1]), part.pick(one[2])
-            outs.append(part.lane.resume(*tokens, mine.any(1), mine.to(torch.int8).argmax(1), rows, taken))
-        self.session.recording = recording
-        out = self.enter(q, k, v, call, valid & ~single[:, None], None, single)
-        if self.readers.count:
-            prompt = self.readers.moments.pop()
-            self.readers.moments.append(Resumed(Taken(self, steps), prompt, theirs, here[:, 0, 0, 0]))
-        return torch.where(theirs[..., None, None], self.gather(one[0], outs), out)
-
     def enter(
         self,
         q: Tensor,
@@ -264,6 +237,8 @@ class LayerCache:
         """
         if self.session.torn:
             raise CacheError(BROKEN)
+        if goes_on(self):  # and was told before; by its mask, what was taken already is yet to come
+            return
         for part in self.parts:
             part.lane.hide(self.by_row(hidden, part))
 
@@ -333,9 +308,9 @@ class LayerCache:
             found.append((part, part.pick(grouped), Call(call.scale, call.softcap, sinks)))
         return found
 
-    def by_row(self, valid: Bool[Tensor, "seq token"], part: Heads) -> Bool[Tensor, "row token"]:
+    def by_row(self, x: Shaped[Tensor, "seq token"], part: Heads) -> Shaped[Tensor, "row token"]:
         heads = self.heads if part.index is None else len(part.index)
-        return valid.repeat_interleave(heads, 0)
+        return x.repeat_interleave(heads, 0)
 
     def gather(self, q: Tensor, outs: list[Tensor]) -> Float[Tensor, "seq token q_head dim_v"]:
         """The lanes' outputs, heads back in their places."""

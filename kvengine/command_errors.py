@@ -33,14 +33,14 @@ def readable_errors() -> Iterator[None]:
 
 
 @contextmanager
-def resumable(kept: Path) -> Iterator[None]:
-    """What stops a command, Ctrl-C or a full disk, is told with how to go on, if a file of what was done is there."""
+def resumable(kept: Path, command: str = "the same command") -> Iterator[None]:
+    """What stops a command, Ctrl-C or a full disk, is told with which `command` goes on, if a file of what was done is there."""
     try:
         yield
     except (KeyboardInterrupt, OSError) as error:
         if not (kept.is_file() and kept.stat().st_size):
             raise
-        how = f"what was done is kept in {kept.parent}; the same command goes on from there"
+        how = f"what was done is kept in {kept.parent}; {command} goes on from there"
         if isinstance(error, OSError):
             error.add_note(how)
             raise

@@ -57,6 +57,9 @@ def leading(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], te
         return
     if cache.config is not text:
         raise CacheError(FOREIGN)
-    if cache.session.led == (seen := cache.seen):
+    seen, parts = cache.seen, cache.session.parts
+    if parts is not None and parts.single is not None and seen == parts.start:
+        return  # tokens that are not counted come before others: who has them taken has noted it (hf_ragged)
+    if cache.session.led == seen:
         raise CacheError(BROKEN)
     cache.session.led = seen

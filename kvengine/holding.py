@@ -69,6 +69,7 @@ class Holding(Padded):
         self.first = torch.zeros(len(k), dtype=torch.long, device=k.device)
         self.prompt_length = torch.zeros(len(k), dtype=torch.long, device=k.device)
         self.begin = self.first  # position of each row's first token of the last prompt
+        self.former = self.first  # and of the one before, while that is read
         self.reading = False  # a prompt, whose end is still to come
         self.turn = 0  # tokens seen before the last prompt
         self.past: Notes = {}  # the retention's notes before it
@@ -385,7 +386,8 @@ class Holding(Padded):
             self.lengths = grouped(count[index])
         if self.pages is not None:
             self.pages.rows(index)
-        self.first, self.prompt_length, self.begin = (x[index] for x in (self.first, self.prompt_length, self.begin))
+        self.first, self.prompt_length = self.first[index], self.prompt_length[index]
+        self.begin, self.former = self.begin[index], self.former[index]
         self.judged = self.judged[index] if isinstance(self.judged, Tensor) else self.judged
         self.notes, self.past = ({name: x[index] for name, x in some.items()} for some in (self.notes, self.past))
         self.window, self.mass, self.units = (

@@ -57,7 +57,7 @@ class Lane(Choosing):
         if not self.reading:
             if self.filling:
                 self.tail.sort()
-            self.reading, self.begin = True, torch.full_like(self.first, self.seen)
+            self.reading, self.former, self.begin = True, self.begin, torch.full_like(self.first, self.seen)
             self.turn, self.past = self.seen, dict(self.notes)
             self.beside.forget(self.tail)
         if valid is not None:

@@ -32,6 +32,7 @@ class Padded:
     seen: int
     first: Int[Tensor, "row"]
     begin: Int[Tensor, "row"]
+    former: Int[Tensor, "row"]
     judged: int | Tensor
     whole: bool
     reading: bool
@@ -72,11 +73,13 @@ class Padded:
         self.padded = True
         leading, late = (~valid).long().cumprod(1).sum(1), self.first < self.seen
         by = (leading if resumed is None else leading - resumed.long()) * late
+        silent = self.begin == self.seen if self.reading else ~late  # whose next token is the first that `begin` tells
+        begin = torch.where(silent, self.begin + leading, self.begin)
         if self.placing and bool(by.any()):
             self.move(by)
-        self.first = torch.where(late, self.first, self.first + leading)
-        if self.reading:
-            self.begin = torch.where((self.begin == self.seen) | self.placing, self.begin + leading, self.begin)
+            begin = torch.where(silent, begin, self.begin)
+        self.first, self.begin = torch.where(late, self.first, self.first + leading), begin
+        self.former = torch.where(late, self.former, self.first)
 
     @property
     def idle(self) -> Bool[Tensor, "row"] | None:
@@ -102,11 +105,11 @@ class Padded:
         start = end - (open_slots[:, None] if isinstance(open_slots, Tensor) else open_slots)
         return ((at >= start) & (at < end)).expand(len(self.first), -1)
 
-    def restore(self, idle: Bool[Tensor, "row"] | None) -> None:
-        """The retention's notes of these rows are those before the prompt."""
+    def restore(self, idle: Bool[Tensor, "row"] | None, before: Notes) -> None:
+        """The retention's notes of these rows are those that were before."""
         if idle is not None:
-            for name, x in self.past.items():
-                if name in self.notes:
+            for name, x in before.items():
+                if name in self.notes and self.notes[name] is not x:
                     self.notes[name] = torch.where(over(idle, x), x, self.notes[name])
 
     def end_judged(self, idle: Bool[Tensor, "row"] | None) -> None:
@@ -115,7 +118,7 @@ class Padded:
 
     def move(self, by: Int[Tensor, "row"]) -> None:
         """Count each row's tokens as that many positions later."""
-        self.first = self.first + by
+        self.first, self.begin, self.former = self.first + by, self.begin + by, self.former + by
         if torch.is_tensor(self.judged) or self.judged:
             self.judged = self.judged + by[:, None]
         self.tail.move(by)
@@ -123,12 +126,17 @@ class Padded:
             self.pages.move(by)
         self.whole, self.moved = False, True
 
+    def end_begun(self, idle: Bool[Tensor, "row"] | None) -> None:
+        """The prompt that has been judged is the last one of the rows that had a token in it."""
+        if idle is not None:
+            self.begin = torch.where(idle, self.former, self.begin)
+
     def unpad(self, rows: Bool[Tensor, "row"]) -> None:
         """The one token that was taken was of these rows: to the others it is as if there had been none."""
         others, late = (~rows).long(), self.first < self.seen
         if self.placing:
             self.move(-others * late)
-        self.first = torch.where(late, self.first, self.first - others)
+        self.first, self.begin = (torch.where(late, x, x - others) for x in (self.first, self.begin))
         self.seen, self.whole, self.due = self.seen - 1, False, 0
 
     def hide(self, hidden: Bool[Tensor, "row earlier"]) -> None:

@@ -34,6 +34,7 @@ class Mark:
     notes: Notes
     lengths: list[tuple[int, Tensor | None]]
     first: Tensor
+    begin: Tensor
     judged: int | Tensor
     k: Tensor
     v: Tensor
@@ -90,8 +91,8 @@ class Recall(Holding):
     def remember(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         if self.plain and valid is None and not self.marks:
             return
-        state = copy.copy(self.tail), copy.copy(self.pages), dict(self.notes), self.lengths, self.first, self.judged
-        self.marks.append(Mark(self.seen, *state, k, v, valid, self.firm))
+        state = copy.copy(self.tail), copy.copy(self.pages), dict(self.notes), self.lengths
+        self.marks.append(Mark(self.seen, *state, self.first, self.begin, self.judged, k, v, valid, self.firm))
         self.share(True)
 
     def still(self: Lane) -> Lane:
@@ -115,7 +116,8 @@ class Recall(Holding):
             mark = self.marks.pop()
         if mark is not None:
             self.tail, self.pages, self.lengths, self.seen = mark.tail, mark.pages, mark.lengths, mark.seen
-            self.notes, self.first, self.judged, self.firm = mark.notes, mark.first, mark.judged, mark.firm
+            self.notes, self.first, self.begin = mark.notes, mark.first, mark.begin
+            self.judged, self.firm = mark.judged, mark.firm
             self.pool = None if self.pages is None else self.pages.pool
             self.saw, self.due = None, 0
             self.share(bool(self.marks))
@@ -146,7 +148,7 @@ class Recall(Holding):
         gone = self.tail.position[:, self.tail.span][:, max(goal, self.turn) - self.seen :] >= 0
         self.prompt_length = self.prompt_length - gone.sum(1)
         if goal <= self.turn:
-            self.reading, self.notes = False, dict(self.past)
+            self.reading, self.notes, self.begin = False, dict(self.past), self.former
             self.window = self.mass = self.saliency = None
 
     @property

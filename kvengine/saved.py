@@ -299,6 +299,7 @@ class Reader:
         if state["heads"] != lane.heads:
             raise IncompatibleCache(f"the policy gives a lane {lane.heads} heads here, {state['heads']} were saved")
         own = self.value(state["own"])
+        own = {"former": own["begin"]} | own  # which earlier versions did not save
         set_attributes(lane, own)
         lane.saw = None if own["saw"] is None else Reach(None, None, own["saw"], 1)
         set_attributes(lane.tail, self.value(state["tail"]))

@@ -55,6 +55,8 @@ class Parts(NamedTuple):
 
     start: int  # tokens seen before the pass
     padding: Int[Tensor, "seq"]  # of each sequence, that comes in later parts
+    single: Bool[Tensor, "seq"] | None = None  # whose only token is taken by itself, before the parts
+    at: Int[Tensor, "seq"] | None = None  # where that is in the pass, while it is taken
 
 
 @dataclass
@@ -103,7 +105,9 @@ class Session:
     stepping: bool = False  # a pass is one of the steps for which the cache is held still
     reached: int = 1 << 30  # the last layer that began; so high that any layer begins the first pass
     before: int = 0  # tokens seen when the pass began
-    led: int | None = None  # the same, where states take tokens before the engine's first layer (hf_led)
+    led: int | None = (
+        None  # the same, where tokens are taken that the engine's layers do not count by then (hf_led, hf_ragged)
+    )
     next: Int[Tensor, "1"] | None = None  # `position`, as it was last asked for
     next_of: tuple[int, torch.device] | None = None
 

@@ -72,11 +72,12 @@ class Verdicts(Evidence):
         keep, idle = answers.keep(self.retention, seen), self.idle
         if keep is not None and idle is not None:
             keep = torch.where(idle[:, None], seen.valid, keep)
-        self.restore(idle)
+        self.restore(idle, self.past)
         self.limit = self.retention.limit(seen)
         self.begin_waiting(seen, keep)
         self.settle(self.weighed(seen), keep)
-        self.restore(idle)
+        self.restore(idle, self.past)
+        self.end_begun(idle)
         self.past = {}
 
     def judge_step(
@@ -98,9 +99,14 @@ class Verdicts(Evidence):
             return
         if mass is not None and valid is not None:  # padding says nothing
             mass = mass * valid[:, :1, None]
-        seen = self.show(q, mass, call, prompt=False)
+        seen, before = self.show(q, mass, call, prompt=False), dict(self.notes)
         judged = replace(seen, score=answers.score(self.retention, seen))
         keep = answers.keep(self.retention, judged)
+        if valid is not None:  # a row of which none came is not judged, by a query that is padding's
+            others = ~valid[:, 0]
+            judged = replace(judged, score=torch.where(others[:, None], seen.score, judged.score))
+            keep = None if keep is None else torch.where(others[:, None], seen.valid, keep)
+            self.restore(others, before)
         if keep is not None and self.retention.remerges:
             self.tail.rewrite(*self.retention.refold(judged, keep))
         self.judge(seen if self.weighs else judged, keep)  # saliency goes on as it was

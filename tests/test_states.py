@@ -472,6 +472,104 @@ def test_padding_in_a_later_turn_leaves_states_alone(name: str, policy: str) -> 
             torch.testing.assert_close(together[turn][row], found[0], atol=2e-4, rtol=2e-4)
 
 
+ONE, SILENT = ([1], [1], [1]), [0]
+TURNS = [  # of three rows, which of a pass's columns are tokens: some bring a single one, wherever it stands
+    ([1] * 20, [0] * 3 + [1] * 17, [0] * 7 + [1] * 13), ONE, ONE,
+    ([1] * 7, [0] * 4 + [1] * 3, [0] * 6 + [1]), ONE, ONE,
+    ([1] + [0] * 5, [1, 0, 1, 1, 0, 1], [0, 0, 1, 0, 0, 0]), ONE,
+    ([0, 1, 0], [1, 0, 0], [0, 0, 0]), ONE, ([1], SILENT, [1]), ONE,
+    ([1] * 4, [1, 0, 0, 0], [0] * 4), ONE, ONE,
+]  # fmt: skip
+
+
+def said(model: Any, rows: list[int], **options: Any) -> list[list[torch.Tensor]]:
+    """What these rows say of their tokens, turn by turn; a single one comes without padding."""
+    cache, mask, out = kvengine.EngineCache(model), torch.zeros(len(rows), 0, dtype=torch.long), []
+    for turn, tokens in enumerate(TURNS):
+        real = torch.tensor(tokens)[rows]
+        here = real.any(0) | (len(rows) > 1)
+        new, real = text(3, real.shape[1], seed=turn)[rows][:, here], real[:, here]
+        mask = torch.cat([mask, real], 1)
+        if not real.shape[1]:
+            continue
+        at = (mask.cumsum(1) - 1).clamp(min=0)[:, -real.shape[1] :]
+        with torch.no_grad():
+            logits = model(new, attention_mask=mask, position_ids=at, **{CACHE: cache}, **options)[0]
+        assert cache.session.parts is None and cache.session.ragged is None
+        out.append([row[some] for row, some in zip(logits, real.bool(), strict=True)])
+    return out
+
+
+@pytest.mark.parametrize("policy", [
+    "snapkv(budget=6, window=2)", "tova(budget=6) + kivi(bits=4, group=8, residual=8)", "kvzip(budget=6, chunk=8, carry=2)",
+    "zipcache(block=8, probes=0.5)", "duo(sinks=2, recent=4) + quest(budget=8, page=4)", "h2o(budget=6) + host",
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1"])
+def test_a_row_with_one_token_in_a_turn_goes_on_decoding(name: str, policy: str) -> None:
+    """As it does alone, though what comes for the others is read in parts."""
+    model = built(name, policy)
+    together = said(model, [0, 1, 2])
+    for row in range(3):
+        alone = iter(said(model, [row]))
+        for found in together:
+            if len(found[row]):
+                torch.testing.assert_close(found[row], next(alone)[0], atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("made", ["ids", "vectors", "tuple"])
+def test_what_a_model_says_of_single_tokens_stands_where_they_are(made: str) -> None:
+    """In all that it returns; it counts them itself where it is given no positions."""
+    model, found = built("lfm2", "snapkv(budget=6, window=2)"), []
+    first, new, mask = text(2), text(2, 4, seed=2), torch.ones(2, 24, dtype=torch.long)
+    mask[1, 20:22] = mask[1, 23] = 0
+    for alone in (False, True):
+        cache, rows, columns = kvengine.EngineCache(model), slice(alone, 2), slice(2, 3) if alone else slice(4)
+        read(model, cache, first[rows])
+        ids = new[rows, columns]
+        given = {"inputs_embeds": model.get_input_embeddings()(ids)} if made == "vectors" else {"input_ids": ids}
+        if alone:
+            given |= {"position_ids": torch.tensor([[22]])}
+        else:
+            given |= {"attention_mask": mask}
+        out = model(**given, **{CACHE: cache}, output_hidden_states=True, return_dict=made != "tuple")
+        states = next(x for x in out if isinstance(x, tuple)) if made == "tuple" else out.hidden_states
+        found.append([x[-1, 0 if alone else 2] for x in (out[0], *states)])
+    assert len(found[0]) == model.config.num_hidden_layers + 2
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_single_token_that_was_taken_before_a_pass_broke_off_is_noticed(
+    name: str, late: bool, tmp_path: Path
+) -> None:
+    """No layer has counted it by then."""
+    model = built(name, "snapkv(budget=6, window=2)")
+    cache, new, mask = prompt(model, text(2)), text(2, 4, seed=2), torch.ones(2, 24, dtype=torch.long)
+    mask[1, 20:23] = 0
+    passes = iter(range(9))
+
+    def stop(*_: Any) -> None:
+        if next(passes) == late:  # the first is the single token's
+            raise Stop
+
+    hook = (model.model.layers[0] if late else model.model.layers[-1]).register_forward_pre_hook(stop)
+    with pytest.raises(Stop), torch.no_grad():
+        model(new, attention_mask=mask, **{CACHE: cache})
+    hook.remove()
+    for act in (
+        lambda: saved.save(cache, tmp_path / "torn.kv", model),
+        lambda: cache.rollback(0),
+        lambda: model(new, attention_mask=mask, **{CACHE: copy.deepcopy(cache)}),
+        lambda: read(model, cache, new),
+    ):
+        with pytest.raises(CacheError, match="broke off.*cache.reset"):
+            act()
+    cache.reset()
+    assert torch.equal(read(model, cache, text(2)), read(model, kvengine.EngineCache(model), text(2)))
+
+
 @pytest.mark.parametrize("name", RAGGED)
 def test_nor_does_it_token_by_token(name: str) -> None:
     model = built(name)

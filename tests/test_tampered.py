@@ -68,8 +68,8 @@ def changed(header: dict[str, Any], place: tuple[Any, ...], to: Any) -> dict[str
     (("layers", 0, "own", "dict", "sequences"), 1 << 28, "other rows than"),
     (("session", "prompt_end"), {}, "prompt_end is a dict"),
     (("session", "dense"), 1, "not yes or no"),
-    (("tensors", 3, 2), -1, "lacks or garbles"),
-    (("tensors", 3, 2), 1 << 60, "s"),
+    (("tensors", 4, 2), -1, "lacks or garbles"),
+    (("tensors", 4, 2), 1 << 60, "s"),
 ])  # fmt: skip
 def test_counts_that_cannot_be_are_refused(
     session: tuple[Any, dict[str, Any], list[bytes]], place: tuple[Any, ...], to: Any, says: str, tmp_path: Path
@@ -78,6 +78,19 @@ def test_counts_that_cannot_be_are_refused(
     (tmp_path / "s.kv").write_bytes(pack(changed(header, place, to), sections))
     with pytest.raises(CorruptBitstream, match=says):
         saved.load(model, tmp_path / "s.kv")
+
+
+def test_what_earlier_versions_did_not_save_is_not_missed(
+    session: tuple[Any, dict[str, Any], list[bytes]], tmp_path: Path
+) -> None:
+    model, header, sections = session
+    older = copy.deepcopy(header)
+    del older["session"]["without_ids"]
+    for layer in older["layers"]:
+        del layer["lanes"][0]["own"]["dict"]["former"]
+    (tmp_path / "s.kv").write_bytes(pack(older, sections))
+    lane = saved.load(model, tmp_path / "s.kv").engines[0].parts[0].lane
+    assert torch.equal(lane.former, lane.begin)
 
 
 @pytest.mark.parametrize("times", [1, 40])

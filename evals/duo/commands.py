@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import platform
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvengine.command_errors import readable_errors, writable
+from kvengine.command_errors import readable_errors, resumable, writable
+from kvengine.errors import EvaluationError
+
+if TYPE_CHECKING:
+    from kvengine.evals.duo.data import Passkeys
+    from kvengine.evals.duo.train import Recipe
 
 app = typer.Typer(help="DuoAttention: which heads need the whole context.", no_args_is_help=True)
 console = Console()
@@ -27,6 +33,8 @@ Text = Annotated[
 ]
 Sinks = Annotated[int, typer.Option(help="first tokens that a streaming head sees")]
 Recent = Annotated[int, typer.Option(help="newest tokens that it sees")]
+KEYS_FIT = "1000, or what the keys take twice"
+USUAL, LONGEST = 1000, 32000
 Sparsity = Annotated[float, typer.Option(help="share of the heads that stream")]
 
 
@@ -37,8 +45,10 @@ def train(
     steps: Annotated[int, typer.Option(help="optimisation steps, one context each")] = 2000,
     rate: Annotated[float, typer.Option(help="learning rate")] = 0.02,
     reg: Annotated[float, typer.Option(help="weight of the L1 penalty")] = 0.05,
-    shortest: Annotated[int, typer.Option(help="tokens of the shortest contexts")] = 1000,
-    longest: Annotated[int, typer.Option(help="tokens of the longest contexts")] = 32000,
+    shortest: Annotated[int | None, typer.Option(help="tokens of the shortest contexts", show_default=KEYS_FIT)] = None,
+    longest: Annotated[
+        int | None, typer.Option(help="tokens of the longest contexts", show_default="32000, or what the model knows")
+    ] = None,
     lengths: Annotated[int, typer.Option(help="different lengths")] = 50,
     style: Style = "passkey",
     keys: Keys = 10,
@@ -47,28 +57,88 @@ def train(
     recent: Recent = 256,
     seed: Annotated[int, typer.Option(help="of the data")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+    restart: Annotated[
+        bool, typer.Option("--restart", help="do not go on with a training that was interrupted")
+    ] = False,
 ) -> None:
-    """Optimise the gates of a model's KV heads and write them as a pattern folder."""
+    """Optimise the gates of a model's KV heads and write them as a pattern folder. The same command goes on where one was
+    interrupted."""
+    from kvengine.evals.claim import claimed
     from kvengine.evals.duo.data import Passkeys
     from kvengine.evals.duo.train import Recipe
-    from kvengine.evals.duo.train import train as train_gates
     from kvengine.evals.loading import load
-    from kvengine.policies.routing.duo import write_pattern
 
-    with readable_errors(), Progress(console=console) as progress:
+    with readable_errors():
         recipe = Recipe(
             steps=steps, rate=rate, reg=reg, sinks=sinks, recent=recent,
-            shortest=shortest, longest=longest, lengths=lengths, seed=seed,
+            shortest=USUAL if shortest is None else shortest, longest=LONGEST if longest is None else longest,
+            lengths=lengths, seed=seed,
         )  # fmt: skip
-        writable(out)
-        network, tokenizer = load(model, dtype=dtype)
-        bar = progress.add_task("training", total=steps)
+        with claimed(out):
+            network, tokenizer = load(model, dtype=dtype)
+            data = Passkeys(tokenizer, style, keys, text)
+            low = fitting(data, shortest)
+            recipe = replace(recipe, shortest=low, longest=known(data, network, longest, low))
+            optimise(network, data, recipe, out, restart)
+    show(str(out))
+
+
+def fitting(data: Passkeys, given: int | None) -> int:
+    """Tokens of a context: what was given, else the usual, or twice what the keys take where they do not fit, and said."""
+    keys = data.needs(0)[0]
+    if given is not None or 1.1 * keys < USUAL:  # other contexts' keys take a little more, or less
+        return given or USUAL
+    console.print(
+        f"contexts have {2 * keys} tokens at the least: {data.keys} keys take some {keys}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 2 * keys
+
+
+def known(data: Passkeys, model: Any, given: int | None, least: int) -> int:
+    """Tokens of the longest contexts: what was given, else the usual, or as many as the model has positions for, and said."""
+    from kvengine.evals.manifest import positions
+
+    most, asked = positions(model), data.needs(0)[1]
+    if given is not None or most is None or LONGEST + asked <= most:
+        return given or LONGEST
+    longest = most - round(1.1 * asked)
+    if longest < least:
+        raise EvaluationError(
+            f"the model has {most} positions, too few for contexts of {least} tokens and {asked} of questions behind them; give "
+            "fewer --keys, a lower --shortest, or --longest all the same"
+        )
+    console.print(
+        f"contexts have {longest} tokens at the most: with {asked} of questions the model knows {most}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return longest
+
+
+def optimise(model: Any, data: Passkeys, recipe: Recipe, out: Path, restart: bool) -> None:
+    """Train gates and write their pattern, going on from what is there of an interrupted training unless told to `restart`."""
+    from kvengine.evals.duo.checkpoint import Checkpoint, asked
+    from kvengine.evals.duo.train import train as train_gates
+    from kvengine.policies.routing.duo import write_pattern
+
+    checkpoint = Checkpoint(out, asked(model, data, recipe), restart=restart)
+    if checkpoint.steps:
+        console.print(
+            f"goes on behind step {checkpoint.steps} of {recipe.steps}, from {checkpoint.path}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+    how = "the same command without --restart" if restart else "the same command"
+    with resumable(checkpoint.path, how), Progress(console=console) as progress, checkpoint.kept():
+        bar = progress.add_task("training", total=recipe.steps, completed=checkpoint.steps)
         report = lambda step, loss, alpha: progress.update(  # noqa: E731
             bar, completed=step + 1, description=f"loss {loss:.4f}, mean alpha {float(alpha.mean()):.2f}"
         )
-        alpha = train_gates(network, Passkeys(tokenizer, style, keys, text), recipe, report)
-        write_pattern(out, alpha.tolist(), sinks, recent)
-    show(str(out))
+        alpha = train_gates(model, data, recipe, report, checkpoint)
+        write_pattern(out, alpha.tolist(), recipe.sinks, recipe.recent)
 
 
 @app.command()
@@ -93,7 +163,7 @@ def compare(
     model: Model,
     pattern: Pattern,
     sparsity: Sparsity = 0.5,
-    length: Annotated[int, typer.Option(help="tokens of a context")] = 1000,
+    length: Annotated[int | None, typer.Option(help="tokens of a context", show_default=KEYS_FIT)] = None,
     samples: Annotated[int, typer.Option(min=1, help="contexts")] = 20,
     draws: Annotated[int, typer.Option(min=1, help="random choices of heads")] = 10,
     style: Style = "passkey",
@@ -117,8 +187,10 @@ def compare(
         Duo(sparsity=sparsity, sinks=sinks, recent=recent)  # refuses what cannot be, before anything is measured
         alpha = read_pattern(pattern)
         network, tokenizer = load(model, dtype=dtype)
+        data = Passkeys(tokenizer, style, keys, text)
+        length = fitting(data, length)
         rows = compare_heads(
-            network, Passkeys(tokenizer, style, keys, text), alpha, sparsity=sparsity, sinks=sinks,
+            network, data, alpha, sparsity=sparsity, sinks=sinks,
             recent=recent, length=length, samples=samples, draws=draws, seed=seed, report=console.print,
         )  # fmt: skip
         console.print_json(data=rows)

@@ -116,7 +116,7 @@ class Passkeys:
         """
         source = Random(f"duo/{seed}")
         keys = STYLES[self.style](source, self.keys)
-        room = length - sum(len(self.encode(key.sentence)) for key in keys) - len(self.encode(OPENINGS[self.style]))
+        room = length - self.told(keys)
         if room < 1:
             raise EvaluationError(
                 f"{self.keys} keys do not fit into {length} tokens (they take {length - room}); "
@@ -128,6 +128,15 @@ class Passkeys:
         turns = [(torch.tensor(self.encode(key.question)), torch.tensor(self.encode(key.answer))) for key in keys]
         source.shuffle(turns)
         return Sample(torch.tensor(context), turns)
+
+    def told(self, keys: list[Key]) -> int:
+        """Tokens of a context that are none of the text's."""
+        return sum(len(self.encode(key.sentence)) for key in keys) + len(self.encode(OPENINGS[self.style]))
+
+    def needs(self, seed: int | str) -> tuple[int, int]:
+        """Tokens that a context's keys take, and its questions and answers behind it: about as many as those of other seeds."""
+        keys = STYLES[self.style](Random(f"duo/{seed}"), self.keys)
+        return self.told(keys), sum(len(self.encode(key.question)) + len(self.encode(key.answer)) for key in keys)
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)

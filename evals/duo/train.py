@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvengine.errors import EvaluationError
+from kvengine.evals.duo.checkpoint import Checkpoint
 from kvengine.evals.duo.data import Passkeys, Sample
 from kvengine.evals.duo.gates import Gates, gated
 
@@ -75,7 +76,11 @@ class Recipe:
 
 
 def train(
-    model: Any, data: Passkeys, recipe: Recipe, report: Callable[[int, float, Tensor], None] = lambda *_: None
+    model: Any,
+    data: Passkeys,
+    recipe: Recipe,
+    report: Callable[[int, float, Tensor], None] = lambda *_: None,
+    checkpoint: Checkpoint | None = None,
 ) -> Float[Tensor, "layer head"]:
     """The gates of a model, [layer, KV head], each in [0, 1]: the larger, the more the head needs the whole context.
 
@@ -84,6 +89,7 @@ def train(
         data: where contexts come from.
         recipe: how to train.
         report: called after each step with its number, the loss and the gates.
+        checkpoint: where the training goes on from, and what is told of each step.
 
     Raises:
         ModelError: a model whose attention is not plain causal attention.
@@ -94,11 +100,12 @@ def train(
     alpha = torch.ones(text.num_hidden_layers, text.num_key_value_heads, device=device, requires_grad=True)
     gates = Gates(alpha, recipe.sinks, recipe.recent)
     optimiser = torch.optim.AdamW([alpha], lr=recipe.rate, weight_decay=0.0)
+    done = 0 if checkpoint is None else checkpoint.restore(alpha, optimiser)
     frozen = [(p, p.requires_grad) for p in model.parameters()]
     model.requires_grad_(False)
     try:
         with gated(model, gates):
-            for step in range(recipe.steps):
+            for step in range(done, recipe.steps):
                 optimiser.param_groups[0]["lr"] = recipe.rate * recipe.factor(step)
                 sample = data.draw(f"{recipe.seed}/{step}", recipe.length(step))
                 loss = distillation(model, gates, sample) + recipe.reg * alpha.abs().mean()
@@ -112,6 +119,8 @@ def train(
                 optimiser.step()
                 with torch.no_grad():
                     alpha.clamp_(0, 1)
+                if checkpoint is not None:
+                    checkpoint.note(step + 1, alpha, optimiser)
                 report(step, float(loss.detach()), alpha.detach())
     finally:
         for parameter, before in frozen:

@@ -25,6 +25,12 @@ class NoData(EvaluationError):
     """The task lives on data that the user must supply."""
 
 
+def missing(folder: Path, name: str, has: list[str]) -> str:
+    """That a folder of the user's lacks a task's file, with the tasks whose files it `has`."""
+    others = f"only files of {', '.join(has)}" if has else "nor a file of another task"
+    return f"{name}: {folder} has no {name}.jsonl, {others}"
+
+
 def json_lines(path: Path, most: int | None = None) -> list[tuple[str, Any]]:
     """The first `most` values of a JSON-lines file, each with its place in words: "FILE, line 3".
 

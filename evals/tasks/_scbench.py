@@ -21,8 +21,8 @@ from random import Random
 from typing import Any, ClassVar
 
 from kvengine.errors import EvaluationError
-from kvengine.evals.tasks import Plan, Sample, Task, Turn
-from kvengine.evals.tasks._fit import NoData, json_lines, largest, published, shrink
+from kvengine.evals.tasks import Plan, Sample, Task, Turn, catalogue
+from kvengine.evals.tasks._fit import NoData, json_lines, largest, missing, published, shrink
 
 Row = dict[str, Any]
 Scorer = Callable[[str, Any], dict[str, float]]
@@ -32,7 +32,8 @@ HUB = "microsoft/SCBench"
 
 @dataclass(frozen=True)
 class SessionTask(Task):
-    """`kinds`: most new tokens by kind of turn (one kind, named after the task, unless it is mixed)."""
+    """`kinds`: most new tokens by kind of turn (one kind, named after the task, unless it is mixed). `own`: it is this
+    project's, none of the published ones."""
 
     name: str
     kinds: Mapping[str, int]
@@ -42,6 +43,7 @@ class SessionTask(Task):
     floor: float = 0.0
     generate: Generator | None = None
     lead: str = ""
+    own: bool = False
     suite: ClassVar[str] = "scbench"
 
     def samples(self, plan: Plan) -> Iterator[Sample]:
@@ -58,8 +60,19 @@ class SessionTask(Task):
     def score(self, turn: Turn, prediction: str) -> dict[str, float]:
         return self.scorers[turn.kind or self.name](prediction, turn.meta["answer"])
 
-    def available(self, data: Mapping[str, Path]) -> bool:
-        return self.generate is not None or self._path(data) is not None
+    def lacks(self, data: Mapping[str, Path]) -> str:
+        path, made = self._path(data), self.generate is not None
+        if path is None:
+            what = f"give --data scbench=FOLDER with {self.name}.jsonl, or scbench=hub"
+            return "" if made else f"{self.name} has no generator: {what}"
+        given = self.name if self.name in data else "scbench"
+        out = "leave the task out" + (f", or --data {given}: then its contexts are made" if made else "")
+        if str(path) == "hub":
+            return f"{self.name} is none of the published tasks; {out}" if self.own else ""
+        if stored(path, self.name) is not None:
+            return ""
+        has = [name for name in catalogue("scbench") if stored(path, name) is not None]
+        return f"{missing(path, self.name, has)}; put it there, {'' if made else 'or '}{out}"
 
     def recipe(self) -> dict[str, Any]:
         return {**super().recipe(), "kinds": dict(self.kinds)}
@@ -117,13 +130,11 @@ class SessionTask(Task):
         return None
 
     def _rows(self, plan: Plan) -> list[Row] | None:
+        """The user's; None where none were given and a generator makes them."""
+        if lacks := self.lacks(plan.data):
+            raise NoData(lacks)
         path = self._path(plan.data)
-        rows = None if path is None else load_rows(path, self.name)
-        if rows is None and self.generate is None:
-            raise NoData(
-                f"{self.name} has no generator: give --data scbench=FOLDER with {self.name}.jsonl, or scbench=hub"
-            )
-        return rows
+        return None if path is None else load_rows(path, self.name)
 
     def _path(self, data: Mapping[str, Path]) -> Path | None:
         return data.get(self.name) or data.get("scbench")
@@ -159,19 +170,24 @@ def golden(answer: Any) -> tuple[str, ...]:
     return (str(answer),)
 
 
-@functools.cache
-def load_rows(path: Path, name: str) -> list[Row] | None:
-    """Rows of a task from a JSONL file, a folder of them, a saved dataset, or the hub; None if the folder lacks it."""
-    if str(path) == "hub":
-        return [dict(row) for row in _datasets().load_dataset(HUB, name, split="test")]
+def stored(path: Path, name: str) -> Path | None:
+    """Where a task's rows are: a JSONL file, one of a folder of them, or a folder that `datasets` saved; None: nowhere."""
     if path.is_file():
-        return _lines(path)
+        return path
     for candidate in (path / f"{name}.jsonl", path / name / "test.jsonl"):
         if candidate.is_file():
-            return _lines(candidate)
-    if (path / name / "dataset_info.json").is_file():
-        return [dict(row) for row in _datasets().load_from_disk(str(path / name))]
-    return None
+            return candidate
+    return path / name if (path / name / "dataset_info.json").is_file() else None
+
+
+@functools.cache
+def load_rows(path: Path, name: str) -> list[Row]:
+    """Rows of a task from what the user gave, which has them (`stored`), or from the hub."""
+    if str(path) == "hub":
+        return [dict(row) for row in _datasets().load_dataset(HUB, name, split="test")]
+    if (found := stored(path, name)) is None:
+        raise NoData(f"{path} has no {name}.jsonl")
+    return _lines(found) if found.is_file() else [dict(row) for row in _datasets().load_from_disk(str(found))]
 
 
 def _lines(path: Path) -> list[Row]:

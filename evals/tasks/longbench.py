@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from kvengine.errors import EvaluationError
 from kvengine.evals.tasks import Plan, Sample, Task, Turn
-from kvengine.evals.tasks._fit import NoData, json_lines, published
+from kvengine.evals.tasks._fit import NoData, json_lines, missing, published
 from kvengine.evals.tasks._scores import english_f1, rouge_l
 
 BRIEF = "Only give me the answer and do not output any other words."
@@ -144,12 +144,18 @@ class LongBench(Task):
     line: bool = False
     suite: ClassVar[str] = "longbench"
 
-    def available(self, data: Mapping[str, Path]) -> bool:
-        return "longbench" in data and (data["longbench"] / f"{self.name}.jsonl").is_file()
+    def lacks(self, data: Mapping[str, Path]) -> str:
+        if "longbench" not in data:
+            return f"{self.name} needs its data: give --data longbench=FOLDER with {self.name}.jsonl"
+        folder = data["longbench"]
+        if (folder / f"{self.name}.jsonl").is_file():
+            return ""
+        has = [name for name in PROMPTS if (folder / f"{name}.jsonl").is_file()]
+        return f"{missing(folder, self.name, has)}; put it there, or leave the task out"
 
     def samples(self, plan: Plan) -> Iterator[Sample]:
-        if not self.available(plan.data):
-            raise NoData(f"{self.name} needs its data: give --data longbench=FOLDER with {self.name}.jsonl")
+        if lacks := self.lacks(plan.data):
+            raise NoData(lacks)
         path = plan.data["longbench"] / f"{self.name}.jsonl"
         for index, (place, row) in enumerate(json_lines(path, plan.count)):
             made = self.sample(self._checked(place, row), index)

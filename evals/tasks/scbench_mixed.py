@@ -48,5 +48,6 @@ TASKS = (
         {"scbench_kv": 80, "scbench_vt": 30},
         {"scbench_kv": both(contains, contains_whole), "scbench_vt": both(fraction_found, set_found)},
         generate=pairs_and_chains,
+        own=True,
     ),
 )

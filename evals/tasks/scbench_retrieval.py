@@ -105,5 +105,6 @@ TASKS = (
         {"scbench_needles": 32},
         {"scbench_needles": both(contains, contains_whole)},
         generate=needles,
+        own=True,
     ),
 )

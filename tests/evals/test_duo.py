@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 from kvengine.cli import app
 from kvengine.errors import EvaluationError, ModelError
+from kvengine.evals.duo import checkpoint
 from kvengine.evals.duo import compare as comparison
+from kvengine.evals.duo.checkpoint import Checkpoint
 from kvengine.evals.duo.data import Passkeys, Sample
 from kvengine.evals.duo.gates import Gates, gated
 from kvengine.evals.duo.train import Recipe, distillation, train
@@ -62,15 +64,105 @@ def test_the_head_that_matters_is_found_and_the_others_close() -> None:
     assert model.config._attn_implementation != "kvengine_duo"
 
 
-def test_a_loss_that_is_no_number_ends_the_training() -> None:
+@pytest.mark.parametrize("within", [False, True])
+def test_an_interrupted_training_goes_on_to_the_same_gates(
+    within: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a step too, when the optimiser has changed the gates and what follows has not."""
+    model, data, asked = one_head_matters(), Noise(Letters()), {"rate": RECIPE.rate, "style": "noise"}
+    want = train(model, data, RECIPE)
+
+    def stop(step: int, *_: Any) -> None:
+        if step == 11:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        real, count = torch.optim.AdamW.step, iter(range(100))
+        if within:
+            patch.setattr(torch.optim.AdamW, "step", lambda self: (real(self), stop(next(count))))
+        first = Checkpoint(tmp_path, asked)
+        with pytest.raises(KeyboardInterrupt), first.kept():
+            train(model, data, RECIPE, (lambda *_: None) if within else stop, first)
+    second, steps = Checkpoint(tmp_path, asked), []
+    assert second.steps == (11 if within else 12)
+    with second.kept():
+        got = train(model, data, RECIPE, lambda step, *_: steps.append(step), second)
+    assert torch.equal(got, want) and steps == [*range(second.steps, 30)] and not second.path.exists()
+    assert float((want - 0.5).abs().min()) < 0.5, "gates that are all at an end would be equal anyhow"
+
+
+@pytest.mark.parametrize(("every", "written"), [(0, [*range(1, 31)]), (1000, [0] * 30)])
+def test_a_training_is_written_as_it_goes(
+    every: float, written: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What kills the process leaves no time to write."""
+    monkeypatch.setattr(checkpoint, "EVERY", every)
+    found: list[int] = []
+    see = lambda *_: found.append(Checkpoint(tmp_path, {}).steps)  # noqa: E731
+    train(llama(), Noise(Letters()), RECIPE, see, Checkpoint(tmp_path, {}))
+    assert found == written
+
+
+def test_an_interrupted_command_goes_on_as_the_same_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["duo", "train", "m", "--steps", "6", "--rate", "0.1", "--style", "magic", "--keys", "1"]
+    words += ["--shortest", "300", "--longest", "400", "--lengths", "2", "--sinks", "2", "--recent", "6"]
+    monkeypatch.setattr("kvengine.evals.loading.load", lambda *_, **__: (one_head_matters(), Letters()))
+
+    def run(folder: str, *more: str) -> Any:
+        return CliRunner().invoke(app, [*words, "--out", str(tmp_path / folder), *more], env={"COLUMNS": "300"})
+
+    assert run("whole").exit_code == 0
+    real = Checkpoint.note
+
+    def stopping(self: Checkpoint, steps: int, *rest: Any) -> None:
+        real(self, steps, *rest)
+        if steps == 3:
+            raise KeyboardInterrupt
+
+    for more in ((), ("--restart",)):
+        monkeypatch.setattr(Checkpoint, "note", stopping)
+        stopped = run("parts", *more)
+        goes_on = " without --restart" if more else ""
+        assert stopped.exit_code == 130 and f"the same command{goes_on} goes on from there" in stopped.stderr
+        monkeypatch.setattr(Checkpoint, "note", real)
+    assert sorted(x.name for x in (tmp_path / "parts").iterdir()) == ["checkpoint.json"]
+    other = run("parts", "--rate", "0.2", "--sinks", "3")
+    assert other.exit_code == 2 and "rate 0.1 (now 0.2), sinks 2 (now 3) came to; give the same" in other.stderr
+    model = llama(num_hidden_layers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvengine.evals.loading.load", lambda *_, **__: (model, Letters()))
+        other = run("parts")
+        assert other.exit_code == 2 and " model " in other.stderr and "give --restart" in other.stderr
+    found = run("parts")
+    assert found.exit_code == 0 and "goes on behind step 3 of 6" in found.output
+    whole, parts = ({x.name: x.read_bytes() for x in (tmp_path / name).iterdir()} for name in ("whole", "parts"))
+    assert whole == parts and len(whole) == 2
+    again = run("parts", "--rate", "0.2")  # what was ended is no reason to refuse
+    assert again.exit_code == 0 and "goes on" not in again.output
+
+
+ODD = '{"asked": {}, "steps": 2, "alpha": [[1.0]], "optimiser": {"m": [[1.0, 2.0]]}}'
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", ODD])
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / checkpoint.CHECKPOINT).write_text(text)
+    with pytest.raises(EvaluationError, match=r"checkpoint\.json is damaged .*give --restart to begin anew"):
+        Checkpoint(tmp_path, {})
+    assert Checkpoint(tmp_path, {}, restart=True).steps == 0
+
+
+def test_a_loss_that_is_no_number_ends_the_training(tmp_path: Path) -> None:
     """All gates would be 0, or not a number, and the pattern be written."""
     model = llama()
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.fill_(float("inf"))
     before = [p.requires_grad for p in model.parameters()]
-    with pytest.raises(EvaluationError, match="the loss is nan at step 0"):
-        train(model, Noise(Letters()), RECIPE)
-    assert [p.requires_grad for p in model.parameters()] == before
+    kept = Checkpoint(tmp_path, {})
+    kept.path.write_text("of steps before this one, to which it would come again")
+    with pytest.raises(EvaluationError, match="the loss is nan at step 0"), kept.kept():
+        train(model, Noise(Letters()), RECIPE, checkpoint=kept)
+    assert [p.requires_grad for p in model.parameters()] == before and not kept.path.exists()
 
 
 def test_open_gates_are_the_model_itself() -> None:
@@ -179,6 +271,41 @@ def test_the_command_shows_a_pattern(tmp_path: Path) -> None:
     assert read_pattern(str(tmp_path / "p"))[0] == (0.9, 0.1)
 
 
+@pytest.mark.parametrize(("positions", "options", "lengths", "said"), [
+    (10_000, [], (5572, 6845), "5572 tokens at the least: 10 keys take some 2786, contexts have 6845 tokens at the most"),
+    (99_000, [], (5572, 32000), "5572 tokens at the least"),
+    (10_000, ["--keys", "1"], (1000, 9684), "9684 tokens at the most: with 287 of questions the model knows 10000"),
+    (10_000, ["--shortest", "3000", "--longest", "40000"], (3000, 40000), ""),
+])  # fmt: skip
+def test_lengths_that_are_not_given_are_those_that_keys_and_model_allow(
+    positions: int,
+    options: list[str],
+    lengths: tuple[int, int],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    model = llama(max_position_embeddings=positions)
+    monkeypatch.setattr("kvengine.evals.loading.load", lambda *_, **__: (model, Letters()))
+    monkeypatch.setattr(
+        "kvengine.evals.duo.train.train", lambda model, data, recipe, *_: found.append(recipe) or torch.ones(2, 2)
+    )
+    words = ["duo", "train", "m", "--out", str(tmp_path), *options]
+    told = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
+    assert told.exit_code == 0 and [(one.shortest, one.longest) for one in found] == [lengths]
+    assert said in told.output.replace("\n", ", ") if said else "contexts" not in told.output
+
+
+def test_keys_for_which_a_model_has_too_few_positions_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    load = lambda *_, **__: (llama(max_position_embeddings=8000), Letters())  # noqa: E731
+    monkeypatch.setattr("kvengine.evals.loading.load", load)
+    told = CliRunner().invoke(app, ["duo", "train", "m", "--out", str(tmp_path)], env={"COLUMNS": "300"})
+    assert told.exit_code == 2 and "has 8000 positions" in told.output and "give fewer --keys" in told.output
+
+
 @pytest.mark.parametrize(("words", "message"), [
     (["train", "bundled", "--out", "{}/file"], "FileExistsError"),
     (["train", "bundled", "--out", "{}/out", "--rate", "nan"], "rate=nan: must be a positive number"),
@@ -188,7 +315,7 @@ def test_the_command_shows_a_pattern(tmp_path: Path) -> None:
     (["train", "bundled", "--out", "{}/out", "--sinks", "-1"], "counts must be positive (sinks may be 0)"),
     (["train", "bundled", "--out", "{}/out", "--keys", "1", "--shortest", "300", "--text", "{}/file"], "not UTF-8"),
     (["train", "bundled", "--out", "{}/out", "--text", "{}/nothing"], "nothing' does not exist"),
-    (["train", "bundled", "--out", "{}/out"], "longer contexts (--shortest, --length) or fewer --keys"),
+    (["train", "bundled", "--out", "{}/out", "--shortest", "1000"], "longer contexts (--shortest, --length) or fewer --keys"),
     (["compare", "bundled", "{}/p", "--samples", "0"], "--samples"),
     (["compare", "no-model", "tiny", "--sparsity", "3"], "sparsity=3.0 must lie between 0"),
     (["compare", "no-model", "{}/p"], "cannot read the pattern"),

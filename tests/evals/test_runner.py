@@ -846,6 +846,28 @@ def test_dry_run_shows_a_cell_that_will_be_given_up(tmp_path: Path, model_folder
     assert code == 0 and "too short" in text and "0/2 done" in text
 
 
+@pytest.mark.parametrize("suite", ["scbench", "longbench"])
+def test_a_task_that_is_named_and_lacks_its_file_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, suite: str
+) -> None:
+    name, other = {"scbench": ("scbench_kv", "scbench_vt"), "longbench": ("qasper", "hotpotqa")}[suite]
+    (tmp_path / f"{other}.jsonl").write_text("{}\n")
+    words = ["--model", str(tmp_path / "none"), "--data", f"{suite}={tmp_path}", "--out", str(tmp_path / "run")]
+    code, text = invoke(suite, *words, "--tasks", f"{other},{name}")
+    text = " ".join(text.split())
+    assert code == 2 and f"has no {name}.jsonl, only files of {other}; put it there" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_folder_lacks_is_left_out_of_all_and_not_made_up(tmp_path: Path, model_folder: Path) -> None:
+    row = {"context": "The key is blue.", "multi_turns": [{"input": "Which key?", "answer": "blue"}]}
+    (tmp_path / "scbench_kv.jsonl").write_text(json.dumps(row) + "\n")
+    words = ["--model", str(model_folder), "--data", f"scbench={tmp_path}", "--policies", "full", "--lengths", "1024"]
+    code, text = invoke("scbench", *words, "--samples", "1", "--no-report", "--out", str(tmp_path / "run"))
+    assert code == 0 and "left out for want of data: " in text and "scbench_vt" in text
+    assert [(one["task"], one["provenance"]) for one in fixed(tmp_path / "run")] == [("scbench_kv", "user data")]
+
+
 def test_a_data_file_without_a_row_ends_its_cell_only(tmp_path: Path, model_folder: Path) -> None:
     row = {"input": "who?", "context": "The sky is blue.", "answers": ["blue"]}
     (tmp_path / "qasper.jsonl").write_text("")

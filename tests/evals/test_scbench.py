@@ -268,6 +268,28 @@ def test_a_task_without_data_or_generator_says_what_to_give() -> None:
         list(TASKS["scbench_summary"].samples(plan()))
 
 
+def test_what_a_folder_of_the_users_lacks_is_not_made_up(tmp_path: Path) -> None:
+    assert TASKS["scbench_vt"].available({"scbench_kv": tmp_path})  # the file of another task says nothing of this one
+    with pytest.raises(
+        NoData, match=r"no scbench_kv\.jsonl, nor a file of another task; put it there, leave the task out"
+    ):
+        list(TASKS["scbench_kv"].samples(plan(scbench=tmp_path)))
+    for name in ("scbench_vt", "scbench_mf"):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    for given in ("scbench", "scbench_kv"):
+        what = (
+            rf"^scbench_kv: \S+ has no scbench_kv\.jsonl, only files of scbench_mf, scbench_vt; .*, or --data {given}: "
+        )
+        with pytest.raises(NoData, match=what):
+            list(TASKS["scbench_kv"].samples(plan(**{given: tmp_path})))
+    with pytest.raises(NoData, match=r"no scbench_summary\.jsonl, only .*; put it there, or leave the task out$"):
+        list(TASKS["scbench_summary"].samples(plan(scbench=tmp_path)))
+    own = [name for name, task in TASKS.items() if not task.available({"scbench": Path("hub")})]
+    assert own == ["scbench_mixed", "scbench_needles"]
+    with pytest.raises(NoData, match="scbench_needles is none of the published tasks"):
+        list(TASKS["scbench_needles"].samples(plan(scbench=Path("hub"))))
+
+
 @pytest.mark.parametrize("row", ['{"question": 1}', "5", "null"])
 def test_a_file_of_another_schema_is_refused(tmp_path: Path, row: str) -> None:
     path = tmp_path / "x.jsonl"

@@ -84,7 +84,7 @@ def test_longbench_reads_local_rows_and_keeps_the_question_out_of_the_context(tm
     assert sample.context.endswith("TEXT") and not sample.raw
     assert task.score(sample.turns[0], "ann lee")["f1"] == 1.0
     assert catalogue("longbench")["trec"].available({"longbench": tmp_path}) is False
-    with pytest.raises(NoData, match="with trec.jsonl"):
+    with pytest.raises(NoData, match="has no trec.jsonl, only files of hotpotqa"):
         next(iter(catalogue("longbench")["trec"].samples(plan(longbench=tmp_path))))
 
 

@@ -1,0 +1,84 @@
+"""A retention of one's own that looks at all that it is shown while decoding: a row of a batch is judged as it is alone."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from support import patched
+from test_ragged_turns import ragged, talk
+from torch import Tensor
+
+import kvengine
+from kvengine import EngineCache
+from kvengine.policies.retention import Retention, Seen
+
+
+@dataclass(frozen=True)
+class Since(Retention):
+    """Keeps every fifth token, counted from where the last prompt began, and the newest."""
+
+    decodes: ClassVar[bool] = True
+
+    def keep(self, seen: Seen) -> Tensor:
+        assert seen.begin is not None and (seen.begin >= seen.first).all()
+        assert seen.prompt or (seen.asking == seen.newest).all()
+        return seen.recent(6) | (seen.valid & ((seen.position - seen.begin[:, None]) % 5 == 0))
+
+
+@dataclass(frozen=True)
+class Picky(Since):
+    """Drops what the last query hardly looks at."""
+
+    def score(self, seen: Seen) -> Tensor:
+        return torch.einsum("rgd,rtd->rgt", seen.queries[:, :, -1], seen.read()[0]).amax(1) * seen.scale
+
+    def keep(self, seen: Seen) -> Tensor:
+        return seen.recent(6) | (seen.valid & (seen.score > -0.3))
+
+
+@dataclass(frozen=True)
+class Counting(Since):
+    """Drops another token, of each seven, at every verdict."""
+
+    def keep(self, seen: Seen) -> Tensor:
+        number = seen.notes.get("number", torch.zeros_like(seen.first))
+        seen.notes["number"] = number + 1
+        return seen.recent(6) | (seen.valid & ((seen.position - seen.first[:, None] + number[:, None]) % 7 != 0))
+
+
+OWN = [Since(), Picky(), Counting()]
+
+
+@pytest.mark.parametrize("later", [(9, 0, 5), (9, 14, 0), (9, 13, 0)], ids=["all", "one silent", "one token"])
+@pytest.mark.parametrize("own", OWN, ids=lambda own: type(own).__name__)
+def test_a_row_of_ragged_turns_is_judged_as_alone(own: Retention, later: tuple[int, ...]) -> None:
+    model = patched(kvengine.Stack(retention=own)).double()
+    together = talk(model, [0, 1, 2], False, (), later, 20)
+    for row in range(3):
+        alone = talk(model, [row], False, (), later, 20)[0]
+        said = ~alone.isnan()  # of a turn without a token, nothing
+        torch.testing.assert_close(together[row][said], alone[said], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("own", OWN, ids=lambda own: type(own).__name__)
+def test_a_row_that_pauses_while_others_decode_is_judged_as_alone(own: Retention) -> None:
+    model, (ids, mask), more = patched(kvengine.Stack(retention=own)).double(), ragged(2, 40, (0, 7), 1), 30
+    new = ragged(2, more, (0, 0), 2)[0]
+    takes = torch.arange(more) % 5 < 3  # of the second row
+    out = []
+    for rows in ([0, 1], [1]):
+        cache, seen, found = EngineCache(model), mask[rows], []
+        with torch.no_grad():
+            model(ids[rows], attention_mask=seen, cache=cache)
+            for i in range(more):
+                if len(rows) == 1 and not takes[i]:
+                    continue
+                real = torch.tensor([[True], [bool(takes[i])]])[rows]
+                seen = torch.cat([seen, real.long()], 1)
+                at = (seen.cumsum(1) - 1)[:, -1:]
+                logits = model(new[rows, i : i + 1], attention_mask=seen, position_ids=at, cache=cache).logits[-1, -1]
+                if takes[i]:
+                    found.append(logits)
+        out.append(torch.stack(found))
+    torch.testing.assert_close(*out, rtol=1e-6, atol=1e-6)
