@@ -20,7 +20,7 @@ def fetch(
     """See `kvengine.kernels.fetch_kept`."""
     rows, slots = kept.ids.shape
     asked = at.view(rows, -1)
-    same = (asked[:, :, None] == kept.ids[:, None]) & (asked >= 0)[:, :, None]
+    same = asked[:, :, None] == kept.ids[:, None]
     there = same.any(2)
     slot = (torch.arange(rows, device=at.device)[:, None] * slots + same.int().argmax(2)).flatten()
     kept.counts[:, 0] += torch.stack([there.sum(1), (~there).sum(1)], 1)

@@ -81,6 +81,7 @@ def test_what_the_last_read_had_is_not_fetched_and_counts_as_there() -> None:
         store.data.clamp_(max=-1)  # what is fetched from now on shows it
     fresh = rows([-1] * 6)
     assert torch.equal(one.read(torch.tensor([0, 1, 2, 6, 7, 8]))["a"], fresh["a"])
+    one.reserve(2 * PIECES)  # what is kept stays where there is more room
     for store in one.stores.values():
         store.data.fill_(-2)
     found = one.read(torch.tensor([1, 3, 0, 8, 6, 9]))["a"][:, 0]  # of a row's three, the first two were kept
