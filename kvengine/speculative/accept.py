@@ -196,7 +196,7 @@ class Coupled:
         return (list(children).index(token) if token in children else None), token
 
 
-def rule(seed: int, row: int = 0, coupled: bool = False) -> Rule:
+def rule(seed: int, row: int, coupled: bool) -> Rule:
     """The rule for one sequence; rows with the same seed draw independently of each other."""
     return Coupled(Gumbel(seed, row)) if coupled else Rejection(Stream(seed, row))
 
