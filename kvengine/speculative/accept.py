@@ -42,8 +42,8 @@ class Draft:
     confidence[i]: what the drafter thought of token i, from 0 to 1; only the stopping rule looks at it.
 
     >>> draft = Draft.chain([5, 7], [None, None])
-    >>> draft.parents, draft.path(1)
-    ([-1, 0], [5, 7])
+    >>> draft.parents, draft.path(1), draft.confidence
+    ([-1, 0], [5, 7], [1.0, 1.0])
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -48,6 +48,7 @@ class Elastic(Retention):
     wants_mass: ClassVar[bool] = True
     mass_once: ClassVar[bool] = True
     merges: ClassVar[bool] = True
+    remembers: ClassVar[bool] = False  # a prompt's tokens are ranked by its own queries, and later ones go by place
     budget: Budget = 1024
     sinks: int = 1
     recent: int = 1
