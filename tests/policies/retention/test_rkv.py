@@ -11,7 +11,7 @@ from kvengine.errors import PolicyError
 from kvengine.lane import Lane
 from kvengine.policies import load
 from kvengine.policies.retention import Seen
-from kvengine.policies.retention.rkv import newest_alike, redundancy
+from kvengine.policies.retention.rkv import RKV, newest_alike, redundancy
 from kvengine.stack import Stack
 
 OPTIONS = {"budget": 14, "buffer": 6, "window": 4, "kernel": 3, "mix": 0.3, "alike": 0.4}
@@ -94,6 +94,25 @@ def test_redundancy_needs_no_matrix(block: int, span: int, alike: float, monkeyp
             torch.testing.assert_close(found[row, mine], redundant(keys[row, mine], alike))
 
 
+@pytest.mark.parametrize("mix", [0.0, 0.3, 1.0])
+def test_a_token_has_the_score_that_it_has_alone_whatever_other_rows_hold(mix: float) -> None:
+    """The second row lacks tokens; what stands in their slots is no token, to no query and no key."""
+    random, method = torch.Generator().manual_seed(0), RKV(budget=8, buffer=4, window=2, kernel=3, mix=mix)
+    keys, queries = torch.randn(2, 10, 8, generator=random), torch.randn(2, 2, 2, 8, generator=random)
+    position = torch.arange(10).repeat(2, 1)
+    position[1, [0, 1, 2, 6]] = -1
+
+    def score(rows: slice, slots: Tensor) -> Tensor:
+        at, k = position[rows][:, slots], keys[rows][:, slots]
+        first = at.masked_fill(at < 0, 99).amin(1)
+        seen = Seen(at, torch.zeros(at.shape), first, 9, True, 10 - first, None, queries[rows], 0.3, lambda: (k, k))
+        return method.score(seen)
+
+    both, alone = score(slice(0, 2), torch.arange(10)), score(slice(1, 2), position[1] >= 0)
+    assert (both[1, position[1] < 0] == 0).all() and (both[1, position[1] >= 0] != 0).any()
+    torch.testing.assert_close(both[1, position[1] >= 0], alone[0])
+
+
 def test_of_tokens_that_are_alike_the_newest_stays() -> None:
     """Two keys that say the same, and no query that cares: the older one goes."""
     case = Case(heads=1, group=1, length=12, dim=16)
@@ -103,9 +122,11 @@ def test_of_tokens_that_are_alike_the_newest_stays() -> None:
     assert positions(layer, 0) == [t for t in range(12) if t != 2]
 
 
-def test_nothing_alike_has_no_newest() -> None:
+@pytest.mark.parametrize("alike", [0.0, 0.5])
+def test_nothing_alike_has_no_newest(alike: float) -> None:
+    """A cosine must exceed the threshold, which 0 does not where that is 0."""
     one = torch.eye(4)[None]
-    assert newest_alike(one, torch.ones(1, 4, dtype=torch.bool), 0.5).tolist() == [[-1] * 4]
+    assert newest_alike(one, torch.ones(1, 4, dtype=torch.bool), alike).tolist() == [[-1] * 4]
 
 
 @pytest.mark.parametrize("pads", [(0,), (0, 11)])
