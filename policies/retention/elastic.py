@@ -116,7 +116,7 @@ def nearest(position: Int[Tensor, "row token"], anchor: Bool[Tensor, "row token"
     [[1, 1, 1, 3, 3, 3]]
     """
     known, slot = position.long().masked_fill(~anchor, FAR).sort(1)
-    after = torch.searchsorted(known, position.long().contiguous()).clamp(max=known.shape[1] - 1)
+    after = torch.searchsorted(known, position.long().contiguous())  # none is behind FAR, nor an anchor behind itself
     before = (after - 1).clamp(min=0)
     to_after, to_before = (known.gather(1, i) - position for i in (after, before))
     return slot.gather(1, torch.where(to_before.abs() <= to_after.abs(), before, after))

@@ -12,6 +12,7 @@ from kvengine import answers
 from kvengine.kernels.step import Rule
 from kvengine.policies.retention import Retention, Seen
 from kvengine.policies.retention.d2o import D2O
+from kvengine.policies.retention.elastic import Elastic
 from kvengine.policies.retention.h2o import H2O
 from kvengine.policies.retention.streaming import Streaming
 from kvengine.policies.retention.tova import TOVA
@@ -46,6 +47,7 @@ CHANGED = [
         (D2O, name)
         for name in ("score", "keep", "newest", "first", "early", "refold", "targets", "threshold", "merged")
     ),
+    *((Elastic, name) for name in ("score", "keep", "place")),
     (Streaming, "keep"),
 ]
 
@@ -59,5 +61,5 @@ def test_the_kernels_know_no_verdict_of_a_method_that_is_changed(cls: type[Any],
 
 def known(retention: Retention) -> Rule | tuple[Any, ...] | None:
     first, length = torch.zeros(2, dtype=torch.long), torch.full((2,), 60)
-    notes = {"size": torch.full((2,), 24), "threshold": torch.zeros(2)}
+    notes = {"size": torch.full((2,), 24), "threshold": torch.zeros(2), "left": torch.full((2,), 24)}
     return retention.ends or retention.rule(first, length, 2, notes)
