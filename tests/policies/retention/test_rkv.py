@@ -7,7 +7,7 @@ from support_retention import Case, attended, best, output, positions, same_sour
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvengine.errors import PolicyError
+from kvengine.errors import CacheError, PolicyError
 from kvengine.lane import Lane
 from kvengine.policies import load
 from kvengine.policies.retention import Seen
@@ -147,6 +147,41 @@ def test_verdicts_leave_saliency_alone(pads: tuple[int, ...], monkeypatch: pytes
     assert len(told) > 2 and all(same for _, same in told)
     assert lane.pages is not None and len(lane.pages)
     assert len(pads) == 1 or any(len(set(rows)) == 2 for rows, _ in told)  # one row is judged, and the other is not
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_decoded_token_is_not_taken_back_unless_a_state_was_remembered(together: int) -> None:
+    """Its query is noted for the next verdict, also where nothing has been dropped yet."""
+    plain, recorded = (Bare("rkv(budget=24, buffer=7, window=4)") for _ in range(2))
+    recorded.cache.session.recording = True
+    for fed in (plain, recorded):
+        fed.feed(10)
+        fed.cache.session.following = True
+        fed.feed(together)
+    with pytest.raises(CacheError, match="cannot go back"):
+        plain.back(1)
+    recorded.back(1)
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_tokens_that_come_together_are_judged_one_by_one(recording: bool) -> None:
+    """Verdicts fall between them, also where every step can be taken back."""
+    together, apart = (Bare("rkv(budget=10, buffer=4, window=3)", seed=2) for _ in range(2))
+    for fed in (together, apart):
+        fed.feed(9)
+        fed.cache.session.following, fed.cache.session.recording = True, recording
+    torch.testing.assert_close(
+        together.feed(30), torch.cat([apart.feed(1) for _ in range(30)], 1), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_verdict_before_the_first_page_is_that_without_a_selection() -> None:
+    """Which has nothing to choose from yet: all that is held is read."""
+    plain, chosen = (Bare("rkv(budget=10, buffer=4, window=3)" + more) for more in ("", " + quest(budget=6, page=4)"))
+    for n in (12, 1, 1, 1, 1, 1):
+        torch.testing.assert_close(plain.feed(n), chosen.feed(n), rtol=1e-4, atol=1e-5)
+    lane = chosen.cache.parts[0].lane
+    assert lane.pages is None and lane.tail.count().tolist() == [11, 11]
 
 
 def test_saliency_counts_what_was_paid_before_a_verdict() -> None:
