@@ -194,6 +194,7 @@ def test_what_asks_for_sampling(
         ("h2o(budget=24) + quantspec(bits=4)", "quantspec", False),
         ("quantspec", "quantspec(bits=4)", False),
         ("kivi", "kivi", False),
+        ("quantspec(bits=4)", "quantspec(bits=4)", False),
     ],
 )
 def test_a_middle_reads_the_targets_codes_where_nothing_but_the_codes_differs(
