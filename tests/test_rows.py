@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from families.configs import build
-from support import greedy, one, patched, prompts
+from support import Bare, greedy, held, one, patched, prompts
 
 import kvengine
 from kvengine.errors import CacheError, ModelError
@@ -96,3 +96,19 @@ def test_a_model_is_exported_without_its_cache_or_it_says_why(given: bool) -> No
             torch.export.export(Logits(model, **cache), (ids,), strict=False)
         program = torch.export.export(Logits(model, use_cache=False), (ids,), strict=False)
         torch.testing.assert_close(program.module()(ids), model(ids).logits)
+
+
+@pytest.mark.parametrize("text", ["full", "snapkv(budget=24, window=6)", "kivi(bits=4, group=8, residual=8)"])
+def test_half_of_what_came_together_with_padding_is_taken_back(text: str) -> None:
+    """What stays of it is read as if the rest had never come: padding is no token."""
+    valid = torch.ones(2, 6, dtype=torch.bool)
+    valid[1, :3] = False
+    whole, part = (Bare(text, rows=2) for _ in range(2))
+    for fed in (whole, part):
+        fed.feed(30)
+        fed.cache.session.following = fed.cache.session.recording = True
+    whole.feed(6, valid)
+    whole.back(2)
+    part.feed(4, valid[:, :4])
+    torch.testing.assert_close(whole.feed(1), part.feed(1), rtol=1e-4, atol=1e-5)
+    assert held(whole.cache) == held(part.cache)

@@ -42,8 +42,8 @@ class Draft:
     confidence[i]: what the drafter thought of token i, from 0 to 1; only the stopping rule looks at it.
 
     >>> draft = Draft.chain([5, 7], [None, None])
-    >>> draft.parents, draft.path(1)
-    ([-1, 0], [5, 7])
+    >>> draft.parents, draft.path(1), draft.confidence
+    ([-1, 0], [5, 7], [1.0, 1.0])
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -196,7 +196,7 @@ class Coupled:
         return (list(children).index(token) if token in children else None), token
 
 
-def rule(seed: int, row: int = 0, coupled: bool = False) -> Rule:
+def rule(seed: int, row: int, coupled: bool) -> Rule:
     """The rule for one sequence; rows with the same seed draw independently of each other."""
     return Coupled(Gumbel(seed, row)) if coupled else Rejection(Stream(seed, row))
 

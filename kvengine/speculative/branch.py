@@ -27,7 +27,7 @@ class Branching:
     session: Session
     law: Law
     rule: Rule
-    widths: tuple[int, ...] = (3, 2, 1, 1)
+    widths: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 1:

@@ -117,10 +117,10 @@ def drawn_trees(draft: Any, widths: tuple[int, ...] | None) -> list[str]:
     return [x for x, drawn in (("draft='recycling'", draft == "recycling"), ("widths", widths)) if drawn]
 
 
-def check_nodes(draft: Any, widths: tuple[int, ...] | None, middle: Stack | None, stack: Stack) -> None:
+def check_nodes(model: Any, draft: Any, widths: tuple[int, ...] | None, middle: Stack | None, stack: Stack) -> None:
     """Refuse trees for a target whose stack acts on each token that it takes: their nodes look, and take nothing."""
-    trees = drawn_trees(draft, widths)
-    if trees and middle is None and not only_adds(stack):
+    trees, layers = drawn_trees(draft, widths), model.config.get_text_config(decoder=True).num_hidden_layers
+    if trees and middle is None and not only_adds(stack, layers):
         raise UnsupportedPolicy(
             f"{trees[0]} drafts trees, whose nodes only look at what the target holds, but '{stack}' drops, seals or selects "
             "with each token that it takes, so the text would not have its law. Use draft='lookup', a draft model without "
@@ -128,10 +128,10 @@ def check_nodes(draft: Any, widths: tuple[int, ...] | None, middle: Stack | None
         )
 
 
-def only_adds(stack: Stack) -> bool:
-    """Whether a decoded token is added to what is held, and reads all of it, and that is all that happens."""
-    form, judges = stack.representation, stack.retention.at(0, 1).decodes or not isinstance(stack.routing, Uniform)
-    return not (judges or stack.selects) and (form.lossless or form.joint)
+def only_adds(stack: Stack, layers: int) -> bool:
+    """Whether a decoded token is added to what is held, and reads all of it, and that is all that happens, in all layers."""
+    form, judges = stack.representation, any(stack.retention.at(layer, layers).decodes for layer in range(layers))
+    return not (judges or stack.selects) and isinstance(stack.routing, Uniform) and (form.lossless or form.joint)
 
 
 def check_models(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None, widths: tuple[int, ...] | None) -> None:

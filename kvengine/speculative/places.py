@@ -117,7 +117,7 @@ class LayerPlaces(LayerView):
 
     def _window(self) -> Int[Tensor, "row chosen"]:
         """Sinks and the newest tokens; everything, where the stack drops nothing."""
-        r, end = self.stack.retention, max(self.seen, self.source.seen)
+        r, end = self.stack.retention, self.source.seen
         rows = len(self.source.parts[0].lane.first)
         at = torch.arange(end, dtype=torch.int32, device=self._rows()[0].device)
         if isinstance(r, Streaming):

@@ -95,7 +95,7 @@ CHILDREN: dict[tuple[int, ...], int] = {
 }
 
 
-def static_tree(nodes: int = 80) -> list[tuple[int, ...]]:
+def static_tree(nodes: int) -> list[tuple[int, ...]]:
     """The first `nodes` nodes of the tree of Token Recycling, level by level, each as its path of ranks."""
     return list(_levels())[:nodes]
 
@@ -133,7 +133,7 @@ class Recycling:
     def propose(self, text: Text, tail: Sequence[int], more: More) -> Draft:
         out = Draft(laws=[None])
         self._rank()
-        root = text.since(len(text) + len(tail) - 1, tail)[-1]
+        root = tail[-1] if tail else text.tokens[-1]
         nodes: dict[tuple[int, ...], int] = {(): ROOT}
         depth = 0
         for path in self.tree:  # level by level

@@ -134,7 +134,7 @@ class TriForce(Decoder):
         self.in_place = in_place
         check_gamma(gamma)
         check_models(target, draft, tokenizers, widths)
-        check_nodes(draft, widths, self.middle, self.stack)
+        check_nodes(target, draft, widths, self.middle, self.stack)
         if self.middle is not None:
             check_room("middle", self.middle, gamma)
             check_places(self.middle, self.stack, target, in_place)

@@ -48,6 +48,7 @@ class Elastic(Retention):
     wants_mass: ClassVar[bool] = True
     mass_once: ClassVar[bool] = True
     merges: ClassVar[bool] = True
+    remembers: ClassVar[bool] = False  # a prompt's tokens are ranked by its own queries, and later ones go by place
     budget: Budget = 1024
     sinks: int = 1
     recent: int = 1
@@ -115,7 +116,7 @@ def nearest(position: Int[Tensor, "row token"], anchor: Bool[Tensor, "row token"
     [[1, 1, 1, 3, 3, 3]]
     """
     known, slot = position.long().masked_fill(~anchor, FAR).sort(1)
-    after = torch.searchsorted(known, position.long().contiguous()).clamp(max=known.shape[1] - 1)
+    after = torch.searchsorted(known, position.long().contiguous())  # none is behind FAR, nor an anchor behind itself
     before = (after - 1).clamp(min=0)
     to_after, to_before = (known.gather(1, i) - position for i in (after, before))
     return slot.gather(1, torch.where(to_before.abs() <= to_after.abs(), before, after))

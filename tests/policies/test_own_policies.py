@@ -70,6 +70,7 @@ SELECTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "scores of one query": ({"score": lambda s, q, m, at: (q @ m["mean"].mT)[:, :1]}, r"Mine\.score returned float32"),
     "scores of numpy": ({"score": lambda s, q, m, at: (q @ m["mean"].mT).numpy()}, r"Mine\.score returned ndarray, expected"),
     "scores that are no numbers": ({"score": lambda s, q, m, at: (q @ m["mean"].mT) * torch.nan}, r"Mine\.score returned NaN"),
+    "scores that are ranks": ({"score": lambda s, q, m, at: (q @ m["mean"].mT).long()}, r"Mine\.score returned int64"),
     "a tensor for a summary": ({"summarise": lambda s, k, v: k}, r"Mine\.summarise returned .* expected a dict"),
     "one summary for all": ({"summarise": lambda s, k, v: {"mean": k.mean((0, 1))}}, r"Mine\.summarise \('mean'\) returned"),
     "units that are not there": (

@@ -15,7 +15,9 @@ import kvengine
 from kvengine.errors import EvaluationError, ModelError, PolicyError, UnsupportedPolicy
 from kvengine.hf import STATE
 from kvengine.hf_names import CACHE
+from kvengine.speculative.adaptive import Adaptive
 from kvengine.speculative.branch import Branching
+from kvengine.speculative.check import Gamma, check_room
 from kvengine.speculative.commands import numbers
 from kvengine.speculative.triforce import TriForce, coarse_of
 from kvengine.stack import Stack
@@ -192,6 +194,7 @@ def test_what_asks_for_sampling(
         ("h2o(budget=24) + quantspec(bits=4)", "quantspec", False),
         ("quantspec", "quantspec(bits=4)", False),
         ("kivi", "kivi", False),
+        ("quantspec(bits=4)", "quantspec(bits=4)", False),
     ],
 )
 def test_a_middle_reads_the_targets_codes_where_nothing_but_the_codes_differs(
@@ -214,6 +217,28 @@ def test_a_compiled_decoder_refuses_other_ways_of_decoding_as_well(target: Any, 
         kvengine.compile_decode(target, "eager").generate(
             IDS, **{"max_new_tokens": 4, "do_sample": False, **REFUSED[name][0]}
         )
+
+
+@pytest.mark.parametrize("gamma, drafted", [((1, 6), 7), ("auto", Adaptive().limit)], ids=str)
+@pytest.mark.parametrize("cheap", ["quest(budget={0}, page=1)", "h2o(budget={0})", "streaming(sinks=0, recent={0})"])
+def test_a_cheap_cache_holds_the_last_token_and_all_that_is_drafted_and_one(
+    cheap: str, gamma: Gamma, drafted: int
+) -> None:
+    """The last token of the text, and those drafted behind it, and something besides to read."""
+    with pytest.raises(PolicyError, match=f"holds {drafted + 1} tokens"):
+        check_room("middle", Stack.parse(cheap.format(drafted + 1)), gamma)
+    check_room("middle", Stack.parse(cheap.format(drafted + 2)), gamma)
+    check_room("middle", Stack.parse("h2o(budget=0.01)"), gamma)  # of a prompt that is yet to come
+
+
+def test_trees_are_refused_where_any_layer_of_the_target_acts_on_each_token() -> None:
+    """The official D2O leaves the first two layers and the last alone: of three layers it spares all, of four one judges."""
+    stack = "d2o(budget=12, form='official')"
+    with pytest.raises(UnsupportedPolicy, match="drafts trees.*would not have its law"):
+        TriForce(kvengine.patch(llama(num_hidden_layers=4)), "recycling", None, stack=stack)
+    spared = kvengine.patch(llama(num_hidden_layers=3))
+    plain, trees = (TriForce(spared, draft, None, stack=stack) for draft in (None, "recycling"))
+    assert torch.equal(*(x.generate(IDS, max_new_tokens=8, do_sample=False) for x in (plain, trees)))
 
 
 @pytest.mark.parametrize("widths", [(), (2, 0)])

@@ -10,11 +10,12 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from kvengine.errors import PolicyError
 from kvengine.speculative.accept import ROOT, Draft
-from kvengine.speculative.law import MEMORYLESS, Law, Text
-from kvengine.speculative.propose import BLOCK, Lookup, Recycling, best
+from kvengine.speculative.law import MEMORYLESS, Law, Text, for_row
+from kvengine.speculative.propose import BLOCK, Lookup, Recycling, best, static_tree
 
 TREE = Draft([5, 6, 7, 8], [ROOT, ROOT, 0, 2], [None] * 5, [1.0] * 4)
 CHAIN = Draft.chain([5, 6, 7, 8], [None] * 4)
@@ -46,17 +47,29 @@ def test_recycling_goes_as_deep_as_it_is_asked_from_the_last_token() -> None:
     scores[0, 4], scores[1, 5] = 1, 1
     memory.observe([3, 4], scores)
     for depth in (1, 2):
-        draft = memory.propose(Text([9, 9]), [3], lambda sure, depth=depth: len(sure) < depth)  # type: ignore[misc]
+        more = lambda sure, depth=depth: len(sure) < depth and set(sure) <= {1.0}  # noqa: E731 - a tree hedges: it is sure
+        draft = memory.propose(Text([9, 9]), [3], more)  # type: ignore[arg-type]
         assert len(draft.levels) == depth and draft.tokens[0] == 4
     assert draft.tokens[8] == 5 and draft.parents[8] == 0
 
 
-def test_recycling_remembers_the_last_32_passes_while_nothing_is_drafted() -> None:
-    memory, scores = Recycling(8), torch.arange(8.0)[None]
-    for token in range(33):
-        memory.observe([token], scores)
-    lengths = [len(memory.propose(Text([token]), [], lambda sure: len(sure) < 1)) for token in (0, 1, 32)]
-    assert lengths == [0, 8, 8]
+def test_the_static_tree_has_80_nodes_in_six_levels() -> None:
+    """A node with a likelier one in place of a token on its way is never there without that one."""
+    tree = static_tree(80)
+    assert [sum(len(path) == depth for path in tree) for depth in range(1, 8)] == [8, 21, 25, 15, 8, 3, 0]
+    assert len(set(tree)) == 80 and all(path[:-1] in {(), *tree} for path in tree)
+    likelier = [(*p[:i], p[i] - 1, *p[i + 1 :]) for p in tree for i in range(len(p)) if p[i]]
+    assert set(likelier) <= set(tree)
+
+
+def test_a_lookup_tries_three_tokens_then_two_then_one() -> None:
+    """Where no lengths are given: not four, which 9 followed; 8 and 7 followed less of it, later."""
+    text = Text([6, 1, 2, 3, 9, 5, 1, 2, 3, 4, 2, 3, 8, 3, 7])
+    ways = {(6, 1, 2, 3): (4, 3), (0, 1, 2, 3): (4, 3), (0, 2, 3): (8, 2), (0, 3): (7, 1)}
+    for tail, (token, length) in ways.items():
+        draft = Lookup().propose(text, tail, lambda sure: not sure)
+        assert (draft.tokens, draft.confidence) == ([token], [length / 3])
+    assert not len(Lookup().propose(text, (3, 0), lambda sure: not sure))
 
 
 @pytest.mark.parametrize("nodes, vocab", [(0, 64), (81, 64), (80, 7)])
@@ -105,15 +118,37 @@ def repeated(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores.scatter(1, ids[:, -1:], -torch.inf)
 
 
-@pytest.mark.parametrize("processors", [(), (repeated,)], ids=["memoryless", "looks back"])
+MIXED = (transformers.TemperatureLogitsWarper(0.5), repeated)  # one that never looks, and one that does
+
+
+@pytest.mark.parametrize("processors", [(), (repeated,), MIXED], ids=["memoryless", "looks back", "mixed"])
 @pytest.mark.parametrize("draft", [TREE, CHAIN], ids=["tree", "chain"])
 @pytest.mark.parametrize("greedy", [True, False])
 def test_laws_on_demand_are_those_of_every_node(draft: Draft, processors: tuple[Any, ...], greedy: bool) -> None:
+    """Each is what the processors make of the tokens that lead there, one after the other."""
     law, text, logits = Law(processors, greedy), Text([1, 2, 3]), torch.randn(len(draft) + 1, 16)
     tails = [[4, *draft.path(node)] for node in range(ROOT, len(draft))]
-    found = law.laws(text, [4], draft, logits)
-    for at, row in enumerate(law(text, tails, logits)):
-        torch.testing.assert_close(found[at], row)
+    found, together = law.laws(text, [4], draft, logits), law(text, tails, logits)
+    for at, tail in enumerate(tails):
+        scores = logits[at : at + 1]
+        for processor in processors:
+            scores = processor(torch.tensor([[*text.tokens, *tail]]), scores)
+        want = F.one_hot(scores[0].argmax(), 16).float() if greedy else scores[0].softmax(-1)
+        torch.testing.assert_close(found[at], want)
+        torch.testing.assert_close(together[at], want)
+
+
+def numbered(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor that has a rule for each row of its batch of three: one token of its own is banned, and its last one."""
+    assert len(ids) == len(scores) == 3
+    return repeated(ids, scores.scatter(1, torch.tensor([[10], [11], [12]]), -torch.inf))
+
+
+@pytest.mark.parametrize("row", range(3))
+def test_a_processor_of_a_batch_is_asked_for_one_row_of_it(row: int) -> None:
+    ids, scores = torch.tensor([[7, 5]]), torch.zeros(1, 16)
+    out = for_row(numbered, row, 3)(ids, scores)
+    assert out.shape == (1, 16) and out[0].isinf().nonzero()[:, 0].tolist() == [5, 10 + row]
 
 
 BUILT: dict[str, tuple[Any, ...]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support_layer import draw, plain, run
 from support_spec import llama, prompt
 from torch import Tensor
 
@@ -34,6 +35,27 @@ def test_golden_group() -> None:
     torch.testing.assert_close(four[sure], expected[0], rtol=0, atol=2e-3)  # the scale is a half-precision number
     torch.testing.assert_close(eight[sure], expected[1], rtol=0, atol=2e-3)
     assert abs(float(eight[5]) - 0.5) < 0.2 / 16 + 2e-3
+
+
+def test_a_query_reads_both_nibbles() -> None:
+    """What comes out is as near as eight bits are, ten times nearer than by four."""
+    tokens = draw(97)
+    off = [
+        (run(f"quantspec(bits={bits}, group=8, residual=0)", tokens, 96).out[:, -1:] - plain(tokens, 96))
+        for bits in (4, 8)
+    ]
+    assert off[0].norm() > 10 * off[1].norm() > 0
+
+
+def test_values_share_a_scale_with_their_group_of_channels() -> None:
+    """The first eight channels are as exact as if the others were not a hundred times as large."""
+    v = torch.randn(3, 8, 24, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [1.0, 100, 100]
+    ).repeat_interleave(8)
+    fields, codec = coded(v)
+    step = (v[..., :8].amax(2) - v[..., :8].amin(2)) / 15
+    assert ((codec.decode(fields)[1] - v)[..., :8].abs() <= step[..., None] / 16 + 4e-3).all()
+    assert fields["v_scale"].numel() == 3 * 8 * 3
 
 
 @pytest.mark.parametrize("group", [8, 32])

@@ -116,7 +116,13 @@ def test_trees_only_look_so_a_target_that_acts_on_each_token_takes_chains(
 
 
 @pytest.mark.parametrize(
-    "stack", ["snapkv(budget=24, window=4) + host", "kvzip(budget=24)", "flexprefill(gamma=0.5, min_budget=8, block=8)"]
+    "stack",
+    [
+        "snapkv(budget=24, window=4) + host",
+        "kvzip(budget=24)",
+        "flexprefill(gamma=0.5, min_budget=8, block=8)",
+        "lowrank(rank=6)",
+    ],
 )
 def test_a_target_that_only_adds_tokens_judges_trees(target: Any, stack: str) -> None:
     plain = TriForce(target, None, None, stack=stack).generate(prompt(), max_new_tokens=24, do_sample=False)

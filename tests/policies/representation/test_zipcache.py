@@ -235,3 +235,13 @@ def test_wrong_options_are_refused(options: dict[str, float], message: str) -> N
 def test_channels_that_fill_no_bytes_are_refused() -> None:
     with pytest.raises(PolicyError, match="6 channels of 2 bits do not fill whole bytes"):
         ZipCache(block=16).encode(torch.zeros(1, 16, 6), torch.zeros(1, 16, 6), torch.zeros(1, 16))
+
+
+@pytest.mark.parametrize("high, low, dim", [(4, 2, 12), (4, 4, 6), (8, 1, 8), (8, 8, 5)])
+def test_any_number_of_channels_that_fills_bytes_is_taken(high: int, low: int, dim: int) -> None:
+    """Whether it is a multiple of 8 or not. Of salient tokens no key is off by more than half a step."""
+    k, v = torch.randn(2, 3, 16, dim, generator=torch.Generator().manual_seed(0))
+    method = ZipCache(high=high, low=low, salient=1.0, block=16)
+    key, value = method.decode(method.encode(k, v, torch.rand(3, 16)))
+    step = (k.amax(1, keepdim=True) - k.amin(1, keepdim=True)) / (2**high - 1)
+    assert ((key - k).abs() <= 0.51 * step + 4e-3).all() and value.shape == v.shape

@@ -7,11 +7,11 @@ from support_retention import Case, attended, best, output, positions, same_sour
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvengine.errors import PolicyError
+from kvengine.errors import CacheError, PolicyError
 from kvengine.lane import Lane
 from kvengine.policies import load
 from kvengine.policies.retention import Seen
-from kvengine.policies.retention.rkv import newest_alike, redundancy
+from kvengine.policies.retention.rkv import RKV, newest_alike, redundancy
 from kvengine.stack import Stack
 
 OPTIONS = {"budget": 14, "buffer": 6, "window": 4, "kernel": 3, "mix": 0.3, "alike": 0.4}
@@ -94,6 +94,25 @@ def test_redundancy_needs_no_matrix(block: int, span: int, alike: float, monkeyp
             torch.testing.assert_close(found[row, mine], redundant(keys[row, mine], alike))
 
 
+@pytest.mark.parametrize("mix", [0.0, 0.3, 1.0])
+def test_a_token_has_the_score_that_it_has_alone_whatever_other_rows_hold(mix: float) -> None:
+    """The second row lacks tokens; what stands in their slots is no token, to no query and no key."""
+    random, method = torch.Generator().manual_seed(0), RKV(budget=8, buffer=4, window=2, kernel=3, mix=mix)
+    keys, queries = torch.randn(2, 10, 8, generator=random), torch.randn(2, 2, 2, 8, generator=random)
+    position = torch.arange(10).repeat(2, 1)
+    position[1, [0, 1, 2, 6]] = -1
+
+    def score(rows: slice, slots: Tensor) -> Tensor:
+        at, k = position[rows][:, slots], keys[rows][:, slots]
+        first = at.masked_fill(at < 0, 99).amin(1)
+        seen = Seen(at, torch.zeros(at.shape), first, 9, True, 10 - first, None, queries[rows], 0.3, lambda: (k, k))
+        return method.score(seen)
+
+    both, alone = score(slice(0, 2), torch.arange(10)), score(slice(1, 2), position[1] >= 0)
+    assert (both[1, position[1] < 0] == 0).all() and (both[1, position[1] >= 0] != 0).any()
+    torch.testing.assert_close(both[1, position[1] >= 0], alone[0])
+
+
 def test_of_tokens_that_are_alike_the_newest_stays() -> None:
     """Two keys that say the same, and no query that cares: the older one goes."""
     case = Case(heads=1, group=1, length=12, dim=16)
@@ -103,9 +122,11 @@ def test_of_tokens_that_are_alike_the_newest_stays() -> None:
     assert positions(layer, 0) == [t for t in range(12) if t != 2]
 
 
-def test_nothing_alike_has_no_newest() -> None:
+@pytest.mark.parametrize("alike", [0.0, 0.5])
+def test_nothing_alike_has_no_newest(alike: float) -> None:
+    """A cosine must exceed the threshold, which 0 does not where that is 0."""
     one = torch.eye(4)[None]
-    assert newest_alike(one, torch.ones(1, 4, dtype=torch.bool), 0.5).tolist() == [[-1] * 4]
+    assert newest_alike(one, torch.ones(1, 4, dtype=torch.bool), alike).tolist() == [[-1] * 4]
 
 
 @pytest.mark.parametrize("pads", [(0,), (0, 11)])
@@ -126,6 +147,41 @@ def test_verdicts_leave_saliency_alone(pads: tuple[int, ...], monkeypatch: pytes
     assert len(told) > 2 and all(same for _, same in told)
     assert lane.pages is not None and len(lane.pages)
     assert len(pads) == 1 or any(len(set(rows)) == 2 for rows, _ in told)  # one row is judged, and the other is not
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_decoded_token_is_not_taken_back_unless_a_state_was_remembered(together: int) -> None:
+    """Its query is noted for the next verdict, also where nothing has been dropped yet."""
+    plain, recorded = (Bare("rkv(budget=24, buffer=7, window=4)") for _ in range(2))
+    recorded.cache.session.recording = True
+    for fed in (plain, recorded):
+        fed.feed(10)
+        fed.cache.session.following = True
+        fed.feed(together)
+    with pytest.raises(CacheError, match="cannot go back"):
+        plain.back(1)
+    recorded.back(1)
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_tokens_that_come_together_are_judged_one_by_one(recording: bool) -> None:
+    """Verdicts fall between them, also where every step can be taken back."""
+    together, apart = (Bare("rkv(budget=10, buffer=4, window=3)", seed=2) for _ in range(2))
+    for fed in (together, apart):
+        fed.feed(9)
+        fed.cache.session.following, fed.cache.session.recording = True, recording
+    torch.testing.assert_close(
+        together.feed(30), torch.cat([apart.feed(1) for _ in range(30)], 1), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_verdict_before_the_first_page_is_that_without_a_selection() -> None:
+    """Which has nothing to choose from yet: all that is held is read."""
+    plain, chosen = (Bare("rkv(budget=10, buffer=4, window=3)" + more) for more in ("", " + quest(budget=6, page=4)"))
+    for n in (12, 1, 1, 1, 1, 1):
+        torch.testing.assert_close(plain.feed(n), chosen.feed(n), rtol=1e-4, atol=1e-5)
+    lane = chosen.cache.parts[0].lane
+    assert lane.pages is None and lane.tail.count().tolist() == [11, 11]
 
 
 def test_saliency_counts_what_was_paid_before_a_verdict() -> None:

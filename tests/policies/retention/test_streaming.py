@@ -126,3 +126,17 @@ def test_judging_the_prompt_only() -> None:
             tokens = before[row] + list(range(length, t + 1))
             assert positions(layer, row) == tokens
             torch.testing.assert_close(output(case, out, row), attended(case, row, t, tokens))
+
+
+@pytest.mark.parametrize("pads", [(0,), (0, 5)])
+@pytest.mark.parametrize(
+    "store", ["kivi(bits=4, group=8, residual=8)", "turboquant(residual=8)", "quest(budget=24, page=4)"]
+)
+def test_it_keeps_the_same_tokens_from_pages(pads: tuple[int, ...], store: str) -> None:
+    """Those that have been sealed are dropped when they leave the newest, as those of the tail are."""
+    case = Case(length=40, steps=70, pads=pads)
+    layer = case.prompt(f"streaming(sinks=3, recent=30) + {store}", 2)
+    for t, _ in case.decode(layer):
+        for row in range(case.rows):
+            assert positions(layer, row) == kept(case.row(row)[3], t, 3, 30)
+    assert layer.parts[0].lane.pages is not None

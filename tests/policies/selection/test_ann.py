@@ -123,9 +123,16 @@ def test_the_index_is_counted(kind: str) -> None:
     assert stats.read_per_token > 64 * 16 * 8 and full.bytes["device"]["page.k"] == stats.bytes["device"]["page.k"]
 
 
-@pytest.mark.parametrize(("kind", "reads"), [("ivf", 90 * 8 * 4 + 640 * 8 * 4 // 90), ("hnsw", 64 * (8 + 64) * 4)])
-def test_a_copy_of_an_index_is_the_same_and_grows_alone(kind: str, reads: int) -> None:
-    """Of 640 tokens. A search reads 90 centres, 4 sqrt(512), and one cell of as many; or 64 keys and their 64 links."""
+@pytest.mark.parametrize(
+    ("kind", "reads", "twice"),
+    [
+        ("ivf", 90 * 8 * 4 + 640 * 8 * 4 // 90, 90 * 8 * 4 + 2 * 640 * 8 * 4 // 90),
+        ("hnsw", 64 * (8 + 64) * 4, 640 * 8 * 4),
+    ],
+)
+def test_a_copy_of_an_index_is_the_same_and_grows_alone(kind: str, reads: int, twice: int) -> None:
+    """Of 640 tokens. A search reads 90 centres, 4 sqrt(512), and one cell of as many; or 64 keys and their 64 links. Twice as
+    thoroughly it reads two cells; or 128 keys and links, but no more than all keys take."""
     from kvengine.policies.selection._index import Row
 
     keys = np.random.default_rng(0).normal(size=(48, 16, 8)).astype(np.float32)
@@ -134,6 +141,9 @@ def test_a_copy_of_an_index_is_the_same_and_grows_alone(kind: str, reads: int) -
     row.columns = np.arange(40)
     twin, queries = copy.deepcopy(row), keys[47, :4]
     assert twin.nbytes == row.nbytes and twin.reads == row.reads == reads
+    thorough = copy.deepcopy(row)
+    thorough.probe = 2
+    assert thorough.reads == twice
     before = row.search(queries, 9, every)
     for mine, other in zip(before, twin.search(queries, 9, every), strict=True):
         assert np.array_equal(mine, other)

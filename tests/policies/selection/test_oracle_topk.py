@@ -2,6 +2,8 @@ import pytest
 import torch
 from support_layer import draw, plain, run
 
+from kvengine.policies.selection import Where, best
+
 
 @pytest.mark.parametrize("heads, group, softcap", [(2, 2, None), (3, 1, None), (1, 4, None), (1, 4, 1.0)])
 def test_it_reads_the_tokens_of_largest_attention(heads: int, group: int, softcap: float | None) -> None:
@@ -35,3 +37,18 @@ def test_a_fraction_is_of_the_rows_own_prompt() -> None:
     tokens = draw(101)
     a, b = run("oracle_topk(budget=0.3)", tokens, 100), run("oracle_topk(budget=30)", tokens, 100)
     assert torch.equal(a.out, b.out)
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_the_best_units_of_each_row_are_those_that_sorting_finds(even: bool) -> None:
+    """Of both signs, of equals the earlier; rows may read different numbers, and hold fewer than they may."""
+    random, inf = torch.Generator().manual_seed(0), float("inf")
+    want, alive = torch.randn(5, 20, generator=random).mul(4).round() / 4, torch.rand(5, 20, generator=random) < 0.8
+    want[0, :4] = torch.tensor([-0.0, 0.0, -0.0, -inf])
+    alive[3, 6:] = False
+    counts = torch.tensor([9] * 5 if even else [9, 0, 4, 9, 1])
+    at = Where(0, 1, lambda: counts, 9, lambda: want, 1.0, 0, even=even)
+    for row, found in enumerate(best(want, alive, at).tolist()):
+        units = [unit for unit in range(20) if alive[row, unit]]
+        ranked = sorted(units, key=lambda unit: (-float(want[row, unit]), unit))[: int(counts[row])]
+        assert sorted(x for x in found if x >= 0) == sorted(ranked) and len(found) == 9
