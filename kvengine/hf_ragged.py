@@ -90,9 +90,7 @@ def before(
 @torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]
 def cut(cache: EngineCache, given: dict[str, Any], names: list[str]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     session, seen, was = cache.session, cache.seen, cache.session.ragged
-    if (
-        type(was) is Part and was.onward.single is not None
-    ):  # a pass that broke off, whose first token no layer has counted
+    if type(was) is Part and was.onward.single is not None:  # it broke off, and no layer has counted its first token
         raise CacheError(BROKEN)
     onward = was if type(was) is Onward else Onward(seen, None)
     session.ragged = session.parts = None
@@ -113,9 +111,7 @@ def cut(cache: EngineCache, given: dict[str, Any], names: list[str]) -> tuple[tu
     if begins and (single := alone(cache, given, real)) is not None:
         if session.led == seen:
             raise CacheError(BROKEN)
-        session.led = (
-            seen  # what is taken now is not counted until the others' first part is: if that breaks off, it is noticed
-        )
+        session.led = seen  # what is taken now counts with the others' first part: if that breaks off, it is noticed
         at = (real & single[:, None]).to(torch.int8).argmax(1)
         aside.keep(~single)
         session.prompt_end = seen + n

@@ -105,9 +105,7 @@ class Session:
     stepping: bool = False  # a pass is one of the steps for which the cache is held still
     reached: int = 1 << 30  # the last layer that began; so high that any layer begins the first pass
     before: int = 0  # tokens seen when the pass began
-    led: int | None = (
-        None  # the same, where tokens are taken that the engine's layers do not count by then (hf_led, hf_ragged)
-    )
+    led: int | None = None  # the same, where tokens are taken that no layer has counted (hf_led, hf_ragged)
     next: Int[Tensor, "1"] | None = None  # `position`, as it was last asked for
     next_of: tuple[int, torch.device] | None = None
 
