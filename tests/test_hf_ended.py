@@ -88,7 +88,7 @@ def compare(model: Any, **options: Any) -> None:
             torch.testing.assert_close(together[turn][row, : alone.shape[1]], alone[0], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("text", every(5, STACKS))
+@pytest.mark.parametrize("text", every(7, STACKS))
 def test_a_row_that_ended_early_is_as_alone_in_later_turns(text: str) -> None:
     compare(patched(text).double())
 
@@ -174,7 +174,7 @@ def test_so_it_is_over_latents_where_steps_are_recorded(monkeypatch: pytest.Monk
     compare(model, custom_generate=compile_decode(model))
 
 
-@pytest.mark.parametrize("text", every(5, RECORDED))
+@pytest.mark.parametrize("text", every(7, RECORDED))
 def test_so_it_is_where_steps_are_recorded(text: str) -> None:
     model = patched(text).double()
     compare(model, custom_generate=compile_decode(model))
@@ -187,7 +187,7 @@ def test_a_recording_that_is_made_anew_knows_who_has_ended(text: str, monkeypatc
     compare(model, custom_generate=compile_decode(model))
 
 
-@pytest.mark.parametrize(("text", "how"), in_turn(RECORDED, ["eager", "trace"], 8))
+@pytest.mark.parametrize(("text", "how"), in_turn(RECORDED, ["eager", "trace"], 12))
 def test_a_recording_leaves_what_a_loop_without_leaves(text: str, how: Any) -> None:
     """Pages, tokens and what is decoded next, in a loop of one's own too."""
     leaves(text, how, ENDS)

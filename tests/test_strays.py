@@ -253,7 +253,7 @@ def spoken(model: Any, rows: list[int], change: Any = None) -> Tensor:
     return torch.stack(out, 1)
 
 
-@pytest.mark.parametrize("text", [*every(2, STACKS), *every(2, TURNS)])
+@pytest.mark.parametrize("text", [*every(3, STACKS), *every(3, TURNS)])
 def test_a_row_is_as_alone(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a turn in which rows have little or nothing to say, whatever tokens move when."""
     model = kvengine.patch(llama(), text).double()
@@ -413,7 +413,7 @@ def test_a_recorded_step_knows_strays(text: str, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("text", every(2, STACKS))
+@pytest.mark.parametrize("text", every(3, STACKS))
 def test_strays_on_a_gpu(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pretended one, by the kernels' references, over drafts, copies and sessions; beside the CPU, where none move."""
     model, device = llama(num_hidden_layers=1), pretended(monkeypatch)

@@ -59,7 +59,7 @@ class Slots:
 @pytest.mark.parametrize("slots", [3, 4, 9])
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_matches_a_loop(backend: str, kind: str, slots: int) -> None:
+def test_matches_lists_of_slots(backend: str, kind: str, slots: int) -> None:
     """The field changes after each call, so what comes says when it was fetched."""
     (dtype, shape), to = SHAPES[kind], device(backend)
     field = pinned(torch.randint(0, 90, (13, *shape), generator=torch.Generator().manual_seed(0)).to(dtype), to)
