@@ -24,7 +24,8 @@ SMALL = {
         "or as_the_loop or (matches_a_loop and (fetch or (band-several and column_mass) or units-48-24 "
         "or all-32-8 or band-probes or causal-one "
         "or later and not causal or sparse-odd)) or turned_codes or (own_spans and later) or far_apart "
-        "or (matches_lists and (odd-3 or bf16-9)) or (turned and pages) or some_at_a_time or (waiting and (2-torch or several)) or told or halves",
+        "or (matches_lists and (odd-3 or bf16-9)) "
+        "or (turned and pages) or some_at_a_time or (waiting and (2-torch or several)) or told or halves",
     ),
 }
 """Files of this folder, and which of their tests: what the interpreter does in a minute."""
