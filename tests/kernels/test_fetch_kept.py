@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvengine.errors import KernelError
 from kvengine.kernels import dispatch
-from kvengine.kernels.fetch_kept import MOST, Kept, empty, fits, forget, start
+from kvengine.kernels.fetch_kept import MOST, empty, fits, forget, start
 
 BACKENDS = [name for name in oracle.backends() if name != "native"]
 SHAPES = {
@@ -97,7 +97,7 @@ def test_triton_reads_nothing_outside_of_the_field() -> None:
 
 
 def test_how_many_can_be_looked_for() -> None:
-    kept = Kept({}, torch.zeros(3, 5), torch.zeros(0))
+    kept = empty({"v": torch.zeros(0, 2)}, 3, 5)
     assert [fits(kept, n) for n in (0, 3, 4, 3 * MOST, 3 * MOST + 3)] == [False, True, False, True, False]
     assert empty({"v": torch.zeros(0, 2)}, 2, 4 * MOST).ids.shape == (2, MOST)
 
