@@ -61,10 +61,10 @@ class Checkpoint:
         """Write what is there into gates and optimiser, and return how many steps were done; 0 if nothing is."""
         if self.found is None:
             return 0
-        state = {name: torch.tensor(x) for name, x in self.found["optimiser"].items()}
+        state = {name: torch.tensor(x, dtype=alpha.dtype) for name, x in self.found["optimiser"].items()}
         optimiser.load_state_dict({"state": {0: state}, "param_groups": optimiser.state_dict()["param_groups"]})
         with torch.no_grad():
-            alpha.copy_(torch.tensor(self.found["alpha"]))
+            alpha.copy_(torch.tensor(self.found["alpha"], dtype=alpha.dtype))
         return self.steps
 
     def note(self, steps: int, alpha: Float[Tensor, "layer head"], optimiser: torch.optim.Optimizer) -> None:

@@ -97,7 +97,9 @@ def train(
     """
     text = model.config.get_text_config(decoder=True)
     device = next(model.parameters()).device
-    alpha = torch.ones(text.num_hidden_layers, text.num_key_value_heads, device=device, requires_grad=True)
+    alpha = torch.ones(
+        text.num_hidden_layers, text.num_key_value_heads, device=device, dtype=torch.float32, requires_grad=True
+    )
     gates = Gates(alpha, recipe.sinks, recipe.recent)
     optimiser = torch.optim.AdamW([alpha], lr=recipe.rate, weight_decay=0.0)
     done = 0 if checkpoint is None else checkpoint.restore(alpha, optimiser)
