@@ -10,7 +10,6 @@ from kvengine.kernels.gpu.step import Far
 from kvengine.kernels.paged_attention import Described, described
 from kvengine.offload.placement import Flat
 from kvengine.offload.placement.host import Fetched as OnHost
-from kvengine.offload.placement.host import Recalled
 from kvengine.pages import Pages
 from kvengine.pool import Pool
 from kvengine.tail import Tail
@@ -54,8 +53,9 @@ class Beside:
 
     def fetching(self, pages: Pages, units: Tensor | None) -> Fetched | None:
         """Units that a GPU fetches from host memory, alone and as they are."""
-        moved, per = {type(x) for x in pages.pool.shelves} - {Flat}, pages.page // pages.selection.unit
-        plain = bool(moved) and moved <= {OnHost, Recalled} and pages.pool.per == per and not pages._table.is_cpu
+        moved, per = [x for x in pages.pool.shelves if type(x) is not Flat], pages.page // pages.selection.unit
+        alone = pages.pool.per == per and not pages._table.is_cpu
+        plain = alone and bool(moved) and all(isinstance(x, OnHost) for x in moved)
         joint, reader = pages.joint, None if pages.joint is None else pages.joint.reader()
         known = pages.representation.lossless if joint is None else reader is not None
         if units is None or not plain or not known or pages.inner is not None:

@@ -100,15 +100,9 @@ def chosen(text: str) -> tuple[str, ...]:
 
 def checked(text: str) -> list[str]:
     """The policies, each once. Raises PolicyError, before a model is loaded, and EvaluationError if there is none."""
-    from kvengine.evals.policies import split
-    from kvengine.stack import Stack
+    from kvengine.evals.policies import arms, split
 
-    asked = list(dict.fromkeys(split(text)))
-    if not asked:
-        raise EvaluationError('no policy given: try --policies "full;quest(budget=1024)"')
-    for policy in asked:
-        Stack.parse(policy)
-    return asked
+    return [arm.policy for arm in arms(split(text), ceiling=False, oracle=False)]
 
 
 def check_room(model: Any, length: int, more: int) -> None:
@@ -134,7 +128,8 @@ def prompts_of(length: int, batch: int, tokens: list[int] | None, model: Any, to
         rng = torch.Generator().manual_seed(length)
         ids = torch.tensor(known)[torch.randint(len(known), (batch, length), generator=rng)]
         return ids.to(model.device)
-    if len(tokens) < length:
+    from kvengine.speculative.bench import windows
+
+    if not (found := windows(tokens, length, batch)):
         raise EvaluationError(f"the text has {len(tokens)} tokens, fewer than a context of {length}")
-    starts = [(len(tokens) - length) * i // max(1, batch - 1) for i in range(batch)]
-    return torch.tensor([tokens[start : start + length] for start in starts]).to(model.device)
+    return torch.cat((found * batch)[:batch]).to(model.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import torch
 from matplotlib.figure import Figure
 
 from kvengine.evals.policies import STOCK
 from kvengine.evals.speed.measure import Cost
+from kvengine.speculative import bench
 
 STOCK_NAME = "stock transformers"
 COLUMNS = {  # heading: key of a row, and its format
@@ -63,27 +62,16 @@ def table(found: Sequence[Cost]) -> str:
     columns: Mapping[str, str] = {
         heading: column for heading, column in COLUMNS.items() if column != "peak_MB:.0f" or any(r["peak"] for r in shown)
     }  # fmt: skip
-    lines = [list(columns), ["---"] * len(columns)]
-    for row in shown:
-        if not row["problem"]:
-            cells = [(row[key], form) for key, _, form in (column.partition(":") for column in columns.values())]
-            lines.append(["–" if value is None else format(value, form) for value, form in cells])
-    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines[1] = ["-" * n for n in wide]
-    padded = [[cell.ljust(n) for cell, n in zip(line, wide, strict=True)] for line in lines]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in padded) + "\n"
+    text = bench.markdown([row for row in shown if not row["problem"]], columns)
     refused = dict.fromkeys(f"{r['policy']}, {r['steps']}: {r['problem']}" for r in shown if r["problem"])
     return "\n".join([text, *(f"- {line}" for line in refused)]) + "\n" * bool(refused)
 
 
 def save(found: Sequence[Cost], out: Path, model: str, attention: str) -> None:
     """decode.json, .md and .png in a folder that is there."""
-    machine = f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    if torch.cuda.is_available():
-        machine += f", {torch.cuda.get_device_name()}"
     document = {
         "command": " ".join(["kvengine", *sys.argv[1:]]), "model": model, "stock attention": attention,
-        "machine": machine, "columns": COLUMNS, "rows": rows(found),
+        "machine": bench.machine(), "columns": COLUMNS, "rows": rows(found),
     }  # fmt: skip
     (out / "decode.json").write_text(json.dumps(document, indent=1) + "\n")
     (out / "decode.md").write_text(table(found))

@@ -20,7 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvengine.kernels.dispatch import pick
-from kvengine.kernels.fetch_pages import Pending, backend_for, check_fields
+from kvengine.kernels.fetch_pages import Pending, backend_for, begun
 
 MOST = 2048
 """Pages of a row that are looked for among its slots, and slots; more are fetched as if none were there."""
@@ -56,9 +56,11 @@ def empty(like: Mapping[str, Tensor], rows: int, slots: int) -> Kept:
     return Kept(data, ids, torch.zeros(rows, PARTS, 2, dtype=torch.int64, device=device))
 
 
-def forget(kept: Kept, at: Int[Tensor, "page"]) -> None:
+def forget(kept: Kept, at: Int[Tensor, "page"] | slice) -> None:
     """These pages are about to be written: what was kept of them is another page's."""
-    kept.ids.masked_fill_(torch.isin(kept.ids, at.to(kept.ids.device)), -1)
+    ids = kept.ids
+    gone = (ids >= at.start) & (ids < at.stop) if isinstance(at, slice) else torch.isin(ids, at.to(ids.device))
+    ids.masked_fill_(gone, -1)
 
 
 def fits(kept: Kept, pages: int) -> bool:
@@ -81,14 +83,8 @@ def start(
 
     `remember`: whether they are kept for the next call. Without it, fewer fields than are kept may be asked for.
     """
-    check_fields(fields)
-    at = at.to(device) if device.type == "cuda" else at
-    if stream is None:
-        return Pending(fetch_kept(kept, fields, at, device, remember=remember, backend=backend), None, (at,))
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        found = fetch_kept(kept, fields, at, device, remember=remember, backend=backend)
-        return Pending(found, stream, (at,))
+    how = {"remember": remember, "backend": backend}
+    return begun(lambda at: fetch_kept(kept, fields, at, device, **how), fields, at, device, stream)  # type: ignore[arg-type]
 
 
 def fetch_kept(

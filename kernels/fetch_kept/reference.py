@@ -22,7 +22,7 @@ def fetch(
     asked = at.view(rows, -1)
     same = asked[:, :, None] == kept.ids[:, None]
     there = same.any(2)
-    slot = (torch.arange(rows, device=at.device)[:, None] * slots + same.int().argmax(2)).flatten()
+    slot = (torch.arange(rows, device=at.device)[:, None] * slots + same.view(torch.uint8).argmax(2)).flatten()
     kept.counts[:, 0] += torch.stack([there.sum(1), (~there).sum(1)], 1)
     found = {}
     for name, field in fields.items():

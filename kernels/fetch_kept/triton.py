@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.fetch_pages import triton as fetch_pages
-from kvengine.kernels.fetch_pages.triton import AT_ONCE, WORDS
+from kvengine.kernels.fetch_pages.triton import AT_ONCE
 from kvengine.kernels.gpu import FUSED, next_power_of_2
 from kvengine.kernels.gpu.again import launched_again
 
@@ -88,27 +88,19 @@ def fetch(
     found = {}
     for i, (name, field) in enumerate(fields.items()):
         found[name] = torch.empty(len(at), *field.shape[1:], dtype=field.dtype, device=device)
-        old, out, words, shape = in_words(kept.data[name], found[name])
+        old, out, words, shape = shaped(kept.data[name], found[name])
         recall_kernel[grid](
             at, kept.ids, old, out, slot, kept.counts, chosen, words, slots, SLOTS=wide, FIRST=i == 0,
             **(shape | {"PAGES": min(shape["PAGES"], max(1, COMPARED // wide))}),
         )  # fmt: skip
         fetch_pages.fetch(field, at, device, found[name], slot)
     for i, name in enumerate(found if remember else ()):
-        old, out, words, shape = in_words(kept.data[name], found[name])
+        old, out, words, shape = shaped(kept.data[name], found[name])
         keep_kernel[grid](at, out, kept.ids, old, chosen, min(chosen, slots), words, slots, FIRST=i == 0, **shape)
     return found
 
 
-def in_words(*x: Tensor) -> tuple[Tensor, Tensor, int, dict[str, int | bool]]:
-    """Both as the widest words that a page is made of, how many a page has, and the shape of a launch."""
-    size = x[0][0].numel() * x[0].element_size()
-    word = next(w for w in WORDS if size % w.itemsize == 0)
-    a, b = (y.view(len(y), -1).view(torch.uint8).view(word) for y in x)
-    block = min(AT_ONCE, next_power_of_2(size // word.itemsize))
-    return (
-        a,
-        b,
-        size // word.itemsize,
-        {"PAGES": max(1, AT_ONCE // block // 2), "BLOCK": block, "num_warps": 4, **FUSED},
-    )
+def shaped(kept: Tensor, out: Tensor) -> tuple[Tensor, Tensor, int, dict[str, int | bool]]:
+    """Both in words, how many a page has, and the shape of a launch."""
+    kept, out, words, block = fetch_pages.in_words(kept, out)
+    return kept, out, words, {"PAGES": max(1, AT_ONCE // block // 2), "BLOCK": block, "num_warps": 4, **FUSED}

@@ -11,7 +11,7 @@ is missing, the ids travel to the host and the pages are copied from there, whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,21 +55,28 @@ def start(
     current one, which overlaps with nothing). Raises KernelError for a field that is not in host memory, or not
     contiguous.
     """
-    check_fields(fields)
-    at = at.to(device) if device.type == "cuda" else at
-    if stream is None:
-        return Pending(fetch_pages(fields, at, device, backend=backend), None, (at,))
-    stream.wait_stream(torch.cuda.current_stream(device))  # the ids are made there
-    with torch.cuda.stream(stream):
-        return Pending(fetch_pages(fields, at, device, backend=backend), stream, (at,))
+    return begun(lambda at: fetch_pages(fields, at, device, backend=backend), fields, at, device, stream)
 
 
-def check_fields(fields: Mapping[str, Tensor]) -> None:
+def begun(
+    fetch: Callable[[Tensor], dict[str, Tensor]],
+    fields: Mapping[str, Tensor],
+    at: Tensor,
+    device: torch.device,
+    stream: torch.cuda.Stream | None,
+) -> Pending:
+    """What `fetch` begins to bring of these fields, given the ids on the device, on this stream."""
     for name, x in fields.items():
         if x.device.type != "cpu" or not x.is_contiguous():
             raise KernelError(
                 f"field {name!r} must be contiguous in host memory; it is on {x.device}, {list(x.stride())}"
             )
+    at = at.to(device) if device.type == "cuda" else at
+    if stream is None:
+        return Pending(fetch(at), None, (at,))
+    stream.wait_stream(torch.cuda.current_stream(device))  # the ids are made there
+    with torch.cuda.stream(stream):
+        return Pending(fetch(at), stream, (at,))
 
 
 def fetch_pages(

@@ -51,11 +51,7 @@ def fetch(
     out = torch.empty(len(at), *field.shape[1:], dtype=field.dtype, device=device) if out is None else out
     if not out.numel():
         return out
-    size = field[0].numel() * field.element_size()
-    word = next(w for w in WORDS if size % w.itemsize == 0)
-    source, to = (x.view(len(x), -1).view(torch.uint8).view(word) for x in (field, out))
-    words = size // word.itemsize
-    block = min(AT_ONCE, next_power_of_2(words))
+    source, to, words, block = in_words(field, out)
     several = AT_ONCE // block
     programs = min(PROGRAMS, cdiv(len(at), several) * cdiv(words, block))
     fetch_kernel[(programs,)](
@@ -63,3 +59,11 @@ def fetch(
         KNOWN=known is not None, num_warps=4, **FUSED,
     )  # fmt: skip
     return out
+
+
+def in_words(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """Both as the widest words that a page is made of, how many a page has, and how many of one are moved at once."""
+    size = a[0].numel() * a.element_size()
+    word = next(w for w in WORDS if size % w.itemsize == 0)
+    a, b = (x.view(len(x), -1).view(torch.uint8).view(word) for x in (a, b))
+    return a, b, size // word.itemsize, min(AT_ONCE, next_power_of_2(size // word.itemsize))

@@ -181,11 +181,19 @@ def shares(values: Sequence[float]) -> str:
 
 def table(results: Sequence[Result], columns: Mapping[str, str] = COLUMNS) -> str:
     """Markdown. Costs are in plainly decoded tokens, seconds those of all prompts together."""
+    return markdown(records(results), columns)
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """A table that lines up in a terminal too. `columns`: heading: key of a row, and its format."""
     lines = [list(columns), ["---"] * len(columns)]
-    for row in records(results):
+    for row in rows:
         cells = [(row[key], form) for key, _, form in (column.partition(":") for column in columns.values())]
         lines.append(["–" if value is None else format(value, form) for value, form in cells])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines[1] = ["-" * n for n in wide]
+    padded = [[cell.ljust(n) for cell, n in zip(line, wide, strict=True)] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in padded) + "\n"
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
@@ -226,10 +234,15 @@ def records(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 def document(results: Sequence[Result], command: str, columns: Mapping[str, str] = COLUMNS) -> dict[str, Any]:
     """Everything needed to show the results and to get them again."""
-    machine = f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    if torch.cuda.is_available():
-        machine += f", {torch.cuda.get_device_name()}"
-    return {"command": command, "machine": machine, "columns": columns, "rows": records(results)}
+    return {"command": command, "machine": machine(), "columns": columns, "rows": records(results)}
+
+
+def machine() -> str:
+    """What measures."""
+    chip = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return (
+        f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}{chip}"
+    )
 
 
 def windows(tokens: Sequence[int], context: int, count: int) -> list[Ids]:

@@ -80,8 +80,9 @@ class Host(Placement):
 class Fetched(Flat):
     """Pieces in host memory, which the compute device fetches by itself while it works on what it has."""
 
+    fetched: Counter[str]
+
     def __init__(self, like: Mapping[str, Tensor]) -> None:
-        self.fetched = Counter[str]()
         super().__init__(like, torch.device("cpu"), "host")
         self.home = next(iter(like.values())).device
 
@@ -136,8 +137,7 @@ class Recalled(Fetched):
     def write(self, at: Int[Tensor, "piece"] | slice, fields: Mapping[str, Tensor]) -> None:
         super().write(at, fields)
         if self.kept is not None:
-            ids = torch.arange(at.start, at.stop, device=self.home) if isinstance(at, slice) else at
-            fetch_kept.forget(self.kept, ids)
+            fetch_kept.forget(self.kept, at)
 
     def start(self, at: Int[Tensor, "piece"], without: tuple[str, ...] = ()) -> Callable[[], Fields]:
         """As of pieces that are all fetched; so they are where they are too many to be looked for."""
