@@ -9,9 +9,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import ast
 import gc
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import hypothesis
 import pytest
@@ -58,10 +60,32 @@ def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return allocate_poisoned
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class Order:
     """What takes longest goes first, or one worker would end with it while the other has nothing left."""
-    items.sort(key=lambda item: item.path.name not in LONG)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: item.path.name not in LONG)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Order())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of what is marked `sampled(n)` every n-th case stays in `make test`, the others are slow. The name of a test says which
+    case is its first, so that a policy that one test leaves out is in another."""
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, found in cases.items():
+        mark = found[0].get_closest_marker("sampled")
+        each = min(mark.args[0] if mark else 1, len(found))
+        for i, item in enumerate(found):
+            if i % each != crc32(name.encode()) % each:
+                item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

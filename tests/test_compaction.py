@@ -79,6 +79,7 @@ def test_codes_that_share_a_range_stay() -> None:
     assert not Kivi(bits=4, group=16).by_slot
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("padding", [0, 13], ids=["even", "ragged"])
 @pytest.mark.parametrize("stack", STACKS + ALL)
 def test_answers_are_those_of_pages_with_holes(stack: str, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +104,7 @@ def test_answers_are_those_of_pages_with_holes(stack: str, padding: int, monkeyp
     assert keys == others  # bit for bit
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stack", STACKS + [text.format(16) for text in READ])
 def test_fewer_than_half_of_the_slots_are_holes(stack: str) -> None:
     """However long the text becomes; and rows have as many columns as the fullest of them has pages."""
@@ -119,6 +121,7 @@ def test_fewer_than_half_of_the_slots_are_holes(stack: str) -> None:
     assert columns <= fullest and most <= 4 * fullest * 9 // 8
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", READ)
 def test_a_row_reads_beside_others_what_it_reads_alone(text: str) -> None:
     """What is read follows from where tokens lie: their pages are merged when the row is judged, whatever others do."""

@@ -133,6 +133,7 @@ def replay(text: str, padding: int = 9) -> tuple[list[Tensor], list[Tensor], lis
     return want, got, places
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", every(2, EVERY, 1))
 def test_the_text_is_that_of_eager_decoding(text: str, model: Any) -> None:
     with kvengine.patched(model, text):
@@ -144,6 +145,7 @@ def decode(model: Any, decoder: Any, batch: dict[str, Tensor], count: int = 24, 
     return greedy(model, batch, count, **({"custom_generate": decoder} if decoder else {}), **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", ["full", MIXED[0], "streaming(sinks=2, recent=14)"])
 def test_a_recorded_model_speaks_the_same_text(text: str) -> None:
     model = llama(num_hidden_layers=1)
@@ -152,6 +154,7 @@ def test_a_recorded_model_speaks_the_same_text(text: str) -> None:
         assert torch.equal(decode(model, decoder, one(), 30), decode(model, None, one(), 30))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", every(4, EVERY, 2))
 def test_with_the_kernels_that_users_have(text: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
@@ -161,6 +164,7 @@ def test_with_the_kernels_that_users_have(text: str, model: Any, monkeypatch: py
         assert torch.equal(decode(model, decoder, prompts(2)), decode(model, None, prompts(2)))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", ["full", MIXED[0], "h2o(budget=24)", "zipcache(block=16)"])
 def test_kernels_in_c_are_not_taken_for_recorded(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
@@ -170,6 +174,7 @@ def test_kernels_in_c_are_not_taken_for_recorded(text: str, monkeypatch: pytest.
         assert torch.equal(decode(model, decoder, one(), 30), decode(model, None, one(), 30))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", every(3, EVERY))
 def test_a_step_recorded_once_is_right_from_then_on(text: str) -> None:
     want, got, places = replay(text, 0 if text in EVEN else 9)
@@ -243,6 +248,7 @@ def test_who_pauses_while_a_layer_is_held_still_took_nothing(text: str, row: int
         torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", EVERY + REACHED)
 def test_what_is_let_go_goes_on_as_if_never_held(text: str) -> None:
     """Half the steps held still, half eagerly: the same answers, and the same tokens held."""
@@ -394,6 +400,7 @@ class FakeGraph:
         self.captured.run()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", every(4, EVERY))
 def test_warming_up_leaves_no_trace(text: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way to a CUDA graph, with a stand-in for CUDA: what the steps before the capture wrote is undone."""

@@ -82,6 +82,7 @@ def test_a_step_that_broke_off_is_noticed() -> None:
             model(ids, cache=cache)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ["replay", "count"])
 def test_a_replay_that_broke_off_is_noticed(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows how far the device has come; or one layer has counted the token, and the next has not."""
@@ -167,6 +168,7 @@ def test_a_row_without_padding_needs_no_mask() -> None:
     assert torch.equal(*texts)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "do",
     [

@@ -41,6 +41,7 @@ def states(cache: Any) -> list[Tensor]:
     return [x for layer in cache.layers for x in held_states(layer)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "text", "how"), cases())
 def test_the_text_is_that_of_eager_decoding_and_the_next_turns_too(name: str, text: str, how: Any) -> None:
     model, batch = built(name, text), configs.padded_batch()
@@ -164,6 +165,7 @@ def test_a_window_beside_states_is_refused() -> None:
         kvengine.compile_decode(built("zaya"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
 def test_layers_may_be_fused(name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("jaxtyping_packages", None):

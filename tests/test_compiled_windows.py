@@ -42,6 +42,7 @@ def say(model: Any, count: int, **options: Any) -> Tensor:
     return model.generate(**options, max_new_tokens=count, do_sample=False)  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "text", "how"), cases())
 def test_the_text_is_that_of_eager_decoding_and_the_next_turns_too(name: str, text: str, how: Any) -> None:
     model, batch = built(name, text), configs.padded_batch()
@@ -81,6 +82,7 @@ def test_softcaps_count_in_windows_too() -> None:
     ))  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma3", "gemma3n", "gemma4"])
 def test_what_a_graph_would_record_moves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvengine.kernels.dispatch._best", lambda inputs, native: "reference")

@@ -48,6 +48,7 @@ def close(script: Script, found: list[Tensor], want: list[Tensor]) -> None:
         torch.testing.assert_close(a.cpu()[one.mask.bool()], b[one.mask.bool()], rtol=0, atol=1e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", every(6, STACKS))
 def test_detours_leave_no_trace(text: str, device: Device, tmp_path: Path) -> None:
     """Copies, saved sessions, drafts taken back, rows in another order."""
@@ -58,6 +59,7 @@ def test_detours_leave_no_trace(text: str, device: Device, tmp_path: Path) -> No
         close(script, Detours(model, Random(len(text)), tmp_path, chunks=False).live(lifted(script)), want)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", PAUSES)
 def test_a_row_may_pause_while_others_decode(text: str, device: Device) -> None:
     """In a loop of one's own a mask may have zeros at a decoded token: to that row it never was, and its next turn is taken."""

@@ -43,6 +43,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
 def test_layers_that_predict_more_tokens_draft_for_any_policy(name: str, loaded: list[Any]) -> None:
     model, attention = predictive(name), {}

@@ -59,6 +59,7 @@ def slope(model: Any, before: Tensor, after: Tensor, first: bool) -> tuple[float
     return want, min(found, key=lambda y: abs(y - want))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("length", [1, ALL - READ])
 @pytest.mark.parametrize("text", every(3, [*STACKS.values(), *MIXED]))
 def test_a_pass_over_what_was_read_without_gradients_has_the_right_ones(text: str, length: int) -> None:

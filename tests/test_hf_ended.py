@@ -88,11 +88,13 @@ def compare(model: Any, **options: Any) -> None:
             torch.testing.assert_close(together[turn][row, : alone.shape[1]], alone[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", every(7, STACKS))
 def test_a_row_that_ended_early_is_as_alone_in_later_turns(text: str) -> None:
     compare(patched(text).double())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "text"),
     [
@@ -120,6 +122,7 @@ STATES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("case", "recorded"), in_turn(STATES, [False, True]))
 def test_states_are_put_back_to_where_their_row_ended(case: tuple[str, str], recorded: bool) -> None:
     """They take what is fed behind it, as all rows of a batch are fed, under the full cache too."""
@@ -174,12 +177,14 @@ def test_so_it_is_over_latents_where_steps_are_recorded(monkeypatch: pytest.Monk
     compare(model, custom_generate=compile_decode(model))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", every(7, RECORDED))
 def test_so_it_is_where_steps_are_recorded(text: str) -> None:
     model = patched(text).double()
     compare(model, custom_generate=compile_decode(model))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", ["kivi(bits=4, group=8, residual=8)", SMALL["tova"]])
 def test_a_recording_that_is_made_anew_knows_who_has_ended(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_compiled, "ROOM", 4)
@@ -187,6 +192,7 @@ def test_a_recording_that_is_made_anew_knows_who_has_ended(text: str, monkeypatc
     compare(model, custom_generate=compile_decode(model))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("text", "how"), in_turn(RECORDED, ["eager", "trace"], 12))
 def test_a_recording_leaves_what_a_loop_without_leaves(text: str, how: Any) -> None:
     """Pages, tokens and what is decoded next, in a loop of one's own too."""
@@ -296,6 +302,7 @@ def test_behind_a_generate_that_was_interrupted_nothing_pauses(recorded: bool) -
     assert torch.equal(out[0][0], out[1][0]) and torch.equal(out[0][1], out[1][1]) and torch.equal(out[0][2], out[1][2])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "text", ["streaming(sinks=2, recent=14)", SMALL["d2o"], "quest(budget=24, page=4) + kivi(group=8, residual=8)"]
 )

@@ -209,6 +209,7 @@ def test_a_model_that_makes_its_cache_itself_is_not_given_one(made: Any) -> None
         greedy(model, one())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", [SMALL["h2o"], SMALL["disk"], MIXED[0], SMALL["tidal"]])
 def test_threads_share_a_model(text: str) -> None:
     """As a server's do: what belongs to a text is its cache's."""

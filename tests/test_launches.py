@@ -116,6 +116,7 @@ def launches(
     return Counter({name: n for name, n in made.items() if name not in NOTHING})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", ["recorded", "eager"])
 @pytest.mark.parametrize("text", COUNTED)
 def test_a_step_launches_what_the_documentation_says(text: str, way: str, patch: pytest.MonkeyPatch) -> None:
@@ -123,6 +124,7 @@ def test_a_step_launches_what_the_documentation_says(text: str, way: str, patch:
     assert found.total() == COUNTED[text][way], dict(found)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("text", SEALING)
 def test_a_token_that_seals_a_page_launches_what_the_documentation_says(text: str, patch: pytest.MonkeyPatch) -> None:
     """The third page of decoded tokens: for the first two, memory has grown."""

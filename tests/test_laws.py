@@ -62,12 +62,14 @@ def logits(text: str) -> torch.Tensor:
     return torch.cat(out, 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in methods() if name not in NULL])
 def test_the_small_stacks_act(name: str) -> None:
     """The control of the laws here: a stack that reads and keeps everything exactly obeys them all."""
     assert float((logits(SMALL[name]) - logits("full")).abs().max()) > 1e-3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", methods())
 def test_where_a_budget_exceeds_the_text_nothing_changes(name: str) -> None:
     want, model = stock(), patched(WIDE[name])
@@ -75,6 +77,7 @@ def test_where_a_budget_exceeds_the_text_nothing_changes(name: str) -> None:
     assert torch.equal(greedy(model, prompts(), prefill_chunk_size=17), want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", every(3, STACKS))
 def test_chunks_of_a_prompt_do_not_matter(text: str) -> None:
     model, prefill = patched(text), Stack.parse(text).prefill
@@ -87,6 +90,7 @@ def test_chunks_of_a_prompt_do_not_matter(text: str) -> None:
         assert torch.equal(greedy(model, batch, 12, prefill_chunk_size=size), whole)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", every(3, STACKS, 1))
 def test_a_row_alone_is_as_in_a_batch(text: str) -> None:
     model, batch = patched(text), prompts()
@@ -97,6 +101,7 @@ def test_a_row_alone_is_as_in_a_batch(text: str) -> None:
         assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", every(3, STACKS, 2))
 def test_prompt_lookup_gives_the_greedy_text(text: str) -> None:
     model, batch = patched(text), one()
@@ -104,6 +109,7 @@ def test_prompt_lookup_gives_the_greedy_text(text: str) -> None:
     assert torch.equal(greedy(model, batch, prompt_lookup_num_tokens=4), greedy(model, batch))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", every(3, STACKS, 2))
 def test_two_sessions_do_not_meet(text: str) -> None:
     model, a, b = patched(text), one(seed=1), one(seed=2)
@@ -118,6 +124,7 @@ def test_two_sessions_do_not_meet(text: str) -> None:
     assert tokens == [w[0].tolist() for w in want]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("text", "draft"), in_turn(STACKS, [(5, 2), (20, 13), (1, 0), (5, 0), (9, 9)]))
 def test_a_draft_rolled_back_leaves_no_trace(text: str, draft: tuple[int, int]) -> None:
     """Append n, commit k is the same as append those k, bit for bit."""

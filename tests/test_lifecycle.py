@@ -185,6 +185,7 @@ def test_what_was_known_of_units_goes_where_they_are_others() -> None:
         assert [x() for x in old] == [None] * 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("text", "first"), in_turn([*STACKS, SMALL["host"], DUO], [True, False]))
 def test_a_cache_goes_on_outside_of_inference_mode(text: str, first: bool) -> None:
     """What was written there must not be changed elsewhere; whoever calls `generate` need not know of each other's mode."""

@@ -194,7 +194,7 @@ def lives(draw: Any) -> tuple[str, str, bool, Script, int]:
     return name, text, lossless, draw(scripts(name not in WINDOWS)), draw(st.integers(0, 1 << 20))
 
 
-FEW = settings(max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=4, derandomize=True, suppress_health_check=list(HealthCheck))
 MANY = settings(max_examples=400, suppress_health_check=list(HealthCheck))
 
 

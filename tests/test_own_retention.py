@@ -50,6 +50,7 @@ class Counting(Since):
 OWN = [Since(), Picky(), Counting()]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("later", [(9, 0, 5), (9, 14, 0), (9, 13, 0)], ids=["all", "one silent", "one token"])
 @pytest.mark.parametrize("own", OWN, ids=lambda own: type(own).__name__)
 def test_a_row_of_ragged_turns_is_judged_as_alone(own: Retention, later: tuple[int, ...]) -> None:

@@ -56,6 +56,7 @@ def test_weights_are_read_once_however_many_prompts_come(model: Any, tmp_path: P
     reuse.store.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "stack",
     [
@@ -387,6 +388,7 @@ def test_heads_that_follow_two_rules_are_stored_together(model: Any, tmp_path: P
     reuse.store.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stack", ["full", "host", "snapkv(budget=24, window=6)"])
 def test_chunks_of_latents_serve_every_stack(tmp_path: Path, stack: str) -> None:
     """Under a policy their first channels are held a second time, as values."""

@@ -58,6 +58,7 @@ def combinations() -> list[Any]:
     return [pytest.param(*some, marks=[] if i % 3 == 0 else [pytest.mark.slow]) for i, some in enumerate(found)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "stack"), combinations())
 def test_questions_on_a_document_begin_behind_it(name: str, stack: str, tmp_path: Path) -> None:
     model, document = built(name), ids(37)
@@ -138,6 +139,7 @@ def test_all_that_was_stored_of_a_prompt_has_a_name(tmp_path: Path) -> None:
         each.store.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", ["a byte", "the end", "nothing", "another place", "another model", "a chunk"])
 def test_what_cannot_be_read_is_computed_again(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, document = built("qwen3_next"), ids(37)

@@ -59,6 +59,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return pretended(monkeypatch)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", every(5, STACKS))
 def test_the_text_is_that_of_the_cpu(text: str, device: Device) -> None:
     model, batch = llama(), prompts(2)
@@ -70,6 +71,7 @@ def test_the_text_is_that_of_the_cpu(text: str, device: Device) -> None:
         assert got.is_cuda and got.tolist() == want.tolist()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "text",
     ["duo(sinks=2, recent=10)", "duo(sinks=2, recent=10) + quest(budget=24, page=4) + kivi(group=8, residual=8)"],
@@ -84,6 +86,7 @@ def test_lanes_answer_in_their_heads_places_where_steps_are_recorded(text: str, 
     assert got == want.tolist()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", ["h2o(budget=24)", "kivi(group=8, residual=8)", "host + quest(budget=24, page=4)"])
 def test_lanes_go_each_its_own_way(text: str, device: Device) -> None:
     """One by launches that are made again, another in general, as before its budget is full."""
@@ -94,6 +97,7 @@ def test_lanes_go_each_its_own_way(text: str, device: Device) -> None:
         assert greedy(model, {name: there(x) for name, x in batch.items()}, 12).tolist() == want.tolist()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=12, window=4)", "quest(budget=24, page=4)", "host"])
 def test_heads_that_share_latents(text: str, device: Device) -> None:
     model, batch = configs.build("minicpm3"), configs.padded_batch()
@@ -105,6 +109,7 @@ def test_heads_that_share_latents(text: str, device: Device) -> None:
         assert got.is_cuda and got.tolist() == want.tolist()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", LAUNCHED)
 def test_kernels_are_given_what_is_on_the_device(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches that compute nothing: what they are given is there, and fits into a grid."""
@@ -142,6 +147,7 @@ def layer(text: str, qkv: list[Tensor], here: bool = False) -> LayerCache:
     return cache
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("text", "held"), in_turn(EVERY, [False, True]))
 def test_a_step_moves_nothing(text: str, held: bool, device: Device) -> None:
     """Nor is anything moved between two steps, but the numbers of pages that are sealed, and pages to their place."""
@@ -279,6 +285,7 @@ def test_a_gpu_does_not_wait_for_the_c_compiler(device: Device, monkeypatch: pyt
         ops.causal(x, x[0], x[0], 1.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("has", "hip", "why"),
     [

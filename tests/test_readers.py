@@ -112,6 +112,7 @@ def test_who_reads_whom_is_what_the_models_say() -> None:
     assert sources(configs.build("llama").config) == {}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "text",

@@ -37,6 +37,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", STACKS)
 @pytest.mark.parametrize("room", [1024, 7, 1])
 def test_the_text_is_that_without(text: str, room: int, opened: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,12 +51,13 @@ def test_the_text_is_that_without(text: str, room: int, opened: list[int], monke
     assert opened == ([24] if room == 1024 else [7, 7, 7, 3] if room == 7 else [1] * 23)
 
 
-@pytest.mark.parametrize("room", [1024, pytest.param(7, marks=pytest.mark.slow)])
-def test_what_is_recorded_goes_on_in_the_next_turn(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("record", ["eager", pytest.param("trace", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("room", [1024, 7])
+def test_what_is_recorded_goes_on_in_the_next_turn(room: int, record: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_compiled, "ROOM", room)
     model, texts = llama(), []
-    for record in (False, "trace"):
-        kvengine.patch(model, STACKS[2], record=record)
+    for how in (False, record):
+        kvengine.patch(model, STACKS[2], record=how)
         cache, ids = kvengine.EngineCache(model), one()["input_ids"]
         for question in ([], [[5, 6, 7]]):
             ids = torch.cat([ids, torch.tensor(question, dtype=torch.long).view(1, -1)], 1)

@@ -228,6 +228,7 @@ def test_an_assistants_first_draft_waits_for_the_verdict(text: str) -> None:
     assert torch.equal(found.sequences[:, 61:], greedy(model, batch, 20))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["gemma3", "gemma3n", "gpt_oss", "qwen3_next", "lfm2", "deepseek_v3", "hrm_text"])
 def test_layers_of_transformers_own_are_as_they_were(family: str) -> None:
     """Windows, recurrent states and convolutions take nothing of a replay; rows of a batch are as they are alone."""

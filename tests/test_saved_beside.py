@@ -43,6 +43,7 @@ def begun(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> An
     return cache
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "policy"), [*STATES.items(), *WINDOWS.items(), *MORE])
 def test_it_goes_on_bit_for_bit(name: str, policy: str, tmp_path: Path) -> None:
     """From a padded batch, by single tokens."""
@@ -181,6 +182,7 @@ def test_damage_is_refused(tmp_path: Path) -> None:
             saved.load(model, path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["falcon_h1", "gemma3", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_whatever_is_changed_is_refused_or_does_no_harm(name: str, tmp_path: Path) -> None:
     """Sizes that only the model's weights could tell are torch's to refuse."""

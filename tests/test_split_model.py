@@ -60,6 +60,7 @@ def split(model: Any, first: bool = False) -> Any:
     return model
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", every(5, STACKS, 2))
 @pytest.mark.parametrize(
     "first", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["the last layer", "the first layer"]
@@ -72,6 +73,7 @@ def test_text(text: str, first: bool, device: Device) -> None:
         assert greedy(model, batch, 8).tolist() == want.tolist()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", ["snapkv(budget=12, window=4)", *(
     pytest.param(text, marks=pytest.mark.slow) for text in ("full", "quest(budget=24, page=4)"))])  # fmt: skip
 @pytest.mark.parametrize("family", ["gemma2", "gemma3n", "gemma4", "minicpm3", "cohere2"])
@@ -85,6 +87,7 @@ def test_families(family: str, text: str, device: Device) -> None:
         assert model.generate(**batch, **options).tolist() == want.tolist()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "text", every(2, ["h2o(budget=24)", "full", "snapkv(budget=24, window=6) + kivi(group=8, residual=8)"])
 )
@@ -109,6 +112,7 @@ def test_turns_beams_and_chunks(text: str, device: Device) -> None:
         assert said() == want
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("draft, middle", [(None, "quest(budget=24, page=4)"), ("recycling", "streaming(sinks=2, recent=20)"),
     *(pytest.param(draft, None, marks=pytest.mark.slow) for draft in ("lookup", "recycling"))])  # fmt: skip
 def test_speculation(draft: str | None, middle: str | None, device: Device) -> None:
@@ -121,6 +125,7 @@ def test_speculation(draft: str | None, middle: str | None, device: Device) -> N
         assert decoder.generate(batch["input_ids"], max_new_tokens=12)[:, 61:].tolist() == want.tolist()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("draft_there", [True, False])
 @pytest.mark.parametrize(
     "options",
@@ -149,6 +154,7 @@ def test_a_draft_model_on_another_device(
             assert said(there(llama()), llama(3), there(ids)) == want
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "text", ["full", "snapkv(budget=24, window=6)", "kivi(group=8, residual=8) + quest(budget=24, page=8)"]
 )

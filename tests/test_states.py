@@ -140,6 +140,7 @@ def test_unpatched_states_are_left_alone() -> None:
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("by", ["rollback", "crop"])
 @pytest.mark.parametrize("name", ABSORBED)
@@ -322,6 +323,7 @@ DROPS = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", WHOLE)
 @pytest.mark.parametrize("name", BOTH)
 def test_tokens_beside_states_are_under_a_policy(name: str, policy: str) -> None:
@@ -335,6 +337,7 @@ def test_tokens_beside_states_are_under_a_policy(name: str, policy: str) -> None
     assert int(cache.stats().held.max()) == 20 + 24 - 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", DROPS)
 @pytest.mark.parametrize("name", BOTH)
 def test_each_row_is_as_it_is_alone(name: str, policy: str) -> None:
@@ -399,6 +402,7 @@ def test_a_policy_reads_what_streaming_names(name: str) -> None:
 SHARED = ["full", "snapkv(budget=16, window=2)", "kivi(bits=4, group=8, residual=8)", "quest(budget=16, page=4)"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*BOTH, "qwen3_next", "lfm2", "gemma3", "gpt_oss"])
 def test_a_shared_context_is_given_with_its_windows_and_states(name: str) -> None:
     """To each policy's cache, which goes on as if it had read it; and to none if it is not all of it."""
@@ -460,6 +464,7 @@ def ragged(model: Any, rows: list[int], loop: bool) -> list[torch.Tensor]:
     return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["full", "h2o(budget=16)", "kvzip(budget=16, chunk=8, carry=2)"])
 @pytest.mark.parametrize("name", RAGGED)
 def test_padding_in_a_later_turn_leaves_states_alone(name: str, policy: str) -> None:
@@ -500,6 +505,7 @@ def said(model: Any, rows: list[int], **options: Any) -> list[list[torch.Tensor]
     return out
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", [
     "snapkv(budget=6, window=2)", "tova(budget=6) + kivi(bits=4, group=8, residual=8)", "kvzip(budget=6, chunk=8, carry=2)",
     "zipcache(block=8, probes=0.5)", "duo(sinks=2, recent=4) + quest(budget=8, page=4)", "h2o(budget=6) + host",
@@ -570,6 +576,7 @@ def test_a_single_token_that_was_taken_before_a_pass_broke_off_is_noticed(
     assert torch.equal(read(model, cache, text(2)), read(model, kvengine.EngineCache(model), text(2)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RAGGED)
 def test_nor_does_it_token_by_token(name: str) -> None:
     model = built(name)
@@ -578,6 +585,7 @@ def test_nor_does_it_token_by_token(name: str) -> None:
         torch.testing.assert_close(one[[0, 2]], other[[0, 2]], atol=near, rtol=near)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "policy", ["zipcache(block=8, probes=0.5)", "duo(sinks=2, recent=10) + zipcache(block=8, probes=0.5)"]
 )

@@ -72,6 +72,7 @@ def anyhow(seed: int) -> Any:
     return emptied
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("padding", [0, 51], ids=["even", "ragged"])
 @pytest.mark.parametrize("stack", STACKS)
 def test_answers_are_those_of_pages_with_holes(stack: str, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +92,7 @@ def test_answers_are_those_of_pages_with_holes(stack: str, padding: int, monkeyp
     assert made[0][2] <= more
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("padding", [0, 51], ids=["even", "ragged"])
 @pytest.mark.parametrize("stack", [*TURNS, *every(2, STACKS)])
 def test_verdicts_of_later_turns_are_those_of_pages_with_holes(
@@ -158,6 +160,7 @@ def test_bytes_do_not_become_more_from_turn_to_turn(retention: str) -> None:
         assert lane_of(coded).pages.pool.pages <= 2 * lane_of(coded).pages.columns  # type: ignore[union-attr]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stack", STACKS)
 def test_no_page_takes_more_than_its_tokens_would(stack: str) -> None:
     """Of one row, however long the text becomes; and a tail holds no more than what is open and the retention's budget."""
@@ -253,6 +256,7 @@ def spoken(model: Any, rows: list[int], change: Any = None) -> Tensor:
     return torch.stack(out, 1)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", [*every(3, STACKS), *every(3, TURNS)])
 def test_a_row_is_as_alone(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a turn in which rows have little or nothing to say, whatever tokens move when."""
@@ -269,6 +273,7 @@ def has_strays(cache: EngineCache) -> bool:
     return any(part.lane.tail.strays for layer in cache.engines for part in layer.parts)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("text", "way"), in_turn([STACKS[0], STACKS[2], STACKS[4]], ["save", "draft", "swap", "copy"], 3)
 )
@@ -310,6 +315,7 @@ def test_what_happens_to_a_cache_with_strays_leaves_no_trace(
     assert any(found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", every(2, STACKS))
 def test_rows_of_which_none_has_a_page_are_saved(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their columns were others', who are gone."""
@@ -362,6 +368,7 @@ def layers(text: str, padding: int) -> tuple[LayerCache, LayerCache, list[Tensor
     return made[0], made[1], qkv
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("_anyhow")
 @pytest.mark.parametrize("padding", [0, 51], ids=["even", "ragged"])
 @pytest.mark.parametrize(("text", "stop"), in_turn(STACKS, [HOLD, 5, 0], 3))
@@ -391,6 +398,7 @@ def test_a_layer_held_still_keeps_its_strays(text: str, padding: int, stop: int)
     assert positions(held) == positions(eager)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("_anyhow")
 @pytest.mark.parametrize("text", STACKS)
 def test_a_recorded_step_knows_strays(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,6 +421,7 @@ def test_a_recorded_step_knows_strays(text: str, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", every(3, STACKS))
 def test_strays_on_a_gpu(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pretended one, by the kernels' references, over drafts, copies and sessions; beside the CPU, where none move."""

@@ -70,9 +70,10 @@ def generate(
         from kvengine.stack import Stack
 
         middle_policy = named(middle)
-        Stack.parse(policy)  # before the model, which may take minutes to load
+        Stack.parse(policy)  # this and the prompt before the model, which may take minutes to load
+        text = given(prompt)
         target, tokenizer = load(model, device, dtype)
-        ids = tokenizer(given(prompt), return_tensors="pt").input_ids
+        ids = tokenizer(text, return_tensors="pt").input_ids
         if not ids.numel():
             raise EvaluationError("the prompt has no token; give some text to continue")
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[no-untyped-call,unused-ignore]

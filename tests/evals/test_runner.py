@@ -634,6 +634,7 @@ def test_users_data_are_cut_to_the_length_and_generated_ones_are_not(tmp_path: P
     assert question and room(later, single, run.prompter) == 1024 - turn.max_new_tokens - len(question)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     """kill -9 in the middle of a run, with whatever the file system has kept by then."""
     model = saved_model(tmp_path / "model", chat=True)

@@ -98,11 +98,11 @@ def test_speed_up_is_over_the_faster_of_stock_transformers() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    said = run(bundled_model(), "--contexts", "40,90", "--new", 2, "--policies", "full;ann", "--steps", "eager,recorded",
+    said = run(bundled_model(), "--contexts", "40,90", "--new", 2, "--policies", "ann", "--steps", "eager,recorded",
                "--batch", 2, "--out", tmp_path)  # fmt: skip
     assert said[0] == 0 and "stock transformers, again" in said[1] and "- ann, recorded: " in said[1], said
     rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
-    assert [(row["context"], row["batch"]) for row in rows] == [(40, 2)] * 6 + [(90, 2)] * 6
+    assert [(row["context"], row["batch"]) for row in rows] == [(40, 2)] * 4 + [(90, 2)] * 4
     assert (tmp_path / "decode.md").read_text() in said[1] and (tmp_path / "decode.png").stat().st_size > 5000
 
 

@@ -32,6 +32,7 @@ def test_every_script_has_a_test() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, "document_qa"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("evaluate", "triforce") else []) for name in SAYS]
 )

@@ -104,6 +104,7 @@ def made(name: str) -> tuple[Any, Callable[[], Any]]:
     return model, lambda: model.generate(**inputs, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_composed_model_says_what_it_did(name: str) -> None:
     model, run = made(name)

@@ -85,12 +85,14 @@ def stock(name: str) -> Tensor:
     return greedy(configs.build(name))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", every(len(NAMES), product(NAMES, WHOLE)), ids=" ".join)
 def test_a_budget_beyond_the_text_gives_the_stock_tokens(case: tuple[str, str]) -> None:
     name, text = case
     assert torch.equal(greedy(kvengine.patch(configs.build(name), text)), stock(name))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", [LATENT[0], *every(2, LATENT[1:])])
 def test_a_row_alone_is_the_row_in_a_batch(text: str) -> None:
     model, batch = configs.build("deepseek_v3"), configs.padded_batch()
@@ -129,6 +131,7 @@ def test_what_is_held(tmp_path: Path) -> None:
         assert torch.equal(model(token, cache=back).logits, model(token, cache=cache).logits)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", every(2, LATENT))
 def test_values_held_once_are_those_held_twice(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, through a padded batch, a rolled-back draft, rows that leave and another turn."""
@@ -229,6 +232,7 @@ def test_drafts_on_latents_are_lossless(case: tuple[str, str]) -> None:
         TriForce(model, "lookup", "full", gamma=(2, 4))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("widths", [None, (2, 2)], ids=["recycling", "a small model's"])
 @pytest.mark.parametrize("stack", TARGETS)
 def test_drafted_trees_look_at_latents(stack: str, widths: tuple[int, int] | None) -> None:
@@ -247,6 +251,7 @@ RECORDED = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "text", "how"), RECORDED)
 def test_a_recorded_step_on_latents(name: str, text: str, how: Any, tmp_path: Path) -> None:
     """Under the full cache too, which goes on with the model's own attention: another turn, in steps that are not recorded."""
@@ -314,6 +319,7 @@ def test_latents_move_to_the_front_of_their_slots_once(sealed: int) -> None:
     assert torch.equal(held.held()[0], k[:, sealed:44]) and torch.equal(held.held()[1], k[:, sealed:44, :6])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["kivi(group=8, residual=40)", "turboquant(residual=40) + host"])
 def test_a_long_answer_over_latents_is_the_same_recorded(form: str) -> None:
     """A recorded step writes to slots of its own; eagerly, what is left of the tail moves whenever these are full."""

@@ -103,6 +103,7 @@ ENCODERS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders_are_refused(name: str) -> None:
     model_class, options, match = ENCODERS[name]

@@ -64,6 +64,7 @@ def test_a_cache_that_is_given_holds_the_text_under_its_own_policy(length: int) 
     assert cache.seen == length + 15 and (cache.stats().held == 7).all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("length", [28, 50])
 @pytest.mark.parametrize("way", ["look-up", "an assistant"])
 @pytest.mark.parametrize("policy", ["full", "h2o(budget=500)", "quest(budget=500) + kivi(residual=500)"])
@@ -104,6 +105,7 @@ def test_who_prepares_its_inputs_keeps_doing_so() -> None:
 LOOKS = looks(build())
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.skipif(LOOKS, reason="in this transformers the host looks at each token's position")
 @pytest.mark.parametrize("how", ["eager", "trace"])
 @pytest.mark.parametrize(
@@ -166,6 +168,7 @@ class Ends(LogitsProcessor):
         return scores
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize(
     "policy", ["streaming(sinks=1, recent=6)", "h2o(budget=12)", "kvzip(budget=12, chunk=8, carry=2)"]
@@ -203,6 +206,7 @@ def test_questions_that_follow_up_go_on_doing_so() -> None:
         assert (cache.stats().held == held).all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [transformers.Phi3ForCausalLM, transformers.LlamaForCausalLM])
 @pytest.mark.parametrize("policy", ["full", "h2o(budget=12)"])
 def test_what_is_read_in_chunks_is_rotated_as_in_one(kind: type, policy: str) -> None:

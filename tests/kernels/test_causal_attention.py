@@ -53,6 +53,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out.unflatten(0, (sequences, heads)).flatten(1, 2).transpose(1, 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -71,6 +72,7 @@ def test_each_token_sees_those_up_to_itself(backend: str, shape: tuple[int, ...]
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [*BOUND, torch.float64], ids=str)
 @pytest.mark.parametrize("queries", every(2, [640, 1, 7, 511]))
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -98,6 +98,7 @@ def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert "plain torch" in caplog.text and "no C compiler" in caplog.text
 
 
+@pytest.mark.sampled(2)
 @needs_compiler
 @pytest.mark.parametrize(
     ("flag", "said", "unsaid"),

@@ -44,6 +44,7 @@ def forked(work: Callable[[], Any]) -> str:
         return told.read()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["disk(device=4096, host=4096)", "remote(url='memory://', device=4096, host=4096)"])
 def test_pages_below_memory_belong_to_the_process_that_wrote_them(policy: str) -> None:
     batch, more = one(), torch.tensor([[7, 8, 9]])

@@ -54,6 +54,7 @@ def combinations() -> list[Any]:
     return [pytest.param(*some, marks=[] if i % 13 == 0 else [pytest.mark.slow]) for i, some in enumerate(found)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "middle", "stack"), combinations())
 def test_the_text_is_the_models_own(name: str, middle: str | None, stack: str) -> None:
     model, ids = built(name, policy=stack), prompt()
@@ -65,6 +66,7 @@ def test_the_text_is_the_models_own(name: str, middle: str | None, stack: str) -
     assert 0 < sum(target.tested) and (middle in (None, stack) or sum(target.stood) < sum(target.tested))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("middle", [None, "h2o(budget=500)", "quest(budget=400, page=4)", "full"])
 @pytest.mark.parametrize("name", FAMILIES[::2])
 def test_a_draft_that_reads_all_is_always_right(name: str, middle: str | None) -> None:
@@ -78,6 +80,7 @@ def test_a_draft_that_reads_all_is_always_right(name: str, middle: str | None) -
     assert sum(target.tested) > 10 and sum(target.tested) == sum(target.stood)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("middle", [None, "streaming(sinks=2, recent=20)"])
 def test_rows_of_a_batch_and_sampled_text_are_as_without_drafts(middle: str | None) -> None:
     model, ids = built("qwen3_next"), prompt(2)

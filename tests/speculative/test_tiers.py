@@ -71,6 +71,7 @@ def drafter(kind: str, rule: Rule, law: Law = SAMPLED, vocab: int = 3) -> Drafte
     return Branching(TableSession(three(vocab)[2]), law, rule, widths)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("gammas", [(1,), (2,), (1, 1), (2, 1), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)
 def test_chains_of_two_and_three_tiers(gammas: tuple[int, ...]) -> None:
     new = 4 if len(gammas) == 1 else 3
@@ -78,6 +79,7 @@ def test_chains_of_two_and_three_tiers(gammas: tuple[int, ...]) -> None:
     assert variation(law, plain_law(new)) < 1e-12
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["lookup", "2", "3", "2x1", "1x2"])
 @pytest.mark.parametrize("middle", [False, True])
 def test_trees_and_lookup_below_the_top_or_the_middle(kind: str, middle: bool) -> None:
@@ -116,6 +118,7 @@ def test_coupled_text_is_plain_text(gammas: tuple[int, ...]) -> None:
         assert generate(chain(three(12)[: len(gammas) + 1], gammas, rule), 40) == expected
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("law", [SAMPLED, Law()], ids=["coupled", "greedy"])
 @pytest.mark.parametrize("middle", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -266,6 +269,7 @@ def test_a_greedy_tree_has_the_likeliest_tokens_of_each_node(levels: int) -> Non
     assert drafter.session.settled == len(PROMPT) - (not levels) and not drafter.session.open
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gammas", [(2,), (1, 2)], ids=str)
 def test_frequencies_of_sampled_pairs(gammas: tuple[int, ...]) -> None:
     check_frequencies(lambda rule: generate(chain(three(4)[: len(gammas) + 1], gammas, rule), 2), 1000, 4)

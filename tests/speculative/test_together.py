@@ -76,6 +76,7 @@ def counted(*models: Any) -> Iterator[list[tuple[Any, int, bool]]]:
             hook.remove()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "middle, mode",
     [

@@ -41,6 +41,7 @@ def built(name: str, seed: int = 0) -> torch.nn.Module:
     return configs.build(name, seed)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "middle", "stack"), combinations())
 def test_the_text_is_the_models_own(name: str, middle: str | None, stack: str) -> None:
     model, ids = kvengine.patch(built(name), stack), prompt()
@@ -53,6 +54,7 @@ def test_the_text_is_the_models_own(name: str, middle: str | None, stack: str) -
 ALL = ["quest(budget=400, page=4)", "snapkv(budget=400)", "quantspec(group=8, residual=8)"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "middle"), list(product(FAMILIES, ALL))[::8])
 def test_a_middle_that_reads_all_is_always_right(name: str, middle: str) -> None:
     """So what its windows hold is what the target's hold, whatever was drafted and taken back."""

@@ -413,6 +413,7 @@ def test_files_of_a_killed_process_are_swept(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", [
     f"quest(budget=64) + disk(device={2 * PAGE}, host={2 * PAGE})",
     f"quest(budget=64) + remote(url='memory://', device={PAGE}, host={PAGE}, disk={2 * PAGE})",

@@ -48,6 +48,7 @@ def talk(model: Any, rounding: tuple[bool, ...]) -> Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("name", ["full", "streaming", "h2o", "tova", "snapkv", "d2o", "elastic", "kivi", "quest"])
 def test_a_conversation_goes_on_in_and_outside_of_autocast(name: str, begins: bool) -> None:

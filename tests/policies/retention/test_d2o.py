@@ -97,6 +97,7 @@ def same(layer: LayerCache, row: Row) -> None:
             assert torch.equal(found[p][0], row.kv[p][0]) and torch.equal(found[p][1], row.kv[p][1])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (4, 0), 2)])
 @pytest.mark.parametrize("form, reduce", [("paper", "mean"), ("official", "mean"), ("paper", "max")])
 def test_every_step_is_that_of_the_loop(

@@ -36,6 +36,7 @@ def reindexed(case: Case, raw: tuple[torch.Tensor, torch.Tensor], row: int, toke
     return logits.softmax(-1) @ case.v[b, h, tokens]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 6), 3), (3, 1, (0,), 1), (1, 4, (4, 0), 2)])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("store", ["", " + kivi(bits=8, group=8, residual=8)"])
@@ -128,6 +129,7 @@ def test_judging_the_prompt_only() -> None:
             torch.testing.assert_close(output(case, out, row), attended(case, row, t, tokens))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("pads", [(0,), (0, 5)])
 @pytest.mark.parametrize(
     "store", ["kivi(bits=4, group=8, residual=8)", "turboquant(residual=8)", "quest(budget=24, page=4)"]

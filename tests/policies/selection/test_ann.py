@@ -81,6 +81,7 @@ def test_what_all_keys_have_in_common_does_not_matter(kind: str) -> None:
     assert all(len(a & b) >= 0.8 * len(a) for a, b in zip(plain, loud, strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_pages_give_the_same_choice_whatever_came_before(kind: str) -> None:
     """At once and step by step; in a padded batch; in another order of rows; after a draft was taken back."""
@@ -160,6 +161,7 @@ def test_without_faiss_the_message_says_what_to_install(monkeypatch: pytest.Monk
         Stack.parse("ann(index='tree')")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("index", ["flat", "ivf"])
 def test_pages_that_only_some_rows_have_given_back_leave_the_others_in_place(index: str) -> None:
     """A row whose middle is dropped while a longer row still needs the columns: its tokens are found where they are."""
