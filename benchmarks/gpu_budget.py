@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from kvengine.kernels.gpu.ahead import cases, dump, inner_loops, only_compiling
+from kvengine.kernels.gpu.ahead import cases, only_compiling
 from kvengine.kernels.gpu.pipes import UNITS, taken
 from kvengine.kernels.gpu.schedule import instructions
+from kvengine.kernels.gpu.used import dump, inner_loops
 
 BANDWIDTH, MULTIPROCESSORS, CLOCK, QUARTERS = 4.3e12, 132, 1.755e9, 4
 """Of an H200: bytes a second that a copy reaches, and a clock that it holds under load."""

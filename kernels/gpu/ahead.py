@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -33,7 +30,8 @@ from kvengine.kernels.fetch_kept import empty
 from kvengine.kernels.fetch_kept.triton import fetch as fetch_new
 from kvengine.kernels.fetch_pages.triton import fetch
 from kvengine.kernels.gpu import compiling_for
-from kvengine.kernels.gpu.digest import Digests
+from kvengine.kernels.gpu.digest import Digests, Given
+from kvengine.kernels.gpu.used import Compiled, report
 from kvengine.kernels.lowrank_attention.triton import lowrank_attention
 from kvengine.kernels.merge_states.triton import joined, merge_states, ongoing, received
 from kvengine.kernels.page_scores.triton import log_shares, page_scores, top_units, units_by_share
@@ -53,26 +51,6 @@ TARGETS = (80, 86, 90)
 ROWS, PAGE, TABLE = 8, 64, 4
 
 
-class Compiled(NamedTuple):
-    """One kernel as compiled for one call."""
-
-    case: str
-    kernel: str
-    target: str
-    registers: int
-    """Per thread, of 255."""
-    stack: int
-    """Bytes per thread spilled to local memory."""
-    shared: int
-    """Bytes per block."""
-    warps: int
-    instructions: int
-    loop: int
-    """Instructions of the longest loop that holds no other; each warp issues them once a turn."""
-    second: int
-    """Of the next longest one."""
-
-
 def compile_all(capability: int, only: Sequence[str] | None = None) -> list[Compiled]:
     """Every kernel of every case in `cases` (or of some), for one target. Raises what the compiler raises."""
     found = []
@@ -81,13 +59,16 @@ def compile_all(capability: int, only: Sequence[str] | None = None) -> list[Comp
             continue
         with only_compiling(capability) as compiled:
             call()
-        found += [_report(name, kernel, capability) for kernel in compiled]
+        found += [report(name, kernel, capability) for kernel in compiled]
     return found
 
 
-def digests(capability: int, only: Sequence[str] | None = None) -> list[tuple[str, str]]:
-    """Case and digest of what `compile_all` would give the compiler, in its order (with Triton 3.6)."""
-    names, given = list[str](), Digests()
+def digests(
+    capability: int, only: Sequence[str] | None = None, known: Mapping[str, str] | None = None
+) -> list[tuple[str, Given]]:
+    """Case and digests of what `compile_all` would give the compiler, in its order (with Triton 3.6). Of sources that are
+    `known` the digest is taken from there."""
+    names, given = list[str](), Digests(known)
     for name, call in cases().items():
         if only is None or name in only:
             with only_compiling(capability, given):
@@ -340,54 +321,31 @@ def cases() -> dict[str, Callable[[], object]]:
     }  # fmt: skip
 
 
-def _report(case: str, kernel: Any, capability: int) -> Compiled:
-    usage = dump(kernel.asm["cubin"], "cuobjdump", "--dump-resource-usage")
-    used = {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", usage)}
-    count, loops = inner_loops(dump(kernel.asm["cubin"], "nvdisasm", "--print-code"))
-    longest, second, *_ = (*(end - start for start, end in loops), 0, 0)
-    return Compiled(
-        case, kernel.name, f"sm_{capability}", used["REG"], used["STACK"], kernel.metadata.shared,
-        kernel.metadata.num_warps, count, longest, second,
-    )  # fmt: skip
-
-
-def dump(cubin: bytes, tool: str, *options: str) -> str:
-    """What one of the tools that come with Triton says."""
-    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([path, *options, file.name], check=True, capture_output=True, text=True).stdout
-
-
-def inner_loops(assembly: str) -> tuple[int, list[tuple[int, int]]]:
-    """How many instructions there are, and where loops that hold no other start and end, the longest first: what lies between a
-    label and a branch back to it."""
-    count, labels, loops = 0, dict[str, int](), list[tuple[int, int]]()
-    for line in assembly.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = count
-        elif re.match(r"\s+/\*[0-9a-f]{4,}\*/", line):
-            count += 1
-            back = re.search(r"BRA\b.*?(\.L_x_\d+)", line)
-            if back and back[1] in labels:
-                loops.append((labels[back[1]], count))
-    # What jumps back into a loop from behind its end is no loop: code for a warp whose lanes have parted.
-    loops = [a for a in loops if not any(b[0] < a[0] < b[1] < a[1] for b in loops)]
-    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    return count, sorted((a for a in inner if a[1] - a[0] > 1), key=lambda a: a[0] - a[1])
+def note(capability: int, only: Sequence[str] | None, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each kernel uses; compiled are those that are not among what was noted before."""
+    sources = {row["source"]: row["given"] for row in before if "source" in row}
+    used = {row["given"]: row for row in before if row["target"] == f"sm_{capability}"}
+    now = digests(capability, only, sources)
+    new = {name for name, code in now if code.given not in used}
+    compiled = iter(compile_all(capability, list(new)))
+    rows = [
+        (next(compiled)._asdict() if name in new else used[code.given] | {"case": name}, code) for name, code in now
+    ]
+    return [row | code._asdict() for row, code in rows]
 
 
 def main() -> None:
     """Compile for every target and write a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="JSON file to write; what it knows is not compiled again"
+    )
     parser.add_argument("--only", nargs="*", help="cases to compile (default: all)")
+    parser.add_argument("--anew", action="store_true", help="compile what the file knows too")
     parsed = parser.parse_args()
-    rows = []
-    for capability in TARGETS:
-        found = zip(compile_all(capability, parsed.only), digests(capability, parsed.only), strict=True)
-        rows += [row._asdict() | {"given": given} for row, (_, given) in found]
+    there = json.loads(parsed.out.read_text()) if parsed.out.exists() and not parsed.anew else {}
+    before = there["kernels"] if there.get("triton") == triton.__version__ else []
+    rows = [row for capability in TARGETS for row in note(capability, parsed.only, before)]
     parsed.out.write_text(
         json.dumps({"triton": triton.__version__, "torch": torch.__version__, "kernels": rows}, indent=1)
     )

@@ -16,7 +16,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kvengine.kernels.gpu.ahead import cases, dump, inner_loops, only_compiling
+from kvengine.kernels.gpu.ahead import cases, only_compiling
+from kvengine.kernels.gpu.used import dump, inner_loops
 
 TAKES = {"LDG": 600, "LDS": 30, "LDSM": 33, "SHFL": 25, "MUFU": 22, "REDUX": 24}
 """Cycles until a result is there: a GPU's memory under load, shared memory, other lanes. Others of no known duration: SHORT."""

@@ -126,15 +126,16 @@ def noted(capability: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("as_written")
-@pytest.mark.parametrize(("capability", "each"), [(90, 1), (80, 3), pytest.param(80, 1, marks=pytest.mark.slow)])
-def test_every_kernel_is_one_that_was_compiled(capability: int, each: int) -> None:
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sources", "translated"])
+@pytest.mark.parametrize("capability", LIMITS)
+def test_every_kernel_is_one_that_was_compiled(capability: int, whole: bool) -> None:
     """What the compiler would be given now is what it was given when registers and shared memory were noted."""
     from kvengine.kernels.gpu.ahead import digests
 
     rows = noted(capability)
-    some = list(dict.fromkeys(row["case"] for row in rows))[::each]
-    rows = [row for row in rows if row["case"] in some]
-    now, then = digests(capability, None if each == 1 else some), [(row["case"], row["given"]) for row in rows]
+    known = {} if whole else {row["source"]: row["given"] for row in rows}
+    now = [(case, code.given) for case, code in digests(capability, None, known)]
+    then = [(row["case"], row["given"]) for row in rows]
     changed = sorted({case for case, _ in set(now) ^ set(then)})
     assert not changed, f"note them anew: python -P -m kvengine.kernels.gpu.ahead --out {NOTED}"
     assert now == then and all(row["registers"] <= 255 and row["shared"] <= LIMITS[capability] for row in rows)
@@ -145,7 +146,11 @@ def test_what_is_compiled_here_is_what_was_noted() -> None:
     from kvengine.kernels.gpu.ahead import compile_all
 
     (case,) = SOME[80][:1]
-    then = [{name: x for name, x in row.items() if name != "given"} for row in noted(80) if row["case"] == case]
+    then = [
+        {name: x for name, x in row.items() if name not in ("source", "given")}
+        for row in noted(80)
+        if row["case"] == case
+    ]
     assert [row._asdict() for row in compile_all(80, [case])] == then
 
 
