@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -5,6 +7,7 @@ from hypothesis import strategies as st
 from support_layer import Tokens, draw, plain, run
 
 from kvengine.kernels.page_scores import page_scores
+from kvengine.policies.selection import Where
 from kvengine.policies.selection.quest import Quest
 from kvengine.stack import Stack
 
@@ -84,6 +87,26 @@ def test_reads_are_those_of_the_loop(heads: int, group: int, reduce: str, budget
             seen[0, h, p * page : p * page + page] = True
     torch.testing.assert_close(found.out[:, -1:], plain(tokens, 100, seen), atol=1e-5, rtol=1e-4)
     assert int(seen[0, 0].sum()) <= budget
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean", "each"])
+@pytest.mark.parametrize("even", [False, True])
+def test_dead_pages_have_no_turn_and_rows_may_read_different_numbers(reduce: Any, even: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    q, low = torch.randn(3, 3, 8, generator=random), torch.randn(3, 20, 8, generator=random)
+    high, alive = low + torch.rand(3, 20, 8, generator=random), torch.rand(3, 20, generator=random) < 0.6
+    counts = torch.tensor([6, 6, 6] if even else [6, 2, 4])
+    at = Where(0, 1, lambda: counts, 6, lambda: q, 1.0, 0, even=even)
+    found = Quest(reduce=reduce).select(q, {"low": low, "high": high}, alive, at)
+    assert found is not None and found.shape == (3, 6)
+    for row, count in enumerate(counts.tolist()):
+        units = alive[row].nonzero()[:, 0].tolist()
+        bound = [[float(torch.maximum(x * low[row, u], x * high[row, u]).sum()) for u in units] for x in q[row]]
+        ranked = [[units[i] for i in sorted(range(len(units)), key=lambda i: -head[i])] for head in bound]
+        turns = list(dict.fromkeys(unit for turn in zip(*ranked, strict=True) for unit in turn))
+        one = [(max if reduce == "max" else sum)(each) for each in zip(*bound, strict=True)]
+        best = turns if reduce == "each" else [units[i] for i in sorted(range(len(units)), key=lambda i: -one[i])]
+        assert sorted(u for u in found[row].tolist() if u >= 0) == sorted(best[:count])
 
 
 def test_pages_grow_as_if_built_at_once() -> None:
