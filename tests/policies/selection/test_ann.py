@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import patched
+from support import Bare, patched
 from support_layer import Run, Tokens, draw, padded, run, stacked
 from torch import Tensor
 
@@ -150,6 +150,57 @@ def test_a_copy_of_an_index_is_the_same_and_grows_alone(kind: str, reads: int, t
     twin.add(np.arange(40, 48), keys[40:])
     assert (row.tokens, twin.tokens, row.fast.ntotal, twin.fast.ntotal) == (640, 768, 640, 768)
     assert np.array_equal(row.search(queries, 9, every)[0], before[0])
+
+
+@pytest.mark.parametrize("kind", ["flat", "ivf"])
+def test_a_row_finds_the_best_living_tokens_wherever_its_pages_are(kind: str) -> None:
+    """33 pages of 8 tokens, between columns in which it has none; all cells are looked at."""
+    from kvengine.policies.selection._index import Row
+
+    random = np.random.default_rng(0)
+    keys, queries = (random.normal(size=shape).astype(np.float32) for shape in ((33, 8, 4), (3, 4)))
+    row, alive = Row(kind, 10_000), random.random(36 * 8) < 0.5
+    row.add(np.arange(33), keys)
+    row.columns = np.delete(np.arange(36), [1, 5, 9])
+    ids, _ = row.search(queries, 9, alive)
+    slots = [8 * int(column) + i for column in row.columns for i in range(8)]
+    for query, found in zip(queries, ids.tolist(), strict=True):
+        wanted = {slot: float(key @ query) for slot, key in zip(slots, keys.reshape(-1, 4), strict=True) if alive[slot]}
+        assert found == sorted(wanted, key=lambda slot: -wanted[slot])[:9]
+
+
+@pytest.mark.parametrize("kind", ["ivf", "hnsw"])
+def test_a_row_has_an_index_from_256_tokens_on_and_cells_of_twice_as_many_when_there_are(kind: str) -> None:
+    from kvengine.policies.selection._index import Row
+
+    keys, row, begun = np.random.default_rng(0).normal(size=(80, 8, 4)).astype(np.float32), Row(kind, 1), list[int]()
+    for page in range(80):
+        before = row.fast
+        row.add(np.arange(page, page + 1), keys[page : page + 1])
+        begun += [row.tokens] if row.fast is not before else []
+    assert begun == ([256, 512] if kind == "ivf" else [256]) and row.fast.ntotal == 640
+
+
+@pytest.mark.parametrize("more", ["", " + streaming(sinks=2, recent=0.5)"])
+def test_rows_beside_each_other_read_what_looking_at_every_key_would(more: str) -> None:
+    """One of them has no page for some time, and pages lose tokens and go."""
+    found, exact = (Bare(f"{name}(budget=20){more}", rows=3, group=1, tokens=120) for name in ("ann", "oracle_topk"))
+    valid = torch.ones(3, 70, dtype=torch.bool)
+    valid[1, :66], valid[2, :20] = False, False
+    for x in (found, exact):
+        x.feed(70, valid)
+    for _ in range(40):
+        torch.testing.assert_close(found.feed(1), exact.feed(1))
+
+
+def test_a_head_that_finds_nothing_has_no_say() -> None:
+    """Its cell may hold no living token, when the others' cells do."""
+    from kvengine.policies.selection.ann import agree
+
+    inf = np.inf
+    ids, logits = np.array([[-1, -1], [7, 2], [3, -1]]), np.array([[-inf, -inf], [3.0, 1.0], [9.0, -inf]])
+    assert agree(ids, logits, 2).tolist() == [3, 7] and agree(ids[:1], logits[:1], 2).tolist() == []
+    assert agree(ids[:, :0], logits[:, :0], 2).tolist() == []
 
 
 def test_without_faiss_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
