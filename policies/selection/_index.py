@@ -102,7 +102,7 @@ class Row:
             params = faiss.SearchParametersIVF(sel=some, nprobe=self.probe)
             logits, ids = self.fast.search(queries, count, params=params)
         else:
-            params = faiss.SearchParametersHNSW(sel=some, efSearch=max(count, VIEW * self.probe))
+            params = faiss.SearchParametersHNSW(sel=some, efSearch=VIEW * self.probe)
             logits, ids = self.fast.search(queries, count, params=params)
         return np.where(ids < 0, -1, slots[ids]), logits
 
