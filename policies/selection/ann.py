@@ -78,8 +78,7 @@ class Ann(Selection):
         rows.update(at.stamps(), at.keys)
         queries, there = q.detach().float().cpu().numpy() * at.scale, alive.cpu().numpy()
         chosen = np.full((len(q), at.most), -1)
-        for row, most in enumerate(at.count.tolist()):
-            count = min(most, at.most)
+        for row, count in enumerate(at.count.tolist()):
             ids, logits = rows.search(row, queries[row], count, there[row])
             found = agree(ids, logits, count)
             chosen[row, : len(found)] = found
