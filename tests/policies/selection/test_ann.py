@@ -186,7 +186,7 @@ def test_a_row_has_an_index_from_256_tokens_on_and_cells_of_twice_as_many_when_t
     assert kind == "ivf" or all(len({*ids} - {-1}) == 100 for ids in found.tolist())
 
 
-@pytest.mark.parametrize("more", ["", " + streaming(sinks=2, recent=0.5)"])
+@pytest.mark.parametrize("more", ["", " + elastic(budget=40, offset=-8)"])
 def test_rows_beside_each_other_read_what_looking_at_every_key_would(more: str) -> None:
     """One of them has no page for some time, and pages lose tokens and go."""
     found, exact = (Bare(f"{name}(budget=20){more}", rows=3, group=1, tokens=120) for name in ("ann", "oracle_topk"))
