@@ -392,7 +392,8 @@ def test_what_is_only_added_is_taken_back_without_having_been_remembered(text: s
     cache.feed(3, torch.tensor([[False, True, True]]))
     assert len(lane.marks) == 1
     cache.feed(2)
-    cache.back(3)  # into the middle of what came with padding
+    cache.back(1)  # of what came behind padding
+    cache.back(2)  # into the middle of what came with it
     cache.back(2)  # and to before it
     cache.back(1)
     assert lane.seen == 61
