@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import Bare
 from support_layer import Tokens, draw, plain, run
 
 from kvengine.kernels.page_scores import page_scores
@@ -107,6 +108,36 @@ def test_dead_pages_have_no_turn_and_rows_may_read_different_numbers(reduce: Any
         one = [(max if reduce == "max" else sum)(each) for each in zip(*bound, strict=True)]
         best = turns if reduce == "each" else [units[i] for i in sorted(range(len(units)), key=lambda i: -one[i])]
         assert sorted(u for u in found[row].tolist() if u >= 0) == sorted(best[:count])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "quest(budget=56, page=4)",  # the shorter row holds no more, the longer one does
+        "quest(budget=0.5, page=4)",
+        "snapkv(budget=40, window=6) + quest(budget=0.7, page=4)",  # more than the longer row holds, less than the shorter one
+    ],
+)
+def test_a_row_reads_what_it_reads_alone(text: str) -> None:
+    together, valid = Bare(text, rows=2, tokens=80), torch.ones(2, 60, dtype=torch.bool)
+    valid[1, :13] = False
+    alone = [Bare(text, rows=2, tokens=80) for _ in range(2)]
+    for row, one in enumerate(alone):
+        one.q, one.k, one.v = (x[row : row + 1, :, 13 * row :] for x in (one.q, one.k, one.v))
+        one.feed(60 - 13 * row)
+    together.feed(60, valid)
+    for _ in range(18):
+        torch.testing.assert_close(together.feed(1), torch.cat([one.feed(1) for one in alone]))
+
+
+@pytest.mark.parametrize("padding", [0, 9])
+def test_a_unit_is_read_though_the_budget_has_no_room_for_one(padding: int) -> None:
+    bare, valid = Bare("quest(budget=1, page=4)", rows=2), torch.ones(2, 60, dtype=torch.bool)
+    valid[1, :padding] = False
+    bare.feed(60, valid)
+    bare.feed(1)
+    lane = bare.cache.parts[0].lane
+    assert torch.equal((lane.reach() >= 0).sum(1), 4 + (lane.tail.position[:, lane.tail.span] >= 0).sum(1))
 
 
 def test_pages_grow_as_if_built_at_once() -> None:
