@@ -136,8 +136,8 @@ def placements(url: str | None, folder: str, bytes_of_pages: int) -> dict[str, s
 
 def written(cache: kvengine.EngineCache) -> None:
     """Wait until pages on their way down are there."""
-    for pool in (part.lane.pool for layer in cache.engines for part in layer.parts):
-        for shelf in () if pool is None else pool.shelves:
+    for pages in (part.lane.pages for layer in cache.engines for part in layer.parts):
+        for shelf in () if pages is None else pages.pool.shelves:
             if isinstance(shelf, Tiered):
                 shelf.flush()
 

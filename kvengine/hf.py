@@ -294,11 +294,12 @@ def check_stack(stack: Stack, text: Any, channels: Channels = frozenset()) -> No
     if stack == Stack():
         return
     name = text.model_type
-    if not any(engine_layers(text)):
+    if not any(layers := engine_layers(text)):
         raise UnsupportedPolicy(
             f"{name} has no layer with a plain, growing key-value cache (sliding windows and layers with a recurrent "
             f"state keep transformers' own), so there is nothing for '{stack}' to do. Use 'full'"
         )
+    stack.check_layers(len(layers))
     again, known = stack.retention.replay, getattr(text, "vocab_size", None)
     if again is not None and known is not None and max((*again.prompt, *again.suffix), default=0) >= known:
         raise PolicyError(

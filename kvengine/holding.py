@@ -57,7 +57,6 @@ class Holding(Padded):
         tail = Tail if inner is None else partial(Nested, inner)
         self.tail: Tail = tail(k, v, scored, placed=False)
         self.pages: Pages | None = None
-        self.pool: Pool | None = None
         self.seen = self.since = 0  # tokens seen, and those before the current pass
         self.firm = 0  # tokens that shortening the tail does not take back: what came as a prompt, or with padding
         self.whole = True  # the tail holds every token seen, each at its position
@@ -141,7 +140,7 @@ class Holding(Padded):
         """Hold exactly these tokens, compactly. Pages of `idle` rows stay as they are."""
         clean = self.tail.clean and (self.pages is None or self.pages.clean)
         if self.pages is None or idle is None:
-            self.pages = self.pool = None
+            self.pages = None
         else:
             self.pages.clear(~idle)
         if self.stack.paged:
@@ -258,7 +257,6 @@ class Holding(Padded):
             self.beside.forget(self.tail)
             self.saw = None if self.saw is None else self.saw.told()  # it would keep what is replaced
         if self.pages is None:
-            self.pool = self.new_pool()
             s, rope = self.stack, self.session.rope
             joined = None
             if s.representation.joint and k is not None and position is not None:
@@ -266,7 +264,7 @@ class Holding(Padded):
             rows, device = len(self.first), self.first.device
             scored = self.retention.remembers
             self.pages = Pages(
-                self.pool, rows, s.page, s.representation, s.selection, device, joined, scored, self.inner
+                self.new_pool(), rows, s.page, s.representation, s.selection, device, joined, scored, self.inner
             )
         elif self.pages.joint is not None and k is not None and position is not None and new is not None:
             mine = k[new], position[new]
@@ -371,8 +369,8 @@ class Holding(Padded):
                 bring_in(self)
             elif float((pages.position >= 0).float().mean()) < 0.5:
                 self.rebuild(*self.everything(), keep=None)
-        if self.pages is pages and shed(pages, self.new_pool):
-            self.pool = pages.pool
+        if self.pages is pages:
+            shed(pages, self.new_pool)
         if pages._table is not table or not pages.columns:
             self.beside.forget(self.tail)
 

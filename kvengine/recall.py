@@ -118,7 +118,6 @@ class Recall(Holding):
             self.tail, self.pages, self.lengths, self.seen = mark.tail, mark.pages, mark.lengths, mark.seen
             self.notes, self.first, self.begin = mark.notes, mark.first, mark.begin
             self.judged, self.firm = mark.judged, mark.firm
-            self.pool = None if self.pages is None else self.pages.pool
             self.saw, self.due = None, 0
             self.share(bool(self.marks))
         if mark is not None and goal > self.seen:

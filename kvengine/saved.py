@@ -36,7 +36,6 @@ from kvengine.offload.cachegen.coder import backend
 from kvengine.offload.container import Container, pack, plain, read_file
 from kvengine.offload.stores.filesystem import replace_file
 from kvengine.pages import Pages
-from kvengine.pool import Pool
 from kvengine.reach import Reach
 from kvengine.saliency import Saliency
 from kvengine.saved_beside import check_same_rows, restore
@@ -51,7 +50,7 @@ RAW = {str(d).removeprefix("torch."): d for d in (
 )}  # fmt: skip
 OUTSIDE = {  # attributes that are made anew, or saved under their own heading
     Lane: {
-        "stack", "retention", "session", "layer", "layers", "number", "heads", "part", "inner", "tail", "pages", "pool", "marks",
+        "stack", "retention", "session", "layer", "layers", "number", "heads", "part", "inner", "tail", "pages", "marks",
         "plain", "rolls", "thins", "pays", "known", "reads", "launched", "beside", "repeated", "waits", "due", "tally",
     },
     LayerCache: {"stack", "layer", "layers", "session", "parts", "readers"},
@@ -204,17 +203,17 @@ class Writer:
             "heads": lane.heads,
             "own": self.attributes(lane),
             "tail": self.value(held),
-            "pages": None if lane.pages is None or lane.pool is None else self.pages(lane.pages, lane.pool),
+            "pages": None if lane.pages is None else self.pages(lane.pages),
         }
 
-    def pages(self, pages: Pages, pool: Pool) -> dict[str, Any]:
+    def pages(self, pages: Pages) -> dict[str, Any]:
         """Only pages in use, numbered anew."""
         used = torch.tensor(sorted(set(pages.pages_in_use())), dtype=torch.long, device=pages.table.device)
         own = {**{n: x for n, x in vars(pages).items() if n not in OUTSIDE[Pages]}, "_table": pages.renumbered(used)}
         joint = pages.joint
         return {
             "own": self.value(own),
-            "fields": self.value(pool.read(used) if pool.shelves else {}),
+            "fields": self.value(pages.pool.read(used) if pages.pool.shelves else {}),
             "joint": None if joint is None else self.value({n: getattr(joint, n) for n in ("fields", "dtype", "late")}),
         }
 
@@ -313,9 +312,9 @@ class Reader:
     def pages(self, lane: Lane, state: dict[str, Any]) -> None:
         stack, saved = lane.stack, self.value(state["fields"])
         count = check_fields(saved)
-        lane.pool = lane.new_pool()
-        at = lane.pool.put(saved) if count else None
-        lane.pages = Pages(lane.pool, len(lane.first), stack.page, stack.representation, stack.selection, self.device,
+        pool = lane.new_pool()
+        at = pool.put(saved) if count else None
+        lane.pages = Pages(pool, len(lane.first), stack.page, stack.representation, stack.selection, self.device,
                            self.joint(lane, state["joint"]), lane.retention.remembers, lane.inner)  # fmt: skip
         set_attributes(lane.pages, self.value(state["own"]))
         check_pages(lane.pages, count)

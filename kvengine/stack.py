@@ -67,11 +67,7 @@ class Stack:
                 f"{name_of(self.selection)!r} chooses, but its `reads` says that all is read: return a budget"
             )
         r, s = self.retention, self.selection
-        if r.at(0, 1).counts and self.selects:
-            raise UnsupportedPolicy(
-                f"{name_of(r)!r} counts the attention that every held token receives, but {name_of(s)!r} reads only "
-                "some of them; use a retention that judges the prompt once (snapkv), or no selection"
-            )
+        self.check_layers(1)
         if r.remerges and not self.representation.lossless:
             raise UnsupportedPolicy(
                 f"{name_of(r)!r} rewrites tokens that it keeps while decoding, but {name_of(self.representation)!r} "
@@ -120,6 +116,15 @@ class Stack:
     def reads_prompts_exactly(self) -> bool:
         """Whether every head reads a prompt as the model does."""
         return self.prefill.exact and self.routing.exact
+
+    def check_layers(self, layers: int) -> None:
+        """Refuse what does not go together in one of so many layers, in which a retention may differ."""
+        r, s = self.retention, self.selection
+        if self.selects and any(r.at(layer, layers).counts for layer in range(layers)):
+            raise UnsupportedPolicy(
+                f"{name_of(r)!r} counts the attention that every held token receives, but {name_of(s)!r} reads only "
+                "some of them; use a retention that judges the prompt once (snapkv), or no selection"
+            )
 
     def check_channels(self, dim: int, dim_v: int, nested: bool = False) -> None:
         """Refuse keys and values of so many channels where pages cannot hold them, before there is a page to seal.

@@ -85,10 +85,10 @@ def measure(layers: list[LayerCache]) -> Stats:
                 held.setdefault(tier, {})[name] = held.setdefault(tier, {}).get(name, 0) + size
         read += lane_reads(lane) * times
         computed, every = computed + lane.tally.computed, every + lane.tally.every
-        if lane.pages is not None and lane.pool is not None:
-            mine = len(set(lane.pages.pages_in_use()))
-            used, free = used + mine, free + lane.pool.pages - mine
-            served, faults = served + lane.pool.served(), faults + lane.pool.faults
+        if lane.pages is not None:
+            pool, mine = lane.pages.pool, len(set(lane.pages.pages_in_use()))
+            used, free = used + mine, free + pool.pages - mine
+            served, faults = served + pool.served(), faults + pool.faults
     if text := layers[0].session.text.nbytes if layers else 0:
         held.setdefault("device", {})["text"] = text
     return Stats(
@@ -100,9 +100,9 @@ def measure(layers: list[LayerCache]) -> Stats:
 def lane_bytes(lane: Lane) -> dict[str, dict[str, int]]:
     own = {f"tail.{name}": x.nbytes for name, x in lane.tail.tensors().items()}
     own |= {f"notes.{name}": x.nbytes for name, x in lane.notes.items()}
-    if lane.pages is not None and lane.pool is not None:
+    if lane.pages is not None:
         own |= {f"pages.{name}": x.nbytes for name, x in lane.pages.tensors().items()}
-        stored = {tier: {f"page.{n}": b for n, b in f.items()} for tier, f in lane.pool.nbytes().items()}
+        stored = {tier: {f"page.{n}": b for n, b in f.items()} for tier, f in lane.pages.pool.nbytes().items()}
         if beside := sum(x.nbytes for x in lane.pages.beside.values()):
             stored["host"] = stored.get("host", {}) | {"pages.index": beside}
     else:
@@ -127,9 +127,9 @@ def lane_reads(lane: Lane) -> int:
     stored = [x for name, x in tail.tensors().items() if name != "score"]  # no slots of positions where order tells
     size = sum(x[:, tail.span].numel() * x.element_size() for x in stored)
     pages = lane.pages
-    if pages is None or lane.pool is None or not len(pages):
+    if pages is None or not len(pages):
         return size
-    per_page = lane.pool.page_bytes
+    per_page = pages.pool.page_bytes
     joint, chosen = pages.joint, chosen_units(lane)
     if joint is not None:
         size += joint.reads(None if chosen is None else chosen * pages.selection.unit)

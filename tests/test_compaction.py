@@ -314,8 +314,8 @@ def test_memory_of_pages_that_were_once_needed_is_given_back(form: str, monkeypa
     for _ in range(100):
         torch.testing.assert_close(bare.feed(1), twin.feed(1), rtol=1e-4, atol=1e-5)
         if lane.lengths[0][0] == lane.stack.room:
-            assert lane.pool is pages_of(bare).pool is not much
-            assert lane.pool.pages <= 2 * 4 * pages_of(bare).columns + 4  # which have just been asked for
+            assert pages_of(bare).pool is not much
+            assert pages_of(bare).pool.pages <= 2 * 4 * pages_of(bare).columns + 4  # which have just been asked for
     assert torch.equal(before.decoded()[0], keys) and torch.equal(before.table, places) and before.pool is much
 
 

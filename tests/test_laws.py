@@ -34,8 +34,8 @@ def test_every_file_is_one_method_with_values_for_all_options(name: str) -> None
 def test_the_names_of_a_representations_fields_are_known_before_there_is_a_page(text: str) -> None:
     one = Bare(text + " + host")
     one.feed(60)
-    pool = one.cache.parts[0].lane.pool
-    found = {name for fields in pool.nbytes().values() for name in fields} if pool is not None else None
+    pages = one.cache.parts[0].lane.pages
+    found = {name for fields in pages.pool.nbytes().values() for name in fields} if pages is not None else None
     assert found == set(one.cache.stack.representation.names)
 
 

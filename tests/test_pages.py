@@ -1,5 +1,6 @@
 """Sealed pages by themselves, how many of them a lane goes on holding, and what nodes of a tree see beside holes."""
 
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,55 @@ def test_a_row_that_is_cleared_holds_nothing_even_beside_a_longer_one() -> None:
         assert (pages.table[0] >= 0).tolist() == [True] * refilled + [False] * (3 - refilled)
         assert set(pages.table[1].tolist()) == other and bool(pages.alive[1].all())
         assert len(set(pages.pages_in_use())) == 3 + refilled
+
+
+def test_pages_go_behind_those_that_their_row_has_and_a_state_that_is_remembered_stays() -> None:
+    """Two for one of the rows, as many for each as `counts` says, and one for all, where memory is there already."""
+    pages, written = sealed(2, 1), [[0], [0]]  # tens of the positions, by page
+    pages.reserve(9)
+
+    def tokens(columns: int, ten: int) -> tuple[torch.Tensor, ...]:
+        position = torch.arange(4, dtype=torch.int32).repeat(columns) + 10 * ten
+        k = position[None, :, None].float().expand(2, -1, 3)
+        return k, -k, position.expand(2, -1), torch.rand(2, 4 * columns)
+
+    for ten in range(1, 5):
+        twin, before = copy(pages), pages.position.tolist()
+        pages.shared = True
+        known = {name: x.clone() for name, x in twin.tensors().items()}
+        if ten == 2:
+            index = torch.arange(8).expand(2, -1)
+            pages.seal_chosen(tokens(2, ten), index, torch.tensor([0, 1]))
+            written[1] += [ten]
+        elif ten == 1:
+            pages.seal(*(x[:1] for x in tokens(2, ten)), True, torch.tensor([0]))
+            written[0] += [ten, ten]
+        else:
+            pages.seal(*tokens(1, ten), True)
+            written = [[*row, ten] for row in written]
+        assert twin.position.tolist() == before
+        assert all(torch.equal(x, known[name]) for name, x in twin.tensors().items())
+        k, v = pages.decoded()
+        for row, tens in enumerate(written):
+            want = [10 * ten + i if ten else i for ten in tens for i in range(4)]
+            assert pages.position[row].tolist() == want + [-1] * (4 * pages.columns - len(want))
+            there = torch.tensor([10.0 * ten + i for ten in tens[1:] for i in range(4)])
+            assert torch.equal(k[row, 4 : len(want), 0], there) and torch.equal(v[row, 4 : len(want), 0], -there)
+            low = pages.summary["low"][row, 2 : len(want) // 2, 0]
+            assert torch.equal(low, there[::2])
+        assert pages.filled.tolist() == [len(row) for row in written] and pages.columns == max(map(len, written))
+
+
+def test_a_slot_without_a_token_is_stored_as_nothing() -> None:
+    """Whatever stood there, and a unit is alive if one of its tokens is."""
+    pages, k = sealed(1, 1), torch.full((1, 4, 3), torch.nan)
+    position = torch.tensor([[-1, 5, -1, -1]], dtype=torch.int32)
+    k[0, 1] = 7.0
+    pages.seal(k, k, position, torch.zeros(1, 4), False)
+    for x in pages.decoded():
+        assert x[0, 4:, 0].tolist() == [0, 7, 0, 0]
+    assert pages.alive[0, 2:].tolist() == [True, False] and not pages.clean
+    assert pages.summary["low"][0, 2:, 0].tolist() == [7, 0]
 
 
 def test_a_page_of_which_the_first_token_alone_is_left_stays() -> None:

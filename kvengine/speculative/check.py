@@ -199,7 +199,7 @@ def check_places(middle: Stack, stack: Stack, model: Any, in_place: bool) -> Non
     elif in_place and is_read_again(model):
         reason = "later layers of the model read them too"
     elif in_place:
-        reason = why_not(middle, stack)
+        reason = why_not(middle, stack, model.config.get_text_config(decoder=True).num_hidden_layers)
     if reason is not None:
         raise UnsupportedPolicy(f"'{middle}' cannot read the target's tokens in place: {reason}. Leave in_place out")
 

@@ -31,8 +31,8 @@ from kvengine.tail import Tail
 from kvengine.tokens import take
 
 
-def why_not(middle: Stack, stack: Stack) -> str | None:
-    """Why a draft under `middle` cannot read the rows of a target under `stack`; None if it can."""
+def why_not(middle: Stack, stack: Stack, layers: int = 1) -> str | None:
+    """Why a draft under `middle` cannot read the rows of a target under `stack`, with so many layers; None if it can."""
     r = middle.retention
     if stack.paged or not isinstance(stack.retention, Full) or not isinstance(stack.routing, Uniform):
         return f"the target under '{stack}' does not hold every token as it is, side by side"
@@ -44,7 +44,7 @@ def why_not(middle: Stack, stack: Stack) -> str | None:
         return "it merges tokens, and what it reads is then in no row of the target"
     if type(r).shift is not Retention.shift and r.needs_rope:
         return "it reads keys at other positions than the target's"
-    if r.decodes and not isinstance(r, Streaming):
+    if any(r.at(layer, layers).decodes for layer in range(layers)) and not rolls(middle):
         return "it judges while decoding, by attention that only its own passes see"
     if middle.placed:
         return "it asks for a place of its own"
@@ -53,9 +53,14 @@ def why_not(middle: Stack, stack: Stack) -> str | None:
     return None
 
 
+def rolls(stack: Stack) -> bool:
+    """Whether a stack's set of tokens is a window that moves on, and sinks."""
+    return isinstance(stack.retention, Streaming) and stack.retention.decode
+
+
 def judged(stack: Stack) -> bool:
     """Whether a stack's set of tokens is the one that its retention keeps of a prompt."""
-    return not isinstance(stack.retention, Full | Streaming)
+    return not (isinstance(stack.retention, Full) or rolls(stack))
 
 
 class LayerPlaces(LayerView):
@@ -70,7 +75,7 @@ class LayerPlaces(LayerView):
             k = self.source.parts[0].lane.tail.held()[0]
             grouped = q.unflatten(1, (self.source.heads, -1)).flatten(0, 1)
             self.begin(self._index(k, grouped, call, self.source.parts[0].lane.prompt_most))
-        elif self.index is None or isinstance(self.stack.retention, Streaming):
+        elif self.index is None or rolls(self.stack):
             self.begin(self._window())
         else:
             self.begin(self._longer(self.source.seen - self.seen))
@@ -86,7 +91,7 @@ class LayerPlaces(LayerView):
         """The source holds the tokens that it has let through: their numbers are enough."""
         longer = self._longer(k.shape[2])
         self.seen += k.shape[2]
-        self.index = self._window() if isinstance(self.stack.retention, Streaming) else longer
+        self.index = self._window() if rolls(self.stack) else longer
 
     def quick(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         """What is read does not lie together."""

@@ -215,7 +215,7 @@ def footprint(session: Session) -> tuple[int, int, int, int]:
 def fine_bytes(cache: EngineCache) -> int:
     """Bytes of the fields that a coarse read leaves out."""
     lanes = [part.lane for layer in cache.engines for part in layer.parts]
-    pools = [(lane.pool, lane.stack.representation.fine) for lane in lanes if lane.pool is not None]
+    pools = [(lane.pages.pool, lane.stack.representation.fine) for lane in lanes if lane.pages is not None]
     return sum(size for pool, fine in pools for tier in pool.nbytes().values() for n, size in tier.items() if n in fine)
 
 

@@ -102,7 +102,7 @@ class Row:
             params = faiss.SearchParametersIVF(sel=some, nprobe=self.probe)
             logits, ids = self.fast.search(queries, count, params=params)
         else:
-            params = faiss.SearchParametersHNSW(sel=some, efSearch=max(count, VIEW * self.probe))
+            params = faiss.SearchParametersHNSW(sel=some, efSearch=VIEW * self.probe)
             logits, ids = self.fast.search(queries, count, params=params)
         return np.where(ids < 0, -1, slots[ids]), logits
 
@@ -156,10 +156,10 @@ class Rows:
         new = keys(slice(first, last)).detach().float().cpu().numpy()
         pages = new.reshape(len(stamps), last - first, -1, new.shape[-1])
         for i, (row, at) in enumerate(zip(self.rows, missing, strict=True)):
-            row.add(stamps[i, at], np.ascontiguousarray(pages[i, at - first]))
+            row.add(stamps[i, at], pages[i, at - first])
 
     def search(self, row: int, queries: np.ndarray, count: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.rows[row].search(np.ascontiguousarray(queries, dtype=np.float32), count, alive)
+        return self.rows[row].search(queries, count, alive)
 
     @property
     def nbytes(self) -> int:

@@ -78,8 +78,7 @@ class Ann(Selection):
         rows.update(at.stamps(), at.keys)
         queries, there = q.detach().float().cpu().numpy() * at.scale, alive.cpu().numpy()
         chosen = np.full((len(q), at.most), -1)
-        for row, most in enumerate(at.count.tolist()):
-            count = min(most, at.most)
+        for row, count in enumerate(at.count.tolist()):
             ids, logits = rows.search(row, queries[row], count, there[row])
             found = agree(ids, logits, count)
             chosen[row, : len(found)] = found
@@ -92,9 +91,11 @@ def agree(ids: np.ndarray, logits: np.ndarray, count: int) -> np.ndarray:
     >>> agree(np.array([[4, 2], [7, 2]]), np.array([[3.0, 1.0], [9.0, 8.9]]), 2)
     array([4, 7])
     """
-    logits = np.where(ids < 0, -np.inf, logits)
-    if not ids.size or not (ids >= 0).any():
-        return ids[:0, 0] if ids.size else np.zeros(0, dtype=np.int64)
+    finds = (ids >= 0).any(1)
+    if not finds.any():
+        return np.zeros(0, dtype=np.int64)
+    ids = ids[finds]
+    logits = np.where(ids < 0, -np.inf, logits[finds])
     top = logits.max(1, keepdims=True)
     share = logits - top - np.log(np.exp(logits - top).sum(1, keepdims=True))
     best = np.full(int(ids.max()) + 1, -np.inf, dtype=share.dtype)

@@ -87,8 +87,9 @@ class Landmarks(Selection):
         length = (index >= 0).sum(1)
         chunks = ((length - self.local) // self.chunk).clamp(min=0)
         count = ((tokens_by_row(self.budget, prompt) * self.outliers).long() // self.chunk).minimum(chunks)
-        if not (most := int(chunks.max())) or not bool(count.any()):
+        if not bool(count.any()):
             return None
+        most = int(chunks.max())
         at = (index.shape[1] - length)[:, None] + torch.arange(most * self.chunk, device=k.device)
         slots = index.gather(1, at.clamp(max=index.shape[1] - 1))
         units = take(k, slots).unflatten(1, (most, self.chunk)).flatten(0, 1)

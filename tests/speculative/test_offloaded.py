@@ -38,7 +38,7 @@ def storages(lane: Any) -> dict[str, dict[int, int]]:
     found: dict[str, dict[int, int]] = {"device": {}, "host": {}}
     for x in (*lane.tail.tensors().values(), *lane.pages.tensors().values()):
         found["device"][x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-    for shelf in lane.pool.shelves:
+    for shelf in lane.pages.pool.shelves:
         for store in shelf.stores.values():
             found[shelf.tier][store.data.untyped_storage().data_ptr()] = store.data.untyped_storage().nbytes()
     return found

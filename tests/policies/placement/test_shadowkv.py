@@ -101,7 +101,7 @@ def test_hits_and_misses_are_those_of_a_plain_list(keep: str) -> None:
     cache.forward(*tokens.part(0, 160), Call(tokens.scale))
     lane = cache.parts[0].lane
     if keep == "lru":  # pages come there when they are sealed
-        shelf = lane.pool.shelves[0]  # type: ignore[union-attr]
+        shelf = lane.pages.pool.shelves[0]  # type: ignore[union-attr]
         row_of = {int(p): (r, c) for r, row in enumerate(lane.pages.table.tolist()) for c, p in enumerate(row)}  # type: ignore[union-attr]
         there = np.flatnonzero(shelf.slot[0] >= 0).tolist()  # type: ignore[attr-defined]
         resident = [(row_of[i // 4][0], row_of[i // 4][1] * 4 + i % 4) for i in there]

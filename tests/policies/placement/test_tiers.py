@@ -68,7 +68,7 @@ def two_layers(policy: str) -> tuple[list[LayerCache], Session]:
 
 def flush(caches: list[LayerCache]) -> None:
     """Wait until what is on its way down is there."""
-    for shelf in (s for cache in caches for part in cache.parts for s in part.lane.pool.shelves):  # type: ignore[union-attr]
+    for shelf in (s for cache in caches for part in cache.parts for s in part.lane.pages.pool.shelves):  # type: ignore[union-attr]
         if isinstance(shelf, Tiered):
             shelf.flush()
 

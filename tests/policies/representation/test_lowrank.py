@@ -212,7 +212,7 @@ def test_bytes_read_are_those_of_the_chosen_tokens() -> None:
     assert len(whole.lane.tail) == len(some.lane.tail) == 161 - sealed
     assert measure([whole.cache]).read_per_token == tail + basis + 160 * rank * 4 + 4 * sealed * 16 * 4
     units, bounds = int((some.lane.units >= 0).sum()), 4 * sealed // 8 * 2 * 16 * 4  # type: ignore[operator]
-    pages = measure([some.cache]).bytes["device"]["page.v"] / some.lane.pool.pages  # type: ignore[union-attr]
+    pages = measure([some.cache]).bytes["device"]["page.v"] / some.lane.pages.pool.pages  # type: ignore[union-attr]
     want = tail + basis + units * 8 * rank * 4 + int(units * pages / 2) + bounds
     assert measure([some.cache]).read_per_token == want
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import SMALL, Bare
+from support import SMALL, Bare, llama
 from torch import Tensor
 
+import kvengine
 from kvengine import answers
 from kvengine.errors import UnsupportedPolicy
 from kvengine.kernels.step import Rule
@@ -17,6 +18,7 @@ from kvengine.policies.retention.elastic import Elastic
 from kvengine.policies.retention.h2o import H2O
 from kvengine.policies.retention.streaming import Streaming
 from kvengine.policies.retention.tova import TOVA
+from kvengine.policies.selection.quest import Quest
 from kvengine.stack import Stack
 
 ONCE = ["h2o(budget=24, decode=False)", "tova(budget=24, decode=False)", "streaming(sinks=2, recent=14, decode=False)"]
@@ -72,6 +74,16 @@ def test_a_method_that_counts_what_each_token_gets_needs_all_of_them_read_while_
     assert not Stack.parse(f"{name}(decode=False) + quest").retention.at(0, 2).counts
     with pytest.raises(UnsupportedPolicy, match="counts the attention"):
         Stack.parse(f"{name} + quest")
+
+
+def test_one_layer_that_counts_is_enough_to_refuse_a_selection() -> None:
+    class Later(H2O):
+        def at(self, layer: int, layers: int) -> Retention:
+            return self if layer else H2O(self.budget, decode=False).at(layer, layers)
+
+    stack = Stack(retention=Later(budget=24), selection=Quest(budget=16, page=4))
+    with pytest.raises(UnsupportedPolicy, match="counts the attention"):
+        kvengine.patch(llama(), stack)
 
 
 def shown(position: list[list[int]], queries: int = 1, **more: Any) -> Seen:

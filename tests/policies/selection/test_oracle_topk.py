@@ -3,6 +3,7 @@ import torch
 from support_layer import draw, plain, run
 
 from kvengine.policies.selection import Where, best
+from kvengine.policies.selection.oracle_topk import OracleTopK
 
 
 @pytest.mark.parametrize("heads, group, softcap", [(2, 2, None), (3, 1, None), (1, 4, None), (1, 4, 1.0)])
@@ -35,8 +36,24 @@ def test_no_other_choice_of_as_many_tokens_is_nearer_on_average() -> None:
 
 def test_a_fraction_is_of_the_rows_own_prompt() -> None:
     tokens = draw(101)
-    a, b = run("oracle_topk(budget=0.3)", tokens, 100), run("oracle_topk(budget=30)", tokens, 100)
+    a, b = run("oracle_topk(budget=0.3)", tokens, 80), run("oracle_topk(budget=24)", tokens, 80)
     assert torch.equal(a.out, b.out)
+
+
+def test_what_is_dead_takes_no_share_from_the_others() -> None:
+    """A head that is all for a dead token would otherwise have little say in what else is read."""
+    random = torch.Generator().manual_seed(0)
+    q, k = 2 * torch.randn(4, 2, 8, generator=random), torch.randn(4, 30, 8, generator=random)
+    alive = torch.rand(4, 30, generator=random) < 0.5
+    k[:, :2] = 4 * q  # each is a head's own token
+    alive[:, :2] = torch.tensor([True, False])
+    at = Where(0, 1, lambda: torch.full((4,), 5), 5, lambda: k, 0.5, 30)
+    found = OracleTopK().select(q, {}, alive, at)
+    assert found is not None
+    for row in range(4):
+        there = alive[row].nonzero()[:, 0]
+        share = (q[row] @ k[row, there].T * 0.5).softmax(1).amax(0)
+        assert set(found[row].tolist()) == set(there[share.topk(5).indices].tolist())
 
 
 @pytest.mark.parametrize("even", [False, True])

@@ -1,10 +1,14 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import Bare
 from support_layer import Tokens, draw, plain, run
 
 from kvengine.kernels.page_scores import page_scores
+from kvengine.policies.selection import Where
 from kvengine.policies.selection.quest import Quest
 from kvengine.stack import Stack
 
@@ -84,6 +88,56 @@ def test_reads_are_those_of_the_loop(heads: int, group: int, reduce: str, budget
             seen[0, h, p * page : p * page + page] = True
     torch.testing.assert_close(found.out[:, -1:], plain(tokens, 100, seen), atol=1e-5, rtol=1e-4)
     assert int(seen[0, 0].sum()) <= budget
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean", "each"])
+@pytest.mark.parametrize("even", [False, True])
+def test_dead_pages_have_no_turn_and_rows_may_read_different_numbers(reduce: Any, even: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    q, low = torch.randn(3, 3, 8, generator=random), torch.randn(3, 20, 8, generator=random)
+    high, alive = low + torch.rand(3, 20, 8, generator=random), torch.rand(3, 20, generator=random) < 0.6
+    counts = torch.tensor([6, 6, 6] if even else [6, 2, 4])
+    at = Where(0, 1, lambda: counts, 6, lambda: q, 1.0, 0, even=even)
+    found = Quest(reduce=reduce).select(q, {"low": low, "high": high}, alive, at)
+    assert found is not None and found.shape == (3, 6)
+    for row, count in enumerate(counts.tolist()):
+        units = alive[row].nonzero()[:, 0].tolist()
+        bound = [[float(torch.maximum(x * low[row, u], x * high[row, u]).sum()) for u in units] for x in q[row]]
+        ranked = [[units[i] for i in sorted(range(len(units)), key=lambda i: -head[i])] for head in bound]
+        turns = list(dict.fromkeys(unit for turn in zip(*ranked, strict=True) for unit in turn))
+        one = [(max if reduce == "max" else sum)(each) for each in zip(*bound, strict=True)]
+        best = turns if reduce == "each" else [units[i] for i in sorted(range(len(units)), key=lambda i: -one[i])]
+        assert sorted(u for u in found[row].tolist() if u >= 0) == sorted(best[:count])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "quest(budget=56, page=4)",  # the shorter row holds no more, the longer one does
+        "quest(budget=0.5, page=4)",
+        "snapkv(budget=40, window=6) + quest(budget=0.7, page=4)",  # more than the longer row holds, less than the shorter one
+    ],
+)
+def test_a_row_reads_what_it_reads_alone(text: str) -> None:
+    together, valid = Bare(text, rows=2, tokens=80), torch.ones(2, 60, dtype=torch.bool)
+    valid[1, :13] = False
+    alone = [Bare(text, rows=2, tokens=80) for _ in range(2)]
+    for row, one in enumerate(alone):
+        one.q, one.k, one.v = (x[row : row + 1, :, 13 * row :] for x in (one.q, one.k, one.v))
+        one.feed(60 - 13 * row)
+    together.feed(60, valid)
+    for _ in range(18):
+        torch.testing.assert_close(together.feed(1), torch.cat([one.feed(1) for one in alone]))
+
+
+@pytest.mark.parametrize("padding", [0, 9])
+def test_a_unit_is_read_though_the_budget_has_no_room_for_one(padding: int) -> None:
+    bare, valid = Bare("quest(budget=1, page=4)", rows=2), torch.ones(2, 60, dtype=torch.bool)
+    valid[1, :padding] = False
+    bare.feed(60, valid)
+    bare.feed(1)
+    lane = bare.cache.parts[0].lane
+    assert torch.equal((lane.reach() >= 0).sum(1), 4 + (lane.tail.position[:, lane.tail.span] >= 0).sum(1))
 
 
 def test_pages_grow_as_if_built_at_once() -> None:

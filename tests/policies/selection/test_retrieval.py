@@ -1,6 +1,11 @@
+from typing import Any
+
 import pytest
 import torch
 from support_layer import draw, padded, plain, run, stacked
+
+from kvengine.policies.selection.landmarks import Landmarks
+from kvengine.policies.selection.retrieval import Retrieval
 
 
 @pytest.mark.parametrize("softcap", [None, 0.3])
@@ -35,3 +40,17 @@ def test_the_first_chunk_that_a_row_holds_is_read_whatever_others_hold() -> None
     short, valid = padded(draw(105, seed=1), 15)
     alone, both = run(policy, long, 80), run(policy, stacked(short, long), 80, valid=torch.cat([valid, valid | True]))
     torch.testing.assert_close(both.out[1:], alone.out, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("selection", [Retrieval(), Landmarks()])
+def test_a_chunk_with_holes_is_summarised_by_the_tokens_it_has(selection: Any) -> None:
+    k, valid = torch.randn(3, 8, 16), torch.rand(3, 8) < 0.5
+    valid[1], valid[2] = False, torch.arange(8) == 3
+    found = selection.summarise(k, valid)
+    for chunk, (keys, there) in enumerate(zip(k, valid, strict=True)):
+        mean = keys[there].mean(0) if there.any() else torch.zeros(16)
+        torch.testing.assert_close(found["mean"][chunk], mean)
+        if "coherence" in found and there.any():
+            near = min(float(torch.cosine_similarity(mean, key, dim=0)) for key in keys[there])
+            assert abs(float(found["coherence"][chunk]) - near) < 1e-3
+    assert "coherence" not in found or found["coherence"].dtype == torch.half

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 from support import llama, one
-from support_layer import Tokens, draw, plain, rope
+from support_layer import Tokens, draw, padded, plain, rope, run, stacked
 
 import kvengine
 from kvengine.cache import LayerCache
@@ -91,6 +91,19 @@ def test_a_choice_from_a_pass_that_was_rolled_back_is_not_used() -> None:
     again = [cache.forward(*t.part(80, 81), Call(t.scale)) for cache, t in zip(caches, steps, strict=True)]
     for a, b in zip(layers(policy, steps, 80)[1], again, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("policy", ["tidal(budget=24, start=0, reselect=0)", "oracle_topk(budget=24)"])
+def test_a_row_with_fewer_pages_than_others_reads_as_many_tokens_as_alone(policy: str) -> None:
+    def last(tokens: Tokens, prompt: int, valid: torch.Tensor | None = None) -> torch.Tensor:
+        chooser = run(policy, tokens, prompt, layers=2, valid=valid).cache
+        session = Session(rope=rope(16), memo=chooser.session.memo)
+        return run(policy, tokens, prompt, layer=1, layers=2, session=session, valid=valid).out[:, -1]
+
+    long, short = draw(101, seed=1), draw(61)
+    both, valid = padded(short, 40)
+    together = last(stacked(both, long), 100, torch.cat([valid, valid | True]))
+    torch.testing.assert_close(together, torch.cat([last(short, 60), last(long, 100)]))
 
 
 @pytest.mark.parametrize(
