@@ -7,6 +7,7 @@ import pytest
 import torch
 from support import Bare, held
 
+from kvengine.errors import PolicyError
 from kvengine.offload.placement.device import Device
 from kvengine.pages import Pages
 from kvengine.policies.representation.dense import Dense
@@ -162,6 +163,38 @@ def test_pages_that_no_table_names_are_taken_before_there_are_more(per: int) -> 
     assert found.tolist() == [[kept[page]] * 4 for page in table.pages]
     assert len(set(pool.stamps.tolist())) == 22  # each was written at a time of its own
     assert pool.page_bytes == 4 * 8  # four numbers of eight bytes, in however many pieces
+
+
+def test_no_table_is_looked_at_while_there_are_free_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host waits for what it names."""
+    pool, looks = Pool(Device()), list[int]()
+    table = Named(pool)
+    monkeypatch.setattr(table, "pages_in_use", lambda: looks.append(pool.pages) or table.pages)
+
+    def put(count: int) -> None:
+        table.pages += pool.put({"a": torch.zeros(count, 4)}).tolist()
+
+    put(2)
+    pool.ensure(5)
+    looks.clear()
+    for count in (1, 2, 2):
+        put(count)
+    assert looks == [] and pool.pages == 7
+    put(1)
+    pool.ensure(1)
+    put(2)  # one of which there is
+    assert looks == [7, 8, 9] and sorted(table.pages) == list(range(10)) and pool.pages == 10
+
+
+def test_a_placement_is_asked_about_its_fields_before_a_page_is_written() -> None:
+    class Picky(Device):
+        def check(self, fields: tuple[str, ...]) -> None:
+            raise PolicyError(f"not {fields}")
+
+    pool = Pool(Picky())
+    with pytest.raises(PolicyError, match="not .'a', 'b'."):
+        pool.put({"a": torch.zeros(1, 4), "b": torch.zeros(1, 4)})
+    assert not pool.shelves and not pool.pages
 
 
 @pytest.mark.parametrize("more", ["host", "quest(budget=8, page=4)"])

@@ -11,6 +11,7 @@ from torch import Tensor
 import kvengine
 from kvengine.errors import PolicyError
 from kvengine.hf_cache import EngineCache
+from kvengine.policies.representation.dense import Dense
 from kvengine.policies.representation.quantspec import QuantSpec
 from kvengine.speculative.accept import Draft
 from kvengine.speculative.law import Text
@@ -78,7 +79,7 @@ def test_four_bits_store_the_upper_nibbles_of_eight() -> None:
     assert set(eight) - set(four) == set(QuantSpec.fine)
     assert all(torch.equal(x, eight[name]) for name, x in four.items())
     assert QuantSpec(bits=4).coarse_of(QuantSpec()) and not QuantSpec(bits=4, group=64).coarse_of(QuantSpec())
-    assert not QuantSpec().coarse_of(QuantSpec(bits=4))
+    assert not any(QuantSpec(bits=b).coarse_of(other) for b in (4, 8) for other in (QuantSpec(bits=4), Dense()))
     with pytest.raises(PolicyError, match="bits"):
         QuantSpec(bits=2)
 
@@ -106,3 +107,5 @@ def test_a_guest_reads_what_a_four_bit_cache_holds_and_leaves_nothing() -> None:
 def test_groups_fill_whole_bytes() -> None:
     with pytest.raises(PolicyError, match="group=31 nibbles do not fill whole bytes"):
         QuantSpec(group=31)
+    with pytest.raises(PolicyError, match="group=0 must be"):
+        QuantSpec(group=0)

@@ -224,10 +224,12 @@ def test_a_retention_that_scores_tokens_goes_on_with_its_own_scores(text: str) -
         ({"high": 3}, "high=3 must be one of 1, 2, 4, 8"),
         ({"block": 20}, "block=20 must be a multiple of 8"),
         ({"salient": 1.5}, "salient=1.5 must be a fraction"),
+        ({"salient": "high"}, "salient='high' must be a fraction"),
+        ({"block": 0}, "block=0 must be a whole number of at least 8"),
         ({"probes": 0.0}, "probes=0 leaves nobody"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, float], message: str) -> None:
+def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         ZipCache(**options)  # type: ignore[arg-type]
 
