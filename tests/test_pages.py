@@ -254,3 +254,21 @@ def test_some_columns_of_pages_are_the_tokens_that_lie_there(text: str) -> None:
         span = slice(first * pages.page, last * pages.page)
         torch.testing.assert_close(k, bare.k[0, :, span], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(v, bare.v[0, :, span], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("text", "per"), [("host", 4), ("disk", 1), ("kivi(bits=8, group=16, residual=0) + disk", 1)])
+def test_chosen_units_are_the_tokens_that_lie_there(text: str, per: int) -> None:
+    """Whether they are fetched alone, or are parts of pages that are fetched whole."""
+    bare = Bare(f"quest(budget=8, page=4) + {text}", heads=1, rows=2)
+    bare.feed(90)
+    pages = bare.cache.parts[0].lane.pages
+    assert pages is not None and pages.page == 16 and pages.pool.per == per
+    units = [[7, 0, 5, -1], [2, 4, -1, 3]]
+    k, v, position = pages.choosing(torch.tensor(units))()
+    for row, chosen in enumerate(units):
+        slots = [4 * unit + i if unit >= 0 else -1 for unit in chosen for i in range(4)]
+        assert position[row].tolist() == slots
+        at = [i for i, slot in enumerate(slots) if slot >= 0]
+        for found, given in ((k, bare.k), (v, bare.v)):
+            want = given[row, 0, [slots[i] for i in at]]
+            torch.testing.assert_close(found[row, at], want, atol=0.03 if "kivi" in text else 0, rtol=0)

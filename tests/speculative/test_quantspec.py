@@ -84,13 +84,15 @@ def test_four_bits_store_the_upper_nibbles_of_eight() -> None:
         QuantSpec(bits=2)
 
 
-def test_a_guest_reads_what_a_four_bit_cache_holds_and_leaves_nothing() -> None:
+@pytest.mark.parametrize("more", ["", " + disk", " + quest(budget=16, page=4) + disk"])
+def test_a_guest_reads_what_a_four_bit_cache_holds_and_leaves_nothing(more: str) -> None:
+    """Where pages are read in place, and where they, or some of them, are fetched and decoded."""
     model = kvengine.patch(llama())
     ids = prompt(90)[0].tolist()
     options = "group=8, residual=8"
-    host = Session(model, EngineCache(model, f"quantspec({options})"))
+    host = Session(model, EngineCache(model, f"quantspec({options}){more}"))
     guest = Guest(model, host.cache, whole=host)
-    four, eight = (Session(model, EngineCache(model, f"quantspec(bits={b}, {options})")) for b in (4, 8))
+    four, eight = (Session(model, EngineCache(model, f"quantspec(bits={b}, {options}){more}")) for b in (4, 8))
     for session in (host, guest, four, eight):
         session.prefill(ids)
     text = Text([*ids, 7])
