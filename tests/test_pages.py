@@ -42,7 +42,23 @@ def test_a_row_that_is_cleared_holds_nothing_even_beside_a_longer_one() -> None:
         assert pages.alive[0].tolist() == [True] * 2 * refilled + [False] * (6 - 2 * refilled)
         assert (pages.table[0] >= 0).tolist() == [True] * refilled + [False] * (3 - refilled)
         assert set(pages.table[1].tolist()) == other and bool(pages.alive[1].all())
-        assert len(set(pages.pages_in_use())) == 3 + refilled
+        assert len(set(pages.pages_in_use())) == 3 + refilled and not pages.clean
+    fill(pages, None, 2, 1)
+    assert [(row >= 0).tolist() for row in pages.table] == [[True, True, False, False], [True] * 4]
+
+
+def test_what_is_judged_leaves_the_room_that_there_is() -> None:
+    pages, score, keep = (
+        sealed(2, 2),
+        torch.rand(2, 8, dtype=torch.float64),
+        torch.tensor([[True, False] * 4, [False] * 8]),
+    )
+    pages.reserve(5)
+    pages.judge(score, keep)
+    assert not pages.clean and pages.score.dtype == torch.float32 and torch.equal(pages.score, score.float())
+    fill(pages, None, 2, 3)
+    assert pages.position.tolist() == [[0, -1, 2, -1, 4, -1, 6, -1, *range(12)], [-1] * 8 + list(range(12))]
+    assert pages.alive.tolist() == [[True] * 10, [False] * 4 + [True] * 6] and pages.score.shape == (2, 20)
 
 
 def test_pages_go_behind_those_that_their_row_has_and_a_state_that_is_remembered_stays() -> None:

@@ -38,6 +38,13 @@ def test_golden_group() -> None:
     assert abs(float(eight[5]) - 0.5) < 0.2 / 16 + 2e-3
 
 
+def test_constant_groups_leave_nothing_to_the_lower_nibbles() -> None:
+    k = torch.full((1, 8, 8), 2.5)
+    fields, codec = coded(k)
+    assert all(torch.equal(x, k) for x in codec.decode(fields))
+    assert all((fields[name] == 8 + 8 * 16).all() for name in codec.fine)
+
+
 def test_a_query_reads_both_nibbles() -> None:
     """What comes out is as near as eight bits are, ten times nearer than by four."""
     tokens = draw(97)

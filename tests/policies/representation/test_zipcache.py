@@ -237,6 +237,16 @@ def test_wrong_options_are_refused(options: dict[str, object], message: str) -> 
 def test_channels_that_fill_no_bytes_are_refused() -> None:
     with pytest.raises(PolicyError, match="6 channels of 2 bits do not fill whole bytes"):
         ZipCache(block=16).encode(torch.zeros(1, 16, 6), torch.zeros(1, 16, 6), torch.zeros(1, 16))
+    with pytest.raises(PolicyError, match="6 channels of 2 bits do not fill whole bytes .values."):
+        ZipCache(block=16).encode(torch.zeros(1, 16, 8), torch.zeros(1, 16, 6), torch.zeros(1, 16))
+
+
+@pytest.mark.parametrize(("tokens", "salient"), [(16, 10), (48, 29), (128, 77)])
+def test_the_salient_share_is_of_a_page(tokens: int, salient: int) -> None:
+    """Which may be several blocks."""
+    k, v, score = pages(tokens=tokens)
+    fields = ZipCache(block=16).encode(k, v, score)
+    assert fields["k_high"].shape[1] == fields["v_high"].shape[1] == salient
 
 
 @pytest.mark.parametrize("high, low, dim", [(4, 2, 12), (4, 4, 6), (8, 1, 8), (8, 8, 5)])
