@@ -47,6 +47,13 @@ def test_a_row_that_is_cleared_holds_nothing_even_beside_a_longer_one() -> None:
     assert [(row >= 0).tolist() for row in pages.table] == [[True, True, False, False], [True] * 4]
 
 
+def test_behind_a_row_that_is_cleared_and_a_longer_one_each_page_goes_to_its_own_place() -> None:
+    pages = sealed(2, 3)
+    pages.clear(torch.tensor([True, False]))
+    fill(pages, None, 2, 1)
+    assert (pages.table >= 0).tolist() == [[True, False, False, False], [True] * 4] and pages.filled.tolist() == [1, 4]
+
+
 def test_what_is_judged_leaves_the_room_that_there_is() -> None:
     pages, score, keep = (
         sealed(2, 2),
