@@ -78,7 +78,7 @@ def merge(pages: Pages, row: Int[np.ndarray, "run"], columns: Int[np.ndarray, "r
     rows, column = (torch.from_numpy(x).to(device) for x in (row, columns))
     there, at = column >= 0, (rows[:, None], column.clamp(min=0))
     position, table = (of(pages._position, page)[at].masked_fill(~there[..., None], -1).flatten(1), pages._table[at])
-    fields = pages.pool.resident(into, None, per) or {}
+    fields = pages.pool.resident(into) or {}
     for x in fields.values():
         x[into] = 0  # what nobody wrote may be no number
     moved = compact(fields, table.masked_fill(~there, -1), position, into[:, None], page=page)

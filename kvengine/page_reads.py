@@ -56,7 +56,7 @@ class Readable(User):
         return None if found is None else self.whole(found)
 
     def resident(self, units: Tensor | None) -> dict[str, Tensor] | None:
-        return self.pool.resident(self.table, units, self.page // self.selection.unit)
+        return self.pool.resident(self.table, units)
 
     def whole(self, fields: dict[str, Tensor]) -> dict[str, Tensor]:
         """These fields, and what is a part of them."""
@@ -73,7 +73,7 @@ class Readable(User):
         return self.representation.fine if self.coarse else ()
 
     def decoded(self, columns: slice = ALL) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"]]:
-        """Keys and values of all slots; zeros where a row has no page."""
+        """Keys and values of all slots; anything where a row has no page."""
         return self.decoding(columns)()
 
     def decoding(self, columns: slice = ALL) -> Callable[[], tuple[Tensor, Tensor]]:

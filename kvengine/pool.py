@@ -129,12 +129,10 @@ class Pool:
         begun = [shelf.start(at, without) for shelf in self.shelves]
         return lambda: {name: x for finish in begun for name, x in finish().items()}
 
-    def resident(self, table: Tensor, units: Tensor | None, per: int) -> dict[str, Tensor] | None:
-        """All fields, if all are within reach of the compute device; about to be read are these units, `per` to a page, or
+    def resident(self, table: Tensor, units: Tensor | None = None) -> dict[str, Tensor] | None:
+        """All fields, if all are within reach of the compute device; about to be read are these units, each from one piece, or
         all pages of the table."""
-        whole = units is None or self.per != per
-        asked = table if units is None else units
-        pieces = asked.numel() * (self.per if whole else 1)
+        pieces = table.numel() * self.per if units is None else units.numel()
         found: dict[str, Tensor] = {}
         for shelf in self.shelves:
             fields = shelf.resident(pieces)

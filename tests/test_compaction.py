@@ -186,7 +186,7 @@ def test_tokens_take_with_them_what_is_theirs(scored: bool, monkeypatch: pytest.
 
     def poisoned(self: Pool, count: int) -> list[int]:
         taken = fresh(self, count)
-        for x in (self.resident(torch.zeros(1), None, 1) or {}).values():
+        for x in (self.resident(torch.zeros(1)) or {}).values():
             x[taken] = float("nan")
         return taken
 

@@ -268,6 +268,18 @@ def test_forward_with_attentions_is_refused() -> None:
         model(one()["input_ids"], cache=kvengine.EngineCache(model), output_attentions=True)
 
 
+def test_a_generate_that_fails_before_its_loop_is_over() -> None:
+    """A configuration that always asks for attentions is heeded nowhere but in a pass of one's own."""
+    model = patched("full")
+    cache = kvengine.EngineCache(model)
+    model.config._output_attentions = True  # before it was patched, it may be asked for
+    greedy(model, one(), 2, cache=kvengine.EngineCache(model))
+    with pytest.raises(ValueError, match="tokenizer"):
+        greedy(model, one(), 2, cache=cache, stop_strings="x")
+    with pytest.raises(ModelError, match="never forms"), torch.no_grad():
+        model(one()["input_ids"], cache=cache)
+
+
 def test_unpatchable_models_are_refused() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 

@@ -298,7 +298,9 @@ def test_behind_a_generate_that_was_interrupted_nothing_pauses(recorded: bool) -
         with torch.no_grad():
             found = model(torch.tensor([[5], [6], [7]]), attention_mask=mask, cache=cache).logits
         assert cache.seen == mask.shape[1] and (kept is not None) == stop
-        out.append((found, cache.stats().held, cache.engines[0].parts[0].lane.tail.position.clone()))
+        position = cache.engines[0].parts[0].lane.tail.position.clone()
+        assert (position.amax(1) == cache.seen - 1).all()
+        out.append((found, cache.stats().held, position))
     assert torch.equal(out[0][0], out[1][0]) and torch.equal(out[0][1], out[1][1]) and torch.equal(out[0][2], out[1][2])
 
 

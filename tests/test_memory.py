@@ -17,6 +17,7 @@ import torch
 
 from kvengine import memory
 from kvengine.offload.placement import TensorStore
+from kvengine.session import Session
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch's own memory is taken")
 CPU = torch.device("cpu")
@@ -111,6 +112,17 @@ def test_the_heap_is_trimmed_where_the_library_can(
     monkeypatch.setattr(ctypes, "CDLL", library)
     memory.trim()
     assert calls == ([] if lacks else [0])
+
+
+def test_the_heap_is_trimmed_once_for_so_many_bytes_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of keys and of values, in the host's memory."""
+    counts, trims, session = list[int](), list[int](), Session()
+    monkeypatch.setattr(memory, "trim", lambda: trims.append(0))
+    monkeypatch.setattr(memory, "LOOSE", 100)
+    for device in ("meta", "cpu", "cpu", "cpu", "cpu"):
+        session.passed(torch.empty(30, dtype=torch.int8, device=device), torch.empty(20, dtype=torch.int8))
+        counts.append(len(trims))
+    assert counts == [0, 0, 1, 1, 2]
 
 
 def test_more_than_there_is_fails_as_torch_does() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support import Bare, held
 
+from kvengine.errors import PolicyError
 from kvengine.offload.placement.device import Device
 from kvengine.pages import Pages
 from kvengine.policies.representation.dense import Dense
@@ -41,7 +42,30 @@ def test_a_row_that_is_cleared_holds_nothing_even_beside_a_longer_one() -> None:
         assert pages.alive[0].tolist() == [True] * 2 * refilled + [False] * (6 - 2 * refilled)
         assert (pages.table[0] >= 0).tolist() == [True] * refilled + [False] * (3 - refilled)
         assert set(pages.table[1].tolist()) == other and bool(pages.alive[1].all())
-        assert len(set(pages.pages_in_use())) == 3 + refilled
+        assert len(set(pages.pages_in_use())) == 3 + refilled and not pages.clean
+    fill(pages, None, 2, 1)
+    assert [(row >= 0).tolist() for row in pages.table] == [[True, True, False, False], [True] * 4]
+
+
+def test_behind_a_row_that_is_cleared_and_a_longer_one_each_page_goes_to_its_own_place() -> None:
+    pages = sealed(2, 3)
+    pages.clear(torch.tensor([True, False]))
+    fill(pages, None, 2, 1)
+    assert (pages.table >= 0).tolist() == [[True, False, False, False], [True] * 4] and pages.filled.tolist() == [1, 4]
+
+
+def test_what_is_judged_leaves_the_room_that_there_is() -> None:
+    pages, score, keep = (
+        sealed(2, 2),
+        torch.rand(2, 8, dtype=torch.float64),
+        torch.tensor([[True, False] * 4, [False] * 8]),
+    )
+    pages.reserve(5)
+    pages.judge(score, keep)
+    assert not pages.clean and pages.score.dtype == torch.float32 and torch.equal(pages.score, score.float())
+    fill(pages, None, 2, 3)
+    assert pages.position.tolist() == [[0, -1, 2, -1, 4, -1, 6, -1, *range(12)], [-1] * 8 + list(range(12))]
+    assert pages.alive.tolist() == [[True] * 10, [False] * 4 + [True] * 6] and pages.score.shape == (2, 20)
 
 
 def test_pages_go_behind_those_that_their_row_has_and_a_state_that_is_remembered_stays() -> None:
@@ -164,6 +188,38 @@ def test_pages_that_no_table_names_are_taken_before_there_are_more(per: int) -> 
     assert pool.page_bytes == 4 * 8  # four numbers of eight bytes, in however many pieces
 
 
+def test_no_table_is_looked_at_while_there_are_free_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host waits for what it names."""
+    pool, looks = Pool(Device()), list[int]()
+    table = Named(pool)
+    monkeypatch.setattr(table, "pages_in_use", lambda: looks.append(pool.pages) or table.pages)
+
+    def put(count: int) -> None:
+        table.pages += pool.put({"a": torch.zeros(count, 4)}).tolist()
+
+    put(2)
+    pool.ensure(5)
+    looks.clear()
+    for count in (1, 2, 2):
+        put(count)
+    assert looks == [] and pool.pages == 7
+    put(1)
+    pool.ensure(1)
+    put(2)  # one of which there is
+    assert looks == [7, 8, 9] and sorted(table.pages) == list(range(10)) and pool.pages == 10
+
+
+def test_a_placement_is_asked_about_its_fields_before_a_page_is_written() -> None:
+    class Picky(Device):
+        def check(self, fields: tuple[str, ...]) -> None:
+            raise PolicyError(f"not {fields}")
+
+    pool = Pool(Picky())
+    with pytest.raises(PolicyError, match="not .'a', 'b'."):
+        pool.put({"a": torch.zeros(1, 4), "b": torch.zeros(1, 4)})
+    assert not pool.shelves and not pool.pages
+
+
 @pytest.mark.parametrize("more", ["host", "quest(budget=8, page=4)"])
 def test_pages_that_a_retention_has_emptied_are_given_back_while_decoding(more: str) -> None:
     """At most 14 tokens are held: the first two, and others that lie in two pages of 16, or three at most."""
@@ -221,3 +277,21 @@ def test_some_columns_of_pages_are_the_tokens_that_lie_there(text: str) -> None:
         span = slice(first * pages.page, last * pages.page)
         torch.testing.assert_close(k, bare.k[0, :, span], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(v, bare.v[0, :, span], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("text", "per"), [("host", 4), ("disk", 1), ("kivi(bits=8, group=16, residual=0) + disk", 1)])
+def test_chosen_units_are_the_tokens_that_lie_there(text: str, per: int) -> None:
+    """Whether they are fetched alone, or are parts of pages that are fetched whole."""
+    bare = Bare(f"quest(budget=8, page=4) + {text}", heads=1, rows=2)
+    bare.feed(90)
+    pages = bare.cache.parts[0].lane.pages
+    assert pages is not None and pages.page == 16 and pages.pool.per == per
+    units = [[7, 0, 5, -1], [2, 4, -1, 3]]
+    k, v, position = pages.choosing(torch.tensor(units))()
+    for row, chosen in enumerate(units):
+        slots = [4 * unit + i if unit >= 0 else -1 for unit in chosen for i in range(4)]
+        assert position[row].tolist() == slots
+        at = [i for i, slot in enumerate(slots) if slot >= 0]
+        for found, given in ((k, bare.k), (v, bare.v)):
+            want = given[row, 0, [slots[i] for i in at]]
+            torch.testing.assert_close(found[row, at], want, atol=0.03 if "kivi" in text else 0, rtol=0)

@@ -30,8 +30,7 @@ def shares(
     late = torch.ones(n, n + 1, dtype=torch.bool, device=q.device).tril().flip(1)
     vertical, slash = (q.new_empty(rows, group, tokens, dtype=torch.float32) for _ in range(2))
     most = room(q) // (2 * n * tokens)  # of scores and of shares
-    heads = min(max(1, most), group)
-    step = max(1, most // group)
+    heads, step = max(1, most), max(1, most // group)
     for r in range(0, rows, step):
         keys = F.pad(k[r : r + step], (0, 0, 0, 1)).mT  # and a token that nobody sees, for a row to move by one
         for h in range(0, group, heads):

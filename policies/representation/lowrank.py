@@ -62,14 +62,11 @@ class LowRank(Representation):
                 "drops tokens head by head, which would free none of it; use 'full' (heads that stream stay exact)"
             )
 
-    def directions(self, channels: int) -> int:
-        """The rank, given heads x channels."""
-        return min(channels, self.rank if isinstance(self.rank, int) else max(1, round(self.rank * channels)))
-
     def join(self, k: Float[Tensor, "seq head token dim"]) -> Fields:
         flat = k.transpose(1, 2).flatten(2).float()
         _, vectors = torch.linalg.eigh(flat.transpose(1, 2) @ flat)
-        first = vectors[..., -self.directions(flat.shape[2]) :].flip(-1)
+        rank = self.rank if isinstance(self.rank, int) else max(1, round(self.rank * flat.shape[2]))
+        first = vectors[..., -rank:].flip(-1)  # or all, if there are fewer
         basis = first.transpose(1, 2).unflatten(2, (k.shape[1], -1)).transpose(1, 2)
         return {"u": (flat @ first).to(k.dtype), "basis": basis.to(k.dtype).contiguous()}
 

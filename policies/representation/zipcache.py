@@ -33,7 +33,7 @@ from torch import Tensor
 from kvengine.errors import PolicyError
 from kvengine.kernels import codecs
 from kvengine.kernels.best_tokens import best_tokens
-from kvengine.policies._budget import check_choice, check_count
+from kvengine.policies._budget import check_choice, check_count, check_share
 from kvengine.policies.representation import Fields, Representation
 
 
@@ -68,9 +68,7 @@ class ZipCache(Representation):
             raise PolicyError(
                 f"ZipCache: block={self.block} must be a multiple of 8, so that its mask fills whole bytes"
             )
-        for name, value in (("salient", self.salient), ("probes", self.probes)):
-            if not 0 <= value <= 1:
-                raise PolicyError(f"ZipCache: {name}={value!r} must be a fraction between 0 and 1")
+        check_share(self, salient=self.salient, probes=self.probes)
         if not self.probes:
             raise PolicyError("ZipCache: probes=0 leaves nobody to decide saliency; give a fraction such as 0.1")
 

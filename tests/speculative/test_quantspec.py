@@ -11,6 +11,7 @@ from torch import Tensor
 import kvengine
 from kvengine.errors import PolicyError
 from kvengine.hf_cache import EngineCache
+from kvengine.policies.representation.dense import Dense
 from kvengine.policies.representation.quantspec import QuantSpec
 from kvengine.speculative.accept import Draft
 from kvengine.speculative.law import Text
@@ -35,6 +36,13 @@ def test_golden_group() -> None:
     torch.testing.assert_close(four[sure], expected[0], rtol=0, atol=2e-3)  # the scale is a half-precision number
     torch.testing.assert_close(eight[sure], expected[1], rtol=0, atol=2e-3)
     assert abs(float(eight[5]) - 0.5) < 0.2 / 16 + 2e-3
+
+
+def test_constant_groups_leave_nothing_to_the_lower_nibbles() -> None:
+    k = torch.full((1, 8, 8), 2.5)
+    fields, codec = coded(k)
+    assert all(torch.equal(x, k) for x in codec.decode(fields))
+    assert all((fields[name] == 8 + 8 * 16).all() for name in codec.fine)
 
 
 def test_a_query_reads_both_nibbles() -> None:
@@ -78,18 +86,20 @@ def test_four_bits_store_the_upper_nibbles_of_eight() -> None:
     assert set(eight) - set(four) == set(QuantSpec.fine)
     assert all(torch.equal(x, eight[name]) for name, x in four.items())
     assert QuantSpec(bits=4).coarse_of(QuantSpec()) and not QuantSpec(bits=4, group=64).coarse_of(QuantSpec())
-    assert not QuantSpec().coarse_of(QuantSpec(bits=4))
+    assert not any(QuantSpec(bits=b).coarse_of(other) for b in (4, 8) for other in (QuantSpec(bits=4), Dense()))
     with pytest.raises(PolicyError, match="bits"):
         QuantSpec(bits=2)
 
 
-def test_a_guest_reads_what_a_four_bit_cache_holds_and_leaves_nothing() -> None:
+@pytest.mark.parametrize("more", ["", " + disk", " + quest(budget=16, page=4) + disk"])
+def test_a_guest_reads_what_a_four_bit_cache_holds_and_leaves_nothing(more: str) -> None:
+    """Where pages are read in place, and where they, or some of them, are fetched and decoded."""
     model = kvengine.patch(llama())
     ids = prompt(90)[0].tolist()
     options = "group=8, residual=8"
-    host = Session(model, EngineCache(model, f"quantspec({options})"))
+    host = Session(model, EngineCache(model, f"quantspec({options}){more}"))
     guest = Guest(model, host.cache, whole=host)
-    four, eight = (Session(model, EngineCache(model, f"quantspec(bits={b}, {options})")) for b in (4, 8))
+    four, eight = (Session(model, EngineCache(model, f"quantspec(bits={b}, {options}){more}")) for b in (4, 8))
     for session in (host, guest, four, eight):
         session.prefill(ids)
     text = Text([*ids, 7])
@@ -106,3 +116,5 @@ def test_a_guest_reads_what_a_four_bit_cache_holds_and_leaves_nothing() -> None:
 def test_groups_fill_whole_bytes() -> None:
     with pytest.raises(PolicyError, match="group=31 nibbles do not fill whole bytes"):
         QuantSpec(group=31)
+    with pytest.raises(PolicyError, match="group=0 must be"):
+        QuantSpec(group=0)

@@ -2,6 +2,8 @@ import pytest
 import torch
 from support_layer import draw, padded, plain, run
 
+from kvengine.policies.prefill.ashape import AShape
+
 
 @pytest.mark.parametrize("chunks", [(), (11, 30)], ids=["whole", "chunks"])
 def test_the_prompt_sees_sinks_and_a_band(chunks: tuple[int, ...]) -> None:
@@ -28,6 +30,13 @@ def test_the_last_queries_read_everything(last: int, chunks: tuple[int, ...]) ->
     torch.testing.assert_close(out[:, some:], full[:, some:])
     longer, valid = padded(tokens, 13)
     torch.testing.assert_close(run(text, longer, 73, valid=valid).out[:, 13:], out)
+
+
+def test_pairs_of_positions_are_those_of_the_rule() -> None:
+    """As a mask, for rows that begin at different places."""
+    query, token, first = torch.arange(5, 12), torch.arange(12).expand(2, -1), [0, 4]
+    found = AShape(sinks=3, local=4).visible(query, token, torch.tensor(first))
+    assert found.tolist() == [[[j < n + 3 or i - j < 4 for j in range(12)] for i in range(5, 12)] for n in first]
 
 
 def test_padding_is_no_sink() -> None:

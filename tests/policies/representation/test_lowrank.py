@@ -37,7 +37,7 @@ def test_error_is_the_discarded_spectrum(rank: int) -> None:
         torch.testing.assert_close(error, spectrum[rank:].square().sum(), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("rank, kept", [(0.25, 8), (0.01, 1), (1.0, 32), (100, 32)])
+@pytest.mark.parametrize("rank, kept", [(0.25, 8), (0.05, 2), (0.01, 1), (1.0, 32), (100, 32)])
 def test_a_fraction_is_of_all_heads_channels_and_no_rank_is_more(rank: int | float, kept: int) -> None:
     joined = LowRank(rank).join(keys().bfloat16())
     assert joined["u"].shape == (2, 60, kept) and joined["basis"].shape == (2, 2, kept, 16)

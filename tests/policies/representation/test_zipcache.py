@@ -224,10 +224,12 @@ def test_a_retention_that_scores_tokens_goes_on_with_its_own_scores(text: str) -
         ({"high": 3}, "high=3 must be one of 1, 2, 4, 8"),
         ({"block": 20}, "block=20 must be a multiple of 8"),
         ({"salient": 1.5}, "salient=1.5 must be a fraction"),
+        ({"salient": "high"}, "salient='high' must be a fraction"),
+        ({"block": 0}, "block=0 must be a whole number of at least 8"),
         ({"probes": 0.0}, "probes=0 leaves nobody"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, float], message: str) -> None:
+def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         ZipCache(**options)  # type: ignore[arg-type]
 
@@ -235,6 +237,16 @@ def test_wrong_options_are_refused(options: dict[str, float], message: str) -> N
 def test_channels_that_fill_no_bytes_are_refused() -> None:
     with pytest.raises(PolicyError, match="6 channels of 2 bits do not fill whole bytes"):
         ZipCache(block=16).encode(torch.zeros(1, 16, 6), torch.zeros(1, 16, 6), torch.zeros(1, 16))
+    with pytest.raises(PolicyError, match="6 channels of 2 bits do not fill whole bytes .values."):
+        ZipCache(block=16).encode(torch.zeros(1, 16, 8), torch.zeros(1, 16, 6), torch.zeros(1, 16))
+
+
+@pytest.mark.parametrize(("tokens", "salient"), [(16, 10), (48, 29), (128, 77)])
+def test_the_salient_share_is_of_a_page(tokens: int, salient: int) -> None:
+    """Which may be several blocks."""
+    k, v, score = pages(tokens=tokens)
+    fields = ZipCache(block=16).encode(k, v, score)
+    assert fields["k_high"].shape[1] == fields["v_high"].shape[1] == salient
 
 
 @pytest.mark.parametrize("high, low, dim", [(4, 2, 12), (4, 4, 6), (8, 1, 8), (8, 8, 5)])
