@@ -47,8 +47,17 @@ def check_count(policy: object, least: int = 0, **values: int) -> None:
 def check_share(policy: object, **values: float) -> None:
     """Refuse what is not a number from 0 to 1."""
     for option, value in values.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        if not (is_number(value) and 0 <= value <= 1):
             raise PolicyError(f"{type(policy).__name__}: {option}={value!r} must be a fraction between 0 and 1")
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number; truth values are none here.
+
+    >>> is_number(0.5), is_number(1), is_number(True), is_number("half")
+    (True, True, False, False)
+    """
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_choice(policy: object, **values: tuple[Any, tuple[Any, ...]]) -> None:

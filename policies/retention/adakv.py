@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.kernels.best_tokens import best_tokens
-from kvengine.policies._budget import Budget, check_budget, check_choice
+from kvengine.policies._budget import Budget, check_budget, check_choice, is_number
 from kvengine.policies.retention import REDUCE, Notes, Reduce, Retention, Seen
 from kvengine.policies.retention.expected_attention import ExpectedAttention
 from kvengine.policies.retention.keydiff import KeyDiff
@@ -62,7 +62,7 @@ class AdaKV(Retention):
     def __post_init__(self) -> None:
         check_budget(self, budget=self.budget)
         check_choice(self, base=(self.base, BASES), reduce=(self.reduce, REDUCE))
-        if not 0 <= self.floor <= 1:
+        if not (is_number(self.floor) and 0 <= self.floor <= 1):
             raise PolicyError(f"AdaKV: floor={self.floor!r} must lie between 0 (all is shared) and 1 (all is even)")
         self.scorer  # noqa: B018 - its options are checked when it is made
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.kernels.best_tokens import best_tokens
+from kvengine.policies._budget import is_number
 from kvengine.policies.retention import Seen
 from kvengine.policies.retention.snapkv import SnapKV
 
@@ -43,7 +44,7 @@ class PyramidKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.beta < math.inf:
+        if not (is_number(self.beta) and 1 <= self.beta < math.inf):
             raise PolicyError(
                 f"PyramidKV: beta={self.beta!r} must be a number of at least 1; 1 gives all layers the same"
             )

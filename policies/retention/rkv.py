@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from kvengine.errors import PolicyError
 from kvengine.kernels.best_tokens import best_tokens
-from kvengine.policies._budget import Budget, check_budget, check_count, check_share
+from kvengine.policies._budget import Budget, check_budget, check_count, check_share, is_number
 from kvengine.policies.retention import Retention, Seen
 from kvengine.tokens import in_order, pack, take
 
@@ -63,7 +63,7 @@ class RKV(Retention):
         check_budget(self, budget=self.budget)
         check_count(self, least=1, buffer=self.buffer, window=self.window, kernel=self.kernel)
         check_share(self, mix=self.mix)
-        if not 0 <= self.alike < 1:
+        if not (is_number(self.alike) and 0 <= self.alike < 1):
             raise PolicyError(f"RKV: alike={self.alike!r} is a cosine, and must lie between 0 and below 1")
         if self.kernel % 2 == 0:
             raise PolicyError(f"RKV: kernel={self.kernel} must be odd, so that pooling keeps the length")

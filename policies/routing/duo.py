@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvengine.errors import PolicyError
-from kvengine.policies._budget import check_choice, check_count
+from kvengine.policies._budget import check_choice, check_count, is_number
 from kvengine.policies.prefill.ashape import AShape
 from kvengine.policies.retention import Retention
 from kvengine.policies.retention.streaming import Streaming
@@ -55,7 +55,7 @@ class Duo(Routing):
     prompt: Literal["exact", "streaming"] = "exact"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sparsity <= 1:
+        if not (is_number(self.sparsity) and 0 <= self.sparsity <= 1):
             raise PolicyError(f"Duo: sparsity={self.sparsity!r} must lie between 0 (no head streams) and 1 (all do)")
         check_count(self, sinks=self.sinks)
         check_count(self, least=1, recent=self.recent)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.kernels.best_tokens import best_tokens
-from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, tokens_by_row
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, is_number, tokens_by_row
 from kvengine.policies.selection import Fields, Selection, Where
 from kvengine.policies.selection._chunks import Reduce, coherence, mean_key, read_by_share
 from kvengine.tokens import pack, take
@@ -61,7 +61,7 @@ class Landmarks(Selection):
         check_count(self, least=1, chunk=self.chunk)
         check_count(self, local=self.local)
         check_choice(self, reduce=(self.reduce, ("max", "mean")))
-        if not 0 <= self.outliers < 1:
+        if not (is_number(self.outliers) and 0 <= self.outliers < 1):
             raise PolicyError(f"Landmarks: outliers={self.outliers!r} must be a fraction of the budget, below 1")
 
     @property

@@ -21,9 +21,9 @@ def wrong(name: str) -> list[tuple[str, Any]]:
         kinds = {hints[option.name], *typing.get_args(hints[option.name])}
         values: list[Any] = ["nonsense"] if isinstance(option.default, str) and str not in kinds else []
         if float in kinds:
-            values = [-1, -0.5, math.nan, math.inf]
+            values = [-1, -0.5, math.nan, math.inf, "nonsense", True]
         elif int in kinds:
-            values = [1.5, math.nan] + ([] if (name, option.name) in SIGNED else [-1])
+            values = [1.5, math.nan, "nonsense", True] + ([] if (name, option.name) in SIGNED else [-1])
             values += [] if axis == "placement" else [1 << 40]  # more than there are positions; of bytes there may be
         found += [(option.name, value) for value in values]
     return found
