@@ -321,11 +321,11 @@ def cases() -> dict[str, Callable[[], object]]:
     }  # fmt: skip
 
 
-def note(capability: int, only: Sequence[str] | None, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def note(capability: int, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each kernel uses; compiled are those that are not among what was noted before."""
     sources = {row["source"]: row["given"] for row in before if "source" in row}
     used = {row["given"]: row for row in before if row["target"] == f"sm_{capability}"}
-    now = digests(capability, only, sources)
+    now = digests(capability, known=sources)
     new = {name for name, code in now if code.given not in used}
     compiled = iter(compile_all(capability, list(new)))
     rows = [
@@ -340,12 +340,11 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="JSON file to write; what it knows is not compiled again"
     )
-    parser.add_argument("--only", nargs="*", help="cases to compile (default: all)")
     parser.add_argument("--anew", action="store_true", help="compile what the file knows too")
     parsed = parser.parse_args()
     there = json.loads(parsed.out.read_text()) if parsed.out.exists() and not parsed.anew else {}
     before = there["kernels"] if there.get("triton") == triton.__version__ else []
-    rows = [row for capability in TARGETS for row in note(capability, parsed.only, before)]
+    rows = [row for capability in TARGETS for row in note(capability, before)]
     parsed.out.write_text(
         json.dumps({"triton": triton.__version__, "torch": torch.__version__, "kernels": rows}, indent=1)
     )
