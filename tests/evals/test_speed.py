@@ -97,12 +97,14 @@ def test_speed_up_is_over_the_faster_of_stock_transformers() -> None:
     assert "Peak" not in report.table(found[:4])
 
 
-def test_the_command(tmp_path: Path) -> None:
-    said = run(bundled_model(), "--contexts", "40,90", "--new", 2, "--policies", "ann", "--steps", "eager,recorded",
+@pytest.mark.parametrize("policies", ["ann", pytest.param("full;ann", marks=pytest.mark.slow)])
+def test_the_command(policies: str, tmp_path: Path) -> None:
+    said = run(bundled_model(), "--contexts", "40,90", "--new", 2, "--policies", policies, "--steps", "eager,recorded",
                "--batch", 2, "--out", tmp_path)  # fmt: skip
     assert said[0] == 0 and "stock transformers, again" in said[1] and "- ann, recorded: " in said[1], said
     rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
-    assert [(row["context"], row["batch"]) for row in rows] == [(40, 2)] * 4 + [(90, 2)] * 4
+    each = 4 if policies == "ann" else 6
+    assert [(row["context"], row["batch"]) for row in rows] == [(40, 2)] * each + [(90, 2)] * each
     assert (tmp_path / "decode.md").read_text() in said[1] and (tmp_path / "decode.png").stat().st_size > 5000
 
 

@@ -242,9 +242,10 @@ def test_without_faiss_the_message_says_what_to_install(monkeypatch: pytest.Monk
         Stack.parse("ann(index='tree')")
 
 
-def test_pages_that_only_some_rows_have_given_back_leave_the_others_in_place() -> None:
+@pytest.mark.parametrize("index", ["ivf", pytest.param("flat", marks=pytest.mark.slow)])
+def test_pages_that_only_some_rows_have_given_back_leave_the_others_in_place(index: str) -> None:
     """A row whose middle is dropped while a longer row still needs the columns: its tokens are found where they are."""
-    model = patched("streaming(sinks=2, recent=38) + ann(budget=24, index='ivf')").double()
+    model = patched(f"streaming(sinks=2, recent=38) + ann(budget=24, index={index!r})").double()
     ids = torch.randint(2, 100, (2, 140), generator=torch.Generator().manual_seed(3))
     start = (0, 33)
 
