@@ -69,6 +69,20 @@ def check_choice(policy: object, **values: tuple[Any, tuple[Any, ...]]) -> None:
             )
 
 
+def check_switch(policy: object, **values: bool) -> None:
+    """Refuse what is neither True nor False."""
+    for option, value in values.items():
+        if not isinstance(value, bool):
+            raise PolicyError(f"{type(policy).__name__}: {option}={value!r} must be True or False")
+
+
+def check_text(policy: object, **values: str) -> None:
+    """Refuse what is no text."""
+    for option, value in values.items():
+        if not isinstance(value, str):
+            raise PolicyError(f"{type(policy).__name__}: {option}={value!r} must be a text in quotes")
+
+
 def tokens(budget: Budget, prompt: int) -> int:
     """A budget in tokens, for a prompt of that many.
 

@@ -24,6 +24,7 @@ from kvengine.errors import PolicyError
 from kvengine.offload.placement import Flat, Placement, Shelf, Site, check_known, check_names, divide
 from kvengine.offload.placement._levels import Layout, Level, memory, room
 from kvengine.offload.placement._tiered import Tiered
+from kvengine.policies._budget import check_text
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Disk(Placement):
 
     def __post_init__(self) -> None:
         check_names(self, self.fields)
+        check_text(self, folder=self.folder)
         check_caps(self, device=self.device, host=self.host, disk=self.disk)
 
     def open(self, like: Mapping[str, Tensor], site: Site) -> list[Shelf]:

@@ -24,6 +24,7 @@ from kvengine.offload.placement._remote import Remote as Values
 from kvengine.offload.placement._tiered import Tiered
 from kvengine.offload.placement.disk import check_caps
 from kvengine.offload.stores.urls import parse, shown, tells
+from kvengine.policies._budget import check_text
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,9 @@ class Remote(Placement):
 
     def __post_init__(self) -> None:
         check_names(self, self.fields)
+        check_text(self, url=self.url, folder=self.folder)
         check_caps(self, device=self.device, host=self.host, disk=self.disk, remote=self.remote)
-        if not isinstance(self.url, str) or not self.url:
+        if not self.url:
             raise PolicyError(f"Remote: url={self.url!r} must say where the store is, as in 'redis://host:6379/0'")
         try:
             parse(self.url)

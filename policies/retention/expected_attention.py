@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.errors import PolicyError, UnsupportedPolicy
-from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, is_number
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, check_switch, is_number
 from kvengine.policies.retention import REDUCE, Notes, Reduce, Retention, Seen, keep_top, over_group
 from kvengine.rope import Rope
 
@@ -60,6 +60,7 @@ class ExpectedAttention(Retention):
         check_count(self, sinks=self.sinks)
         check_count(self, least=1, horizon=self.horizon)
         check_choice(self, reduce=(self.reduce, REDUCE))
+        check_switch(self, covariance=self.covariance, values=self.values)
         if not (is_number(self.epsilon) and 0 <= self.epsilon < math.inf):
             raise PolicyError(f"ExpectedAttention: epsilon={self.epsilon!r} must be a number, and not negative")
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine.policies._budget import Budget, check_budget, check_choice, check_share, tokens_by_row
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_share, check_switch, tokens_by_row
 from kvengine.policies.retention import REDUCE, Notes, Paid, Reduce, Retention, Seen, keep_top, over_group
 
 
@@ -46,6 +46,7 @@ class H2O(Retention):
         check_budget(self, budget=self.budget)
         check_share(self, recent=self.recent)
         check_choice(self, reduce=(self.reduce, REDUCE))
+        check_switch(self, decode=self.decode, average=self.average)
 
     def at(self, layer: int, layers: int) -> Retention:
         return self if self.decode else _Once(**vars(self))

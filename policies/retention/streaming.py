@@ -24,7 +24,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvengine.errors import UnsupportedPolicy
-from kvengine.policies._budget import Budget, check_budget, check_choice, check_count
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, check_switch
 from kvengine.policies.retention import Retention, Seen
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Streaming(Retention):
         check_count(self, sinks=self.sinks)
         check_budget(self, recent=self.recent)
         check_choice(self, positions=(self.positions, ("true", "in-cache")))
+        check_switch(self, decode=self.decode)
 
     def check(self, stack: Stack) -> None:
         if self.needs_rope and stack.selects:

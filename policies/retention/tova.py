@@ -17,7 +17,7 @@ from typing import ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine.policies._budget import Budget, check_budget, check_count, tokens_by_row
+from kvengine.policies._budget import Budget, check_budget, check_count, check_switch, tokens_by_row
 from kvengine.policies.retention import Notes, Paid, Retention, Seen, keep_top, over_heads
 
 
@@ -42,6 +42,7 @@ class TOVA(Retention):
     def __post_init__(self) -> None:
         check_budget(self, budget=self.budget)
         check_count(self, recent=self.recent)
+        check_switch(self, decode=self.decode)
 
     def at(self, layer: int, layers: int) -> Retention:
         return self if self.decode else _Once(**vars(self))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvengine.errors import PolicyError
-from kvengine.policies._budget import check_choice, check_count, is_number
+from kvengine.policies._budget import check_choice, check_count, check_text, is_number
 from kvengine.policies.prefill.ashape import AShape
 from kvengine.policies.retention import Retention
 from kvengine.policies.retention.streaming import Streaming
@@ -60,6 +60,7 @@ class Duo(Routing):
         check_count(self, sinks=self.sinks)
         check_count(self, least=1, recent=self.recent)
         check_choice(self, prompt=(self.prompt, ("exact", "streaming")))
+        check_text(self, pattern=self.pattern)
         if self.pattern:
             _ = self.alpha
 

@@ -19,7 +19,11 @@ def wrong(name: str) -> list[tuple[str, Any]]:
     hints, found = typing.get_type_hints(cls), []
     for option in fields(cls):
         kinds = {hints[option.name], *typing.get_args(hints[option.name])}
-        values: list[Any] = ["nonsense"] if isinstance(option.default, str) and str not in kinds else []
+        values: list[Any] = []
+        if isinstance(option.default, str):
+            values = [7, None] + (["nonsense"] if str not in kinds else [])
+        if bool in kinds:
+            values = ["no", 1, None]
         if float in kinds:
             values = [-1, -0.5, math.nan, math.inf, "nonsense", True]
         elif int in kinds:
