@@ -62,6 +62,7 @@ import ctypes, json, sys
 from types import SimpleNamespace
 driver_library = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.runtime.driver import driver
@@ -69,6 +70,14 @@ driver.set_active(SimpleNamespace(
     utils=CudaUtils(), launcher_cls=CudaLauncher, get_current_target=lambda: GPUTarget("cuda", 90, 32),
     get_current_device=lambda: 0, get_current_stream=lambda device: 0,
 ))
+
+def opened(given):
+    "What a launcher was given: grid, stream and function; how to launch and with which memory; how many warps; arguments."
+    if triton.__version__.startswith("3.6."):
+        packed, arguments, scratches = given[9], given[13:], given[7:9]
+    else:
+        packed, arguments, scratches = given[7], given[15], given[11:13]
+    return [*given[:5], [*given[5:7], *scratches], list(packed)], arguments
 """
 
 needed = [

@@ -9,9 +9,9 @@ not known to be safe, Triton launches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -21,13 +21,34 @@ from triton.runtime.jit import JITFunction, KernelInterface
 
 from kvengine.kernels.gpu import Note, noting
 
-KNOWN = "3.6."
+KNOWN = ("3.6.", "3.7.", "3.8.", "3.9.")
 """The releases of Triton whose launchers are called: how is nobody's interface."""
+TOGETHER = not triton.__version__.startswith("3.6.")
+"""Whether these are the launchers of Triton 3.7 and later: one function for all kernels, which takes a kernel's arguments as one
+tuple, behind how they are to be read."""
 MOST = 512
 """Kinds of arguments that are remembered of a kernel: numbers that change at every launch should be none of those specialised,
 and if one is, memory does not grow with it."""
 PLAIN = {Tensor, int, float, bool, type(None)}
-Ready = tuple[Callable[..., None], tuple[Any, ...], tuple[None, ...]]
+
+
+class Ready(NamedTuple):
+    """What was compiled, and how to launch it."""
+
+    run: Callable[..., None]
+    how: tuple[Any, ...]
+    constants: tuple[None, ...]
+    """Of constants, which are compiled in, launchers only count that they are there."""
+    compiled: Any
+    """Kept: with it Triton gives back the kernel."""
+
+
+def start(ready: Ready, grid: tuple[int, int, int], stream: int, given: Sequence[Any]) -> None:
+    """Launch it with these arguments."""
+    if TOGETHER:
+        ready.run(*grid, stream, *ready.how, (*given, *ready.constants))
+    else:
+        ready.run(*grid, stream, *ready.how, *given, *ready.constants)
 
 
 def launched_again(kernel: Any) -> Any:
@@ -78,9 +99,7 @@ class Again(Noted):
         if ready is None:
             self.remember(key, self.kernel[grid](*given, **named), given, named)
         else:
-            run, how, constants = ready
-            x, y, z = (*grid, 1, 1)[:3]
-            run(x, y, z, driver.active.get_current_stream(device), *how, *given, *constants)
+            start(ready, whole(grid), driver.active.get_current_stream(device), given)
         self.note(grid, given, named, self.ready.get(key))
 
     def kind(self, given: tuple[Any, ...]) -> list[Any]:
@@ -100,16 +119,25 @@ class Again(Noted):
         if type(compiled) is not CompiledKernel or type(launcher := compiled.run) is not CudaLauncher:
             return  # none was launched, or it is compiled meanwhile, or runs elsewhere
         constants = self.kernel.params[self.given :]
-        whole = self.ordered and all(p.name in named for p in constants)  # nothing by default
+        every = self.ordered and all(p.name in named for p in constants)  # nothing by default
         scratch = launcher.global_scratch_size or launcher.profile_scratch_size
-        if not whole or scratch or self.kernel.pre_run_hooks or not PLAIN.issuperset(map(type, given)):
+        if not every or scratch or self.kernel.pre_run_hooks or not PLAIN.issuperset(map(type, given)):
             return
         if len(self.ready) >= MOST:
             self.ready.clear()
-        # No hooks, and nothing to tell them. Of constants, which are compiled in, the launcher only counts that they are there.
-        function, scratches, told = compiled.function, (None, None), (compiled.packed_metadata, None, None, None)
-        how = (function, launcher.launch_cooperative_grid, launcher.launch_pdl, *scratches, *told)
-        self.ready[key] = launcher.launch, how, (None,) * len(constants)
+        first = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
+        told: tuple[Any, ...] = (compiled.packed_metadata, None, None, None)  # no hooks, and nothing to tell them
+        scratches = None, None
+        if TOGETHER:
+            told = *told, *scratches, launcher.arg_annotations, launcher.kernel_signature
+        else:
+            told = *scratches, *told
+        self.ready[key] = Ready(launcher.launch, (*first, *told), (None,) * len(constants), compiled)
+
+
+def whole(grid: tuple[int, ...]) -> tuple[int, int, int]:
+    x, y, z = (*grid, 1, 1)[:3]
+    return x, y, z
 
 
 def _lies(x: Tensor) -> tuple[Any, int]:
@@ -123,7 +151,7 @@ def watched() -> bool:
     if JITFunction.__getitem__ is not KernelInterface.__getitem__:
         return True
     try:
-        hooks = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+        hooks = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls or runtime.add_stages_inspection_hook
     except AttributeError:  # another kind of hook, or none
         return True
     return bool(hooks or runtime.debug or knobs.compilation.instrumentation_mode)

@@ -17,7 +17,7 @@ from triton.runtime.driver import driver
 
 from kvengine.kernels.dispatch import elsewhere
 from kvengine.kernels.gpu import Note, Notes
-from kvengine.kernels.gpu.again import watched
+from kvengine.kernels.gpu.again import start, watched, whole
 
 ALIGNED = 16
 """Bytes, at whose multiples tensors have to begin: Triton compiles anew for those that do not."""
@@ -70,7 +70,7 @@ class Launches:
         for number, name, j in numbers:
             self.places[number].append((notes[number].kernel.arg_names.index(name), len(given) + len(own) + j))
         self.ready = [
-            (note.ready[0], (*note.grid, 1, 1)[:3], note.ready[1], lies, places, note.ready[2])
+            (note.ready, whole(note.grid), lies, places)
             for note, lies, places in zip(notes, addresses, self.places, strict=True) if note.ready is not None
         ]  # fmt: skip
         self.ready = self.ready if len(self.ready) == len(notes) else []
@@ -90,23 +90,23 @@ class Launches:
         values += self.late
         values += [base + offset for offset in self.offsets]
         values += numbers
-        for number, (launch, grid, how, arguments, places, constants) in enumerate(self.ready):
+        for number, (ready, grid, arguments, places) in enumerate(self.ready):
             if number == self.pause and late is not None:
                 # Kept until all is launched: what another stream has filled would be given away before it is read.
                 here = late()
                 values[len(given) : len(given) + len(here)] = [x.data_ptr() for x in here]
             for i, j in places:
                 arguments[i] = values[j]
-            launch(*grid, stream, *how, *arguments, *constants)
+            start(ready, grid, stream, arguments)
         return True
 
     def plainly(self, given: Sequence[Tensor], room: Tensor, numbers: Sequence[int]) -> None:
         """The same as Triton launches it, from tensors."""
         values: list[Any] = list(given)
-        for (dtype, shape, stride), start, end in zip(
+        for (dtype, shape, stride), first, end in zip(
             self.own, self.offsets, [*self.offsets[1:], self.size], strict=True
         ):
-            values.append(room[start:end].view(dtype).as_strided(shape, stride))
+            values.append(room[first:end].view(dtype).as_strided(shape, stride))
         values += numbers
         for note, places in zip(self.notes, self.places, strict=True):
             arguments = list(note.given)

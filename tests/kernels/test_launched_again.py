@@ -27,10 +27,10 @@ def launching(self, source, metadata, make=CudaLauncher.__init__):
     launch, kinds = self.launch, source.signature.values()
 
     def run(*given):
-        x, y, z, stream, function, *how = given[:13]
-        numbers = [a for a, kind in zip(given[13:], kinds, strict=True) if kind != "constexpr"]
+        (x, y, z, stream, function, *how), arguments = opened(given)
+        numbers = [a for a, kind in zip(arguments, kinds, strict=True) if kind != "constexpr"]
         numbers = [(str(a.dtype), list(a.shape), a.data_ptr() % 16) if torch.is_tensor(a) else a for a in numbers]
-        seen.append([function, x, y, z, stream, how[:4], list(how[4]), numbers])
+        seen.append([function, x, y, z, stream, *how, numbers])
         launch(*given)
 
     self.launch = run
@@ -144,6 +144,6 @@ def test_launches_of_another_triton_are_its_own(monkeypatch: pytest.MonkeyPatch)
     from kvengine.kernels.put_token.triton import put_kernel
 
     assert type(put_kernel) is type(again.launched_again(put_kernel.kernel)) is again.Again
-    monkeypatch.setattr(triton, "__version__", "3.7.0")
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
     other = again.launched_again(put_kernel.kernel)
     assert type(other) is again.Noted and other.kernel is put_kernel.kernel

@@ -58,9 +58,9 @@ def launching(self, source, metadata, make=CudaLauncher.__init__):
     launch, kinds, name = self.launch, list(source.signature.values()), source.fn.__name__
 
     def run(*given):
-        x, y, z, stream, function, *how = given[:13]
-        numbers = [place(a) if kind[0] == "*" else a for a, kind in zip(given[13:], kinds) if kind != "constexpr"]
-        seen.append([name, function, x, y, z, stream, how[:4], list(how[4]), numbers])
+        (x, y, z, stream, function, *how), arguments = opened(given)
+        numbers = [place(a) if kind[0] == "*" else a for a, kind in zip(arguments, kinds) if kind != "constexpr"]
+        seen.append([name, function, x, y, z, stream, *how, numbers])
         launch(*given)
 
     self.launch = run
@@ -182,7 +182,7 @@ def test_rows_that_lie_apart_are_put_together_for_every_token(tmp_path: Path) ->
 
 def test_what_comes_late_is_there_until_all_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another stream has filled it, and would give its memory away: the kernels that read it wait on this one."""
-    from kvengine.kernels.gpu import launches
+    from kvengine.kernels.gpu import again, launches
 
     active, made = SimpleNamespace(get_current_stream=lambda device: 0), list[tuple[int, bool]]()
     monkeypatch.setattr(launches, "driver", SimpleNamespace(active=active))
@@ -198,7 +198,9 @@ def test_what_comes_late_is_there_until_all_is_launched(monkeypatch: pytest.Monk
 
     some = object.__new__(launches.Launches)
     some.device, some.size, some.offsets, some.late, some.pause = torch.device("cpu"), 0, [], [0], 1
-    some.ready = [(launch, (1, 1, 1), (), [0], [(0, i)], ()) for i in range(2)] * 2
+    monkeypatch.setattr(again, "TOGETHER", False)
+    ready = again.Ready(launch, (), (), None)
+    some.ready = [(ready, (1, 1, 1), [0], [(0, i)]) for i in range(2)] * 2
     given = torch.zeros(4)
     assert some.again([given], (), late)
     (first, before), (second, there), _, (last, still) = made

@@ -211,6 +211,8 @@ def test_codes_cost_few_instructions_for_their_bytes(
     room = 4 * 1.755e9 * 64 * per_token / (4.2e12 / 132)
     (read,) = [row for row in compile_all(90, [case]) if row.kernel == kernel]
     loops = read.loop + read.second * (kernel == "mixed_kernel")
+    if importlib.metadata.version("triton").startswith("3.8."):
+        most *= 1.05  # it computes with some halves one by one, which 3.6 and 3.9 take in pairs
     assert 0 < turns * loops * read.warps < most * room  # so many turns for 64 tokens
     programs = {"kivi_kernel": EACH, "words_kernel": EACH_OF_FOUR_BITS, "mixed_kernel": mixed.EACH}[kernel]
     assert -(-read.registers // 8) * 8 * 32 * programs <= 65536  # all of them run at once

@@ -53,7 +53,7 @@ def statements(body: str) -> Iterator[str]:
 def parsed(text: str) -> Statement:
     guard, _, rest = text.partition(" ") if text.startswith("@") else ("", "", text)
     op, _, operands = rest.strip().partition(" ")
-    name, *parts = op.split(".")
+    name, *parts = op.replace("::cta", "").split(".")  # shared memory is the block's own, whether that is said or not
     return Statement(
         guard[1:], name, tuple(parts), [x.strip() for x in re.split(r",(?![^{]*})", operands) if x.strip()]
     )
