@@ -33,7 +33,7 @@ def threshold_of_many(key, count, PARTS: tl.constexpr):
     if PARTS >= BLOCK:
         least = tl.min(key, 0)
     else:
-        least = tl.min(tl.max(tl.reshape(key, [PARTS, BLOCK // PARTS], can_reorder=True), 1), 0)
+        least = tl.min(tl.max(tl.reshape(key, [PARTS, BLOCK // PARTS]), 1), 0)
     return between(key, count, least, tl.max(key, 0))
 
 
