@@ -7,6 +7,7 @@
 #   make test-shapes  the tests again, every shape and dtype that a signature states checked at run time
 #   make test-sanitised   the C kernels' tests with gcc's sanitizers beneath them
 #   make test-matrix  the Hugging Face edge on the oldest and the newest supported transformers
+#   make test-newest  the tests on what a plain installation brings today: nothing is pinned
 #   make docs         the generated parts of README.md and docs/
 #   make clean        everything above undone, environments included
 
@@ -21,10 +22,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 BIN := $(VENV)/bin
 OLD := .venv-5.17
+NEW := .venv-newest
 EDGE = $(wildcard tests/test_hf*.py tests/families) $(addprefix tests/test_,compiled_states.py lifecycle.py hidden_tokens.py ragged_turns.py replay.py states.py saved_beside.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test style types unit test-slow test-gpu test-shapes test-sanitised test-matrix docs clean environment
+.PHONY: demo test style types unit test-slow test-gpu test-shapes test-sanitised test-matrix test-newest docs clean environment
 
 demo: environment
 	$(BIN)/kvengine demo
@@ -60,6 +62,9 @@ test-matrix: environment $(OLD)/.ready
 	OMP_NUM_THREADS=1 $(OLD)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu" $(EDGE)
 	$(PYTEST) -n 2 --dist worksteal -m "not gpu" $(EDGE)
 
+test-newest: $(NEW)/.ready
+	OMP_NUM_THREADS=1 $(NEW)/bin/python -m pytest -n 2 --dist worksteal
+
 docs: environment
 	$(BIN)/python docs/build.py
 
@@ -82,6 +87,9 @@ endef
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(call install,$(VENV),constraints.txt)
+
+$(NEW)/.ready: pyproject.toml
+	$(call install,$(NEW),/dev/null)
 
 # An old transformers wants a hub client of its time; the rest stays as pinned.
 $(OLD)/.ready: pyproject.toml constraints.txt
