@@ -7,6 +7,7 @@ import support_kernels as oracle
 import torch
 
 from kvengine.kernels.attention import attention
+from kvengine.kernels.gpu import FUSED
 
 pytestmark = pytest.mark.skipif("triton" not in oracle.backends(), reason="Triton does not run here")
 
@@ -17,7 +18,7 @@ def test_triton_packs_codes_whose_bits_32_bits_do_not_count() -> None:
     device = oracle.device_of("triton")
     codes = torch.arange(1024, dtype=torch.uint8, device=device) % 16
     packed = torch.zeros(512, dtype=torch.uint8, device=device)
-    pack_kernel[(1,)](codes, packed, 1 << 29, BITS=4, BLOCK=1024)  # the first program of many
+    pack_kernel[(1,)](codes, packed, 1 << 29, BITS=4, BLOCK=1024, **FUSED)  # the first program of many
     assert torch.equal(packed, codes[::2] | codes[1::2] << 4)
 
 

@@ -8,6 +8,7 @@ import support_kernels as oracle
 import torch
 
 from kvengine.kernels import turboquant
+from kvengine.kernels.gpu import FUSED
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -38,7 +39,7 @@ def test_triton_turns_as_the_matrix_does(dim: int, tiles: int, dtype: torch.dtyp
     x[5, 0] = 6e4 if dtype == torch.float16 else 1e6 * size  # beyond all others
     x = x.bfloat16().to(device, dtype)  # of 16 bits, as queries are
     lines, whole = torch.full((8, dim), 7.0, device=device), torch.full((dim,), 7.0, device=device)
-    turning_kernel[(1,)](x, turboquant.rotation(dim, x.device), lines, whole, DIM=dim, TILES=tiles)
+    turning_kernel[(1,)](x, turboquant.rotation(dim, x.device), lines, whole, DIM=dim, TILES=tiles, **FUSED)
     want = turboquant.turned(x)
     assert ((whole - want[0]).abs() <= 2e-6 * want[0].abs().max()).all()
     assert ((lines - want).abs() <= 1e-3 * want.abs().amax(1, keepdim=True)).all()  # in float16
