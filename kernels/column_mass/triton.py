@@ -10,7 +10,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from kvengine.kernels.gpu import FUSED, cdiv, next_power_of_2, room
+from kvengine.kernels.gpu import FUSED, cdiv, lined, next_power_of_2, room
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.span_attention import Band
 from kvengine.kernels.span_attention.triton import compute_type, stretches, whole
@@ -182,7 +182,7 @@ def received(
 ) -> Float[Tensor, "row group token"]:  # fmt: skip
     """What each token receives from all queries of a head; or the `most` that one of these pays."""
     q, k = q.contiguous(), k if k.stride(-1) == 1 else k.contiguous()
-    position = position if position.stride(-1) == 1 else position.contiguous()
+    position = lined(position)
     at, real = at.to(torch.int32).contiguous(), real.to(torch.int32).contiguous()
     if scale < 0:
         q, scale = -q, -scale

@@ -123,3 +123,8 @@ def cdiv(x: int, y: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The least power of two that is `n` or more; 0 for 0. As `cdiv`, not Triton's own."""
     return 1 << (n - 1).bit_length() if n else 0
+
+
+def lined(x: Tensor) -> Tensor:
+    """Each row's numbers side by side, as kernels read tables; rows may lie apart, and what the engine keeps is not copied."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import cdiv, crowds, next_power_of_2, room
+from kvengine.kernels.gpu import cdiv, crowds, lined, next_power_of_2, room
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.stream import Partials, absorb, keep, pick, row_ends
@@ -164,6 +164,7 @@ def lowrank_attention(
 ) -> State:
     """See `kvengine.kernels.lowrank_attention`."""
     q, u, v, basis = (x.contiguous() for x in (q, u, v, basis))
+    table, position = None if table is None else lined(table), lined(position)
     rows, group, queries, dim = q.shape
     heads, half, dim_v, block = group * queries, inv_freq.shape[0], v.shape[-1], 32
     columns = position.shape[1] if units is None else units.shape[1] * unit

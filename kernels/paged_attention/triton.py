@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvengine.kernels import turboquant
 from kvengine.kernels.dispatch import beyond, interpreted
-from kvengine.kernels.gpu import cdiv, crowded, next_power_of_2, room, scratch
+from kvengine.kernels.gpu import cdiv, crowded, lined, next_power_of_2, room, scratch
 from kvengine.kernels.gpu import fields as stored
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
@@ -203,6 +203,7 @@ def paged_attention(
     wait: bool = False,
 ) -> State:
     """See `kvengine.kernels.paged_attention`."""
+    table, position = lined(table), lined(position)
     if mixed.fits(q, fields, page, units, codec, dim_v, want_probs):
         return mixed.attention(
             q, fields, table, position, page, scale, dim_v, query_position, window, softcap, sinks, wait

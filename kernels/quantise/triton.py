@@ -61,17 +61,17 @@ def quantise_kernel(
     high = tl.max(tl.where(seen, value, -float("inf")), axis)
     none = low > high
     low, high = tl.where(none, 0.0, low), tl.where(none, 0.0, high)
-    scale, zero = (high - low) / (2**BITS - 1), low
+    scale, zero = tl.div_rn(high - low, tl.full(high.shape, 2**BITS - 1, tl.float32)), low
     if scale_out.dtype.element_ty == tl.float16:  # what is beyond its numbers is its last
         scale, zero = tl.minimum(scale, 65504.0), tl.minimum(tl.maximum(zero, -65504.0), 65504.0)
     scale, zero = scale.to(scale_out.dtype.element_ty), zero.to(scale_out.dtype.element_ty)
     step = tl.where(scale.to(tl.float32) > 0, scale.to(tl.float32), 1.0)
     base = zero.to(tl.float32)
     if BY_CHANNEL:
-        scaled = (value - base[None, :]) / step[None, :]
+        scaled = tl.div_rn(value - base[None, :], tl.broadcast_to(step[None, :], value.shape))
         at, ok_group = i * DIM + channel, ok_c
     else:
-        scaled = (value - base[:, None]) / step[:, None]
+        scaled = tl.div_rn(value - base[:, None], tl.broadcast_to(step[:, None], value.shape))
         at, ok_group = token * (DIM // channel_step) + j, ok_t
     tl.store(scale_out + at, scale, mask=ok_group)
     tl.store(zero_out + at, zero, mask=ok_group)

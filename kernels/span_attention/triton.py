@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import FUSED, cdiv, crowds, next_power_of_2, room
+from kvengine.kernels.gpu import FUSED, cdiv, crowds, lined, next_power_of_2, room
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.span_attention import Band
 
@@ -140,7 +140,7 @@ def span_attention(
 ) -> Tensor:  # fmt: skip
     """See `kvengine.kernels.span_attention`."""
     q, (k, v) = q.contiguous(), (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-    position = position if position.stride(-1) == 1 else position.contiguous()
+    position = lined(position)
     spans = spans.to(torch.int32).contiguous()
     if scale < 0:
         q, scale = -q, -scale

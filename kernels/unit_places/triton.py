@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvengine.kernels.gpu import cdiv, next_power_of_2
+from kvengine.kernels.gpu import cdiv, lined, next_power_of_2
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 
@@ -38,6 +38,7 @@ def places_kernel(
 def unit_places(units: Tensor, table: Tensor, position: Tensor, per: int, unit: int) -> tuple[Tensor, Tensor]:
     """See `kvengine.kernels.unit_places`. `per`: units of a page."""
     units, (rows, chosen) = units.contiguous(), units.shape
+    table, position = lined(table), lined(position)
     pieces = torch.empty(rows * chosen, dtype=torch.int64, device=units.device)
     places = torch.empty(rows, chosen * unit, dtype=position.dtype, device=units.device)
     wide = next_power_of_2(unit)

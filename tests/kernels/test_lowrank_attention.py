@@ -128,7 +128,7 @@ def test_the_angle_stays_exact_far_away(backend: str, places: int) -> None:
 
 
 @pytest.mark.parametrize("backend", oracle.backends())
-def test_frequencies_and_units_may_be_views(backend: str) -> None:
+def test_frequencies_units_and_tables_may_be_views(backend: str) -> None:
     rng = torch.Generator().manual_seed(6)
     u, basis = torch.randn(1, 90, 12, generator=rng), torch.randn(2, 12, 32, generator=rng) / 4
     v, q = torch.randn(6, 16, 32, generator=rng), torch.randn(2, 4, 1, 32, generator=rng)
@@ -141,3 +141,6 @@ def test_frequencies_and_units_may_be_views(backend: str) -> None:
     for freq, chosen in ((apart, units), (inv_freq.double(), units), (inv_freq, other)):
         got = run(q, u, v, basis, freq, table, position, units=chosen, **about)
         torch.testing.assert_close((got.out, got.lse), (want.out, want.lse), atol=1e-5, rtol=0)
+    others = (torch.stack([x, x + 1], 2)[..., 0] for x in (table, position))
+    got = run(q, u, v, basis, inv_freq, *others, units=units, **about)
+    torch.testing.assert_close((got.out, got.lse), (want.out, want.lse), atol=1e-5, rtol=0)

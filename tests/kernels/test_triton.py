@@ -24,7 +24,7 @@ SMALL = {
         "or as_the_loop or (matches_a_loop and (fetch or (band-probes and column_mass) or units-48-24 "
         "or all-32-8 or causal-one "
         "or later and not causal or sparse-odd)) or turned_codes or (own_spans and later) or far_apart "
-        "or (matches_lists and (odd-3 or bf16-9)) "
+        "or (matches_lists and (odd-3 or bf16-9)) or views "
         "or (turned and pages and not turned-4) or some_at_a_time or (waiting and (2-torch or several)) or told or halves",
     ),
 }

@@ -39,6 +39,18 @@ def test_places_are_those_of_the_loop(backend: str, rows: int, columns: int, pag
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_tables_and_positions_may_be_views(backend: str) -> None:
+    rng = torch.Generator().manual_seed(4)
+    table = torch.randperm(12, generator=rng).int().view(2, 6)
+    position, units = torch.arange(48, dtype=torch.int32).repeat(2, 1), torch.tensor([[5, 0, 9], [2, 11, 23]])
+    run = oracle.on(backend, unit_places)
+    want = run(units, table, position, page=8, unit=2, backend=backend)
+    others = [torch.stack([x, x + 1], 2)[..., 0] for x in (table, position)]
+    got = run(units, *others, page=8, unit=2, backend=backend)
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_no_units_are_no_places(backend: str) -> None:
     table, position = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 12, dtype=torch.int32)
     none = torch.zeros(2, 0, dtype=torch.int64)
