@@ -61,7 +61,7 @@ def quantise_kernel(
     high = tl.max(tl.where(seen, value, -float("inf")), axis)
     none = low > high
     low, high = tl.where(none, 0.0, low), tl.where(none, 0.0, high)
-    scale, zero = tl.div_rn(high - low, tl.full(high.shape, 2**BITS - 1, tl.float32)), low
+    scale, zero = tl.div_rn(high - low, tl.full(high.shape, 2**BITS - 1, tl.float32)), low  # as CPUs divide
     if scale_out.dtype.element_ty == tl.float16:  # what is beyond its numbers is its last
         scale, zero = tl.minimum(scale, 65504.0), tl.minimum(tl.maximum(zero, -65504.0), 65504.0)
     scale, zero = scale.to(scale_out.dtype.element_ty), zero.to(scale_out.dtype.element_ty)
