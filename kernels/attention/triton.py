@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvengine.kernels.gpu import fields
+from kvengine.kernels.gpu import fields, lined
 from kvengine.kernels.paged_attention.triton import launch
 from kvengine.kernels.state import State
 
@@ -23,7 +23,7 @@ def attention(
     wait: bool = False,
 ) -> State:
     """See `kvengine.kernels.attention`."""
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    k, v = lined(k), lined(v)
     sides = fields.dense(k, "k"), fields.dense(v, "v")
     return launch(
         q, *sides, k.shape[1], 1, scale, softcap, sinks, want_probs, visible=visible, lengths=lengths, position=position,

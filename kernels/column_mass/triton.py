@@ -181,7 +181,7 @@ def received(
     softcap: float | None, sinks: Tensor | None, most: bool = False,
 ) -> Float[Tensor, "row group token"]:  # fmt: skip
     """What each token receives from all queries of a head; or the `most` that one of these pays."""
-    q, k = q.contiguous(), k if k.stride(-1) == 1 else k.contiguous()
+    q, k = q.contiguous(), lined(k)
     position = lined(position)
     at, real = at.to(torch.int32).contiguous(), real.to(torch.int32).contiguous()
     if scale < 0:

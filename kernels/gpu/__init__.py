@@ -126,5 +126,5 @@ def next_power_of_2(n: int) -> int:
 
 
 def lined(x: Tensor) -> Tensor:
-    """Each row's numbers side by side, as kernels read tables; rows may lie apart, and what the engine keeps is not copied."""
+    """Each row's numbers side by side, as kernels read them; rows may lie apart, and what the engine keeps is not copied."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -136,6 +136,7 @@ class Again(Noted):
 
 
 def whole(grid: tuple[int, ...]) -> tuple[int, int, int]:
+    """A grid in all three dimensions."""
     x, y, z = (*grid, 1, 1)[:3]
     return x, y, z
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvengine.kernels.best_tokens.triton import best_tokens
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import cdiv, next_power_of_2, room, scratch, stream
+from kvengine.kernels.gpu import cdiv, lined, next_power_of_2, room, scratch, stream
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.gpu.select import MOST, best_from, counted, first_best, ordered, threshold_of_many, warps
@@ -193,7 +193,7 @@ def share_top_kernel(
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
     """See `kvengine.kernels.page_scores`. More query heads than a program has room for are scored by torch."""
-    low, high, alive = (x if x.stride(-1) == 1 else x.contiguous() for x in (low, high, alive))
+    low, high, alive = lined(low), lined(high), lined(alive)
     (rows, group, dim), units = q.shape, alive.shape[1]
     out = _rows(rows, units, q.device)
     compute, block_d, block, heads, stages = _blocks(q, low, high, taken=8192)
@@ -223,7 +223,7 @@ def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float, softcap: fl
 
 def _logits(q: Tensor, mean: Tensor, alive: Tensor, out: Tensor, scale: float, softcap: float | None) -> bool:
     """Write them, unless there are more query heads than a program has room for."""
-    mean, alive = (x if x.stride(-1) == 1 else x.contiguous() for x in (mean, alive))
+    mean, alive = lined(mean), lined(alive)
     (rows, group, dim), units = q.shape, alive.shape[1]
     compute, block_d, block, heads, _ = _blocks(q, mean, taken=16384)
     if heads and out.numel():
@@ -249,8 +249,8 @@ def units_by_share(
         return reference.units_by_share(
             q, mean, alive, most, scale, counts, coherence, outliers, first, reduce, softcap, ops
         )
-    alive, ids = alive if alive.stride(1) == 1 else alive.contiguous(), alive.new_empty(rows, count, dtype=torch.int64)
-    far = logits if coherence is None else coherence if coherence.stride(1) == 1 else coherence.contiguous()
+    alive, ids = lined(alive), alive.new_empty(rows, count, dtype=torch.int64)
+    far = logits if coherence is None else lined(coherence)
     forced, block = OUTLIERS if coherence is not None else FIRST if first else NONE, next_power_of_2(units)
     outliers = 0.0 if coherence is None else outliers
     share_top_kernel[(rows,)](

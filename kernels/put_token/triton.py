@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvengine.kernels.gpu import next_power_of_2
+from kvengine.kernels.gpu import lined, next_power_of_2
 from kvengine.kernels.gpu.again import launched_again
 from kvengine.kernels.gpu.chain import chained, in_turn
 from kvengine.kernels.put_token import Limit
@@ -65,7 +65,7 @@ def put_token(
     origin: int | None, ring: int, counts: Tensor | None, score: Tensor | None, limit: Limit | None,
 ) -> None:  # fmt: skip
     """See `kvengine.kernels.put_token`."""
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    k, v = lined(k), lined(v)
     if not len(k):
         return
     dim, dim_v = k.shape[-1], v.shape[-1]

@@ -139,7 +139,7 @@ def span_attention(
     softcap: float | None, sinks: Tensor | None, block: int,
 ) -> Tensor:  # fmt: skip
     """See `kvengine.kernels.span_attention`."""
-    q, (k, v) = q.contiguous(), (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    q, k, v = q.contiguous(), lined(k), lined(v)
     position = lined(position)
     spans = spans.to(torch.int32).contiguous()
     if scale < 0:
