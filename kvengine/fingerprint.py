@@ -8,6 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from kvengine.hf_devices import inside, kept_buffers, weights
 from kvengine.offload.cachegen import Identity
@@ -55,9 +56,10 @@ def adapters(model: nn.Module) -> list[tuple[str, str, bool, str, str]]:
 def state(model: nn.Module) -> Hashable:
     """What differs when `identity` may: cheap, as no weight is read. A change through `weight.data` is not seen."""
 
-    def version(x: Tensor) -> tuple[int, Any, int]:
-        number = 0 if x.is_meta else id(x)  # accelerate puts another in its place after each use
-        return number, x.dtype, 0 if x.is_inference() else x._version
+    def version(x: Tensor) -> tuple[Any, Any, int]:
+        # accelerate puts another in its place after each use; the id of a tensor that is gone may be given to the next
+        which = None if x.is_meta else WeakIdRef(x)
+        return which, x.dtype, 0 if x.is_inference() else x._version
 
     held = (*model.parameters(), *(buffer for _, buffer in kept_buffers(model)))
     return tuple(map(version, held)), tuple(adapters(model))

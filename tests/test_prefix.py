@@ -11,6 +11,7 @@ import pytest
 import torch
 from families.configs import build
 from support import llama
+from torch import nn
 from transformers import DynamicCache
 
 import kvengine
@@ -204,6 +205,20 @@ def test_chunks_of_a_model_that_has_learned_since_are_not_its(tmp_path: Path) ->
     assert cache.seen == 0
     text(model, ids, cache)
     assert reuse.keep(ids, cache) == 6
+    reuse.store.close()
+
+
+def test_chunks_of_a_model_whose_weight_was_replaced_are_not_its(tmp_path: Path) -> None:
+    """Python gives the new one the place, and with it the id, of the one that was deleted before."""
+    model, ids = llama(), prompt(100)
+    layer = kvengine.patch(model).model.layers[0].self_attn.k_proj
+    layer.weight = nn.Parameter(layer.weight.data.clone())  # as loaded: never written into
+    reuse, _ = stored(model, tmp_path, ids)
+    for i in range(2, 9):
+        other, known = layer.weight.data * i, reuse.whose.model
+        del layer.weight
+        layer.weight = nn.Parameter(other)
+        assert reuse.fetch(ids).seen == 0 and reuse.whose.model != known
     reuse.store.close()
 
 
