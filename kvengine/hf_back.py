@@ -137,7 +137,7 @@ def chosen_rows(layers: list[Any], rows: Any) -> Int[Tensor, "chosen"]:
             f"this cache holds {held} sequences, of which {given.tolist()} cannot stay: give the numbers of those that do, from "
             f"0 to {held - 1} and at least one, or a mask of {held}. For another batch call cache.reset()"
         )
-    return chosen
+    return torch.where(chosen < 0, chosen + held, chosen)  # layers of transformers' own take no negative ones
 
 
 def sequences(layer: Any) -> int | None:

@@ -52,9 +52,11 @@ def test_rows_that_are_not_there_are_refused_and_nothing_has_changed(text: str, 
     torch.testing.assert_close(step(model, cache), step(model, want), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("text", POLICIES)
+@pytest.mark.parametrize("text", [*POLICIES, "mistral_window", "lfm2"])
 def test_rows_may_be_a_list_and_counted_from_the_end(text: str) -> None:
-    model, ids = patched(text), prompts()["input_ids"]
+    """Also where layers beside the engine's, with windows or states, take row numbers from 0 on alone."""
+    model, ids = patched(text) if text in POLICIES else kvengine.patch(build(text)), prompts()["input_ids"]
+    ids = ids % model.config.vocab_size
     found = []
     for rows in ([2, 0], torch.tensor([-1, -3]), torch.tensor([2, 0])):
         cache = read(model, ids)
