@@ -19,7 +19,11 @@ from kvengine.policies import ours
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.representation import Fields, Representation
 from kvengine.policies.retention import Retention, Seen
+from kvengine.policies.routing import Routing
 from kvengine.policies.selection import Selection
+
+Group = tuple[tuple[int, ...], Retention | None]
+"""KV heads, and the retention that replaces the stack's for them."""
 
 
 def shown(x: object) -> str:
@@ -35,6 +39,21 @@ def shown(x: object) -> str:
 
 def refuse(policy: object, method: str, found: object, expected: str) -> PolicyError:
     return PolicyError(f"{type(policy).__name__}.{method} returned {shown(found)}, expected {expected}")
+
+
+def lanes(routing: Routing, found: Any, heads: int) -> list[Group]:
+    """`Routing.lanes`: every KV head in one group, in order within it. Raises PolicyError."""
+    groups = found if isinstance(found, list | tuple) else ()
+    right = bool(groups) and all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], tuple) for one in groups)
+    members = [head for one in groups for head in one[0]] if right else []
+    named = all(type(head) is int for head in members) and sorted(members) == list(range(heads))
+    ruled = right and all(one[0] and (one[1] is None or isinstance(one[1], Retention)) for one in groups)
+    if not (named and ruled):
+        raise PolicyError(
+            f"{type(routing).__name__}.lanes returned {found!r}, expected groups (heads, retention or None) that have each of the "
+            f"KV heads from 0 to {heads - 1} once"
+        )
+    return [(tuple(sorted(some)), retention) for some, retention in groups]
 
 
 class Lent:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from kvengine import answers
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.gradients import watched
 from kvengine.heads import Heads, beside, check_batch, check_layer_back, check_settled, quick
@@ -51,8 +52,8 @@ class LayerCache:
             self.stack.check_channels(*found)  # where the model could not be tried when it was patched
             self.session.channels.add(found)
         self.sequences, self.heads = k.shape[:2]
-        groups = self.stack.routing.lanes(self.layer, self.layers, self.heads)
-        for number, (members, retention) in enumerate(groups):
+        parts, groups = [], self.stack.routing.lanes(self.layer, self.layers, self.heads)
+        for number, (members, retention) in enumerate(answers.lanes(self.stack.routing, groups, self.heads)):
             index = None if len(members) == self.heads else torch.tensor(members, device=k.device)
             run = slice(members[0], members[-1] + 1)
             mine = (k, v) if index is None else (k[:, index], v[:, index])
@@ -63,7 +64,8 @@ class LayerCache:
             lane = Lane(
                 stack, choice, self.layer, self.layers, number, self.session, *rows, len(members), part, self.inner
             )
-            self.parts.append(Heads(lane, index, run if run.stop - run.start == len(members) else None))
+            parts.append(Heads(lane, index, run if run.stop - run.start == len(members) else None))
+        self.parts = parts  # not one by one: if that breaks off, the next pass makes them all
 
     def forward(
         self,

@@ -87,6 +87,28 @@ def test_a_decoded_token_is_interrupted(name: str) -> None:
     check(SMALL[name], 1, "/cache.py")
 
 
+def test_the_first_pass_is_interrupted() -> None:
+    """While a layer's lanes are made: it has all of them then, or none."""
+    ids = one()["input_ids"]
+    with torch.no_grad(), kvengine.patched(llama(), SMALL["duo"]) as model:
+        want = model(ids, cache=kvengine.EngineCache(model)).logits
+        with Interrupt(file="/cache.py") as whole:
+            model(ids, cache=kvengine.EngineCache(model))
+        told = 0
+        for at in range(1, whole.lines + 1):
+            cache = kvengine.EngineCache(model)
+            with contextlib.suppress(KeyboardInterrupt), Interrupt(at, "/cache.py"):
+                model(ids, cache=cache)
+            if cache.seen == ids.shape[1]:
+                continue
+            try:
+                assert torch.equal(model(ids, cache=cache).logits, want)
+            except CacheError as error:
+                assert "broke off" in str(error)
+                told += 1
+        assert 0 < told < whole.lines
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("name", ["full", "h2o", "kivi", "quest", "duo", "d2o", "zipcache", "rkv"])

@@ -15,14 +15,18 @@ from support import llama
 
 import kvengine
 from kvengine import policies
+from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, PolicyError, UnknownPolicy
 from kvengine.evals.policies import arms
 from kvengine.policies import ours
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.representation import Representation
 from kvengine.policies.retention import Retention
+from kvengine.policies.retention.streaming import Streaming
+from kvengine.policies.routing import Routing
 from kvengine.policies.selection import Selection
 from kvengine.saved import load, save
+from kvengine.session import Call
 from kvengine.stack import Stack
 
 IDS = torch.arange(3, 103)[None].repeat(2, 1)
@@ -102,6 +106,16 @@ PREFILLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no rows": ({"visible": lambda s, query, token, first: query[:, None] >= token[0]}, r"Mine\.visible returned bool"),
 }  # fmt: skip
+ROUTINGS: dict[str, tuple[Any, str]] = {
+    "a head left out": ([((0,), None)], r"Mine\.lanes returned \[\(\(0,\), None\)\], expected groups .* from 0 to 1 once"),
+    "a head twice": ([((0, 1), None), ((1,), Streaming())], r"Mine\.lanes returned .* from 0 to 1 once"),
+    "a head too many": ([((0, 1, 2), None)], r"Mine\.lanes returned"),
+    "no head in a group": ([((0, 1), None), ((), Streaming())], r"Mine\.lanes returned"),
+    "no group": ([], r"Mine\.lanes returned \[\], expected groups"),
+    "heads alone": ([(0, 1)], r"Mine\.lanes returned"),
+    "a name": ([((0, 1), "streaming")], r"Mine\.lanes returned .*, expected groups \(heads, retention or None\)"),
+    "a policy of another axis": ([((0, 1), Selection())], r"Mine\.lanes returned .*, expected groups \(heads, retention or None\)"),
+}
 
 
 def newest(self: Any, seen: Any) -> torch.Tensor:
@@ -155,6 +169,25 @@ def test_a_representation_that_is_wrong_is_told_which_method(model: Any, mistake
 def test_a_prefill_that_is_wrong_is_told_which_method(model: Any, mistake: str) -> None:
     methods, message = PREFILLS[mistake]
     told(model, "prefill", lambda: of(Prefill, exact=False, **methods), message)
+
+
+@pytest.mark.parametrize("mistake", ROUTINGS)
+def test_a_routing_that_is_wrong_is_told(model: Any, mistake: str) -> None:
+    groups, message = ROUTINGS[mistake]
+    told(model, "routing", lambda: of(Routing, lanes=lambda s, layer, layers, heads: groups), message)
+
+
+def test_heads_of_a_group_may_be_named_in_any_order() -> None:
+    """What belongs to heads, as the logits of sinks do, goes to them all the same."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 9, 8, generator=generator) for n in (8, 4, 4))
+    call, found = Call(0.3, sinks=torch.randn(4, 2, generator=generator)), []
+    for heads in ((0, 1, 2, 3), (0, 2, 1, 3)):
+        groups = [(heads, None), ((4,), Streaming())]
+        stack = kvengine.Stack(routing=of(Routing, lanes=lambda s, layer, layers, heads, groups=groups: groups))
+        more = (torch.cat([x, x[:, : x.shape[1] // 4]], 1) for x in (q, k, v))
+        found.append(LayerCache(stack, 0, 1).forward(*more, call._replace(sinks=torch.cat([call.sinks, call.sinks[:1]]))))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(("axis", "given", "message"), [
