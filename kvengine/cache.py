@@ -95,11 +95,6 @@ class LayerCache:
         if not self.parts:
             self.open(k, v)
         check_batch(self, k)
-        if (k.dtype, k.device) != ((held := self.parts[0].lane.tail.k).dtype, held.device):
-            raise CacheError(
-                f"this cache holds {held.dtype} on {held.device}, but the layer brought {k.dtype} on {k.device}; make a new "
-                "cache after model.to(), and stay in autocast or out of it"
-            )
         if self.session.again is not None:
             return answer(self, q, k, v, call, self.session.again)
         self.session.begin(self.layer, self.seen)

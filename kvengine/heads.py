@@ -88,7 +88,7 @@ def check_settled(cache: Any) -> None:
 
 
 def check_batch(cache: Any, k: Float[Tensor, "seq head token dim"]) -> None:
-    """Refuse, for a layer's cache, tokens of other sequences or heads than it holds."""
+    """Refuse, for a layer's cache, tokens of other sequences or heads than it holds, of another dtype or on another device."""
     if (k.shape[0], k.shape[1]) != (cache.sequences, cache.heads):
         times, rest = divmod(k.shape[0], max(1, cache.sequences))
         several = (
@@ -99,4 +99,9 @@ def check_batch(cache: Any, k: Float[Tensor, "seq head token dim"]) -> None:
             f"this cache holds {cache.sequences} sequences of {cache.heads} KV heads, but the layer brought "
             f"{k.shape[0]} of {k.shape[1]}; use one cache for one batch of one model"
             f"{several if times > 1 and not rest and k.shape[1] == cache.heads else ''}"
+        )
+    if (k.dtype, k.device) != ((held := cache.parts[0].lane.tail.k).dtype, held.device):
+        raise CacheError(
+            f"this cache holds {held.dtype} on {held.device}, but the layer brought {k.dtype} on {k.device}; make a new "
+            "cache after model.to(), and stay in autocast or out of it"
         )

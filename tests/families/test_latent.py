@@ -18,7 +18,7 @@ from transformers import DynamicCache
 import kvengine
 from kvengine import latent, saved, tail
 from kvengine.cache import LayerCache
-from kvengine.errors import KernelError, UnsupportedPolicy
+from kvengine.errors import CacheError, KernelError, UnsupportedPolicy
 from kvengine.hf_names import CACHE
 from kvengine.kernels import dispatch
 from kvengine.kernels.attention import attention
@@ -282,6 +282,18 @@ def test_latents_that_were_held_still_are_afterwards_as_they_were() -> None:
         want = kvengine.unpatch(model)(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1]
         got = kvengine.patch(model)(ids[:, :1], cache=cache).logits[:, -1]
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["full", SMALL["snapkv"]])
+def test_latents_of_another_dtype_are_refused(policy: str) -> None:
+    """The new ones would be rounded to what the cache holds, where transformers' own cache widens what it has."""
+    model = kvengine.patch(configs.build("deepseek_v3").bfloat16(), policy)
+    cache, ids = kvengine.EngineCache(model), configs.padded_batch()["input_ids"][:1]
+    with torch.no_grad():
+        model(ids, cache=cache)
+        with pytest.raises(CacheError, match=r"holds torch\.bfloat16 on cpu, but the layer brought torch\.float32"):
+            model.float()(ids[:, :1], cache=cache)
+        assert model.bfloat16()(ids[:, :1], cache=cache).logits.isfinite().all()  # nothing was taken
 
 
 def test_heads_wider_than_triton_takes_go_to_c_or_torch() -> None:
