@@ -28,6 +28,7 @@ from kvengine.hf_names import CACHE, NAMES, cache_among
 from kvengine.stack import Stack
 
 log = logging.getLogger(__name__)
+TAKEN = ("input_ids", "attention_mask")
 
 
 class Said:
@@ -78,7 +79,8 @@ def generate(
     """
     check(model, inputs, options)
     ids: Tensor = inputs["input_ids"]
-    mask, prompt = inputs.get("attention_mask", torch.ones_like(ids)), ids.shape[1]
+    mask, prompt = inputs.get("attention_mask"), ids.shape[1]
+    mask = torch.ones_like(ids) if mask is None else mask
     options = {name: value for name, value in options.items() if name not in NAMES}  # which may be None
     most, given, said = prompt + max_new_tokens, options, Said(streamer)
     limit, begun = asked(model, given, "max_time"), time.monotonic()
@@ -145,6 +147,11 @@ def check(model: Any, inputs: Any, options: Mapping[str, Any]) -> None:
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         raise ModelError(f"{what} begins with tokens: input_ids are a tensor [sequence, token] in `inputs`")
+    if others := sorted(name for name, x in inputs.items() if name not in TAKEN and x is not None):
+        raise ModelError(
+            f"{what} takes input_ids and attention_mask alone, and would leave out {others[0]!r}: tokens that are computed again "
+            "are computed from these. Use model.generate() for what else the model takes"
+        )
     if cache_among(options) is not None:
         raise ModelError(f"{what} makes caches of its own from the whole text; leave out the one that is given")
     if own := sorted(options.keys() & {"input_ids", "attention_mask", "inputs", "inputs_embeds"}):

@@ -176,7 +176,8 @@ def test_rows_that_a_criterion_has_ended_stay_at_their_end_after_a_loss(options:
         options |= {"max_new_tokens": 20, "do_sample": False, "stopping_criteria": [Sevenths()]}
         want = model.generate(ids, **options)
         for step in (3, 5, 9, 11, 20):
-            found = recover.generate(model, {"input_ids": ids}, logits_processor=[Lost(step)], **options)
+            given: dict[str, Any] = {"input_ids": ids, "attention_mask": None}  # as good as left out
+            found = recover.generate(model, given, logits_processor=[Lost(step)], **options)
             assert torch.equal(found, want)
 
 
@@ -345,3 +346,6 @@ def test_what_cannot_go_on_after_a_loss_is_said_before(options: dict[str, Any], 
         recover.generate(model, one(), max_new_tokens=4, **options)
     with kvengine.patched(llama(), "full") as model, pytest.raises(ModelError, match="input_ids are a tensor"):
         recover.generate(model, {}, max_new_tokens=4)
+    more = one() | {"position_ids": torch.arange(61)[None]}
+    with kvengine.patched(llama(), "full") as model, pytest.raises(ModelError, match="would leave out 'position_ids'"):
+        recover.generate(model, more, max_new_tokens=4)
