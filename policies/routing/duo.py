@@ -17,6 +17,7 @@ everywhere.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,6 +114,8 @@ def read_pattern(path: str) -> tuple[tuple[float, ...], ...]:
         raise PolicyError(f"Duo: cannot read the pattern {path!r}; 'kvengine duo train' makes one") from None
     except ValueError as error:
         raise PolicyError(f"Duo: {str(file)!r} is not a table of numbers: {str(error)[:80]}") from None
+    if any(math.isnan(x) for row in rows for x in row):
+        raise PolicyError(f"Duo: {str(file)!r} says of some heads that their alpha is no number (nan); train it again")
     if not rows or len({len(row) for row in rows}) != 1:
         raise PolicyError(f"Duo: {str(file)!r} must have one line per layer, with as many numbers in each")
     return tuple(tuple(min(1.0, max(0.0, x)) for x in row) for row in rows)

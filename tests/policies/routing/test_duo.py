@@ -96,6 +96,9 @@ def test_what_does_not_fit_is_refused(pattern: str, tmp_path: Path) -> None:
     (tmp_path / "full_attention_heads.tsv").write_text("1\t2\n3\n")
     with pytest.raises(PolicyError, match="must have one line per layer"):
         read_pattern(str(tmp_path))
+    (tmp_path / "full_attention_heads.tsv").write_text("1\tnan\n0.5\t0.5\n")  # would count as 0, and stream first
+    with pytest.raises(PolicyError, match="alpha is no number"):
+        read_pattern(str(tmp_path))
     with pytest.raises(PolicyError, match="must lie between 0"):
         Duo(sparsity=2.0)
 
