@@ -48,7 +48,7 @@ class Disk(Placement):
     def __post_init__(self) -> None:
         check_names(self, self.fields)
         check_text(self, folder=self.folder)
-        check_caps(self, device=self.device, host=self.host, disk=self.disk)
+        check_caps(self, "disk", device=self.device, host=self.host, disk=self.disk)
 
     def open(self, like: Mapping[str, Tensor], site: Site) -> list[Shelf]:
         from kvengine.offload.placement._file import File  # not on every system
@@ -64,10 +64,10 @@ class Disk(Placement):
         check_known(self, self.fields, fields)
 
 
-def check_caps(policy: object, **caps: int | None) -> None:
-    """Refuse what is not a number of bytes, or None."""
+def check_caps(policy: object, last: str, **caps: int | None) -> None:
+    """Refuse what is not a number of bytes; the `last` tier's may be None, without limit."""
     for name, value in caps.items():
-        if value is None and name not in ("device", "host"):
+        if value is None and name == last:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise PolicyError(f"{type(policy).__name__}: {name}={value!r} must be a number of bytes")

@@ -56,7 +56,7 @@ class Remote(Placement):
     def __post_init__(self) -> None:
         check_names(self, self.fields)
         check_text(self, url=self.url, folder=self.folder)
-        check_caps(self, device=self.device, host=self.host, disk=self.disk, remote=self.remote)
+        check_caps(self, "remote", device=self.device, host=self.host, disk=self.disk, remote=self.remote)
         if not self.url:
             raise PolicyError(f"Remote: url={self.url!r} must say where the store is, as in 'redis://host:6379/0'")
         try:

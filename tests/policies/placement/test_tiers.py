@@ -451,6 +451,10 @@ def test_options_are_checked() -> None:
     for make, words in (
         (lambda: Disk(host=-1), "Disk: host=-1 must be a number of bytes"),
         (lambda: Disk(device=None), "Disk: device=None"),
+        (
+            lambda: Remote(disk=None),
+            "Remote: disk=None must be a number of bytes",
+        ),  # nothing would ever reach the store
         (lambda: Remote(url=""), "must say where the store is"),
         (lambda: Remote(url="foo"), r"write redis://foo:6379/0 for a server, \./foo for a new folder"),
         (lambda: Remote(url="localhost:6379"), "no URL and hardly a path"),
