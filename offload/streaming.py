@@ -124,8 +124,9 @@ class Controller:
         link be dead. If that is too late already, twice the expected time; for ever if it cannot be recomputed."""
         if chunk.recompute is None:
             return float("inf")
-        expected = chunk.sizes[option] / self.bandwidth.estimate()
-        others = sum(c.recompute or min(c.sizes.values()) / self.bandwidth.estimate() for c in rest)
+        rate = self.bandwidth.estimate()
+        expected = chunk.sizes[option] / rate
+        others = sum(min(c.sizes.values()) / rate if c.recompute is None else c.recompute for c in rest)
         latest = (self.deadline - now) * (1 - self.margin) - chunk.recompute - others
         return latest if latest > expected else 2 * expected
 

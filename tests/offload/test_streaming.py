@@ -61,6 +61,13 @@ def test_a_stalled_transfer_is_given_up_in_time_to_recompute() -> None:
     assert outcome.given_up >= 1 and outcome.options[-1] == TEXT and outcome.seconds <= 2.0
 
 
+def test_what_costs_nothing_to_recompute_takes_nothing_off_the_patience_of_others() -> None:
+    controller = Controller(10.0, OPTIONS, 1e7, Bandwidth(1e3), margin=0.0)
+    for free, waits in ((0.0, 9.0), (2.0, 3.0), (None, 5.1)):
+        rest = [Chunk(SIZES, free)] * 3
+        assert controller.patience(Chunk(SIZES, 1.0), "extreme", rest, now=0.0) == pytest.approx(waits)
+
+
 def wide_traces(count: int) -> list[Trace]:
     """Links whose mean differs a hundredfold, as CacheGen simulates (0.1 to 10 Gbit/s), each fluctuating by half."""
     scales = [5e3 * 100 ** (seed / (count - 1)) for seed in range(count)]
