@@ -43,17 +43,19 @@ def refuse(policy: object, method: str, found: object, expected: str) -> PolicyE
 
 def lanes(routing: Routing, found: Any, heads: int) -> list[Group]:
     """`Routing.lanes`: every KV head in one group, in order within it. Raises PolicyError."""
-    groups = found if isinstance(found, list | tuple) else ()
-    right = bool(groups) and all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], tuple) for one in groups)
-    members = [head for one in groups for head in one[0]] if right else []
-    named = all(type(head) is int for head in members) and sorted(members) == list(range(heads))
-    ruled = right and all(one[0] and (one[1] is None or isinstance(one[1], Retention)) for one in groups)
-    if not (named and ruled):
+    groups = found if isinstance(found, list | tuple) and all(map(is_group, found)) else ()
+    if sorted(head for members, _ in groups for head in members) != list(range(heads)):
         raise PolicyError(
-            f"{type(routing).__name__}.lanes returned {found!r}, expected groups (heads, retention or None) that have each of the "
-            f"KV heads from 0 to {heads - 1} once"
+            f"{type(routing).__name__}.lanes returned {found!r}, expected groups (heads, retention or None) that have each of "
+            f"the KV heads from 0 to {heads - 1} once"
         )
-    return [(tuple(sorted(some)), retention) for some, retention in groups]
+    return [(tuple(sorted(members)), retention) for members, retention in groups]
+
+
+def is_group(x: Any) -> bool:
+    if not (isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], tuple) and x[0]):
+        return False
+    return all(type(head) is int for head in x[0]) and (x[1] is None or isinstance(x[1], Retention))
 
 
 class Lent:

@@ -107,14 +107,20 @@ PREFILLS: dict[str, tuple[dict[str, Any], str]] = {
     "no rows": ({"visible": lambda s, query, token, first: query[:, None] >= token[0]}, r"Mine\.visible returned bool"),
 }  # fmt: skip
 ROUTINGS: dict[str, tuple[Any, str]] = {
-    "a head left out": ([((0,), None)], r"Mine\.lanes returned \[\(\(0,\), None\)\], expected groups .* from 0 to 1 once"),
+    "a head left out": (
+        [((0,), None)],
+        r"Mine\.lanes returned \[\(\(0,\), None\)\], expected groups .* from 0 to 1 once",
+    ),
     "a head twice": ([((0, 1), None), ((1,), Streaming())], r"Mine\.lanes returned .* from 0 to 1 once"),
     "a head too many": ([((0, 1, 2), None)], r"Mine\.lanes returned"),
     "no head in a group": ([((0, 1), None), ((), Streaming())], r"Mine\.lanes returned"),
     "no group": ([], r"Mine\.lanes returned \[\], expected groups"),
     "heads alone": ([(0, 1)], r"Mine\.lanes returned"),
     "a name": ([((0, 1), "streaming")], r"Mine\.lanes returned .*, expected groups \(heads, retention or None\)"),
-    "a policy of another axis": ([((0, 1), Selection())], r"Mine\.lanes returned .*, expected groups \(heads, retention or None\)"),
+    "a policy of another axis": (
+        [((0, 1), Selection())],
+        r"Mine\.lanes returned .*, expected groups \(heads, retention or None\)",
+    ),
 }
 
 
@@ -186,7 +192,9 @@ def test_heads_of_a_group_may_be_named_in_any_order() -> None:
         groups = [(heads, None), ((4,), Streaming())]
         stack = kvengine.Stack(routing=of(Routing, lanes=lambda s, layer, layers, heads, groups=groups: groups))
         more = (torch.cat([x, x[:, : x.shape[1] // 4]], 1) for x in (q, k, v))
-        found.append(LayerCache(stack, 0, 1).forward(*more, call._replace(sinks=torch.cat([call.sinks, call.sinks[:1]]))))
+        found.append(
+            LayerCache(stack, 0, 1).forward(*more, call._replace(sinks=torch.cat([call.sinks, call.sinks[:1]])))
+        )
     assert torch.equal(*found)
 
 
