@@ -193,9 +193,8 @@ class Stock:
         function: Any = AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]
         mask = self.mask.make(name) if isinstance(self.mask, LazyMask) else self.mask
         if value.dtype != self.query.dtype and not torch.is_autocast_enabled(self.query.device.type):
-            value = value.to(
-                self.query.dtype
-            )  # cached under autocast, which rounds values alone where keys are rotated
+            # They were cached under autocast, which rounds values alone where keys are rotated.
+            value = value.to(self.query.dtype)
         rule = self.mask.kwargs if isinstance(self.mask, LazyMask) else {}
         module = as_before(self.module, name, rule, self.kwargs.get("sliding_window"))
         found: tuple[Tensor, Any] = function(module, self.query, key, value, mask, **self.kwargs)

@@ -67,10 +67,8 @@ def back(layer: Any, n: int) -> None:
         hf_states.back(layer, n)
     if getattr(layer, "keys", None) is None:
         return
-    layer.keys, layer.values = (
-        layer.keys[:, :, :-n],
-        layer.values[:, :, :-n],
-    )  # `crop` would cut a window's other end too
+    # `crop` would cut a window's other end too.
+    layer.keys, layer.values = layer.keys[:, :, :-n], layer.values[:, :, :-n]
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length -= n
 

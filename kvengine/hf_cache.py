@@ -262,10 +262,8 @@ class EngineCache(Cache):
             else:
                 self.layers[i] = layer
         self.session.without_ids = True
-        end = self.session.prompt_end
-        self.session.prompt_end = self.seen + (
-            1 if end is None else end
-        )  # one token ends the prompt, if more are not announced
+        end = self.session.prompt_end  # one token ends the prompt, if more are not announced
+        self.session.prompt_end = self.seen + (1 if end is None else end)
         self.session.turn = self.seen
 
     def follow_up(self, following: bool = True) -> None:

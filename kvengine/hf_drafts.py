@@ -28,9 +28,8 @@ def beside(drafter: Any, model: PreTrainedModel, implementation: str | None) -> 
     text = model.config.get_text_config(decoder=True)
     parts = [] if made is None else made.modules()
     for config in {id(x): x for part in parts if (x := getattr(part, "config", None)) is not None}.values():
-        if (
-            config is not text and getattr(config, "_attn_implementation", None) == NAME
-        ):  # what they share has the model's
+        # The configuration that they share with the model stays as it is.
+        if config is not text and getattr(config, "_attn_implementation", None) == NAME:
             config._attn_implementation_internal = implementation
 
 

@@ -180,9 +180,8 @@ def stock(
     if mine is not None and mine.config is cast(Any, module.config).get_text_config(decoder=True) and not mine.seen:
         mine.adopt(cache)
         return args, kwargs | {name: mine}
-    if (
-        not module.training and cache.get_seq_length()
-    ):  # a loop that forgot to turn gradients off goes on without the policy
+    # A loop that forgot to turn gradients off goes on without the policy.
+    if not module.training and cache.get_seq_length():
         tell(
             chosen,
             "a patched model goes on from a cache of transformers'",

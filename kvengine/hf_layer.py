@@ -59,9 +59,8 @@ class EngineLayer(CacheLayerMixin):
         self.stack, self.layer, self.layers, self.session, self.readers = stack, layer, layers, session, readers
         self.incoming: tuple[Tensor, Tensor] | None = None
         self.listener: Listener | None = None
-        self.heard: dict[int, Heard] | None = (
-            None  # where to leave what a listener would be told, by layer, for who looks later
-        )
+        # Where to leave what a listener would be told, by layer, for those who look later.
+        self.heard: dict[int, Heard] | None = None
         self.reset()
 
     def reset(self) -> None:

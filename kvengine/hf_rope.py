@@ -115,9 +115,8 @@ def kind(module: nn.Module, name: str) -> str:
     known: Any = getattr(module, "rope_type", "default")
     parameters: Any = getattr(module.config, "rope_parameters", None) or {}
     own = parameters.get(layer_type, parameters)
-    if "mrope_section" in own or getattr(
-        module, "mrope_section", None
-    ):  # left out of a configuration, it has a default
+    # Where a configuration leaves the sections out, the module has them all the same, by default.
+    if "mrope_section" in own or getattr(module, "mrope_section", None):
         return "sections"
     return str(known.get(layer_type) if isinstance(known, dict) else known)
 

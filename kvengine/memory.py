@@ -21,9 +21,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-HUGE = (
-    1 << 21
-)  # bytes of a huge page, on x86 and on ARM with pages of 4 KB; smaller blocks would only be slower to grow
+# Bytes of a huge page, on x86 and on ARM with pages of 4 KB. Smaller blocks would only be slower to grow.
+HUGE = 1 << 21
 PINNED = 1 | 2  # to cudaHostRegister: for all devices of the process (portable), and in reach of their kernels (mapped)
 LOOSE = 1 << 26  # bytes of prompts' keys and values after which the heap is trimmed, which takes milliseconds
 

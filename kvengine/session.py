@@ -78,23 +78,20 @@ class Session:
     ours: tuple[int, ...] | None = None  # the layers that the engine serves; None: each layer is alone
     ahead: Ahead = field(default_factory=Ahead)  # what tiers below the device share
     channels: set[tuple[int, int, bool]] = field(default_factory=set)  # of keys and values, that pages can hold
-    waiting: list[tuple[Lane, Seen, Tensor | None]] = field(
-        default_factory=list
-    )  # prompts judged once all layers have read them, with what they measure
+    # Prompts that are judged once all layers have read them, with what they measure.
+    waiting: list[tuple[Lane, Seen, Tensor | None]] = field(default_factory=list)
     text: Text = field(default_factory=Text)  # for a retention that has tokens read again: what they were made of
     due: Bool[Tensor, "seq"] | None = None  # the sequences that are to be replayed before those that wait are judged
     rest: dict[str, Any] | None = None  # of a pass that ends a prompt: what waits until that is judged
     again: Again | None = None  # while a replay runs: what its pass feeds
     heeded: bool = False  # somebody asks which sequences `generate` has ended, when it is over
-    ended: Bool[Tensor, "seq"] | None = (
-        None  # sequences that the running `generate` has ended: one more token is theirs
-    )
+    # Sequences that the running `generate` has ended: one more token is theirs, the one that ended them.
+    ended: Bool[Tensor, "seq"] | None = None
     ends: list[int | None] | None = None  # of these, after how many ids of the text
     paused: Bool[Tensor, "seq"] | None = None  # those that were given it: what comes for them now is padding
     aside: Any = None  # what layers' states were when rows had been given it (`kvengine.hf_states.Aside`)
-    ragged: Any = (
-        None  # states to put back behind a part of a pass, what comes then, and where it began (`kvengine.hf_ragged`)
-    )
+    # States to put back behind a part of a pass, what comes then, and where the pass began (`kvengine.hf_ragged`).
+    ragged: Any = None
     parts: Parts | None = None  # of a pass that is read in parts: what is known of the others
     mask: list[bytes] | None = None  # of each row, which tokens are tokens, as the last pass on a CPU was told
     tree: Bool[Tensor, "node node"] | None = None  # the last tokens of a pass only look, each at these of the others

@@ -27,6 +27,5 @@ class Staged:
             elif len(rows):
                 part = torch.empty(len(rows), self.raw.shape[1], dtype=torch.uint8)
                 level.fetch(slots, part)
-                self.raw.numpy()[rows] = (
-                    part.numpy()
-                )  # not torch: the buffer may be of inference mode, which is a thread's
+                # By numpy: the buffer may have been made in torch's inference mode, in which this thread is not.
+                self.raw.numpy()[rows] = part.numpy()

@@ -107,9 +107,8 @@ class Index:
         """The reserved value is there."""
         with self.lock:
             done = self.base.execute("update object set writer = null where key = ?", (entry.key,))
-            if (
-                not done.rowcount
-            ):  # others took the writer for dead, as those do that know its process by another number
+            # Others took the writer for dead, as those do that know its process by another number.
+            if not done.rowcount:
                 self._insert(entry, None, "ignore")
 
     def replace(self, known: Iterable[Entry], found: Iterable[Entry], alive: Callable[[str], bool]) -> None:

@@ -85,9 +85,8 @@ class Store:
         self._closed, self._process = False, os.getpid()
 
     def _check_process(self) -> None:
-        check_process(
-            self._process, "the store was opened", "open it here too"
-        )  # its threads and connections are not here
+        """A fork has neither its threads nor its connections."""
+        check_process(self._process, "the store was opened", "open it here too")
 
     def _check_open(self) -> None:
         self._check_process()

@@ -112,9 +112,8 @@ class FlexPrefill(Prefill):
             F.pad(x, (0, -x.shape[2] % self.block)).unflatten(2, (-1, self.block))
             for x in _lines.shares(q, k, scale, self.block, softcap)
         )
-        crossing = (
-            torch.arange(self.block, device=q.device) / self.block
-        )  # of a block's queries, those that look further back
+        # Of a diagonal so many tokens beyond whole blocks: the share of queries that it takes one block further back.
+        crossing = torch.arange(self.block, device=q.device) / self.block
         far = F.pad((slash * crossing).sum(3), (1, 0))[..., :-1]
         return vertical.sum(3), (slash * (1 - crossing)).sum(3) + far
 

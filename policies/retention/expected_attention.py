@@ -92,9 +92,8 @@ class ExpectedAttention(Retention):
 
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
         valid = seen.valid
-        keys, values = (
-            x.float() for x in seen.read()
-        )  # NaN, it may be, in slots without a token, and so are their scores
+        # Slots without a token may hold NaN, and their scores are NaN then; `keep_top` passes them over.
+        keys, values = (x.float() for x in seen.read())
         logits = self.logits(seen, keys).masked_fill_(~(valid & ~self.always(seen))[:, None], float("-inf"))
         expected = over_group(logits.softmax(-1).nan_to_num_(0.0), self.reduce) + self.epsilon
         return expected * values.norm(dim=-1) if self.values else expected
