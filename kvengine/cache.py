@@ -13,7 +13,7 @@ from torch import Tensor
 from kvengine import answers
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.gradients import watched
-from kvengine.heads import Heads, beside, check_batch, check_layer_back, check_settled, quick
+from kvengine.heads import Heads, check_batch, check_layer_back, check_settled, in_head_order, quick
 from kvengine.lane import Lane
 from kvengine.readers import Nodes, Prompt, Readers, Taken
 from kvengine.replay import answer, check_known, judge_together
@@ -315,7 +315,7 @@ class LayerCache:
         if len(outs) == 1:
             one = outs[0].unflatten(0, (b, -1)).flatten(1, 2) if n > 1 else outs[0].reshape(b, hq, 1, outs[0].shape[-1])
             return one.transpose(1, 2)
-        return beside(self.parts, outs, b, self.heads).flatten(1, 2).transpose(1, 2)
+        return in_head_order(self.parts, outs, b, self.heads).flatten(1, 2).transpose(1, 2)
 
     @property
     def exact(self) -> bool:
@@ -330,7 +330,7 @@ class LayerCache:
     def contents(self) -> tuple[Float[Tensor, "seq head token dim"], Float[Tensor, "seq head token dim_v"]]:
         """Keys and values of everything seen, in order; only while every lane is whole."""
         held = [part.lane.tail.held()[:2] for part in self.parts]
-        k, v = (beside(self.parts, list(x), self.sequences, self.heads) for x in zip(*held, strict=True))
+        k, v = (in_head_order(self.parts, list(x), self.sequences, self.heads) for x in zip(*held, strict=True))
         return k, v
 
     def with_new(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,7 @@ def quick(
     return torch.cat([x for _, x in sorted(found, key=lambda one: one[0])], 2)
 
 
-def beside(
+def in_head_order(
     parts: list[Heads], outs: list[Float[Tensor, "_ *rest"]], sequences: int, heads: int
 ) -> Float[Tensor, "seq head *rest"]:
     """What the lanes have for their heads, those in their places."""

@@ -19,7 +19,7 @@ SHARED = "return_shared_kv_states"
 """Asked of Gemma 4, for an assistant that reads the model's keys and values instead of caching its own."""
 
 
-def beside(drafter: Any, model: PreTrainedModel, implementation: str | None) -> None:
+def unpatch_drafter(drafter: Any, model: PreTrainedModel, implementation: str | None) -> None:
     """Layers that predict several tokens (MTP), made from a patched model's configuration, attend as it did before the patch.
 
     They have no hooks, and a cache of transformers' that is their own.

@@ -21,7 +21,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
-from kvengine.hf_drafts import beside
+from kvengine.hf_drafts import unpatch_drafter
 from kvengine.hf_ended import Ends, behind
 from kvengine.hf_forward import PAGED, PREPARED
 from kvengine.hf_names import CACHE, NAMES, cache_among, renamed
@@ -298,7 +298,7 @@ def begin_again(cache: EngineCache) -> None:
 def drafter(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `_get_candidate_generator`."""
     found: Any = type(self)._get_candidate_generator(self, *args, **kwargs)  # type: ignore[attr-defined]
-    beside(found, self, getattr(self, STATE).implementation)
+    unpatch_drafter(found, self, getattr(self, STATE).implementation)
     cache = (kwargs.get("model_kwargs") or {}).get(CACHE)
     if isinstance(cache, EngineCache):
         found.get_candidates = partial(candidates, cache, weakref.ref(found))  # no circle: it holds a cache of its own

@@ -82,7 +82,7 @@ class Holding(Padded):
         self.saliency: Saliency | None = None  # of this prompt's tokens, for a representation that asks
         self.judged: int | Tensor = 0  # tokens at the end of the last prompt; [row, 1] where rows differ
         self.units: Tensor | None = None  # what the last query read; None: everything
-        self.known: tuple[Tensor, Tensor, Rule | None] | None = None  # `Lane.rule`, and what it was made from
+        self.cached_rule: tuple[Tensor, Tensor, Rule | None] | None = None  # `Lane.rule`, and what it was made from
         self.beside = Beside()
         self.saw: Reach | None = None  # that as it was, where some of it has been sealed since
 
@@ -188,7 +188,7 @@ class Holding(Padded):
         """
         page, room = self.stack.page, self.stack.room
         free = self.free_rows(idle)
-        alone, old = self.exact(k, position, free), strays(self, self.seen - self.turn)
+        alone, old = self.left_exact(k, position, free), strays(self, self.seen - self.turn)
         alone = old if alone is None else alone
         if clean and keep is None and alone is None and free is None:
             n = k.shape[1]
@@ -197,7 +197,7 @@ class Holding(Padded):
                 self.sealed(k, position).seal(k[:, :spill], v[:, :spill], position[:, :spill], score[:, :spill], True)
             self.tail.replace(k[:, spill:], v[:, spill:], position[:, spill:], score[:, spill:], True, room + 2 * page)
             self.lengths = [(n - spill, None)]
-            self.tail.beside = self.alongside()
+            self.tail.paged_slots = self.alongside()
             return
         alive = position >= 0 if keep is None else (position >= 0) & keep
         if idle is not None:
@@ -229,7 +229,7 @@ class Holding(Padded):
         self.tail.replace(*kept, clean, room + 2 * page)
         open_slots = rest if old is None else rest - (old & alive).sum(1)
         self.lengths = [(width, None)] if even and old is None else grouped(open_slots)
-        self.tail.beside = self.alongside()
+        self.tail.paged_slots = self.alongside()
 
     def alongside(self) -> int:
         """Slots of the pages that a tail grows beside: those of keys kept jointly, which get no more."""
@@ -242,7 +242,7 @@ class Holding(Padded):
         free = self.pages.filled == 0
         return free if idle is None else free & ~idle
 
-    def exact(
+    def left_exact(
         self, k: Tensor, position: Int[Tensor, "row token"], free: Bool[Tensor, "row"] | None
     ) -> Bool[Tensor, "row token"] | None:
         """Tokens of a prompt that the selection wants left alone, exact and always read."""

@@ -121,7 +121,7 @@ class Recall(Holding):
             self.saw, self.due = None, 0
             self.share(bool(self.marks))
         if mark is not None and goal > self.seen:
-            self.again(mark, goal - mark.seen)
+            self.retake(mark, goal - mark.seen)
         elif goal < self.seen:
             self.unread(goal)
             if self.padded:  # rows of which nothing is left have yet to begin
@@ -160,7 +160,7 @@ class Recall(Holding):
         judged = self.judged if isinstance(self.judged, int) else int(self.judged.max())
         return judged if r.wants_mass and r.remembers else 0
 
-    def again(self, mark: Mark, count: int) -> None:
+    def retake(self, mark: Mark, count: int) -> None:
         """Take back the first `count` of the tokens that came after a mark (nothing changed between them)."""
         if count:
             valid = None if mark.valid is None else mark.valid[:, :count]

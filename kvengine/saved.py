@@ -51,11 +51,11 @@ RAW = {str(d).removeprefix("torch."): d for d in (
 OUTSIDE = {  # attributes that are made anew, or saved under their own heading
     Lane: {
         "stack", "retention", "session", "layer", "layers", "number", "heads", "part", "inner", "tail", "pages", "marks",
-        "plain", "rolls", "thins", "pays", "known", "reads", "launched", "beside", "repeated", "waits", "due", "tally",
+        "plain", "rolls", "thins", "pays", "cached_rule", "reads", "launched", "beside", "repeated", "waits", "due", "tally",
     },
     LayerCache: {"stack", "layer", "layers", "session", "parts", "readers"},
-    Tail: {"shared", "scored", "ready", "beside"},
-    Nested: {"shared", "scored", "ready", "beside"},
+    Tail: {"shared", "scored", "ready", "paged_slots"},
+    Nested: {"shared", "scored", "ready", "paged_slots"},
     Pages: {"pool", "page", "inner", "joint", "representation", "selection", "shared", "scored", "beside", "bounds", "views"},
 }  # fmt: skip
 LOOSE, FOLD = 1 << 26, 16
@@ -307,7 +307,7 @@ class Reader:
         check_lengths(lane.lengths, len(lane.first), slots)
         if state["pages"] is not None:
             self.pages(lane, state["pages"])
-            lane.tail.beside = lane.alongside()
+            lane.tail.paged_slots = lane.alongside()
 
     def pages(self, lane: Lane, state: dict[str, Any]) -> None:
         stack, saved = lane.stack, self.value(state["fields"])

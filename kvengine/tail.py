@@ -55,7 +55,7 @@ class Tail:
         self.clean = True  # every slot in [start, end) holds a token
         self.shared = False  # a remembered state refers to these tensors
         self.strays = False  # some slots before a row's open tokens hold others (`kvengine.strays`)
-        self.beside = 0  # slots of pages beside these, where these grow for as long as tokens come
+        self.paged_slots = 0  # slots of pages beside these, where these grow for as long as tokens come
         self.ready: Slots | gpu.Slots | None = None  # these slots as `step` last saw them
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class Tail:
         if self.end + more <= self.capacity:
             return
         need = len(self) + more
-        some = max(GROWTH, (need + self.beside) // PART)
+        some = max(GROWTH, (need + self.paged_slots) // PART)
         if need <= self.capacity and self.start >= some and not (self.shared or self.k.requires_grad):
             self.restart()
             return

@@ -113,15 +113,16 @@ class Verdicts(Evidence):
 
     def rule(self) -> Rule | None:
         """What the retention keeps of each row when a token is decoded, for C to know; None if it does not say so."""
-        if self.known is None or self.known[0] is not self.first or self.known[1] is not self.prompt_length:
+        cached = self.cached_rule
+        if cached is None or cached[0] is not self.first or cached[1] is not self.prompt_length:
             rule: Rule | None = None
             if self.pays:
                 rule = self.retention.rule(self.first, self.prompt_length, self.heads, self.notes)
             elif self.retention.ends is not None:
                 first, recent = self.retention.ends
                 rule = Ends((self.first + first).contiguous(), tokens_by_row(recent, self.prompt_length).contiguous())
-            self.known = self.first, self.prompt_length, rule
-        rule = self.known[2]
+            self.cached_rule = cached = self.first, self.prompt_length, rule
+        rule = cached[2]
         return rule._replace(threshold=self.moving()) if isinstance(rule, Merged) else rule
 
     def moving(self) -> Float[Tensor, "row"]:
@@ -208,10 +209,10 @@ class Verdicts(Evidence):
                 held = torch.where(full[:, None], keep, held)
                 score = seen.score if self.weighs else torch.where(full[:, None], judged.score, seen.score)
                 self.judge(replace(seen, score=score), held)
-                self.gather(full)
+                self.compact(full)
         self.wait(most, held)
 
-    def gather(self, rows: Bool[Tensor, "row"]) -> None:
+    def compact(self, rows: Bool[Tensor, "row"]) -> None:
         """After a verdict of these rows, whose pages a selection reads: what it left in them moves together.
 
         Here and not where somebody makes room (`Holding.tidy`), as what is read later follows from it.

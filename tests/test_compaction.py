@@ -141,12 +141,12 @@ def test_a_row_reads_beside_others_what_it_reads_alone(text: str) -> None:
 def test_what_is_known_of_merged_pages_is_that_of_the_tokens_left(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And of the others what it was; and what the last query read is told as before."""
     bare = Bare(f"rkv(budget=40, buffer=16, window=4) + quest(budget=24, page=8){form}", tokens=260)
-    merged, gather = [], Lane.gather
+    merged, compact = [], Lane.compact
 
     def look(lane: Lane, rows: Tensor) -> None:
         pages, reach = pages_of(bare), lane.reach()
         table, was = pages.table.clone(), {name: x.clone() for name, x in pages.summary.items()}
-        gather(lane, rows)
+        compact(lane, rows)
         assert torch.equal(lane.reach(), reach)
         k, there = pages.decoded()[0].unflatten(1, (-1, 8)), (pages.position >= 0).unflatten(1, (-1, 8, 1))
         new = ((pages.table != table) & (pages.table >= 0)).repeat_interleave(pages.page // 8, 1)
@@ -157,7 +157,7 @@ def test_what_is_known_of_merged_pages_is_that_of_the_tokens_left(form: str, mon
             assert torch.equal(x[~new], was[name][~new])
         merged.append(int(new.sum()))
 
-    monkeypatch.setattr(Lane, "gather", look)
+    monkeypatch.setattr(Lane, "compact", look)
     bare.feed(60)
     for _ in range(150):
         bare.feed(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvengine.heads import Heads, beside
+from kvengine.heads import Heads, in_head_order
 from kvengine.lane import Lane
 
 
@@ -18,4 +18,4 @@ def test_outputs_of_lanes_go_to_their_heads(shares: list[list[int]]) -> None:
     for heads in shares:
         run = slice(heads[0], heads[-1] + 1) if heads[-1] - heads[0] == len(heads) - 1 else None
         parts.append(Heads(nobody, torch.tensor(heads), run))
-    assert torch.equal(beside(parts, [part.pick(whole) for part in parts], 2, 5), whole)
+    assert torch.equal(in_head_order(parts, [part.pick(whole) for part in parts], 2, 5), whole)

@@ -154,7 +154,7 @@ def test_a_tail_beside_pages_grows_by_a_part_of_both() -> None:
     """Where pages get no more tokens: at each time all launches that are noted for a GPU go."""
     token: Any = torch.zeros(1, 1, 1)
     some = Tail(token, token, scored=False, placed=False)
-    some.beside, grown = 4096, 0
+    some.paged_slots, grown = 4096, 0
     for n in range(1, 1001):
         before = some.capacity
         some.append(token, token, torch.zeros(1, 1, dtype=torch.int32), True)
@@ -164,7 +164,7 @@ def test_a_tail_beside_pages_grows_by_a_part_of_both() -> None:
     bare = Bare("lowrank(rank=4)", tokens=700)
     bare.feed(640)
     lane = bare.cache.parts[0].lane
-    assert lane.pages is not None and lane.tail.beside == len(lane.pages) == 640
+    assert lane.pages is not None and lane.tail.paged_slots == len(lane.pages) == 640
 
 
 @pytest.mark.parametrize("text", ["quest(budget=24, page=4)", "streaming(recent=50) + quest(budget=24, page=4)"])
