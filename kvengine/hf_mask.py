@@ -35,7 +35,9 @@ class LazyMask:
         # A static cache counts its tokens in a tensor, and adds to it before the mask is made.
         self.kwargs = {name: x.clone() if isinstance(x, Tensor) and not x.ndim else x for name, x in kwargs.items()}
         self.made: dict[str, Any] = {}
-        self.full: dict[int, bool] = {} if origin is None else origin.full
+        # What was found once for all layers of a pass: whether the newest so many are all tokens, and under "hides" and "hidden"
+        # what the methods of that name have found. Copies for other devices share it.
+        self.found: dict[int | str, bool] = {} if origin is None else origin.found
         self.origin = origin
         self.copies: dict[torch.device, LazyMask] = {}
 
@@ -126,13 +128,13 @@ class LazyMask:
         if padding.shape[1] < end:  # an assistant's mask may stop at the prompt; what comes after it are tokens
             padding = torch.nn.functional.pad(padding.bool(), (0, end - padding.shape[1]), value=True)
         part: Tensor = padding[:, end - n : end].bool()
-        if n not in self.full:  # once for all layers of a pass
-            self.full[n] = bool(part.all())
-        return None if self.full[n] else self.here(part)
+        if n not in self.found:
+            self.found[n] = bool(part.all())
+        return None if self.found[n] else self.here(part)
 
     def hides(self, session: Session) -> bool:
         """Whether it says other things of earlier tokens than the masks before it; on a GPU the host does not look."""
-        if (found := self.full.get(-2)) is not None:  # once for all layers of a pass
+        if (found := self.found.get("hides")) is not None:
             return found
         given = self.padding
         if given is None or given.is_cuda:
@@ -145,7 +147,7 @@ class LazyMask:
         known = min(before, rows.shape[1], *map(len, was[:1]))
         same = all(new.startswith(old[:known]) for new, old in zip(now, was, strict=True))
         same = same and (known == before or bool(rows[:, known:before].all()))
-        self.full[-2], session.mask = not same, now
+        self.found["hides"], session.mask = not same, now
         return not same
 
     def hidden(self, n: int, turn: bool) -> Bool[Tensor, "seq earlier"] | None:
@@ -168,6 +170,6 @@ class LazyMask:
         if before == 0:
             return None
         part: Tensor = ~padding[:, :before].bool()
-        if -1 not in self.full:
-            self.full[-1] = not bool(part.any())
-        return None if self.full[-1] else self.here(part)
+        if "hidden" not in self.found:
+            self.found["hidden"] = bool(part.any())
+        return self.here(part) if self.found["hidden"] else None
