@@ -24,8 +24,7 @@ from kvengine.kernels import fetch_kept, fetch_pages
 from kvengine.offload.placement import Fields, Flat, Held, Placement, Shelf, Site, check_known, check_names, divide
 from kvengine.offload.placement._levels import UNLIMITED, Level, Memory
 from kvengine.offload.placement._tiered import Tiered
-
-KEEP = ("previous", "lru")
+from kvengine.policies._budget import check_choice
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ class Host(Placement):
         fraction = isinstance(self.resident, float) and 0 <= self.resident <= 1
         if isinstance(self.resident, bool) or not (fraction or (isinstance(self.resident, int) and self.resident >= 0)):
             raise PolicyError(f"Host: resident={self.resident!r} must be tokens (int) or a fraction of the prompt")
-        if self.keep not in KEEP:
-            raise PolicyError(f"Host: keep={self.keep!r} must be one of {', '.join(map(repr, KEEP))}")
+        check_choice(self, keep=(self.keep, ("previous", "lru")))
 
     def open(self, like: Mapping[str, Tensor], site: Site) -> list[Shelf]:
         moved, stay = divide(like, self.fields)
