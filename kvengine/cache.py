@@ -139,9 +139,10 @@ class LayerCache:
         v: Float[Tensor, "seq head 1 dim_v"],
         scale: float,
     ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
-        """`forward` for a decoded token where one lane holds all heads and its policy has nothing to do; else None.
+        """`forward` for a decoded token, by the shortest way; None, with nothing taken, where that is not open.
 
-        On a GPU, for every decoded token that nobody else reads: there C does nothing, and what is saved is the host's time.
+        On a CPU it is one call of the C kernels, and needs one lane that holds all heads under a policy that C knows. On a GPU
+        (`decode`) it saves the host's time alone, and is open to every policy, unless later layers read this one's keys.
         """
         session = self.session
         if not self.parts or self.fixed is not None or session.tree is not None or session.again is not None:
@@ -162,6 +163,7 @@ class LayerCache:
         return out
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
+        """`quick` on a GPU."""
         held = self.parts[0].lane.tail.k
         other = k.shape[:2] != (self.sequences, self.heads) or (k.dtype, k.device) != (held.dtype, held.device)
         if other or self.readers.count or self.prompt_tokens(1):

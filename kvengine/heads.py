@@ -38,7 +38,11 @@ def quick(
     v: Float[Tensor, "seq head 1 dim_v"],
     scale: float,
 ) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
-    """`Lane.quick` of all lanes; None, with nothing done, if there is one that cannot or several whose heads lie apart."""
+    """`Lane.quick` of all lanes, in each of which heads follow each other; None, with nothing done, where they do not.
+
+    A single lane that cannot gives None too. Of several, one that cannot goes the general way (`Lane.take`), and the others do
+    not: what they have added is not added again.
+    """
     if len(parts) == 1 and parts[0].index is None:
         return parts[0].lane.quick(q, k, v, scale)
     found, group = [], q.shape[1] // k.shape[1]
@@ -48,7 +52,7 @@ def quick(
         run = part.run or slice(None)
         asked = q[:, run.start * group : run.stop * group]
         one = part.lane.quick(asked, k[:, run], v[:, run], scale)
-        if one is None:  # of several, this one goes the general way
+        if one is None:
             rows = part.lane.take(
                 asked.unflatten(1, (-1, group)).flatten(0, 1), part.pick(k), part.pick(v), None, Call(scale)
             )

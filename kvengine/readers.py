@@ -55,7 +55,7 @@ class Readers:
     Attributes:
         count: how many there are.
         left: how many of them have still to read in this pass.
-        moments: of this pass, in order. None: the layer holds what it held.
+        moments: of this pass, in order. None of them: what the layer holds now is what its own queries read.
     """
 
     count: int = 0

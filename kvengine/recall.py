@@ -2,6 +2,14 @@
 
 A state is a shallow copy of the tail and the pages: what is written later goes where it does not look. Where tokens that
 come after a prompt are added to the tail and that is all (`plain`), nothing is remembered: the tail is shortened again.
+
+What becomes of a decoded token, by stack; one of these at most holds of a lane, and none where tokens go the general way:
+
+    plain    it is added to the tail                              full, snapkv
+    rolls    it takes the place of one that leaves the newest     streaming
+    pays     it takes the place of one by a rule that C knows     h2o, tova, d2o, elastic
+    waits    it is added, and a row is judged when it is full     rkv                     (`kvengine.verdicts`)
+    reads    it is added, pages are read too, and may be sealed   quest, kivi, snapkv + kivi
 """
 
 from __future__ import annotations

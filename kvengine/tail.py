@@ -79,6 +79,8 @@ class Tail:
         """The positions of all slots: those stored, or those that follow from the order."""
         if self.placed:
             return self._position
+        # The last used slot holds the newest token, whose number is `next - 1`, and those before it come one by one; but for the
+        # `lead` first ones, which a verdict has left in front of a gap.
         new, ahead = dict(dtype=torch.int32, device=self.k.device), self.next - self.end
         at = torch.arange(ahead, ahead + self.capacity, **new)  # type: ignore[call-overload]
         if self.lead:

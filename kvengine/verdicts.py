@@ -3,6 +3,11 @@
 Most methods that judge while decoding do so after every token. One that `waits` does where a row is full
 (`Retention.full`), by the last queries, which are noted as they come. Whether a row is full is a matter of what it holds
 and of nothing else; that none can be before `due` saves looking.
+
+    a prompt's end   finish -> conclude -> settle      (`kvengine.holding`: what is dropped, merged, compacted, sealed)
+                            |  waits for all layers, where they share a budget or replay (`kvengine.replay`), then conclude
+    a decoded token  judge_step -> judge, or drop      by `keep`, or in place by a rule that kernels know
+                     judge_step -> judge_full -> judge, compact        of one that waits
 """
 
 from __future__ import annotations
