@@ -24,7 +24,7 @@ from kvengine.errors import PolicyError
 from kvengine.kernels import codecs
 from kvengine.kernels.quantise import quantise
 from kvengine.policies._budget import check_choice, check_count
-from kvengine.policies.representation import Fields, Representation
+from kvengine.policies.representation import Fields, Representation, channel_group
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,9 @@ class Kivi(Representation):
         score: Float[Tensor, "page token"],
     ) -> Fields:
         key = quantise(k, self.bits, self.group, "tokens", alive=score > float("-inf"))
-        value = quantise(v, self.bits, self.channels(v.shape[2]), "channels")
+        value = quantise(v, self.bits, channel_group(self.group, v.shape[2]), "channels")
         return {f"{side}_{name}": x for side, q in (("k", key), ("v", value)) for name, x in q._asdict().items()}
 
     def decode(self, fields: Fields) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
         dims = (fields[f"{side}_code"].shape[2] * 8 // self.bits for side in "kv")
         return codecs.decode("kivi", fields, *dims)
-
-    def channels(self, dim: int) -> int:
-        """Channels that share a scale: the group, or all if the head is narrower or not a multiple."""
-        return self.group if dim % self.group == 0 else dim

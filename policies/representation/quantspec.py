@@ -29,7 +29,7 @@ from kvengine.errors import PolicyError
 from kvengine.kernels import codecs
 from kvengine.kernels.quantise import dequantise, pack, quantise
 from kvengine.policies._budget import check_choice, check_count
-from kvengine.policies.representation import Fields, Representation
+from kvengine.policies.representation import Fields, Representation, channel_group
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,10 @@ class QuantSpec(Representation):
         v: Float[Tensor, "page token dim_v"],
         score: Float[Tensor, "page token"],
     ) -> Fields:
-        channels = self.group if v.shape[2] % self.group == 0 else v.shape[2]
         alive = score > float("-inf")
         return {
             **self._nibbles("k", k, self.group, "tokens", alive),
-            **self._nibbles("v", v, channels, "channels", None),
+            **self._nibbles("v", v, channel_group(self.group, v.shape[2]), "channels", None),
         }
 
     def decode(self, fields: Fields) -> tuple[Float[Tensor, "page token dim"], Float[Tensor, "page token dim_v"]]:
