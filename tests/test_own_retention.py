@@ -12,6 +12,9 @@ from torch import Tensor
 import kvengine
 from kvengine import EngineCache
 from kvengine.policies.retention import Retention, Seen
+from kvengine.policies.retention.h2o import H2O
+from kvengine.policies.retention.streaming import Streaming
+from kvengine.policies.retention.tova import TOVA
 
 
 @dataclass(frozen=True)
@@ -83,3 +86,32 @@ def test_a_row_that_pauses_while_others_decode_is_judged_as_alone(own: Retention
                     found.append(logits)
         out.append(torch.stack(found))
     torch.testing.assert_close(*out, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [H2O, Streaming, TOVA], ids=lambda kind: kind.__name__)
+def test_what_is_derived_from_a_method_keeps_its_own_way_where_the_prompt_alone_is_judged(
+    kind: type[Retention],
+) -> None:
+    """`decode=False` is another class of the same method."""
+
+    @dataclass(frozen=True)
+    class Mine(kind):  # type: ignore[misc, valid-type]
+        every: int = 3
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            object.__setattr__(self, "derived", self.every * 10)
+
+        def keep(self, seen: Seen) -> Tensor:
+            return seen.valid & (seen.position % self.every == 0)
+
+    mine = Mine(decode=False, every=4)
+    once = mine.at(0, 1)
+    assert (once.decodes, once.remembers, mine.decodes, type(once) is type(mine.at(1, 2))) == (False, False, True, True)
+    assert vars(once) == vars(mine) and isinstance(once, Mine)
+    model = patched(kvengine.Stack(retention=mine))
+    cache = EngineCache(model)
+    with torch.no_grad():
+        model(torch.arange(40)[None], cache=cache)
+        model(torch.arange(3)[None, :1], cache=cache)
+    assert set(cache.stats().held.flatten().tolist()) == {10 + 1}

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_share, check_switch, tokens_by_row
-from kvengine.policies.retention import REDUCE, Notes, Paid, Reduce, Retention, Seen, keep_top, over_group
+from kvengine.policies.retention import REDUCE, Notes, Paid, Reduce, Retention, Seen, keep_top, once, over_group
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class H2O(Retention):
         check_switch(self, decode=self.decode, average=self.average)
 
     def at(self, layer: int, layers: int) -> Retention:
-        return self if self.decode else _Once(**vars(self))
+        return self if self.decode else once(self)
 
     @property
     def order(self) -> int | None:
@@ -83,14 +83,3 @@ class H2O(Retention):
         if not self.remembers and seen.begin is not None:  # earlier prompts' scores are gone
             count = count.minimum((seen.newest - seen.begin + 1)[:, None])
         return count
-
-
-@dataclass(frozen=True)
-class _Once(H2O):
-    """The prompt is judged, and no more."""
-
-    decodes: ClassVar[bool] = False
-    remembers: ClassVar[bool] = False
-
-    def limit(self, seen: Seen) -> None:
-        return None

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvengine.errors import UnsupportedPolicy
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, check_switch
-from kvengine.policies.retention import Retention, Seen
+from kvengine.policies.retention import Retention, Seen, once
 
 if TYPE_CHECKING:
     from kvengine.stack import Stack
@@ -67,7 +67,7 @@ class Streaming(Retention):
         return self.positions == "in-cache"
 
     def at(self, layer: int, layers: int) -> Retention:
-        return self if self.decode else _Once(**vars(self))
+        return self if self.decode else once(self)
 
     @property
     def order(self) -> int | None:
@@ -93,14 +93,3 @@ class Streaming(Retention):
         oldest = position.masked_fill(~others, far).amin(1, keepdim=True)
         gap = torch.where(others.any(1, keepdim=True), oldest - after, 0)
         return gap.expand_as(position).masked_fill(others, 0)
-
-
-@dataclass(frozen=True)
-class _Once(Streaming):
-    """The prompt is judged, and no more."""
-
-    decodes: ClassVar[bool] = False
-    remembers: ClassVar[bool] = False
-
-    def limit(self, seen: Seen) -> None:
-        return None

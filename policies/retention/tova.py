@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine.policies._budget import Budget, check_budget, check_count, check_switch, tokens_by_row
-from kvengine.policies.retention import Notes, Paid, Retention, Seen, keep_top, over_heads
+from kvengine.policies.retention import Notes, Paid, Retention, Seen, keep_top, once, over_heads
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TOVA(Retention):
         check_switch(self, decode=self.decode)
 
     def at(self, layer: int, layers: int) -> Retention:
-        return self if self.decode else _Once(**vars(self))
+        return self if self.decode else once(self)
 
     @property
     def order(self) -> int | None:
@@ -73,14 +73,3 @@ class TOVA(Retention):
         if type(self).keep is not TOVA.keep or type(self).score is not TOVA.score:
             return None
         return Paid(tokens_by_row(self.budget, prompt_length), self.newest(prompt_length), together=heads)
-
-
-@dataclass(frozen=True)
-class _Once(TOVA):
-    """The prompt is judged, and no more."""
-
-    decodes: ClassVar[bool] = False
-    remembers: ClassVar[bool] = False
-
-    def limit(self, seen: Seen) -> None:
-        return None
