@@ -7,6 +7,7 @@ here waits for a device: that numbers are numbers is looked at on CPUs alone, an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -152,6 +153,66 @@ def keep(retention: Retention, seen: Seen) -> Bool[Tensor, "row token"] | None:
     if lent is not None:
         lent.check("keep")
     return found if found is None else by_slot(found, order)
+
+
+def folded(
+    retention: Retention, seen: Seen, keep: Bool[Tensor, "row token"], dims: Sequence[int]
+) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"]]:
+    """`Retention.fold`, of every slot; `dims`: channels of a key and of a value. Raises PolicyError."""
+    found, shapes = retention.fold(seen, keep), [[*seen.position.shape, dim] for dim in dims]
+    if not floats(found, shapes):
+        raise refuse(retention, "fold", found, f"(keys, values) of all slots, floats {shapes[0]} and {shapes[1]}")
+    return found
+
+
+def refolded(
+    retention: Retention, seen: Seen, keep: Bool[Tensor, "row token"], dims: Sequence[int]
+) -> tuple[Int[Tensor, "row"], Float[Tensor, "row dim"], Float[Tensor, "row dim_v"]]:
+    """`Retention.refold`. Raises PolicyError."""
+    found: Any = retention.refold(seen, keep)
+    shapes = [[len(seen.first), dim] for dim in dims]
+    if not isinstance(found, tuple) or not whole(found[0], seen.first) or not floats(found[1:], shapes):
+        wanted = f"(slot, key, value): whole numbers {list(seen.first.shape)}, floats {shapes[0]} and {shapes[1]}"
+        raise refuse(retention, "refold", found, wanted)
+    return found  # type: ignore[no-any-return]
+
+
+def floats(found: Any, shapes: Sequence[list[int]]) -> bool:
+    """Whether these are floats of these shapes."""
+    if not isinstance(found, tuple) or len(found) != len(shapes):
+        return False
+    pairs = zip(found, shapes, strict=True)
+    return all(isinstance(x, Tensor) and x.is_floating_point() and list(x.shape) == shape for x, shape in pairs)
+
+
+def shares(
+    retention: Retention, seen: Sequence[Seen], measures: Sequence[Float[Tensor, "sequence ..."]]
+) -> Sequence[Int[Tensor, "_"]]:
+    """`Retention.share`, of the layers that wait. Raises PolicyError."""
+    found: Any = retention.share(seen, measures)
+    right = isinstance(found, list | tuple) and len(found) == len(seen)
+    if not right or not all(whole(x, one.first) for x, one in zip(found, seen, strict=True)):
+        raise refuse(
+            retention, "share", found, f"{len(seen)} tensors of whole numbers, {list(seen[0].first.shape)} each"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def whole(x: Any, rows: Tensor) -> bool:
+    """Whether it is a whole number for each of these rows."""
+    return isinstance(x, Tensor) and x.shape == rows.shape and not x.is_floating_point() and x.dtype != torch.bool
+
+
+def exact(
+    selection: Selection, k: Tensor, position: Int[Tensor, "row token"], prompt: Int[Tensor, "row"]
+) -> Bool[Tensor, "row token"] | None:
+    """`Selection.exact`. Raises PolicyError."""
+    found: Any = selection.exact(k, position, prompt)
+    if found is not None and (
+        not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != position.shape
+    ):
+        raise refuse(selection, "exact", found, f"bool {list(position.shape)}, one for each token, or None")
+    return found
 
 
 def units(selection: Selection, found: Any, rows: int, most: int) -> Int[Tensor, "row chosen"] | None:

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvengine import answers
 from kvengine._ops import Tally
 from kvengine.beside import Beside
 from kvengine.compaction import fill_up, shed
@@ -114,7 +115,7 @@ class Holding(Padded):
         if self.pages is None or (keep is not None and anew):
             k, v, position, _ = self.everything()
             if keep is not None and self.retention.merges:
-                folded = self.retention.fold(seen, keep)
+                folded = answers.folded(self.retention, seen, keep, (k.shape[2], v.shape[2]))
                 k, v = folded if idle is None else (
                     torch.where(over(idle, x), x, y) for x, y in zip((k, v), folded, strict=True)
                 )  # fmt: skip
@@ -248,7 +249,7 @@ class Holding(Padded):
         """Tokens of a prompt that the selection wants left alone, exact and always read."""
         if not self.stack.representation.joint or (free is not None and not bool(free.any())):
             return None
-        found = self.stack.selection.exact(k, position, self.prompt_length)
+        found = answers.exact(self.stack.selection, k, position, self.prompt_length)
         return found if found is None or free is None else found & free[:, None]
 
     def sealed(self, k: Tensor | None = None, position: Tensor | None = None, new: Tensor | None = None) -> Pages:

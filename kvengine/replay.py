@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine import _ops as ops
+from kvengine import answers
 from kvengine.errors import CacheError
 from kvengine.kernels.column_peak import column_peak
 from kvengine.session import Call, Session
@@ -70,7 +71,7 @@ def conclude(session: Session) -> None:
         measures = [lane.retention.measure(one) for lane, one in zip(lanes, seen, strict=True)]
         session.text.done(session.due)
     if divided:
-        shares = lanes[0].retention.share(seen, measures)
+        shares = list(answers.shares(lanes[0].retention, seen, measures))
     for lane, one, share in zip(lanes, seen, shares, strict=True):
         lane.repeated = None
         lane.conclude(replace(one, share=share))

@@ -113,7 +113,8 @@ class Verdicts(Evidence):
             keep = None if keep is None else torch.where(others[:, None], seen.valid, keep)
             self.restore(others, before)
         if keep is not None and self.retention.remerges:
-            self.tail.rewrite(*self.retention.refold(judged, keep))
+            dims = self.tail.k.shape[2], self.tail.v.shape[2]
+            self.tail.rewrite(*answers.refolded(self.retention, judged, keep, dims))
         self.judge(seen if self.weighs else judged, keep)  # saliency goes on as it was
 
     def rule(self) -> Rule | None:

@@ -21,6 +21,7 @@ from kvengine.evals.policies import arms
 from kvengine.policies import ours
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.representation import Representation
+from kvengine.policies.representation.lowrank import LowRank
 from kvengine.policies.retention import Retention
 from kvengine.policies.retention.streaming import Streaming
 from kvengine.policies.routing import Routing
@@ -51,6 +52,10 @@ def dense(self: Any, k: torch.Tensor, v: torch.Tensor, score: torch.Tensor) -> d
     return {"k": k, "v": v}
 
 
+MERGES: dict[str, Any] = {
+    "merges": True, "remerges": True, "decodes": True, "fold": lambda s, seen, keep: seen.read(),
+}  # fmt: skip
+SHARES: dict[str, Any] = {"measure": lambda s, seen: seen.first[:: seen.heads].float()}
 RETENTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a slot short": ({"keep": lambda s, seen: seen.valid[:, 1:]}, r"Mine\.keep returned bool .* expected bool"),
     "no rows": ({"keep": lambda s, seen: seen.valid[0]}, r"Mine\.keep returned bool \[\d+\], expected bool"),
@@ -62,6 +67,25 @@ RETENTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"score": lambda s, seen: seen.score / seen.score.sum(1, keepdim=True)},
         r"Mine\.score returned NaN for 400 of 400 tokens",
     ),
+    "merged tokens alone": (
+        MERGES | {"fold": lambda s, seen, keep: tuple(x[:, :20] for x in seen.read())},
+        r"Mine\.fold returned \(float32 .* expected \(keys, values\) of all slots, floats \[4, 100, \d+\]",
+    ),
+    "keys alone": (MERGES | {"fold": lambda s, seen, keep: seen.read()[0]}, r"Mine\.fold returned float32"),
+    "slots as floats": (
+        MERGES | {"refold": lambda s, seen, keep: (seen.first.float(), *(x[:, 0] for x in seen.read()))},
+        r"Mine\.refold returned .* expected \(slot, key, value\): whole numbers \[4\], floats",
+    ),
+    "a slot of one row": (
+        MERGES | {"refold": lambda s, seen, keep: (seen.first[:1], *(x[:, 0] for x in seen.read()))},
+        r"Mine\.refold returned",
+    ),
+    "shares of one layer": (
+        SHARES | {"share": lambda s, seen, measures: [seen[0].count(40)]},
+        r"Mine\.share returned list, expected 2 tensors of whole numbers, \[4\] each",
+    ),
+    "one share for all rows": (SHARES | {"share": lambda s, seen, measures: [x.first[:1] for x in seen]}, r"Mine\.share"),
+    "shares in parts": (SHARES | {"share": lambda s, seen, measures: [x.first / 2 for x in seen]}, r"Mine\.share returned"),
     "positions written": ({"score": lambda s, seen: seen.position.fill_(7).float()}, r"Mine\.score wrote into seen\.position"),
     "keys written": ({"keep": lambda s, seen: seen.read()[0].zero_()[..., 0] == 0}, r"Mine\.keep wrote into .* its keys"),
     "values written": ({"keep": lambda s, seen: seen.read()[1].zero_()[..., 0] == 0}, r"Mine\.keep wrote into .* its values"),
@@ -143,6 +167,19 @@ def test_a_retention_that_is_wrong_is_told_which_method(model: Any, mistake: str
 def test_a_selection_that_is_wrong_is_told_which_method(model: Any, mistake: str) -> None:
     methods, message = SELECTIONS[mistake]
     told(model, "selection", lambda: of(Selection, **{"unit": 8, "reads": 32, "summarise": mean} | methods), message)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda found: found[:, 1:], lambda found: found.long(), lambda found: found[0]],
+    ids=["short", "long", "row"],
+)
+def test_what_a_selection_leaves_exact_is_looked_at(model: Any, wrong: Any) -> None:
+    ways = {"unit": 8, "reads": 32, "summarise": mean, "exact": lambda s, k, position, prompt: wrong(position >= 0)}
+    stack = kvengine.Stack(selection=of(Selection, **ways), representation=LowRank(rank=8))
+    with pytest.raises(PolicyError, match=r"Mine\.exact returned .* expected bool \[4, 100\]"):
+        with kvengine.patched(model, stack):
+            model.generate(IDS, max_new_tokens=4, do_sample=False)
 
 
 def test_a_selection_may_reshape_what_it_is_given(model: Any) -> None:
