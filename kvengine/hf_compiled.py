@@ -277,7 +277,7 @@ class CompiledDecode(Decoder):
         Raises:
             UnsupportedPolicy: the stack's step cannot be recorded, or the model's.
             CacheError: the cache is in the middle of a prompt, or records states to return to; or there is padding, a layer
-                with a window, and no mask.
+                with a window, and no mask of all tokens so far.
         """
         check_model(self.model, cache)
         real = None if attention_mask is None else attention_mask.bool()

@@ -38,6 +38,10 @@ class HeldWindow(DynamicSlidingWindowLayer):
         k, v = (x[:, :, 1 - self.sliding_window :] for x in (layer.keys, layer.values))
         n, seen = k.shape[2], self.cumulative_length
         at = torch.arange(seen - n, seen, device=k.device) % self.sliding_window
+        if real is not None and (len(real) != len(k) or real.shape[1] < seen):
+            raise CacheError(
+                f"attention_mask is {list(real.shape)}, expected [{len(k)}, {seen}]: which of the tokens so far are tokens"
+            )
         self.k, self.v = (x.new_zeros(*x.shape[:2], self.sliding_window, x.shape[3]) for x in (k, v))
         self.k[:, :, at], self.v[:, :, at] = k, v
         self.there = torch.zeros(len(k), self.sliding_window, dtype=torch.bool, device=k.device)

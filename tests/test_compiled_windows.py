@@ -114,6 +114,11 @@ def test_padding_has_to_be_told_of() -> None:
     decoder = kvengine.compile_decode(model)
     with pytest.raises(CacheError, match="give attention_mask"):
         decoder.open(cache, 4)
+    for short in (batch["attention_mask"][:, -8:], batch["attention_mask"][:1]):
+        with pytest.raises(
+            CacheError, match=r"attention_mask is \[\d+, \d+\], expected \[3, \d+\]: which of the tokens"
+        ):
+            decoder.open(cache, 4, short)
     steps = decoder.open(cache, 4, batch["attention_mask"])
     logits = steps(torch.full((3, 1), 5), batch["attention_mask"].sum(1, keepdim=True))
     steps.close()

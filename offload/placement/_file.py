@@ -39,13 +39,17 @@ class File(Packed):
             place.mkdir(parents=True, exist_ok=True)
             sweep(place)
             self.handle, path = tempfile.mkstemp(SUFFIX, "kvengine-", place)
-            fcntl.flock(self.handle, fcntl.LOCK_EX)
+            self.close = weakref.finalize(self, dispose, self.handle, path)
+            try:
+                fcntl.flock(self.handle, fcntl.LOCK_EX)
+            except OSError:  # a file system without locks
+                self.close()
+                raise
         except OSError as error:
             way = "give another folder"
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 way = "every cache has a file open for each lane of a layer: raise the limit (ulimit -n), or keep fewer caches"
             raise StoreError(f"pages cannot be kept in {place}: {error}; {way}") from error
-        self.close = weakref.finalize(self, dispose, self.handle, path)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> File:
         """The same pieces in a file of its own."""

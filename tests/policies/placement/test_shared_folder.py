@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from support_layer import draw, run
 
+from kvengine.errors import StoreError
 from kvengine.offload.placement._file import File
 from kvengine.offload.placement._levels import Layout
 from kvengine.offload.stores.filesystem import FileSystem
@@ -34,6 +36,18 @@ def test_what_others_put_there_is_left_alone(tmp_path: Path) -> None:
     os.close(held)
     file.close()
     assert sorted(path.name for path in folder.iterdir()) == ["kvengine-held.kvpages", "kvengine-link.kvpages"]
+
+
+def test_where_files_cannot_be_locked_none_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    before = os.listdir("/proc/self/fd") if sys.platform == "linux" else []
+    with pytest.raises(StoreError, match="no locks available; give another folder"):
+        File(Layout.of({"k": torch.zeros(1, 4)}), str(tmp_path), 8)
+    assert not list(tmp_path.iterdir())
+    assert not before or len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_a_full_disk_makes_no_room_of_the_pages_that_are_in_use(
