@@ -39,6 +39,7 @@ from kvengine.hf_names import CACHE
 from kvengine.hf_rope import looks
 from kvengine.hf_states import held_states, in_place
 from kvengine.kernels import dispatch
+from kvengine.kernels.streams import side_stream
 from kvengine.rope import Rope
 from kvengine.session import BROKEN
 
@@ -191,7 +192,7 @@ class Steps:
         """Capture a CUDA graph. The steps that warm up are undone."""
         changed = self.changed()
         before = [x.clone() for x in changed]
-        side, here = torch.cuda.Stream(self.now.device), torch.cuda.current_stream(self.now.device)
+        side, here = side_stream(self.now.device, "recordings"), torch.cuda.current_stream(self.now.device)
         side.wait_stream(here)
         with torch.cuda.stream(side):
             for _ in range(WARM):

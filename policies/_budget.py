@@ -25,7 +25,7 @@ def check_budget(policy: object, **values: Budget) -> None:
     >>> check_budget(object(), budget=0)
     Traceback (most recent call last):
     ...
-    kvengine.errors.PolicyError: object: budget=0 must be at least 1 token (int) or a fraction between 0 and 1 (float)
+    kvengine.errors.PolicyError: object: budget=0 must be 1 to 2**30 tokens (int) or a fraction between 0 and 1 (float)
     """
     name = type(policy).__name__
     for option, value in values.items():
@@ -33,7 +33,7 @@ def check_budget(policy: object, **values: Budget) -> None:
         part = isinstance(value, float) and 0 < value <= 1
         if not (whole or part):
             raise PolicyError(
-                f"{name}: {option}={value!r} must be at least 1 token (int) or a fraction between 0 and 1 (float)"
+                f"{name}: {option}={value!r} must be 1 to 2**30 tokens (int) or a fraction between 0 and 1 (float)"
             )
 
 
@@ -41,7 +41,10 @@ def check_count(policy: object, least: int = 0, **values: int) -> None:
     """Refuse what is not a whole number of at least `least`."""
     for option, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-            raise PolicyError(f"{type(policy).__name__}: {option}={value!r} must be a whole number of at least {least}")
+            most = f", and 2**30 ({MOST}) at most" if isinstance(value, int) and value > MOST else ""
+            raise PolicyError(
+                f"{type(policy).__name__}: {option}={value!r} must be a whole number of at least {least}{most}"
+            )
 
 
 def check_share(policy: object, **values: float) -> None:

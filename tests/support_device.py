@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from kvengine.kernels.gpu import chip
+from kvengine.kernels.streams import _kept
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 CHIP = {
@@ -127,6 +128,7 @@ class Device(TorchFunctionMode):
         }.items():
             patch.setattr(torch.cuda, name, value)
         chip.cache_clear()
+        _kept.cache_clear()
 
     def __enter__(self) -> Device:
         Device.now = self
@@ -137,6 +139,7 @@ class Device(TorchFunctionMode):
         super().__exit__(*error)
         Device.now = None
         chip.cache_clear()
+        _kept.cache_clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})

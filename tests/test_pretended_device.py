@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +38,7 @@ from kvengine.kernels.fetch_pages import fetch_pages
 from kvengine.kernels.gpu import chip
 from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.state import State
+from kvengine.kernels.streams import side_stream
 from kvengine.lane import Lane
 from kvengine.replay import rerun, tell
 from kvengine.rope import Rope
@@ -167,6 +169,14 @@ def test_a_step_moves_nothing(text: str, held: bool, device: Device) -> None:
             assert not device.moved
             now.add_(1)
             fixed.advance()
+
+
+def test_a_thread_has_its_own_streams_for_fetches_and_for_recordings(device: Device) -> None:
+    """While one records, its fetches are part of that, and others may not wait for them."""
+    mine = [side_stream(CUDA, purpose) for purpose in ("fetches", "recordings")]
+    assert mine[0] is not mine[1] and mine == [side_stream(CUDA, "fetches"), side_stream(CUDA, "recordings")]
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(side_stream, CUDA, "fetches").result() not in mine
 
 
 def test_keys_of_low_rank_are_turned_without_the_host(device: Device) -> None:

@@ -262,6 +262,10 @@ def units_by_share(
     return ids
 
 
+SLACK = 256
+"""Bytes of shared memory that programs take beside what they multiply."""
+
+
 def _blocks(q: Tensor, *stored: Tensor, taken: int) -> tuple[tl.dtype, int, int, int, int]:
     """What is multiplied in, channels, units that a program takes at a time (of `taken` bytes), its query heads, 0 if there is
     no room for them, and how many such takes there is room for."""
@@ -270,9 +274,12 @@ def _blocks(q: Tensor, *stored: Tensor, taken: int) -> tuple[tl.dtype, int, int,
     compute = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(q.dtype, tl.float32) if exact else tl.float32
     size = 4 if compute == tl.float32 else 2
     block = max(16, taken // block_d // size)
-    bytes_at_once = len(stored) * block * block_d * size
-    fits = heads * block_d * size + bytes_at_once <= room(q.device)
-    return compute, block_d, block, heads if fits else 0, max(1, min(3, room(q.device) // 2 // bytes_at_once))
+    space, at_once = room(q.device) - SLACK, len(stored) * block * block_d * size
+    queries = len(stored) * heads * block_d * size  # what is above 0 in them, beside upper bounds, and what is below
+    stages = max(1, min(3, room(q.device) // 2 // at_once))
+    while stages > 2 and queries + (stages - 1) * at_once > space:  # one of the takes is in registers
+        stages -= 1
+    return compute, block_d, block, heads if queries + at_once <= space else 0, stages
 
 
 def _rows(rows: int, units: int, device: torch.device) -> Tensor:

@@ -9,7 +9,6 @@ device at every read. `cache.stats()` counts hits and misses.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.kernels import fetch_kept, fetch_pages
+from kvengine.kernels.streams import side_stream
 from kvengine.offload.placement import Fields, Flat, Held, Placement, Shelf, Site, check_known, check_names, divide
 from kvengine.offload.placement._levels import UNLIMITED, Level, Memory
 from kvengine.offload.placement._tiered import Tiered
@@ -159,7 +159,6 @@ class Recalled(Fetched):
         }
 
 
-@functools.cache
 def beside(device: torch.device) -> torch.cuda.Stream | None:
-    """A device's stream for fetches: one, as they share the bus. None where there are no streams."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+    """A device's stream for fetches: one of a thread, as they share the bus. None where there are no streams."""
+    return side_stream(device, "fetches") if device.type == "cuda" else None

@@ -264,7 +264,12 @@ def test_what_no_model_of_eight_billion_has_fits_a_small_chip() -> None:
         many = len(compiled)
         page_scores(wide[:, :, 0], x.repeat(1, 1, 2), x.repeat(1, 1, 2), seen, "max")
         log_shares(wide[:, :, 0], x.repeat(1, 1, 2), seen, 0.1)
-    assert len(compiled) == many  # by torch
+        for asked, dim in ((q.bfloat16()[:, :40, 0].repeat(1, 1, 2)[..., :288], 288), (q[:, :, 0], 256)):
+            stored = torch.zeros(1, 64, dim, dtype=asked.dtype)
+            page_scores(asked, stored, stored, seen, "max")  # MiniCPM3's latents, and wide heads in float32
+        assert len(compiled) == many  # by torch
+        page_scores(q.bfloat16()[:, :, 0], x.bfloat16(), x.bfloat16(), seen, "max")
+    assert [kernel.name for kernel in compiled[many:]] == ["score_kernel"]
     assert max(kernel.metadata.shared for kernel in compiled) <= LIMITS[86]
 
 
