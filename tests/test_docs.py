@@ -162,7 +162,9 @@ def python_blocks(page: str) -> list[str]:
 
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 SNIPPETS = {f"{page}-{i}": (page, block) for page in PAGES for i, block in enumerate(python_blocks(page))}
-RUN = {"README.md-0": "answer", "docs/speculation.md-0": "out", "docs/gpu.md-0": "decoder"}
+RUN = {"README.md-0": "answer", "docs/speculation.md-0": "out", "docs/gpu.md-0": "decoder"} | {
+    f"docs/storage.md-{i}": name for i, name in enumerate(("found", "more"))
+}
 """Snippets that are run, with a name that is there afterwards. The others: a policy's file, looked at below, and what needs
 lm-evaluation-harness and its data, looked at where that is installed (tests/evals/test_lm_eval.py)."""
 
