@@ -101,6 +101,8 @@ class Store:
         """Bytes of each of the first values that are there, up to the first miss. What a store has not told after `timeout`
         seconds is a miss, and a failure of the store."""
         self._check_open()
+        if not keys:
+            return []  # there is nothing to wait for, nor to name if others keep the store from answering
         found, late = list[int](), threading.Event()
 
         def ask() -> None:

@@ -333,6 +333,17 @@ def test_a_store_that_is_down_costs_nothing_and_comes_back() -> None:
     store.close()
 
 
+def test_who_asks_for_nothing_does_not_wait_for_those_whom_the_store_keeps_waiting() -> None:
+    """A prompt shorter than a chunk has no keys, which to name in an event was an IndexError."""
+    backend, go = Faulty(), threading.Event()
+    backend.size = lambda key: go.wait() and None  # type: ignore[assignment, method-assign, return-value]
+    store = stores.Store(backend, threads=1)
+    assert store.lookup(KEYS[:1], 0.01) == 0
+    assert store.lookup([], 0.01) == 0 and store.counts["failed"] == 1
+    go.set()
+    store.close()
+
+
 def test_nothing_is_listening(tmp_path: Path) -> None:
     pytest.importorskip("redis")
     store = stores.Store(stores.Resp(f"redis://127.0.0.1:{free_port()}/0", timeout=0.5))
