@@ -26,6 +26,7 @@ import logging
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 from jaxtyping import Int
@@ -69,8 +70,8 @@ class Prefix:
         timeout: seconds to wait for the store, to say what it has and then for each chunk, before computing instead.
         ttl: seconds that chunks live in the store; None for ever.
 
-    Raises ValueError for a salt that is too long, ModelError for a model whose keys the codec does not take,
-    IncompatibleCache for a level that does not exist, StoreError for a ttl that is no time, or a store that is none.
+    Raises ValueError for a salt that is no text or too long, ModelError for a model whose keys the codec does not take,
+    IncompatibleCache for a level that does not exist, StoreError for a ttl or timeout that is no time, or a store that is none.
     """
 
     model: nn.Module
@@ -90,7 +91,7 @@ class Prefix:
     rank: int = field(init=False)  # channels of a latent that are values; 0: the model has keys and values
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, nn.Module):
+        if not isinstance(self.model, nn.Module) or not hasattr(self.model, "config"):
             raise ModelError(f"chunks are of prompts of a patched model, not of a {type(self.model).__name__}")
         if not isinstance(self.store, Store):
             raise StoreError(f"chunks live in a Store, not in a {type(self.store).__name__}; give Store(backend(URL))")
@@ -110,6 +111,8 @@ class Prefix:
             )
         resolve(self.level)
         check_ttl(self.ttl)
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not 0 < self.timeout < inf:
+            raise StoreError(f"timeout={self.timeout!r} must be a positive number of seconds")
         self.identify()
         self.turn = turning_point(self.model, LONG, DYNAMIC)
         self.rank = next((m.kv_lora_rank for m in self.model.modules() if is_latent(m)), 0)  # type: ignore[assignment]
@@ -239,11 +242,13 @@ class Prefix:
         (`compute`); if it has, nothing is stored, and a warning says so. Nor is anything of a prompt for whose length alone the
         keys are (`dynamic` rotations beyond the trained length).
 
-        Raises CacheError if the cache no longer holds every token of the prompt exactly, holds several sequences, was
-        given what no chunk's name tells: padding, a tuned prefix, vectors or images; or its text has outgrown the rotation
-        for texts as long as the prompt.
+        Raises CacheError if the cache no longer holds every token of the prompt exactly, holds several sequences, is another
+        model's, was given what no chunk's name tells: padding, a tuned prefix, vectors or images; or its text has outgrown the
+        rotation for texts as long as the prompt.
         """
         check(ids)
+        if cache.config is not self.model.config.get_text_config(decoder=True):  # type: ignore[operator, union-attr]
+            raise CacheError("this cache was made for another model; chunks that name this one would be taken for its own")
         if not self.whole:
             return 0
         self.identify()

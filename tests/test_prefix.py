@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import kvengine
 from kvengine import saved
-from kvengine.errors import CacheError, IncompatibleCache, ModelError
+from kvengine.errors import CacheError, IncompatibleCache, ModelError, StoreError
 from kvengine.offload import stores
 from kvengine.prefix import Prefix
 
@@ -317,6 +317,38 @@ def test_what_cannot_be_reused_or_stored(model: Any, tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="holds whole"):
         reuse.keep(ids, cache)
     reuse.store.close()
+
+
+def test_keys_of_another_model_are_not_stored_as_this_ones(model: Any, tmp_path: Path) -> None:
+    reuse, other = Prefix(model, stores.Store(stores.Files(tmp_path, sync="none")), chunk=16), llama(seed=1)
+    with kvengine.patched(other, "full"):
+        cache = kvengine.EngineCache(other)
+        text(other, prompt(40), cache)
+        with pytest.raises(CacheError, match="another model"):
+            reuse.keep(prompt(40), cache)
+    assert reuse.fetch(prompt(40)).seen == 0
+    reuse.store.close()
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "says"),
+    [
+        ({"timeout": 0}, StoreError, "positive number of seconds"),
+        ({"timeout": None}, StoreError, "positive number of seconds"),
+        ({"salt": None}, ValueError, "salt is text"),
+        ({"level": None}, IncompatibleCache, "no cache level is called 'None'"),
+    ],
+    ids=str,
+)
+def test_options_of_another_kind_are_told_at_once(
+    model: Any, tmp_path: Path, option: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    store = stores.Store(stores.Files(tmp_path, sync="none"))
+    with pytest.raises(error, match=says):
+        Prefix(model, store, **option)
+    with pytest.raises(ModelError, match="not of a Linear"):
+        Prefix(torch.nn.Linear(2, 2), store)
+    store.close()
 
 
 def test_keys_that_a_plain_reading_would_not_make_are_not_stored(model: Any, tmp_path: Path) -> None:

@@ -52,6 +52,6 @@ def resolve(level: str | Level) -> tuple[str, Level | None]:
         return "custom", level
     if level == LOSSLESS:
         return level, None
-    if level not in LEVELS:
-        raise IncompatibleCache(unknown("cache level", level, NAMES))
+    if not isinstance(level, str) or level not in LEVELS:
+        raise IncompatibleCache(unknown("cache level", str(level), NAMES))
     return level, LEVELS[level]

@@ -23,10 +23,12 @@ KEY = re.compile(r"[0-9a-f]{64}")
 
 
 def root(identity: Identity, policy: str, *, chunk: int, salt: str = "") -> bytes:
-    """Hash of what all chunks of a prompt have in common. Raises ValueError for a salt over 128 characters, or a chunk of
-    more tokens than the codec takes, or none."""
+    """Hash of what all chunks of a prompt have in common. Raises ValueError for a salt that is no text or over 128
+    characters, or a chunk of more tokens than the codec takes, or none."""
     if type(chunk) is not int or not 1 <= chunk <= MAX_CHUNK:
         raise ValueError(f"a chunk has 1 to {MAX_CHUNK} tokens, {chunk!r} were asked for")
+    if not isinstance(salt, str):
+        raise ValueError(f"a salt is text of at most {MAX_SALT} characters, not {type(salt).__name__}")
     if len(salt) > MAX_SALT:
         raise ValueError(f"a salt has at most {MAX_SALT} characters, this one {len(salt)}")
     facts = {"format": FORMAT, "identity": identity.as_json(), "policy": policy, "chunk": chunk, "salt": salt}
