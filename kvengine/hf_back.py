@@ -27,6 +27,14 @@ def check_even(layers: list[Any], torn: bool = False) -> None:
         raise CacheError(BROKEN)
 
 
+def check_between(cache: Any) -> int:
+    """Refuse an engine cache over which a pass runs, or broke off; the tokens that it has seen."""
+    session: Session = cache.session
+    session.check_judged(cache.seen)
+    check_even(cache.layers, session.torn or bool(session.waiting) or session.led == cache.seen)
+    return int(cache.seen)
+
+
 def adopt(layer: Any, its: Any, late: int) -> None:
     """Hold what another cache's layer with a window holds, but for its last `late` tokens.
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, KVEngineError, ModelError, StoreError
 from kvengine.fingerprint import identity
-from kvengine.hf_back import check_even
+from kvengine.hf_back import check_between
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import layer_devices
 from kvengine.hf_held import HeldWindow
@@ -74,8 +74,8 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         extra: anything else, as plain JSON (the tokens so far, for instance).
 
     Raises:
-        CacheError: the cache is in the middle of something, a pass over it broke off, it is of another model, or `extra` is
-            not plain JSON.
+        CacheError: the cache is in the middle of something, or was while it was written (another thread's pass); a pass over it
+            broke off; it is of another model; or `extra` is not plain JSON.
         PolicyError: its policy is of the caller's own, and has no name that `load` would find.
         ModelError: `model` is none.
         OSError: of the file system; nothing is left half-written.
@@ -85,8 +85,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
     check_module(model)
     if cache.config is not model.config.get_text_config(decoder=True):  # type: ignore[operator, union-attr]
         raise CacheError("this cache was made for another model; a file that names this one would be taken for its own")
-    cache.session.check_judged(cache.seen)
-    check_even(cache.layers, cache.session.torn or bool(cache.session.waiting) or cache.session.led == cache.seen)
+    seen = check_between(cache)
     for layer in (*cache.engines, *(layer for layer in cache.others if isinstance(layer, HeldWindow))):
         layer.check_free()  # type: ignore[attr-defined]
     if any(part.lane.marks for layer in cache.engines for part in layer.parts):
@@ -108,6 +107,8 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         "text": out.value(cache.session.text.state()),
     }
     data = pack({**header, "tensors": out.kinds}, out.sections)
+    if check_between(cache) != seen:
+        raise CacheError("another thread ran the model over this cache meanwhile. Nothing was saved; save between passes")
     replace_file(Path(path), data)
     return len(data)
 
@@ -154,7 +155,7 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
 
 
 def check_module(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ModelError(f"a session belongs to a patched model, not to a {type(model).__name__}")
 
 

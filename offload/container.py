@@ -152,6 +152,8 @@ def read_file(path: str | Path) -> Container:
         os.close(handle)
         if isinstance(error, StoreError):
             raise type(error)(f"{path}: {error}") from error
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)  # reading by a handle does not say: a folder, a broken disk
         raise
     weakref.finalize(held, os.close, handle)
     return held

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 import kvengine
 from kvengine import saved
-from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache
+from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, ModelError
 from kvengine.offload import cachegen
 from kvengine.offload.stores.filesystem import replace_file
 from kvengine.pages import Pages
@@ -329,6 +329,38 @@ def test_two_threads_save_to_one_file(tmp_path: Path) -> None:
             list(pool.map(lambda data: replace_file(path, data), contents))
             assert path.read_bytes() in contents
     assert [p.name for p in tmp_path.iterdir()] == ["s.kv"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+def test_what_another_thread_changes_meanwhile_is_not_saved(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that was there stays: parts of two states would be refused when they are loaded."""
+    model, path, write = configs.build(name), tmp_path / "s.kv", saved.Writer.whole_layer
+    with kvengine.patched(model, "full"), torch.no_grad():
+        cache = kvengine.EngineCache(model)
+        model(torch.randint(1, 128, (1, 20)), cache=cache)
+        saved.save(cache, path, model, extra={"turn": 1})
+
+        def meanwhile(writer: Any, layer: Any) -> dict[str, Any]:
+            found = write(writer, layer)
+            if layer.cache is cache.engines[0]:
+                with torch.no_grad():
+                    model(torch.ones(1, 1, dtype=torch.long), cache=cache)
+            return found
+
+        monkeypatch.setattr(saved.Writer, "whole_layer", meanwhile)
+        with pytest.raises(CacheError, match="another thread ran the model"):
+            saved.save(cache, path, model, extra={"turn": 2})
+    assert saved.extra(path) == {"turn": 1}
+
+
+def test_a_folder_is_told_by_its_name_and_a_module_is_no_model(tmp_path: Path) -> None:
+    model = patched("full")
+    with pytest.raises(IsADirectoryError, match=tmp_path.name):
+        saved.load(model, tmp_path)
+    with pytest.raises(ModelError, match="not to a Linear"):
+        saved.save(kvengine.EngineCache(model), tmp_path / "s.kv", torch.nn.Linear(2, 2))
 
 
 def test_a_session_that_does_not_fit_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
