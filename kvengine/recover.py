@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from kvengine.hf_names import CACHE, NAMES, cache_among
 from kvengine.stack import Stack
 
 log = logging.getLogger(__name__)
-TAKEN = ("input_ids", "attention_mask")
 
 
 class Said:
@@ -77,7 +77,7 @@ def generate(
 
     Raises StoreError when the last attempt fails too, ModelError for arguments that cannot go on after a loss.
     """
-    check(model, inputs, options)
+    check(model, inputs, options, max_new_tokens)
     ids: Tensor = inputs["input_ids"]
     mask, prompt = inputs.get("attention_mask"), ids.shape[1]
     mask = torch.ones_like(ids) if mask is None else mask
@@ -141,17 +141,14 @@ def later(model: Any, given: Mapping[str, Any], ids: Int[Tensor, "sequence token
     return found
 
 
-def check(model: Any, inputs: Any, options: Mapping[str, Any]) -> None:
+def check(model: Any, inputs: Any, options: Mapping[str, Any], most: Any) -> None:
     """Refuse what could not go on after a loss, before anything is computed."""
     what = "recover.generate"
-    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        raise ModelError(f"{what} begins with tokens: input_ids are a tensor [sequence, token] in `inputs`")
-    if others := sorted(name for name, x in inputs.items() if name not in TAKEN and x is not None):
-        raise ModelError(
-            f"{what} takes input_ids and attention_mask alone, and would leave out {others[0]!r}: tokens that are computed again "
-            "are computed from these. Use model.generate() for what else the model takes"
-        )
+    if not all(hasattr(model, name) for name in ("generate", "generation_config")):
+        raise ModelError(f"{what} needs a patched model that generates, not a {type(model).__name__}")
+    if not isinstance(most, Integral | Tensor) or most < 1:
+        raise ModelError(f"{what} counts max_new_tokens over all attempts: a whole number from 1 on, not {most!r}")
+    check_inputs(what, inputs)
     if cache_among(options) is not None:
         raise ModelError(f"{what} makes caches of its own from the whole text; leave out the one that is given")
     if own := sorted(options.keys() & {"input_ids", "attention_mask", "inputs", "inputs_embeds"}):
@@ -169,3 +166,15 @@ def check(model: Any, inputs: Any, options: Mapping[str, Any]) -> None:
             )
     if records:
         raise ModelError(f"{what} returns tokens and nothing else; leave return_dict_in_generate out")
+
+
+def check_inputs(what: str, inputs: Any) -> None:
+    """Refuse inputs that are no tokens and mask, or have more in them, which later attempts would be without."""
+    ids, mask = (inputs.get(x) if isinstance(inputs, Mapping) else None for x in ("input_ids", "attention_mask"))
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.shape[1]:
+        raise ModelError(f"{what} begins with tokens: input_ids are a tensor [sequence, token] in `inputs`")
+    if more := sorted(inputs.keys() - {"input_ids", "attention_mask"} - {name for name, x in inputs.items() if x is None}):
+        raise ModelError(f"{what} goes on from input_ids and attention_mask alone; leave {more[0]} out of `inputs`")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
+        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ModelError(f"{what} takes an attention_mask of input_ids' shape, {list(ids.shape)}, not {got}")

@@ -346,6 +346,24 @@ def test_what_cannot_go_on_after_a_loss_is_said_before(options: dict[str, Any], 
         recover.generate(model, one(), max_new_tokens=4, **options)
     with kvengine.patched(llama(), "full") as model, pytest.raises(ModelError, match="input_ids are a tensor"):
         recover.generate(model, {}, max_new_tokens=4)
-    more = one() | {"position_ids": torch.arange(61)[None]}
-    with kvengine.patched(llama(), "full") as model, pytest.raises(ModelError, match="would leave out 'position_ids'"):
-        recover.generate(model, more, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(("more", "says"), [
+    ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "leave pixel_values out"),  # later attempts would be without
+    ({"position_ids": torch.arange(61)[None]}, "leave position_ids out"),
+    ({"attention_mask": torch.ones(1, 3)}, r"shape, \[1, 61\], not \[1, 3\]"),
+    ({"attention_mask": [1] * 61}, "not list"),
+    ({"input_ids": torch.ones(1, 0, dtype=torch.long)}, "input_ids are a tensor"),
+])  # fmt: skip
+def test_inputs_that_would_be_passed_over_are_refused(more: dict[str, Any], says: str) -> None:
+    with kvengine.patched(llama(), "full") as model, pytest.raises(ModelError, match=says):
+        recover.generate(model, {**one(), **more}, max_new_tokens=4)
+
+
+def test_a_count_and_a_model_that_are_none_are_told() -> None:
+    with kvengine.patched(llama(), "full") as model:
+        for count in (None, 0, 2.5):
+            with pytest.raises(ModelError, match="a whole number from 1 on"):
+                recover.generate(model, one(), max_new_tokens=count)  # type: ignore[arg-type]
+        with pytest.raises(ModelError, match="not a LlamaModel"):
+            recover.generate(model.model, one(), max_new_tokens=4)
