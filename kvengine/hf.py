@@ -163,7 +163,6 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     state = Patch(Chosen(stack, state.chosen.known, channels=channels))
     state.implementation = text._attn_implementation_internal
     register()
-    text._attn_implementation_internal = NAME  # of this part alone: others (vision, a second decoder) have no hooks
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
     state.hooks += hook_passes(model, text, state.chosen) + hook_ragged(model, text) + hook_replays(model, text)
     state.hooks += hook_led(model, text)
@@ -174,6 +173,8 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
                 state.methods.append(Method(name, part))
                 setattr(part, name, state.methods[-1])
         setattr(part, STATE, state)
+    # Last, as a pass of another thread may be under way. Of this part alone: others (vision, a second decoder) have no hooks.
+    text._attn_implementation_internal = NAME
     return model
 
 

@@ -55,7 +55,10 @@ class Method:
             self.__signature__ = inspect.signature(getattr(type(model), name).__get__(model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return METHODS[self.name](self.model(), *args, **kwargs)
+        model = self.model()
+        if model is not None and not hasattr(model, STATE):  # another thread has unpatched it since it was looked up
+            return getattr(type(model), self.name)(model, *args, **kwargs)
+        return METHODS[self.name](model, *args, **kwargs)
 
     def __reduce__(self) -> Any:
         return Method, (self.name, self.model())
@@ -97,7 +100,7 @@ def prepare_cache(
     if given is None:
         if type(model_kwargs.get(CACHE)) is not DynamicCache:
             raise ModelError(OWN.format(type(self).__name__))
-        given = model_kwargs[CACHE] = EngineCache(self, getattr(self, STATE).chosen.stack)
+        given = model_kwargs[CACHE] = EngineCache(self)
         given.nameless = True
     assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
     if generation_config.is_assistant:
@@ -348,8 +351,8 @@ def check_mode(what: str, config: Any, assistant: Any) -> None:
 def chosen_options(self: PreTrainedModel, generation_config: Any = None, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """Stands in for `_prepare_generation_config`: who has not asked for a policy to do nothing is told that it would."""
     stock: Any = type(self)._prepare_generation_config  # type: ignore[attr-defined]
-    options, rest = stock(self, generation_config, **renamed(kwargs, CACHE))
     stack, own = getattr(self, STATE).chosen.stack, cast(Any, self).generation_config
+    options, rest = stock(self, generation_config, **renamed(kwargs, CACHE))
     given = None if generation_config is own else getattr(generation_config, "use_cache", None)
     if options.use_cache is False and given is None and "use_cache" not in kwargs and stack != Stack():
         raise ModelError(

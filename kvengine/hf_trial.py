@@ -21,6 +21,7 @@ from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
 from kvengine.hf_devices import device_of, hooks
 from kvengine.hf_mask import UNPATCH, LazyMask
 from kvengine.hf_names import CACHE, name_of_cache
+from kvengine.hf_previous import View
 from kvengine.hf_rope import frequencies_of
 from kvengine.stack import Channels, Stack
 
@@ -55,11 +56,9 @@ def check_modules(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -
         else:
             kinds.setdefault((type(module), *(x.shape for x in module.parameters())), module)
     AttentionInterface.register(TRIAL, reached)
-    before = text._attn_implementation_internal
     for module in kinds.values():
         if any(getattr(hook, "offload", False) for hook in hooks(module)):
             continue  # it would have to put its weights back, and is broken off before
-        text._attn_implementation_internal = TRIAL
         try:
             attempt(model, text, module)
         except Reached as end:
@@ -68,8 +67,6 @@ def check_modules(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -
             raise ModelError(f"{type(model).__name__}: {str(error).removesuffix(UNPATCH)}") from None
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, StopIteration):
             continue
-        finally:
-            text._attn_implementation_internal = before
     return frozenset(found)
 
 
@@ -91,12 +88,14 @@ def attempt(model: PreTrainedModel, text: Any, module: nn.Module) -> None:
         given["shared_kv_states"] = {}
     # Cosines for each channel, or one for all: some take half as many, or turn layers at different widths.
     widths = [*(2 * len(x) for x in frequencies_of(model)[:1]), 1] if "position_embeddings" in taken else [0]
+    # Another thread may be generating with the model, which attends as it did.
+    tried: Any = View(module, "config", View(text, "_attn_implementation", TRIAL))
     for width in widths:
         if width:
             given["position_embeddings"] = unrotated(x, width)
         given["kvengine"] = cache = EngineCache.under(Chosen(Stack()), text)
         try:
-            module.forward(x, **given, **{name_of_cache(taken, CACHE): cache})
+            type(module).forward(tried, x, **given, **{name_of_cache(taken, CACHE): cache})
         except RuntimeError:
             if width == widths[-1]:
                 raise
@@ -109,10 +108,10 @@ def unrotated(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def reached(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of the attention function."""
+    """In the place of the attention function, of a view of the module."""
     cache: EngineCache = kwargs["kvengine"]
     layer: Any = cache.layers[module.layer_idx]  # type: ignore[index]
-    check_brought(module, layer, key, value)
+    check_brought(vars(module)["_thing"], layer, key, value)
     raise Reached((key.shape[3], value.shape[3], False))
 
 

@@ -1,16 +1,19 @@
 """What serves and evaluates models, as it drives a patched one."""
 
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from families import configs
 from families.configs import BASE, VOCABULARY
 from support import greedy, llama, one, patched, prompts
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 import kvengine
+from kvengine import hf_trial
 from kvengine.errors import ModelError
 from kvengine.hf_names import CACHE
 
@@ -91,3 +94,36 @@ def test_a_checkpointed_part_that_caches_nothing_is_no_matter() -> None:
     want = greedy(kvengine.patch(model, POLICY), one(), 9)
     checkpointed(model.model.vision_tower)
     assert torch.equal(greedy(model.train(), one(), 9), want)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_a_pass_while_a_model_is_patched_runs_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's, say: in the middle of the trial, and wherever a part of the model gets a hook."""
+    model, ids, found = configs.build(name), torch.randint(1, 128, (1, 20)), list[torch.Tensor | Exception]()
+    hook, check = torch.nn.Module.register_forward_pre_hook, hf_trial.check_brought
+
+    def run() -> torch.Tensor:
+        with monkeypatch.context() as unseen, torch.no_grad():
+            unseen.setattr(torch.nn.Module, "register_forward_pre_hook", hook)
+            return model(ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+    def meanwhile(do: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            found.append(run())
+        except Exception as error:
+            found.append(error)
+        return do(*args, **kwargs)
+
+    want = run()
+    monkeypatch.setattr(hf_trial, "check_brought", partial(meanwhile, check))
+    monkeypatch.setattr(torch.nn.Module, "register_forward_pre_hook", partialmethod(partial(meanwhile, hook)))
+    kvengine.patch(model)
+    assert len(found) > 3 and all(isinstance(one, torch.Tensor) and torch.equal(one, want) for one in found)
+
+
+def test_a_method_that_was_looked_up_before_the_model_was_unpatched_is_the_models_own() -> None:
+    model = kvengine.patch(configs.build("llama"), "quest(budget=24, page=4)")
+    mine = model._prepare_generation_config
+    kvengine.unpatch(model)
+    options, rest = mine(None, max_new_tokens=3)
+    assert options.max_new_tokens == 3 and not rest
