@@ -110,12 +110,12 @@ class Library:
 
     def add(self, body: bytes) -> dict[str, Any]:
         """Read a document once, and store what was computed. Raises HTTPException 400, 413 or 507."""
-        try:
-            text = body.decode("utf-8-sig")  # Windows puts a mark before a text, which is none of it
+        try:  # Windows puts a mark before a text, which is none of it; of UTF-16 without one, NUL tells
+            text, wrong = body.decode("utf-8-sig"), body.find(b"\0")
         except UnicodeDecodeError as error:
-            raise HTTPException(
-                400, f"the document is not UTF-8 text (byte {error.start}); convert it first"
-            ) from error
+            wrong = error.start
+        if wrong >= 0:
+            raise HTTPException(400, f"the document is not UTF-8 text (byte {wrong}); convert it first")
         if not text.strip():
             raise HTTPException(400, "the document is empty; send its text as the body")
         if len(text) > self.max_characters:
@@ -143,15 +143,13 @@ class Library:
             draft.write_bytes(body)
             draft.replace(file)
         except OSError as error:
-            raise HTTPException(
-                507, f"the document cannot be kept: {error.strerror}; what was there is there"
-            ) from error
+            raise HTTPException(507, f"the document cannot be kept: {error.strerror}; what was there stays") from error
         finally:
             with contextlib.suppress(OSError):
                 draft.unlink()
 
     def text(self, name: str) -> str:
-        """A document to the byte as it came; reading as text would turn \\r\\n into \\n. Raises HTTPException 404 or 500."""
+        """A document to the byte as it came; reading as text would turn \\r\\n into \\n. Raises HTTPException 404, 500, 503."""
         missing = HTTPException(404, f"there is no document {name[:32]!r}; POST it to /documents first")
         if not NAME.fullmatch(name):
             raise missing
@@ -159,6 +157,8 @@ class Library:
             body = (self.folder / f"{name}.txt").read_bytes()
         except FileNotFoundError:
             raise missing from None
+        except OSError as error:
+            raise HTTPException(503, f"the text of {name} cannot be read: {error.strerror}; ask again") from error
         if hashlib.sha256(body).hexdigest()[:16] != name:
             raise HTTPException(500, f"the text of {name} is not what was sent; POST the document again")
         return body.decode("utf-8-sig")
@@ -220,7 +220,7 @@ class Library:
         return {"stored": False, "warning": f"the store {why}; questions work, and the rest is computed for each"}
 
     def ask(self, name: str, question: str, most: int, gone: threading.Event | None = None) -> dict[str, Any]:
-        """Answer a question on a document, unless the client is `gone`. Raises HTTPException 404, 413 or 500."""
+        """Answer a question on a document, unless the client is `gone`. Raises HTTPException 404, 413, 500 or 503."""
         begin = time.perf_counter()
         document = self.read(self.text(name), begins=True)
         asked = self.read(question, begins=False)

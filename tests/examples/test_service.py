@@ -50,6 +50,7 @@ def test_a_document_is_computed_once_and_answers_are_those_of_the_plain_model(
 @pytest.mark.parametrize(("path", "body", "status", "says"), [
     ("/documents", b"x" * 20001, 413, "more than 20000 bytes"),
     ("/documents", b"word " * 3999 + b"\xff", 400, "not UTF-8"),
+    ("/documents", "in UTF-16".encode("utf-16-le"), 400, "not UTF-8 text (byte 1)"),  # NUL is a character of UTF-8 too
     ("/documents", b"  \n", 400, "empty"),
     ("/documents", b"9 8 7 6 " * 2499, 413, "tokens, at most 8192 fit"),
     ("/documents/0000/questions", b'{"question": "who?"}', 404, "POST it to /documents first"),

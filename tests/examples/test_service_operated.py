@@ -176,6 +176,19 @@ def test_a_text_that_was_changed_on_disk_is_not_answered_from(served: Served) ->
     assert client(f"/documents/{made['id']}", method="DELETE")[0] == 404
 
 
+def test_a_text_that_cannot_be_read_keeps_others_from_nothing(served: Served) -> None:
+    """The name is taken by a folder, as it might be by a file of another user: every DELETE looks at every text."""
+    client, library, _ = served
+    strange = library.folder / f"{'a' * 16}.txt"
+    strange.mkdir()
+    status, answer = client(f"/documents/{'a' * 16}/questions", QUESTION)
+    assert status == 503 and "cannot be read: Is a directory" in answer["error"]
+    made = client("/documents", document("beside a folder"))[1]
+    assert client(f"/documents/{'a' * 16}", method="DELETE")[0] == 503 and strange.exists()
+    assert client(f"/documents/{made['id']}", method="DELETE")[0] == 200
+    strange.rmdir()
+
+
 def test_a_mark_of_byte_order_is_no_part_of_a_text(served: Served) -> None:
     client, _, _ = served
     plain, marked = (client("/documents", mark + document("marked"))[1] for mark in (b"", b"\xef\xbb\xbf"))
