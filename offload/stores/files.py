@@ -92,9 +92,20 @@ class Files:
             self._reserved_write(entry, [front, *payload])
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if not full or self.spares or not self._make_room(entry.size):
+            if error.errno == errno.ENOENT:
+                self._make_anew()
+            elif not full or self.spares or not self._make_room(entry.size):
                 raise StoreError(f"{key[:12]}... was not stored: {error}") from error
             self._last_try(entry, [front, *payload])
+
+    def _make_anew(self) -> None:
+        """Folders were removed while the store is open, by who clears temporary files, say: it would take nothing any more."""
+        log.warning("folders of the store at %s were removed, and are made anew", self.folder)
+        try:
+            self._prepare()
+            self.index.anew()
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"the store at {self.folder} was removed and cannot be made anew: {error}") from error
 
     def _last_try(self, entry: Entry, parts: Sequence[Buffer]) -> None:
         try:

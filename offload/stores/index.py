@@ -47,6 +47,14 @@ class Index:
             self.base = self._open()
         weakref.finalize(self, self.base.close).atexit = False  # by itself it goes with the garbage: it is in a circle
 
+    def anew(self) -> None:
+        """Begin an empty one if its file was removed: what is written to that is gone."""
+        with self.lock:
+            if not self.path.exists():
+                self.base.close()
+                self.base = self._open()
+                weakref.finalize(self, self.base.close).atexit = False
+
     def _open(self) -> sqlite3.Connection:
         base = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
         try:

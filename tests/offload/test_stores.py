@@ -344,6 +344,19 @@ def test_who_asks_for_nothing_does_not_wait_for_those_whom_the_store_keeps_waiti
     store.close()
 
 
+@pytest.mark.parametrize("what", ["", "tmp", f"objects/{KEYS[1][0]}"])
+def test_a_folder_that_was_removed_is_made_anew(tmp_path: Path, what: str) -> None:
+    store, gone = stores.Store(stores.Files(tmp_path / "store")), tmp_path / "store" / what
+    store.wait(store.submit_put(KEYS[:1], [b"a"]))
+    shutil.rmtree(gone)
+    for key in KEYS[1:3]:
+        done = store.wait(store.submit_put([key], [b"b"]))
+        assert done is not None and done.ok == (True,)
+    assert store.lookup(KEYS[1:3]) == 2 and {entry.key for entry in store.entries()} >= set(KEYS[1:3])
+    assert (tmp_path / "store" / "index.sqlite").exists()
+    store.close()
+
+
 def test_nothing_is_listening(tmp_path: Path) -> None:
     pytest.importorskip("redis")
     store = stores.Store(stores.Resp(f"redis://127.0.0.1:{free_port()}/0", timeout=0.5))
