@@ -86,8 +86,8 @@ def attend(
         raise ModelError(
             f"{type(module).__name__} came to the engine without its hook. Either the model is not patched, but has the "
             "configuration of one that is, or a copy: give it its own, or call model.set_attn_implementation('sdpa') on "
-            "it. Or another thread has unpatched it while it ran. Or it does not pass its arguments on to the attention function, "
-            "and cannot be patched"
+            "it. Or another thread has unpatched it while it ran. Or it does not pass its arguments on to the attention "
+            "function, and cannot be patched"
         )
     own, asked = kvengine.layer, query.device
     layer = answering(module, kvengine, key)

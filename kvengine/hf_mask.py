@@ -21,9 +21,9 @@ class MaskUsed(ModelError, AttributeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "this model's attention reads or changes its mask itself (to choose tokens by it, say), or another thread has unpatched "
-            "the model while it ran; on a patched model there is none, only the rule that would make it. Where nothing unpatched it, "
-            f"the engine cannot enter it{UNPATCH}"
+            "this model's attention reads or changes its mask itself (to choose tokens by it, say), or another thread has "
+            "unpatched the model while it ran; on a patched model there is none, only the rule that would make it. Where nothing "
+            f"unpatched it, the engine cannot enter it{UNPATCH}"
         )
 
 

@@ -248,7 +248,9 @@ class Prefix:
         """
         check(ids)
         if cache.config is not self.model.config.get_text_config(decoder=True):  # type: ignore[operator, union-attr]
-            raise CacheError("this cache was made for another model; chunks that name this one would be taken for its own")
+            raise CacheError(
+                "this cache was made for another model; chunks that name this one would be taken for its own"
+            )
         if not self.whole:
             return 0
         self.identify()

@@ -108,7 +108,9 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
     }
     data = pack({**header, "tensors": out.kinds}, out.sections)
     if check_between(cache) != seen:
-        raise CacheError("another thread ran the model over this cache meanwhile. Nothing was saved; save between passes")
+        raise CacheError(
+            "another thread ran the model over this cache meanwhile. Nothing was saved; save between passes"
+        )
     replace_file(Path(path), data)
     return len(data)
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 BROKEN = (
     "the last pass through the model, or a change of this cache since, broke off (interrupted, or out of memory) or goes on in "
-    "another thread, and some layers took part in it while others did not. Give each thread a cache of its own; after a pass that "
-    "broke off, call cache.reset() and give the whole text again"
+    "another thread, and some layers took part in it while others did not. Give each thread a cache of its own; after a pass "
+    "that broke off, call cache.reset() and give the whole text again"
 )
 FOREIGN = "this cache was made for another model; make one with EngineCache(model)"
 UNJUDGED = (
