@@ -173,7 +173,9 @@ def check_inputs(what: str, inputs: Any) -> None:
     ids, mask = (inputs.get(x) if isinstance(inputs, Mapping) else None for x in ("input_ids", "attention_mask"))
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.shape[1]:
         raise ModelError(f"{what} begins with tokens: input_ids are a tensor [sequence, token] in `inputs`")
-    if more := sorted(inputs.keys() - {"input_ids", "attention_mask"} - {name for name, x in inputs.items() if x is None}):
+    if more := sorted(
+        inputs.keys() - {"input_ids", "attention_mask"} - {name for name, x in inputs.items() if x is None}
+    ):
         raise ModelError(f"{what} goes on from input_ids and attention_mask alone; leave {more[0]} out of `inputs`")
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
