@@ -238,6 +238,9 @@ class Prefix:
     def keep(self, ids: Int[Tensor, "seq token"], cache: EngineCache) -> int:
         """Stores the prompt's whole chunks that are not stored yet; the chunks submitted. Does not wait until they are.
 
+        `ids` are the tokens that the cache was given, from the first on: other ones would be found with these keys, and nothing
+        here can tell.
+
         Where layers have windows or states, these are stored beside the last chunk, if the cache has seen no token behind it
         (`compute`); if it has, nothing is stored, and a warning says so. Nor is anything of a prompt for whose length alone the
         keys are (`dynamic` rotations beyond the trained length).
