@@ -427,7 +427,7 @@ def test_warming_up_leaves_no_trace(text: str, model: Any, monkeypatch: pytest.M
 
     stream, side = (SimpleNamespace(wait_stream=lambda other: None) for _ in range(2))
     monkeypatch.setattr(Steps, "run", noted)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *a: side)
+    monkeypatch.setattr("kvengine.hf_compiled.side_stream", lambda device, purpose: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *a: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda *a: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
@@ -456,7 +456,8 @@ def test_a_capture_that_fails_leaves_the_thread_on_its_stream(model: Any, monkey
         yield
         raise RuntimeError("operation failed due to a previous error during capture")
 
-    stand_ins = {"Stream": lambda *a: side, "current_stream": lambda *a: now[0], "stream": on, "graph": capture}
+    monkeypatch.setattr("kvengine.hf_compiled.side_stream", lambda device, purpose: side)
+    stand_ins = {"current_stream": lambda *a: now[0], "stream": on, "graph": capture}
     for name, value in (stand_ins | {"CUDAGraph": FakeGraph}).items():
         monkeypatch.setattr(torch.cuda, name, value)
     with kvengine.patched(model, "full"), pytest.raises(RuntimeError, match="previous error"):
