@@ -81,7 +81,10 @@ class CacheSession:
             self.cache.follow_up()
 
     def branch(self) -> CacheSession:
-        return CacheSession(self.model, copy.deepcopy(self.cache))
+        made = CacheSession(self.model, copy.deepcopy(self.cache))
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # the copy is not to be timed as part of what is read next
+        return made
 
     def usage(self) -> Usage:
         return stock_usage(self.cache) if not hasattr(self.cache, "stats") else engine_usage(self.cache.stats())

@@ -53,11 +53,12 @@ def alone(sample: Sample) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What was read for a turn: tokens, whether the middle was cut out, when it began, and whether it was the prompt alone."""
+    """What was read for a turn: tokens, whether the middle was cut out, seconds until the first new token was known, and
+    whether it was the prompt alone."""
 
     tokens: int
     truncated: bool
-    start: float
+    ttft: float
     first: bool
 
 
@@ -86,7 +87,7 @@ class Protocol:
                 ids = self.prompter.follow(before, turn, most)
             logits = session.read(ids)
             session.follow_up()
-            asked = Asked(len(ids), not index and len(ids) < len(whole), start, not index)
+            asked = Asked(len(ids), not index and len(ids) < len(whole), known(logits) - start, not index)
             last = index == len(sample.turns) - 1
             answer = self._answer(session if last else session.branch(), logits, turn, asked)
             before, most = (turn.answers[0], None) if self.golden else (answer.text, turn.max_new_tokens)
@@ -98,13 +99,14 @@ class Protocol:
         context = self.cut(whole)
         logits = session.read(context)
         session.follow_up()
-        prefill = time.perf_counter() - start
+        prefill = known(logits) - start  # each request is charged the context it needs
         for index, turn in enumerate(sample.turns):
             branch = session if index == len(sample.turns) - 1 else session.branch()
-            start = time.perf_counter() - prefill  # each request is charged the context it needs
+            start = time.perf_counter()
             ids = self.prompter.asked(turn)
             found = branch.read(ids) if ids else logits
-            asked = Asked(len(context) + len(ids), len(context) < len(whole), start, not ids)
+            ttft = prefill + (known(found) - start if ids else 0.0)
+            asked = Asked(len(context) + len(ids), len(context) < len(whole), ttft, not ids)
             yield self._answer(branch, found, turn, asked)
 
     def cut(self, ids: list[int]) -> list[int]:
@@ -114,14 +116,14 @@ class Protocol:
     def _answer(self, session: Session, logits: Tensor, turn: Turn, asked: Asked) -> Answer:
         if turn.forced:
             return self._forced(session, logits, turn, asked)
-        new, ttft, decode = greedy(session, logits, self.stop, turn.max_new_tokens, asked.start)
+        new, decode = greedy(session, logits, self.stop, turn.max_new_tokens)
         return Answer(
             text=self.prompter.text(new),
             tokens=len(new),
             finish="length" if len(new) == turn.max_new_tokens else "stop",
             prompt_tokens=asked.tokens,
             truncated=asked.truncated,
-            ttft=ttft,
+            ttft=asked.ttft,
             decode=decode,
             usage=session.usage(),
             first=asked.first,
@@ -129,7 +131,6 @@ class Protocol:
 
     def _forced(self, session: Session, logits: Tensor, turn: Turn, asked: Asked) -> Answer:
         ids = self.prompter.ids(turn.answers[0])[: turn.max_new_tokens]
-        ttft = time.perf_counter() - asked.start
         start = time.perf_counter()
         every = torch.cat([logits[-1:], session.read(ids[:-1], every=True)]) if len(ids) > 1 else logits[-1:]
         nll = torch.nn.functional.cross_entropy(every, torch.tensor(ids, device=every.device))
@@ -139,7 +140,7 @@ class Protocol:
             finish="forced",
             prompt_tokens=asked.tokens,
             truncated=asked.truncated,
-            ttft=ttft,
+            ttft=asked.ttft,
             decode=time.perf_counter() - start,
             usage=session.usage(),
             nll=float(nll),
@@ -147,10 +148,14 @@ class Protocol:
         )
 
 
-def greedy(
-    session: Session, logits: Tensor, stop: frozenset[int], most: int, began: float
-) -> tuple[list[int], float, float]:
-    """New tokens, seconds to the first one since `began`, seconds of decoding after it."""
+def known(logits: Tensor) -> float:
+    """The time, once the token that these logits say is known: until then a GPU may still compute."""
+    logits[-1].argmax().item()
+    return time.perf_counter()
+
+
+def greedy(session: Session, logits: Tensor, stop: frozenset[int], most: int) -> tuple[list[int], float]:
+    """New tokens, and the seconds of decoding after the first one."""
     token = int(logits[-1].argmax())
     start = time.perf_counter()
     new: list[int] = []
@@ -159,4 +164,4 @@ def greedy(
         if len(new) == most:
             break
         token = int(session.read([token])[-1].argmax())
-    return new, start - began, time.perf_counter() - start
+    return new, time.perf_counter() - start

@@ -282,6 +282,7 @@ def outcome(task: Task, turn: Turn, answer: Answer) -> Row:
     """Scores and measurements of one answer."""
     scores = {"nll": answer.nll} if answer.nll is not None else task.score(turn, answer.text)
     metric = task.metric if task.metric in scores else next(iter(scores))
+    steps = answer.tokens - (answer.finish == "length")  # decoded: not the first token, but what ended the answer
     return {
         "status": "ok",
         "answers": [] if turn.forced else list(turn.answers),
@@ -301,7 +302,5 @@ def outcome(task: Task, turn: Turn, answer: Answer) -> Row:
         "tiers": answer.usage.tiers,
         "ttft": answer.ttft,
         "decode": answer.decode,
-        "tokens_per_s": (answer.tokens - 1) / answer.decode
-        if answer.decode and answer.tokens > 1 and not turn.forced
-        else None,
+        "tokens_per_s": steps / answer.decode if answer.decode and steps > 0 and not turn.forced else None,
     }

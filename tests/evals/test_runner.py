@@ -223,7 +223,7 @@ def test_forced_nll_equals_the_loss_of_one_forward(most: int) -> None:
 
 @dataclass
 class Slow(Recorder):
-    """Takes a second for each token that it reads."""
+    """Takes a second for each token that it reads, and a minute to be copied."""
 
     clock: list[float] = field(default_factory=lambda: [1000.0])
 
@@ -232,6 +232,7 @@ class Slow(Recorder):
         return super().read(ids, every=every)
 
     def branch(self) -> Slow:
+        self.clock[0] += 60
         return replace(self)
 
 
@@ -403,12 +404,14 @@ def test_a_row_says_what_an_answer_was_worth() -> None:
     row = outcome(task, SAMPLE.turns[0], said)
     assert (row["metric"], row["score"], row["scores"]) == ("official", 1.0, {"strict": 0.0, "official": 1.0})
     assert (row["answers"], row["null"], row["truncated"], row["finish"]) == (["G0"], False, True, "stop")
-    assert row["tokens_per_s"] == 4 / 2.0  # the first comes with the prompt
+    assert row["tokens_per_s"] == 5 / 2.0  # the first came with the prompt, and what ended the answer was decoded
+    assert outcome(task, SAMPLE.turns[0], replace(said, finish="length"))["tokens_per_s"] == 4 / 2.0
     assert [row[name] for name in ("prompt_tokens", "new_tokens", "held", "attended", "bytes_held")] == [7, 5, 3, 2, 5]
     task.metric = "of another kind"  # of a task that mixes several
     assert outcome(task, SAMPLE.turns[0], said)["metric"] == "strict"
-    rows = [outcome(task, SAMPLE.turns[0], replace(said, **more)) for more in ({"tokens": 1}, {"decode": None})]
-    assert [row["tokens_per_s"] for row in rows] == [None, None]
+    untimed: tuple[dict[str, Any], ...] = ({"tokens": 0}, {"tokens": 1, "finish": "length"}, {"decode": None})
+    rows = [outcome(task, SAMPLE.turns[0], replace(said, **more)) for more in untimed]
+    assert [row["tokens_per_s"] for row in rows] == [None] * 3
     assert outcome(task, SAMPLE.turns[0], replace(said, text=" \n"))["null"]
     row = outcome(task, replace(SAMPLE.turns[0], forced=True), replace(said, text="", nll=0.25))
     assert (row["metric"], row["score"], row["scores"]) == ("nll", 0.25, {"nll": 0.25})
