@@ -128,8 +128,11 @@ class Prompter:
         return ids
 
     def measure(self, sample: Sample) -> int:
-        """Tokens of the first prompt."""
-        return len(self.of(sample).whole(sample))
+        """Tokens of its longest prompt: the first one, or any question asked on its own of the context. Of the same text the
+        latter may take more tokens, as it comes in two pieces."""
+        one = self.of(sample)
+        context = len(one.context(sample))
+        return max(len(one.whole(sample)), *(context + len(one.asked(turn)) for turn in sample.turns))
 
     def conversation(self, sample: Sample, golden: bool = True) -> int:
         """Tokens read until the last turn's answer, where right answers stand between the turns, or the model's own, as long

@@ -22,6 +22,7 @@ import pytest
 import torch
 from rich.console import Console
 from support_evals import saved_model, tiny_model, tiny_tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
@@ -322,6 +323,28 @@ def test_prompts_are_the_same_every_day() -> None:
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     with pytest.raises(EvaluationError, match="no chat template.*--chat off"):
         _ = Prompter(tiny_tokenizer(chat=False), True).wrapper
+
+
+def test_a_sample_is_measured_by_its_longest_prompt() -> None:
+    """A later question may be longer than the first, and a text in two pieces than in one: words that begin a text get a
+    space of their own from some tokenizers."""
+    long = replace(SAMPLE, turns=(*SAMPLE.turns, replace(SAMPLE.turns[0], question="And which one was it, again?")))
+    prompter = Prompter(tiny_tokenizer())
+    prompts = [len(prompter.context(long)) + len(prompter.asked(turn)) for turn in long.turns]
+    assert prompter.measure(long) == prompts[-1] > len(prompter.whole(long))
+    spaced = tiny_tokenizer()
+    spaced.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
+    prompter = Prompter(spaced)
+    assert prompter.text(prompter.asked(SAMPLE.turns[0])) == " Q0? A:"
+    assert prompter.measure(SAMPLE) == len(prompter.context(SAMPLE)) + len(prompter.asked(SAMPLE.turns[0]))
+    assert prompter.measure(SAMPLE) > len(prompter.whole(SAMPLE))
+
+
+def test_no_question_of_several_is_beyond_the_length(tmp_path: Path) -> None:
+    run(settings := config(tmp_path, suite="quiz", tasks="quiz_multikey_1", samples=3, modes=("multi-request",)))
+    rows = fixed(tmp_path)
+    assert len(rows) == 12
+    assert max(row["prompt_tokens"] + row["max_new_tokens"] for row in rows) <= settings.lengths[0]
 
 
 def test_a_sample_may_have_an_opening_of_its_own() -> None:
