@@ -22,7 +22,8 @@ Place = tuple[str, str, int, str]  # suite, task, length, mode
 
 @dataclass(frozen=True, kw_only=True)
 class CellResult:
-    """A cell as tables show it. `flag`: why the cell must not be used to compare policies, if so. `message`: what failed."""
+    """A cell as tables show it. `flag`: why the cell must not be used to compare policies, if so. `message`: what failed.
+    `cut`: contexts that were longer than the length, and lost their middle."""
 
     suite: str
     task: str
@@ -38,6 +39,7 @@ class CellResult:
     delta: Interval | None = None
     ceiling: float | None = None
     nulls: int = 0
+    cut: int = 0
     turns: tuple[float, ...] = ()
     flag: str = ""
     means: dict[str, float | None] = field(default_factory=dict)
@@ -120,6 +122,7 @@ def _cell(
         delta=apart,
         ceiling=top,
         nulls=sum(row["null"] for row in found),
+        cut=len({row["sample"] for row in found if row.get("truncated")}),
         turns=per_turn(found),
         flag=_flag(found, top, floors.get(one["task"], 0.0)),
         means=averages(found),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -248,18 +249,34 @@ def parts(cell: Cell, sample: Sample) -> list[Sample]:
     return [sample] if together else alone(sample)
 
 
+LEAST = 16
+"""Tokens of a first prompt, below which nothing of the user's text would be left of it."""
+
+
 def room(cell: Cell, sample: Sample, prompter: Prompter, golden: bool = True) -> int | None:
     """Tokens left for the first prompt of the user's data: the length without the answers and, where questions come
-    later, without the only one or, of several, 1000 tokens (SCBench's rule). A conversation of the model's own answers is
-    cut by its later questions too. Generated data fit already."""
+    later, without the only one or, of several, 1000 tokens (SCBench's rule; or what they take, if that is more). A
+    conversation of the model's own answers is cut by its later questions too. Generated data fit already.
+
+    Raises `TooShort` if next to nothing is left.
+    """
     if sample.provenance != "user data":
         return None
-    later = 0
+    one, turns = prompter.of(sample), sample.turns
+    said, taken = sum(turn.max_new_tokens for turn in turns), 0
     if cell.mode == "multi-request":
-        later = 1000 if len(sample.turns) > 1 else len(prompter.of(sample).asked(sample.turns[0]))
-    elif not golden and cell.task.conversation:
-        later = sum(len(prompter.of(sample).follow("", turn)) for turn in sample.turns[1:])
-    return max(cell.length - sum(turn.max_new_tokens for turn in sample.turns) - later, 16)
+        taken = max(len(one.asked(turn)) + turn.max_new_tokens for turn in turns)
+        said += 1000 if len(turns) > 1 else 0
+    elif cell.task.conversation and golden:
+        read = accumulate((len(one.follow(a.answers[0], b)) for a, b in pairwise(turns)), initial=0)
+        taken = max(before + turn.max_new_tokens for before, turn in zip(read, turns, strict=True))
+    elif cell.task.conversation:
+        taken = said + sum(len(one.follow("", turn)) for turn in turns[1:])
+    if (left := cell.length - max(said, taken)) < LEAST:
+        raise TooShort(
+            f"the length is too small: answers and later questions take {max(said, taken)} tokens; ask for a longer one"
+        )
+    return left
 
 
 def about(sample: Sample, index: int) -> Row:

@@ -14,7 +14,7 @@ from kvengine.evals.statistics import Interval
 
 COLUMNS = (
     *("suite", "task", "length", "mode", "policy", "role", "stack", "status", "metric", "n", "clusters"),
-    *("score", "low", "high", "ceiling", "delta", "delta_low", "delta_high", "nulls", "flag", "provenance"),
+    *("score", "low", "high", "ceiling", "delta", "delta_low", "delta_high", "nulls", "cut", "flag", "provenance"),
     *AVERAGED,
     *MIDDLED,
     *("peak_bytes", "turns", "message"),
@@ -248,6 +248,7 @@ def notes(found: list[CellResult]) -> str:
         lines.append(
             f"- † {', '.join(flagged)}: even the full cache hardly beats guessing; says nothing about policies."
         )
+    lines += [line for task in unique(cell.task for cell in found) for line in shortened(found, task)]
     for source in unique(cell.provenance for cell in found if cell.provenance not in ("official", "")):
         lines.append(f"- {source}: {', '.join(unique(cell.task for cell in found if cell.provenance == source))}")
     return "\n".join(lines) + "\n" if lines else ""
@@ -262,6 +263,13 @@ def fewer(found: list[CellResult], place: Place) -> list[str]:
         + (f", then {cell.message}" if cell.message else "")
         for cell in there if cell.score and cell.score.n < most
     ]  # fmt: skip
+
+
+def shortened(found: list[CellResult], task: str) -> list[str]:
+    """Whose contexts lost their middle: what was asked for may have stood there, whatever the policy."""
+    there = [cell for cell in found if cell.task == task and cell.score]
+    cut, of = max(((cell.cut, cell.score.clusters) for cell in there if cell.score), default=(0, 0))
+    return [f"- {task}: {cut} of {of} texts were longer than the length and lost their middle"] if cut else []
 
 
 def _why(cell: CellResult) -> str:

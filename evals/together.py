@@ -32,6 +32,7 @@ from kvengine.evals.policies import STOCK
 from kvengine.evals.records import Row
 from kvengine.evals.runner import GIVEN_UP, Cell, NotTelling, Observer, Run, about, outcome, parts
 from kvengine.evals.tasks import Sample
+from kvengine.evals.tasks._fit import TooShort
 
 OUT_OF_MEMORY = torch.OutOfMemoryError, MemoryError
 
@@ -229,7 +230,11 @@ Acts = list[lockstep.Script] | None
 
 def written(run: Run, cell: Cell, sample: Sample) -> Acts:
     """The scripts of a sample, one for each session."""
-    found = [lockstep.script(run.asking(cell, sample), part) for part in parts(cell, sample)]
+    try:
+        asking = run.asking(cell, sample)
+    except TooShort:  # told where it is asked alone
+        return None
+    found = [lockstep.script(asking, part) for part in parts(cell, sample)]
     return None if None in found else found  # type: ignore[return-value]
 
 

@@ -104,6 +104,14 @@ def folder(path: Path, rows: list[Row]) -> Path:
     return path
 
 
+def test_texts_that_lost_their_middle_are_told() -> None:
+    """What was asked for may have been there: a score says then less of the policies."""
+    rows = [row("easy", policy, i, 1.0, truncated=i < 3) for policy in ("full", "less") for i in range(10)]
+    assert [cell.cut for cell in cells(rows)] == [3, 3]
+    told = "- easy: 3 of 10 texts were longer than the length and lost their middle\n"
+    assert tables.notes(cells(rows)) == told and ",cut," in tables.long_csv(cells(rows))
+
+
 def test_log_likelihoods_are_no_shares_however_small(tmp_path: Path) -> None:
     """What compression costs is known as well where a model is sure of its text as where it is not."""
     found = []

@@ -649,9 +649,16 @@ def test_users_data_are_cut_to_the_length_and_generated_ones_are_not(tmp_path: P
     users = Sample(id="0", context="", turns=SAMPLE.turns, provenance="user data")
     single = Sample(id="0", context="", turns=SAMPLE.turns[:1], provenance="user data")
     assert room(cell, SAMPLE, run.prompter) is None
-    assert room(cell, users, run.prompter) == 1024 - 9
-    assert room(later, users, run.prompter) == 16  # 1000 tokens are for the questions
+    follows = [len(run.prompter.follow(f"G{i}", SAMPLE.turns[i + 1])) for i in range(2)]
+    assert room(cell, users, run.prompter) == 1024 - sum(follows) - 3
+    said = replace(users, turns=tuple(replace(turn, max_new_tokens=90) for turn in SAMPLE.turns))
+    assert room(cell, said, run.prompter) == 1024 - 3 * 90  # SCBench's rule, where it is enough
+    with pytest.raises(EvaluationError, match="answers and later questions take 1009 tokens; ask for a longer one"):
+        room(later, users, run.prompter)  # 1000 tokens are for the questions
     assert room(later, replace(users, turns=SAMPLE.turns[:2]), run.prompter) == 1024 - 6 - 1000
+    long = tuple(replace(turn, question=1100 * "why? ") for turn in SAMPLE.turns)
+    asked_long = len(run.prompter.asked(long[0]))
+    assert room(replace(later, length=4096), replace(users, turns=long), run.prompter) == 4096 - asked_long - 3
     asked = [len(run.prompter.follow("", turn)) for turn in SAMPLE.turns[1:]]
     assert room(cell, users, run.prompter, golden=False) == 1024 - 9 - sum(asked)
     apart = replace(cell, task=made(conversation=False))  # each question alone with the context
@@ -907,6 +914,19 @@ def test_a_data_file_without_a_row_ends_its_cell_only(tmp_path: Path, model_fold
     assert (
         code == 0 and "qasper 1024 multi-turn full: no data" in " ".join(text.split()) and "user data: hotpotqa" in text
     )
+
+
+def test_long_questions_of_the_users_keep_a_conversation_within_the_length(tmp_path: Path) -> None:
+    """SCBench's rule leaves room for answers alone, and these are shorter than the questions."""
+    turns = [{"input": f"{50 * 'and '}which is the key?", "answer": "blue"} for _ in range(5)]
+    row = {"context": 2000 * "The key is blue. ", "multi_turns": turns}
+    (tmp_path / "scbench_qa_eng.jsonl").write_text(json.dumps(row) + "\n")
+    modes, data = ("multi-turn", "multi-request"), {"scbench": tmp_path}
+    run(config(tmp_path / "run", suite="scbench", tasks="scbench_qa_eng", lengths=(2048,), modes=modes, data=data))
+    rows = fixed(tmp_path / "run")
+    assert len(rows) == 10 and rows[0]["truncated"]
+    assert max(row["held"] for row in rows) <= 2048
+    assert {cell.cut for cell in aggregate.cells(rows)} == {1}
 
 
 def test_lengths_beyond_the_models_positions_are_named(tmp_path: Path, model_folder: Path) -> None:

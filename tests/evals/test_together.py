@@ -73,6 +73,7 @@ class Long(Shuffled):
     """Texts of the user's, which lose their middle to fit."""
 
     questions: int = 3
+    words: int = 1400
 
     def samples(self, plan: Plan) -> Iterator[Sample]:
         for sample in super().samples(plan):
@@ -248,7 +249,7 @@ def test_what_is_read_after_an_answer_is_not_known_beforehand(
 def test_texts_that_were_cut_are_told_by_the_turns_that_read_them(
     tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = {"policies": ("full",), "samples": 2, "modes": ("multi-request", "multi-turn"), "lengths": (200,)}
+    more = {"policies": ("full",), "samples": 2, "modes": ("multi-request", "multi-turn"), "lengths": (1200,)}
     alone, shared = (run(tmp_path / name, model, monkeypatch, Long(), **more) for name in ("alone", "shared"))
     alone.execute(Silent())
     together.execute(shared, Silent(), timed=False)
@@ -256,6 +257,21 @@ def test_texts_that_were_cut_are_told_by_the_turns_that_read_them(
     assert lasting(shared.journal.rows) == lasting(alone.journal.rows)
     told = {(row["mode"], row["turn"]) for row in shared.journal.rows if row["truncated"]}
     assert told == {("multi-turn", 0), *(("multi-request", turn) for turn in range(3))}
+
+
+def test_a_length_that_leaves_nothing_of_a_text_is_told_as_where_each_is_asked_alone(
+    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand tokens are for the questions of multi-request mode."""
+    more = {"policies": ("full",), "samples": 2, "modes": ("multi-request", "multi-turn"), "lengths": (200,)}
+    alone, shared = (run(tmp_path / name, model, monkeypatch, Long(), **more) for name in ("alone", "shared"))
+    alone.execute(Silent())
+    together.execute(shared, Silent())
+    for made in (alone, shared):
+        assert {(row["mode"], row["status"]) for row in made.journal.rows} == {
+            ("multi-request", "too short"), ("multi-turn", "ok"),
+        }  # fmt: skip
+    assert lasting(shared.journal.rows) == lasting(alone.journal.rows)
 
 
 def test_a_prompt_that_shares_nothing_with_the_context_is_read_by_itself(
