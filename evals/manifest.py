@@ -20,7 +20,10 @@ from kvengine.offload.stores.filesystem import replace_file
 
 PACKAGES = ("kvengine", "torch", "transformers", "tokenizers", "numpy", "triton", "wonderwords")
 FIXED = ("model", "tokenizer", "dtype")
-TOLD = (*FIXED, "config", "started", "resumed", "data", "model_name")
+TOLD = (
+    *(*FIXED, "config", "started", "resumed", "data", "model_name"),
+    *("parameters", "device", "threads", "versions"),  # what a report says of the run
+)
 ASKED = ("seed", "golden")  # settings under which every policy of a folder was asked the same
 
 

@@ -212,7 +212,7 @@ def facts(manifest: dict[str, Any]) -> list[str]:
         f"{manifest['parameters']:,} parameters, {manifest['dtype']}",
         f"{manifest['device']}, {manifest['threads']} threads",
         *(f"{name} {versions[name]}" for name in ("kvengine", "torch", "transformers") if name in versions),
-        f"seed {manifest['config']['seed']}",
+        f"seed {manifest['config'].get('seed', 'unknown')}",
         f"started {manifest['started']}",
         *tables.shared(manifest),
     ]

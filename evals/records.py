@@ -28,6 +28,17 @@ LACKING = ("no data", "too short")
 """What a cell is called whose samples could not be drawn."""
 PLACE = {"key": str, "sample": str | None, "turn": int, "turns": int}
 """Fields without which a line is no row."""
+WHERE = {"suite": str, "task": str, "length": int, "mode": str, "policy": str, "role": str, "stack": str, "status": str}
+"""Further fields of every row that tables are made of."""
+FOUND = {
+    **{name: str for name in ("sample", "sample_hash", "provenance", "placement", "question", "prefix", "prediction", "metric")},
+    **{name: int for name in ("seed", "max_new_tokens", "prompt_tokens", "new_tokens")},
+    **{name: int | float for name in ("score", "held", "bytes_held")},
+    **{"answers": list, "null": bool, "scores": dict, "meta": dict},
+}  # fmt: skip
+"""And of every row that holds a result."""
+COSTS = {name: int | float | None for name in ("attended", "read_per_token", "ttft", "tokens_per_s", "peak_bytes")}
+"""Those that it may lack."""
 MEASURED = frozenset({"ttft", "decode", "tokens_per_s", "peak_bytes", "together"})
 """Fields that differ from run to run; all others are the same for the same configuration."""
 
@@ -137,13 +148,29 @@ def read_rows(path: Path) -> tuple[list[Row], int]:
             if end + len(line) < len(text):
                 raise EvaluationError(f"{path} is damaged at byte {end}: not a torn last line. Choose another --out")
             break
-        if not all(isinstance(row.get(name), kind) for name, kind in PLACE.items()):  # whole, so not ours to cut off
+        if not all(isinstance(row.get(name, ...), kind) for name, kind in PLACE.items()):  # whole: not ours to cut off
             raise EvaluationError(f"{path} has a line that is no row of a run, at byte {end}. Choose another --out")
         end += len(line)
         rows.append(row)
         if row["turn"] == row["turns"] - 1:
             size, whole = end, len(rows)
     return rows[:whole], size
+
+
+def complete(rows: list[Row], path: Path) -> list[Row]:
+    """These rows. Raises `EvaluationError` if one lacks what tables are made of, as another version's may."""
+    for row in rows:
+        fields = {**WHERE, **FOUND} if row.get("status") == "ok" else WHERE
+        lacks = [name for name, kind in fields.items() if not isinstance(row.get(name, ...), kind)]
+        lacks += [name for name, kind in COSTS.items() if not isinstance(row.get(name), kind)]
+        if lacks:
+            told = ", ".join(f"{name} ({row[name]!r})" if name in row else name for name in lacks)
+            where = f"{row.get('task')}, sample {row['sample']}, turn {row['turn']}, '{row.get('policy')}'"
+            raise EvaluationError(
+                f"{path}: the row of {where} lacks {told} as this version reads it; it is another version's, or was edited: "
+                "measure it anew in another --out"
+            )
+    return rows
 
 
 def _parse(line: bytes) -> Row | None:

@@ -10,7 +10,7 @@ from kvengine.errors import EvaluationError
 from kvengine.evals import page, peers, tables
 from kvengine.evals.aggregate import CellResult, cells, current
 from kvengine.evals.manifest import read as read_manifest
-from kvengine.evals.records import ROWS, Row, read_rows
+from kvengine.evals.records import ROWS, Row, complete, read_rows
 from kvengine.evals.tasks import catalogue
 
 
@@ -21,7 +21,7 @@ def read(folder: Path) -> tuple[list[Row], dict[str, Any]]:
         rows, _ = read_rows(folder / ROWS)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise EvaluationError(f"{folder} is no run folder: {error.filename} is missing") from error
-    return current(rows), manifest
+    return current(complete(rows, folder / ROWS)), manifest
 
 
 def floors(manifest: dict[str, Any]) -> dict[str, float]:

@@ -117,7 +117,7 @@ def provenance(found: list[CellResult], manifest: dict[str, Any]) -> str:
     device = f"{manifest['device']}, {manifest['threads']} threads, {manifest['dtype']}"
     lines = [
         f"Model hash `{manifest['model']}`, {manifest['parameters']:,} parameters; {device}.",
-        f"Seed of the data: {manifest['config']['seed']}.",
+        f"Seed of the data: {manifest['config'].get('seed', 'unknown')}.",
         "Scores are percent with 95 % intervals; bytes are means per sample; times are medians.",
         *(
             ["Losses (nll) are nats per token, the mean negative log-likelihood; less is better."]

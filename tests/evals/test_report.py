@@ -104,6 +104,37 @@ def folder(path: Path, rows: list[Row]) -> Path:
     return path
 
 
+def test_rows_of_another_version_are_told_and_not_a_traceback(tmp_path: Path) -> None:
+    """Every field is left out of one row of a folder, once; what is only measured may be missing."""
+    rows, kept = [row("easy", name, i, 1.0) for name in ("full", "less") for i in range(2)], []
+    for name in rows[2]:
+        folder(tmp_path, [*rows[:2], {at: value for at, value in rows[2].items() if at != name}, rows[3]])
+        try:
+            report.read(tmp_path)
+        except EvaluationError as error:
+            assert str(error).endswith("--out") and ("lacks " + name in str(error) or "no row of a run" in str(error))
+            continue
+        report.write(tmp_path)
+        kept.append(name)
+    optional = {"attended", "read_per_token", "ttft", "tokens_per_s", "peak_bytes", "tiers", "decode"}
+    assert set(kept) == optional | {"kind", "truncated", "finish"}
+    folder(tmp_path, [*rows[:2], {**rows[2], "score": "1.0"}, rows[3]])
+    with pytest.raises(EvaluationError, match=r"easy, sample 0, turn 0, 'less' lacks score \('1.0'\)"):
+        report.read(tmp_path)
+
+
+def test_a_manifest_says_what_the_report_says_of_a_run(tmp_path: Path) -> None:
+    for name in MANIFEST:
+        folder(tmp_path, some_rows())
+        (tmp_path / "manifest.json").write_text(json.dumps({at: MANIFEST[at] for at in MANIFEST if at != name}))
+        with pytest.raises(EvaluationError, match=f"lacks {name}; delete it"):
+            report.read(tmp_path)
+    report.write(folder(tmp_path, some_rows()))
+    (tmp_path / "manifest.json").write_text(json.dumps({**MANIFEST, "config": {}}))
+    report.write(tmp_path)
+    assert "Seed of the data: unknown" in (tmp_path / "report.md").read_text()
+
+
 def test_texts_that_lost_their_middle_are_told() -> None:
     """What was asked for may have been there: a score says then less of the policies."""
     rows = [row("easy", policy, i, 1.0, truncated=i < 3) for policy in ("full", "less") for i in range(10)]
