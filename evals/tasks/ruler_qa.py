@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from kvengine.errors import EvaluationError
-from kvengine.evals.tasks import Plan
+from kvengine.evals.tasks import Plan, Sample
 from kvengine.evals.tasks._fit import published
 from kvengine.evals.tasks._ruler import Draft, RulerTask
 from kvengine.evals.tasks._words import pair
@@ -49,9 +50,13 @@ class DocumentQA(RulerTask):
     metric: str = "string_match_part"
     source: str = "squad"
 
+    def samples(self, plan: Plan) -> Iterator[Sample]:
+        """One sample of each question: fewer than asked for where there are fewer."""
+        return super().samples(replace(plan, count=min(plan.count, len(self.library(plan).questions))))
+
     def draw(self, units: int, source: Random, plan: Plan, index: int) -> Draft:
         library = self.library(plan)
-        question = library.questions[index % len(library.questions)]
+        question = library.questions[index]
         texts = gather(library, question, max(units, len(question.gold)), source)
         Random(plan.seed).shuffle(texts)  # fixed per count, as officially: the gold document keeps its place
         numbered = "\n\n".join(f"Document {place}:\n{text}" for place, text in enumerate(texts, 1))
@@ -81,8 +86,10 @@ class DocumentQA(RulerTask):
 
 
 def gather(library: Library, question: Question, count: int, source: Random) -> list[str]:
-    """Gold documents, then near ones, then random others, `count` in all and none twice."""
-    chosen = dict.fromkeys((*question.gold, *question.near)[: max(count, len(question.gold))])
+    """Gold documents, then near ones (any of them, if not all have room), then random others, `count` in all and none twice."""
+    room = max(count - len(question.gold), 0)
+    near = question.near if len(question.near) <= room else source.sample(question.near, room)
+    chosen = dict.fromkeys((*question.gold, *near))
     others = source.sample(library.documents, min(len(library.documents), count + len(chosen)))
     for text in others:
         if len(chosen) >= count:

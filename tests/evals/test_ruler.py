@@ -17,7 +17,7 @@ from kvengine.evals.tasks import _words as words
 from kvengine.evals.tasks._fit import TooShort, largest
 from kvengine.evals.tasks._ruler import RulerTask, clean, match_all, match_part
 from kvengine.evals.tasks.ruler_niah import Needles, among_lines, among_sentences, enumeration, wording
-from kvengine.evals.tasks.ruler_qa import facts
+from kvengine.evals.tasks.ruler_qa import Library, Question, facts, gather
 from kvengine.evals.tasks.ruler_vt import Chain, draw_chains, scatter
 from kvengine.evals.tasks.ruler_words import coded_text, coded_words, word_list_text
 
@@ -255,6 +255,21 @@ def test_squad_file_gives_official_documents(tmp_path: Path) -> None:
     gold = [re.findall(r"Document (\d+):\nText (\d+) ", sample.context) for sample in samples]
     at = [next(place for place, text in found if text == str(i)) for i, found in enumerate(gold)]
     assert len(set(at)) == 1  # the official fixed permutation keeps the gold document at one place
+    others = [sorted(int(text) for _, text in found if text != str(i)) for i, found in enumerate(gold)]
+    assert all(max(some) > 50 and min(some) < 10 for some in others)  # any of the article's, not its first ones
+    assert len(list(TASKS["qa_1"].samples(plan(count=90, squad=path)))) == 60  # and no question twice
+
+
+def test_documents_are_the_gold_ones_then_near_ones_then_any() -> None:
+    texts = tuple(f"text {i}" for i in range(30))
+    question, library = Question("?", ("!",), texts[:2], texts[2:9]), Library((), texts)
+    for count in (1, 2, 5, 8, 9, 15, 30, 40):
+        found = gather(library, question, count, Random(count))
+        assert found[:2] == [*texts[:2]] and len(found) == len(set(found)) == min(max(count, 2), 30)
+        near = set(found) & set(texts[2:9])
+        assert len(near) == min(max(count - 2, 0), 7) and (count > 9 or set(found) <= set(texts[:9]))
+    drawn = {text for seed in range(40) for text in gather(library, question, 3, Random(seed))[2:]}
+    assert drawn == set(texts[2:9])
 
 
 def test_hotpotqa_file(tmp_path: Path) -> None:
