@@ -28,8 +28,8 @@ class Interval:
 
 def interval(values: Sequence[float], clusters: Sequence[str], *, shares: bool = True) -> Interval:
     """Wilson's interval for values in [0, 1], at the number of independent values that they are worth; else a
-    percentile bootstrap over clusters, of no finite width for a single cluster. Where a few clusters had to tell how much
-    they differ, both are as much wider as Student's law is than the normal one.
+    percentile bootstrap over clusters (`middle`), of no finite width for a single cluster. Where a few clusters had to tell
+    how much they differ, both are as much wider as Student's law is than the normal one.
 
     `clusters[i]` names the context that value i belongs to: questions about one context are drawn together.
     `shares`: values in [0, 1] are bound to it, as a score is and a log-likelihood is not.
@@ -53,16 +53,21 @@ def effective(values: Sequence[float], clusters: Sequence[str]) -> tuple[float, 
     >>> effective([1.0, 1.0, 1.0, 1.0], ["a", "a", "b", "b"])
     (2.0, False)
     """
-    _, where, sizes = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
-    data, groups, n = np.asarray(values, dtype=float), len(sizes), len(values)
-    mean = float(data.mean())
-    residuals = np.bincount(where, weights=data - mean)
-    variance = float((residuals**2).sum()) / n**2 * groups / max(1, groups - 1)
+    n, groups, mean = len(values), len(set(clusters)), float(np.mean(values))
+    variance = apart(values, clusters)
     if groups == n and set(values) <= {0.0, 1.0}:
         return float(n), False
     if variance <= 1e-12:  # as a single cluster's
         return float(groups), False
     return float(min(max(mean * (1 - mean) / variance, groups), n)), True
+
+
+def apart(values: Sequence[float], clusters: Sequence[str]) -> float:
+    """Variance of the mean, as clusters show it; 0 of a single one."""
+    _, where, sizes = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
+    data = np.asarray(values, dtype=float)
+    residuals = np.bincount(where, weights=data - data.mean())
+    return float((residuals**2).sum()) / len(data) ** 2 * len(sizes) / max(1, len(sizes) - 1)
 
 
 @cache
@@ -112,11 +117,17 @@ def bootstrap(values: Sequence[float], clusters: Sequence[str], *, seed: int = 0
 
 
 def middle(values: Sequence[float], clusters: Sequence[str]) -> tuple[float, float]:
-    """The bootstrap's percentiles, further out the fewer clusters there are (T. Hesterberg 2015, expanded percentiles)."""
+    """The bootstrap's percentiles, further out the fewer clusters there are (T. Hesterberg 2015, expanded percentiles).
+
+    Of up to seven clusters fewer than ten resamples are as far out (of up to four none can be): there Student's interval.
+    """
     groups = len(set(clusters))
     if groups == 1:
         return -inf, inf
     tail = NormalDist().cdf(-sqrt(groups / (groups - 1)) * student(groups - 1))
+    if tail * RESAMPLES < 10:
+        mean, half = float(np.mean(values)), student(groups - 1) * sqrt(apart(values, clusters))
+        return mean - half, mean + half
     low, high = np.quantile(bootstrap(values, clusters), [tail, 1 - tail])
     return float(low), float(high)
 
