@@ -115,9 +115,8 @@ def build(suite: str, file: Path | None, given: Mapping[str, Any]) -> RunConfig:
     said = _load(file)
     if said.get("suite", suite) != suite:
         raise EvaluationError(f"{file} is of the suite {said['suite']!r}, and this run of {suite!r}")
-    merged: dict[str, Any] = {**said, **{name: value for name, value in given.items() if value is not None}}
-    if "mode" in merged:  # as the command line calls it
-        merged.setdefault("modes", merged.pop("mode"))
+    told = {("modes" if name == "mode" else name): value for name, value in given.items() if value is not None}
+    merged: dict[str, Any] = {**said, **told}
     if merged.get("modes") == "both":
         merged["modes"] = ",".join(MODES)
     known = [one.name for one in fields(RunConfig)]
@@ -153,7 +152,13 @@ def _load(file: Path | None) -> dict[str, Any]:
         raise EvaluationError(f"cannot read {file}: {error}") from error
     if not isinstance(found, dict):
         raise EvaluationError(f"{file} must hold settings by name, not a {type(found).__name__}")
-    return {str(name).replace("-", "_"): value for name, value in found.items()}
+    settings: dict[str, Any] = {}
+    for name, value in found.items():
+        plain = "modes" if name == "mode" else str(name).replace("-", "_")  # as the command line calls it
+        if plain in settings:
+            raise EvaluationError(f"{file} sets {plain} twice, once as {name}: keep one of them")
+        settings[plain] = value
+    return settings
 
 
 def _typed(name: str, value: Any) -> Any:
@@ -222,6 +227,8 @@ def _texts(name: str, value: Any) -> list[str]:
 def _integers(value: Any) -> list[int]:
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
     try:
+        if any(isinstance(part, bool | float) for part in parts):  # which `int` takes for whole
+            raise TypeError
         return [int(part) for part in parts]
     except (TypeError, ValueError) as error:
         raise EvaluationError(f"lengths are whole numbers of tokens, got {value!r}; write 4096,8192") from error
@@ -235,6 +242,8 @@ def _integer(name: str, value: Any) -> int:
 
 def _float(name: str, value: Any) -> float:
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return float(value)
     except (TypeError, ValueError) as error:
         raise EvaluationError(f"{name} is a number, got {value!r}") from error

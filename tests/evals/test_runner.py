@@ -745,6 +745,25 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     assert made.policies == ("full", "quest(budget=64)") and made.fail_under == {"vt": 50.0}
 
 
+@pytest.mark.parametrize("name", ["mode", "modes"])
+def test_the_mode_of_the_command_line_overrides_the_files_by_either_name(tmp_path: Path, name: str) -> None:
+    """The command line has --mode, and a file may have modes: what was typed was passed over."""
+    (file := tmp_path / "run.yaml").write_text(f"{name}: [multi-turn]\n")
+    assert build("ruler", file, {"mode": "multi-request", "out": tmp_path}).modes == ("multi-request",)
+    assert build("ruler", file, {"modes": "both", "out": tmp_path}).modes == ("multi-turn", "multi-request")
+    assert build("ruler", file, {"mode": None, "out": tmp_path}).modes == ("multi-turn",)
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("mode: both\nmodes: multi-turn\n", "sets modes twice, once as modes"),
+    ("fail_under: {vt: 5}\nfail-under: {cwe: 5}\n", "sets fail_under twice, once as fail-under"),
+])  # fmt: skip
+def test_a_setting_of_two_names_is_not_chosen_from(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(EvaluationError, match=told):
+        build("ruler", tmp_path / "run.yaml", {"out": tmp_path})
+
+
 @pytest.mark.parametrize(("given", "message"), [
     ({"sampels": 3}, "no setting is called 'sampels'. Did you mean 'samples'"),
     ({"modes": "multi-trun"}, "no mode is called 'multi-trun'. Did you mean 'multi-turn'"),
@@ -770,9 +789,13 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     ({"policies": {"full": 1}}, "is not what this setting takes: it is a text or a list of texts"),
     ({"tasks": {"vt": 3}}, "is not what this setting takes: it is a text or a list of texts"),
     ({"tasks": ["vt", 3]}, "tasks is text, got 3"),
+    ({"lengths": [1024, 2048.9]}, "whole numbers of tokens, got [1024, 2048.9]"),
+    ({"lengths": True}, "whole numbers of tokens, got True"),
+    ({"minutes": True}, "minutes is a number, got True"),
+    ({"fail_under": {"vt": True}}, "fail_under vt is a number, got True"),
 ])  # fmt: skip
 def test_bad_settings_are_explained(tmp_path: Path, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(EvaluationError, match=message.replace("(", r"\(")):
+    with pytest.raises(EvaluationError, match=re.escape(message)):
         build("ruler", None, {"out": tmp_path, **given})
 
 
@@ -1112,6 +1135,15 @@ def test_drive_names_every_bar_that_is_missed(tmp_path: Path) -> None:
     assert drive.below(found, config(tmp_path, fail_under={"stock:fwe": 10.0})) == [
         "stock on fwe: 0.0 [0.0, 65.8] < 10.0"
     ]
+
+
+def test_a_bar_that_is_just_met_is_met(tmp_path: Path) -> None:
+    """A hundred times the mean of 57 right answers of 100 is a little less than 57."""
+    run(config(tmp_path))
+    rows = [row for row in Journal.open(tmp_path / "rows.jsonl").rows if row["task"] == "fwe"]
+    many = [{**rows[0], "sample": str(i), "score": float(i < 57)} for i in range(100)]
+    assert drive.below(aggregate.cells(many), config(tmp_path, fail_under={"fwe": 57.0})) == []
+    assert drive.below(aggregate.cells(many), config(tmp_path, fail_under={"fwe": 57.01}))
 
 
 def test_all_stands_for_every_method_in_the_tree_at_one_budget(tmp_path: Path) -> None:
