@@ -8,6 +8,7 @@ import re
 import uuid
 from collections.abc import Sequence
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvengine.errors import EvaluationError
@@ -17,8 +18,15 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 @functools.cache
 def word_list(kind: str) -> tuple[str, ...]:
-    """One list of the `wonderwords` distribution ("adjective", "noun" or "verb"), in file order."""
-    text = (resources.files("wonderwords.assets") / f"{kind}list.txt").read_text(encoding="utf-8")
+    """One list of the `wonderwords` distribution ("adjective", "noun" or "verb"), in file order.
+
+    Its package is not imported: it reads files of its own in the locale's encoding, which may not be UTF-8.
+    """
+    found = find_spec("wonderwords")
+    if found is None or not found.submodule_search_locations:
+        raise EvaluationError("this task draws its words from the package wonderwords: pip install wonderwords")
+    folder = Path(found.submodule_search_locations[0]) / "assets"
+    text = (folder / f"{kind}list.txt").read_text(encoding="utf-8")
     return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 

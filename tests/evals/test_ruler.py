@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -208,6 +211,16 @@ def test_common_words_stand_at_the_same_places_in_lists_of_equal_length() -> Non
         flat = re.findall(r"\d+\. (\S+)", text)
         places.append([place for place, word in enumerate(flat) if word in common])
     assert places[0] == places[1]
+
+
+def test_words_are_read_whatever_the_locale() -> None:
+    """Their package reads a list as it is imported, in the locale's encoding."""
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    code = "from kvengine.evals.tasks import _words; print(len(_words.all_words()))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env={**os.environ, **plain}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == str(len(words.all_words())), done.stderr
 
 
 def test_more_words_than_the_dictionary_has() -> None:
