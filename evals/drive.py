@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -158,7 +158,7 @@ def preview(config: RunConfig, console: Console) -> int:
     for cell in task.cells():
         tokens, state = foreseen(task, cell)
         rows.append([cell.task.name, str(cell.length), cell.mode, cell.arm.policy, tokens, state])
-    console.print(Markdown(tables.table(["task", "length", "mode", "policy", "prompt tokens", "state"], rows)))
+    show(console, "", ["task", "length", "mode", "policy", "prompt tokens", "state"], rows, justify="left")
     return 0
 
 
@@ -186,7 +186,7 @@ def summarise(found: list[CellResult], console: Console) -> None:
         chosen = [cell for cell in found if (cell.suite, cell.length, cell.mode) == (suite, length, mode)]
         means = {policy: tables.figure(mean) for policy, mean in tables.mean_scores(chosen).items()}
         losses = {cell.policy: tables.loss(cell) for cell in chosen if cell.metric == "nll"}
-        head = ["NLL" if losses else "score", "attended", "held", "read/token", "first token s", "tokens/s"]
+        head = ["policy", "NLL" if losses else "score", "attended", "held", "read/token", "first token s", "tokens/s"]
         rows = []
         for policy, mine in tables.by_policy(chosen).items():
             texts = tables.cost_texts(mine)
@@ -197,18 +197,20 @@ def summarise(found: list[CellResult], console: Console) -> None:
         )
 
 
-def show(console: Console, title: str, head: list[str], rows: list[list[str]]) -> None:
-    """A row per policy, or a list per policy where columns would be too narrow for their numbers."""
+def show(
+    console: Console, title: str, head: list[str], rows: list[list[str]], justify: Literal["left", "right"] = "right"
+) -> None:
+    """A row per policy, or a list per policy where columns would be too narrow for their numbers. Nothing is cut off."""
     if console.width < NARROW:
-        lines = [title]
-        for policy, *texts in rows:
-            lines += ["", policy, *(f"  {name}: {text}" for name, text in zip(head, texts, strict=True))]
+        lines = [title] if title else []
+        for first, *texts in rows:
+            lines += ["", first, *(f"  {name}: {text}" for name, text in zip(head[1:], texts, strict=True))]
         console.print("\n".join(lines), highlight=False, markup=False)
         return
-    columns = (Column(name, justify="right") for name in head)
-    shown = Table(Column("policy", overflow="fold"), *columns, title=title, box=SIMPLE, pad_edge=False)
-    for policy, *texts in rows:
-        shown.add_row(escape(policy), *texts)
+    columns = (Column(name, justify=justify, overflow="fold") for name in head[1:])
+    shown = Table(Column(head[0], overflow="fold"), *columns, title=title or None, box=SIMPLE, pad_edge=False)
+    for texts in rows:
+        shown.add_row(*map(escape, texts))
     console.print(shown)
 
 

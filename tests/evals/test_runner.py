@@ -474,7 +474,7 @@ def test_no_number_is_shortened_on_a_narrow_terminal(width: int) -> None:
     cell = Cell(made(name="scbench_needles"), 4096, "multi-turn", Arm(policy, "policy", policy))
     with Bar(3, 20, console) as bar:
         bar.cell(cell, 7)
-    drive.show(console, "ruler", ["score", "read/token"], [["snapkv(budget=0.25)", "96.7", "920.9 KiB"]])
+    drive.show(console, "ruler", ["policy", "score", "read/token"], [["snapkv(budget=0.25)", "96.7", "920.9 KiB"]])
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert re.search(r"7/60 0:00:\d\d eta [-:]+ scbench", text) and "96.7" in text and "920.9 KiB" in text
     assert max(map(len, text.splitlines())) <= width
@@ -894,6 +894,20 @@ def test_dry_run_prints_the_matrix_and_writes_no_rows(tmp_path: Path, model_fold
     code, text = invoke("ruler", *words, "--policies", "quest(budget=64)", "--samples", "2", "--dry-run")
     assert code == 0 and "oracle_topk(budget=64)" in text and "0/2 done" in text
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_dry_run_cuts_no_name_off(tmp_path: Path, width: int) -> None:
+    policies = ("full", "quest(budget=0.0625,page=4,reduce='each')+kivi(bits=4,residual=32)")
+    made = Run(config(tmp_path, policies=policies), tiny_model(), tiny_tokenizer(), Journal(tmp_path / "x"))
+    console = Console(file=io.StringIO(), width=width)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drive, "prepare", lambda config: made)
+        drive.preview(made.config, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    assert "niah_single_1" in text if width == 40 else "1024" in text
+    assert text.count("0/2 done") == 4
 
 
 def test_dry_run_shows_a_cell_that_will_be_given_up(tmp_path: Path, model_folder: Path) -> None:
