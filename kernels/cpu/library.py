@@ -34,6 +34,7 @@ PLAIN = ("-O3", "-fno-math-errno", "-ffp-contract=fast", "-fno-schedule-insns", 
 FLAGS = (*PLAIN, NATIVE)
 OPENMP = ("-fopenmp",)
 LINK = ("-lm",)
+CPUINFO = Path("/proc/cpuinfo")
 BUILDING = threading.Lock()
 """Threads that begin together build once."""
 
@@ -89,12 +90,12 @@ def needed() -> ctypes.CDLL:
 def cache_dir() -> Path:
     """Where libraries are kept: `$XDG_CACHE_HOME/kvengine`, else `~/.cache/kvengine`, else a private temporary one."""
     root = os.environ.get("XDG_CACHE_HOME")
-    path = (Path(root) if root else Path.home() / ".cache") / "kvengine"
     try:
+        path = (Path(root) if root else Path.home() / ".cache") / "kvengine"
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(path, os.W_OK):
             return path
-    except OSError:
+    except (OSError, RuntimeError):  # the latter for a user whom nobody knows, as containers have them
         pass
     return Path(tempfile.mkdtemp(prefix="kvengine-"))
 
@@ -143,18 +144,20 @@ def put(built: str | Path, target: Path) -> None:
 def _fingerprint(compiler: str, flags: tuple[str, ...], sources: list[Path]) -> str:
     digest = hashlib.sha256()
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=30).stdout
-    for part in (compiler.encode(), version, " ".join((*flags, *LINK)).encode(), _processor()):
+    for part in (compiler.encode(), version, " ".join((*flags, *LINK)).encode(), processor(compiler, flags)):
         digest.update(part + b"\0")
     for path in sources:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:24]
 
 
-def _processor() -> bytes:
-    """What NATIVE depends on."""
+def processor(compiler: str, flags: tuple[str, ...]) -> bytes:
+    """What NATIVE depends on, as machines may share a home directory. Where nobody tells (not on Linux), what the compiler
+    makes of it: "arm" is the name of many processors."""
     try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+        lines = CPUINFO.read_bytes().splitlines()
     except OSError:
-        return platform.processor().encode() + platform.machine().encode()
-    wanted = (b"model name", b"flags", b"Features", b"CPU part")
-    return b"\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+        asked = [compiler, *flags, "-dM", "-E", "-x", "c", os.devnull]
+        return platform.machine().encode() + subprocess.run(asked, capture_output=True, timeout=30).stdout
+    wanted = (b"model name", b"flags", b"Features", b"CPU implementer", b"CPU part")
+    return b"\n".join([platform.machine().encode(), *sorted({line for line in lines if line.startswith(wanted)})])

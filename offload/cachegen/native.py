@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvengine.errors import CorruptBitstream, StoreError
-from kvengine.kernels.cpu.library import NATIVE, cache_dir, put
+from kvengine.kernels.cpu.library import NATIVE, cache_dir, processor, put
 from kvengine.offload.cachegen.reference import I16, LANES, U32
 from kvengine.offload.cachegen.tables import F32, I64, TOTAL, U8, U16, Tables
 
@@ -41,23 +40,11 @@ def load(flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
     if compiler is None or sys.byteorder != "little":
         raise StoreError("no C compiler found ($CC or cc), or a big-endian machine; the numpy coder works there too")
     sources = b"".join(path.read_bytes() for path in SOURCES)
-    identity = sha256(sources + repr((compiler, flags, _processor())).encode()).hexdigest()[:20]
+    identity = sha256(sources + repr((compiler, flags, processor(compiler, flags))).encode()).hexdigest()[:20]
     library = cache_dir() / f"rans-{identity}.so"
     if not library.exists():
         _compile([compiler, *flags], library)
     return _typed(ctypes.CDLL(str(library)))
-
-
-def _processor() -> list[str]:
-    """What NATIVE depends on; a home folder may be shared by different machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return [
-        platform.machine(),
-        *sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}),
-    ]
 
 
 def _compile(compiler: list[str], library: Path) -> None:

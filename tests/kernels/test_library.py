@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import stat
 import subprocess
@@ -115,6 +116,44 @@ def test_a_flag_that_is_not_known_is_done_without(
     monkeypatch.setenv("CC", str(fake_compiler(tmp_path, script)))
     assert build().reason is None
     assert said in caplog.text and "no such flag" in caplog.text and unsaid not in caplog.text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="users are told apart by numbers")
+def test_a_user_without_a_home_has_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As containers have them: a number that no list of users knows."""
+
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(RuntimeError):
+        Path.home()
+    assert library.cache_dir().parent == tmp_path
+
+
+def test_another_processor_has_a_library_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what it tells of itself; where it tells nothing, by what the compiler makes of it."""
+    told, script = tmp_path / "cpuinfo", 'case "$*" in *-dM*) cat $0.made;; *) echo fake;; esac'
+    monkeypatch.setattr(library, "CPUINFO", told)
+    compiler, made = str(fake_compiler(tmp_path, script)), tmp_path / "cc.made"
+
+    def key() -> str:
+        return library._fingerprint(compiler, library.FLAGS, [])
+
+    known = set()
+    for lines in ("flags : avx2", "flags : avx2 avx512f", "CPU part : 0xd0c"):
+        told.write_text(f"bogomips : {len(known)}\n{lines}\n")
+        known.add(key())
+    told.write_text("bogomips : 7\nCPU part : 0xd0c\n")
+    assert len(known) == 3 and key() in known  # how busy it is plays no part
+    told.unlink()
+    for macros in ("#define __AVX2__ 1", "#define __AVX512F__ 1"):
+        made.write_text(macros)
+        known.add(key())
+    assert len(known) == 5 and key() in known
 
 
 def test_a_compiler_that_fails_is_quoted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
