@@ -5,8 +5,8 @@
 /* out[row] and lse[row] of the union, from each set's; out [row, dim] may be one of the two given. A set whose lse is
    -inf adds nothing, whatever its out holds. */
 void kv_merge(const float *out_a, const float *lse_a, const float *out_b, const float *lse_b, int64_t rows, int64_t dim,
-              float *out, float *lse) {
-#pragma omp parallel for if (rows * dim > 65536)
+              int64_t threads, float *out, float *lse) {
+#pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t r = 0; r < rows; r++) {
     const float *a = out_a + r * dim, *b = out_b + r * dim;
     float *to = out + r * dim;

@@ -3,12 +3,18 @@
 #include "step.h"
 
 void kv_merge(const float *out_a, const float *lse_a, const float *out_b, const float *lse_b, int64_t rows, int64_t dim,
-              float *out, float *lse);
+              int64_t threads, float *out, float *lse);
+
+/* Threads for reading so many values, as in call.py. */
+INLINE int64_t team(int64_t threads, int64_t values) {
+  const int64_t most = values / 32768;
+  return threads < most ? threads : most > 1 ? most : 1;
+}
 
 /* Threads, and pieces of a row, as in call.py. */
 static void share_work(Attention *a, int64_t threads) {
-  const int64_t most = a->rows * a->columns * (a->k.dim + a->v.dim) / 32768, pieces = a->columns / 512;
-  a->threads = threads < most ? threads : most > 1 ? most : 1;
+  const int64_t pieces = a->columns / 512;
+  a->threads = team(threads, a->rows * a->columns * (a->k.dim + a->v.dim));
   const int64_t splits = (4 * a->threads + a->rows - 1) / a->rows;
   a->splits = splits < pieces ? splits : pieces > 1 ? pieces : 1;
 }
@@ -101,7 +107,9 @@ int kv_step(const Step *s) {
     far.q = scaled, far.out = found + results, far.lse = far.out + rows * heads * wide_v;
     share_work(&far, s->threads);
     failed = kv_attention(&far);
-    if (!failed) kv_merge(far.out, far.lse, found, lse, rows * heads, wide_v, direct ? (float *)s->out : found, lse);
+    if (!failed)
+      kv_merge(far.out, far.lse, found, lse, rows * heads, wide_v, team(s->threads, 2 * rows * heads * wide_v),
+               direct ? (float *)s->out : found, lse);
   }
   for (int64_t i = 0; !direct && !failed && i < rows * heads; i++)
     for (int64_t d = 0; d < dim_v; d++) put(s->out, i * dim_v + d, dtype, found[i * wide_v + d]);

@@ -7,7 +7,7 @@ from ctypes import c_int64, c_void_p
 
 import torch
 
-from kvengine.kernels.cpu import library
+from kvengine.kernels.cpu import call, library
 from kvengine.kernels.state import State
 
 
@@ -15,7 +15,7 @@ def merge_states(states: Sequence[State]) -> State:
     """See `kvengine.kernels.merge_states`."""
     whole, *others = states
     out, lse = torch.empty_like(whole.out), torch.empty_like(whole.lse)
-    sizes = c_int64(lse.numel()), c_int64(out.shape[-1])
+    sizes = c_int64(lse.numel()), c_int64(out.shape[-1]), c_int64(call.team(2 * out.numel()))
     run = library.needed().kv_merge
     for part in others:
         given = whole.out, whole.lse, part.out, part.lse

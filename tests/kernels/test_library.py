@@ -156,6 +156,17 @@ def test_another_processor_has_a_library_of_its_own(tmp_path: Path, monkeypatch:
     assert len(known) == 5 and key() in known
 
 
+def test_every_team_of_threads_is_as_large_as_is_asked_for() -> None:
+    """Not as large as OpenMP likes: with a runtime of its own, torch's setting does not reach ours."""
+    teams = [
+        line
+        for path in sorted(Path(library.__file__).parent.glob("*.c"))
+        for line in path.read_text().splitlines()
+        if line.startswith("#pragma omp parallel")
+    ]
+    assert len(teams) > 10 and [line for line in teams if "num_threads(" not in line] == []
+
+
 def test_a_compiler_that_fails_is_quoted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = 'case "$1" in --version) echo fake;; *) echo "no such flag" >&2; exit 1;; esac'
     monkeypatch.setenv("CC", str(fake_compiler(tmp_path, script)))
