@@ -42,7 +42,7 @@ INLINE void products(const char *at, const float *key, int64_t dim, int64_t dtyp
 /* The token of a row whose key is most like `key`; the earlier of two that are as like. */
 INLINE Mate nearest_as(const Step *s, int64_t row, int64_t columns, const float *key, float length, int64_t dtype) {
   const int32_t *position = s->position + row * s->slots + s->start;
-  const int32_t first = s->spares && s->first ? (int32_t)s->first[row] : 0;
+  const int32_t first = s->spares && s->first ? position_at(s->first[row]) : 0;
   const int64_t size = s->dim * (dtype == F32 ? 4 : 2);
   const char *from = s->keys + (row * s->slots + s->start) * size;
   Mate best = {-2, -1};

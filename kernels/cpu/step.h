@@ -38,6 +38,9 @@ INLINE void put(char *p, int64_t i, int64_t dtype, float x) {
   ((uint16_t *)p)[i] = x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16); /* ties to even */
 }
 
+/* A bound of positions, which may be beyond all of them. */
+INLINE int32_t position_at(int64_t x) { return (int32_t)(x < INT32_MIN ? INT32_MIN : x > INT32_MAX ? INT32_MAX : x); }
+
 void payments(const Step *s, const float *logits, const float *lse, int64_t columns, int64_t wide, int64_t threads,
               float *paid);
 int64_t judge(const Step *s, int64_t row, int64_t columns, float *paid);

@@ -23,7 +23,7 @@ void payments(const Step *s, const float *logits, const float *lse, int64_t colu
 int64_t judge(const Step *s, int64_t row, int64_t columns, float *paid) {
   int32_t *position = s->position + row * s->slots + s->start;
   float *score = s->score ? s->score + row * s->slots + s->start : NULL;
-  const int32_t newest = (int32_t)(s->at - s->recent[row]), first = s->first ? (int32_t)s->first[row] : 0;
+  const int32_t newest = position_at(s->at - s->recent[row]), first = s->first ? position_at(s->first[row]) : 0;
   int64_t over = -s->budget[row], lost = -1;
   for (int64_t c = 0; c < columns; c++) {
     const float x = (score && s->adds ? score[c] : 0) + paid[c];
@@ -74,7 +74,7 @@ void judge_places(const Step *s, int64_t row, int64_t columns) {
 
 /* Only a row's first tokens and its newest stay; whether there are any. */
 static int keep_ends(const Step *s, int64_t row, int32_t *position, int64_t columns) {
-  const int32_t from = (int32_t)s->first[row], to = (int32_t)(s->at - s->recent[row]);
+  const int32_t from = position_at(s->first[row]), to = position_at(s->at - s->recent[row]);
   int32_t none = -1;
   for (int64_t c = 0; c < columns; c++) {
     position[c] = position[c] >= from && position[c] <= to ? -1 : position[c];

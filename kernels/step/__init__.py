@@ -6,6 +6,7 @@ a few thousand others these are most of the time.
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -59,7 +60,7 @@ def step(
         raise KernelError(f"slots from start={start} to end={end} must lie within the {slots} there are")
     if fill and not bool((position[:, start:end] < 0).any(1).all()):  # type: ignore[index]
         raise KernelError(f"fill=True needs a free slot in every row between start={start} and end={end}")
-    run = pick("step", (q, k, v, keys), backend, fits(q, k, v, keys, values))
+    run = pick("step", (q, k, v, keys), backend, fits(q, k, v, keys, values, position, score))
     return run.step(q, k, v, keys, values, position, start, end, at, holes, scale, fill, rule, score)  # type: ignore[no-any-return]
 
 
@@ -70,15 +71,19 @@ def ready(keys: Tensor, values: Tensor, position: Tensor | None) -> Slots | None
     return None if native_refusal((keys, values), known and lie) else Slots(keys, values, position)
 
 
-def fits(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> bool:
+def fits(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: Tensor | None, score: Tensor | None
+) -> bool:
     """Whether the C version knows these tensors."""
+    noted = [(position, torch.int32), (score, torch.float32)]
     return (
         q.dtype in DTYPES
-        and q.dtype == keys.dtype == k.dtype
+        and q.dtype == k.dtype == v.dtype == keys.dtype == values.dtype
         and q.shape[2] == 1
         and max(keys.shape[2], values.shape[2]) <= DENSE_DIM
         and (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
         and (keys.is_contiguous() and values.is_contiguous())
+        and all(x is None or (x.dtype == dtype and x.is_contiguous()) for x, dtype in noted)
     )
 
 

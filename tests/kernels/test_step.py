@@ -159,6 +159,46 @@ def test_a_token_goes_for_one_that_was_paid_least(
         assert torch.equal(position[r, used], before[0][r, used].masked_fill(~stays, -1))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_recent_or_first_may_reach_beyond_all_positions(backend: str) -> None:
+    """Who keeps everything says a large number: these have 64 bits, positions 32."""
+    large = 1 << 32
+    for first, recent in ((0, large), (0, large + 5), (large + 3, 4), (1 << 40, 0), (5, 1 << 62)):
+        q, k, v, keys, values, position = case((1, 2, 3, 64, 64, 40), torch.float32)
+        position[:] = torch.arange(40)
+        rows = [torch.full((2,), x) for x in (first, recent, 9)]
+        about: dict[str, Any] = dict(start=0, end=39, at=39, holes=True, scale=0.3, backend=backend)
+        step(q, k, v, keys, values, position, rule=Ends(rows[0], rows[1]), **about)
+        assert torch.equal(position, torch.arange(40, dtype=torch.int32).expand(2, -1))
+        step(q, k, v, keys, values, position, rule=Paid(rows[2], rows[1], first=rows[0]), **about)
+        if recent and not first:  # all are recent: none is better, and the later ones stay
+            assert (position >= 0).nonzero()[:, 1].view(2, 9).tolist() == [list(range(31, 40))] * 2
+        assert (position >= 0).sum(1).tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("other", ["values", "positions", "rows of positions", "scores"])
+def test_what_the_c_version_would_misread_goes_to_torch(other: str) -> None:
+    def given() -> dict[str, Any]:
+        q, k, v, keys, values, position = case((1, 2, 3, 64, 64, 40), torch.float32)
+        score = torch.zeros(2, 40)
+        if other == "values":
+            v, values = v.bfloat16(), values.bfloat16()
+        elif other == "positions":
+            position = position.long()
+        elif other == "scores":
+            score = score.double()
+        else:
+            position = torch.stack([position, position], 2)[..., 0]
+        return {"q": q, "k": k, "v": v, "keys": keys, "values": values, "position": position, "score": score}
+
+    about: dict[str, Any] = dict(start=2, end=30, at=77, holes=True, scale=0.3)
+    mine, theirs = given(), given()
+    assert torch.equal(step(**mine, **about), step(**theirs, **about, backend="reference"))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    with pytest.raises(KernelError, match="shapes or dtypes"):
+        step(**given(), **about, backend="native")
+
+
 def test_a_verdict_that_cannot_be_is_refused() -> None:
     q, k, v, keys, values, position = case((1, 2, 3, 64, 64, 40), torch.float32)
     count = torch.tensor([3, 3])
