@@ -14,6 +14,7 @@
 #include "vectors.h"
 
 #define MAX_QUERY 64
+#define FEW 1024 /* query rows whose weights any thread's stack has room for; with several queries, latents have more */
 
 typedef struct {
   Tokens is;
@@ -300,11 +301,11 @@ static void paired_task(const Attention *a, int64_t row, int64_t from, int64_t t
   pairs_unsort(&a->v, &pairs, out, a->padded);
 }
 
-/* `total`: by lane */
-static void task(const Attention *a, int64_t row, int64_t from, int64_t to, float *out, float *top, float *total) {
+/* `total`: by lane; `weights`: room for a batch's */
+static void task(const Attention *a, int64_t row, int64_t from, int64_t to, float *out, float *top, float *total,
+                 float *weights) {
   const int64_t wide = a->dim > a->dim_v ? a->dim : a->dim_v;
   float tile[TILE * wide] __attribute__((aligned(64)));
-  float weights[a->padded * TILE] __attribute__((aligned(64)));
   float sorted[(a->padded < CODED_QUERIES ? a->padded : CODED_QUERIES) * a->dim]; /* more rows need no order */
   const float *q = a->q + row * a->padded * a->dim;
   const int k_lies = plain(&a->k, a->dim, a->padded), v_lies = plain(&a->v, a->dim_v, a->padded);
@@ -336,7 +337,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   memset(&keys, 0, sizeof keys);
   memset(&values, 0, sizeof values);
   memset(tile, 0, sizeof tile);
-  memset(weights, 0, sizeof weights);
+  memset(weights, 0, sizeof(float) * a->padded * TILE);
   memset(out, 0, sizeof(float) * a->padded * a->dim_v);
 #if HALVES
   if (k_halved) halve(q, a->halves, a->padded * a->dim, (uint16_t *)sorted);
@@ -424,7 +425,7 @@ static void join(const Attention *a, int64_t row, const float *out, const float 
   }
 }
 
-/* Returns 0, or 1 if memory for the partial results cannot be had. */
+/* Returns 0, or 1 if memory for the buffers cannot be had. */
 int kv_attention(const Attention *call) {
   Attention mine = *call, *const a = &mine;
   const int64_t splits = a->splits, tasks = a->rows * splits, span = (a->columns + splits - 1) / splits;
@@ -451,17 +452,25 @@ int kv_attention(const Attention *call) {
     for (int64_t row = 0; row < a->rows; row++) turn_rows(&a->k, a->q + row * asked, a->padded, a->dim, turned + row * asked);
     a->q = turned;
   }
+  const int64_t each = a->padded * (LANES + TILE), many = a->padded > FEW;
+  int failed = 0;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(a->threads)
   for (int64_t i = 0; i < tasks; i++) {
     int64_t row = i / splits, first = row * splits, from = i % splits * span;
     int64_t to = from + span < a->columns ? from + span : a->columns;
-    float total[a->padded * LANES] __attribute__((aligned(64)));
-    task(a, row, from, to, parts + i * outs, tops + i * a->padded, total);
+    float near[many ? LANES : each] __attribute__((aligned(64)));
+    float *const total = many ? aligned_alloc(64, sizeof(float) * each) : near;
+    if (!total) {
+      __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+      continue;
+    }
+    task(a, row, from, to, parts + i * outs, tops + i * a->padded, total, total + a->padded * LANES);
     for (int64_t n = 0; n < a->padded; n++) totals[i * a->padded + n] = sum(load(total + n * LANES));
+    if (many) free(total);
     if (__atomic_sub_fetch(&left[row], 1, __ATOMIC_ACQ_REL) == 0) /* the row's last task joins its parts */
       join(a, row, parts + first * outs, tops + first * a->padded, totals + first * a->padded);
   }
   free(held);
   free(left);
-  return 0;
+  return failed;
 }

@@ -107,8 +107,8 @@ INLINE void add_up(const uint8_t *code, const Weight *w, int64_t lines, const fl
         low[i] = _mm512_dpbusd_epi32(low[i], x, _mm512_set1_epi32(((const int32_t *)&w[i].low)[k]));
       }
     }
-  for (int i = 0; i < 4; i++)
-    total[i] = (vf)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[i], 7), low[i])) * size[i];
+  for (int i = 0; i < 4; i++) /* as floats: of more than 526 channels a sum of both may be beyond 2^31 */
+    total[i] = ((vf)_mm512_cvtepi32_ps(high[i]) * 128 + (vf)_mm512_cvtepi32_ps(low[i])) * size[i];
 }
 #else
 typedef struct { float part[64]; } Weight;

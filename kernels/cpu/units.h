@@ -57,27 +57,29 @@ INLINE uint64_t rank_of(float score, int64_t id, int64_t units) {
   return (uint64_t)bits << 32 | (uint64_t)(units - id);
 }
 
-/* NAME(x, n, k): the k-th largest of n numbers (1 <= k <= n); reorders x. */
-#define KTH_LARGEST(NAME, TYPE)                            \
-  static inline TYPE NAME(TYPE *x, int64_t n, int64_t k) { \
-    int64_t from = 0, to = n - 1;                          \
-    for (k--; from < to;) {                                \
-      const TYPE pivot = x[from + (to - from) / 2];        \
-      int64_t i = from, j = to;                            \
-      while (i <= j) {                                     \
-        while (x[i] > pivot) i++;                          \
-        while (x[j] < pivot) j--;                          \
-        if (i <= j) {                                      \
-          const TYPE swap = x[i];                          \
-          x[i++] = x[j];                                   \
-          x[j--] = swap;                                   \
-        }                                                  \
-      }                                                    \
-      if (k <= j) to = j;                                  \
-      else if (k >= i) from = i;                           \
-      else break;                                          \
-    }                                                      \
-    return x[k];                                           \
+/* NAME(x, n, k): the k-th largest of n numbers (1 <= k <= n); reorders x. Pivots are drawn: of those in a fixed place, numbers that
+   fall and rise again would be the smallest every time, and the work grow as n * n. */
+#define KTH_LARGEST(NAME, TYPE)                                                        \
+  static inline TYPE NAME(TYPE *x, int64_t n, int64_t k) {                             \
+    int64_t from = 0, to = n - 1;                                                      \
+    uint32_t draw = 1u << 31;                                                          \
+    for (k--; from < to; draw = draw * 1664525u + 1013904223u) {                       \
+      const TYPE pivot = x[from + (int64_t)((uint64_t)(to - from + 1) * draw >> 32)];  \
+      int64_t i = from, j = to;                                                        \
+      while (i <= j) {                                                                 \
+        while (x[i] > pivot) i++;                                                      \
+        while (x[j] < pivot) j--;                                                      \
+        if (i <= j) {                                                                  \
+          const TYPE swap = x[i];                                                      \
+          x[i++] = x[j];                                                               \
+          x[j--] = swap;                                                               \
+        }                                                                              \
+      }                                                                                \
+      if (k <= j) to = j;                                                              \
+      else if (k >= i) from = i;                                                       \
+      else break;                                                                      \
+    }                                                                                  \
+    return x[k];                                                                       \
   }
 
 KTH_LARGEST(kth_rank, uint64_t)

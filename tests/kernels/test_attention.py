@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -49,6 +50,23 @@ def test_matches_the_oracle(backend: str, dtype: torch.dtype, shape: tuple[int, 
         extra["sinks"][0, 0] = -math.inf  # takes nothing
     got = oracle.on(backend, attention)(q, k, v, visible, 0.3, want_probs=True, backend=backend, **extra)
     oracle.close(got, oracle.attend(q, k, v, visible, 0.3, **extra), BOUND[dtype])
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_query_rows_fit_on_small_stacks(dtype: torch.dtype) -> None:
+    """All heads of several queries are rows of one, of latents. Threads have 2 MiB where `ulimit -s` is unlimited."""
+    q, k, v, visible = case(1, 256, 64, 40, 32, 16, dtype)
+    found: list[State] = []
+    before = threading.stack_size(2 << 20)
+    try:
+        thread = threading.Thread(target=lambda: found.append(attention(q, k, v, visible, 0.3, backend="native")))
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    want = attention(q, k, v, visible, 0.3, backend="reference")
+    oracle.close(found[0], State(want.out.double(), want.lse.double()), BOUND[dtype])
 
 
 VIEWS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import support_kernels as oracle
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvengine.errors import KernelError
 from kvengine.kernels.best_tokens import best_tokens
+from kvengine.kernels.page_scores import top_units
 
 BACKENDS = oracle.backends()
 
@@ -38,6 +40,19 @@ def test_rows_of_any_length(backend: str, tokens: int) -> None:
     got = oracle.on(backend, best_tokens)(score, count, backend=backend).cpu()
     assert torch.equal(got, best_tokens(score.double(), count))  # in double precision always the reference
     assert got.sum(1).tolist() == count.tolist()
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+def test_scores_that_fall_and_rise_again_take_no_longer_than_others() -> None:
+    """As attention's over a long text may, highest at both ends: a quick selection's time can grow as the square."""
+    tokens, many = 1 << 18, 1000
+    score, began = (torch.arange(tokens) - tokens // 2).abs().float()[None], time.process_time()
+    kept = best_tokens(score, torch.tensor([many]), backend="native")
+    chosen = top_units(score, many, backend="native")
+    assert time.process_time() - began < 1  # 20 ms; and 20 s if each pivot is the smallest of what is left
+    ends = [*range(many // 2), *range(tokens - many // 2, tokens)]
+    assert kept[0].nonzero()[:, 0].tolist() == ends
+    assert chosen[0].tolist() == [*range(many // 2 + 1), *range(tokens - many // 2 + 1, tokens)]
 
 
 def test_refusals_say_why() -> None:

@@ -53,6 +53,17 @@ def test_chooses_what_the_plain_scan_chooses(shape: tuple[int, int], dtype: torc
     assert coarse.refined < UNITS / 2  # or nothing was saved
 
 
+@pytest.mark.parametrize("dim", [576, 1024])
+def test_sums_over_many_channels_that_agree(dim: int) -> None:
+    """Of the largest codes and weights there are, in every channel: where both are whole numbers, 31 bits do not hold the sum."""
+    high = torch.rand(2, UNITS, dim, generator=torch.Generator().manual_seed(dim))
+    high[:, ::64] = 1
+    low, alive, q = torch.zeros_like(high), torch.ones(2, UNITS, dtype=torch.bool), torch.ones(2, 3, dim)
+    for sign in (1, -1):
+        got = best_units(sign * q, *((low, high) if sign > 0 else (-high, low)), alive, 8, coarse=Coarse())
+        assert got.tolist() == [list(range(0, 8 * 64, 64))] * 2
+
+
 def test_it_is_the_codes_that_decide() -> None:
     low, high, alive = bounds(32)
     q, coarse = torch.randn(3, 2, 32), Coarse()
