@@ -459,7 +459,7 @@ int kv_attention(const Attention *call) {
     int64_t row = i / splits, first = row * splits, from = i % splits * span;
     int64_t to = from + span < a->columns ? from + span : a->columns;
     float near[many ? LANES : each] __attribute__((aligned(64)));
-    float *const total = many ? aligned_alloc(64, sizeof(float) * each) : near;
+    float *const total = many ? aligned_alloc(64, (sizeof(float) * each + 63) / 64 * 64) : near;
     if (!total) {
       __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
       continue;
