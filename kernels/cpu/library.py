@@ -57,18 +57,18 @@ def load() -> Loaded:
 
 
 def _load() -> Loaded:
-    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
-    if platform.system() == "Windows" or compiler is None:
+    known = compiler()
+    if platform.system() == "Windows" or known is None:
         return Loaded(None, "no C compiler (cc, gcc or clang) on the PATH")
     reason = ""
     for flags in ((*FLAGS, *OPENMP), FLAGS, (*PLAIN, *OPENMP), PLAIN):
         try:
-            found = Loaded(ctypes.CDLL(str(_built(compiler, flags))), None)
+            found = Loaded(ctypes.CDLL(str(_built(known, flags))), None)
             if reason:
                 log.warning("the C kernels %s: %s", _lacking(flags), reason)
             return found
         except subprocess.CalledProcessError as error:
-            reason = f"{compiler} failed: {error.stderr.strip()[-500:]}"
+            reason = f"{known} failed: {error.stderr.strip()[-500:]}"
         except (OSError, subprocess.TimeoutExpired) as error:
             reason = f"the C kernels could not be built or loaded: {error}"
     return Loaded(None, reason)
@@ -77,6 +77,11 @@ def _load() -> Loaded:
 def _lacking(flags: tuple[str, ...]) -> str:
     lacks = [] if NATIVE in flags else [f"are not made for this processor, without {NATIVE}"]
     return " and ".join(lacks if OPENMP[0] in flags else [*lacks, "use one thread, without OpenMP"])
+
+
+def compiler() -> str | None:
+    """Where the system's C compiler is: `$CC`, or else cc, gcc or clang."""
+    return shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
 
 
 def needed() -> ctypes.CDLL:

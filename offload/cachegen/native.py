@@ -8,8 +8,6 @@ that processes that compile at once do no harm. Without a compiler `load()` rais
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvengine.errors import CorruptBitstream, StoreError
-from kvengine.kernels.cpu.library import NATIVE, cache_dir, processor, put
+from kvengine.kernels.cpu.library import NATIVE, cache_dir, compiler, processor, put
 from kvengine.offload.cachegen.reference import I16, LANES, U32
 from kvengine.offload.cachegen.tables import F32, I64, TOTAL, U8, U16, Tables
 
@@ -36,14 +34,16 @@ FLAGS = ("-O3", NATIVE, "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off")
 @cache
 def load(flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
     """The compiled library. Raises StoreError if there is no C compiler or it fails."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None or sys.byteorder != "little":
-        raise StoreError("no C compiler found ($CC or cc), or a big-endian machine; the numpy coder works there too")
+    known = compiler()
+    if known is None or sys.byteorder != "little":
+        raise StoreError(
+            "no C compiler (cc, gcc or clang) found, or a big-endian machine; the numpy coder works there too"
+        )
     sources = b"".join(path.read_bytes() for path in SOURCES)
-    identity = sha256(sources + repr((compiler, flags, processor(compiler, flags))).encode()).hexdigest()[:20]
+    identity = sha256(sources + repr((known, flags, processor(known, flags))).encode()).hexdigest()[:20]
     library = cache_dir() / f"rans-{identity}.so"
     if not library.exists():
-        _compile([compiler, *flags], library)
+        _compile([known, *flags], library)
     return _typed(ctypes.CDLL(str(library)))
 
 

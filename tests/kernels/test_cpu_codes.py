@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
-import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -95,7 +93,7 @@ SHAPES = {
 @cache
 def built(flag: str) -> library.Loaded:
     """The library for another processor, which this one must be able to stand in for."""
-    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = library.compiler()
     assert compiler
     try:
         return library.Loaded(

@@ -270,6 +270,21 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeyp
     assert synced == [False, False]
 
 
+@pytest.mark.parametrize("given", [None, "", "not-there"])
+def test_any_compiler_will_do(given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the kernels: gcc or clang, where cc is not there or `$CC` names nothing."""
+    cc = library.compiler()
+    if cc is None:
+        pytest.skip("no C compiler")
+    other = tmp_path / "clang"
+    other.write_text(f'#!/bin/sh\nPATH="{os.environ["PATH"]}" exec {cc} "$@" -O0\n')
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False) if given is None else monkeypatch.setenv("CC", given)
+    assert native.load.__wrapped__().kv_choose
+
+
 def test_without_a_compiler_numpy_takes_over_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
