@@ -91,11 +91,12 @@ class SessionTask(Task):
         )
 
     def check(self, made: Sample) -> None:
-        """Raise what scoring its turns would raise, or ValueError if it has none."""
+        """Raise what scoring its turns would raise, or ValueError if it has none or one that any answer would be right for."""
         if not made.turns:
             raise ValueError("no turns")
         for turn in made.turns:
-            self.score(turn, "")
+            if any(self.score(turn, "").values()):
+                raise ValueError("an empty answer, which every text contains")
 
     def turn(self, row: Row, index: int) -> Turn:
         """One of the row's turns."""

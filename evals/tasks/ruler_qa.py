@@ -103,13 +103,15 @@ def read_squad(path: Path) -> Library:
     """SQuAD 2.0 development set: answerable questions; the near documents are the article's other paragraphs."""
     questions, documents = [], dict[str, None]()
     for article in _json(path)["data"]:
-        paragraphs = [paragraph["context"] for paragraph in article["paragraphs"]]
+        paragraphs = [_text(paragraph["context"]) for paragraph in article["paragraphs"]]
         documents |= dict.fromkeys(paragraphs)
         for paragraph in article["paragraphs"]:
             near = tuple(text for text in paragraphs if text != paragraph["context"])
             asked = [qa for qa in paragraph["qas"] if qa["answers"] and not qa.get("is_impossible", False)]
             questions += [
-                Question(qa["question"], tuple(_text(a["text"]) for a in qa["answers"]), (paragraph["context"],), near)
+                Question(
+                    _text(qa["question"]), tuple(_text(a["text"]) for a in qa["answers"]), (paragraph["context"],), near
+                )
                 for qa in asked
             ]
     return Library(tuple(questions), tuple(documents))
@@ -122,7 +124,7 @@ def read_hotpotqa(path: Path) -> Library:
     for row in _json(path):
         texts = tuple(f"{title}\n{''.join(lines)}" for title, lines in row["context"])
         documents |= dict.fromkeys(texts)
-        questions.append(Question(row["question"], (_text(row["answer"]),), texts, ()))
+        questions.append(Question(_text(row["question"]), (_text(row["answer"]),), texts, ()))
     return Library(tuple(questions), tuple(documents))
 
 
@@ -153,10 +155,10 @@ def _two_hop(name: str, teacher: str, towns: dict[str, str], texts: dict[str, st
     return Question(f"In which town was the first teacher of {name} born?", (towns[teacher],), gold, ())
 
 
-def _text(answer: Any) -> str:
-    if not isinstance(answer, str):
-        raise TypeError(f"the answer {answer!r} is no text")
-    return answer
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():  # an empty answer would be found in every text
+        raise TypeError(f"{value!r} is no text")
+    return value
 
 
 def _json(path: Path) -> Any:

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -291,6 +292,16 @@ def test_hotpotqa_file(tmp_path: Path) -> None:
     path.write_text(json.dumps([row] * 4))
     sample = next(iter(TASKS["qa_2"].samples(plan(count=1, hotpotqa=path))))
     assert "T1\nAnn did. It ended." in sample.context and sample.provenance == "official"
+
+
+@pytest.mark.parametrize(("question", "answer"), [("Who?", ""), ("Who?", " "), (None, "Ann"), ("Who?", 7)])
+def test_an_answer_that_every_text_contains_is_refused(tmp_path: Path, question: Any, answer: Any) -> None:
+    paragraph = {"context": "Ann did.", "qas": [{"question": question, "answers": [{"text": answer}]}]}
+    (tmp_path / "s.json").write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+    (tmp_path / "h.json").write_text(json.dumps([{"question": question, "answer": answer, "context": [["T", ["A"]]]}]))
+    for task, source in (("qa_1", "squad"), ("qa_2", "hotpotqa")):
+        with pytest.raises(EvaluationError, match=f"is not the published {source} file.*is no text"):
+            next(iter(TASKS[task].samples(plan(**{source: tmp_path / f"{source[0]}.json"}))))
 
 
 def test_damaged_data_file_is_reported(tmp_path: Path) -> None:

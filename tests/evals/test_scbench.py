@@ -304,6 +304,8 @@ def test_a_file_of_another_schema_is_refused(tmp_path: Path, row: str) -> None:
         ("scbench_kv", {"context": "c", "multi_turns": []}),
         ("scbench_kv", {"context": "c", "multi_turns": "abc"}),
         ("scbench_kv", {"context": "c", "multi_turns": [{"input": "q"}]}),
+        ("scbench_kv", {"context": "c", "multi_turns": [{"input": "q", "answer": ""}]}),  # right, whatever is said
+        ("scbench_vt", {"input": "c", "multi_turns": [{"input": "q", "answer": ["A", ""]}]}),
         ("scbench_vt", {"input": "c", "multi_turns": [{"input": "q", "answer": []}]}),
         ("scbench_mf", {"context": [1], "multi_turns": [{"input": "The largest is: ", "answer": "x"}]}),
         (
