@@ -10,6 +10,7 @@ kvpress's ratio is the fraction of tokens *removed*; ours, like SCBench's, speak
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import re
 import shutil
@@ -25,6 +26,8 @@ from kvengine.evals.records import Row, ok
 from kvengine.evals.tasks import catalogue
 
 SCBENCH_MODES = {"multi-turn": "multi_turn", "multi-request": "scdq"}
+LONGEST = 90
+"""Letters of a policy's or a model's part in the name of a file, which has two of them and may have 255 on most systems."""
 KVPRESS_COLUMNS = (
     *("question", "answer_prefix", "answer", "max_new_tokens", "task", "predicted_answer", "compression_ratio"),
 )
@@ -54,7 +57,10 @@ def slug(text: str) -> str:
     >>> slug("snapkv(budget=0.25)+kivi")
     'snapkv-budget-0.25-kivi'
     """
-    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-")
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-")
+    if len(name) <= LONGEST:
+        return name
+    return f"{name[:LONGEST]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"  # no other's, though that begins so
 
 
 def _groups(rows: Iterable[Row], *names: str) -> list[tuple[Any, ...]]:

@@ -62,8 +62,9 @@ def line(at: int, role: str) -> dict[str, Any]:
 
 
 def shown(policy: str, most: int = 46) -> str:
-    """A policy's name, cut in the middle if long."""
-    return policy if len(policy) <= most else policy[: most // 2] + "…" + policy[-most // 2 :]
+    """A policy's name as matplotlib takes it for text, cut in the middle if long."""
+    name = policy if len(policy) <= most else policy[: most // 2] + "…" + policy[-most // 2 :]
+    return name.replace("$", r"\$")  # a file's name may have them, which would begin a formula
 
 
 def spent(mine: list[CellResult], name: str) -> float | None:
@@ -99,7 +100,8 @@ def pareto(found: list[CellResult]) -> Figure:
         ax.xaxis.set_major_formatter("{x:g}")
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.grid(alpha=0.3)
-    handles, labels = [*axes.flat[0].collections], [shown(policy) for policy in roles]
+    handles = next(([*ax.collections] for ax in axes.flat if ax.collections), [])
+    labels = [shown(policy) for policy in roles][: len(handles)]
     figure.legend(handles, labels, loc="outside lower center", ncols=2 if len(roles) < 9 else 3, fontsize=8)
     return figure
 
@@ -124,7 +126,7 @@ def _label(ax: Axes, points: dict[str, tuple[float, float]]) -> None:
             "xytext": (-8 if right else 8, 6 if at % 2 else -11),
             "ha": "right" if right else "left",
         }
-        name = re.sub(r"\([^()]*\)", "", policy)
+        name = shown(re.sub(r"\([^()]*\)", "", policy))
         ax.annotate(name, points[policy], textcoords="offset points", fontsize=7, color="#333333", **place)
 
 

@@ -135,6 +135,22 @@ def test_a_manifest_says_what_the_report_says_of_a_run(tmp_path: Path) -> None:
     assert "Seed of the data: unknown" in (tmp_path / "report.md").read_text()
 
 
+def test_names_of_any_length_and_letters_are_written(tmp_path: Path) -> None:
+    """A trained pattern is named by its path, which may have whatever a file system takes."""
+    deep = "/".join(["a rather long folder name"] * 12)
+    policies = ["full", *(f"duo(pattern='/{deep}/{one}')" for one in ("a", "b")), "duo(pattern='/$\\frac{1}$')"]
+    rows = [row(task, p, 0, 1.0, suite=s) for s, task in (("ruler", "vt"), ("scbench", "scbench_kv")) for p in policies]
+    report.write(folder(tmp_path, rows))
+    for peer in ("ruler", "scbench", "kvpress"):
+        assert len(list((tmp_path / "compat" / peer).iterdir())) == 4
+
+
+def test_the_legend_is_there_where_a_cost_was_not_measured() -> None:
+    rows = [row("easy", policy, i, 1.0, bytes_held=0) for policy in ("full", "less") for i in range(2)]
+    legends = plots.pareto(cells(rows)).legends
+    assert [text.get_text() for text in legends[0].get_texts()] == ["full", "less"]
+
+
 def test_texts_that_lost_their_middle_are_told() -> None:
     """What was asked for may have been there: a score says then less of the policies."""
     rows = [row("easy", policy, i, 1.0, truncated=i < 3) for policy in ("full", "less") for i in range(10)]
