@@ -102,7 +102,15 @@ class Journal:
         )
 
     def append(self, rows: list[Row]) -> None:
-        """Write the rows of one sample (or of a refused cell) and wait until they are on the disk."""
+        """Write the rows of one sample (or of a refused cell) and wait until they are on the disk.
+
+        Raises `EvaluationError` if the file went away since: what follows would be told as if it were all.
+        """
+        if self.rows and not self.path.exists():
+            raise EvaluationError(
+                f"{self.path} is gone, which this run was writing: was its folder moved? Give the command again with --out "
+                "where it is now"
+            )
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:

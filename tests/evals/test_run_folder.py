@@ -20,6 +20,7 @@ from kvengine.errors import EvaluationError
 from kvengine.evals import claim
 from kvengine.evals.measure import measure
 from kvengine.evals.records import Journal, key_of
+from kvengine.evals.runner import Run
 from kvengine.evals.tasks import Sample, Turn
 
 
@@ -158,6 +159,25 @@ def test_a_folder_that_was_there_stays_though_its_lock_was_cleared_away(tmp_path
     with claim.claimed(tmp_path):
         (tmp_path / "run.lock").unlink()
     assert tmp_path.exists()
+
+
+def test_a_folder_that_is_moved_ends_its_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that followed began a folder of the old name, whose report was then of these alone."""
+    asked = Run._ask
+
+    def late(self: Run, cell: Any, key: str, sample: Sample, engine: Any) -> Any:
+        if self.journal.path.exists() and sample.id == "1":
+            (folder / "run").rename(folder / "elsewhere")
+        return asked(self, cell, key, sample, engine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_ask", late)
+        code, text = run(folder, "--samples", "3")
+    assert code == 2 and "is gone, which this run was writing" in text and not (folder / "run").exists()
+    (folder / "elsewhere").rename(folder / "run")
+    assert run(folder, "--samples", "3")[0] == 0
+    rows = [json.loads(line) for line in (folder / "run" / "rows.jsonl").read_text().splitlines()]
+    assert sorted(row["sample"] for row in rows) == ["0", "1", "2"]
 
 
 def test_a_journal_says_what_is_done(tmp_path: Path) -> None:
