@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from kvengine.errors import EvaluationError
 from kvengine.evals import report, tables
@@ -11,14 +12,16 @@ from kvengine.evals.records import Row
 from kvengine.evals.statistics import paired
 
 At = tuple[str, str, int, str, str]
+OF_A_RUN = ("model", "tokenizer", "dtype", "chat", "attention")
+"""Of a manifest, what makes answers differ whatever the policy."""
 
 
 def text(a: Path, b: Path) -> str:
-    """A Markdown table of B - A in percent points.
+    """A Markdown table of B - A in percent points, and before it what else the runs differ in.
 
     Raises `EvaluationError` if the runs share no cell, or asked different data under the same name.
     """
-    first, second = _groups(a), _groups(b)
+    (first, one), (second, other) = _groups(a), _groups(b)
     shared = [at for at in first if at in second]
     if not shared:
         raise EvaluationError(f"{a} and {b} share no task, length, mode and policy: nothing to compare")
@@ -30,16 +33,25 @@ def text(a: Path, b: Path) -> str:
         times = 100.0 if shares else 1.0
         sure = difference is not None and (difference.low > 0 or difference.high < 0)
         rows.append([at[1], str(at[2]), at[3], f"`{at[4]}`", tables.span(difference, times), "yes" if sure else ""])
-    return tables.table(["task", "length", "mode", "policy", "B - A", "differs"], rows)
+    unlike = "".join(f"- the runs differ in {line}\n" for line in _unlike(one, other))
+    return (unlike and unlike + "\n") + tables.table(["task", "length", "mode", "policy", "B - A", "differs"], rows)
 
 
-def _groups(folder: Path) -> dict[At, list[Row]]:
+def _unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """What is not the same of the models and of how they were asked; of what a manifest does not tell nothing is known."""
+    pairs = [(name, one.get(name), other.get(name)) for name in OF_A_RUN]
+    pairs += [("golden", one["config"].get("golden"), other["config"].get("golden"))]
+    return [f"{name}: {x} and {y}" for name, x, y in pairs if x != y and None not in (x, y)]
+
+
+def _groups(folder: Path) -> tuple[dict[At, list[Row]], dict[str, Any]]:
     groups: dict[At, list[Row]] = {}
-    for row in report.read(folder)[0]:
+    rows, manifest = report.read(folder)
+    for row in rows:
         if row["status"] == "ok":
             at = row["suite"], named(row), row["length"], row["mode"], row["policy"]
             groups.setdefault(at, []).append(row)
-    return groups
+    return groups, manifest
 
 
 def _same_data(at: At, first: list[Row], second: list[Row]) -> None:

@@ -135,6 +135,20 @@ def test_a_manifest_says_what_the_report_says_of_a_run(tmp_path: Path) -> None:
     assert "Seed of the data: unknown" in (tmp_path / "report.md").read_text()
 
 
+def test_what_runs_differ_in_stands_before_their_differences(tmp_path: Path) -> None:
+    """The questions are the same with and without a chat template, or in another dtype: their differences looked like any."""
+    rows = [row("easy", "full", i, 1.0) for i in range(3)]
+    a, b = (folder(tmp_path / name, rows) for name in "ab")
+    alike = compare.text(a, b)
+    assert alike.startswith("| task ")
+    changed = {**MANIFEST, "dtype": "torch.bfloat16", "chat": True, "config": {"seed": 42, "golden": False}}
+    (b / "manifest.json").write_text(json.dumps(changed))
+    assert compare.text(a, b) == f"- the runs differ in dtype: torch.float32 and torch.bfloat16\n\n{alike}"
+    (a / "manifest.json").write_text(json.dumps({**MANIFEST, "chat": False, "config": {"golden": True}}))
+    told = compare.text(a, b).splitlines()[:4]
+    assert told[1:] == ["- the runs differ in chat: False and True", "- the runs differ in golden: True and False", ""]
+
+
 def test_names_of_any_length_and_letters_are_written(tmp_path: Path) -> None:
     """A trained pattern is named by its path, which may have whatever a file system takes."""
     deep = "/".join(["a rather long folder name"] * 12)
