@@ -37,7 +37,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 def home() -> str:
     """The store that is used when none is named: kvengine/store in the user's cache folder."""
-    return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvengine" / "store")
+    try:
+        return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvengine" / "store")
+    except RuntimeError:  # a user whom nobody knows, as containers have them
+        raise typer.BadParameter("there is no home folder; name the store with --store") from None
 
 
 @contextmanager
