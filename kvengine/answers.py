@@ -171,7 +171,8 @@ def refolded(
     """`Retention.refold`. Raises PolicyError."""
     found: Any = retention.refold(seen, keep)
     shapes = [[len(seen.first), dim] for dim in dims]
-    if not isinstance(found, tuple) or not whole(found[0], seen.first) or not floats(found[1:], shapes):
+    right = isinstance(found, tuple) and floats(found[1:], shapes)
+    if not right or not whole(found[0], seen.first):
         wanted = f"(slot, key, value): whole numbers {list(seen.first.shape)}, floats {shapes[0]} and {shapes[1]}"
         raise refuse(retention, "refold", found, wanted)
     return found  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
+from kvengine.errors import CacheError
 from kvengine.hf_devices import inside, kept_buffers, weights
 from kvengine.offload.cachegen import Identity
 
@@ -76,3 +77,9 @@ def _tokenizer_text(tokenizer: Any) -> str:
     else:  # the last call's padding and truncation stay with it
         words = json.dumps({**json.loads(fast.to_str()), "padding": None, "truncation": None}, sort_keys=True)
     return f"{words}{getattr(tokenizer, 'chat_template', None)}"
+
+
+def check_maker(cache: Any, model: nn.Module, what: str) -> None:
+    """Refuse an engine cache that was not made for this model: `what` would name this one as it is stored."""
+    if cache.config is not model.config.get_text_config(decoder=True):  # type: ignore[operator, union-attr]
+        raise CacheError(f"this cache was made for another model; {what} this one would be taken for its own")

@@ -26,7 +26,6 @@ import logging
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from math import inf
 
 import torch
 from jaxtyping import Int
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 
 from kvengine import prefix_beside
 from kvengine.errors import CacheError, ModelError, StoreError
-from kvengine.fingerprint import identity, state
+from kvengine.fingerprint import check_maker, identity, state
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import layer_devices
 from kvengine.hf_layer import EngineLayer
@@ -47,7 +46,7 @@ from kvengine.offload.cachegen import KV, Identity, decode, encode
 from kvengine.offload.cachegen.codec import DTYPES
 from kvengine.offload.cachegen.levels import resolve
 from kvengine.offload.stores import Store, chain, root
-from kvengine.offload.stores.record import check_ttl
+from kvengine.offload.stores.record import check_seconds, check_ttl
 from kvengine.stack import Stack
 
 log = logging.getLogger(__name__)
@@ -111,8 +110,7 @@ class Prefix:
             )
         resolve(self.level)
         check_ttl(self.ttl)
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not 0 < self.timeout < inf:
-            raise StoreError(f"timeout={self.timeout!r} must be a positive number of seconds")
+        check_seconds("timeout", self.timeout)
         self.identify()
         self.turn = turning_point(self.model, LONG, DYNAMIC)
         self.rank = next((m.kv_lora_rank for m in self.model.modules() if is_latent(m)), 0)  # type: ignore[assignment]
@@ -250,10 +248,7 @@ class Prefix:
         rotation for texts as long as the prompt.
         """
         check(ids)
-        if cache.config is not self.model.config.get_text_config(decoder=True):  # type: ignore[operator, union-attr]
-            raise CacheError(
-                "this cache was made for another model; chunks that name this one would be taken for its own"
-            )
+        check_maker(cache, self.model, "chunks that name")
         if not self.whole:
             return 0
         self.identify()

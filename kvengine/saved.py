@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, KVEngineError, ModelError, StoreError
-from kvengine.fingerprint import identity
+from kvengine.fingerprint import check_maker, identity
 from kvengine.hf_back import check_between
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import layer_devices
@@ -83,8 +83,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
     if not isinstance(cache, EngineCache):
         raise CacheError(f"a session is saved from an EngineCache, not from a {type(cache).__name__}")
     check_module(model)
-    if cache.config is not model.config.get_text_config(decoder=True):  # type: ignore[operator, union-attr]
-        raise CacheError("this cache was made for another model; a file that names this one would be taken for its own")
+    check_maker(cache, model, "a file that names")
     seen = check_between(cache)
     for layer in (*cache.engines, *(layer for layer in cache.others if isinstance(layer, HeldWindow))):
         layer.check_free()  # type: ignore[attr-defined]

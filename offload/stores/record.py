@@ -53,9 +53,15 @@ class Entry:
 
 def check_ttl(ttl: float | None) -> float | None:
     """Raises StoreError unless it is a positive number of seconds: a value that is expired as it comes would be lost."""
-    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < inf):
-        raise StoreError(f"ttl={ttl!r} must be a positive number of seconds, or None for ever")
+    if ttl is not None:
+        check_seconds("ttl", ttl, ", or None for ever")
     return ttl
+
+
+def check_seconds(name: str, value: float, otherwise: str = "") -> None:
+    """Raises StoreError unless it is a positive number of seconds."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        raise StoreError(f"{name}={value!r} must be a positive number of seconds{otherwise}")
 
 
 def header(key: str, payload: Sequence[Buffer], ttl: float | None) -> bytes:

@@ -76,6 +76,7 @@ RETENTIONS: dict[str, tuple[dict[str, Any], str]] = {
         MERGES | {"refold": lambda s, seen, keep: (seen.first.float(), *(x[:, 0] for x in seen.read()))},
         r"Mine\.refold returned .* expected \(slot, key, value\): whole numbers \[4\], floats",
     ),
+    "nothing merged": (MERGES | {"refold": lambda s, seen, keep: ()}, r"Mine\.refold returned \(\), expected \(slot"),
     "a slot of one row": (
         MERGES | {"refold": lambda s, seen, keep: (seen.first[:1], *(x[:, 0] for x in seen.read()))},
         r"Mine\.refold returned",
