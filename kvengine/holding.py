@@ -29,7 +29,7 @@ from kvengine.session import Call, Session
 from kvengine.stack import Stack
 from kvengine.strays import bring_in, stand_before, strays
 from kvengine.tail import GROWTH, Nested, Tail
-from kvengine.tokens import grouped, pack, take, taken
+from kvengine.tokens import grouped, pack, part, take, taken
 
 
 class Holding(Padded):
@@ -204,32 +204,18 @@ class Holding(Padded):
         if idle is not None:
             mine = self.earlier(position.shape[1])
             alive = torch.where(idle[:, None], mine if old is None else mine | old, alive)
-        index = pack(alive if alone is None else alive & ~alone)
-        count = (index >= 0).sum(1)
-        pages = ((count - room) // page).clamp(min=0) * (1 if free is None else free)
-        rest, front = count - pages * page, None
-        if most := int(pages.max()):
-            at = (index.shape[1] - count)[:, None] + torch.arange(most * page, device=k.device)
-            front = index.gather(1, at.clamp(max=index.shape[1] - 1))
-            self.sealed(k, position, pages > 0).seal_chosen((k, v, position, score), front, pages)
-        if alone is None:
-            width = int(rest.max())
-            back = index[:, index.shape[1] - width :]
-            back = back.masked_fill(torch.arange(width, device=k.device) < width - rest[:, None], -1)
-        else:
-            gone = alive.new_zeros(len(alive), alive.shape[1] + 1)
-            if front is not None:
-                beyond = torch.arange(front.shape[1], device=k.device) >= pages[:, None] * page
-                gone.scatter_(1, front.masked_fill(beyond, alive.shape[1]), True)
-            back = pack(alive & ~gone[:, :-1])
-            rest, width = (back >= 0).sum(1), back.shape[1]
-        even = bool((rest == width).all())
+        parts = part(alive, room, page, alone, free)
+        if parts.front is not None:
+            self.sealed(k, position, parts.pages > 0).seal_chosen((k, v, position, score), parts.front, parts.pages)
+        back = parts.back
+        rest = (back >= 0).sum(1)
+        even = bool((rest == back.shape[1]).all())
         kept = take(k, back), take(v, back), take(position, back, -1), take(score, back)
         # A tail that stays may have holes, and one with strays is never taken for clean (`stand_before`).
         clean = even and old is None and (idle is None or bool((kept[2] >= 0).all()))
         self.tail.replace(*kept, clean, room + 2 * page)
         open_slots = rest if old is None else rest - (old & alive).sum(1)
-        self.lengths = [(width, None)] if even and old is None else grouped(open_slots)
+        self.lengths = [(back.shape[1], None)] if even and old is None else grouped(open_slots)
         self.tail.paged_slots = self.alongside()
 
     def alongside(self) -> int:

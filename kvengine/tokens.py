@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -19,6 +21,45 @@ def pack(keep: Bool[Tensor, "row token"]) -> Int[Tensor, "row chosen"]:
     most = int(count.max())
     order = keep.to(torch.int8).argsort(dim=1, stable=True)[:, keep.shape[1] - most :]
     return order.masked_fill(torch.arange(most, device=keep.device) < most - count[:, None], -1)
+
+
+@dataclass(frozen=True)
+class Parted:
+    """Where each row's tokens go: its oldest into so many whole `pages`, those at `front`; the others, at `back`, stay.
+
+    `front` is flush left, `back` flush right, and -1 stands where a row has fewer. Without any page there is no `front`.
+    """
+
+    pages: Int[Tensor, "row"]
+    front: Int[Tensor, "row slot"] | None
+    back: Int[Tensor, "row slot"]
+
+
+def part(
+    alive: Bool[Tensor, "row token"],
+    room: int,
+    page: int,
+    left: Bool[Tensor, "row token"] | None = None,
+    free: Bool[Tensor, "row"] | None = None,
+) -> Parted:
+    """Whole pages of each row's oldest tokens, so that less than a page beyond `room` of them is left.
+
+    `left`: tokens that stay and do not count. `free`: the rows that may fill pages (None: all).
+
+    >>> parts = part(torch.tensor([[True, True, True, True, True], [False, True, True, False, True]]), room=1, page=2)
+    >>> parts.pages.tolist(), parts.front.tolist(), parts.back.tolist()
+    ([2, 1], [[0, 1, 2, 3], [1, 2, -1, -1]], [[4], [4]])
+    """
+    nth = (own := alive if left is None else alive & ~left).cumsum(1)
+    pages = ((nth[:, -1] - room) // page).clamp(min=0)
+    pages = pages if free is None else pages * free
+    going = own & (nth <= (pages * page)[:, None])
+    front, most = None, int(pages.max()) * page
+    if most:
+        token = torch.arange(alive.shape[1], device=alive.device).expand_as(nth)
+        front = nth.new_full((len(nth), most + 1), -1)  # the last place takes those that go nowhere
+        front = front.scatter_(1, torch.where(going, nth - 1, most), token)[:, :-1]
+    return Parted(pages, front, pack(alive & ~going))
 
 
 def take(x: Tensor, index: Int[Tensor, "row chosen"], empty: int | float = 0) -> Tensor:
