@@ -4,6 +4,10 @@ Tokens enter in one of two ways. A *prompt* is read in bulk, exactly, and judged
 matter in which chunks it came. After it, tokens are *taken* as in decoding: attend, judge, seal, one after the other,
 even when several come at once (a draft to verify, a question after `follow_up`), so that the order of events, and
 with it the result, is that of decoding. While `recording`, a state is remembered before each step, to roll back to.
+
+What it is to take a token is written in `step`. Most of a short step is Python between its parts; where none of them has
+to wait for another's answer, one kernel does them all: `at_once` if the tail is everything, `quick_paged` if pages are
+beside it. `quick` tries these, and whoever gets None from it calls `take`.
 """
 
 from __future__ import annotations
@@ -165,6 +169,7 @@ class Lane(Choosing):
         return self.at_once(q, k, v, scale)
 
     def at_once(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
+        """`step` as one call, of a token of a lane without pages; None, and nothing done, where no kernel can."""
         full = not self.plain and self.limit is not None and len(self.tail) > self.limit
         if self.pays and not k.is_cpu and (not full or self.tail.slots() is None):  # nor is a rule made then
             return None
@@ -182,7 +187,7 @@ class Lane(Choosing):
         return out
 
     def quick_paged(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        """`quick` for a lane that `reads` pages too, or on a GPU has none yet. It may seal some of its tail then."""
+        """The same for a lane that `reads` pages too, or on a GPU has none yet. It may seal some of its tail then."""
         pages, tail = self.pages, self.tail
         stored = pages if pages is not None and len(pages) else None
         if self.marks or self.session.recording or self.beside.refused or (stored is None and k.is_cpu):
