@@ -96,7 +96,9 @@ class CacheSession:
 
 def stock_usage(cache: Any) -> Usage:
     """A stock cache holds everything and reads all of it for every token."""
-    size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    from kvengine.hf_states import stock_tensors
+
+    size = sum(x.nbytes for layer in cache.layers for x in stock_tensors(layer))
     tokens = float(cache.get_seq_length())
     return Usage(held=tokens, attended=tokens, bytes_held=size, read_per_token=size, tiers={"device": size})
 

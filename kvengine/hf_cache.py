@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvengine import hf_states
+from kvengine import hf_states, hf_window
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.gradients import copied
@@ -132,11 +132,9 @@ class EngineCache(Cache):
         if type(layer) in (EngineLayer, hf_states.StatefulLayer) and layer.layer != layer_idx:
             raise ModelError(f"layer {layer_idx} of this cache is a copy of layer {layer.layer}{COPIED}")
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
-        window = getattr(layer, "sliding_window", None)
-        if window is not None and layer.record_past:  # transformers 5.17 hands over more than it makes a mask for
-            seen = window - 1 + key_states.shape[2]
-            return keys[:, :, -seen:], values[:, :, -seen:]
-        return keys, values
+        if getattr(layer, "sliding_window", None) is None:
+            return keys, values
+        return hf_window.handed_over(layer, keys, values, key_states.shape[2])
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Asked for before any layer has run, so by then it must be the engine's attention that will; by some models (Inkling)
@@ -386,7 +384,7 @@ class EngineCache(Cache):
     def stats(self) -> Stats:
         """What the cache holds and reads, counted on its tensors."""
         self.unread = None
-        return measure(self.engines)
+        return measure(self.engines, [hf_states.stock_tensors(layer) for layer in self.layers])
 
 
 apart: Any = torch.compiler.disable(EngineCache.thaw, reason=BREAKS)

@@ -121,6 +121,12 @@ def held_states(layer: Any) -> list[Tensor]:
     return [x for x in (*layer.conv_states.values(), *layer.recurrent_states.values()) if x is not None]
 
 
+def stock_tensors(layer: Any) -> list[Tensor]:
+    """What a layer holds that is not the engine's: a window's keys and values, also where they are held still, and states."""
+    names = () if isinstance(layer, EngineLayer) else ("keys", "values", "k", "v", "there")
+    return [x for name in names if isinstance(x := getattr(layer, name, None), Tensor)] + held_states(layer)
+
+
 def in_place(layer: Any) -> bool:
     """Whether this keeps states alone, which a decoded token changes where they are, so that its step can be recorded."""
     return type(layer) is LinearAttentionLayer

@@ -20,6 +20,21 @@ if TYPE_CHECKING:
     from kvengine.hf_mask import LazyMask
 
 
+def handed_over(layer: Any, keys: Tensor, values: Tensor, new: int) -> tuple[Tensor, Tensor]:
+    """What a layer with a window gives to attention, of the `keys` and `values` that its `update` returned for `new` tokens.
+
+    What such a layer keeps of a prompt are views, which hold all of it until the next token comes: over all layers a whole
+    prompt's keys and values, of which the windows are a small part. They are copied where that is most of it.
+    """
+    window = layer.sliding_window
+    if layer.record_past:  # transformers 5.17 hands over more than it makes a mask for
+        seen = window - 1 + new
+        return keys[:, :, -seen:], values[:, :, -seen:]
+    if keys.shape[2] > 2 * window:
+        layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+    return keys, values
+
+
 def window_of(rule: Any) -> int | None:
     """The window, if this mask function is transformers' own for windows and nothing beside it."""
     known: Any = sliding_window_causal_mask_function(1)

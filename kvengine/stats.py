@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,19 +16,20 @@ from kvengine.lane import Lane
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot of a cache's layers that are the engine's, in their order.
+    """A snapshot of a cache's layers.
 
-    Not counted are those that keep transformers' own (sliding windows, recurrent states), also while a recorded step holds
-    them still; bytes are then those of the slots that the recording has reserved.
+    Tokens and pages are those of the layers that are the engine's, in their order; bytes are those of all layers, and while
+    a recorded step holds them still, those of the slots that it has reserved.
 
     Attributes:
         bytes: bytes allocated in all layers, by tier ("device", "host", "disk", …) and field ("tail.k", "page.k_code", …);
-            "text" is what tokens were made of that a retention will have read again.
+            "stock" is what stays transformers' own (keys and values of sliding windows, recurrent states), "text" what
+            tokens were made of that a retention will have read again.
         held: tokens held, [layer, sequence, kv head].
         attended: tokens that the last decoded token read, without those that were dropped after it, [layer, sequence,
             kv head]; after a prompt, those held.
-        read_per_token: bytes of keys, values, codes and summaries that decoding one more token reads, all layers; as often
-            as layers read them, where later ones share an earlier one's.
+        read_per_token: bytes of keys, values, codes, summaries and states that decoding one more token reads, all layers; as
+            often as layers read them, where later ones share an earlier one's.
         pages_used, pages_free: pages that some table names, and that none does, all layers.
         seen: tokens seen, padding included.
         served: pieces of pages that were read where pages are placed below the device, by the tier that had them
@@ -73,8 +75,8 @@ class Stats:
         return f"{self.seen} tokens seen; per head {held:.0f} held, {read:.0f} read; {tiers or 'nothing held'}{prompt}"
 
 
-def measure(layers: list[LayerCache]) -> Stats:
-    """Count what these layers hold."""
+def measure(layers: list[LayerCache], stock: Iterable[Iterable[Tensor]] = ()) -> Stats:
+    """Count what these layers hold, and the tensors that are `stock`."""
     held: dict[str, dict[str, int]] = {}
     used = free = read = faults = 0
     computed = every = 0.0
@@ -89,6 +91,10 @@ def measure(layers: list[LayerCache]) -> Stats:
             pool, mine = lane.pages.pool, len(set(lane.pages.pages_in_use()))
             used, free = used + mine, free + pool.pages - mine
             served, faults = served + pool.served(), faults + pool.faults
+    own = [x for some in stock for x in some]
+    read += sum(x.nbytes for x in own)
+    if whole := sum({s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in own)}.values()):
+        held.setdefault("device", {})["stock"] = whole
     if text := layers[0].session.text.nbytes if layers else 0:
         held.setdefault("device", {})["text"] = text
     return Stats(

@@ -11,7 +11,7 @@ import gc
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ import kvengine
 from kvengine.errors import EvaluationError, KVEngineError
 from kvengine.evals.policies import STOCK
 from kvengine.hf_names import CACHE
+from kvengine.hf_states import stock_tensors
 
 WAYS = ("eager", "recorded", "fused")
 """How steps may be made: by the model's own forward pass; recorded once and replayed; so, and fused by torch's compiler."""
@@ -187,18 +188,9 @@ def wait(x: Tensor) -> None:
 
 
 def _bytes(cache: Any) -> tuple[int, int]:
-    """Held, and read by another token. Windows and states, which stay transformers' own in both caches, count as read whole."""
-    own = sum(x.nbytes for layer in cache.layers for x in tensors(vars(layer).values()))
+    """Held, and read by another token; by stock transformers, all that is held."""
     if not isinstance(cache, kvengine.EngineCache):
+        own = sum(x.nbytes for layer in cache.layers for x in stock_tensors(layer))
         return own, own
     stats = cache.stats()
-    return own + stats.bytes_held, own + stats.read_per_token
-
-
-def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among some attributes of a layer, and in their lists and dictionaries."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | dict):
-            yield from tensors(value.values() if isinstance(value, dict) else value)
+    return stats.bytes_held, stats.read_per_token

@@ -66,6 +66,33 @@ def test_a_prompt_is_read_by_the_window(family: str, cuts: tuple[int, ...], aske
         assert asked == []  # all scores would have been made of short ones too
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_window_keeps_nothing_else_of_a_prompt(family: str) -> None:
+    """transformers' layers keep views, and with them the whole prompt until the next token."""
+    model, batch = kvengine.patch(build(family), "full"), padded_batch(41)
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(**batch, cache=cache)
+        windows = [layer for layer in cache.layers if layer.is_sliding]
+        one = windows[0].keys.nbytes + windows[0].values.nbytes
+        assert windows[0].keys.shape[2] == WINDOW - 1
+        assert cache.stats().bytes["device"]["stock"] == len(windows) * one
+        assert cache.stats().read_per_token >= len(windows) * one
+        model(batch["input_ids"][:, :1], cache=cache)
+    assert cache.stats().bytes["device"]["stock"] == len(windows) * one * WINDOW // (WINDOW - 1)  # the oldest's place too
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_states_are_counted(family: str) -> None:
+    model, batch = kvengine.patch(build(family), "full"), padded_batch(41)
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(**batch, cache=cache)
+    found = [x for layer in cache.layers if hasattr(layer, "recurrent_states")
+             for name in ("conv_states", "recurrent_states") for x in getattr(layer, name).values() if x is not None]  # fmt: skip
+    assert found and cache.stats().bytes["device"]["stock"] == sum(x.untyped_storage().nbytes() for x in found)
+
+
 def test_what_is_not_only_a_window_is_the_models_own(asked: list[int]) -> None:
     model, batch = kvengine.patch(build("mistral_window"), "full"), padded_batch(41)
     model(**batch)  # gradients
