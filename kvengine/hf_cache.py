@@ -384,7 +384,7 @@ class EngineCache(Cache):
     def stats(self) -> Stats:
         """What the cache holds and reads, counted on its tensors."""
         self.unread = None
-        return measure(self.engines, [hf_states.stock_tensors(layer) for layer in self.layers])
+        return measure(self.engines, [hf_states.stock_tensors(layer) for layer in self.layers], self.seen)
 
 
 apart: Any = torch.compiler.disable(EngineCache.thaw, reason=BREAKS)

@@ -75,8 +75,8 @@ class Stats:
         return f"{self.seen} tokens seen; per head {held:.0f} held, {read:.0f} read; {tiers or 'nothing held'}{prompt}"
 
 
-def measure(layers: list[LayerCache], stock: Iterable[Iterable[Tensor]] = ()) -> Stats:
-    """Count what these layers hold, and the tensors that are `stock`."""
+def measure(layers: list[LayerCache], stock: Iterable[Iterable[Tensor]] = (), seen: int | None = None) -> Stats:
+    """Count what these layers hold, and the tensors that are `stock`. `seen`: tokens; by default what the first layer says."""
     held: dict[str, dict[str, int]] = {}
     used = free = read = faults = 0
     computed = every = 0.0
@@ -98,8 +98,8 @@ def measure(layers: list[LayerCache], stock: Iterable[Iterable[Tensor]] = ()) ->
     if text := layers[0].session.text.nbytes if layers else 0:
         held.setdefault("device", {})["text"] = text
     return Stats(
-        held, by_head(layers, live), by_head(layers, attended), read, used, free, layers[0].seen if layers else 0,
-        dict(served), faults, computed / every if every else None,
+        held, by_head(layers, live), by_head(layers, attended), read, used, free,
+        layers[0].seen if seen is None else seen, dict(served), faults, computed / every if every else None,
     )  # fmt: skip
 
 
