@@ -33,6 +33,8 @@ from kvengine.hf_generate import STATE as STATE
 from kvengine.hf_led import hook_led
 from kvengine.hf_mask import LazyMask
 from kvengine.hf_names import CACHE
+from kvengine.hf_parts import check_size
+from kvengine.hf_parts import check_stack as check_parts
 from kvengine.hf_ragged import hook_ragged
 from kvengine.hf_replay import hook_replays
 from kvengine.hf_rope import rope_for
@@ -57,6 +59,7 @@ class Patch:
 
     record: Record = False
     fuse: bool = False
+    judge_every: int | None = None
 
     def __init__(self, chosen: Chosen) -> None:
         self.chosen = chosen
@@ -76,7 +79,11 @@ def register() -> None:
 
 
 def patch(
-    model: PreTrainedModel, policy: str | Stack = "full", record: Record = False, fuse: bool = False
+    model: PreTrainedModel,
+    policy: str | Stack = "full",
+    record: Record = False,
+    fuse: bool = False,
+    judge_every: int | None = None,
 ) -> PreTrainedModel:
     """Give a model the engine's cache; `model.generate()` then works as always, and so does a loop of one's own.
 
@@ -85,12 +92,16 @@ def patch(
     Args:
         model: any decoder model of transformers that can switch its attention implementation. The one whose `generate` is
             called: of a part that was patched alone, the whole does not know, and makes a cache of transformers'.
-        policy: a policy string or a `Stack`. Patching a patched model only changes its policy, `record` and `fuse`.
+        policy: a policy string or a `Stack`. Patching a patched model only changes its policy and what follows.
         record: whether `generate` records a decode step and replays it for every token, where the model is on a GPU: without,
             a step there takes as long as Python does. It then takes greedy decoding and sampling alone. Recording takes some
             steps' time for each call. See `kvengine.compile_decode`, whose `how` it may also be.
         fuse: whether what a recorded step does beside attention and products of matrices is fused by torch's compiler: about a
             third of the launches, for tens of seconds at the model's first token. See `kvengine.compile_decode`.
+        judge_every: have `generate` read a prompt in parts of so many tokens, and judge each (evict, quantise, move away) before
+            it reads the next, so that a cache never holds more than what was kept and one part. By default a prompt is judged
+            at its end, as papers do, and what it leaves does not depend on chunks. In a loop of one's own, each pass of several
+            tokens is a prompt by itself, unless `cache.announce` says otherwise.
 
     Returns:
         The same model.
@@ -98,12 +109,15 @@ def patch(
     Raises:
         ModelError: the model is not one that the engine can work with, or shares its configuration with a patched one; or its
             `generate` is its own, which `record` does not reach; or `fuse` comes without `record`.
-        PolicyError: the policy is wrong, or this model cannot do it; or its step cannot be recorded.
+        PolicyError: the policy is wrong, or this model cannot do it; or its step cannot be recorded, or a prompt not be judged
+            in parts.
     """
     check_model(model)  # before the policy: the two may have been swapped
+    check_size(judge_every)
+    check_parts(wanted := Stack.of(policy), judge_every)
     before: Patch | None = vars(model).get(STATE)
     stack = None if before is None else before.chosen.stack
-    enter_model(model, Stack.of(policy))
+    enter_model(model, wanted)
     try:
         record_by_itself(model, record, fuse)
     except Exception:
@@ -112,6 +126,7 @@ def patch(
         else:
             unpatch(model)
         raise
+    getattr(model, STATE).judge_every = judge_every
     return model
 
 
@@ -208,13 +223,17 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def patched(
-    model: PreTrainedModel, policy: str | Stack = "full", record: Record = False, fuse: bool = False
+    model: PreTrainedModel,
+    policy: str | Stack = "full",
+    record: Record = False,
+    fuse: bool = False,
+    judge_every: int | None = None,
 ) -> Iterator[PreTrainedModel]:
     """`with patched(model, "quest(budget=1024)"): ...`: patched inside, as before outside."""
     state: Patch | None = getattr(model, STATE, None)
-    before = None if state is None else (state.chosen.stack, state.record, state.fuse)
+    before = None if state is None else (state.chosen.stack, state.record, state.fuse, state.judge_every)
     try:
-        yield patch(model, policy, record, fuse)
+        yield patch(model, policy, record, fuse, judge_every)
     finally:
         if before is None:
             unpatch(model)
@@ -222,9 +241,9 @@ def patched(
             patch(model, *before)
         else:
             state = getattr(model, STATE)
-            state.chosen.stack = before[0]
-            if (state.record, state.fuse) != before[1:]:
-                record_by_itself(model, *before[1:])
+            state.chosen.stack, state.judge_every = before[0], before[3]
+            if (state.record, state.fuse) != before[1:3]:
+                record_by_itself(model, *before[1:3])
 
 
 def check_model(model: Any) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
+from kvengine import hf_parts
 from kvengine.errors import ModelError
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_drafts import unpatch_drafter
@@ -111,7 +112,9 @@ def prepare_cache(
             f"{given.seen} tokens of it and would hold them twice. Leave assistant_model, prompt_lookup_num_tokens and use_mtp "
             "out of turns after the first, or call cache.reset()"
         )
-    given.announce(prompt_length(generation_config, model_kwargs), drafting=bool(generation_config.is_assistant))
+    total, drafting = prompt_length(generation_config, model_kwargs), bool(generation_config.is_assistant)
+    hf_parts.check_drafts(getattr(self, STATE).judge_every, given, total, drafting or assisted)
+    given.announce(total, drafting=drafting)
     given.session.options = weakref.ref(generation_config)
     given.session.lent = assisted and not given.session.recording
     BEGUN.set((weakref.ref(given), not given.nameless or generation_config.return_dict_in_generate))
@@ -207,10 +210,11 @@ def prefill(
     **kw: Any,
 ) -> Any:
     """Stands in for `_prefill`, and says meanwhile which cache was prepared."""
-    cache = model_kwargs.get(CACHE)
+    cache, total = model_kwargs.get(CACHE), prompt_length(generation_config, model_kwargs)
     token = PREPARED.set(cache if isinstance(cache, EngineCache) else None)
+    whole, given = partial(read, self), (input_ids, generation_config, model_kwargs, *args)
     try:
-        return read(self, input_ids, generation_config, model_kwargs, *args, **kw)
+        return hf_parts.read(whole, self, getattr(self, STATE).judge_every, total, *given, **kw)
     finally:
         PREPARED.reset(token)
 

@@ -253,6 +253,8 @@ class TriForce(Decoder):
         check_prompt(ids, kwargs)
         if model is not self.target:
             raise ModelError("this decoder was made for another model; make one with TriForce(model, ...)")
+        if getattr(getattr(model, STATE, None), "judge_every", None) is not None:
+            raise ModelError("speculative decoding reads a prompt in one pass; patch the model without judge_every")
         if streamer is not None and len(ids) > 1:
             raise ModelError(f"a streamer prints one row, and there are {len(ids)}; generate them one by one")
         check_arguments(config, kwargs)

@@ -1,0 +1,104 @@
+"""A prompt read in parts, each judged before the next is read (`judge_every` of `kvengine.patch`).
+
+A prompt is judged when all of it has been read. Until then its keys and values are there: those of one layer after the other
+where it comes in one pass, whose activations grow with it, and those of all layers where it comes in chunks. In parts a cache
+holds no more than what was kept so far, and one part.
+
+Each part is a turn of its own: what it leaves is what `model(part, cache=cache)` does for one after the other. Parts are counted
+from the prompt's end, so that those of a padded row are the ones that it has alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
+from kvengine.hf_cache import EngineCache
+from kvengine.hf_names import CACHE
+from kvengine.hf_rope import LONG, turning_point
+from kvengine.policies import name_of
+from kvengine.stack import Stack
+
+PLACED = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+"""What comes with every token of a text."""
+
+
+def check_size(size: Any) -> None:
+    """Refuse what is no number of tokens, or of so few that a part would be a decoded token."""
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 2):
+        raise PolicyError(f"judge_every is a number of tokens, 2 or more, or None for a prompt's end; got {size!r}")
+
+
+def check_stack(stack: Stack, size: int | None) -> None:
+    """Refuse a representation that is found over a whole prompt."""
+    if size is not None and stack.representation.joint:
+        raise UnsupportedPolicy(
+            f"'{name_of(stack.representation)}' is found over a prompt's first pages and would leave the parts behind them as "
+            "they are; leave judge_every out"
+        )
+
+
+def ends(seen: int, total: int, size: int) -> list[int]:
+    """Where parts end, of a prompt of `total` tokens of which `seen` were read before.
+
+    >>> ends(0, 10, 4), ends(2, 10, 4)
+    ([2, 6, 10], [6, 10])
+    """
+    return list(range(total - (total - seen - 1) // size * size, total + 1, size))
+
+
+def parted(size: int | None, cache: Any, total: int | None) -> bool:
+    """Whether a prompt of `total` tokens, those in the cache included, is to be read in parts."""
+    if size is None or total is None or not isinstance(cache, EngineCache):
+        return False
+    return total - cache.seen > size and cache.stack != Stack() and not cache.session.following
+
+
+def check_drafts(size: int | None, cache: EngineCache, total: int | None, drafts: bool) -> None:
+    """Refuse assisted decoding of a long text, which transformers reads in one pass."""
+    if drafts and parted(size, cache, total):
+        raise ModelError(
+            f"transformers reads the whole text in one pass for assisted decoding, and judge_every={size} would have it read in "
+            "parts. Leave the assistant or the prompt look-up out, or call kvengine.patch(model, policy) without judge_every"
+        )
+
+
+def read(
+    whole: Callable[..., Any],
+    model: Any,
+    size: int | None,
+    total: int | None,
+    input_ids: Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    """What `whole` finds in a prompt of `total` tokens, or in the last part of one that is longer than `size` more.
+
+    Raises:
+        UnsupportedPolicy: the cache's policy needs all of a prompt.
+        ModelError: what came with the tokens cannot be split with them, or the text outgrows the shorter of two rotations.
+    """
+    cache = model_kwargs.get(CACHE)
+    if size is None or total is None or not parted(size, cache, total):
+        return whole(input_ids, generation_config, model_kwargs, *args, **kw)
+    check_stack(cache.stack, size)
+    if more := [name for name, x in model_kwargs.items() if isinstance(x, Tensor) and name not in PLACED]:
+        raise ModelError(f"judge_every={size} has tokens read in parts, but not {more[0]!r}, which came with them")
+    turn = turning_point(model, LONG)
+    if turn is not None and cache.seen <= turn < total:
+        raise ModelError(
+            f"this model turns keys of texts beyond {turn} tokens otherwise, so that parts read before would have other keys "
+            "than those behind; leave judge_every out"
+        )
+    for end in ends(cache.seen, total, size):
+        cache.announce(end)
+        part = input_ids[:, cache.seen - total : end - total or None]
+        so_far = {name: model_kwargs[name][..., :end] for name in PLACED if model_kwargs.get(name) is not None}
+        found = whole(part, generation_config, model_kwargs | so_far, *args, **kw)
+        args, kw = (), {"is_first_iteration": False}
+    return found
