@@ -138,7 +138,7 @@ class Asker:
     def answer(self, cache: DynamicCache, question: list[int]) -> list[int]:
         """Greedy tokens."""
         n, session = cache.get_seq_length(), CacheSession(self.model, cache)
-        said, _, _ = greedy(session, session.read(question), self.stop, NEW, 0.0)
+        said, _ = greedy(session, session.read(question), self.stop, NEW)
         cut(cache, n)
         return said
 

@@ -54,6 +54,16 @@ def think(session: Session, ids: list[int], prompt: int) -> float:
     return held
 
 
+def answered(session: Session, task: Any, sample: Any, prompter: Prompter, stop: frozenset[int]) -> list[float]:
+    """The score of each question about a context that was read, each asked on a copy."""
+    right = []
+    for turn in sample.turns:
+        branch = session.branch()
+        new, _ = greedy(branch, branch.read(prompter.asked(turn)), stop, turn.max_new_tokens)
+        right.append(task.score(turn, prompter.text(new))[task.metric])
+    return right
+
+
 def measure(model: Any, tokenizer: Any, policy: str, given: argparse.Namespace) -> dict[str, Any]:
     prompter = Prompter(tokenizer)
     stop = loading.stop_ids(model, tokenizer, "")
@@ -67,15 +77,11 @@ def measure(model: Any, tokenizer: Any, policy: str, given: argparse.Namespace) 
             for sample in task.samples(plan):
                 session = engine.session()
                 held.append(think(session, prompter.context(sample), given.prompt))
-                for turn in sample.turns:
-                    branch = session.branch()
-                    logits = branch.read(prompter.asked(turn))
-                    new, _, _ = greedy(branch, logits, stop, turn.max_new_tokens, 0.0)
-                    right.append(task.score(turn, prompter.text(new))[task.metric])
-                    contexts.append(sample.id)
-            found, name = interval(right, contexts), task.name.removeprefix("quiz_")
-            row[name] = f"{100 * found.mean:.0f} ({100 * found.low:.0f}–{100 * found.high:.0f})"
-            means.append(100 * found.mean)
+                found = answered(session, task, sample, prompter, stop)
+                right, contexts = right + found, contexts + [sample.id] * len(found)
+            mean, name = interval(right, contexts), task.name.removeprefix("quiz_")
+            row[name] = f"{100 * mean.mean:.0f} ({100 * mean.low:.0f}–{100 * mean.high:.0f})"
+            means.append(100 * mean.mean)
             print(f"{policy}: {name} {row[name]}", flush=True)
     return row | {"mean": statistics.mean(means), "held": max(held)}
 

@@ -1,9 +1,11 @@
 """What a process holds under a policy, and what memory of a cache's own is worth on a CPU.
 
-    python -P benchmarks/memory.py [--length 4096] [--rounds 30] [--threads 2] [--results benchmarks/results]
+    python -P benchmarks/memory.py [--length 4096] [--part 512] [--dtype bfloat16] [--rounds 30] [--threads 2]
+                                   [--only processes|parts|pages] [--results benchmarks/results]
 
 Each policy reads a prompt and decodes a few tokens in a process of its own, with a random model; what the process holds is
-what the system says (resident set). Then the decode kernel reads the same keys and values from torch's memory and from
+what the system says (resident set). Some read it in three ways too: in one pass, in chunks, and in parts that are judged one
+by one (`judge_every`). Then the decode kernel reads the same keys and values from torch's memory and from
 the cache's own, in turns: one copy of them, which the processor's last cache may hold, and more than that holds.
 """
 
@@ -28,6 +30,8 @@ from kvengine.kernels.attention import attention
 
 POLICIES = ["stock", "full", "snapkv(budget=512)", "streaming(recent=508)", "kivi(bits=4)", "kivi(bits=2)",
             "quest(budget=512)", "duo(sparsity=0.5) + quest(budget=512) + kivi(bits=4)"]  # fmt: skip
+READERS = ["stock", "kivi(bits=4)", "snapkv(budget=512)", "snapkv(budget=512) + kivi(bits=4)"]
+WAYS = {"pass": "in one pass", "chunks": "in chunks", "parts": "in parts, each judged"}
 SHAPE = dict(vocab_size=1000, hidden_size=512, intermediate_size=1536, num_hidden_layers=28, num_attention_heads=16,
              num_key_value_heads=8, head_dim=128, max_position_embeddings=1 << 17)  # fmt: skip
 HEADS, GROUP, DIM = 8, 4, 128
@@ -40,24 +44,27 @@ def resident(name: str = "VmRSS") -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
-def one(policy: str, length: int) -> dict[str, float]:
+def one(policy: str, length: int, dtype: torch.dtype, way: str = "pass", part: int = 0) -> dict[str, float]:
     """What this process holds more after a prompt and eight tokens than before, and at most, in MB."""
     torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE)).to(torch.bfloat16).eval()
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE)).to(dtype).eval()
     if policy != "stock":
-        kvengine.patch(model, policy)
+        kvengine.patch(model, policy, judge_every=part if way == "parts" else None)
+    chunk = part if way == "chunks" else None
     ids = torch.randint(0, 1000, (1, length))
 
     def generate(tokens: torch.Tensor, new: int) -> object:
         cache = transformers.DynamicCache(config=model.config) if policy == "stock" else kvengine.EngineCache(model)
         model.generate(
-            tokens, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, **{CACHE: cache}
-        )
+            tokens, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, prefill_chunk_size=chunk,
+            **{CACHE: cache},
+        )  # fmt: skip
         return cache
 
     generate(ids[:, :256], 4)
     memory.trim()
     before = resident()
+    Path("/proc/self/clear_refs").write_text("5")  # what was held at most begins anew: making the model took more
     cache = generate(ids, 8)
     after, most = resident(), resident("VmHWM")
     held = (
@@ -94,29 +101,51 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--part", type=int, default=512, help="tokens of a chunk, and of a part")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the models")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", choices=["processes", "parts", "pages"])
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--policy", help=argparse.SUPPRESS)
+    parser.add_argument("--way", choices=WAYS, default="pass", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     if given.policy:
-        print(json.dumps(one(given.policy, given.length)))
+        print(json.dumps(one(given.policy, given.length, getattr(torch, given.dtype), given.way, given.part)))
         return
+    names = ("length", "part", "dtype", "rounds", "threads", "only")
+    settings = " ".join(f"--{name} {value}" for name in names if (value := getattr(given, name)) is not None)
     shared = {
-        "command": f"python -P benchmarks/memory.py --length {given.length} --rounds {given.rounds} --threads {given.threads}",
+        "command": f"python -P benchmarks/memory.py {settings}",
         "machine": f"{given.threads} CPU cores{processor()}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}",
     }
-    processes = []
-    for policy in POLICIES:
-        options = ["--length", str(given.length), "--threads", str(given.threads), "--policy", policy]
-        run = subprocess.run([sys.executable, "-P", __file__, *options], capture_output=True, text=True, check=True)
-        processes.append({"policy": f"`{policy}`", **json.loads(run.stdout.splitlines()[-1])})
-        print(processes[-1], flush=True)
-    columns = {"policy": "policy", "held by the cache (MB)": "held:.0f", "held more by the process (MB)": "process:.0f",
+    columns = {"held by the cache (MB)": "held:.0f", "held more by the process (MB)": "process:.0f",
                "at most (MB)": "most:.0f"}  # fmt: skip
-    write(given.results / "memory.json", {**shared, "columns": columns, "rows": processes})
+    if given.only in (None, "processes"):
+        found = [process(given, policy, "pass") for policy in POLICIES]
+        write(given.results / "memory.json", {**shared, "columns": {"policy": "policy", **columns}, "rows": found})
+    if given.only in (None, "parts"):
+        ways = [(policy, way) for policy in READERS for way in WAYS if policy != "stock" or way != "parts"]
+        found = [{**process(given, policy, way), "way": WAYS[way]} for policy, way in ways]
+        columns = {"policy": "policy", "the prompt is read": "way", **columns}
+        write(given.results / "memory_parts.json", {**shared, "columns": columns, "rows": found})
+    if given.only in (None, "pages"):
+        write_pages(given, shared)
+
+
+def process(given: argparse.Namespace, policy: str, way: str) -> dict[str, object]:
+    """`one`, in a process of its own."""
+    options = {name: getattr(given, name) for name in ("length", "threads", "part", "dtype")}
+    words = [word for name, x in {**options, "policy": policy, "way": way}.items() for word in (f"--{name}", str(x))]
+    run = subprocess.run([sys.executable, "-P", __file__, *words], capture_output=True, text=True, check=True)
+    found = {"policy": f"`{policy}`", **json.loads(run.stdout.splitlines()[-1])}
+    print({"way": way, **found}, flush=True)
+    return found
+
+
+def write_pages(given: argparse.Namespace, shared: dict[str, str]) -> None:
     found = [
         pages(n, dtype, given.rounds, copies)
         for n in (4096, 32768)

@@ -50,9 +50,9 @@ def ends(seen: int, total: int, size: int) -> list[int]:
     return list(range(total - (total - seen - 1) // size * size, total + 1, size))
 
 
-def parted(size: int | None, cache: Any, total: int | None) -> bool:
+def parted(size: int | None, cache: EngineCache, total: int | None) -> bool:
     """Whether a prompt of `total` tokens, those in the cache included, is to be read in parts."""
-    if size is None or total is None or not isinstance(cache, EngineCache):
+    if size is None or total is None:
         return False
     return total - cache.seen > size and cache.stack != Stack() and not cache.session.following
 
@@ -84,7 +84,7 @@ def read(
         ModelError: what came with the tokens cannot be split with them, or the text outgrows the shorter of two rotations.
     """
     cache = model_kwargs.get(CACHE)
-    if size is None or total is None or not parted(size, cache, total):
+    if size is None or total is None or not isinstance(cache, EngineCache) or not parted(size, cache, total):
         return whole(input_ids, generation_config, model_kwargs, *args, **kw)
     check_stack(cache.stack, size)
     if more := [name for name, x in model_kwargs.items() if isinstance(x, Tensor) and name not in PLACED]:

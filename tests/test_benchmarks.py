@@ -20,6 +20,7 @@ RUNS = {
     "growth": "--lengths 2048 --threads 1 --out OUT",
     "kernels": "--device cpu --lengths 2048 --rounds 2 --cold 1 --dtypes float32 --out OUT",
     "long_answer": "--length 2048 --contexts 1 --prompt 1900 --policies streaming(recent=100) --out OUT",
+    "parts": "--length 1024 --contexts 1 --parts 512 --policies snapkv(budget=512) --out OUT",
     "policies": "--lengths 2048 --threads 1 --out OUT",
     "prefill": "--lengths 1024 --out OUT",
     "prefix": "--lengths 512 --out FOLDER",

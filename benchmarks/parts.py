@@ -1,0 +1,103 @@
+"""What is lost where a prompt is judged in parts: the same questions about the same texts, by the size of a part.
+
+    OMP_NUM_THREADS=1 python -P benchmarks/parts.py [--length 4096] [--contexts 6] [--parts 1024,256]
+
+A text with needles is read whole, and in parts that are judged one by one (`judge_every` of `kvengine.patch`: parts are turns,
+and here they are given as such). Each question is asked on a copy of the cache, after the text, so that no part knows it.
+Beside the answers stands how many tokens a head held at most, those of the part that was being read among them. Policies that
+hold every token as it came have no use for parts; `full` is the ceiling. Writes benchmarks/results/parts.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from kvengine.evals import loading
+from kvengine.evals.engine import Session, opened
+from kvengine.evals.prompt import Prompter
+from kvengine.evals.statistics import interval
+from kvengine.evals.tasks import Plan, choose
+from kvengine.hf_parts import ends
+
+TASKS = "quiz_single,quiz_multikey_1,quiz_multikey_2"
+STACKS = (
+    "full", "kivi(bits=4)", "kivi(bits=2)", "turboquant", "zipcache", "kvzip(budget=1024)", "snapkv(budget=1024)",
+    "adakv(budget=1024)", "expected_attention(budget=1024)", "h2o(budget=1024)", "streaming(recent=1020)",
+)  # fmt: skip
+
+
+def read(session: Session, ids: list[int], size: int) -> float:
+    """Read these ids in parts of so many, 0: in one. The most tokens that a head has held."""
+    begin, held, most = 0, 0.0, 0.0
+    for end in ends(0, len(ids), size or len(ids)):
+        session.read(ids[begin:end])
+        most, held, begin = max(most, held + end - begin), session.usage().held, end
+    return most
+
+
+def measure(model: Any, tokenizer: Any, policy: str, size: int, given: argparse.Namespace) -> dict[str, Any]:
+    from long_answer import answered
+
+    prompter = Prompter(tokenizer)
+    stop = loading.stop_ids(model, tokenizer, "")
+    plan = Plan(length=given.length, count=given.contexts, seed=given.seed, measure=prompter.measure)
+    row: dict[str, Any] = {"policy": f"`{policy}`", "part": size or "the whole"}
+    held, means = [], []
+    with opened(model, policy) as engine:
+        for task in choose("quiz", given.tasks):
+            right: list[float] = []
+            contexts: list[str] = []
+            for sample in task.samples(plan):
+                session = engine.session()
+                held.append(read(session, prompter.context(sample), size))
+                found = answered(session, task, sample, prompter, stop)
+                right, contexts = right + found, contexts + [sample.id] * len(found)
+            mean, name = interval(right, contexts), task.name.removeprefix("quiz_")
+            row[name] = f"{100 * mean.mean:.0f} ({100 * mean.low:.0f}–{100 * mean.high:.0f})"
+            means.append(100 * mean.mean)
+    row |= {"mean": statistics.mean(means), "held": max(held)}
+    print(row, flush=True)
+    return row
+
+
+def main() -> None:
+    sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--contexts", type=int, default=6)
+    parser.add_argument("--parts", default="1024,256", help="sizes, separated by commas; the whole is read always")
+    parser.add_argument("--tasks", default=TASKS)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--policies", default=";".join(STACKS), help="separated by semicolons")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/parts.json"))
+    given = parser.parse_args()
+    model, tokenizer = loading.load("bundled", device="cpu", dtype="float32")
+    sizes = [0, *map(int, given.parts.split(","))]
+    wanted = [(policy, size) for policy in given.policies.split(";") for size in sizes if policy != "full" or not size]
+    rows = [measure(model, tokenizer, policy, size, given) for policy, size in wanted]
+    names = [task.name.removeprefix("quiz_") for task in choose("quiz", given.tasks)]
+    result = {
+        "command": f"python -P benchmarks/parts.py --length {given.length} --contexts {given.contexts} --parts {given.parts}",
+        "machine": f"the bundled model, {given.length} tokens, {given.contexts} contexts per task, seed {given.seed}; CPU, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}; percent right "
+        "with 95 % interval, questions after the prompt",
+        "columns": {
+            "policy": "policy", "tokens of a part": "part", **{name: name for name in names}, "mean": "mean:.0f",
+            "held at most while reading (tokens per head)": "held:.0f",
+        },
+        "rows": rows,
+    }  # fmt: skip
+    given.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
