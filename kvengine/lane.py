@@ -98,8 +98,11 @@ class Lane(Choosing):
 
         The chunk lies in the last slots.
         """
-        k, v, position, _ = self.everything()
-        k, v = self.turned(k, self.shift()).to(q.dtype), v.to(q.dtype)  # codes are decoded in more than the model has
+        if (shift := self.shift()) is None and not torch.is_grad_enabled():
+            k, v, position = self.laid_out(q.dtype)
+        else:
+            k, v, position, _ = self.everything()
+            k, v = self.turned(k, shift).to(q.dtype), v.to(q.dtype)  # codes are decoded in more than the model has
         clean = self.tail.clean and (self.pages is None or self.pages.clean)
         some, n = max(0, min(q.shape[2], self.exact_from - self.seen + q.shape[2])), q.shape[2]
         if self.stack.prefill.chooses:

@@ -16,6 +16,8 @@ from kvengine.policies.selection import Selection
 from kvengine.pool import Pool, User
 
 ALL = slice(None)
+LAID = 1 << 14
+"""Slots of all rows that are decoded at a time where they are laid out in a smaller dtype than codes are decoded in."""
 
 
 class Readable(User):
@@ -88,6 +90,16 @@ class Readable(User):
             return keys, v.flatten(0, 1).unflatten(0, shape)
 
         return finish
+
+    def lay_out(self, k: Float[Tensor, "row slot dim"], v: Float[Tensor, "row slot dim_v"]) -> None:
+        """Write keys and values of all slots to the first of these, some columns at a time, the next ones on their way."""
+        each = max(1, LAID // max(1, len(self.table) * self.page))
+        spans = [slice(i, min(i + each, self.columns)) for i in range(0, self.columns, each)]
+        coming = [self.decoding(span) for span in spans[:1]]
+        for i, span in enumerate(spans):
+            coming += [self.decoding(next_one) for next_one in spans[i + 1 : i + 2]]
+            at = slice(span.start * self.page, span.stop * self.page)
+            k[:, at], v[:, at] = coming.pop(0)()
 
     def span(self, columns: slice) -> Int[Tensor, "row token"]:
         """The positions in these columns."""

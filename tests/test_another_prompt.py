@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import Bare, held
 
+from kvengine import answers, page_reads
 from kvengine.holding import Holding
 from kvengine.policies.retention.elastic import Elastic
 
@@ -171,3 +172,28 @@ def test_a_row_that_says_nothing_is_not_merged_whatever_a_method_makes_of_it(mon
         found.append([torch.cat([k, v], 2)[rows][position[rows] >= 0] for rows in (slice(0, 2), slice(2, 4))])
     (talks, mute), (talked, muted) = found
     assert torch.equal(mute, muted) and not torch.equal(talks, talked)
+
+
+ALONE = ["kivi(bits=4, group=8, residual=8)", "quest(budget=16, page=4) + host", "turboquant(residual=8)"]
+
+
+@pytest.mark.parametrize("text", [*ALONE, *CODES, "lowrank(rank=4)", "zipcache(block=8)"])
+def test_a_later_prompt_has_pages_decoded_some_at_a_time(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes are decoded in float32, which of all pages at once would be twice what a cache in bfloat16 would hold."""
+    most, decoded = 0, answers.decoded
+
+    def listening(representation: Any, given: Any) -> Any:
+        nonlocal most
+        k, v = decoded(representation, given)
+        most = max(most, v.shape[0] * v.shape[1])
+        return k, v
+
+    whole, parts = (Bare(text, rows=2, heads=2, tokens=200) for _ in range(2))
+    want = [whole.feed(n) for n in (90, 30, 25, 1)]  # with gradients all are decoded at once
+    monkeypatch.setattr(page_reads, "LAID", 64)
+    monkeypatch.setattr(page_reads.answers, "decoded", listening)
+    with torch.no_grad():
+        for n, out in zip((90, 30, 25, 1), want, strict=True):
+            most = 0
+            torch.testing.assert_close(parts.feed(n), out, rtol=1e-4, atol=1e-5)
+            assert n in (90, 1) or text not in ALONE or 0 < most <= 64  # others look at what is held once more
