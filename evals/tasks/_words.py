@@ -102,5 +102,9 @@ def essay(words: Sequence[str], count: int) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """Split at sentence ends (a rule, not nltk's trained splitter: differs from the official code at abbreviations)."""
-    return [part for part in re.split(r"(?<=[.!?])['\")]?\s+(?=[\"'`(A-Z])", text) if part]
+    """Split at sentence ends (a rule, not nltk's trained splitter: differs from the official code at abbreviations).
+
+    >>> sentences('"So you did, old fellow!" said the others. (They went on.) "Yes."')
+    ['"So you did, old fellow!" said the others.', '(They went on.)', '"Yes."']
+    """
+    return [part for part in re.split(r"(?:(?<=[.!?])|(?<=[.!?]['\")]))\s+(?=[\"'`(A-Z])", text) if part]

@@ -58,11 +58,11 @@ class VariableTracking(RulerTask):
         )
 
     def example(self, source: Random) -> str:
-        """The solved example: three-letter variables, its answer spelled out."""
+        """The solved example: three-letter variables, its answer spelled out behind two spaces, as officially."""
         chains = draw_chains(source, self.chains, self.hops, letters=3)
         value = chains[0].value
         text = INTRODUCTION.format(context=scatter(chains, EXAMPLE_NOISES, source)) + QUESTION.format(query=value)
-        return text + PREFIX.format(count=self.hops + 1, query=value) + " ".join(chains[0].variables) + "\n"
+        return text + PREFIX.format(count=self.hops + 1, query=value) + " " + " ".join(chains[0].variables) + "\n"
 
     def smallest(self) -> int:
         return self.hops + 2
