@@ -1,4 +1,4 @@
-"""The committed evidence: every policy on RULER and on SCBench, with the bundled model, in about half an hour of a core.
+"""The committed evidence: every policy on RULER and on SCBench, with the bundled model, in one to three hours of a core.
 
     python -P benchmarks/evaluation.py [--only ruler|scbench] [--limit N] [--collect] [--runs runs]
 
