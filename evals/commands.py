@@ -50,6 +50,9 @@ Few = Annotated[
     int | None,
     setting("few", "with --shared: leave tasks that the full cache cannot do after so many samples of it"),
 ]
+JudgeEvery = Annotated[
+    int | None, setting("judge_every", "read a prompt in parts of so many tokens, each judged before the next")
+]
 Modes = Annotated[
     str | None,
     setting("modes", "multi-turn (question in the prompt), multi-request (asked after), or both", "--mode"),
@@ -103,6 +106,7 @@ def suite_command(suite: str, about: str) -> None:
         shared: Shared = None,
         batch: Batch = None,
         few: Few = None,
+        judge_every: JudgeEvery = None,
         mode: Modes = None,
         seed: Seed = None,
         out: Out = None,

@@ -45,6 +45,7 @@ class RunConfig:
     shared: bool = False  # read a context once for all policies, and ask several samples in lockstep
     batch: int = 8  # … at most so many
     few: int | None = None  # … and leave tasks that the full cache cannot do after so many samples of it
+    judge_every: int | None = None  # read a prompt in parts of so many tokens, each judged before the next
     device: str = "auto"
     dtype: str = "auto"
     chat: str = "auto"  # "auto": if the tokenizer has a template; "on"; "off"
@@ -71,6 +72,9 @@ class RunConfig:
         for name, count in {"batch": self.batch, "few": self.few, "limit": self.limit}.items():
             if count is not None and count < 1:
                 raise EvaluationError(f"{name}={count}: must be 1 or more")
+        if self.judge_every is not None and (self.judge_every < 2 or self.shared):
+            what = "read once for all policies, whole; leave shared out" if self.shared else "must be 2 tokens or more"
+            raise EvaluationError(f"judge_every={self.judge_every}: {what}")
         if self.few is not None and not self.shared:
             raise EvaluationError("few wants shared: only then the full cache goes first; add --shared")
         if self.minutes is not None and not 0 < self.minutes < inf:
@@ -185,8 +189,8 @@ def _typed(name: str, value: Any) -> Any:
             return int(number) if number > 1 else number
         case "lengths":
             return tuple(dict.fromkeys(_integers(value)))
-        case "samples" | "limit" | "seed" | "batch" | "few":
-            return None if value is None and name in ("limit", "few") else _integer(name, value)
+        case "samples" | "limit" | "seed" | "batch" | "few" | "judge_every":
+            return None if value is None and name in ("limit", "few", "judge_every") else _integer(name, value)
         case "data":
             return {key: Path(path) for key, path in pairs(value).items()}
         case "fail_under":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from math import inf
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from kvengine.evals import loading, manifest, report, tables, together
 from kvengine.evals.aggregate import CellResult
 from kvengine.evals.claim import claimed
 from kvengine.evals.config import RunConfig
+from kvengine.evals.engine import opened
 from kvengine.evals.progress import Bar
 from kvengine.evals.records import ROWS, Journal
 from kvengine.evals.runner import GIVEN_UP, Cell, Observer, Run, verdict
@@ -56,6 +58,8 @@ def ready(config: RunConfig, model: Any, tokenizer: Any) -> Run:
             f"give lengths up to {most}"
         )
     made = Run(config, model, tokenizer, Journal.open(config.out / ROWS))
+    if config.judge_every is not None:
+        made.opener = partial(opened, judge_every=config.judge_every)
     if not made.cells():
         raise EvaluationError(_no_data(config, made))
     for name in config.fail_under:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -50,10 +50,14 @@ class Engine(Protocol):
 
 @dataclass
 class CacheSession:
-    """A session on any cache that Hugging Face models take."""
+    """A session on any cache that Hugging Face models take.
+
+    `judge_every`: a prompt is read in parts of so many tokens, as `kvengine.patch` has it for `generate`.
+    """
 
     model: Any
     cache: Any
+    judge_every: int | None = None
 
     @property
     def passed(self) -> dict[str, Any]:
@@ -63,6 +67,15 @@ class CacheSession:
 
     @torch.inference_mode()
     def read(self, ids: list[int], *, every: bool = False) -> Tensor:
+        if self.judge_every is None or len(ids) <= self.judge_every:
+            return self._read(ids, every)
+        from kvengine.hf_parts import ends
+
+        stops = ends(0, len(ids), self.judge_every)
+        found = [self._read(ids[a:b], every) for a, b in zip([0, *stops], stops, strict=False)]
+        return torch.cat(found) if every else found[-1]
+
+    def _read(self, ids: list[int], every: bool) -> Tensor:
         tokens = torch.tensor([ids], device=self.model.device)
         out = self.model(input_ids=tokens, **self.passed, use_cache=True, logits_to_keep=0 if every else 1)
         logits: Tensor = out.logits[0].float()
@@ -81,7 +94,7 @@ class CacheSession:
             self.cache.follow_up()
 
     def branch(self) -> CacheSession:
-        made = CacheSession(self.model, copy.deepcopy(self.cache))
+        made = replace(self, cache=copy.deepcopy(self.cache))
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)  # the copy is not to be timed as part of what is read next
         return made
@@ -148,16 +161,17 @@ class PolicyEngine:
 
     model: Any
     stack: Any
+    judge_every: int | None = None
 
     def session(self) -> Session:
         import kvengine
 
-        return CacheSession(self.model, kvengine.EngineCache(self.model, self.stack))
+        return CacheSession(self.model, kvengine.EngineCache(self.model, self.stack), self.judge_every)
 
 
 @contextlib.contextmanager
-def opened(model: Any, policy: str) -> Iterator[Engine]:
-    """The model under a policy for the length of the block; "stock" leaves it alone.
+def opened(model: Any, policy: str, judge_every: int | None = None) -> Iterator[Engine]:
+    """The model under a policy for the length of the block; "stock" leaves it alone. `judge_every`: as `kvengine.patch` has it.
 
     Raises the errors of `kvengine.patch`: `UnknownPolicy`, `UnsupportedPolicy`, `ModelError`.
     """
@@ -166,5 +180,5 @@ def opened(model: Any, policy: str) -> Iterator[Engine]:
         return
     import kvengine
 
-    with kvengine.patched(model, policy):
-        yield PolicyEngine(model, kvengine.Stack.parse(policy))
+    with kvengine.patched(model, policy, judge_every=judge_every):
+        yield PolicyEngine(model, kvengine.Stack.parse(policy), judge_every)

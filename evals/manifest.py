@@ -24,7 +24,7 @@ TOLD = (
     *(*FIXED, "config", "started", "resumed", "data", "model_name"),
     *("parameters", "device", "threads", "versions"),  # what a report says of the run
 )
-ASKED = ("seed", "golden")  # settings under which every policy of a folder was asked the same
+ASKED = ("seed", "golden", "judge_every")  # settings under which every policy of a folder was asked the same
 
 
 def write(path: Path, run: Any) -> dict[str, Any]:

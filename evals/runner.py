@@ -97,6 +97,8 @@ class Run:
             "golden": self.config.golden,
             "data": {name: str(path) for name, path in sorted(self.config.data.items())},
         }
+        if self.config.judge_every is not None:
+            self.base["judge_every"] = self.config.judge_every
 
     def tasks(self) -> list[Task]:
         """The tasks asked for."""

@@ -127,6 +127,7 @@ def provenance(found: list[CellResult], manifest: dict[str, Any]) -> str:
         "Held: tokens per layer and KV head. Attended: those that a decoded token reads. Read per token: the bytes of these, and "
         "of what is looked at to choose them.",
         *shared(manifest),
+        *parted(manifest),
         *beyond(unique(cell.length for cell in found), manifest.get("positions")),
         "multi-turn: the question is part of the compressed prompt. multi-request: it is asked after compression.",
     ]
@@ -138,6 +139,12 @@ def shared(manifest: dict[str, Any]) -> list[str]:
     if not manifest["config"].get("shared"):
         return []
     return ["Contexts were read once for all policies; times and peak memory are those of one sample asked alone."]
+
+
+def parted(manifest: dict[str, Any]) -> list[str]:
+    """How prompts were judged, if not at their end."""
+    size = manifest["config"].get("judge_every")
+    return [f"Prompts were read in parts of {size} tokens, each judged before the next (judge_every)."] if size else []
 
 
 def beyond(lengths: list[int], positions: int | None) -> list[str]:

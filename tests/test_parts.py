@@ -13,6 +13,7 @@ from torch import Tensor
 
 import kvengine
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
+from kvengine.evals.engine import opened
 from kvengine.hf_names import CACHE
 from kvengine.hf_parts import ends
 from kvengine.speculative import TriForce
@@ -171,6 +172,16 @@ def test_what_parts_cannot_be_read_of_says_so() -> None:
     with pytest.raises(ModelError, match="speculative decoding reads a prompt in one pass"):
         model.generate(one()["input_ids"], custom_generate=TriForce(model, gamma=(2, 2)), max_new_tokens=2)
     model.generate(**one(9), max_new_tokens=2, prompt_lookup_num_tokens=2)  # one part
+
+
+def test_the_evaluation_reads_as_generate_does() -> None:
+    model, ids = llama(), one()["input_ids"]
+    want, _ = told(kvengine.patch(model, "h2o(budget=24)", judge_every=SIZE), {"input_ids": ids})
+    with opened(model, "h2o(budget=24)", SIZE) as engine:
+        session = engine.session()
+        torch.testing.assert_close(session.read(ids[0].tolist()), want[0])
+        assert session.branch().judge_every == SIZE  # type: ignore[attr-defined]
+        assert engine.session().read(ids[0].tolist(), every=True).shape == (61, 128)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "falcon_h1", "qwen3_next", "gpt_oss", "gemma3n"])

@@ -12,7 +12,7 @@ from support_evals import tiny_model, tiny_tokenizer
 
 import kvengine
 from kvengine.errors import EvaluationError
-from kvengine.evals import maps
+from kvengine.evals import maps, report
 from kvengine.evals.measure import measure
 from kvengine.evals.policies import arms
 
@@ -42,6 +42,28 @@ def test_a_folder_of_another_seed_is_left_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="with seed 42, this one has 7"):
         measure("ruler", model=model, tokenizer=tokenizer, out=tmp_path, seed=7, **SETTINGS)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_prompts_are_read_in_parts(tmp_path: Path) -> None:
+    model, tokenizer, passes = tiny_model(), tiny_tokenizer(), list[int]()
+    settings = SETTINGS | {"policies": "full;streaming(recent=40);lowrank(rank=2)"}
+    whole = measure("ruler", model=model, tokenizer=tokenizer, **settings)
+    hook = model.register_forward_pre_hook(lambda m, a, kw: passes.append(kw["input_ids"].shape[1]), with_kwargs=True)
+    cells = measure("ruler", model=model, tokenizer=tokenizer, out=tmp_path, judge_every=100, **settings)
+    hook.remove()
+    assert max(passes) == 100 and passes.count(100) >= 4 * 2 * 2
+    assert [cell.status for cell in cells] == ["ok", "ok", "refused"]
+    assert cells[0].score == whole[0].score  # nothing is judged there
+    report.write(tmp_path)
+    assert "read in parts of 100 tokens" in (tmp_path / "report.md").read_text()
+    with pytest.raises(EvaluationError, match="with judge_every 100, this one has None"):
+        measure("ruler", model=model, tokenizer=tokenizer, out=tmp_path, **settings)
+    for given, match in (
+        ({"judge_every": 1}, "2 tokens or more"),
+        ({"judge_every": 64, "shared": True}, "leave shared out"),
+    ):
+        with pytest.raises(EvaluationError, match=match):
+            measure("ruler", model=model, tokenizer=tokenizer, **settings, **given)
 
 
 def test_contexts_are_shared_and_time_ends_as_on_the_command_line(tmp_path: Path) -> None:

@@ -79,7 +79,9 @@ def test_a_window_keeps_nothing_else_of_a_prompt(family: str) -> None:
         assert cache.stats().bytes["device"]["stock"] == len(windows) * one and cache.stats().seen == 41
         assert cache.stats().read_per_token >= len(windows) * one
         model(batch["input_ids"][:, :1], cache=cache)
-    assert cache.stats().bytes["device"]["stock"] == len(windows) * one * WINDOW // (WINDOW - 1)  # the oldest's place too
+    assert cache.stats().bytes["device"]["stock"] == len(windows) * one * WINDOW // (
+        WINDOW - 1
+    )  # the oldest's place too
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
