@@ -92,8 +92,11 @@ class Readable(User):
         return finish
 
     def lay_out(self, k: Float[Tensor, "row slot dim"], v: Float[Tensor, "row slot dim_v"]) -> None:
-        """Write keys and values of all slots to the first of these, some columns at a time, the next ones on their way."""
-        each = max(1, LAID // max(1, len(self.table) * self.page))
+        """Write keys and values of all slots to the first of these, some columns at a time, the next ones on their way.
+
+        Where tiers keep what was read last, a read of all is one: parts would drive each other out.
+        """
+        each = max(1, self.columns if self.pool.recalls else LAID // (len(self.table) * self.page))
         spans = [slice(i, min(i + each, self.columns)) for i in range(0, self.columns, each)]
         coming = [self.decoding(span) for span in spans[:1]]
         for i, span in enumerate(spans):

@@ -155,6 +155,11 @@ class Pool:
         return all(type(x) is Flat and x.tier == "device" for x in self.shelves)
 
     @property
+    def recalls(self) -> bool:
+        """Whether a read leaves its pieces nearer, in the place of those of the read before."""
+        return any(getattr(shelf, "recalls", True) for shelf in self.shelves)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page, wherever it is."""
         return self.per * sum(shelf.piece_bytes for shelf in self.shelves)

@@ -157,6 +157,8 @@ class TensorStore:
 class Flat:
     """A shelf of one tier: pieces at their ids, in one tensor for each field."""
 
+    recalls: ClassVar[bool] = False  # what was read last is kept nearer, in the place of other pieces
+
     def __init__(self, like: Mapping[str, Tensor], device: torch.device | None, tier: str) -> None:
         self.tier, self.served, self.faults = tier, Counter[str](), 0
         self.stores = {name: TensorStore(x, device) for name, x in like.items()}

@@ -121,6 +121,8 @@ class Fetched(Flat):
 class Recalled(Fetched):
     """As that, with what the last step read still on the device: `slots` pieces of each row."""
 
+    recalls: ClassVar[bool] = True
+
     def __init__(self, like: Mapping[str, Tensor], rows: int, slots: int) -> None:
         super().__init__(like)
         self.like = {name: x.new_empty(0, *x.shape[1:]) for name, x in like.items()}  # not a view: it would keep x
