@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kvengine.errors import StoreError
 from kvengine.offload.placement import Fields, Held, Site
-from kvengine.offload.placement._levels import Layout, Level, Unwritable
+from kvengine.offload.placement._levels import Full, Layout, Level, Unwritable
 from kvengine.offload.placement._packed import Packed
 from kvengine.offload.placement._staged import Staged
 
@@ -181,7 +181,7 @@ class Tiered:
     def check_room(self, t: int, count: int, short: int, spare: int) -> None:
         if spare < short:
             level = self.levels[t]
-            raise StoreError(
+            raise Full(
                 f"{count} more pages do not fit: every tier down to {level.name!r} is full (here it has room for "
                 f"{level.capacity} pages of {self.layout.size} bytes); raise a cap, or add a tier below"
             )
@@ -271,8 +271,11 @@ class Tiered:
             if not len(up):
                 continue
             rows = torch.from_numpy(up)
-            self.make_room(t, len(up))
-            self.place(t, ids[up], {name: x[rows.to(x.device)] for name, x in found.items()})
+            try:
+                self.make_room(t, len(up))
+                self.place(t, ids[up], {name: x[rows.to(x.device)] for name, x in found.items()})
+            except Full:  # what would have to go down has nowhere to go: they are read where they are
+                return
             source[up] = t
 
     def fetch_ahead(self) -> None:

@@ -215,6 +215,18 @@ def test_reading_more_than_fits_pushes_nothing_out() -> None:
     assert shelf.served == {"device": 15, "host": 45}
 
 
+def test_where_every_tier_is_full_pages_are_read_where_they_are() -> None:
+    """There is no room to bring one up in the place of another, which was an error of reading."""
+    shelf = tiered([in_memory("device", 2), in_memory("host", 2), in_file(3)])
+    shelf.write(torch.arange(7), rows(range(7)))
+    for wanted in ([0], [1, 5], [2, 3, 4], list(range(7))):
+        assert shelf.read(torch.tensor(wanted))["a"][:, 0].tolist() == wanted
+    with pytest.raises(StoreError, match="every tier down to 'disk' is full"):
+        shelf.write(torch.tensor([7]), rows([7]))
+    shelf.forget(np.array([6]))
+    assert shelf.read(torch.tensor([0]))["a"][:, 0].tolist() == [0] and shelf.slot[0, 0] >= 0
+
+
 class Plain:
     """A store in a dictionary, which can be told to fail."""
 
