@@ -293,12 +293,14 @@ class Files:
     def _scan(self, now: float) -> Iterator[Entry]:
         for shard in SHARDS:
             for path, size, changed in self.files.scan(self.folder / "objects" / shard):
+                if path.name != f"{path.stem}.kv" or not keys.KEY.fullmatch(path.stem):
+                    continue  # not ours, as what copies a store puts there before it is whole
                 changed = min(changed, now)  # a clock that was put back would make it the last to be evicted
                 try:
                     entry = self._header(path.stem)
                 except KeyError:
                     continue
-                except (CorruptBitstream, ValueError):
+                except CorruptBitstream:
                     self._quarantine_path(path)
                     continue
                 except OSError as error:  # of another version, or unreadable: it takes its room, until it is evicted

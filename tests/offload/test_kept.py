@@ -149,6 +149,20 @@ def test_values_of_another_version_stay_and_are_counted(tmp_path: Path) -> None:
     store.close()
 
 
+def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    """Of what rsync, say, was about to put there all but eight files were lost when the folder was opened."""
+    store = Files(tmp_path, sync="none")
+    store.put(KEYS[0], [bytes(300)])
+    store.close()
+    names = {f".{KEYS[0]}.kv.Ab12Cd", f"{KEYS[0]}.kv.bak", "notes.txt", *(f"{i}.kv" for i in range(9))}
+    for name in names:
+        (tmp_path / "objects" / "0" / name).write_bytes(b"not ours")
+    store = Files(tmp_path, sync="none")
+    assert store.damaged == 0 and [entry.key for entry in store.entries()] == [KEYS[0]]
+    assert {path.name for path in (tmp_path / "objects" / "0").iterdir()} == names | {f"{KEYS[0]}.kv"}
+    store.close()
+
+
 def test_one_bad_block_does_not_close_the_store(tmp_path: Path) -> None:
     class Bad(FileSystem):
         def read(self, handle: int, into: memoryview, offset: int) -> int:
