@@ -18,6 +18,7 @@ import errno
 import logging
 import os
 import secrets
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -71,7 +72,8 @@ class Files:
             self.index = Index(self.folder / "index.sqlite")
             self.removed = self.gc()
         except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"the store at {self.folder} cannot be opened: {error}") from error
+            full = "; the disk is full" if _is_full(self.folder) else ""
+            raise StoreError(f"the store at {self.folder} cannot be opened: {error}{full}") from error
 
     def _prepare(self) -> None:
         for name in ("tmp", "pins", "quarantine", *(f"objects/{shard}" for shard in SHARDS)):
@@ -350,6 +352,13 @@ class Files:
 
     def close(self) -> None:
         self.index.close()
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < 1 << 16
+    except OSError:
+        return False
 
 
 def _alive(writer: str) -> bool:

@@ -30,6 +30,8 @@ SOUND = (
     sqlite3.SQLITE_FULL,
 )  # fmt: skip
 """What says nothing against an index: another process has it, or it may not be written. It is not to be made again."""
+UNREADABLE = (sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_IOERR_SHORT_READ)
+"""Of failures of the disk those that say something against it; others, as on a full disk, say that it could not be written."""
 COLUMNS = "key, size, created, expires, accessed, pinned, writer"
 
 
@@ -43,7 +45,9 @@ class Index:
         try:
             self.base = self._open()
         except sqlite3.DatabaseError as error:
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF in SOUND:  # the rest of the code says more of the same
+            code = getattr(error, "sqlite_errorcode", 0)
+            kind = code & 0xFF  # the rest of the code says more of the same
+            if kind in SOUND or (kind == sqlite3.SQLITE_IOERR and code not in UNREADABLE):
                 raise
             self._remove()
             self.base = self._open()

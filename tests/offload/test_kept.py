@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,6 +200,20 @@ def test_a_disk_too_full_for_the_index_makes_room_as_well(tmp_path: Path, monkey
     store.put(KEYS[5], [bytes(100)])
     assert store.size(KEYS[5]) == 100 and held(store) == store.index.total() == 300
     store.close()
+
+
+def test_an_index_that_a_full_disk_keeps_from_being_opened_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was removed as if damaged, also from under other processes, and all that was said was "disk I/O error"."""
+    Files(tmp_path, sync="none").close()
+    before, error = (tmp_path / "index.sqlite").stat().st_ino, sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+    monkeypatch.setattr(sqlite3, "connect", lambda *_, **__: (_ for _ in ()).throw(error))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(StoreError, match="cannot be opened: disk I/O error; the disk is full"):
+        Files(tmp_path, sync="none")
+    assert (tmp_path / "index.sqlite").stat().st_ino == before
 
 
 def test_an_index_that_was_full_goes_on(tmp_path: Path) -> None:
