@@ -231,6 +231,22 @@ def test_what_is_given_up_below_stays_above() -> None:
     assert shelf.read(torch.arange(4))["a"][:, 0].tolist() == [10, 11, 12, 13]
 
 
+def test_caps_that_are_too_small_are_an_error_and_change_no_output() -> None:
+    """Pages were lost where all tiers together were too small by little, and what was read in their place were zeros."""
+    tokens, outcomes = draw(200), list[str]()
+    want = run("quest(budget=40, page=8)", tokens, 120).out
+    for disk in (12, 16, 20):
+        try:
+            found = run(
+                f"quest(budget=40, page=8) + disk(device={2 * PAGE}, host={3 * PAGE}, disk={disk * PAGE})", tokens, 120
+            )
+        except StoreError as error:
+            outcomes.append("full" if "every tier down to 'disk' is full" in str(error) else str(error))
+        else:
+            outcomes.append("same" if torch.equal(found.out, want) else "other")
+    assert outcomes == ["full", "full", "same"]
+
+
 def test_pages_that_are_there_twice_are_no_reason_to_be_full() -> None:
     shelf = tiered([in_memory("device", 2), in_memory("host", 2), in_file(2)])
     shelf.write(torch.arange(5), rows(range(5)))
