@@ -95,7 +95,10 @@ def _plain(entry: Entry) -> dict[str, Any]:
 
 
 def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (ValueError, OverflowError, OSError):  # beyond all calendars
+        return f"{seconds:g}"
 
 
 @app.command()
@@ -171,7 +174,7 @@ def verify(
     store: Store = "",
 ) -> None:
     """Read values and check every byte. Damaged ones are taken out of the store; the status is then 1."""
-    bad, strange, console = 0, 0, Console(stderr=True)
+    bad, strange, gone, console = 0, 0, 0, Console(stderr=True)
     with opened(store) as source:
         moved = 0 if some else getattr(source, "damaged", 0)  # a folder is looked through when it is opened
         every = [complete(source, name) for name in some or []] or [entry.key for entry in source.entries()]
@@ -181,12 +184,16 @@ def verify(
             except IncompatibleCache as error:
                 strange += 1
                 typer.echo(f"{key} is left as it is: {error}", err=True)
-            except (CorruptBitstream, KeyError) as error:
+            except KeyError:
+                bad, gone = bad + bool(some), gone + (not some)  # since it was listed it has expired, or made room
+                if some:
+                    typer.echo(f"{key} is not there", err=True)
+            except CorruptBitstream as error:
                 bad += 1
                 typer.echo(f"{key} {error}", err=True)
                 source.delete(key)
     told = f"; {moved} were found damaged when the store was opened" if moved else ""
-    typer.echo(f"{len(every) - bad - strange} of {len(every) + moved} values are whole{told}")
+    typer.echo(f"{len(every) - bad - strange - gone} of {len(every) - gone + moved} values are whole{told}")
     if bad or moved:
         raise typer.Exit(1)
 

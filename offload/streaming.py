@@ -16,6 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from kvengine.errors import StoreError
+
 TEXT = "text"
 """The option of recomputing a chunk from its tokens: exact, no transfer, costs prefill time."""
 
@@ -47,7 +49,7 @@ class Link(Protocol):
     """A way to get chunks, with a clock."""
 
     def now(self) -> float:
-        """Seconds since the stream began."""
+        """Seconds, from whenever on."""
 
     def fetch(self, chunk: int, level: str, size: int, patience: float) -> Fetched:
         """Gets a chunk, or gives up after `patience` seconds."""
@@ -72,7 +74,7 @@ class Bandwidth:
 
     def estimate(self) -> float:
         if not self.seen:
-            return self.prior
+            return max(self.prior, 1.0)
         newest = self.seen[-1][0] / self.seen[-1][1]
         return max(min(sum(n for n, _ in self.seen) / sum(s for _, s in self.seen), newest), 1.0)
 
@@ -196,26 +198,32 @@ seconds it would have taken, real work None."""
 
 def stream(chunks: Sequence[Chunk], controller: Controller, link: Link, work: Work) -> Outcome:
     """Gets all chunks in order. Transfers run here, `work` beside them on one thread, each chunk after the one before,
-    since recomputing a chunk needs those before it."""
-    chosen, moved, given_up, busy = [], 0, 0, 0.0
+    since recomputing a chunk needs those before it. Raises StoreError if a chunk that cannot be recomputed does not arrive."""
+    began, chosen, moved, given_up, busy = link.now(), [], 0, 0, 0.0
+
+    def now() -> float:
+        return link.now() - began
+
     with ThreadPoolExecutor(1) as pool:
         jobs: list[Future[float | None]] = []
         for i, chunk in enumerate(chunks):
-            option = controller.choose(chunks[i:], link.now(), max(busy - link.now(), 0.0))
+            option = controller.choose(chunks[i:], now(), max(busy - now(), 0.0))
             payload = None
             if option != TEXT:
-                patience = controller.patience(chunk, option, chunks[i + 1 :], link.now())
+                patience = controller.patience(chunk, option, chunks[i + 1 :], now())
                 got = link.fetch(i, option, chunk.sizes[option], patience)
                 controller.bandwidth.observe(got.nbytes, got.seconds)
                 moved, payload = moved + got.nbytes, got.payload
                 if not got.complete:
+                    if chunk.recompute is None:
+                        raise StoreError(f"chunk {i} at {option!r} did not arrive, and it cannot be recomputed")
                     option, payload, given_up = TEXT, None, given_up + 1
             chosen.append(option)
             jobs.append(pool.submit(work, i, option, payload))
-            busy = max(busy, link.now()) + controller.seconds(chunk, option)
+            busy = max(busy, now()) + controller.seconds(chunk, option)
         spent = [job.result() for job in jobs]
     simulated = all(seconds is not None for seconds in spent)
-    return Outcome(tuple(chosen), busy if simulated else link.now(), moved, given_up)
+    return Outcome(tuple(chosen), busy if simulated else now(), moved, given_up)
 
 
 def expected(chunks: Sequence[Chunk], controller: Controller) -> Work:

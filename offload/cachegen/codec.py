@@ -6,6 +6,7 @@ be read in any order, fetched by byte range, and decoded in parallel threads.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -43,7 +44,8 @@ class Identity:
     rope: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        return {"model": self.model, "tokenizer": self.tokenizer, "rope": dict(self.rope)}
+        """As it comes back from a container: a tuple as a list."""
+        return {"model": self.model, "tokenizer": self.tokenizer, "rope": json.loads(json.dumps(dict(self.rope)))}
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ def _header(kv: KV, name: str, steps: Level | None, chunk: int) -> dict[str, Any
     positions = torch.arange(kv.tokens) if kv.positions is None else kv.positions
     if positions.shape != (kv.tokens,):
         raise ValueError(f"{kv.tokens} tokens need as many positions, got shape {tuple(positions.shape)}")
+    if positions.is_floating_point() or positions.dtype == torch.bool:
+        raise ValueError(f"positions are whole numbers, not {positions.dtype}")
     return {
         "kind": "kv",
         "identity": kv.identity.as_json(),
@@ -189,13 +193,16 @@ def _layout(header: Mapping[str, Any], sections: int) -> Layout:
     tokens, chunk, level = header["tokens"], header["chunk"], header["level"]
     stretches = [(_whole(first, 1 << 62, -(1 << 62)), _whole(count, tokens)) for first, count in header["positions"]]
     repeats = [(tuple(_whole(n, 1 << 20) for n in shape), _whole(times, 1 << 16)) for *shape, times in header["shapes"]]
-    if sum(times for _, times in repeats) * 2 * -(-_whole(tokens, 1 << 40) // _whole(chunk, MAX_CHUNK, 1)) != sections:
+    layers = _whole(sum(times for _, times in repeats), 1 << 16)  # without tokens no section would tell
+    if layers * 2 * -(-_whole(tokens, 1 << 40) // _whole(chunk, MAX_CHUNK, 1)) != sections or (tokens and not layers):
         raise ValueError(f"{sections} sections do not match the shapes")
     if sum(count for _, count in stretches) != tokens or any(len(shape) != 3 for shape, _ in repeats):
         raise ValueError("positions or shapes do not match the tokens")
     pieces = [torch.arange(first, first + count) for first, count in stretches]
+    whose = Identity(**header["identity"])
+    whose.as_json()  # raises for what is none
     return Layout(
-        Identity(**header["identity"]), str(level), DTYPES[header["dtype"]], tokens, chunk,
+        whose, str(level), DTYPES[header["dtype"]], tokens, chunk,
         tuple((s[0], s[1], s[2]) for s, times in repeats for _ in range(times)),
         torch.cat([torch.zeros(0, dtype=torch.int64), *pieces]), dict(header["extra"]),
     )  # fmt: skip
@@ -228,7 +235,10 @@ def decode(
     _check_sizes(container, found)
     if found.nbytes > limit:
         raise IncompatibleCache(f"decoding takes {found.nbytes} bytes, the limit is {limit}")
-    layers = [_empty(found, layer) for layer in range(len(found.shapes))]
+    try:
+        layers = [_empty(found, layer) for layer in range(len(found.shapes))]
+    except (RuntimeError, MemoryError) as error:
+        raise IncompatibleCache(f"decoding takes {found.nbytes} bytes, for which there is no memory") from error
 
     def section(job: tuple[int, int, int]) -> None:
         chunk, layer, part = job

@@ -69,7 +69,8 @@ def widths(x: Float[Tensor, "head token dim"], step: float, ops: ModuleType) -> 
     spread = _spread(some)
     if not spread.isfinite().all():  # squares of fp32 beyond 1e19 overflow
         spread = _spread(some.double()).float()
-    width = torch.maximum(spread * step, largest / LIMIT).clamp_min(torch.finfo(torch.float32).tiny)
+    finite = torch.finfo(torch.float32)
+    width = torch.maximum(spread * step, largest / LIMIT).clamp(finite.tiny, finite.max)
     return np.ascontiguousarray(width.numpy())
 
 

@@ -56,10 +56,12 @@ class File(Packed):
         self.flush()
         twin = File(self.layout, self.folder, self.capacity)
         self.copied_to(twin)
-        at, end = 0, os.fstat(self.handle).st_size
-        while at < end:
-            part = os.pread(self.handle, 1 << 24, at)
-            at += os.pwrite(twin.handle, part, at)
+        at = 0
+        try:
+            while part := os.pread(self.handle, 1 << 24, at):
+                at += os.pwrite(twin.handle, part, at)
+        except OSError as error:
+            raise StoreError(f"pages on the disk tier could not be copied: {error}") from error
         return twin
 
     def put(self, slots: np.ndarray, raw: np.ndarray) -> None:

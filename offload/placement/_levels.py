@@ -28,6 +28,10 @@ class Unwritable(StoreError):
     """A tier did not take pages; they are where they were."""
 
 
+class Full(StoreError):
+    """No tier has room for more pages; all are where they were."""
+
+
 class Slots:
     """Numbers given out and taken back."""
 

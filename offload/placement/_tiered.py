@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kvengine.errors import StoreError
 from kvengine.offload.placement import Fields, Held, Site
-from kvengine.offload.placement._levels import Layout, Level, Unwritable
+from kvengine.offload.placement._levels import Full, Layout, Level, Unwritable
 from kvengine.offload.placement._packed import Packed
 from kvengine.offload.placement._staged import Staged
 
@@ -159,29 +159,35 @@ class Tiered:
         self.slot[t, ids], self.used[t, ids] = slots, self.clock
 
     def make_room(self, t: int, count: int) -> None:
-        """Room for `count` pieces, by sending others down."""
-        level = self.levels[t]
-        short = count + level.slots.used - level.capacity
-        if short <= 0:
-            return
-        there = np.flatnonzero(self.slot[t] >= 0)
-        if t + 1 == len(self.levels):
-            there = there[(self.slot[:t, there] >= 0).any(0)]  # those that are above too
-            self.check_room(t, count, short, len(there))
-        gone = there[oldest(self.used[t, there], short)]
-        new = gone[:0] if t + 1 == len(self.levels) else gone[self.slot[t + 1, gone] < 0]
+        """Room for `count` pieces, by sending others down; where none goes down, by giving up those that are above too."""
         try:
-            if len(new):
-                self.place(t + 1, new, level.read(self.slot[t, new], ()))
-        except Unwritable as error:
-            self.fault(error)
-            return
-        self.drop(t, gone)
+            self.send_down(t, count)
+        except Full:
+            there = np.flatnonzero((self.slot[t] >= 0) & (self.slot[:t] >= 0).any(0))
+            self.drop(t, there[oldest(self.used[t, there], self.short(t, count))])
+            self.send_down(t, count)
 
-    def check_room(self, t: int, count: int, short: int, spare: int) -> None:
-        if spare < short:
-            level = self.levels[t]
-            raise StoreError(
+    def short(self, t: int, count: int) -> int:
+        """How many pieces must go before there is room for `count`."""
+        return max(0, count + self.levels[t].slots.used - self.levels[t].capacity)
+
+    def send_down(self, t: int, count: int) -> None:
+        """Raises Full if not enough go down; those that do not are where they were."""
+        level = self.levels[t]
+        if (short := self.short(t, count)) and t + 1 < len(self.levels):
+            there = np.flatnonzero(self.slot[t] >= 0)
+            gone = there[oldest(self.used[t, there], short)]
+            new = gone[self.slot[t + 1, gone] < 0]
+            try:
+                if len(new):
+                    self.place(t + 1, new, level.read(self.slot[t, new], ()))
+            except Unwritable as error:
+                self.fault(error)
+                return
+            # Not all that were below still are: they were given up for others, as they are here too.
+            self.drop(t, gone[(self.slot[t + 1 :, gone] >= 0).any(0)])
+        if self.short(t, count):
+            raise Full(
                 f"{count} more pages do not fit: every tier down to {level.name!r} is full (here it has room for "
                 f"{level.capacity} pages of {self.layout.size} bytes); raise a cap, or add a tier below"
             )
@@ -271,8 +277,11 @@ class Tiered:
             if not len(up):
                 continue
             rows = torch.from_numpy(up)
-            self.make_room(t, len(up))
-            self.place(t, ids[up], {name: x[rows.to(x.device)] for name, x in found.items()})
+            try:
+                self.make_room(t, len(up))
+                self.place(t, ids[up], {name: x[rows.to(x.device)] for name, x in found.items()})
+            except Full:  # what would have to go down has nowhere to go: they are read where they are
+                return
             source[up] = t
 
     def fetch_ahead(self) -> None:

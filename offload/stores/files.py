@@ -18,10 +18,11 @@ import errno
 import logging
 import os
 import secrets
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -45,7 +46,7 @@ class Files:
     cap:     most bytes of payload, None without limit; least recently used values that are not pinned make room
     sync:    "always" survives power loss; "none" only the end of the process, and is several times faster
     spares:  what does not fit on a full disk is not stored; else it costs values, those that were used longest ago
-    grace:   seconds after which an unfinished file counts as left over
+    grace:   seconds after which an unfinished file, and the room kept for it, count as left over
     files:   where the bytes go; for tests
 
     Raises StoreError if the folder cannot be used.
@@ -71,7 +72,8 @@ class Files:
             self.index = Index(self.folder / "index.sqlite")
             self.removed = self.gc()
         except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"the store at {self.folder} cannot be opened: {error}") from error
+            full = "; the disk is full" if _is_full(self.folder) else ""
+            raise StoreError(f"the store at {self.folder} cannot be opened: {error}{full}") from error
 
     def _prepare(self) -> None:
         for name in ("tmp", "pins", "quarantine", *(f"objects/{shard}" for shard in SHARDS)):
@@ -121,19 +123,30 @@ class Files:
             return False
 
     def _reserved_write(self, entry: Entry, parts: Sequence[Buffer]) -> None:
-        writer, pinned = f"{os.getpid()}-{secrets.token_hex(4)}", self._pin(entry.key).exists()
+        writer = f"{os.getpid()}-{secrets.token_hex(4)}"
         try:
-            for victim in self.index.reserve(replace(entry, pinned=pinned), writer, self.cap, time.time()):
-                self._unlink(victim)
+            with self.index.reserve(entry, writer, self.cap, time.time()) as victims:
+                self.index.pin(entry.key, self._pin(entry.key).exists())
+                for victim in victims:
+                    self._unlink(victim)
         except sqlite3.Error as error:
             full = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
             raise OSError(errno.ENOSPC if full else errno.EIO, f"the index failed: {error}") from error
         try:
             self._write(self.folder / "tmp" / f"{entry.key[:16]}-{writer}", self.path(entry.key), parts)
         except BaseException:
-            self._quietly(lambda key: self.index.remove(key, writer), entry.key)
+            self._quietly(lambda key: self._take_back(key, writer), entry.key)
             raise
-        self._quietly(lambda _: self.index.commit(replace(entry, pinned=pinned)), entry.key)
+        self._quietly(lambda key: self.index.commit(self._marked(entry)), entry.key)
+
+    def _take_back(self, key: str, writer: str) -> None:
+        """A write failed: forget what was reserved for it, and count again what is still there."""
+        self.index.remove(key, writer)
+        with suppress(KeyError, OSError):
+            self.index.add(self._marked(self._header(key)))
+
+    def _marked(self, entry: Entry) -> Entry:
+        return replace(entry, pinned=self._pin(entry.key).exists())
 
     def _write(self, draft: Path, target: Path, parts: Sequence[Buffer]) -> None:
         handle = self.files.create(draft)
@@ -184,8 +197,7 @@ class Files:
         finally:
             self.files.close(handle)
         if entry.expired(time.time()):
-            self.delete(key)
-            raise KeyError(key)
+            raise KeyError(key)  # by its name it might be another by now, that somebody has put anew
         self._touch(key, entry)
         return got
 
@@ -248,11 +260,15 @@ class Files:
             self.files.unlink(mark)
         elif self.size(key) is None:
             raise KeyError(key)
-        elif not mark.exists():
-            self.files.close(self.files.create(mark))
+        else:
+            with suppress(FileExistsError):
+                self.files.close(self.files.create(mark))
             self._sync_folder(mark.parent)
         with self._index_errors():
             self.index.pin(key, pinned)
+        if pinned and self.size(key) is None:  # it made room before the index knew
+            self.files.unlink(mark)
+            raise KeyError(key)
 
     def verify(self, key: str) -> None:
         size = self.size(key)
@@ -267,28 +283,32 @@ class Files:
             if now - changed > self.grace:
                 self.files.unlink(path)
         with self._index_errors():
-            self.index.replace(self.index.entries(), list(self._scan(now)), _alive)
-            gone = self.index.trim(self.cap, now)
-        for key in gone:
-            self.delete(key)
+            self.index.replace(self.index.entries(), list(self._scan(now)), _alive, now - self.grace, self._pinned)
+            with self.index.trim(self.cap, now) as gone:
+                for key in gone:
+                    self._unlink(key)
         return len(gone)
 
+    def _pinned(self) -> set[str]:
+        return {path.name for path, _, _ in self.files.scan(self.folder / "pins")}
+
     def _scan(self, now: float) -> Iterator[Entry]:
-        pinned = {path.name for path, _, _ in self.files.scan(self.folder / "pins")}
         for shard in SHARDS:
             for path, size, changed in self.files.scan(self.folder / "objects" / shard):
+                if path.name != f"{path.stem}.kv" or not keys.KEY.fullmatch(path.stem):
+                    continue  # not ours, as what copies a store puts there before it is whole
                 changed = min(changed, now)  # a clock that was put back would make it the last to be evicted
                 try:
                     entry = self._header(path.stem)
                 except KeyError:
                     continue
-                except (CorruptBitstream, ValueError):
+                except CorruptBitstream:
                     self._quarantine_path(path)
                     continue
                 except OSError as error:  # of another version, or unreadable: it takes its room, until it is evicted
                     log.warning("%s is left as it is: %s", path, error)
                     entry = Entry(path.stem, max(0, size - record.SIZE), changed)
-                yield Entry(entry.key, entry.size, entry.created, entry.expires, changed, entry.key in pinned)
+                yield Entry(entry.key, entry.size, entry.created, entry.expires, changed)
 
     def _quarantine(self, key: str) -> None:
         self._quarantine_path(self.path(key))
@@ -311,7 +331,7 @@ class Files:
             if abs(now - self.path(key).stat().st_mtime) > COARSE:
                 self.files.touch(self.path(key), now)
                 if entry is not None:  # unless it is there: the index may have fallen behind
-                    self.index.add(replace(entry, pinned=self._pin(key).exists()))
+                    self.index.add(self._marked(entry))
                 self.index.touch(key, now)
         except (OSError, sqlite3.Error) as error:
             log.debug("access to %s was not written down: %s", key, error)
@@ -332,6 +352,13 @@ class Files:
 
     def close(self) -> None:
         self.index.close()
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < 1 << 16
+    except OSError:
+        return False
 
 
 def _alive(writer: str) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import sqlite3
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from kvengine.errors import StoreError
@@ -28,6 +30,8 @@ SOUND = (
     sqlite3.SQLITE_FULL,
 )  # fmt: skip
 """What says nothing against an index: another process has it, or it may not be written. It is not to be made again."""
+UNREADABLE = (sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_IOERR_SHORT_READ)
+"""Of failures of the disk those that say something against it; others, as on a full disk, say that it could not be written."""
 COLUMNS = "key, size, created, expires, accessed, pinned, writer"
 
 
@@ -41,7 +45,9 @@ class Index:
         try:
             self.base = self._open()
         except sqlite3.DatabaseError as error:
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF in SOUND:  # the rest of the code says more of the same
+            code = getattr(error, "sqlite_errorcode", 0)
+            kind = code & 0xFF  # the rest of the code says more of the same
+            if kind in SOUND or (kind == sqlite3.SQLITE_IOERR and code not in UNREADABLE):
                 raise
             self._remove()
             self.base = self._open()
@@ -72,9 +78,11 @@ class Index:
         for suffix in ("", "-wal", "-shm"):
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
 
-    def reserve(self, entry: Entry, writer: str, cap: int | None, now: float) -> list[str]:
-        """Counts `entry` in and returns the keys that must go for it: expired ones, then the least recently used that
-        are not pinned. Raises StoreError, and changes nothing, if it cannot fit."""
+    @contextmanager
+    def reserve(self, entry: Entry, writer: str, cap: int | None, now: float) -> Iterator[list[str]]:
+        """Counts `entry` in and gives the keys that must go for it: expired ones, then the least recently used that
+        are not pinned. While they are removed, nobody puts them anew. Raises StoreError, and changes nothing, if it cannot fit.
+        """
         with self.lock, self._transaction():
             self.base.execute("delete from object where key = ?", (entry.key,))
             victims, over = self._victims(entry.size, cap, now)
@@ -82,7 +90,7 @@ class Index:
                 raise StoreError(f"no room: {entry.size} bytes do not fit under the cap of {cap} beside what is pinned")
             self._forget(victims)
             self._insert(entry, writer)
-            return victims
+            yield victims
 
     def _forget(self, keys: list[str]) -> None:
         self.base.executemany("delete from object where key = ?", [(key,) for key in keys])
@@ -104,12 +112,13 @@ class Index:
             over -= n
         return victims, over
 
-    def trim(self, cap: int | None, now: float) -> list[str]:
-        """Forgets and returns the keys that are expired or above the cap."""
+    @contextmanager
+    def trim(self, cap: int | None, now: float) -> Iterator[list[str]]:
+        """Forgets the keys that are expired or above the cap. While they are removed, nobody puts them anew."""
         with self.lock, self._transaction():
             victims, _ = self._victims(0, cap, now)
             self._forget(victims)
-            return victims
+            yield victims
 
     def commit(self, entry: Entry) -> None:
         """The reserved value is there."""
@@ -119,9 +128,17 @@ class Index:
             if not done.rowcount:
                 self._insert(entry, None, "ignore")
 
-    def replace(self, known: Iterable[Entry], found: Iterable[Entry], alive: Callable[[str], bool]) -> None:
+    def replace(
+        self,
+        known: Iterable[Entry],
+        found: Iterable[Entry],
+        alive: Callable[[str], bool],
+        since: float,
+        pins: Callable[[], set[str]],
+    ) -> None:
         """Sets the index to what a scan found, where it is still as it was `known` before the scan; drops reservations of
-        writers that are not alive."""
+        writers that are not alive, and all that were not made `since` then: a process may have a dead one's number. What is
+        pinned is asked here, while nobody else changes it."""
         with self.lock, self._transaction():
             self.base.executemany(
                 "delete from object where key = ? and created = ? and writer is null",
@@ -129,8 +146,10 @@ class Index:
             )
             dead = [(name,) for name in self.writers() if not alive(name)]
             self.base.executemany("delete from object where writer = ?", dead)
+            self.base.execute("delete from object where writer is not null and created < ?", (since,))
+            pinned = pins()
             for entry in found:
-                self._insert(entry, None, "ignore")
+                self._insert(replace(entry, pinned=entry.key in pinned), None, "ignore")
 
     def add(self, entry: Entry) -> None:
         with self.lock:

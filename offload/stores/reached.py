@@ -9,7 +9,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvengine.errors import StoreError
 
-SECRET = re.compile(r"(?<=://)[^?#]*(?=@)|(?<=password=)[^&]*")
+UNQUOTED = r"[^/@?#]*(?:#|\?(?!\w+=)).*(?=@)"
+"""A password in which # or ? stands as it is, which ends the host's part of a URL."""
+SECRET = re.compile(rf"(?<=://)[^?#]*(?=@)|(?<=password=)[^&]*|(?<=://){UNQUOTED}")
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -21,6 +21,8 @@ MAGIC = b"\x93KVREC\r\n"
 VERSION = 1
 HEADER = struct.Struct("<8sH6x32sQdd8s8x")
 SIZE = HEADER.size + 8
+MOST = 1 << 38
+"""Bytes: a header that says more of its payload is not to be believed."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -69,6 +71,8 @@ def header(key: str, payload: Sequence[Buffer], ttl: float | None) -> bytes:
     for what is no time."""
     now = time.time()
     size = sum(memoryview(part).nbytes for part in payload)
+    if size > MOST:
+        raise StoreError(f"a value of {size} bytes is more than the {MOST} that a store takes")
     expires = 0.0 if check_ttl(ttl) is None else now + (ttl or 0.0)
     front = HEADER.pack(
         MAGIC, VERSION, bytes.fromhex(check(key)), size, now, expires, digest(*(memoryview(part) for part in payload))
@@ -86,6 +90,8 @@ def parse(front: Buffer, key: str | None = None) -> Entry:
     _, version, name, size, created, expires, mark = HEADER.unpack_from(front)
     if version != VERSION:
         raise IncompatibleCache(f"record version {version}; this kvengine reads version {VERSION}")
+    if size > MOST:
+        raise CorruptBitstream(f"a record says that it has {size} bytes, more than any value")
     if key is not None and name.hex() != key:
         raise CorruptBitstream(f"a record of key {name.hex()[:12]}... lies under the name {key[:12]}...")
     return Entry(name.hex(), size, created, expires, created, False, mark)

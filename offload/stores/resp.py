@@ -19,6 +19,7 @@ from kvengine.offload.stores.record import Buffer, Entry
 
 PART = 4 << 20
 UNFINISHED = 3_600_000  # milliseconds that parts without a manifest stay
+TOGETHER = 100  # parts that are deleted at once
 
 
 class Resp:
@@ -114,14 +115,16 @@ class Resp:
 
     @reached
     def delete(self, key: str) -> bool:
-        front, number, parts = self.client.get(self._name(key)), 0, 0
+        front, parts = self.client.get(self._name(key)), 0
         try:
             parts = -(-record.parse(front or b"", key).size // PART)
         except (CorruptBitstream, IncompatibleCache):
             pass  # then those that follow one another
         there = bool(self.client.delete(self._name(key)))
-        while self.client.delete(self._name(key, number)) or number < parts:
-            number += 1
+        for number in range(0, parts, TOGETHER):
+            self.client.delete(*(self._name(key, part) for part in range(number, min(number + TOGETHER, parts))))
+        while self.client.delete(self._name(key, parts)):
+            parts += 1
         return there
 
     @reached_each

@@ -53,6 +53,13 @@ class Event:
     detail: str
 
 
+def check_count(keys: Sequence[str], given: Sequence[object], what: str) -> int:
+    """How many were given. Raises ValueError unless there is one for each key."""
+    if len(given) != len(keys):
+        raise ValueError(f"{len(keys)} keys need as many {what}, got {len(given)}")
+    return len(given)
+
+
 class Store:
     """Runs a backend on threads.
 
@@ -113,9 +120,9 @@ class Store:
 
         try:
             self._asking.submit(ask).result(timeout)
-        except TimeoutError:
+        except (TimeoutError, RuntimeError) as error:  # the latter where no thread can be started
             late.set()
-            self._note("failed", keys[0], f"no answer within {timeout} seconds")
+            self._note("failed", keys[0], f"{error}" or f"no answer within {timeout} seconds")
             self._failed()
         return list(found)
 
@@ -127,9 +134,12 @@ class Store:
     def submit_put(
         self, keys: Sequence[str], values: Sequence[Buffer | Sequence[Buffer]], ttl: float | None = None
     ) -> int:
-        """Stores values, each a buffer or a list of buffers to be joined, for `ttl` seconds. Returns the job."""
+        """Stores values, each a buffer or a list of buffers to be joined, for `ttl` seconds. Returns the job.
+
+        Raises ValueError unless there are as many values as keys, StoreError for what is no time."""
         self._check_process()
         check_ttl(ttl)
+        check_count(keys, values, "values")
         parts = [[v] if isinstance(v, bytes | bytearray | memoryview) else list(v) for v in values]
         sizes = [sum(memoryview(part).nbytes for part in value) for value in parts]
 
@@ -141,8 +151,13 @@ class Store:
 
     def submit_get(self, keys: Sequence[str], buffers: Sequence[Buffer], offsets: Sequence[int] | None = None) -> int:
         """Reads values into the caller's buffers, from `offsets` (bytes) on. A buffer that is not filled counts as a
-        miss. Returns the job."""
+        miss. Returns the job.
+
+        Raises ValueError unless there are as many buffers, and offsets from 0 on, as keys."""
         self._check_process()
+        check_count(keys, buffers, "buffers")
+        if offsets is not None and check_count(keys, offsets, "offsets") and min(offsets) < 0:
+            raise ValueError(f"a value begins at offset 0, {min(offsets)} was asked for")
         views = [memoryview(buffer).cast("B") for buffer in buffers]
 
         def get(i: int) -> int:
@@ -157,18 +172,25 @@ class Store:
         with self._change:
             self._check_open()
             self._jobs += 1
-            job, start = self._jobs, time.monotonic()
-            self._open.add(job)
-            drop = self._queued + size > self.pending and size > 0
-            if not drop:
-                self._queued += size
-                self._pool.submit(self._run, job, list(keys), work, size, start)
-        if drop:
-            self._note("dropped", keys[0], f"{size} bytes beside {self._queued} waiting")
+            job, start, why = self._jobs, time.monotonic(), ""
+            if self._queued + size > self.pending and size > 0:
+                why = f"{size} bytes beside {self._queued} waiting"
+            else:
+                try:
+                    self._pool.submit(self._run, job, list(keys), work, size, start)
+                    self._open.add(job)
+                    self._queued += size
+                except RuntimeError as error:  # no thread can be started
+                    why = str(error)
+        if why:
+            self._note("dropped", keys[0], why)
             self._finish(Done(job, (False,) * len(keys), 0, 0.0), 0)
         return job
 
     def _run(self, job: int, keys: list[str], work: Callable[[int], int], size: int, start: float) -> None:
+        with self._change:
+            if job not in self._open:  # dropped, and yet left in the queue for whichever thread is next
+                return
         moved = [self._guarded(key, work, i) for i, key in enumerate(keys)]
         total = sum(n or 0 for n in moved)
         self._finish(Done(job, tuple(n is not None for n in moved), total, time.monotonic() - start), size)

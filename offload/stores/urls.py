@@ -14,7 +14,7 @@ from kvengine.errors import KVEngineError, StoreError
 from kvengine.offload.stores.backend import Backend
 from kvengine.offload.stores.files import Files
 from kvengine.offload.stores.objects import Objects
-from kvengine.offload.stores.reached import SECRET, gist
+from kvengine.offload.stores.reached import SECRET, UNQUOTED, gist
 from kvengine.offload.stores.reached import shown as shown
 from kvengine.offload.stores.resp import Resp
 
@@ -63,6 +63,8 @@ def parse(url: str) -> tuple[str, str]:
         raise StoreError(
             f"no store is known for {shown(url)!r}: give a folder, file://, redis://, s3://, gs://, az:// or memory://"
         )
+    if scheme in SERVERS and re.match(UNQUOTED, place):
+        raise StoreError(f"{shown(url)!r} has a password in which # must be written as %23, and ? as %3F")
     number = place.partition("?")[0].partition("/")[2]
     if scheme in ("redis", "rediss") and number and not number.isdecimal():
         raise StoreError(f"{shown(url)!r} must end in the number of a database, as in redis://host:6379/0")

@@ -78,6 +78,15 @@ def test_numbers_at_the_edge_stay_finite(dtype: torch.dtype, extreme: float) -> 
     assert (back.double() - x.double()).abs().max() <= x.double().abs().max() * 0.05 + 1e-37
 
 
+@pytest.mark.parametrize("using", ["native", "reference"])
+def test_steps_wider_than_any_number_are_read(using: Backend) -> None:
+    """Three spreads of the largest numbers that there are: what was written with such steps could not be read."""
+    x = torch.full((3, 2, 2, 20, 4), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    x[..., ::2, :] *= -1
+    back = stack(cachegen.decode(cachegen.encode(cachegen.KV.stacked(x), "extreme", using=using), using=using))
+    assert back.isfinite().all()
+
+
 @pytest.mark.parametrize("level", NAMES)
 @pytest.mark.parametrize("tokens", [0, 1, 5, 40, 300])
 def test_numpy_and_native_agree_to_the_bit(level: str, tokens: int) -> None:
@@ -124,6 +133,11 @@ def test_layers_may_differ_in_shape_and_tokens_in_position() -> None:
     back = cachegen.decode(cachegen.encode(cachegen.KV(layers, at, who, {"note": "x"}), "lossless"), who)
     assert torch.equal(back.positions, at) and back.identity == who and back.extra == {"note": "x"}
     assert all(torch.equal(a, b) for x, y in zip(layers, back.layers, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_an_identity_is_its_own_whatever_json_makes_of_it() -> None:
+    who = cachegen.Identity(model="m", rope={"short_factor": (1.0, 2.0)})
+    assert cachegen.decode(cachegen.encode(cache(identity=who), "low"), who).tokens == 40
 
 
 def test_overhead_beside_the_codes_is_small() -> None:
@@ -225,6 +239,8 @@ def test_streams_of_version_1_are_read_for_ever(using: Literal["native", "refere
         ({"dtypes": (torch.float32, torch.float16)}, "must share one dtype"),
         ({"dtypes": (torch.float64, torch.float64)}, "must share one dtype"),
         ({"positions": torch.arange(3)}, r"4 tokens need as many positions, got shape \(3,\)"),
+        ({"positions": torch.arange(4.0)}, "positions are whole numbers, not torch.float32"),
+        ({"positions": torch.ones(4, dtype=torch.bool)}, "positions are whole numbers, not torch.bool"),
     ],
 )
 def test_tensors_that_do_not_belong_together_are_refused(wrong: dict[str, Any], why: str) -> None:

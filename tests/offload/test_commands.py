@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support_offload import cache
@@ -159,3 +160,25 @@ def test_a_server_that_is_not_there_is_said_in_a_line() -> None:
     pytest.importorskip("redis")
     result = CliRunner().invoke(app, ["ls", "-s", "redis://127.0.0.1:1/0"])
     assert result.exit_code == 1 and "the store at redis://127.0.0.1:1/0 cannot be used" in result.output
+
+
+def test_a_time_beyond_all_calendars_is_listed(folder: Path) -> None:
+    """An OverflowError."""
+    store = stores.Files(folder)
+    for key, ttl in (("d" * 64, 1e300), ("e" * 64, 1e18)):
+        store.put(key, [b"x"], ttl)
+    store.close()
+    text = run("ls", "-s", folder)
+    assert "1e+300" in text and "1e+18" in text and "5 values" in text
+
+
+def test_what_expired_in_a_bucket_is_not_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    store: Any = stores.backend("memory://")
+    monkeypatch.setattr("kvengine.offload.stores.urls._bucket", lambda *_: store.store)
+    store.put(KEYS[0], [b"x"], 0.01)
+    store.put(KEYS[1], [b"x"])
+    time.sleep(0.02)
+    assert "1 of 1 values are whole" in run("verify", "-s", "s3://bucket")
+    text = run("verify", "00", "01", "-s", "s3://bucket", status=1)
+    assert "1 of 2 values are whole" in text and f"{KEYS[0]} is not there" in text

@@ -120,6 +120,32 @@ def test_impossible_headers_are_corrupt(changes: dict[str, object]) -> None:
         cachegen.decode(rewrite(streams()[0], **changes))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shapes": [[1, 1, 1, 1 << 15]] * 3}, {"tokens": 1 << 20, "positions": [[0, 1 << 20]]},
+        {"identity": {"rope": 5}}, {"identity": {"rope": "ab"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_header_without_sections_asks_for_nothing(changes: dict[str, object]) -> None:
+    """No section bounds what it says: layers without tokens, tokens without layers."""
+    data = cachegen.encode(cachegen.KV([]), "lossless")
+    assert cachegen.decode(data).layers == []
+    with pytest.raises(CorruptBitstream):
+        cachegen.decode(rewrite(data, **changes), cachegen.Identity())
+
+
+def test_tensors_that_fit_into_no_memory_are_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*shape: int, **options: object) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    data = cachegen.encode(cache(), "low")
+    monkeypatch.setattr(torch, "empty", none)
+    with pytest.raises(IncompatibleCache, match="decoding takes 5120 bytes, for which there is no memory"):
+        cachegen.decode(data)
+
+
 def test_foreign_containers_are_incompatible() -> None:
     kv = cache(identity=cachegen.Identity(model="a", tokenizer="t", rope={"theta": 10000.0}))
     data = cachegen.encode(kv, "high")

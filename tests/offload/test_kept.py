@@ -8,7 +8,9 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,6 +150,20 @@ def test_values_of_another_version_stay_and_are_counted(tmp_path: Path) -> None:
     store.close()
 
 
+def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    """Of what rsync, say, was about to put there all but eight files were lost when the folder was opened."""
+    store = Files(tmp_path, sync="none")
+    store.put(KEYS[0], [bytes(300)])
+    store.close()
+    names = {f".{KEYS[0]}.kv.Ab12Cd", f"{KEYS[0]}.kv.bak", "notes.txt", *(f"{i}.kv" for i in range(9))}
+    for name in names:
+        (tmp_path / "objects" / "0" / name).write_bytes(b"not ours")
+    store = Files(tmp_path, sync="none")
+    assert store.damaged == 0 and [entry.key for entry in store.entries()] == [KEYS[0]]
+    assert {path.name for path in (tmp_path / "objects" / "0").iterdir()} == names | {f"{KEYS[0]}.kv"}
+    store.close()
+
+
 def test_one_bad_block_does_not_close_the_store(tmp_path: Path) -> None:
     class Bad(FileSystem):
         def read(self, handle: int, into: memoryview, offset: int) -> int:
@@ -172,7 +188,7 @@ def test_a_disk_too_full_for_the_index_makes_room_as_well(tmp_path: Path, monkey
         store.put(key, [bytes(100)])
     reserve, calls = store.index.reserve, []
 
-    def full(*arguments: Any) -> list[str]:
+    def full(*arguments: Any) -> AbstractContextManager[list[str]]:
         calls.append(arguments)
         if len(calls) == 1:
             error = sqlite3.OperationalError("database or disk is full")
@@ -184,6 +200,20 @@ def test_a_disk_too_full_for_the_index_makes_room_as_well(tmp_path: Path, monkey
     store.put(KEYS[5], [bytes(100)])
     assert store.size(KEYS[5]) == 100 and held(store) == store.index.total() == 300
     store.close()
+
+
+def test_an_index_that_a_full_disk_keeps_from_being_opened_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was removed as if damaged, also from under other processes, and all that was said was "disk I/O error"."""
+    Files(tmp_path, sync="none").close()
+    before, error = (tmp_path / "index.sqlite").stat().st_ino, sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+    monkeypatch.setattr(sqlite3, "connect", lambda *_, **__: (_ for _ in ()).throw(error))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(StoreError, match="cannot be opened: disk I/O error; the disk is full"):
+        Files(tmp_path, sync="none")
+    assert (tmp_path / "index.sqlite").stat().st_ino == before
 
 
 def test_an_index_that_was_full_goes_on(tmp_path: Path) -> None:
@@ -259,8 +289,129 @@ def test_many_expired_values_go_at_once(tmp_path: Path) -> None:
     store = Files(tmp_path, cap=10, sync="none")
     now = time.time()
     rows = [record.Entry(f"{i:064x}", 1, now, 1.0 * (i % 2), 2.0) for i in range(60_000)]
-    store.index.replace([], rows, lambda writer: True)
+    store.index.replace([], rows, lambda writer: True, 0.0, set)
     start = time.monotonic()
-    victims = store.index.reserve(record.Entry(KEYS[0][::-1].replace("0", "f"), 1, now), "w", 10, now)
+    with store.index.reserve(record.Entry(KEYS[0][::-1].replace("0", "f"), 1, now), "w", 10, now) as victims:
+        pass
     assert len(victims) == 60_000 - 9 and time.monotonic() - start < 10
+    store.close()
+
+
+@pytest.mark.parametrize("how", ["put", "open"])
+def test_what_is_put_anew_while_its_former_value_goes_stays(tmp_path: Path, how: str) -> None:
+    """Between its name in the index and its file there was a moment at which another process could put it: the file went."""
+    store, other = Files(tmp_path, sync="none"), Files(tmp_path, sync="none")
+    store.put(KEYS[0], [bytes(300)], 0.01)
+    time.sleep(0.02)
+    writer, unlink = threading.Thread(target=other.put, args=(KEYS[0], [bytes(200)])), store._unlink
+
+    def slowly(key: str) -> None:
+        writer.start()
+        writer.join(0.3)
+        unlink(key)
+
+    store._unlink = slowly  # type: ignore[method-assign]
+    store.put(KEYS[1], [bytes(300)]) if how == "put" else store.gc()
+    writer.join(20)
+    assert other.size(KEYS[0]) == 200 and held(store) == store.index.total()
+    store.close()
+    other.close()
+
+
+def test_who_reads_an_expired_value_does_not_take_away_the_next(tmp_path: Path) -> None:
+    store = Files(tmp_path, sync="none", files=(files := Asked()))
+    store.put(KEYS[0], [bytes(300)], 0.05)
+    read, into = FileSystem.read, memoryview(bytearray(300))
+
+    def slowly(handle: int, part: memoryview, offset: int) -> int:
+        got = read(files, handle, part, offset)
+        if offset:
+            time.sleep(0.06)
+            files.read = read.__get__(files)  # type: ignore[method-assign]
+            store.put(KEYS[0], [bytes(200)])
+        return got
+
+    files.read = slowly  # type: ignore[method-assign]
+    with pytest.raises(KeyError):
+        store.read(KEYS[0], into)
+    assert store.size(KEYS[0]) == 200
+    store.close()
+
+
+def test_a_writer_that_fails_leaves_what_was_there_counted(tmp_path: Path) -> None:
+    """A value that is put again, for longer or in other bytes, and does not fit any more."""
+    store = Files(tmp_path, sync="none", files=(files := Asked()))
+    store.put(KEYS[0], [bytes(300)], 100)
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "broken")
+
+    files.hook = fail
+    with pytest.raises(StoreError, match="broken"):
+        store.put(KEYS[0], [bytes(300)])
+    assert held(store) == store.index.total() == 300 and [entry.key for entry in store.entries()] == [KEYS[0]]
+    store.close()
+
+
+def test_room_that_a_dead_writer_of_this_number_kept_is_given_back(tmp_path: Path) -> None:
+    """In a container every process may have the number 1: what was kept for those that were killed was never given back."""
+    store, now = Files(tmp_path, sync="none"), time.time()
+    for key, age in ((KEYS[0], 7200), (KEYS[1], 60)):
+        with store.index.reserve(record.Entry(key, 300, now - age), f"{os.getpid()}-0123abcd-{age}", None, now):
+            pass
+    store.close()
+    store = Files(tmp_path, sync="none")
+    assert store.index.total() == 300  # the second may be on its way
+    store.close()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_what_is_pinned_while_another_opens_the_store_is(tmp_path: Path, pinned: bool) -> None:
+    """A folder that is large takes long to look through, and what was pinned meanwhile was evicted like all others."""
+    store, other = Files(tmp_path, sync="none"), Files(tmp_path, cap=500, sync="none")
+    scan = store._scan
+    store.put(KEYS[0], [bytes(300)])
+    store.pin(KEYS[0], not pinned)
+
+    def slowly(now: float) -> list[record.Entry]:
+        found = list(scan(now))
+        other.pin(KEYS[0], pinned)
+        return found
+
+    store._scan = slowly  # type: ignore[method-assign]
+    store.gc()
+    assert [entry.pinned for entry in store.entries()] == [pinned]
+    if pinned:
+        with pytest.raises(StoreError, match="no room"):
+            other.put(KEYS[1], [bytes(300)])
+    assert store.size(KEYS[0]) == 300
+    store.close()
+    other.close()
+
+
+def test_a_value_that_makes_room_while_it_is_pinned_is_not_there(tmp_path: Path) -> None:
+    store, other = Files(tmp_path, sync="none", files=(files := FileSystem())), Files(tmp_path, cap=500, sync="none")
+    store.put(KEYS[0], [bytes(300)])
+    create = files.create
+
+    def late(path: Path) -> int:
+        files.create = create  # type: ignore[method-assign]
+        handle = create(path)
+        other.put(KEYS[1], [bytes(300)])
+        return handle
+
+    files.create = late  # type: ignore[method-assign]
+    with pytest.raises(KeyError):
+        store.pin(KEYS[0])
+    assert not list((tmp_path / "pins").iterdir()) and [entry.key for entry in store.entries()] == [KEYS[1]]
+    store.close()
+    other.close()
+
+
+def test_two_may_pin_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, exists = Files(tmp_path, sync="none"), Path.exists
+    store.put(KEYS[0], [bytes(300)])
+    store.pin(KEYS[0])
+    monkeypatch.setattr(Path, "exists", lambda path: path.parent.name != "pins" and exists(path))
+    store.pin(KEYS[0])
     store.close()

@@ -384,6 +384,40 @@ def test_a_slow_store_does_not_block() -> None:
     store.close()
 
 
+def test_where_no_thread_can_be_started_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was an error of Python's in a generation, and whoever waited for the store from then on waited for ever."""
+
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = stores.Store(backend := Faulty(), threads=1)
+    with monkeypatch.context() as none:
+        none.setattr(threading.Thread, "start", refused)
+        jobs = [store.submit_put(KEYS[:1], [b"a"]), store.submit_get(KEYS[:1], [bytearray(1)])]
+        store.drain()
+        assert [(done.job, done.ok) for done in store.poll()] == [(job, (False,)) for job in jobs]
+        assert store.lookup(KEYS[:1], 1.0) == 0 and store.counts == {"dropped": 2, "failed": 1}
+    store.wait(store.submit_put(KEYS[1:2], [b"b"]))
+    assert store.lookup(KEYS[1:2], 5.0) == 1 and store.usage()["open"] == 0
+    assert list(backend.values) == KEYS[1:2]  # what was dropped is not done after all
+    store.close()
+
+
+def test_each_key_has_a_value_and_an_offset() -> None:
+    """One too few was a failure of the store's, which was then left alone; before a value's beginning lies its header."""
+    store = stores.Store(Faulty())
+    for call, words in (
+        (lambda: store.submit_put(KEYS[:2], [b"a"]), "2 keys need as many values, got 1"),
+        (lambda: store.submit_get(KEYS[:1], []), "1 keys need as many buffers, got 0"),
+        (lambda: store.submit_get(KEYS[:1], [bytearray(1)], []), "1 keys need as many offsets, got 0"),
+        (lambda: store.submit_get(KEYS[:1], [bytearray(1)], [-1]), "offset 0, -1 was asked for"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    store.drain()
+    store.close()
+
+
 def test_finished_jobs_that_nobody_asks_for_are_forgotten() -> None:
     """Storing chunks of prompts for days must not fill the memory with what became of each."""
     store = stores.Store(Faulty(), finished=3)

@@ -15,7 +15,7 @@ from support_offload import cache, stack
 from kvengine.errors import StoreError
 from kvengine.offload import cachegen
 from kvengine.offload.links import Server, SimulatedLink, SocketLink, Trace
-from kvengine.offload.streaming import TEXT, Bandwidth, Chunk, Controller, Outcome, expected, stream
+from kvengine.offload.streaming import TEXT, Bandwidth, Chunk, Controller, Fetched, Outcome, expected, stream
 
 SIZES = {"lossless": 11_000, "high": 4_000, "low": 2_000, "extreme": 1_300}
 SCORE = {"lossless": 1.0, "high": 0.99, "low": 0.95, "extreme": 0.8, TEXT: 1.0}
@@ -172,6 +172,36 @@ def test_what_is_no_trace_is_refused() -> None:
 def test_a_transfer_that_can_never_end_is_an_error() -> None:
     with pytest.raises(StoreError, match="ends at rate 0"):
         SimulatedLink(Trace((0, 1), (10, 0))).fetch(0, "low", 100, float("inf"))
+
+
+def test_a_link_that_is_used_again_has_the_whole_time_again() -> None:
+    """Its clock went on, so that the second stream was late before it began."""
+    chunks, link = [Chunk(SIZES)] * 4, SimulatedLink(Trace((0,), (1e5,)))
+    for _ in range(3):
+        controller = Controller(1.0, list(SIZES), 1e7, Bandwidth(1e5))
+        outcome = stream(chunks, controller, link, expected(chunks, controller))
+        assert set(outcome.options) == {"lossless"} and outcome.seconds == pytest.approx(0.44, abs=0.01)
+
+
+class Stalled(SimulatedLink):
+    """Gives up every transfer, however long it may take."""
+
+    def fetch(self, chunk: int, level: str, size: int, patience: float) -> Fetched:
+        return Fetched(1.0, 0, False)
+
+
+def test_a_chunk_that_cannot_be_recomputed_and_does_not_arrive_is_an_error() -> None:
+    """Work was asked to recompute it."""
+    asked, chunks = [], [Chunk(SIZES, 1.0), Chunk(SIZES)]
+    controller = Controller(60.0, list(SIZES), 1e7, Bandwidth(1e5))
+    with pytest.raises(StoreError, match="chunk 1 at 'extreme' did not arrive, and it cannot be recomputed"):
+        stream(chunks, controller, Stalled(Trace((0,), (1.0,))), lambda i, option, payload: asked.append((i, option)))
+    assert asked == [(0, TEXT)]
+
+
+def test_a_link_of_which_nothing_is_expected_takes_for_ever() -> None:
+    """A ZeroDivisionError."""
+    assert Controller(1.0, OPTIONS, 1e7, Bandwidth(0.0)).choose([Chunk(SIZES, 0.5)], now=0.0) == TEXT
 
 
 def test_a_chunk_without_any_of_the_options_is_refused() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support_offload import cache
 from support_resp import Pretended
+from support_s3 import Bucket
 from typer.testing import CliRunner
 
-from kvengine.errors import StoreError
+from kvengine.errors import CorruptBitstream, StoreError
 from kvengine.offload import cachegen, stores
 from kvengine.offload.commands import app
 from kvengine.offload.stores import record
@@ -179,3 +182,40 @@ def test_what_is_listed_is_json_or_an_error(server: Pretended) -> None:
     stores.Resp(server.url).put(KEYS[0], [VALUE])
     assert len(json.loads(run("ls", "--json", "-s", server.url, status=0))) == 1
     assert "0 values removed" in run("gc", "-s", server.url, status=0)
+
+
+def test_a_manifest_that_says_its_value_is_huge_holds_nobody_up(server: Pretended) -> None:
+    """Each part that there might have been was asked for, one after the other: for years."""
+    store = stores.Resp(server.url)
+    store.put(KEYS[1], [VALUE])
+    front = record.HEADER.pack(record.MAGIC, record.VERSION, bytes.fromhex(KEYS[0]), 1 << 62, 1.0, 0.0, bytes(8))
+    for call in (store.delete, store.pin, store.size, lambda key: store.read(key, memoryview(bytearray(9)))):
+        store.client.set(store._name(KEYS[0]), front + record.digest(front))
+        with suppress(CorruptBitstream):
+            call(KEYS[0])
+        assert not store.delete(KEYS[0])
+    assert [entry.key for entry in store.entries()] == [KEYS[1]]
+    store.close()
+
+
+def test_an_object_that_ends_too_early_is_put_out_of_the_way() -> None:
+    """A server says of a range behind the end that it cannot be had, which was taken for a failure, each time anew."""
+    pytest.importorskip("obstore")
+    bucket = Bucket()
+    store = stores.Objects(bucket.store())
+    for body in (b"", record.header(KEYS[0], [VALUE], None)):
+        store.api.put(store.store, store._name(KEYS[0]), body)
+        with pytest.raises(CorruptBitstream):
+            store.read(KEYS[0], memoryview(bytearray(len(VALUE))))
+        assert not store.delete(KEYS[0])
+    bucket.close()
+
+
+def test_a_bucket_that_says_so_of_what_is_not_there_takes_a_pin_back_twice(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    local = importlib.import_module("obstore.store").LocalStore(str(tmp_path))
+    store = stores.Objects(local)
+    store.put(KEYS[0], [VALUE])
+    for pinned in (False, True, False, False):
+        store.pin(KEYS[0], pinned)
+        assert [entry.pinned for entry in store.entries()] == [pinned]

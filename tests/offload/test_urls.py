@@ -55,6 +55,8 @@ def test_what_is_no_store_makes_no_folder(url: str, says: str, tmp_path: Path) -
     ("redis://host:6379/kv", "number of a database"),
     ("redis://me:secret@host:port/0", r"redis://\*\*\*@host:port/0"),
     ("rediss://host/0?password=secret&db=x", r"password=\*\*\*&db=x"),
+    ("redis://me:secret#secret@host:6379/0", r"'redis://\*\*\*@host:6379/0' has a password in which # must be written as %23"),
+    ("redis://:secret?/secret@host", r"'redis://\*\*\*@host' has a password in which"),
 ])  # fmt: skip
 def test_addresses_of_servers_are_read_at_once_and_passwords_are_not_shown(url: str, says: str) -> None:
     pytest.importorskip("redis")
@@ -100,7 +102,7 @@ def test_a_password_comes_from_the_environment(url: str, user: str | None, monke
 
 @pytest.mark.parametrize("url", [
     "redis://me:secret@host:6379/0", "redis://:secret@host/0", "unix:///kv.sock?password=secret", "redis://:se/secret@host/0",
-    "REDIS://:secret${KV_WORD}@host/0",
+    "REDIS://:secret${KV_WORD}@host/0", "redis://:secret#${KV_WORD}@host/0",
 ])  # fmt: skip
 def test_a_policy_takes_no_password(url: str) -> None:
     """Its text is shown in errors and reports, and saved with sessions."""

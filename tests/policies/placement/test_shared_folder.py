@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import fcntl
+import gc
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support_layer import draw, run
@@ -48,6 +51,25 @@ def test_where_files_cannot_be_locked_none_is_left(tmp_path: Path, monkeypatch: 
         File(Layout.of({"k": torch.zeros(1, 4)}), str(tmp_path), 8)
     assert not list(tmp_path.iterdir())
     assert not before or len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_copy_for_which_the_disk_has_no_room_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    like = {"k": torch.arange(8.0).reshape(2, 4)}
+    file = File(Layout.of(like), str(tmp_path), 8)
+    file.write(file.slots.take(2), like)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(StoreError, match="could not be copied: .*no space left"):
+            copy.deepcopy(file)
+    gc.collect()
+    assert len(list(tmp_path.iterdir())) == 1
+    assert torch.equal(copy.deepcopy(file).read(np.arange(2), ())["k"], like["k"])
 
 
 def test_a_full_disk_makes_no_room_of_the_pages_that_are_in_use(
