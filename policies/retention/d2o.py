@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvengine.kernels.step.reference import earliest
-from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, check_share
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, check_share, part
 from kvengine.policies.retention import REDUCE, Merged, Notes, Paid, Reduce, Retention, Seen, best_of, over_group
 
 
@@ -132,7 +132,7 @@ class D2O(Retention):
 
     def newest(self, size: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
         """How many of the newest tokens stay beside the sinks, which go last."""
-        return (size - self.first(size)).minimum((size * self.recent).long()).clamp(min=1)
+        return (size - self.first(size)).minimum(part(size, self.recent)).clamp(min=1)
 
     def first(self, size: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
         """How many sinks there is room for beside the newest token: without that, no token said would ever be read."""
@@ -280,7 +280,7 @@ def sizes(
     [42, 42, 6]
     """
     n = len(measures)
-    low = (budget * least).clamp(min=1).expand(n, -1).double()
+    low = (budget.double() * least).clamp(min=1).expand(n, -1)
     share = fill(-measures.double(), low, prompt.expand(n, -1).double(), n * budget.double())
     whole = F.pad(share.cumsum(0), (0, 0, 1, 0)).add(1e-6).floor().long().diff(dim=0)
     return torch.where(budget >= prompt, budget.expand(n, -1), whole)

@@ -18,7 +18,7 @@ from typing import ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine.policies._budget import Budget, check_budget, check_choice, check_share, check_switch, tokens_by_row
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_share, check_switch, part, tokens_by_row
 from kvengine.policies.retention import REDUCE, Notes, Paid, Reduce, Retention, Seen, keep_top, once, over_group
 
 
@@ -68,7 +68,7 @@ class H2O(Retention):
         return keep_top(seen, seen.score / self._queries(seen) if self.average else seen.score, self.budget, recent)
 
     def newest(self, prompt_length: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
-        return (tokens_by_row(self.budget, prompt_length) * self.recent).long().clamp(min=1)
+        return part(tokens_by_row(self.budget, prompt_length), self.recent).clamp(min=1)
 
     def rule(
         self, first: Int[Tensor, "row"], prompt_length: Int[Tensor, "row"], heads: int, notes: Notes

@@ -67,7 +67,7 @@ def share(
     >>> [share(torch.tensor([10]), torch.tensor([99]), 20, layer, 4).item() for layer in range(4)]
     [20, 13, 7, 0]
     """
-    least = (average / beta).floor().long()
+    least = (average.double() / beta).floor().long()
     most = 2 * average - least
     least = torch.where(most > others, 2 * average - others, least)
     most = torch.minimum(most, others)
