@@ -44,7 +44,7 @@ from torch.nn import functional as F
 
 from kvengine.kernels.step.reference import earliest
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, check_share, part
-from kvengine.policies.retention import REDUCE, Merged, Notes, Paid, Reduce, Retention, Seen, best_of, over_group
+from kvengine.policies.retention import REDUCE, Merged, Notes, Paid, Reduce, Retention, Seen, best_of, over_group, twin
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,11 @@ class D2O(Retention):
         check_share(self, recent=self.recent, least=self.least, beta=0.0 if self.beta is None else self.beta)
 
     def at(self, layer: int, layers: int) -> Retention:
-        spared = self.form == "official" and layer in (0, 1, layers - 1)
-        return _Spared(**vars(self)) if spared else self
+        """The official form leaves some layers alone. They count all the same when the others share."""
+        if self.form != "official" or layer not in (0, 1, layers - 1):
+            return self
+        alone = {"decodes": False, "merges": False, "remerges": False, "remembers": False}
+        return twin(self, **alone, limit=Retention.limit, keep=all_of_them)
 
     def limit(self, seen: Seen) -> int | None:
         return int(seen.notes["size"].max())
@@ -226,20 +229,8 @@ class D2O(Retention):
         return torch.where((total > own)[..., None], summed.to(x.dtype), x)
 
 
-@dataclass(frozen=True)
-class _Spared(D2O):
-    """A layer that the official form leaves alone. It counts all the same when the others share."""
-
-    decodes: ClassVar[bool] = False
-    merges: ClassVar[bool] = False
-    remerges: ClassVar[bool] = False
-    remembers: ClassVar[bool] = False
-
-    def limit(self, seen: Seen) -> None:
-        return None
-
-    def keep(self, seen: Seen) -> None:
-        return None
+def all_of_them(retention: Retention, seen: Seen) -> None:
+    """A verdict (`keep`) that drops nothing."""
 
 
 def wide(index: Int[Tensor, "row chosen"], x: Float[Tensor, "row token dim"]) -> Int[Tensor, "row chosen dim"]:
