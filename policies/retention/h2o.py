@@ -6,7 +6,7 @@
 Default: half of the budget is recent, as in the paper. While decoding, one token goes for each that comes.
 
 A sum favours early tokens, which more queries could see. `average=True` divides it by their number: with `recent=0` and
-`decode=False` that is kvpress's ObservedAttention.
+`decode=False` that is kvpress's ObservedAttention, but for the newest token, which here always stays.
 
 Differs from the official code: scores are per KV head, reduced over its query group (the code repeats keys first, and
 keeps as many copies); a padded row scores only its real queries; the budget counts tokens, not fractions of each side.
