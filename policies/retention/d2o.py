@@ -1,4 +1,4 @@
-"""D2O (Wan et al., ICLR 2025, arXiv:2406.13035): likes are merged; layers may share by concentration.
+"""D2O (Wan et al., ICLR 2025, arXiv:2406.13035): tokens that are alike are merged; layers may share by concentration.
 
     F_l       =  variance over tokens of the attention each received from the prompt's queries  (mean over query heads)
     size_l    =  c exp(-F_l), between `least` and the whole prompt; c such that the layers hold layers * budget
@@ -55,7 +55,7 @@ class D2O(Retention):
         budget: tokens held per KV head, on average over the layers, or a fraction of the prompt.
         recent: how much of a layer's size goes to the newest tokens, as far as the sinks leave room; one token at the
             least. A fraction.
-        sinks: the first tokens, always kept, but for what the newest one needs of a size that small. Tokens.
+        sinks: the first tokens, always kept; a size that holds no more than them leaves one place to the newest. Tokens.
         least: the least a layer holds. A fraction of the budget.
         beta: how fast the threshold follows. A fraction; None: 0.7, or 0.5 in the official form.
         shares: "even", or "measured" by F_l. None: even, or measured in the official form.
