@@ -220,6 +220,14 @@ def test_until_the_last_layer_has_read_the_prompt_nothing_goes() -> None:
     assert sum(len(positions(layer, 0)) for layer in layers) == 32 and not session.waiting
 
 
+def test_sizes_go_as_the_exponential_of_the_measure() -> None:
+    """As long as no bound is met, each within the token that rounding takes."""
+    F = [0.1, 1.3, 0.0, 2.2, 0.7]
+    weight = [math.exp(-x) for x in F]
+    found = sizes(torch.tensor(F)[:, None], torch.tensor([300]), torch.tensor([1000]), 0.05)[:, 0].tolist()
+    assert all(abs(n - 1500 * w / sum(weight)) <= 1 for n, w in zip(found, weight, strict=True))
+
+
 def test_equal_layers_get_the_same() -> None:
     assert sizes(torch.full((5, 1), 3.0), torch.tensor([30]), torch.tensor([100]), 0.05).unique().tolist() == [30]
 
