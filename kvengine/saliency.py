@@ -40,7 +40,7 @@ class Saliency:
         `first`."""
         back = self.end - 1 - at
         begin = first.clamp(min=self.start)[:, None]
-        last = ((self.end - begin) * self.share / 2).ceil().clamp(min=1)
+        last = ((self.end - begin).float() * self.share / 2).ceil().clamp(min=1)
         rest = self.share / 2 / max(1 - self.share / 2, 1e-9)
         spread = (back.double() * GOLDEN) % 1 < rest
         return ((back < last) | spread) & (at >= begin)

@@ -17,6 +17,8 @@ from kvengine.errors import PolicyError
 Budget = int | float
 MOST = 1 << 30
 """Tokens; positions are 32-bit integers."""
+OVER = 1 + 1e-12
+"""What a share is multiplied by, as products of decimals may lack of a whole number: 0.29 * 100 is less than 29."""
 
 
 def check_budget(policy: object, **values: Budget) -> None:
@@ -89,14 +91,23 @@ def check_text(policy: object, **values: str) -> None:
 def tokens(budget: Budget, prompt: int) -> int:
     """A budget in tokens, for a prompt of that many.
 
-    >>> tokens(64, 1000), tokens(0.25, 1000), tokens(0.1, 3)
-    (64, 250, 1)
+    >>> tokens(64, 1000), tokens(0.29, 100), tokens(0.1, 3)
+    (64, 29, 1)
     """
-    return budget if isinstance(budget, int) else max(1, int(budget * prompt))
+    return budget if isinstance(budget, int) else max(1, int(budget * OVER * prompt))
 
 
 def tokens_by_row(budget: Budget, prompt: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
     """A budget in tokens for each row, so that a padded row has the budget it would have alone."""
     if isinstance(budget, int):
         return torch.full_like(prompt, budget)
-    return (prompt.double() * budget).long().clamp(min=1)
+    return part(prompt, budget).clamp(min=1)
+
+
+def part(count: Int[Tensor, "*any"], share: float) -> Int[Tensor, "*any"]:
+    """A share of so many tokens, in whole ones, whatever torch's default dtype is.
+
+    >>> part(torch.tensor([100, 1001]), 0.29).tolist()
+    [29, 290]
+    """
+    return (count.double() * (share * OVER)).long()

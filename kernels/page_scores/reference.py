@@ -76,7 +76,7 @@ def units_by_share(
     if coherence is not None:
         low = (-coherence.float()).masked_fill(~alive, -torch.inf)
         allowed = torch.full_like(low[:, 0], most, dtype=torch.int64) if counts is None else counts.clamp(max=most)
-        forced = ops.best(low, (allowed * outliers).long())
+        forced = ops.best(low, (allowed.float() * outliers).long())
     share = ops.shares(q, mean, alive & ~forced, scale, softcap)
     if first:
         forced = forced.scatter(1, alive.to(torch.int8).argmax(1, keepdim=True), True)

@@ -5,7 +5,8 @@
 With `last` this is Tri-shape (SCBench, Li et al., ICLR 2025, arXiv:2412.10319): the end of the prompt, where a question
 stands, reads all of it. What no query of a block reads is skipped, so the work grows with the prompt's length, not with its
 square. Retentions that sum attention (`h2o`, `tova`, `d2o`, `elastic`) sum what was read, while under the methods that choose
-(`xattention`, ...) they sum the attention to all tokens.
+(`xattention`, ...) they sum the attention to all tokens. Those that ask the last queries (`snapkv` and its kin) look at all
+tokens under either.
 
 Defaults: 128 sinks, as where its code reads with this pattern in all heads; the band there is 3968, here 1024. The heads to
 which its search gives this pattern have 100 and 800.

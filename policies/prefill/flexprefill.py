@@ -113,7 +113,7 @@ class FlexPrefill(Prefill):
             for x in _lines.shares(q, k, scale, self.block, softcap)
         )
         # Of a diagonal so many tokens beyond whole blocks: the share of queries that it takes one block further back.
-        crossing = torch.arange(self.block, device=q.device) / self.block
+        crossing = torch.arange(self.block, dtype=torch.float32, device=q.device) / self.block
         far = F.pad((slash * crossing).sum(3), (1, 0))[..., :-1]
         return vertical.sum(3), (slash * (1 - crossing)).sum(3) + far
 

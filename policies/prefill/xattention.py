@@ -11,15 +11,17 @@ Of a model that caps its logits s is capped: `threshold` is a share of attention
 
 A tile's sum is a product of two vectors of S d numbers, so the estimate costs 1 / (2 S) of the attention it is made of.
 
-Deviations: the paper says that every vertical and every slanted line of a map crosses each tile's antidiagonal, but where
-S is even, query and token are an odd distance apart on all of these: a line at an even distance is never met. Here every
+Differs from the paper, which says that every vertical and every slanted line of a map crosses each tile's antidiagonal. But
+where S is even, query and token are an odd distance apart on all of these: a line at an even distance is never met. Here every
 second tile's antidiagonal is moved by one token, so that each line is met, the slanted ones in every second tile. A block
 reads what most of its queries look at, and the few that look something up for an answer are outvoted; the last queries, a
-question among them, therefore read everything, as in SeerAttention (arXiv:2410.13276). `last=0` is the paper's. The official
-`keep_sink` marks the first block's queries, here it is the first block of tokens that all read, as the paper says. One
-threshold for all heads; the tables found per head of Llama are not in here. Blocks count from a row's first token and rows
-of a batch choose by themselves, so that padding changes nothing; the code takes one sequence. A prompt may come in chunks:
-where these end with blocks the choices are those of the whole prompt, and a block that a chunk's end divides chooses twice.
+question among them, therefore read everything, as in SeerAttention (arXiv:2410.13276). `last=0` is the paper's.
+
+Differs from the official code: its `keep_sink` marks the first block's queries, here it is the first block of tokens that
+all read, as the paper says. One threshold for all heads; the tables found per head of Llama are not in here. Blocks count
+from a row's first token and rows of a batch choose by themselves, so that padding changes nothing; the code takes one
+sequence. A prompt may come in chunks: where these end with blocks the choices are those of the whole prompt, and a block that
+a chunk's end divides chooses twice.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ code divides by the number of all queries that do, and so understates early toke
 once, where the code decodes and re-quantises everything each 100 tokens; the salient share is taken of each block, not
 of the whole prompt, so that pages have one size; which tokens are salient costs one bit, not two lists of integers;
 ranges are never shared between heads or sequences; spread probes follow a fixed sequence instead of chance. With a
-retention that judges by attention while decoding (H2O, TOVA), its evidence takes the place of saliency.
+retention that judges by attention while decoding (H2O, TOVA), or by a second reading of the prompt (KVzip), its evidence
+takes the place of saliency.
 """
 
 from dataclasses import dataclass

@@ -6,7 +6,7 @@
                that an earlier prompt left with few tokens cannot use goes to the best others of all heads)
     keep    =  what the base always keeps, and head h's `cap_h` best others
 
-Any base that scores each token may be wrapped. Rows end up with different numbers of tokens, which live in pages, so
+The base is a method that scores each token. Rows end up with different numbers of tokens, which live in pages, so
 that the bytes of what is dropped are freed. Defaults: floor 0.2 as in the paper (its code's
 configurations say 0.5), and SnapKV with max-pooling over 7 as in its code.
 
@@ -41,7 +41,7 @@ class AdaKV(Retention):
 
     Args:
         budget: tokens kept of the prompt per KV head, on average over the layer's heads, or a fraction of the prompt.
-        floor: the part of the budget that is not shared but even. A fraction.
+        floor: the part of the budget that every head has to itself; the heads share the rest. A fraction.
         base: the method that scores: "snapkv", "expected_attention" or "keydiff".
         window: SnapKV's, if that is the base: the last queries that vote, kept themselves. Tokens.
         kernel: SnapKV's, if that is the base: width of the pooling. Tokens, odd.

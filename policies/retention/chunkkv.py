@@ -34,7 +34,7 @@ class ChunkKV(Retention):
 
     Args:
         budget: tokens kept of the prompt per KV head, the window included, or a fraction of the prompt.
-        window: the last queries that vote, kept themselves; of more than a fraction holds the newest. Tokens.
+        window: the last queries that vote, kept themselves; if a fraction holds fewer, the newest of them. Tokens.
         chunk: neighbours that stay or go together. Tokens.
         reduce: how the heads of a query group agree.
     """

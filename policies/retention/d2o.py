@@ -1,4 +1,4 @@
-"""D2O (Wan et al., ICLR 2025, arXiv:2406.13035): likes are merged; layers may share by concentration.
+"""D2O (Wan et al., ICLR 2025, arXiv:2406.13035): tokens that are alike are merged; layers may share by concentration.
 
     F_l       =  variance over tokens of the attention each received from the prompt's queries  (mean over query heads)
     size_l    =  c exp(-F_l), between `least` and the whole prompt; c such that the layers hold layers * budget
@@ -43,8 +43,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvengine.kernels.step.reference import earliest
-from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, check_share
-from kvengine.policies.retention import REDUCE, Merged, Notes, Paid, Reduce, Retention, Seen, best_of, over_group
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, check_share, part
+from kvengine.policies.retention import REDUCE, Merged, Notes, Paid, Reduce, Retention, Seen, best_of, over_group, twin
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class D2O(Retention):
         budget: tokens held per KV head, on average over the layers, or a fraction of the prompt.
         recent: how much of a layer's size goes to the newest tokens, as far as the sinks leave room; one token at the
             least. A fraction.
-        sinks: the first tokens, always kept, but for what the newest one needs of a size that small. Tokens.
+        sinks: the first tokens, always kept; a size that holds no more than them leaves one place to the newest. Tokens.
         least: the least a layer holds. A fraction of the budget.
         beta: how fast the threshold follows. A fraction; None: 0.7, or 0.5 in the official form.
         shares: "even", or "measured" by F_l. None: even, or measured in the official form.
@@ -84,8 +84,11 @@ class D2O(Retention):
         check_share(self, recent=self.recent, least=self.least, beta=0.0 if self.beta is None else self.beta)
 
     def at(self, layer: int, layers: int) -> Retention:
-        spared = self.form == "official" and layer in (0, 1, layers - 1)
-        return _Spared(**vars(self)) if spared else self
+        """The official form leaves some layers alone. They count all the same when the others share."""
+        if self.form != "official" or layer not in (0, 1, layers - 1):
+            return self
+        alone = {"decodes": False, "merges": False, "remerges": False, "remembers": False}
+        return twin(self, **alone, limit=Retention.limit, keep=all_of_them)
 
     def limit(self, seen: Seen) -> int | None:
         return int(seen.notes["size"].max())
@@ -132,7 +135,7 @@ class D2O(Retention):
 
     def newest(self, size: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
         """How many of the newest tokens stay beside the sinks, which go last."""
-        return (size - self.first(size)).minimum((size * self.recent).long()).clamp(min=1)
+        return (size - self.first(size)).minimum(part(size, self.recent)).clamp(min=1)
 
     def first(self, size: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
         """How many sinks there is room for beside the newest token: without that, no token said would ever be read."""
@@ -226,20 +229,8 @@ class D2O(Retention):
         return torch.where((total > own)[..., None], summed.to(x.dtype), x)
 
 
-@dataclass(frozen=True)
-class _Spared(D2O):
-    """A layer that the official form leaves alone. It counts all the same when the others share."""
-
-    decodes: ClassVar[bool] = False
-    merges: ClassVar[bool] = False
-    remerges: ClassVar[bool] = False
-    remembers: ClassVar[bool] = False
-
-    def limit(self, seen: Seen) -> None:
-        return None
-
-    def keep(self, seen: Seen) -> None:
-        return None
+def all_of_them(retention: Retention, seen: Seen) -> None:
+    """A verdict (`keep`) that drops nothing."""
 
 
 def wide(index: Int[Tensor, "row chosen"], x: Float[Tensor, "row token dim"]) -> Int[Tensor, "row chosen dim"]:
@@ -280,7 +271,7 @@ def sizes(
     [42, 42, 6]
     """
     n = len(measures)
-    low = (budget * least).clamp(min=1).expand(n, -1).double()
+    low = (budget.double() * least).clamp(min=1).expand(n, -1)
     share = fill(-measures.double(), low, prompt.expand(n, -1).double(), n * budget.double())
     whole = F.pad(share.cumsum(0), (0, 0, 1, 0)).add(1e-6).floor().long().diff(dim=0)
     return torch.where(budget >= prompt, budget.expand(n, -1), whole)

@@ -39,7 +39,7 @@ class Elastic(Retention):
     Args:
         budget: tokens held per KV head, or a fraction of the prompt.
         sinks: the first tokens, always kept and never merged into, as far as `recent` leaves room. Tokens.
-        recent: the prompt's last tokens, likewise; of more than fit the newest. Tokens.
+        recent: the prompt's last tokens, likewise; if the budget holds fewer, the newest of them. Tokens.
         offset: which place goes while decoding; zero or below: from the end of what the prompt left. Never a sink's, nor
             that of one of the `recent` newest.
     """

@@ -38,7 +38,7 @@ class ExpectedAttention(Retention):
 
     Args:
         budget: tokens kept of the prompt per KV head, or a fraction of the prompt.
-        sinks: the first tokens, always kept; of more than the budget holds the first. Tokens.
+        sinks: the first tokens, always kept; if the budget holds fewer, the first of them. Tokens.
         horizon: how far the queries to come reach. Tokens.
         covariance: whether Sigma counts, or only mu.
         values: whether the length of the value counts.

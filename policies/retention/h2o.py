@@ -6,7 +6,7 @@
 Default: half of the budget is recent, as in the paper. While decoding, one token goes for each that comes.
 
 A sum favours early tokens, which more queries could see. `average=True` divides it by their number: with `recent=0` and
-`decode=False` that is kvpress's ObservedAttention.
+`decode=False` that is kvpress's ObservedAttention, but for the newest token, which here always stays.
 
 Differs from the official code: scores are per KV head, reduced over its query group (the code repeats keys first, and
 keeps as many copies); a padded row scores only its real queries; the budget counts tokens, not fractions of each side.
@@ -18,7 +18,7 @@ from typing import ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine.policies._budget import Budget, check_budget, check_choice, check_share, check_switch, tokens_by_row
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_share, check_switch, part, tokens_by_row
 from kvengine.policies.retention import REDUCE, Notes, Paid, Reduce, Retention, Seen, keep_top, once, over_group
 
 
@@ -68,7 +68,7 @@ class H2O(Retention):
         return keep_top(seen, seen.score / self._queries(seen) if self.average else seen.score, self.budget, recent)
 
     def newest(self, prompt_length: Int[Tensor, "row"]) -> Int[Tensor, "row"]:
-        return (tokens_by_row(self.budget, prompt_length) * self.recent).long().clamp(min=1)
+        return part(tokens_by_row(self.budget, prompt_length), self.recent).clamp(min=1)
 
     def rule(
         self, first: Int[Tensor, "row"], prompt_length: Int[Tensor, "row"], heads: int, notes: Notes

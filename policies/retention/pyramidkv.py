@@ -33,7 +33,7 @@ class PyramidKV(SnapKV):
 
     Args:
         budget: tokens kept of the prompt per KV head on average over the layers, or a fraction of the prompt.
-        window: the last queries that vote, kept themselves; of more than a fraction holds the newest. Tokens.
+        window: the last queries that vote, kept themselves; if a fraction holds fewer, the newest of them. Tokens.
         kernel: width of the pooling. Tokens, odd.
         pool: how to pool.
         reduce: how the heads of a query group agree.
@@ -67,7 +67,7 @@ def share(
     >>> [share(torch.tensor([10]), torch.tensor([99]), 20, layer, 4).item() for layer in range(4)]
     [20, 13, 7, 0]
     """
-    least = (average / beta).floor().long()
+    least = (average.double() / beta).floor().long()
     most = 2 * average - least
     least = torch.where(most > others, 2 * average - others, least)
     most = torch.minimum(most, others)

@@ -44,10 +44,10 @@ class RKV(Retention):
     Args:
         budget: tokens kept per KV head at each verdict, or a fraction of the prompt.
         buffer: how many more are held before the next verdict. Tokens.
-        window: the last queries that are asked, their tokens kept; of more than a fraction holds the newest. Tokens.
+        window: the last queries that are asked, their tokens kept; if a fraction holds fewer, the newest. Tokens.
         kernel: width of the pooling, so that neighbours of a good token stay with it. Tokens, odd.
-        mix: how much attention counts, and how much less being redundant does. A share.
-        alike: from what cosine on two keys say the same.
+        mix: how much of a token's score is attention; the rest is how redundant it is, which counts against it. A share.
+        alike: two keys say the same if their cosine exceeds this.
     """
 
     decodes: ClassVar[bool] = True

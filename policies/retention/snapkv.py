@@ -33,7 +33,7 @@ class SnapKV(Retention):
 
     Args:
         budget: tokens kept of the prompt per KV head, the window included, or a fraction of the prompt.
-        window: the last queries that vote, kept themselves; of more than a fraction holds the newest. Tokens.
+        window: the last queries that vote, kept themselves; if a fraction holds fewer, the newest of them. Tokens.
         kernel: width of the pooling, so that neighbours of a good token stay with it. Tokens, odd.
         pool: how to pool.
         reduce: how the heads of a query group agree.

@@ -74,7 +74,7 @@ def read_by_share(
     always = None
     if coherence is not None:
         low = (-coherence.float()).masked_fill(~alive, float("-inf"))
-        always = best_tokens(low, (at.count * outliers).long())
+        always = best_tokens(low, (at.count.float() * outliers).long())
     want = attention_to(q, mean, alive if always is None else alive & ~always, at.scale, reduce, at.softcap)
     if always is not None:
         want = want.masked_fill(always, float("inf"))

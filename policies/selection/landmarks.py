@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.kernels.best_tokens import best_tokens
-from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, is_number, tokens_by_row
+from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, is_number, part, tokens_by_row
 from kvengine.policies.selection import Fields, Selection, Where
 from kvengine.policies.selection._chunks import Reduce, coherence, mean_key, read_by_share
 from kvengine.tokens import pack, take
@@ -86,7 +86,7 @@ class Landmarks(Selection):
         index = pack(position >= 0)
         length = (index >= 0).sum(1)
         chunks = ((length - self.local) // self.chunk).clamp(min=0)
-        count = ((tokens_by_row(self.budget, prompt) * self.outliers).long() // self.chunk).minimum(chunks)
+        count = (part(tokens_by_row(self.budget, prompt), self.outliers) // self.chunk).minimum(chunks)
         if not bool(count.any()):
             return None
         most = int(chunks.max())

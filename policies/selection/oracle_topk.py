@@ -5,6 +5,10 @@
 
 It looks at every key to choose, so it saves no time; it says what a perfect choice of so many tokens would give. A
 cap on logits (Gemma 2) counts as in the model's own attention.
+
+Of one query head's attention no other choice of as many tokens receives more. In a query group each head is asked for
+shares of what it pays to sealed tokens, whatever it pays to the tail or to a sink's logit (gpt-oss): so a head that looks
+there has as much say as the others.
 """
 
 from dataclasses import dataclass

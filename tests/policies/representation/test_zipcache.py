@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from support import one, patched
@@ -131,6 +133,19 @@ def test_saliency_of_a_prompt(heads: int, group: int, chunks: tuple[int, ...]) -
     score = torch.cat([lane.pages.score, lane.tail.held()[3]], 1)  # type: ignore[union-attr]
     want = torch.tensor(loop_saliency(tokens, probe_positions(70)))
     torch.testing.assert_close(score, want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "first", "share"), [(2000, 0, 0.1), (333, 40, 0.25), (90, 0, 1.0), (7, 3, 0.1)])
+def test_probes_are_the_last_ones_and_a_fixed_sequence_of_the_others(tokens: int, first: int, share: float) -> None:
+    """By a loop from the end: half of them come last, and as many are spread over what is before."""
+    golden, many = (math.sqrt(5) - 1) / 2, tokens - first
+    last = max(1, math.ceil(many * share / 2 - 1e-9))
+    spread = share / 2 / (1 - share / 2)
+    want = [at for at in range(first, tokens) if (back := tokens - 1 - at) < last or back * golden % 1 < spread]
+    found = Saliency(share, 0, tokens).probes(torch.arange(tokens), torch.tensor([first]))[0].nonzero()[:, 0].tolist()
+    assert found == want
+    early = sum(tokens - 1 - at >= last for at in found)
+    assert many < 100 or abs(early - many * share / 2) <= 3
 
 
 def test_probes_are_about_their_share_and_half_are_the_last() -> None:

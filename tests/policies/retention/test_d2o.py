@@ -12,7 +12,8 @@ from torch.nn.functional import cosine_similarity
 
 from kvengine.cache import LayerCache
 from kvengine.errors import PolicyError, UnsupportedPolicy
-from kvengine.policies.retention.d2o import sizes
+from kvengine.policies.retention import Seen
+from kvengine.policies.retention.d2o import D2O, sizes
 from kvengine.session import Session
 from kvengine.stack import Stack
 from kvengine.stats import measure
@@ -219,6 +220,14 @@ def test_until_the_last_layer_has_read_the_prompt_nothing_goes() -> None:
     assert sum(len(positions(layer, 0)) for layer in layers) == 32 and not session.waiting
 
 
+def test_sizes_go_as_the_exponential_of_the_measure() -> None:
+    """As long as no bound is met, each within the token that rounding takes."""
+    F = [0.1, 1.3, 0.0, 2.2, 0.7]
+    weight = [math.exp(-x) for x in F]
+    found = sizes(torch.tensor(F)[:, None], torch.tensor([300]), torch.tensor([1000]), 0.05)[:, 0].tolist()
+    assert all(abs(n - 1500 * w / sum(weight)) <= 1 for n, w in zip(found, weight, strict=True))
+
+
 def test_equal_layers_get_the_same() -> None:
     assert sizes(torch.full((5, 1), 3.0), torch.tensor([30]), torch.tensor([100]), 0.05).unique().tolist() == [30]
 
@@ -242,6 +251,31 @@ def test_the_official_form_leaves_some_layers_alone(budget: int, shares: str) ->
             assert positions(layers[i], 0) == list(range(t + 1))
         for p, (key, value) in held(layers[i], 0).items():
             assert torch.equal(key, cases[i].k[0, 0, p]) and torch.equal(value, cases[i].v[0, 0, p])
+
+
+@dataclass(frozen=True)
+class Own(D2O):
+    """With an option more, and a measure of its own."""
+
+    weight: float = 2.0
+
+    def measure(self, seen: Seen) -> Tensor | None:
+        found = super().measure(seen)
+        return None if found is None else found * self.weight
+
+
+def test_a_layer_that_is_left_alone_is_still_of_the_class_that_a_user_made() -> None:
+    """Its options are there, and what it says of the layer counts where the others share."""
+    method, case = Own(budget=16, form="official", weight=3.0), Case(length=61, layers=6)
+    session = case.session
+    session.prompt_end, session.ours = 61, tuple(range(6))
+    layer = LayerCache(Stack(retention=method), 0, 6, session)
+    case.feed(layer, 0, 61)
+    _, seen, measure = session.waiting[0]
+    torch.testing.assert_close(measure, 3 * D2O(form="official").measure(seen))
+    assert positions(layer, 0) == list(range(61)) and method.at(2, 6) is method
+    first = method.at(0, 6)
+    assert isinstance(first, Own) and first == method.at(5, 6) != method and str(first) == str(method)
 
 
 def test_a_budget_beyond_the_prompt_keeps_all_as_it_came() -> None:

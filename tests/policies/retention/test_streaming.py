@@ -6,6 +6,7 @@ from support_retention import Case, attended, output, positions, same_source
 
 import kvengine
 from kvengine.errors import UnsupportedPolicy
+from kvengine.policies.retention.streaming import Streaming
 from kvengine.rope import Rope
 from kvengine.session import Session
 from kvengine.stack import Stack
@@ -85,6 +86,13 @@ def test_in_cache_positions_from_the_first_tokens_on() -> None:
             torch.testing.assert_close(output(case, out, row), want, rtol=1e-4, atol=1e-5)
             if t < 12:
                 torch.testing.assert_close(attended(case, row, t, tokens), want, rtol=1e-4, atol=1e-5)
+
+
+def test_sinks_alone_have_no_gap() -> None:
+    """A row that holds no more than them, beside one whose sinks are turned forward by what it dropped."""
+    position = torch.tensor([[0, 1, 2, 9, 10], [4, 5, -1, -1, -1]], dtype=torch.int32)
+    found = Streaming(sinks=3, recent=2, positions="in-cache").shift(position, torch.tensor([0, 4]))
+    assert found is not None and found.tolist() == [[6, 6, 6, 0, 0], [0] * 5]
 
 
 @pytest.mark.parametrize("pads, chunks", [((0,), 1), ((0, 6), 3)])

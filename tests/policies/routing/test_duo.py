@@ -34,7 +34,8 @@ def test_published_files_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "sparsity, streaming", [(0.0, [set(), set()]), (0.5, [{1, 3}, {0, 3}]), (1.0, [{0, 1, 2, 3}] * 2)]
+    "sparsity, streaming",
+    [(0.0, [set(), set()]), (0.35, [{1, 3}, {0}]), (0.5, [{1, 3}, {0, 3}]), (1.0, [{0, 1, 2, 3}] * 2)],
 )
 def test_the_lowest_alphas_over_all_layers_stream(pattern: str, sparsity: float, streaming: list[set[int]]) -> None:
     duo = Duo(sparsity=sparsity, pattern=pattern)
