@@ -7,7 +7,7 @@ draft     a small model with a streaming cache, a look-up, or nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -47,7 +47,7 @@ from kvengine.speculative.law import Law, for_row
 from kvengine.speculative.places import LayerPlaces
 from kvengine.speculative.propose import Lookup, Recycling
 from kvengine.speculative.report import Report
-from kvengine.speculative.run import Run, end_tokens, padded, texts
+from kvengine.speculative.run import Run, end_tokens, ended, padded, texts
 from kvengine.speculative.session import Guest, Session
 from kvengine.speculative.stateful import Apart, StatefulSession, session_of
 from kvengine.speculative.tier import Drafter, Tier
@@ -173,7 +173,7 @@ class TriForce(Decoder):
         model: Any,
         input_ids: Int64[Tensor, "row token"],
         logits_processor: Sequence[Any] = (),
-        stopping_criteria: Callable[..., Tensor] | None = None,
+        stopping_criteria: Any = None,
         generation_config: Any = None,
         seed: int | None = None,
         coupled: bool = False,
@@ -199,7 +199,8 @@ class TriForce(Decoder):
             mine = [for_row(processor, row, len(input_ids)) for processor in logits_processor]
             law = Law(mine, greedy=not generation_config.do_sample)
             begin = partial(self.tiers, law, rule(seed, row, coupled), ends, watch)
-            runs.append(Run(begin, stopping_criteria, generation_config.max_length, watch))
+            done = partial(ended, stopping_criteria, row, len(input_ids))
+            runs.append(Run(begin, done, generation_config.max_length, watch))
             rows.append((runs[-1].going(text, put), watch))
         found = together(rows)
         for run in runs:
