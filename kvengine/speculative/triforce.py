@@ -98,7 +98,7 @@ class TriForce(Decoder):
             counted in the cache; `streaming(sinks=16, recent=240, positions="in-cache")` is that from the prompt's end on.)
         widths: let the small model draft a tree with so many children per node at each depth, instead of a chain.
         refresh: when a view chooses anew.
-        tokenizers: the target's and the draft's, to be compared; without them only sizes and special tokens are.
+        tokenizers: the target's and the draft's, to be compared; without them only sizes are.
         in_place: the middle holds the numbers of the target's tokens that it reads, four bytes each, and gathers them
             at every pass; by default it holds a copy of them, or of what its policy makes of them.
 
@@ -204,7 +204,7 @@ class TriForce(Decoder):
             rows.append((runs[-1].going(text, put), watch))
         found = together(rows)
         for run in runs:
-            self.report.add(run.report)
+            self.report.add(run.report, beside=True)
         if streamer is not None:
             streamer.end()
         return padded(found, generation_config, input_ids.device)
@@ -254,6 +254,11 @@ class TriForce(Decoder):
         check_prompt(ids, kwargs)
         if model is not self.target:
             raise ModelError("this decoder was made for another model; make one with TriForce(model, ...)")
+        for each in (model, self.draft):
+            if isinstance(each, PreTrainedModel) and not hasattr(each, STATE):
+                raise ModelError(
+                    f"{type(each).__name__} has been unpatched since; call kvengine.patch, or make another decoder"
+                )
         if streamer is not None and len(ids) > 1:
             raise ModelError(f"a streamer prints one row, and there are {len(ids)}; generate them one by one")
         check_arguments(config, kwargs)
