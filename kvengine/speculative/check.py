@@ -139,6 +139,10 @@ def check_models(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None, wi
     check_model(target)
     if isinstance(draft, str) and draft not in DRAFTS:
         raise PolicyError(unknown("draft", draft, DRAFTS))
+    if widths is not None and not isinstance(draft, torch.nn.Module):
+        raise PolicyError(
+            f"widths={widths} are of the tree that a small model drafts, and draft={draft!r} is none; leave them out"
+        )
     trees = drawn_trees(draft, widths)
     for model in (target, draft) if trees else ():
         if isinstance(model, PreTrainedModel) and beyond_tokens(model.config.get_text_config(decoder=True)):

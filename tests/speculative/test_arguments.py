@@ -242,6 +242,23 @@ def test_trees_are_refused_where_any_layer_of_the_target_acts_on_each_token() ->
     assert torch.equal(*(x.generate(IDS, max_new_tokens=8, do_sample=False) for x in (plain, trees)))
 
 
+def test_models_that_were_unpatched_meanwhile_are_named() -> None:
+    models = [llama(), llama(num_hidden_layers=2)]
+    decoder = TriForce(*models, middle=None)
+    for model in models:
+        kvengine.unpatch(model)
+        with pytest.raises(ModelError, match="has been unpatched since; call kvengine.patch"):
+            decoder.generate(IDS, max_new_tokens=4)
+        kvengine.patch(model)
+    assert decoder.generate(IDS, max_new_tokens=4, do_sample=False).shape == (1, 64)
+
+
+@pytest.mark.parametrize("draft", ["lookup", "recycling", None])
+def test_widths_of_a_tree_that_no_model_drafts_are_refused(target: Any, draft: str | None) -> None:
+    with pytest.raises(PolicyError, match="tree that a small model drafts"):
+        TriForce(target, draft, QUEST, widths=(3, 2))
+
+
 @pytest.mark.parametrize("widths", [(), (2, 0)])
 def test_a_tree_without_branches_is_refused(widths: tuple[int, ...]) -> None:
     with pytest.raises(PolicyError, match="counts of at least 1"):
