@@ -12,7 +12,7 @@ from torch import Tensor
 from kvengine.errors import ModelError
 from kvengine.hf_rope import DYNAMIC, LONG, turning_point
 from kvengine.speculative.clock import Clock, Watch
-from kvengine.speculative.law import Text
+from kvengine.speculative.law import Text, known
 from kvengine.speculative.report import Report
 from kvengine.speculative.session import Asks
 from kvengine.speculative.tier import Drafter, Tier
@@ -107,7 +107,7 @@ def ended(criteria: Any, row: int, rows: int, ids: Int64[Tensor, "1 token"]) -> 
     count for nothing."""
     if criteria is None:
         return False
-    if rows == 1 or all(type(one).__name__ in ALIKE for one in criteria):
+    if rows == 1 or all(known(one, ALIKE) for one in criteria):
         return bool(criteria(ids, None).all())
     return bool(criteria(ids.repeat(rows, 1), None)[row])
 
