@@ -176,8 +176,9 @@ class Report:
         return expected(top) * top.passes * self.plain_pass / (top.draft_seconds + top.seconds)
 
     def __str__(self) -> str:
+        decoded = self.emitted - self.rows
         lines = [
-            f"{self.emitted} tokens in {self.seconds:.3f} s ({self.emitted / max(self.seconds, 1e-9):.1f} per second), "
+            f"{self.emitted} tokens in {self.seconds:.3f} s ({decoded / max(self.seconds, 1e-9):.1f} per second), "
             f"{self.tokens_per_target_pass:.2f} per target pass, {self.bytes_per_token / 2**20:.2f} MiB read for each, "
             f"{self.prompt} tokens of prompt in {self.prefill_seconds:.3f} s"
         ]

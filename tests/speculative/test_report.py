@@ -87,6 +87,12 @@ def test_rows_of_a_batch_hold_their_caches_at_the_same_time(target: Any, middle:
     assert (both.tiers[0].cache_bytes, both.tiers[0].device_bytes) == (7, 5)
 
 
+def test_tokens_per_second_are_those_that_the_seconds_went_into() -> None:
+    """A row's first token came with its prompt, whose seconds are said apart."""
+    for emitted, said in ((2, "2 tokens in 0.500 s (0.0 per second)"), (6, "6 tokens in 0.500 s (8.0 per second)")):
+        assert said in str(Report(rows=2, emitted=emitted, seconds=0.5))
+
+
 def test_reports_that_are_summed_stay_as_they_are() -> None:
     one, total = Report(tiers=[TierReport("target", passes=3, tested=[2], stood=[1])]), Report()
     for _ in range(2):
