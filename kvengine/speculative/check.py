@@ -179,6 +179,15 @@ def check_room(name: str, stack: Stack, gamma: Gamma) -> None:
         )
 
 
+def check_no_middle(in_place: bool, refresh: Any) -> None:
+    """Refuse what says how a middle reads, where there is none."""
+    for name, value in (("in_place", in_place), ("refresh", refresh)):
+        if value:
+            raise PolicyError(
+                f"{name}={value} says how a middle reads, and middle=None; leave it out, or give a middle"
+            )
+
+
 def has_latents(model: Any) -> bool:
     """Whether its heads share latents (MLA): what a cache of everything holds then has no values beside its keys."""
     return bool(getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None))

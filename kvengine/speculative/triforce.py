@@ -30,6 +30,7 @@ from kvengine.speculative.check import (
     check_arguments,
     check_gamma,
     check_models,
+    check_no_middle,
     check_nodes,
     check_places,
     check_places_given,
@@ -135,7 +136,9 @@ class TriForce(Decoder):
         check_gamma(gamma)
         check_models(target, draft, tokenizers, widths)
         check_nodes(target, draft, widths, self.middle, self.stack)
-        if self.middle is not None:
+        if self.middle is None:
+            check_no_middle(in_place, refresh)
+        else:
             check_room("middle", self.middle, gamma)
             check_places(self.middle, self.stack, target, in_place)
         if isinstance(draft, torch.nn.Module):

@@ -19,6 +19,7 @@ from kvengine.speculative.adaptive import Adaptive
 from kvengine.speculative.branch import Branching
 from kvengine.speculative.check import Gamma, check_room
 from kvengine.speculative.commands import numbers
+from kvengine.speculative.echo import Refresh
 from kvengine.speculative.triforce import TriForce, coarse_of
 from kvengine.stack import Stack
 
@@ -240,6 +241,12 @@ def test_trees_are_refused_where_any_layer_of_the_target_acts_on_each_token() ->
     spared = kvengine.patch(llama(num_hidden_layers=3))
     plain, trees = (TriForce(spared, draft, None, stack=stack) for draft in (None, "recycling"))
     assert torch.equal(*(x.generate(IDS, max_new_tokens=8, do_sample=False) for x in (plain, trees)))
+
+
+@pytest.mark.parametrize("options", [{"in_place": True}, {"refresh": Refresh(every=8)}], ids=str)
+def test_how_a_middle_reads_is_refused_without_one(target: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError, match="says how a middle reads, and middle=None"):
+        TriForce(target, "lookup", None, **options)
 
 
 def test_models_that_were_unpatched_meanwhile_are_named() -> None:
