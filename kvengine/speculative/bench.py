@@ -219,7 +219,8 @@ def label(row: Result) -> str:
     """A setting's name, budgets in tokens as parts of the context: the same at every length."""
 
     def part(found: re.Match[str]) -> str:
-        return f"{found[1]}1/{round(row.context / int(found[2]))}"
+        parts = round(row.context / int(found[2])) if int(found[2]) else 0
+        return f"{found[1]}1/{parts}" if parts else found[0]  # none, or more than there are: no part
 
     middle = re.sub(r"((?:budget|recent)=)(\d+)(?![\d.])", part, row.middle)
     names = [middle, "" if row.draft == "none" else row.draft]

@@ -36,7 +36,7 @@ class Branching:
     def propose(self, text: Text, tail: Sequence[int], more: More) -> Draft:
         return drive(self.proposing(text, tail, more))
 
-    def proposing(self, text: Text, tail: Sequence[int], more: More) -> Asks[Draft]:
+    def proposing(self, text: Text, tail: Sequence[int], more: More, limit: int | None = None) -> Asks[Draft]:
         draft, level = Draft(), [ROOT]
         if not more([]):
             return draft

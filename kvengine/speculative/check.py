@@ -139,6 +139,10 @@ def check_models(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None, wi
     check_model(target)
     if isinstance(draft, str) and draft not in DRAFTS:
         raise PolicyError(unknown("draft", draft, DRAFTS))
+    if widths is not None and not isinstance(draft, torch.nn.Module):
+        raise PolicyError(
+            f"widths={widths} are of the tree that a small model drafts, and draft={draft!r} is none; leave them out"
+        )
     trees = drawn_trees(draft, widths)
     for model in (target, draft) if trees else ():
         if isinstance(model, PreTrainedModel) and beyond_tokens(model.config.get_text_config(decoder=True)):
@@ -173,6 +177,15 @@ def check_room(name: str, stack: Stack, gamma: Gamma) -> None:
             f"{name}='{stack}' holds {budget} tokens, and gamma={gamma} drafts up to {ahead} on it: the draft would "
             "push out what it is to be read with. Give it a larger budget, or a smaller gamma"
         )
+
+
+def check_no_middle(in_place: bool, refresh: Any) -> None:
+    """Refuse what says how a middle reads, where there is none."""
+    for name, value in (("in_place", in_place), ("refresh", refresh)):
+        if value:
+            raise PolicyError(
+                f"{name}={value} says how a middle reads, and middle=None; leave it out, or give a middle"
+            )
 
 
 def has_latents(model: Any) -> bool:

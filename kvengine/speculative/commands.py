@@ -87,7 +87,9 @@ def generate(
             patch(target, policy, record, fuse)
             target.generate(ids.to(target.device), **options, **sampling)
             return
-        decoder = TriForce(target, drafter(draft, device, dtype), middle_policy, drafted, stack=policy)
+        decoder = TriForce(
+            target, drafter(draft, device, dtype, target, tokenizer), middle_policy, drafted, stack=policy
+        )
         decoder.generate(ids.to(target.device), seed=seed, **options)
         if report:
             console.print(str(decoder.report), highlight=False, markup=False)
@@ -157,7 +159,7 @@ def speculate(
         middles = [named(name.strip()) for name in middle.split(";")]
         target, tokenizer = load(model, device, dtype)
         tokens = tokenizer(contents(text), verbose=False).input_ids
-        below = drafter(draft, device, dtype)
+        below = drafter(draft, device, dtype, target, tokenizer)
         settings = [bench.Setting(below, one, drafted) for one in middles]
         sampling = {"temperature": temperature} if temperature else {}
         found: list[bench.Result] = []
@@ -226,10 +228,17 @@ def load(name: str, device: str, dtype: str) -> tuple[Any, Any]:
     return loading.load(place(name), device=device, dtype=dtype)
 
 
-def drafter(name: str, device: str, dtype: str) -> Any:
+def drafter(name: str, device: str, dtype: str, target: Any, tokenizer: Any) -> Any:
+    """What drafts for a model. Raises ModelError for a small one that has another tokenizer."""
     if name in ("lookup", "recycling"):
         return name
-    return None if name == "none" else load(name, device, dtype)[0]
+    if name == "none":
+        return None
+    from kvengine.speculative.check import check_tokenizers
+
+    model, its = load(name, device, dtype)
+    check_tokenizers(target, model, (tokenizer, its))
+    return model
 
 
 def named(policy: str) -> str | None:

@@ -138,14 +138,11 @@ class Echo(Session):
 
     def settle(self, text: Text) -> None:
         """Take the target's keys and values of the tokens that it has let through."""
-        drafted, stood, fresh = len(self.open), 0, self.whole.settled - self.settled
-        if drafted:
-            self.align(text, ())
-            stood = len(self.open)
-            self.forget(stood)
+        drafted, fresh = len(self.open), self.whole.settled - self.settled
+        self.forget(drafted)
         self.settled = self.whole.settled
-        if fresh:
-            self.stale |= self.refresh.due(stood, drafted)
+        if fresh:  # the token that the draft began behind, and what stood of it; its last token was never read here
+            self.stale |= self.refresh.due(fresh - 1, drafted)
             self._remember(fresh)
 
     def _remember(self, fresh: int) -> None:

@@ -68,12 +68,16 @@ class Placed:
         return found[self.row : self.row + 1]
 
 
+def known(one: Any, names: set[str]) -> bool:
+    """Whether it is one of these classes of transformers: somebody's own may have the same name."""
+    return type(one).__name__ in names and type(one).__module__.startswith("transformers.")
+
+
 def for_row(processor: Processor, row: int, rows: int) -> Processor:
     """What processes a batch's scores, for one row of it alone."""
-    name = type(processor).__name__
-    if rows == 1 or name in MEMORYLESS or name in ALIKE:
+    if rows == 1 or known(processor, MEMORYLESS | ALIKE):
         return processor
-    if name == "PrefixConstrainedLogitsProcessor":  # its function is told the row, and may know no other
+    if known(processor, {"PrefixConstrainedLogitsProcessor"}):  # its function is told the row, and may know no other
         own: Any = copy.copy(processor)
         allowed = own._prefix_allowed_tokens_fn
         own._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
@@ -136,7 +140,7 @@ class Law:
 
     @property
     def memoryless(self) -> bool:
-        return all(type(processor).__name__ in MEMORYLESS for processor in self.processors)
+        return all(known(processor, MEMORYLESS) for processor in self.processors)
 
     def laws(
         self, text: Text, tail: Sequence[int], guess: Draft, logits: Float[Tensor, "{len(guess)+1} vocab"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from torch import nn
@@ -22,7 +22,7 @@ class TierReport:
     tested, stood: by position in the draft, how often a drafted token was judged and how often it stood.
     depths: how many rounds drafted so deep: 0, 1, 2, ... tokens one behind the other.
     bytes_read: weights and cache that the passes read, the cache by what one reads at the end of the text; weights that
-    were read once for several rows count once. cache_bytes: held;
+    were read once for several rows count once. cache_bytes: held, by all rows of a batch together, the most of several calls;
     if this tier drafts for the target on the same weights, beyond what the target holds. device_bytes: of those, on
     the compute device; the others are in host memory, from where a pass brings one layer after the other.
     """
@@ -70,11 +70,12 @@ class TierReport:
             self.tested[index] += 1
             self.stood[index] += index < what.stood
 
-    def add(self, other: TierReport) -> None:
+    def add(self, other: TierReport, beside: bool = False) -> None:
+        """beside: what the other holds is held at the same time."""
         for name in ("passes", "fed", "drafted", "seconds", "draft_seconds", "bytes_read"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
-        self.device_bytes = max(self.device_bytes, other.device_bytes)
+        for name in ("cache_bytes", "device_bytes"):
+            setattr(self, name, (sum if beside else max)((getattr(self, name), getattr(other, name))))
         self.tested, self.stood = longer(self.tested, other.tested), longer(self.stood, other.stood)
         self.depths = longer(self.depths, other.depths)
 
@@ -126,21 +127,22 @@ class Report:
             found.append(TierReport.of_tree(tier, found[-1].draft_seconds))
         return cls(1, prompt, emitted, prefill[0], *decoding, found)
 
-    def add(self, other: Report) -> None:
+    def add(self, other: Report, beside: bool = False) -> None:
+        """Count another too; beside: of a row of the same batch."""
         self.prompt, self.emitted = self.prompt + other.prompt, self.emitted + other.emitted
         self.rows += other.rows
         self.prefill_seconds += other.prefill_seconds
         self.seconds += other.seconds
         self.cpu_seconds += other.cpu_seconds
-        self.go_on(other)
+        self.go_on(other, beside)
 
-    def go_on(self, other: Report) -> None:
+    def go_on(self, other: Report, beside: bool = False) -> None:
         """Count what the tiers of another did too."""
         if not self.tiers:
-            self.tiers = other.tiers
+            self.tiers = [replace(tier) for tier in other.tiers]
             return
         for mine, its in zip(self.tiers, other.tiers, strict=bool(other.tiers)):
-            mine.add(its)
+            mine.add(its, beside)
 
     def against(self, plain: Report) -> None:
         """Take what plain decoding cost in the same run as the measure."""
@@ -149,7 +151,9 @@ class Report:
 
     @property
     def tokens_per_target_pass(self) -> float:
-        return self.tiers[0].tokens_per_pass if self.tiers else 0.0
+        """Of the text: what stood behind its end, and was cut off, does not count, nor do the tokens that prompts gave."""
+        passes = self.tiers[0].passes if self.tiers else 0
+        return (self.emitted - self.rows) / passes if passes else 0.0
 
     @property
     def bytes_per_token(self) -> float:
@@ -172,8 +176,9 @@ class Report:
         return expected(top) * top.passes * self.plain_pass / (top.draft_seconds + top.seconds)
 
     def __str__(self) -> str:
+        decoded = self.emitted - self.rows
         lines = [
-            f"{self.emitted} tokens in {self.seconds:.3f} s ({self.emitted / max(self.seconds, 1e-9):.1f} per second), "
+            f"{self.emitted} tokens in {self.seconds:.3f} s ({decoded / max(self.seconds, 1e-9):.1f} per second), "
             f"{self.tokens_per_target_pass:.2f} per target pass, {self.bytes_per_token / 2**20:.2f} MiB read for each, "
             f"{self.prompt} tokens of prompt in {self.prefill_seconds:.3f} s"
         ]

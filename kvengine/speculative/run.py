@@ -12,22 +12,23 @@ from torch import Tensor
 from kvengine.errors import ModelError
 from kvengine.hf_rope import DYNAMIC, LONG, turning_point
 from kvengine.speculative.clock import Clock, Watch
-from kvengine.speculative.law import Text
+from kvengine.speculative.law import Text, known
 from kvengine.speculative.report import Report
 from kvengine.speculative.session import Asks
 from kvengine.speculative.tier import Drafter, Tier
 from kvengine.speculative.turning import reads_anew
 
+ALIKE = {"EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria"}
+"""Criteria of transformers that end all rows by one rule: a row may be given to them alone."""
+
 
 class Run:
     """One sequence, from its prompt to its end."""
 
-    def __init__(
-        self, begin: Callable[[], Tier], criteria: Callable[..., Tensor] | None, limit: int, watch: Watch
-    ) -> None:
-        """begin: tiers that have read nothing yet; criteria: as in transformers; limit: tokens of the longest text, padding
-        included; watch: this row's time."""
-        self.begin, self.top, self.criteria, self.limit, self.watch = begin, begin(), criteria, limit, watch
+    def __init__(self, begin: Callable[[], Tier], ended: Callable[[Tensor], bool], limit: int, watch: Watch) -> None:
+        """begin: tiers that have read nothing yet; ended: whether a text, padding included, has; limit: tokens of the
+        longest, padding included; watch: this row's time."""
+        self.begin, self.top, self.ended, self.limit, self.watch = begin, begin(), ended, limit, watch
         self.turn, self.fixed = (turning_point(self.top.session.model, kind) for kind in (LONG, DYNAMIC))
         self.report = Report()
 
@@ -88,9 +89,7 @@ class Run:
         return done
 
     def _ends(self, text: Text) -> bool:
-        if len(text.padding) + len(text) >= self.limit:
-            return True
-        return self.criteria is not None and bool(self.criteria(text.ids(), None).all())
+        return len(text.padding) + len(text) >= self.limit or self.ended(text.ids())
 
 
 def prefill(drafter: Drafter | None, prompt: Sequence[int]) -> None:
@@ -101,6 +100,16 @@ def prefill(drafter: Drafter | None, prompt: Sequence[int]) -> None:
     if isinstance(drafter, Tier):
         drafter.ahead.begin(len(prompt))
         prefill(drafter.below, prompt)
+
+
+def ended(criteria: Any, row: int, rows: int, ids: Int64[Tensor, "1 token"]) -> bool:
+    """Whether a batch's criteria end this row: where some may tell rows apart, it is shown at its place among others, which
+    count for nothing."""
+    if criteria is None:
+        return False
+    if rows == 1 or all(known(one, ALIKE) for one in criteria):
+        return bool(criteria(ids, None).all())
+    return bool(criteria(ids.repeat(rows, 1), None)[row])
 
 
 def texts(ids: Int64[Tensor, "row token"], mask: Shaped[Tensor, "row token"] | None) -> Iterator[Text]:
@@ -125,4 +134,4 @@ def padded(rows: list[list[int]], config: Any, device: torch.device) -> Int64[Te
 
 def end_tokens(config: Any) -> list[int]:
     ends = config.eos_token_id
-    return [] if ends is None else [int(ends)] if isinstance(ends, int) else [int(end) for end in ends]
+    return [] if ends is None else torch.as_tensor(ends).flatten().tolist()

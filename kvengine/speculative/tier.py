@@ -44,8 +44,8 @@ class Reader(Drafter, Protocol):
 
     session: Session
 
-    def proposing(self, text: Text, tail: Sequence[int], more: More) -> Asks[Draft]:
-        """`propose`, in steps."""
+    def proposing(self, text: Text, tail: Sequence[int], more: More, limit: int | None = None) -> Asks[Draft]:
+        """`propose`, in steps; never more than `limit` tokens one behind the other, nor a pass over more of them."""
 
 
 Step = tuple[Verdict, Laws, Float[Tensor, "node vocab"]]
@@ -79,14 +79,14 @@ class Tier:
         """A chain of tokens, each drawn from this tier's law given those before it."""
         return drive(self.proposing(text, tail, more))
 
-    def proposing(self, text: Text, tail: Sequence[int], more: More) -> Asks[Draft]:
+    def proposing(self, text: Text, tail: Sequence[int], more: More, limit: int | None = None) -> Asks[Draft]:
         out = Draft()
         while more(out.confidence) and not (out.tokens and out.tokens[-1] in self.ends):
-            yield from self._extend(out, text, tail)
+            yield from self._extend(out, text, tail, None if limit is None else limit - len(out) - 1)
         return out
 
-    def _extend(self, out: Draft, text: Text, tail: Sequence[int]) -> Asks[None]:
-        verdict, laws, logits = yield from self.stepping(text, [*tail, *out.tokens])
+    def _extend(self, out: Draft, text: Text, tail: Sequence[int], limit: int | None) -> Asks[None]:
+        verdict, laws, logits = yield from self.stepping(text, [*tail, *out.tokens], limit)
         for node, token in zip([ROOT, *verdict.path], verdict.tokens, strict=True):
             sure = float(logits[node + 1].float().softmax(-1)[token])
             out.append(token, laws[node + 1], sure)
@@ -142,7 +142,7 @@ class Tier:
         began = self.clock()
         self.reader.session.prepare(text)
         self.other += self.clock() - began
-        return (yield from self.reader.proposing(text, tail, more))
+        return (yield from self.reader.proposing(text, tail, more, limit))
 
     def _read(self, missing: Sequence[int], guess: Draft) -> Asks[Float[Tensor, "node vocab"]]:
         if guess.is_chain:

@@ -7,7 +7,7 @@ draft     a small model with a streaming cache, a look-up, or nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from kvengine.speculative.check import (
     check_arguments,
     check_gamma,
     check_models,
+    check_no_middle,
     check_nodes,
     check_places,
     check_places_given,
@@ -47,7 +48,7 @@ from kvengine.speculative.law import Law, for_row
 from kvengine.speculative.places import LayerPlaces
 from kvengine.speculative.propose import Lookup, Recycling
 from kvengine.speculative.report import Report
-from kvengine.speculative.run import Run, end_tokens, padded, texts
+from kvengine.speculative.run import Run, end_tokens, ended, padded, texts
 from kvengine.speculative.session import Guest, Session
 from kvengine.speculative.stateful import Apart, StatefulSession, session_of
 from kvengine.speculative.tier import Drafter, Tier
@@ -98,7 +99,7 @@ class TriForce(Decoder):
             counted in the cache; `streaming(sinks=16, recent=240, positions="in-cache")` is that from the prompt's end on.)
         widths: let the small model draft a tree with so many children per node at each depth, instead of a chain.
         refresh: when a view chooses anew.
-        tokenizers: the target's and the draft's, to be compared; without them only sizes and special tokens are.
+        tokenizers: the target's and the draft's, to be compared; without them only sizes are.
         in_place: the middle holds the numbers of the target's tokens that it reads, four bytes each, and gathers them
             at every pass; by default it holds a copy of them, or of what its policy makes of them.
 
@@ -135,7 +136,9 @@ class TriForce(Decoder):
         check_gamma(gamma)
         check_models(target, draft, tokenizers, widths)
         check_nodes(target, draft, widths, self.middle, self.stack)
-        if self.middle is not None:
+        if self.middle is None:
+            check_no_middle(in_place, refresh)
+        else:
             check_room("middle", self.middle, gamma)
             check_places(self.middle, self.stack, target, in_place)
         if isinstance(draft, torch.nn.Module):
@@ -173,7 +176,7 @@ class TriForce(Decoder):
         model: Any,
         input_ids: Int64[Tensor, "row token"],
         logits_processor: Sequence[Any] = (),
-        stopping_criteria: Callable[..., Tensor] | None = None,
+        stopping_criteria: Any = None,
         generation_config: Any = None,
         seed: int | None = None,
         coupled: bool = False,
@@ -199,11 +202,12 @@ class TriForce(Decoder):
             mine = [for_row(processor, row, len(input_ids)) for processor in logits_processor]
             law = Law(mine, greedy=not generation_config.do_sample)
             begin = partial(self.tiers, law, rule(seed, row, coupled), ends, watch)
-            runs.append(Run(begin, stopping_criteria, generation_config.max_length, watch))
+            done = partial(ended, stopping_criteria, row, len(input_ids))
+            runs.append(Run(begin, done, generation_config.max_length, watch))
             rows.append((runs[-1].going(text, put), watch))
         found = together(rows)
         for run in runs:
-            self.report.add(run.report)
+            self.report.add(run.report, beside=True)
         if streamer is not None:
             streamer.end()
         return padded(found, generation_config, input_ids.device)
@@ -253,7 +257,12 @@ class TriForce(Decoder):
         check_prompt(ids, kwargs)
         if model is not self.target:
             raise ModelError("this decoder was made for another model; make one with TriForce(model, ...)")
-        if getattr(getattr(model, STATE, None), "judge_every", None) is not None:
+        for each in (model, self.draft):
+            if isinstance(each, PreTrainedModel) and not hasattr(each, STATE):
+                raise ModelError(
+                    f"{type(each).__name__} has been unpatched since; call kvengine.patch, or make another decoder"
+                )
+        if getattr(model, STATE).judge_every is not None:
             raise ModelError("speculative decoding reads a prompt in one pass; patch the model without judge_every")
         if streamer is not None and len(ids) > 1:
             raise ModelError(f"a streamer prints one row, and there are {len(ids)}; generate them one by one")

@@ -158,6 +158,16 @@ def test_drafts_end_where_a_text_outgrows_the_first(kind: type, middle: str | No
     assert torch.equal(decoder.generate(text(23), **options), plain)
 
 
+@pytest.mark.parametrize("kind", [transformers.Phi3ForCausalLM, transformers.LlamaForCausalLM])
+def test_so_do_those_of_a_middle_whose_rounds_give_several_tokens(kind: type) -> None:
+    model, small = kvengine.patch(build(kind).double()), build(kind).double()
+    for length, gamma in ((25, (6, 2)), (26, (5, 1)), (27, (4, 5))):
+        ids = torch.randint(2, 120, (1, length), generator=torch.Generator().manual_seed(length - 24))
+        decoder = TriForce(model, small, "kivi(residual=500)", gamma, draft_stack="full")
+        out = decoder.generate(ids, max_new_tokens=16, do_sample=False)
+        assert torch.equal(out, said(model, ids)) and sum(decoder.report.tiers[0].stood) > 5
+
+
 class Ends(LogitsProcessor):
     """The second row's text, after its second token."""
 
@@ -225,11 +235,17 @@ def test_what_is_read_in_chunks_is_rotated_as_in_one(kind: type, policy: str) ->
 def test_nothing_is_drafted_where_each_length_has_a_rotation() -> None:
     """A pass over a draft would turn its first tokens, and those that stand, as its last."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    model = kvengine.patch(llama(rope_parameters=rope, max_position_embeddings=SHORT).double())
-    decoder, found = TriForce(model, None, "quest(budget=500)", (2, 5)), []
-    for way in (model, decoder):
-        with torch.no_grad():
-            model(text(4))  # the rotation of a long text stays until a short one comes
-        found.append(way.generate(one(26)["input_ids"], max_new_tokens=40, do_sample=False))
-    assert torch.equal(*found)
-    assert sum(decoder.report.tiers[0].stood) >= 3
+    model, small = (llama(rope_parameters=rope, max_position_embeddings=SHORT).double() for _ in range(2))
+    kvengine.patch(model)
+    for draft, gamma, ids in (
+        (None, (2, 5), one(26)["input_ids"]),
+        (small, (6, 2), text(20)),
+        (small, (4, 5), text(23)),
+    ):
+        decoder, found = TriForce(model, draft, "quest(budget=500)", gamma, draft_stack="full"), []
+        for way in (model, decoder):
+            with torch.no_grad():
+                model(text(4))  # the rotation of a long text stays until a short one comes
+            found.append(way.generate(ids, max_new_tokens=40, do_sample=False))
+        assert torch.equal(*found)
+        assert sum(decoder.report.tiers[0].stood) >= 3

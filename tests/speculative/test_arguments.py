@@ -19,6 +19,7 @@ from kvengine.speculative.adaptive import Adaptive
 from kvengine.speculative.branch import Branching
 from kvengine.speculative.check import Gamma, check_room
 from kvengine.speculative.commands import numbers
+from kvengine.speculative.echo import Refresh
 from kvengine.speculative.triforce import TriForce, coarse_of
 from kvengine.stack import Stack
 
@@ -240,6 +241,29 @@ def test_trees_are_refused_where_any_layer_of_the_target_acts_on_each_token() ->
     spared = kvengine.patch(llama(num_hidden_layers=3))
     plain, trees = (TriForce(spared, draft, None, stack=stack) for draft in (None, "recycling"))
     assert torch.equal(*(x.generate(IDS, max_new_tokens=8, do_sample=False) for x in (plain, trees)))
+
+
+@pytest.mark.parametrize("options", [{"in_place": True}, {"refresh": Refresh(every=8)}], ids=str)
+def test_how_a_middle_reads_is_refused_without_one(target: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError, match="says how a middle reads, and middle=None"):
+        TriForce(target, "lookup", None, **options)
+
+
+def test_models_that_were_unpatched_meanwhile_are_named() -> None:
+    models = [llama(), llama(num_hidden_layers=2)]
+    decoder = TriForce(*models, middle=None)
+    for model in models:
+        kvengine.unpatch(model)
+        with pytest.raises(ModelError, match="has been unpatched since; call kvengine.patch"):
+            decoder.generate(IDS, max_new_tokens=4)
+        kvengine.patch(model)
+    assert decoder.generate(IDS, max_new_tokens=4, do_sample=False).shape == (1, 64)
+
+
+@pytest.mark.parametrize("draft", ["lookup", "recycling", None])
+def test_widths_of_a_tree_that_no_model_drafts_are_refused(target: Any, draft: str | None) -> None:
+    with pytest.raises(PolicyError, match="tree that a small model drafts"):
+        TriForce(target, draft, QUEST, widths=(3, 2))
 
 
 @pytest.mark.parametrize("widths", [(), (2, 0)])

@@ -102,6 +102,20 @@ def test_refusals(folder: Path, arguments: list[str], message: str) -> None:
     assert code == 2 and message in text
 
 
+def test_a_small_model_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Of the same size: the same ids stand for other tokens, and its drafts would never be right."""
+    shutil.copytree(folder, tmp_path / "draft")
+    tokenizer = Tokenizer(models.BPE({chr(ord("1") + i): i for i in range(64)}, []))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "draft")
+    for words in (
+        ["generate", folder, "012", "--speculate"],
+        ["bench", "speculate", folder, "--text", folder / "text.txt"],
+    ):
+        code, text = run(*words, "--draft", tmp_path / "draft")
+        assert code == 2 and "the same ids stand for other tokens" in text
+    assert run("generate", folder, "012", "--new", "4", "--speculate", "--draft", folder)[0] == 0
+
+
 def test_lengths_that_were_measured_are_kept_if_a_later_one_is_interrupted(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

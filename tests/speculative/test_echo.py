@@ -193,6 +193,21 @@ def test_falling_acceptance_renews_the_choice() -> None:
         Refresh(every=0)
 
 
+@pytest.mark.parametrize("drafted", [1, 4])
+def test_what_is_renewed_by_is_the_share_of_drafted_tokens_that_stand(model: Any, drafted: int) -> None:
+    """Of one drafted token too: the token that a draft begins behind always stands, and is none of it."""
+    whole, mine, text = echo(model, "quest(budget=24, page=4)", prompt(60), every=1000, below=0.6, patience=4)
+    text.tokens.append(3)
+    for stand in (drafted, drafted - 1, 0):
+        share = mine.refresh.share
+        round_(whole, mine, text, [5, 6, 7, 8][:drafted], stand)
+        assert mine.refresh.share == pytest.approx(0.8 * share + 0.2 * stand / drafted)
+    for _ in range(4):
+        round_(whole, mine, text, [5, 6, 7, 8][:drafted], 0)
+    mine.ready()
+    assert mine.refresh.choices == 2
+
+
 @pytest.mark.parametrize("stack", ["full", "quest(budget=500, page=4)", "kivi(bits=4)"])
 def test_a_tree_is_read_as_its_paths(model: Any, stack: str) -> None:
     """The logits of each node are those of feeding its path, and nothing is left behind."""

@@ -169,6 +169,20 @@ def test_what_is_said_never_to_look_at_the_tokens_does_not() -> None:
             torch.testing.assert_close(found[row], alone[0])
 
 
+def test_only_transformers_own_are_known_by_their_names() -> None:
+    """Somebody's own of the same name may look at the tokens, and have a rule for each row."""
+
+    class TopPLogitsWarper(transformers.LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return numbered(input_ids, scores)
+
+    own = for_row(TopPLogitsWarper(), 1, 3)
+    assert own(torch.tensor([[7, 5]]), torch.zeros(1, 16))[0].isinf().nonzero()[:, 0].tolist() == [5, 11]
+    TopPLogitsWarper.__call__ = lambda self, ids, scores: repeated(ids, scores)  # type: ignore[method-assign]
+    laws = Law((TopPLogitsWarper(),), greedy=False).laws(Text([1, 2]), [], CHAIN, torch.zeros(5, 16))
+    assert [int(laws[at].argmin()) for at in range(5)] == [2, *CHAIN.tokens]
+
+
 def test_no_law_is_made_where_nobody_looks() -> None:
     seen = []
 

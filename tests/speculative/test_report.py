@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,54 @@ def test_weights_read_for_several_rows_count_once(target: Any) -> None:
     assert shared < top.passes
     cache = top.bytes_read - shared * weights(target)
     assert 0 < cache < top.passes * 2 * 2 * 2 * 80 * 8 * 4  # layers, keys and values, heads, tokens, dim, fp32
+
+
+def test_what_stood_behind_the_end_of_a_text_is_no_text(target: Any) -> None:
+    free = target.generate(prompt(), max_new_tokens=30, do_sample=False)[0, 90:].tolist()
+    end = next(token for at, token in enumerate(free) if at > 1 and token not in free[:at] and at % 7 not in (0, 6))
+    decoder = TriForce(target, "lookup", "full", gamma=(1, 6))
+    decoder.generate(prompt(), max_new_tokens=30, do_sample=False, eos_token_id=end, pad_token_id=0)
+    report = decoder.report
+    assert report.emitted == free.index(end) + 1
+    assert report.tokens_per_target_pass == (report.emitted - 1) / report.tiers[0].passes
+
+
+@pytest.mark.parametrize("middle", ["quest(budget=24, page=4)", "kivi(group=8, residual=8)"])
+def test_rows_of_a_batch_hold_their_caches_at_the_same_time(target: Any, middle: str) -> None:
+    decoder, held = TriForce(target, "lookup", middle, gamma=(1, 3)), []
+    for rows in (1, 3):
+        decoder.generate(prompt(60).repeat(rows, 1), max_new_tokens=8, do_sample=False)
+        held.append([(tier.cache_bytes, tier.device_bytes) for tier in decoder.report.tiers])
+    assert held[1] == [(3 * cache, 3 * device) for cache, device in held[0]]
+    one, both = (Report(tiers=[TierReport("target", cache_bytes=7, device_bytes=5)]) for _ in range(2))
+    both.add(one)  # of one call after the other
+    assert (both.tiers[0].cache_bytes, both.tiers[0].device_bytes) == (7, 5)
+
+
+def test_tokens_per_second_are_those_that_the_seconds_went_into() -> None:
+    """A row's first token came with its prompt, whose seconds are said apart."""
+    for emitted, said in ((2, "2 tokens in 0.500 s (0.0 per second)"), (6, "6 tokens in 0.500 s (8.0 per second)")):
+        assert said in str(Report(rows=2, emitted=emitted, seconds=0.5))
+
+
+def test_reports_that_are_summed_stay_as_they_are() -> None:
+    one, total = Report(tiers=[TierReport("target", passes=3, tested=[2], stood=[1])]), Report()
+    for _ in range(2):
+        total.add(one)
+    assert (total.tiers[0].passes, total.tiers[0].tested) == (6, [4])
+    assert one == Report(tiers=[TierReport("target", passes=3, tested=[2], stood=[1])])
+
+
+def test_a_picture_names_budgets_that_are_no_part_of_the_context_in_tokens() -> None:
+    row = bench.Result(*(0,) * len(fields(bench.Result)))
+    names = {
+        "quest(budget=64, page=4)": "quest(budget=1/16, page=4)",
+        "retrieval(budget=4096)": "retrieval(budget=4096)",
+        "tova(budget=64, recent=0)": "tova(budget=1/16, recent=0)",
+    }
+    for middle, name in names.items():
+        given = replace(row, context=1024, middle=middle, draft="none", gamma="(1, 6)")
+        assert bench.label(given) == f"{name}, γ=(1, 6)"
 
 
 def test_seconds_of_one_clock_are_held_against_seconds_of_the_same() -> None:

@@ -236,6 +236,24 @@ def test_no_more_is_drafted_than_asked_and_who_is_not_asked_reads_nothing(ahead:
     assert (top.rounds[0].drafted, len(prepared)) == (drafted, bool(drafted))
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 6])
+def test_nor_is_anything_read_beyond_that_by_a_middle_whose_rounds_give_several_tokens(limit: int) -> None:
+    top, furthest = chain([three(12)[0]] * 3, (6, 4), Coupled(Gumbel(1))), [0]
+    assert isinstance(top.below, Tier)
+    prefill(top, PROMPT[:-1])
+    for session in (top.session, top.below.session):
+        real = session.feed
+
+        def feed(tokens: list[int], real: Callable = real, session: Any = session) -> Tensor:
+            out = real(tokens)
+            furthest[0] = max(furthest[0], len(session.cached))
+            return out
+
+        session.feed = feed  # type: ignore[method-assign]
+    top.step(Text(PROMPT), (), limit)
+    assert top.rounds[0].stood == top.rounds[0].drafted == limit and furthest == [len(PROMPT) + limit]
+
+
 def not_again(ids: Tensor, scores: Tensor) -> Tensor:
     """A processor that looks at the tokens: the last two are not to come again."""
     return scores.scatter(1, ids[:, -2:], -torch.inf)

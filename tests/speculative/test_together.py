@@ -7,12 +7,23 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from families import configs
 from support_spec import llama, plain_sampling, prompt
 from torch import Tensor
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StoppingCriteria,
+)
 
 import kvengine
 from kvengine.errors import ModelError
@@ -128,6 +139,26 @@ def test_an_end_in_one_row_stops_no_other(target: Any) -> None:
         assert out.tolist() == expected.tolist()
 
 
+class Lengths(StoppingCriteria):
+    """Each row has its own."""
+
+    def __init__(self, most: list[int]) -> None:
+        self.most = torch.tensor(most)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return input_ids.shape[1] >= self.most
+
+
+def test_criteria_that_tell_rows_apart_end_each_by_its_own(target: Any) -> None:
+    most = max(LENGTHS)
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": 1}
+    options["stopping_criteria"] = [Lengths([most + 2, most + 9, most + 5, most + 30])]
+    want = target.generate(**batch(), **options)
+    assert not want[0, most + 2 :].any() and want[1, most + 5 : most + 9].any() and want[3, most + 9 :].any()
+    for middle in MIDDLES[:3]:
+        assert torch.equal(TriForce(target, "lookup", middle, gamma=(2, 4)).generate(**batch(), **options), want)
+
+
 @pytest.mark.parametrize(
     "kind, middle", [("recycling", None), ("recycling", MIDDLES[2]), ((3, 2, 1), None), ((3, 2, 1), MIDDLES[1])]
 )
@@ -184,6 +215,21 @@ def test_families_and_the_way_back_to_one_row_at_a_time(name: str, together: boo
     for n, length in enumerate(LENGTHS):
         alone = model.generate(row(n), max_new_tokens=10, do_sample=False)
         assert out[n, max(LENGTHS) - length :].tolist() == alone[0].tolist()
+
+
+@pytest.mark.parametrize("gamma", [(6, 2), (4, 4)])
+@pytest.mark.parametrize("middle", ["full", "quest(budget=40, page=4)"])
+def test_a_text_that_fills_all_positions_of_its_model_is_drafted_to_its_end(
+    middle: str, gamma: tuple[int, int]
+) -> None:
+    """Behind the last there is no position, and a middle's round may give more tokens than are asked for."""
+    config = GPT2Config(**{**SHAPE, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64})
+    torch.manual_seed(0)
+    model = kvengine.patch(GPT2LMHeadModel(config).eval())
+    for length in (40, 52, 58):
+        options = {"max_length": 64, "do_sample": False, "pad_token_id": 0}
+        decoder = TriForce(model, "lookup", middle, gamma)
+        assert torch.equal(decoder.generate(prompt(length), **options), model.generate(prompt(length), **options))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gemma3n", "gemma3", "lfm2"])
@@ -278,5 +324,6 @@ def test_rows_are_read_without_their_padding_and_made_as_long_as_each_other() ->
     with pytest.raises(ModelError, match="row 1 of the batch has no token"):
         list(texts(ids, torch.tensor([[0, 1, 1], [0, 0, 0]])))
     for pad, ends, want in ((3, 9, 3), (0, 9, 0), (None, 9, 9), (None, [8, 9], 8), (None, None, 0)):
-        config = SimpleNamespace(pad_token_id=pad, eos_token_id=ends)
-        assert padded([[4], [5, 6]], config, torch.device("cpu")).tolist() == [[4, want], [5, 6]]
+        for given in [ends] if ends is None else [ends, torch.tensor(ends), numpy.array(ends)[()]]:
+            config = SimpleNamespace(pad_token_id=pad, eos_token_id=given)
+            assert padded([[4], [5, 6]], config, torch.device("cpu")).tolist() == [[4, want], [5, 6]]
