@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from codecs import lookup
 from io import TextIOWrapper
@@ -83,10 +84,23 @@ def forgive(stream: Any) -> None:
 def main() -> None:
     """Run the command line."""
     forgive(sys.stdout)
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # as Ctrl-C: what was done is kept, what was begun cleared away
     try:
         app()
     except OSError as error:  # as where what is said finds no room
         with contextlib.suppress(OSError):
             typer.echo(f"{type(error).__name__}: {error}", err=True)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it would end in another error
         raise SystemExit(2) from None
+    finally:
+        drop_unwritable(sys.stdout)
+
+
+def drop_unwritable(stream: Any) -> None:
+    """What found no room, or no reader, is given up: Python would try once more as it ends, and tell of an ignored exception."""
+    try:
+        if stream is not None:  # closed before the command began
+            stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -81,6 +81,16 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     return f"no {kind} is called {name!r}.{hint} Known: {', '.join(names)}"
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory was: torch has a class for devices, and words for hosts.
+
+    >>> out_of_memory(MemoryError()), out_of_memory(RuntimeError("shapes differ"))
+    (True, False)
+    """
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or "can't allocate memory" in str(error)
+
+
 def missing(policy: object, method: str) -> PolicyError:
     """The error for a method that an interface names and a policy has not written, though the engine asks for it."""
     interface = type(policy).__mro__[-2].__name__

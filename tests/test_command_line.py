@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import kvengine
 from kvengine import cli
 from kvengine.cli import app
+from kvengine.command_errors import readable_errors, resumable
 from kvengine.errors import EvaluationError, StoreError
 from kvengine.evals.config import build
-from kvengine.offload import stores
+from kvengine.offload import container, stores
 
 KEY = "a" * 64
 
@@ -168,6 +172,24 @@ def test_an_interrupted_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.exit_code == 130 and found.stderr == "interrupted\n"
 
 
+def test_being_asked_to_end_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training lost its last steps, a terminal its cursor, and locks and drafts stayed."""
+
+    def stopped(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("kvengine.policies.routing.duo.read_pattern", stopped)
+    monkeypatch.setattr(sys, "argv", ["kvengine", "duo", "show", "tiny"])
+    try:
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert left.value.code == 130
+
+
 def test_a_demo_of_no_minutes(tmp_path: Path) -> None:
     for minutes in ("nan", "0", "-1", "inf"):
         assert "must be positive" in refused("demo", "--minutes", minutes, "--out", tmp_path / "run")
@@ -199,8 +221,43 @@ def test_an_import_names_the_file_that_is_wrong(tmp_path: Path) -> None:
     assert found.exit_code == 1 and f"{bad} was not imported" in found.stderr and str(out) in found.stdout
 
 
+def test_who_reads_may_leave(tmp_path: Path) -> None:
+    """`| head` ended in an error."""
+    store = stores.Files(tmp_path / "kv")
+    store.put(KEY, [container.pack({"kind": "kv"}, [])])
+    store.close()
+    for words in (["info", KEY], ["ls"], ["verify"]):
+        command = [sys.executable, "-P", "-m", "kvengine", "cache", *words, "-s", str(tmp_path / "kv")]
+        reads, writes = os.pipe()
+        os.close(reads)
+        found = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
+        os.close(writes)
+        assert (found.returncode, found.stderr) == (1, "")
+
+
+def test_a_run_that_stops_as_its_reader_left_says_what_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_text("{}")
+    with pytest.raises(BrokenPipeError), readable_errors():
+        raise BrokenPipeError
+    with pytest.raises(SystemExit), readable_errors(), resumable(tmp_path / "rows"):
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has"), "9.00 GiB more were needed; give"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."), "99 bytes more were needed"),
+    (MemoryError(), "give it less at once"),
+])  # fmt: skip
+def test_memory_that_runs_out_is_a_line(error: Exception, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left, readable_errors():
+        raise error
+    assert left.value.code == 2 and f"out of memory: {said}" in capsys.readouterr().err
+    with pytest.raises(RuntimeError), readable_errors():
+        raise RuntimeError("shapes differ")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device without room")
-@pytest.mark.parametrize("words", [["--version"], ["--help"], ["eval", "--help"]])
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["eval", "--help"], ["duo", "show", "tiny"]])
 def test_where_what_is_said_finds_no_room_that_is_a_line(words: list[str]) -> None:
     with open("/dev/full", "w") as full:
         found = subprocess.run(

@@ -21,7 +21,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 import kvengine
-from kvengine.errors import EvaluationError, KVEngineError
+from kvengine.errors import EvaluationError, KVEngineError, out_of_memory
 from kvengine.evals.policies import STOCK
 from kvengine.hf_names import CACHE
 from kvengine.hf_states import stock_tensors
@@ -90,20 +90,15 @@ def costs(
             for cost in _measured(model, ids, policy, new, mine):
                 found.append(cost)
                 yield cost
-        except (KVEngineError, RuntimeError) as error:
-            if not isinstance(error, KVEngineError) and not full(error):
+        except (KVEngineError, RuntimeError, MemoryError) as error:
+            if not isinstance(error, KVEngineError) and not out_of_memory(error):
                 raise
-            said = "out of memory" if full(error) else str(error)
+            said = "out of memory" if out_of_memory(error) else str(error)
             for way in mine[len(found) :]:
                 yield Cost(ids.shape[1], len(ids), policy, way, problem=said)
         gc.collect()
         if ids.is_cuda:
             torch.cuda.empty_cache()
-
-
-def full(error: Exception) -> bool:
-    """Whether memory was: torch has a class for devices, and words for hosts."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @torch.no_grad()
