@@ -111,6 +111,11 @@ def test_a_closed_standard_input_is_no_prompt() -> None:
     (("--stop", "\udcff"), "'\\udcff' is not UTF-8 text"),
     (("--stop", ""), "--stop has no text"),
     (("--temperature", "1e-300"), "give 0 for the likeliest token"),
+    (("--temperature", "nan"), "--temperature"),
+    (("--temperature", "inf"), "--temperature inf cannot be divided by"),
+    (("--temperature", "1", "--top-p", "nan"), "--top-p"),
+    (("--seed", "3"), "--seed says what may be drawn; it needs --temperature"),
+    (("--speculate", "--draft", "none"), "nothing drafts: give --draft or --middle"),
 ])  # fmt: skip
 def test_settings_of_generate(words: tuple[str, ...], says: str) -> None:
     assert says in refused("generate", "bundled", "hi", "--new", "1", *words)

@@ -108,10 +108,33 @@ def test_the_command(policies: str, tmp_path: Path) -> None:
     assert (tmp_path / "decode.md").read_text() in said[1] and (tmp_path / "decode.png").stat().st_size > 5000
 
 
+def test_what_was_measured_before_an_interruption_is_shown_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "decode.md").write_text("of an earlier run")
+    real = measure._measured
+
+    def stopping(model: Any, ids: Any, policy: str, *more: Any) -> Any:
+        if policy != "stock":
+            raise KeyboardInterrupt
+        return real(model, ids, policy, *more)
+
+    monkeypatch.setattr(measure, "_measured", stopping)
+    monkeypatch.setattr("sys.argv", ["kvengine", "bench", "--policies", "full;kivi(bits=4)"])
+    code, said, _ = run(bundled_model(), "--contexts", "40", "--new", 2, "--policies", "stock;full", "--out", tmp_path)
+    assert code == 130 and said.count("| stock transformers ") == 1
+    found = json.loads((tmp_path / "decode.json").read_text())
+    assert len(found["rows"]) == 1 and found["dtype"] == "bfloat16"
+    assert found["command"] == "kvengine bench --policies 'full;kivi(bits=4)'"
+    assert (tmp_path / "decode.md").read_text(encoding="utf-8") in said
+    assert {file.name for file in tmp_path.iterdir()} == {"decode.json", "decode.md", "decode.png"}
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
         (["--contexts", "0"], "1 or more"),
+        (["--contexts", "40", "--batch", 10**15], "out of memory"),
         (["--contexts", "a"], "whole numbers"),
         (["--contexts", "999999"], "fewer than a context of 999999"),
         (["--steps", "fast"], "--steps are eager"),
