@@ -12,14 +12,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from kvengine.errors import KVEngineError, out_of_memory
+from kvengine.errors import KVEngineError, out_of_memory, refusal
 
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
     """An error of ours, or of the file system, is one line on standard error and exit code 2, not a traceback; so are words
-    that are no text, and memory that ran out. Who reads what is said may leave (`| head`): then there is nothing to say,
-    unless an interrupted run was kept."""
+    that are no text, memory that ran out, and what torch's compiler lacks. Who reads what is said may leave (`| head`): then
+    there is nothing to say, unless an interrupted run was kept."""
     try:
         yield
     except (KVEngineError, OSError) as error:
@@ -30,7 +30,10 @@ def readable_errors() -> Iterator[None]:
         raise SystemExit(2) from error
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
-            raise
+            if (said := refusal(error)) is None:
+                raise
+            tell(type(error).__name__, said)
+            raise SystemExit(2) from error
         wanted = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
         more = f"{wanted[1]} more were needed; " if wanted else ""
         tell("out of memory", f"{more}give it less at once, or a device that has more")

@@ -21,7 +21,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 import kvengine
-from kvengine.errors import EvaluationError, KVEngineError, out_of_memory
+from kvengine.errors import EvaluationError, KVEngineError, refusal
 from kvengine.evals.policies import STOCK
 from kvengine.hf_names import CACHE
 from kvengine.hf_states import stock_tensors
@@ -77,8 +77,8 @@ def costs(
         new: steps that are timed. begin: told what comes next.
 
     Raises:
-        EvaluationError: fewer than two steps are asked for, or in a way that there is not. What a policy, the model or memory
-            refuses is a `Cost` with a `problem` instead, and the others go on.
+        EvaluationError: fewer than two steps are asked for, or in a way that there is not. What a policy, the model, memory or
+            torch's compiler refuses is a `Cost` with a `problem` instead, and the others go on.
     """
     if new < 2 or not ways or set(ways) - set(WAYS):
         raise EvaluationError(f"two steps or more can be timed, {', '.join(WAYS)}, not {new} {', '.join(ways)}")
@@ -91,9 +91,8 @@ def costs(
                 found.append(cost)
                 yield cost
         except (KVEngineError, RuntimeError, MemoryError) as error:
-            if not isinstance(error, KVEngineError) and not out_of_memory(error):
+            if (said := refusal(error)) is None:
                 raise
-            said = "out of memory" if out_of_memory(error) else str(error)
             for way in mine[len(found) :]:
                 yield Cost(ids.shape[1], len(ids), policy, way, problem=said)
         gc.collect()

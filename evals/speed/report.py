@@ -72,8 +72,16 @@ def table(found: Sequence[Cost]) -> str:
         heading: column for heading, column in COLUMNS.items() if column != "peak_MB:.0f" or any(r["peak"] for r in shown)
     }  # fmt: skip
     text = bench.markdown([row for row in shown if not row["problem"]], columns)
-    refused = dict.fromkeys(f"{r['policy']}, {r['steps']}: {r['problem']}" for r in shown if r["problem"])
-    return "\n".join([text, *(f"- {line}" for line in refused)]) + "\n" * bool(refused)
+    refused: dict[tuple[str, str, str], list[str]] = {}
+    for row in shown:
+        if row["problem"]:
+            refused.setdefault((row["policy"], row["steps"], row["problem"]), []).append(str(row["context"]))
+    lengths = len({row["context"] for row in shown})
+    lines = []
+    for (policy, steps, problem), contexts in refused.items():
+        where = "" if len(contexts) == lengths else f" at {', '.join(contexts)} tokens"
+        lines.append(f"- {policy}, {steps}{where}: {problem}")
+    return "\n".join([text, *lines]) + "\n" * bool(lines)
 
 
 def save(found: Sequence[Cost], out: Path, name: str, model: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import configs
 from support import llama
+from torch._inductor.exc import InductorError
 from typer.testing import CliRunner
 
 import kvengine
@@ -66,6 +67,13 @@ def test_what_runs_out_of_memory_is_said_and_the_others_go_on(monkeypatch: pytes
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return first(model, ids, cache)
 
+    def lacks(*given: Any) -> Any:
+        raise InductorError(OSError("No C++ compiler found\nand more"), None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "_replayed", lacks)
+        found = list(costs(model, IDS, ["full"], 2, ("eager", "fused")))
+        assert [cost.problem for cost in found] == ["", "", "OSError: No C++ compiler found", ""]
     monkeypatch.setattr(measure, "first_token", fails)
     found = list(costs(model, IDS, ["h2o", "tova", "full"], 2))
     assert [cost.problem for cost in found] == ["", "out of memory", "out of memory", "", ""]
@@ -93,7 +101,9 @@ def test_speed_up_is_over_the_faster_of_stock_transformers() -> None:
     assert [row["speedup"] for row in report.rows(found)] == [4 / 6, 2.0, None, 1.0, None]
     assert [row["policy"] for row in report.rows(found)][::3] == ["stock transformers", "stock transformers, again"]
     text = report.table(found)
-    assert text.count("| full") == 2 and "- ann, recorded: why not" in text and "Peak" in text
+    assert text.count("| full") == 2 and "- ann, recorded at 8 tokens: why not" in text and "Peak" in text
+    both = [*found, Cost(16, 1, "ann", "recorded", problem="why not")]
+    assert report.table(both).count("- ann") == 1 and "- ann, recorded: why not" in report.table(both)
     assert "Peak" not in report.table(found[:4])
 
 
