@@ -77,7 +77,8 @@ def demo(
 
 def forgive(stream: Any) -> None:
     """Let letters that the encoding of a terminal or a file does not have (Latin 1, ASCII) be question marks, and end no run."""
-    if isinstance(stream, TextIOWrapper) and stream.errors == "strict" and lookup(stream.encoding).name != "utf-8":
+    fails = isinstance(stream, TextIOWrapper) and stream.errors in ("strict", "surrogateescape")
+    if fails and lookup(stream.encoding).name != "utf-8":
         stream.reconfigure(errors="replace")
 
 

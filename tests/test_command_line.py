@@ -277,12 +277,13 @@ def test_where_what_is_said_finds_no_room_that_is_a_line(words: list[str]) -> No
 @pytest.mark.parametrize(
     ("encoding", "shown"), [("ascii", "461?462 ?"), ("latin-1", "461?462 ?"), ("utf-8", "461–462 †")]
 )
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter in the C locale
 def test_letters_that_an_encoding_lacks_end_no_command(
-    encoding: str, shown: str, monkeypatch: pytest.MonkeyPatch
+    encoding: str, shown: str, errors: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that had measured everything ended in a traceback where it said what it had found."""
     written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding, errors=errors))
     monkeypatch.setattr(cli, "app", lambda: Console().print("461–462 †"))
     cli.main()
     sys.stdout.flush()
