@@ -29,9 +29,18 @@ class Interruptible(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ImportError) as error:
+            if not interrupted(error):
+                raise
             typer.echo("interrupted", err=True)
             raise SystemExit(130) from None
+
+
+def interrupted(error: BaseException | None) -> bool:
+    """Whether it was Ctrl-C; transformers, which imports as it goes, makes an ImportError of one that comes meanwhile."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 app = typer.Typer(cls=Interruptible, help="KV-cache management for long contexts.", no_args_is_help=True)
@@ -90,6 +99,8 @@ def main() -> None:
     )  # as Ctrl-C: what was done is kept, what was begun cleared away
     try:
         app()
+    except KeyboardInterrupt:  # before any command began
+        raise SystemExit(130) from None
     except OSError as error:  # as where what is said finds no room
         with contextlib.suppress(OSError):
             typer.echo(f"{type(error).__name__}: {error}", err=True)

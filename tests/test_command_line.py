@@ -169,13 +169,22 @@ def test_an_interrupted_run_says_that_it_goes_on(
     assert found.exit_code == 130 and found.stderr == (said if kept else "interrupted\n")
 
 
-def test_an_interrupted_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("importing", [False, True])
+def test_an_interrupted_start_is_one_line(importing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise (ModuleNotFoundError("Could not import module") if importing else error) from None
 
     monkeypatch.setattr("kvengine.evals.loading.load", stopped)
     found = run("generate", "bundled", "hi")
     assert found.exit_code == 130 and found.stderr == "interrupted\n"
+
+
+def test_a_module_that_is_not_there_is_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvengine.evals.loading", None)
+    assert isinstance(run("generate", "bundled", "hi").exception, ImportError)
 
 
 def test_being_asked_to_end_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
