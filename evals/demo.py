@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvengine.errors import EvaluationError
-from kvengine.evals import drive, manifest, report
+from kvengine.evals import drive, manifest, report, tables
 from kvengine.evals.claim import claimed
 from kvengine.evals.config import RunConfig
 from kvengine.evals.drive import rounds
@@ -38,7 +38,7 @@ def settings(out: Path, *, model: str = "bundled", length: int = 2048, samples: 
 
 
 def main(out: Path = Path("runs/demo"), minutes: float = 5.0, console: Console | None = None, **more: object) -> int:
-    """Run for about so many minutes (a round is never cut), then report. Returns the exit code."""
+    """Run for about so many minutes (a round is never cut), then report. Returns the exit code: 1 if nothing was measured."""
     if not 0 < minutes < inf:
         raise EvaluationError(f"minutes={minutes}: must be positive")
     console = console or Console()
@@ -49,9 +49,10 @@ def main(out: Path = Path("runs/demo"), minutes: float = 5.0, console: Console |
         with Bar(len(run.cells()), run.config.samples_per_cell, console) as bar:
             done = rounds(run, time.monotonic() + 60 * minutes, bar)
         manifest.write(out / "manifest.json", run)
-    drive.summarise(report.write(out), console)
-    console.print(
-        f"{done} samples of every task under every policy in {minutes:g} minutes; report: {out / 'report.html'}",
-        markup=False,
-    )
+    found = report.write(out)
+    drive.summarise(found, console)
+    if not any(cell.score for cell in found):
+        console.print(f"nothing was measured: {', '.join(tables.unique(cell.status for cell in found))}", markup=False)
+        return 1
+    console.print(f"{done} samples of every task under every policy; report: {out / 'report.html'}", markup=False)
     return 0

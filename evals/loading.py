@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvengine.errors import EvaluationError
+from kvengine.errors import EvaluationError, out_of_memory
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -28,8 +28,10 @@ def load(name: str, *, device: str = "auto", dtype: str = "auto") -> tuple[Any, 
     place = pick_device(device)
     if str(name).startswith((".", "/", "~")) and not Path(name).is_dir():  # a hub id never does
         raise EvaluationError(f"cannot load {name!r}: there is no such folder. Give a folder, a hub id or 'bundled'")
+    loaded: Any
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+        loaded = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], output_loading_info=True)
+        model, found = loaded
         tokenizer = AutoTokenizer.from_pretrained(path)
     except SafetensorError as error:
         raise EvaluationError(
@@ -38,7 +40,15 @@ def load(name: str, *, device: str = "auto", dtype: str = "auto") -> tuple[Any, 
     except (OSError, ValueError, StrictDataclassError) as error:
         said = str(error).rstrip(".")
         raise EvaluationError(f"cannot load {name!r}: {said}. Give a folder, a hub id or 'bundled'") from error
-    model.to(place)  # type: ignore[arg-type]
+    except Exception as error:  # whatever transformers stumbles over in a file that says something odd
+        if out_of_memory(error):
+            raise
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise EvaluationError(f"cannot load {name!r}: {said}. Do its files belong together?") from error
+    if lacks := sorted(found["missing_keys"]):  # they would be drawn at random, and all that is measured be noise
+        told = f"{', '.join(lacks[:3])}{' and others' if len(lacks) > 3 else ''}"
+        raise EvaluationError(f"cannot load {name!r}: its files have no weights for {told}. Do they belong together?")
+    model.to(place)
     return model.eval(), tokenizer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from codecs import lookup
 from io import TextIOWrapper
@@ -28,9 +29,18 @@ class Interruptible(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ImportError) as error:
+            if not interrupted(error):
+                raise
             typer.echo("interrupted", err=True)
             raise SystemExit(130) from None
+
+
+def interrupted(error: BaseException | None) -> bool:
+    """Whether it was Ctrl-C; transformers, which imports as it goes, makes an ImportError of one that comes meanwhile."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 app = typer.Typer(cls=Interruptible, help="KV-cache management for long contexts.", no_args_is_help=True)
@@ -76,17 +86,33 @@ def demo(
 
 def forgive(stream: Any) -> None:
     """Let letters that the encoding of a terminal or a file does not have (Latin 1, ASCII) be question marks, and end no run."""
-    if isinstance(stream, TextIOWrapper) and stream.errors == "strict" and lookup(stream.encoding).name != "utf-8":
+    fails = isinstance(stream, TextIOWrapper) and stream.errors in ("strict", "surrogateescape")
+    if fails and lookup(stream.encoding).name != "utf-8":
         stream.reconfigure(errors="replace")
 
 
 def main() -> None:
     """Run the command line."""
     forgive(sys.stdout)
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # as Ctrl-C: what was done is kept, what was begun cleared away
     try:
         app()
+    except KeyboardInterrupt:  # before any command began
+        raise SystemExit(130) from None
     except OSError as error:  # as where what is said finds no room
         with contextlib.suppress(OSError):
             typer.echo(f"{type(error).__name__}: {error}", err=True)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it would end in another error
         raise SystemExit(2) from None
+    finally:
+        drop_unwritable(sys.stdout)
+
+
+def drop_unwritable(stream: Any) -> None:
+    """What found no room, or no reader, is given up: Python would try once more as it ends, and tell of an ignored exception."""
+    try:
+        if stream is not None:  # closed before the command began
+            stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

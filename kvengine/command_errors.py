@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,25 +12,42 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from kvengine.errors import KVEngineError
+from kvengine.errors import KVEngineError, out_of_memory, refusal
 
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
     """An error of ours, or of the file system, is one line on standard error and exit code 2, not a traceback; so are words
-    that are no text."""
+    that are no text, memory that ran out, and what torch's compiler lacks. Who reads what is said may leave (`| head`): then
+    there is nothing to say, unless an interrupted run was kept."""
     try:
         yield
     except (KVEngineError, OSError) as error:
-        told = Console(stderr=True)
-        said = "; ".join([str(error), *getattr(error, "__notes__", [])])
-        told.print(f"[red]{type(error).__name__}[/red]: {escape(said)}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+        notes = getattr(error, "__notes__", [])
+        if isinstance(error, BrokenPipeError) and not notes:
+            raise
+        tell(type(error).__name__, "; ".join([str(error), *notes]))
+        raise SystemExit(2) from error
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            if (said := refusal(error)) is None:
+                raise
+            tell(type(error).__name__, said)
+            raise SystemExit(2) from error
+        wanted = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
+        more = f"{wanted[1]} more were needed; " if wanted else ""
+        tell("out of memory", f"{more}give it less at once, or a device that has more")
+        raise SystemExit(2) from error
     except UnicodeEncodeError as error:  # bytes that are no UTF-8 arrive as halves of surrogate pairs
         if "surrogates" not in error.reason:
             raise
         typer.echo(f"{error.object[:80]!r} is not UTF-8 text; convert it first", err=True)
-        raise typer.Exit(2) from error
+        raise SystemExit(2) from error
+
+
+def tell(name: str, said: str) -> None:
+    told = f"[red]{escape(name)}[/red]: {escape(said)}"
+    Console(stderr=True).print(told, highlight=False, soft_wrap=True)
 
 
 @contextmanager

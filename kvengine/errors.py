@@ -81,6 +81,29 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     return f"no {kind} is called {name!r}.{hint} Known: {', '.join(names)}"
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory was: torch has a class for devices, and words for hosts.
+
+    >>> out_of_memory(MemoryError()), out_of_memory(RuntimeError("shapes differ"))
+    (True, False)
+    """
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or "can't allocate memory" in str(error)
+
+
+def refusal(error: Exception) -> str | None:
+    """What we, memory, or torch's compiler refused, in a line; None for all other errors.
+
+    >>> refusal(PolicyError("no")), refusal(MemoryError()), refusal(RuntimeError("shapes differ"))
+    ('no', 'out of memory', None)
+    """
+    if out_of_memory(error):
+        return "out of memory"
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return str(error).partition("\n")[0]
+    return str(error) if isinstance(error, KVEngineError) else None
+
+
 def missing(policy: object, method: str) -> PolicyError:
     """The error for a method that an interface names and a policy has not written, though the engine asks for it."""
     interface = type(policy).__mro__[-2].__name__

@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
-from rich.table import Table
 
 from kvengine.errors import CorruptBitstream, IncompatibleCache, KVEngineError, StoreError
 from kvengine.offload import container as box
@@ -32,7 +31,7 @@ Store = Annotated[
         show_default="the user's cache folder",
     ),
 ]  # fmt: skip
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table; times are seconds since 1970.")]
 
 
 def home() -> str:
@@ -63,6 +62,8 @@ def opened(url: str, *, made: bool = False) -> Iterator[Backend]:
             store.close()
     except KeyError as error:
         raise _fail(f"{shown(url)} has no value {error.args[0]}") from error
+    except BrokenPipeError:  # who read what is said has left
+        raise
     except (KVEngineError, OSError, ValueError) as error:
         raise _fail(str(error)) from error
 
@@ -80,13 +81,15 @@ def list_values(store: Store = "", as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps([_plain(entry) for entry in entries]))
         return
-    table = Table("key", "bytes", "created", "used", "expires", "pinned", box=None)
+    rows = [("key", "bytes", "created", "used", "expires", "pinned")]
     for entry in entries:
         expires = _date(entry.expires) if entry.expires else "never"
         used, pinned = _date(entry.accessed), "yes" if entry.pinned else ""
-        table.add_row(entry.key[:16], f"{entry.size:,}", _date(entry.created), used, expires, pinned)
-    Console().print(table)
-    Console().print(f"{len(entries)} values, {sum(entry.size for entry in entries):,} bytes", highlight=False)
+        rows.append((entry.key[:16], f"{entry.size:,}", _date(entry.created), used, expires, pinned))
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:  # a value is a line, as wide as it needs: its key must not be cut
+        typer.echo("  ".join(cell.ljust(n) for cell, n in zip(row, wide, strict=True)).rstrip())
+    typer.echo(f"{len(entries)} values, {sum(entry.size for entry in entries):,} bytes")
 
 
 def _plain(entry: Entry) -> dict[str, Any]:
@@ -109,7 +112,10 @@ def info(what: Annotated[str, typer.Argument(help="A key, the start of one, or a
             typer.echo(json.dumps(_describe(payload), indent=2))
         return
     with opened(store) as source:
-        payload = _read(source, complete(source, what))
+        key = complete(source, what)
+        payload = _read(source, key)
+        if not payload.startswith(box.MAGIC):
+            raise StoreError(f"{key[:12]}... has no header: it is {len(payload):,} bytes of a generation's pages")
         typer.echo(json.dumps(_describe(payload), indent=2))
 
 
@@ -177,7 +183,9 @@ def verify(
     bad, strange, gone, console = 0, 0, 0, Console(stderr=True)
     with opened(store) as source:
         moved = 0 if some else getattr(source, "damaged", 0)  # a folder is looked through when it is opened
-        every = [complete(source, name) for name in some or []] or [entry.key for entry in source.entries()]
+        every = list(dict.fromkeys(complete(source, name) for name in some or [])) or [
+            entry.key for entry in source.entries()
+        ]
         for key in track(every, "", console=console, transient=True, disable=not console.is_terminal):
             try:
                 _check(source, key)
@@ -201,7 +209,7 @@ def verify(
 @app.command("export")
 def export_value(
     key: Annotated[str, typer.Argument(help="A key, or the start of one.")],
-    file: Annotated[Path, typer.Argument(help="File to write.")],
+    file: Annotated[Path, typer.Argument(help="File to write; one that is there is replaced.")],
     store: Store = "",
 ) -> None:
     """Write one value to a file that `import` reads, here or on another machine."""
@@ -212,7 +220,7 @@ def export_value(
         whole = complete(source, key)
         payload = _read(source, whole)
         replace_file(file, record.header(whole, [payload], None) + payload)
-    typer.echo(f"{whole} {len(payload):,} bytes -> {file}")
+    typer.echo(f"{whole} {len(payload):,} bytes -> {file}", err=not file.is_file())  # which may be standard output
 
 
 @app.command("import")
@@ -244,7 +252,7 @@ def exported(file: Path) -> tuple[Entry, memoryview]:
 
 @app.command()
 def gc(store: Store = "") -> None:
-    """Remove what is expired, left over from crashes, or above the cap."""
+    """Remove what is expired, and what crashes left over."""
     with opened(store) as source:
         gone = source.gc() + getattr(source, "removed", 0)  # opening a folder removes them too
     typer.echo(f"{gone} values removed")

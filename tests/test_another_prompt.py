@@ -177,7 +177,9 @@ def test_a_row_that_says_nothing_is_not_merged_whatever_a_method_makes_of_it(mon
 ALONE = ["kivi(bits=4, group=8, residual=8)", "quest(budget=16, page=4) + host", "turboquant(residual=8)"]
 
 
-@pytest.mark.parametrize("text", [*ALONE, *CODES, "lowrank(rank=4)", "zipcache(block=8)", "disk(device=2048, host=2048)"])
+@pytest.mark.parametrize(
+    "text", [*ALONE, *CODES, "lowrank(rank=4)", "zipcache(block=8)", "disk(device=2048, host=2048)"]
+)
 def test_a_later_prompt_has_pages_decoded_some_at_a_time(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes are decoded in float32, which of all pages at once would be twice what a cache in bfloat16 would hold."""
     most, decoded = 0, answers.decoded

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from torch._inductor.exc import InductorError
 from typer.testing import CliRunner, Result
 
 import kvengine
 from kvengine import cli
 from kvengine.cli import app
+from kvengine.command_errors import readable_errors, resumable
 from kvengine.errors import EvaluationError, StoreError
 from kvengine.evals.config import build
-from kvengine.offload import stores
+from kvengine.offload import container, stores
 
 KEY = "a" * 64
 
@@ -107,6 +112,11 @@ def test_a_closed_standard_input_is_no_prompt() -> None:
     (("--stop", "\udcff"), "'\\udcff' is not UTF-8 text"),
     (("--stop", ""), "--stop has no text"),
     (("--temperature", "1e-300"), "give 0 for the likeliest token"),
+    (("--temperature", "nan"), "--temperature"),
+    (("--temperature", "inf"), "--temperature inf cannot be divided by"),
+    (("--temperature", "1", "--top-p", "nan"), "--top-p"),
+    (("--seed", "3"), "--seed says what may be drawn; it needs --temperature"),
+    (("--speculate", "--draft", "none"), "nothing drafts: give --draft or --middle"),
 ])  # fmt: skip
 def test_settings_of_generate(words: tuple[str, ...], says: str) -> None:
     assert says in refused("generate", "bundled", "hi", "--new", "1", *words)
@@ -159,13 +169,40 @@ def test_an_interrupted_run_says_that_it_goes_on(
     assert found.exit_code == 130 and found.stderr == (said if kept else "interrupted\n")
 
 
-def test_an_interrupted_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("importing", [False, True])
+def test_an_interrupted_start_is_one_line(importing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise (ModuleNotFoundError("Could not import module") if importing else error) from None
 
     monkeypatch.setattr("kvengine.evals.loading.load", stopped)
     found = run("generate", "bundled", "hi")
     assert found.exit_code == 130 and found.stderr == "interrupted\n"
+
+
+def test_a_module_that_is_not_there_is_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvengine.evals.loading", None)
+    assert isinstance(run("generate", "bundled", "hi").exception, ImportError)
+
+
+def test_being_asked_to_end_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training lost its last steps, a terminal its cursor, and locks and drafts stayed."""
+
+    def stopped(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("kvengine.policies.routing.duo.read_pattern", stopped)
+    monkeypatch.setattr(sys, "argv", ["kvengine", "duo", "show", "tiny"])
+    try:
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert left.value.code == 130
 
 
 def test_a_demo_of_no_minutes(tmp_path: Path) -> None:
@@ -199,8 +236,44 @@ def test_an_import_names_the_file_that_is_wrong(tmp_path: Path) -> None:
     assert found.exit_code == 1 and f"{bad} was not imported" in found.stderr and str(out) in found.stdout
 
 
+def test_who_reads_may_leave(tmp_path: Path) -> None:
+    """`| head` ended in an error."""
+    store = stores.Files(tmp_path / "kv")
+    store.put(KEY, [container.pack({"kind": "kv"}, [])])
+    store.close()
+    for words in (["info", KEY], ["ls"], ["verify"]):
+        command = [sys.executable, "-P", "-m", "kvengine", "cache", *words, "-s", str(tmp_path / "kv")]
+        reads, writes = os.pipe()
+        os.close(reads)
+        found = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
+        os.close(writes)
+        assert (found.returncode, found.stderr) == (1, "")
+
+
+def test_a_run_that_stops_as_its_reader_left_says_what_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_text("{}")
+    with pytest.raises(BrokenPipeError), readable_errors():
+        raise BrokenPipeError
+    with pytest.raises(SystemExit), readable_errors(), resumable(tmp_path / "rows"):
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU"), "out of memory: 9.00 GiB more were needed"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."), "99 bytes more were needed"),
+    (MemoryError(), "out of memory: give it less at once"),
+    (InductorError(OSError("No C++ compiler found\nand more"), None), "InductorError: OSError: No C++ compiler found\n"),
+])  # fmt: skip
+def test_memory_that_runs_out_is_a_line(error: Exception, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left, readable_errors():
+        raise error
+    assert left.value.code == 2 and said in capsys.readouterr().err
+    with pytest.raises(RuntimeError), readable_errors():
+        raise RuntimeError("shapes differ")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device without room")
-@pytest.mark.parametrize("words", [["--version"], ["--help"], ["eval", "--help"]])
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["eval", "--help"], ["duo", "show", "tiny"]])
 def test_where_what_is_said_finds_no_room_that_is_a_line(words: list[str]) -> None:
     with open("/dev/full", "w") as full:
         found = subprocess.run(
@@ -213,12 +286,13 @@ def test_where_what_is_said_finds_no_room_that_is_a_line(words: list[str]) -> No
 @pytest.mark.parametrize(
     ("encoding", "shown"), [("ascii", "461?462 ?"), ("latin-1", "461?462 ?"), ("utf-8", "461–462 †")]
 )
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter in the C locale
 def test_letters_that_an_encoding_lacks_end_no_command(
-    encoding: str, shown: str, monkeypatch: pytest.MonkeyPatch
+    encoding: str, shown: str, errors: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that had measured everything ended in a traceback where it said what it had found."""
     written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding, errors=errors))
     monkeypatch.setattr(cli, "app", lambda: Console().print("461–462 †"))
     cli.main()
     sys.stdout.flush()

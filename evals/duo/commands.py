@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import platform
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from kvengine.command_errors import readable_errors, resumable, writable
 from kvengine.errors import EvaluationError
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from kvengine.evals.duo.train import Recipe
 
 app = typer.Typer(help="DuoAttention: which heads need the whole context.", no_args_is_help=True)
-console = Console()
+console, notes = Console(), Console(stderr=True)
 
 Model = Annotated[str, typer.Argument(help="folder, hub id, or 'bundled'")]
 Pattern = Annotated[str, typer.Argument(help="pattern folder or .tsv file, or the name of a bundled one")]
@@ -74,11 +73,13 @@ def train(
             shortest=USUAL if shortest is None else shortest, longest=LONGEST if longest is None else longest,
             lengths=lengths, seed=seed,
         )  # fmt: skip
+        hidden = Passkeys(None, style, keys, text)  # refuses what cannot be before a model is loaded
         with claimed(out):
             network, tokenizer = load(model, dtype=dtype)
-            data = Passkeys(tokenizer, style, keys, text)
+            data = replace(hidden, tokenizer=tokenizer)
             low = fitting(data, shortest)
             recipe = replace(recipe, shortest=low, longest=known(data, network, longest, low))
+            check_window(sinks, recent, recipe.longest)
             optimise(network, data, recipe, out, restart)
     show(str(out))
 
@@ -87,8 +88,8 @@ def fitting(data: Passkeys, given: int | None) -> int:
     """Tokens of a context: what was given, else the usual, or twice what the keys take where they do not fit, and said."""
     keys = data.needs(0)[0]
     if given is not None or 1.1 * keys < USUAL:  # other contexts' keys take a little more, or less
-        return given or USUAL
-    console.print(
+        return USUAL if given is None else given
+    notes.print(
         f"contexts have {2 * keys} tokens at the least: {data.keys} keys take some {keys}",
         highlight=False,
         soft_wrap=True,
@@ -102,19 +103,28 @@ def known(data: Passkeys, model: Any, given: int | None, least: int) -> int:
 
     most, asked = positions(model), data.needs(0)[1]
     if given is not None or most is None or LONGEST + asked <= most:
-        return given or LONGEST
+        return LONGEST if given is None else given
     longest = most - round(1.1 * asked)
     if longest < least:
         raise EvaluationError(
             f"the model has {most} positions, too few for contexts of {least} tokens and {asked} of questions behind them; give "
             "fewer --keys, a lower --shortest, or --longest all the same"
         )
-    console.print(
+    notes.print(
         f"contexts have {longest} tokens at the most: with {asked} of questions the model knows {most}",
         highlight=False,
         soft_wrap=True,
     )
     return longest
+
+
+def check_window(sinks: int, recent: int, longest: int) -> None:
+    """Raises EvaluationError where heads that stream see whole contexts: none would be found to need more."""
+    if sinks + recent >= longest:
+        raise EvaluationError(
+            f"{sinks} sinks and {recent} recent tokens are all of a context of {longest}: streaming heads would lack "
+            "nothing. Give fewer --sinks and --recent, or longer contexts (--longest, --length)"
+        )
 
 
 def optimise(model: Any, data: Passkeys, recipe: Recipe, out: Path, restart: bool) -> None:
@@ -143,19 +153,20 @@ def optimise(model: Any, data: Passkeys, recipe: Recipe, out: Path, restart: boo
 
 @app.command()
 def show(pattern: Pattern, sparsity: Sparsity = 0.5) -> None:
-    """Print the gates of a pattern; heads that would stream are dim."""
+    """Print the gates of a pattern; those of heads that would stream are in brackets."""
     from kvengine.policies.routing.duo import Duo, read_pattern
 
     with readable_errors():
         alpha = read_pattern(pattern)
         duo = Duo(sparsity=sparsity, pattern=pattern)
-        table = Table("layer", *(f"head {h}" for h in range(len(alpha[0]))), title=f"{pattern}, sparsity {sparsity}")
+        lines = [
+            f"{pattern}: {len(alpha)} layers of {len(alpha[0])} KV heads; at sparsity {sparsity:g} those in brackets stream"
+        ]
         for i, line in enumerate(alpha):
             streaming = duo.streaming(i, len(alpha), len(line))
-            table.add_row(
-                str(i), *(f"[dim]{a:.3f}[/dim]" if h in streaming else f"{a:.3f}" for h, a in enumerate(line))
-            )
-        console.print(table)
+            told = [f"({a:.3f})" if h in streaming else f" {a:.3f} " for h, a in enumerate(line)]
+            lines.append(f"layer {i:>{len(str(len(alpha) - 1))}} {' '.join(told)}".rstrip())
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -163,7 +174,7 @@ def compare(
     model: Model,
     pattern: Pattern,
     sparsity: Sparsity = 0.5,
-    length: Annotated[int | None, typer.Option(help="tokens of a context", show_default=KEYS_FIT)] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="tokens of a context", show_default=KEYS_FIT)] = None,
     samples: Annotated[int, typer.Option(min=1, help="contexts")] = 20,
     draws: Annotated[int, typer.Option(min=1, help="random choices of heads")] = 10,
     style: Style = "passkey",
@@ -171,43 +182,60 @@ def compare(
     text: Text = None,
     sinks: Sinks = 64,
     recent: Recent = 256,
-    seed: Annotated[str, typer.Option(help="of contexts and random choices")] = "compare",
+    seed: Annotated[
+        str, typer.Option(help="of contexts and random choices: a word, as numbers are those of trainings")
+    ] = "compare",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
-    out: Annotated[Path | None, typer.Option(help="JSON file to write", dir_okay=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file to write; one that is there is replaced", dir_okay=False)
+    ] = None,
 ) -> None:
-    """Retrieval with the best, random and worst heads kept whole."""
+    """Retrieval with the best, random and worst heads kept whole, as JSON."""
     from kvengine.evals.duo.compare import compare as compare_heads
     from kvengine.evals.duo.data import Passkeys
+    from kvengine.evals.duo.train import kv_heads
     from kvengine.evals.loading import load
+    from kvengine.offload.stores.filesystem import replace_file
     from kvengine.policies.routing.duo import Duo, read_pattern
 
     with readable_errors():
         if out is not None:
             writable(out.parent)
-        Duo(sparsity=sparsity, sinks=sinks, recent=recent)  # refuses what cannot be, before anything is measured
+        if seed.lstrip("+-").isdecimal():
+            raise EvaluationError(f"--seed {seed} draws contexts that a training may have seen; give a word instead")
+        duo = Duo(
+            sparsity=sparsity, pattern=pattern, sinks=sinks, recent=recent
+        )  # refuses what cannot be, before all else
         alpha = read_pattern(pattern)
+        hidden = Passkeys(None, style, keys, text)
         network, tokenizer = load(model, dtype=dtype)
-        data = Passkeys(tokenizer, style, keys, text)
+        config = network.config.get_text_config(decoder=True)
+        duo.streaming(0, config.num_hidden_layers, kv_heads(config))
+        data = replace(hidden, tokenizer=tokenizer)
         length = fitting(data, length)
+        check_window(sinks, recent, length)
         rows = compare_heads(
             network, data, alpha, sparsity=sparsity, sinks=sinks,
-            recent=recent, length=length, samples=samples, draws=draws, seed=seed, report=console.print,
+            recent=recent, length=length, samples=samples, draws=draws, seed=seed, report=notes.print,
         )  # fmt: skip
         console.print_json(data=rows)
         if out is None:
             return
-        command = f"kvengine duo compare {model} {pattern} --style {style} --keys {keys} --length {length}"
-        command += f" --samples {samples} --draws {draws} --sinks {sinks} --recent {recent} --sparsity {sparsity}"
-        out.write_text(json.dumps(result(command, rows), indent=1) + "\n")
+        options = {
+            "style": style, "keys": keys, "length": length, "samples": samples, "draws": draws, "sinks": sinks,
+            "recent": recent, "sparsity": sparsity, "seed": seed, "dtype": dtype, **({"text": text} if text else {}),
+        }  # fmt: skip
+        words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+        command = shlex.join(["kvengine", "duo", "compare", model, pattern, *words])
+        replace_file(out, (json.dumps(result(command, rows, network), indent=1) + "\n").encode())
 
 
-def result(command: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def result(command: str, rows: list[dict[str, Any]], model: Any) -> dict[str, Any]:
     """As the documentation wants it."""
-    import torch
+    from kvengine.speculative.bench import conditions
 
     columns = {
         "Heads kept whole": "heads", "Right answers": "score:.3f", "from": "low:.3f", "to": "high:.3f",
         "Questions": "questions", "Best ahead by": "ahead:.3f", "at least": "ahead_low:.3f",
     }  # fmt: skip
-    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    return {"command": command, "machine": machine, "columns": columns, "rows": rows}
+    return {"command": command, **conditions(model), "columns": columns, "rows": rows}

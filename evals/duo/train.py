@@ -97,9 +97,7 @@ def train(
     """
     text = model.config.get_text_config(decoder=True)
     device = next(model.parameters()).device
-    alpha = torch.ones(
-        text.num_hidden_layers, text.num_key_value_heads, device=device, dtype=torch.float32, requires_grad=True
-    )
+    alpha = torch.ones(text.num_hidden_layers, kv_heads(text), device=device, dtype=torch.float32, requires_grad=True)
     gates = Gates(alpha, recipe.sinks, recipe.recent)
     optimiser = torch.optim.AdamW([alpha], lr=recipe.rate, weight_decay=0.0)
     done = 0 if checkpoint is None else checkpoint.restore(alpha, optimiser)
@@ -128,6 +126,12 @@ def train(
         for parameter, before in frozen:
             parameter.requires_grad_(before)
     return alpha.detach().cpu()
+
+
+def kv_heads(text: Any) -> int:
+    """KV heads of a layer; where the configuration does not count them, each query head has its own."""
+    found: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return found
 
 
 def distillation(model: Any, gates: Gates, sample: Sample) -> Float[Tensor, ""]:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from kvengine.command_errors import readable_errors, writable
 from kvengine.errors import EvaluationError
-from kvengine.speculative.commands import Device, Dtype, Model, contents, load, numbers
+from kvengine.speculative.commands import Device, Dtype, Model, Out, check_room, contents, load, prompt_lengths
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,15 +33,13 @@ def decode(
     text: Annotated[
         Path | None, typer.Option(help="text file that prompts are cut from; else random", exists=True, dir_okay=False)
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="folder for rows (JSON), table (Markdown) and picture (PNG)")] = None,
+    out: Out = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """What a decoded token costs on this machine under each policy, beside stock transformers."""
     with readable_errors():
-        lengths, ways = numbers(contexts), chosen(steps)
-        if min(lengths) < 1:
-            raise EvaluationError(f"--contexts are lengths of prompts, 1 or more, not {contexts!r}")
+        lengths, ways = prompt_lengths(contexts), chosen(steps)
         asked = checked(policies)
         if out is not None:
             writable(out)
@@ -62,24 +60,27 @@ def measure(
     out: Path | None,
     name: str,
 ) -> None:
-    """All lengths, with a bar, and the files after each row: the next may be interrupted."""
+    """All lengths, with a bar, and the files after each row: the next may be interrupted. What was measured is shown then too."""
     from kvengine.evals.speed import report
     from kvengine.evals.speed.measure import Cost, costs
 
     found: list[Cost] = []
     columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=len(prompts) * (2 + len(asked) * len(ways)))
-        for length, ids in prompts.items():
-            begin = partial(describe, progress, bar, length)
-            for cost in costs(target, ids, asked, new, ways, begin):
-                found.append(cost)
-                progress.advance(bar)
-                if out is not None:
-                    report.save(found, out, name, target.config._attn_implementation)
-    console.print(report.table(found), highlight=False, markup=False, soft_wrap=True)
-    if out is not None:
-        console.print(f"{out}/decode.json, .md, .png", highlight=False, markup=False)
+    try:
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            bar = progress.add_task("", total=len(prompts) * (2 + len(asked) * len(ways)))
+            for length, ids in prompts.items():
+                begin = partial(describe, progress, bar, length)
+                for cost in costs(target, ids, asked, new, ways, begin):
+                    found.append(cost)
+                    progress.advance(bar)
+                    if out is not None:
+                        report.save(found, out, name, target)
+    finally:
+        if found:
+            console.print(report.table(found), highlight=False, markup=False, soft_wrap=True)
+        if found and out is not None:
+            console.print(f"{out}/decode.json, .md, .png", highlight=False, markup=False)
 
 
 def describe(progress: Progress, bar: TaskID, length: int, policy: str) -> None:
@@ -99,20 +100,11 @@ def chosen(text: str) -> tuple[str, ...]:
 
 
 def checked(text: str) -> list[str]:
-    """The policies, each once. Raises PolicyError, before a model is loaded, and EvaluationError if there is none."""
-    from kvengine.evals.policies import arms, split
+    """The policies, each once; stock transformers is measured anyhow. Raises PolicyError, before a model is loaded, and
+    EvaluationError if there is none."""
+    from kvengine.evals.policies import STOCK, arms, split
 
-    return [arm.policy for arm in arms(split(text), ceiling=False, oracle=False)]
-
-
-def check_room(model: Any, length: int, more: int) -> None:
-    """Raises EvaluationError where positions would end."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and length + more > limit:
-        raise EvaluationError(
-            f"the model has {limit} positions, fewer than a context of {length} and {more} tokens after it; give shorter "
-            "--contexts, or a configuration with more"
-        )
+    return [arm.policy for arm in arms(split(text), ceiling=False, oracle=False) if arm.policy != STOCK]
 
 
 def prompts_of(length: int, batch: int, tokens: list[int] | None, model: Any, tokenizer: Any) -> Tensor:

@@ -1,8 +1,8 @@
 """Time, and bytes held and read, of a decoded token: stock transformers, and each policy, eager and recorded.
 
 One after the other, as the caches of all at once may not fit; stock transformers comes first and again at the end, which shows
-how much the machine changed meanwhile. Each is warmed up on a short prompt, so that no kernel is compiled for the first
-time while a prompt is timed, and on a few tokens after the prompt.
+how much the machine changed meanwhile. Each is warmed up on a short prompt, on a GPU on the whole of it, so that no kernel is
+compiled for the first time while a prompt is timed, and on a few tokens after the prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 import kvengine
-from kvengine.errors import EvaluationError, KVEngineError
+from kvengine.errors import EvaluationError, KVEngineError, refusal
 from kvengine.evals.policies import STOCK
 from kvengine.hf_names import CACHE
 from kvengine.hf_states import stock_tensors
@@ -77,8 +77,8 @@ def costs(
         new: steps that are timed. begin: told what comes next.
 
     Raises:
-        EvaluationError: fewer than two steps are asked for, or in a way that there is not. What a policy, the model or memory
-            refuses is a `Cost` with a `problem` instead, and the others go on.
+        EvaluationError: fewer than two steps are asked for, or in a way that there is not. What a policy, the model, memory or
+            torch's compiler refuses is a `Cost` with a `problem` instead, and the others go on.
     """
     if new < 2 or not ways or set(ways) - set(WAYS):
         raise EvaluationError(f"two steps or more can be timed, {', '.join(WAYS)}, not {new} {', '.join(ways)}")
@@ -90,10 +90,9 @@ def costs(
             for cost in _measured(model, ids, policy, new, mine):
                 found.append(cost)
                 yield cost
-        except (KVEngineError, RuntimeError) as error:
-            if not isinstance(error, KVEngineError) and not full(error):
+        except (KVEngineError, RuntimeError, MemoryError) as error:
+            if (said := refusal(error)) is None:
                 raise
-            said = "out of memory" if full(error) else str(error)
             for way in mine[len(found) :]:
                 yield Cost(ids.shape[1], len(ids), policy, way, problem=said)
         gc.collect()
@@ -101,16 +100,14 @@ def costs(
             torch.cuda.empty_cache()
 
 
-def full(error: Exception) -> bool:
-    """Whether memory was: torch has a class for devices, and words for hosts."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
 @torch.no_grad()
 def _measured(model: Any, ids: Tensor, policy: str, new: int, ways: Sequence[str]) -> Iterator[Cost]:
     with nullcontext() if policy == STOCK else kvengine.patched(model, policy):
         cache = _cache(model, policy)
-        timed(plain(model, cache), first_token(model, ids[:, :SHORT], cache), min(SHORT, ids.shape[1]), 1)
+        short = (
+            ids if ids.is_cuda else ids[:, :SHORT]
+        )  # a kernel of Triton's is made when it is needed, those in C are all there
+        timed(plain(model, cache), first_token(model, short, cache), short.shape[1], 1)
         del cache
         before = _memory(ids.device)
         cache = _cache(model, policy)

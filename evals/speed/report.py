@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from kvengine.evals.policies import STOCK
 from kvengine.evals.speed.measure import Cost
+from kvengine.offload.stores.filesystem import replace_file
 from kvengine.speculative import bench
 
 STOCK_NAME = "stock transformers"
@@ -31,6 +33,13 @@ COLUMNS = {  # heading: key of a row, and its format
     "Read per token (MB)": "read_MB:.2f",
     "Peak on the device (MB)": "peak_MB:.0f",
 }
+
+
+class Plain(LogFormatter):
+    """Numbers as they are, not as powers of ten, at the ticks that matplotlib chooses to name."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
 
 
 def rows(found: Sequence[Cost]) -> list[dict[str, Any]]:
@@ -63,23 +72,31 @@ def table(found: Sequence[Cost]) -> str:
         heading: column for heading, column in COLUMNS.items() if column != "peak_MB:.0f" or any(r["peak"] for r in shown)
     }  # fmt: skip
     text = bench.markdown([row for row in shown if not row["problem"]], columns)
-    refused = dict.fromkeys(f"{r['policy']}, {r['steps']}: {r['problem']}" for r in shown if r["problem"])
-    return "\n".join([text, *(f"- {line}" for line in refused)]) + "\n" * bool(refused)
+    refused: dict[tuple[str, str, str], list[str]] = {}
+    for row in shown:
+        if row["problem"]:
+            refused.setdefault((row["policy"], row["steps"], row["problem"]), []).append(str(row["context"]))
+    lengths = len({row["context"] for row in shown})
+    lines = []
+    for (policy, steps, problem), contexts in refused.items():
+        where = "" if len(contexts) == lengths else f" at {', '.join(contexts)} tokens"
+        lines.append(f"- {policy}, {steps}{where}: {problem}")
+    return "\n".join([text, *lines]) + "\n" * bool(lines)
 
 
-def save(found: Sequence[Cost], out: Path, model: str, attention: str) -> None:
-    """decode.json, .md and .png in a folder that is there."""
+def save(found: Sequence[Cost], out: Path, name: str, model: Any) -> None:
+    """decode.json, .md and .png in a folder that is there, each as a whole: one of an earlier run is there until then."""
     document = {
-        "command": " ".join(["kvengine", *sys.argv[1:]]), "model": model, "stock attention": attention,
-        "machine": bench.machine(), "columns": COLUMNS, "rows": rows(found),
+        "command": bench.command_line(), "model": name, "stock attention": model.config._attn_implementation,
+        **bench.conditions(model), "columns": COLUMNS, "rows": rows(found),
     }  # fmt: skip
-    (out / "decode.json").write_text(json.dumps(document, indent=1) + "\n")
-    (out / "decode.md").write_text(table(found))
+    replace_file(out / "decode.json", (json.dumps(document, indent=1) + "\n").encode())
+    replace_file(out / "decode.md", table(found).encode())
     if any(cost.ms for cost in found):
-        plot(found, out / "decode.png")
+        replace_file(out / "decode.png", bench.png(partial(plot, found)))
 
 
-def plot(found: Sequence[Cost], path: Path) -> None:
+def plot(found: Sequence[Cost], path: Path | BinaryIO) -> None:
     """Time of a step, and bytes held: against context, a colour for each policy, dashes for steps that are recorded; or as
     bars, where there is one context.
     """
@@ -107,6 +124,8 @@ def plot(found: Sequence[Cost], path: Path) -> None:
             axes.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel=what)
             axes.set_xscale("log", base=2)
             axes.set_xticks(contexts, [str(c) for c in contexts])
+            axes.yaxis.set_major_formatter(Plain())
+            axes.yaxis.set_minor_formatter(Plain())
         else:
             axes.set(
                 xlabel=f"{what}, {contexts[0]} tokens",

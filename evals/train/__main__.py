@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-
-from kvengine.command_errors import resumable
+from kvengine.command_errors import readable_errors, resumable
+from kvengine.evals.loading import pick_device
 from kvengine.evals.train.presets import PRESETS
 from kvengine.evals.train.tokenizer import build
-from kvengine.evals.train.train import CHECKPOINT, Trainer
+from kvengine.evals.train.train import CHECKPOINT, LOG, Trainer
 
 
 def main() -> None:
@@ -19,11 +18,15 @@ def main() -> None:
     parser.add_argument("--preset", choices=sorted(PRESETS), default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint, the log and the export")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
     parser.add_argument("--until", type=int, default=None, help="stop after this step")
     chosen = parser.parse_args()
-    with resumable(chosen.out / CHECKPOINT):
-        trainer = Trainer(PRESETS[chosen.preset], build(), chosen.out, chosen.seed, chosen.device)
+    if chosen.until is not None and chosen.until < 1:
+        parser.error(f"--until {chosen.until}: give a step from 1 on")
+    with readable_errors(), resumable(chosen.out / CHECKPOINT):
+        device = pick_device(chosen.device)
+        trainer = Trainer(PRESETS[chosen.preset], build(), chosen.out, chosen.seed, device)
+        print(f"step {trainer.step} of {trainer.preset.steps}; {chosen.out / LOG} says how far it is", flush=True)
         trainer.train(chosen.until)
         trainer.export(chosen.out / "export")
 

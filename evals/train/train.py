@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvengine.errors import EvaluationError
 from kvengine.evals.train.forward import Network
 from kvengine.evals.train.init import Gains, lay_circuit, tiny_config
 from kvengine.evals.train.presets import Preset, Stage, draw_sample
@@ -115,7 +116,13 @@ class Trainer:
             self._resume()
 
     def _resume(self) -> None:
+        """Go on from the folder's checkpoint. Raises EvaluationError if it is another preset's or seed's."""
         state = torch.load(self.folder / CHECKPOINT, map_location=self.device, weights_only=True)
+        shapes = {name: x.shape for name, x in state["model"].items()}
+        if shapes != {name: x.shape for name, x in self.model.state_dict().items()}:
+            raise EvaluationError(f"{self.folder} holds the training of another preset; choose another --out")
+        if state.get("seed", self.seed) != self.seed:
+            raise EvaluationError(f"{self.folder} holds a training with --seed {state['seed']}; choose another --out")
         self.model.load_state_dict(state["model"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
@@ -128,14 +135,14 @@ class Trainer:
     def checkpoint(self) -> None:
         """Write what a resumed run needs, replacing the former file only when the new one is complete."""
         state = {"model": self.model.state_dict(), "optimiser": self.optimiser.state_dict(), "step": self.step}
-        state |= {"tokens": self.tokens, "seconds": self.seconds, "running": self.running}
+        state |= {"tokens": self.tokens, "seconds": self.seconds, "running": self.running, "seed": self.seed}
         part = self.folder / (CHECKPOINT + ".part")
         torch.save(state, part)
         part.replace(self.folder / CHECKPOINT)
 
     def train(self, until: int | None = None) -> None:
         """Run the preset's stages to the end, or to step `until`."""
-        last = min(until or self.preset.steps, self.preset.steps)
+        last = self.preset.steps if until is None else min(until, self.preset.steps)
         while self.step < last:
             stage, done = self.preset.at(self.step)
             began = time.perf_counter()

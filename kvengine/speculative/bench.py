@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import platform
 import re
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import matplotlib
 import torch
@@ -25,6 +28,7 @@ from kvengine.speculative.report import Report
 from kvengine.speculative.triforce import TriForce
 
 Ids = Int64[Tensor, "1 token"]
+WARM = 16  # new tokens that each setting decodes before it is timed
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """A setting at a context length. Seconds are of decoding, prompts apart; a speed-up is against plain decoding."""
+    """A setting at a context length. Seconds are of decoding, prompts apart; a speed-up is against plain decoding.
+
+    same_text: prompts whose text is that of plain decoding; None where tokens are drawn, and texts differ by right.
+    """
 
     context: int
     middle: str
@@ -60,7 +67,7 @@ class Result:
     new_tokens: int
     tokens_per_second: float
     speedup: float
-    cpu_speedup: float
+    cpu_speedup: float | None
     predicted: float
     tokens_per_pass: float
     acceptance: float | None
@@ -70,7 +77,7 @@ class Result:
     token_cost: float | None
     bytes_per_token: int
     view_bytes: int
-    same_text: int
+    same_text: int | None
     target_seconds: float
     draft_seconds: float
     draft_acceptance_by_place: list[float]
@@ -108,9 +115,13 @@ def compare(
         EvaluationError: nothing was decoded.
     """
     options = options or {"do_sample": False}
+    for setting in (
+        Setting(),
+        *settings,
+    ):  # the first passes of each pay for others; by decoders that nothing remembers
+        setting.decoder(target).generate(prompts[0], max_new_tokens=min(new, WARM), seed=0, **options)
     decoders = [Setting().decoder(target), *(setting.decoder(target) for setting in settings)]
     totals, same = [Report() for _ in decoders], [0] * len(decoders)
-    decoders[0].generate(prompts[0], max_new_tokens=4, **options)  # the first pass of a process pays for others
     for number, ids in enumerate(prompts):
         texts = []
         for total, decoder in zip(totals, decoders, strict=True):
@@ -121,20 +132,21 @@ def compare(
     if totals[0].emitted == totals[0].rows:
         why = "ask for more" if new == 1 else "the model ended there: give a text that it goes on with"
         raise EvaluationError(f"decoding plainly, every prompt got one token, and one costs no pass; {why}")
-    first = result(prompts[0].shape[1], Setting(), totals[0], totals[0], same[0])
-    rest = zip(settings, totals[1:], same[1:], strict=True)
-    return [first, *(result(prompts[0].shape[1], setting, total, totals[0], count) for setting, total, count in rest)]
+    counts = same if options.get("do_sample") is False else [None] * len(same)
+    made = zip((Setting(), *settings), totals, counts, strict=True)
+    return [result(prompts[0].shape[1], setting, total, totals[0], count) for setting, total, count in made]
 
 
-def result(context: int, setting: Setting, total: Report, baseline: Report, same: int) -> Result:
+def result(context: int, setting: Setting, total: Report, baseline: Report, same: int | None) -> Result:
     """A row, from the sum of a setting's reports and that of plain decoding."""
     total.against(baseline)
     plain = total.plain_pass or 1.0
-    busy = baseline.cpu_seconds / (baseline.emitted - baseline.rows) * (total.emitted - total.rows) / total.cpu_seconds
+    busy = baseline.cpu_seconds / (baseline.emitted - baseline.rows) * (total.emitted - total.rows)
     top, middle = total.tiers[0], next((tier for tier in total.tiers if tier.name == "middle"), None)
     return Result(
         context, setting.middle or "", setting.drafter, setting.steps, total.rows,
-        total.emitted, (total.emitted - total.rows) / total.seconds, total.measured_speedup or 0.0, busy,
+        total.emitted, (total.emitted - total.rows) / total.seconds, total.measured_speedup or 0.0,
+        busy / total.cpu_seconds if total.cpu_seconds else None,
         total.predicted_speedup or 0.0, total.tokens_per_target_pass, top.acceptance, top.by_position,
         middle.acceptance if middle else None, top.seconds / max(1, top.passes) / plain,
         top.draft_seconds / top.drafted / plain if top.drafted else None, int(total.bytes_per_token),
@@ -158,6 +170,7 @@ COLUMNS = {  # heading: key of a row, and its format
     "Speed-up": "speedup:.2f",
     "in CPU time": "cpu_speedup:.2f",
     "Predicted": "predicted:.2f",
+    "Prompts": "prompts",
     "Same text": "same_text",
 }
 
@@ -196,13 +209,14 @@ def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> s
     return "\n".join("| " + " | ".join(line) + " |" for line in padded) + "\n"
 
 
-def plot(results: Sequence[Result], path: Path) -> None:
+def plot(results: Sequence[Result], path: Path | BinaryIO) -> None:
     """Measured (lines) and predicted (pale dots) speed-up against context length, a colour per setting."""
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.add_subplot()
     shown = [row for row in results if row.middle or row.draft != "none"]
-    for number, name in enumerate(dict.fromkeys(map(label, shown))):
-        mine = sorted((row for row in shown if label(row) == name), key=lambda row: row.context)
+    names = labels(shown)
+    for number, name in enumerate(dict.fromkeys(names)):
+        mine = sorted((row for row, its in zip(shown, names, strict=True) if its == name), key=lambda row: row.context)
         colour, contexts = matplotlib.colormaps["tab20"](number % 20), [row.context for row in mine]
         axes.plot(contexts, [row.speedup for row in mine], "-o", color=colour, label=name)
         axes.plot(contexts, [row.predicted for row in mine], ".", color=colour, alpha=0.5, markersize=14)
@@ -215,14 +229,24 @@ def plot(results: Sequence[Result], path: Path) -> None:
     figure.savefig(path)
 
 
-def label(row: Result) -> str:
-    """A setting's name, budgets in tokens as parts of the context: the same at every length."""
+def labels(rows: Sequence[Result]) -> list[str]:
+    """The settings' names, the same at every length: budgets in tokens are told as parts of the context where they grow with
+    it, that is where none is at two lengths."""
+    lengths: dict[str, set[int]] = {}
+    for row in rows:
+        lengths.setdefault(row.middle, set()).add(row.context)
+    fixed = len({row.context for row in rows}) == 1
+    return [label(row, parts=not fixed and len(lengths[row.middle]) == 1) for row in rows]
+
+
+def label(row: Result, *, parts: bool = True) -> str:
+    """A setting's name, budgets in tokens as parts of the context, or as they are."""
 
     def part(found: re.Match[str]) -> str:
         parts = round(row.context / int(found[2])) if int(found[2]) else 0
         return f"{found[1]}1/{parts}" if parts else found[0]  # none, or more than there are: no part
 
-    middle = re.sub(r"((?:budget|recent)=)(\d+)(?![\d.])", part, row.middle)
+    middle = re.sub(r"((?:budget|recent)=)(\d+)(?![\d.])", part, row.middle) if parts else row.middle
     names = [middle, "" if row.draft == "none" else row.draft]
     return " over ".join(name for name in names if name) + f", γ={row.gamma}"
 
@@ -238,9 +262,27 @@ def document(results: Sequence[Result], command: str, columns: Mapping[str, str]
     return {"command": command, "machine": machine(), "columns": columns, "rows": records(results)}
 
 
-def machine() -> str:
-    """What measures."""
-    chip = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+def command_line() -> str:
+    """What was typed, as a shell takes it again."""
+    return shlex.join(["kvengine", *sys.argv[1:]])
+
+
+def png(draw: Callable[[BinaryIO], None]) -> bytes:
+    """A picture that is drawn into a file."""
+    file = BytesIO()
+    draw(file)
+    return file.getvalue()
+
+
+def conditions(model: Any) -> dict[str, str]:
+    """On what a model was measured."""
+    return {"machine": machine(model.device), "dtype": str(model.dtype).removeprefix("torch.")}
+
+
+def machine(device: torch.device | None = None) -> str:
+    """What measures. `device`: where the model is; None: on a GPU if there is one."""
+    used = torch.cuda.is_available() if device is None else device.type == "cuda"
+    chip = f", {torch.cuda.get_device_name(device)}" if used else ""
     return (
         f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}{chip}"
     )

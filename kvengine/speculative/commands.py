@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,40 +29,54 @@ Draft = Annotated[str, typer.Option(help="lookup, recycling, none, or a small mo
 Steps = Annotated[str, typer.Option(help="'auto', or tokens drafted for the middle and for the target: 1,6")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
+Speculate = Annotated[
+    bool,
+    typer.Option("--speculate/--plain", help="draft cheaply and let the model verify: faster, the text keeps its law"),
+]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="draw among the likeliest that make up this share")]
+Seed = Annotated[
+    int | None,
+    typer.Option(min=-(1 << 63), max=(1 << 64) - 1, metavar="NUMBER", help="of drawing: with it, the same text again"),
+]
+Fuse = Annotated[bool, typer.Option("--fuse/--no-fuse", help="fuse what a recorded step does beside attention")]
 New = Annotated[int, typer.Option("--new", min=1, help="new tokens")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="folder for rows (JSON), table (Markdown) and picture (PNG); those of an earlier run are replaced"
+    ),
+]
 
 
 def generate(
     context: typer.Context,
     model: Model,
     prompt: Annotated[str | None, typer.Argument(help="text to continue; by default standard input")] = None,
-    policy: Annotated[str, typer.Option(help="the cache's policy")] = "full",
-    speculate: Annotated[
-        bool, typer.Option("--speculate/--plain", help="draft and verify; same law of the text")
-    ] = False,
+    policy: Annotated[str, typer.Option(help="the cache's policy, as 'snapkv(budget=1024) + kivi(bits=4)'")] = "full",
+    speculate: Speculate = False,
     draft: Draft = "lookup",
     middle: Annotated[str, typer.Option(help="policy under which the model drafts for itself, or none")] = "none",
     gamma: Steps = "auto",
     new: New = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0: all")] = 0,
+    top_p: TopP = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="draw among so many of the likeliest; 0: among all")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="end at this text (may be repeated)")] = None,
-    seed: Annotated[int | None, typer.Option(min=-(1 << 63), max=(1 << 64) - 1, help="of sampling")] = None,
+    seed: Seed = None,
     report: Annotated[bool, typer.Option("--report/--no-report", help="print what it cost")] = False,
     record: Annotated[bool, typer.Option("--record/--no-record", help="on a GPU, record a step and replay it")] = False,
-    fuse: Annotated[
-        bool, typer.Option("--fuse/--no-fuse", help="fuse what a recorded step does beside attention")
-    ] = False,
+    fuse: Fuse = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """Continue a text, printing as it goes."""
     with readable_errors():
         check_together(context, speculate, report, record, fuse, temperature)
+        if speculate and (draft, middle) == ("none", "none"):
+            raise EvaluationError("nothing drafts: give --draft or --middle, or leave out --speculate")
         if stop and "" in stop:
             raise EvaluationError("--stop has no text to end at; leave it out, or give some")
-        check_temperature(temperature)
+        check_law(temperature, top_p)
         drafted = steps(gamma)
         import torch
         from transformers import TextStreamer
@@ -74,10 +90,10 @@ def generate(
         text = given(prompt)
         target, tokenizer = load(model, device, dtype)
         ids = tokenizer(text, return_tensors="pt").input_ids
-        if not ids.numel():
-            raise EvaluationError("the prompt has no token; give some text to continue")
+        check_tokens(target, ids.shape[1], new)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[no-untyped-call,unused-ignore]
         options: dict[str, Any] = {"max_new_tokens": new, "streamer": streamer}
+        options["attention_mask"] = torch.ones_like(ids).to(target.device)  # a prompt may speak of the padding token
         options |= {"stop_strings": stop, "tokenizer": tokenizer} if stop else {}
         options |= {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {"do_sample": False}
         if not speculate:
@@ -87,10 +103,10 @@ def generate(
             patch(target, policy, record, fuse)
             target.generate(ids.to(target.device), **options, **sampling)
             return
-        decoder = TriForce(
-            target, drafter(draft, device, dtype, target, tokenizer), middle_policy, drafted, stack=policy
-        )
-        decoder.generate(ids.to(target.device), seed=seed, **options)
+        below = drafter(draft, device, dtype, target, tokenizer)
+        decoder = TriForce(target, below, middle_policy, drafted, stack=policy)
+        # Coupled: the text of a seed must not depend on how much is drafted, which "auto" decides by the clock.
+        decoder.generate(ids.to(target.device), seed=seed, coupled=seed is not None and drafted == "auto", **options)
         if report:
             console.print(str(decoder.report), highlight=False, markup=False)
 
@@ -107,14 +123,18 @@ def check_together(
         raise EvaluationError("--fuse says how a step is recorded; it needs --record")
     if (said := typed(context, "draft", "middle", "gamma")) and not speculate:
         raise EvaluationError(f"{said[0]} says how to draft; it needs --speculate")
-    if (said := typed(context, "top_p", "top_k")) and not temperature:
+    if (said := typed(context, "top_p", "top_k", "seed")) and not temperature:
         raise EvaluationError(f"{said[0]} says what may be drawn; it needs --temperature above 0")
 
 
-def check_temperature(temperature: float) -> None:
-    """Refuse what makes infinities of logits that are divided by it, and of these no law."""
-    if 0 < temperature < COLDEST:
-        raise EvaluationError(f"--temperature {temperature} is too near 0 to divide by; give 0 for the likeliest token")
+def check_law(temperature: float, top_p: float = 1.0) -> None:
+    """Refuse what is no number, and what makes infinities of logits that are divided by it, and of these no law."""
+    if not (temperature == 0 or COLDEST <= temperature < inf):
+        raise EvaluationError(
+            f"--temperature {temperature} cannot be divided by; give 0 for the likeliest token, or a number above 0"
+        )
+    if not 0 <= top_p <= 1:
+        raise EvaluationError(f"--top-p {top_p} is no share; give a number from 0 to 1")
 
 
 def typed(context: typer.Context, *names: str) -> list[str]:
@@ -137,41 +157,65 @@ def speculate(
     prompts: Annotated[int, typer.Option(min=1, help="prompts of each length")] = 4,
     new: New = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token")] = 0.0,
-    out: Annotated[Path | None, typer.Option(help="folder for rows (JSON), table (Markdown) and picture (PNG)")] = None,
+    out: Out = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """Speculative against plain decoding: acceptance, costs, and the speed-up measured and predicted."""
     with readable_errors():
-        lengths = numbers(contexts)
-        check_temperature(temperature)
+        lengths = prompt_lengths(contexts)
+        check_law(temperature)
         if new < 2:
             raise EvaluationError(
                 "--new 1 measures prompts only: the first token of each costs no pass; give 2 or more"
             )
-        if min(lengths) < 1:
-            raise EvaluationError(f"--contexts are lengths of prompts, 1 or more, not {contexts!r}")
+        drafted, middles = steps(gamma), [named(name.strip()) for name in middle.split(";")]
+        if draft == "none":
+            middles = [one for one in middles if one is not None]  # that would be plain decoding, which is there anyhow
+        if not middles:
+            raise EvaluationError("nothing drafts: give --draft or --middle")
         if out is not None:
             writable(out)
-        drafted = steps(gamma)
         from kvengine.speculative import bench
 
-        middles = [named(name.strip()) for name in middle.split(";")]
         target, tokenizer = load(model, device, dtype)
         tokens = tokenizer(contents(text), verbose=False).input_ids
+        if len(tokens) < max(lengths):
+            raise EvaluationError(f"{text} has {len(tokens)} tokens, fewer than a context of {max(lengths)}")
+        check_room(target, max(lengths), new - 1)  # nobody reads the last one
         below = drafter(draft, device, dtype, target, tokenizer)
         settings = [bench.Setting(below, one, drafted) for one in middles]
         sampling = {"temperature": temperature} if temperature else {}
-        found: list[bench.Result] = []
-        if len(tokens) < max(lengths):
-            raise EvaluationError(f"{text} has {len(tokens)} tokens, fewer than a context of {max(lengths)}")
-        for context in lengths:
-            cut = [ids.to(target.device) for ids in bench.windows(tokens, context, prompts)]
-            found += bench.compare(target, cut, settings, new, status, **sampling)
+        compare(target, {length: bench.windows(tokens, length, prompts) for length in lengths}, settings, new, prompts,
+                sampling, out, model)  # fmt: skip
+
+
+def compare(
+    target: Any,
+    cut: dict[int, list[bench.Ids]],
+    settings: list[bench.Setting],
+    new: int,
+    asked: int,
+    sampling: dict[str, float],
+    out: Path | None,
+    name: str,
+) -> None:
+    """All lengths, and the files after each: the next may be interrupted. What was measured is shown then too."""
+    from kvengine.speculative import bench
+
+    found: list[bench.Result] = []
+    try:
+        for length, prompts in cut.items():
+            if len(prompts) < asked:
+                status(f"{length} tokens: the text has room for {len(prompts)} different prompts, not for {asked}")
+            there = [ids.to(target.device) for ids in prompts]
+            found += bench.compare(target, there, settings, new, status, **sampling)
             if out is not None:
-                save(found, out, model)  # of each length at once: the next may be interrupted
-        console.print(tables(found), highlight=False, markup=False, soft_wrap=True)
-        if out is not None:
+                save(found, out, name, target)
+    finally:
+        if found:
+            console.print(tables(found), highlight=False, markup=False, soft_wrap=True)
+        if found and out is not None:
             console.print(f"{out}/speculate.json, .md, .png", highlight=False, markup=False)
 
 
@@ -182,13 +226,15 @@ def tables(found: list[bench.Result]) -> str:
     return bench.table(found) + "\n" + bench.table(found, bench.DETAILS)
 
 
-def save(found: list[bench.Result], out: Path, model: str) -> None:
+def save(found: list[bench.Result], out: Path, name: str, model: Any) -> None:
+    """Each file as a whole: one of an earlier run is there until then."""
+    from kvengine.offload.stores.filesystem import replace_file
     from kvengine.speculative import bench
 
-    document = bench.document(found, " ".join(["kvengine", *sys.argv[1:]])) | {"model": model}
-    (out / "speculate.json").write_text(json.dumps(document, indent=1) + "\n")
-    (out / "speculate.md").write_text(tables(found))
-    bench.plot(found, out / "speculate.png")
+    document = bench.document(found, bench.command_line()) | {"model": name, **bench.conditions(model)}
+    replace_file(out / "speculate.json", (json.dumps(document, indent=1) + "\n").encode())
+    replace_file(out / "speculate.md", tables(found).encode())
+    replace_file(out / "speculate.png", bench.png(partial(bench.plot, found)))
 
 
 def given(prompt: str | None) -> str:
@@ -196,6 +242,8 @@ def given(prompt: str | None) -> str:
     try:
         if prompt is None and sys.stdin is None:
             raise EvaluationError("there is no prompt, and standard input is closed; give some text to continue")
+        if prompt is None and sys.stdin.isatty():
+            status("type the text to continue, and Ctrl-D on a line of its own")
         text = sys.stdin.read() if prompt is None else prompt
         text.encode()  # bytes that are no UTF-8 arrive as halves of surrogate pairs
     except UnicodeError as error:
@@ -258,6 +306,36 @@ def steps(text: str) -> Gamma:
     if len(found) != 2:
         raise EvaluationError(f"--gamma is 'auto' or two numbers such as 1,6, not {text!r}")
     return found[0], found[1]
+
+
+def prompt_lengths(text: str) -> list[int]:
+    """Lengths of prompts, each once."""
+    found = list(dict.fromkeys(numbers(text)))
+    if min(found) < 1:
+        raise EvaluationError(f"--contexts are lengths of prompts, 1 or more, not {text!r}")
+    return found
+
+
+def check_tokens(model: Any, prompt: int, new: int) -> None:
+    """Raises EvaluationError for a prompt of no token, and where a model has a vector for each position, and none for so many."""
+    if not prompt:
+        raise EvaluationError("the prompt has no token; give some text to continue")
+    most = importlib.import_module("kvengine.evals.manifest").position_table(model)
+    if most is not None and prompt + new - 1 > most:  # nobody reads the last one
+        raise EvaluationError(
+            f"the model has learned {most} positions, and the prompt's {prompt} tokens and {new} new ones are more; give a "
+            "shorter prompt, or a smaller --new"
+        )
+
+
+def check_room(model: Any, length: int, more: int) -> None:
+    """Raises EvaluationError where positions would end."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and length + more > limit:
+        raise EvaluationError(
+            f"the model has {limit} positions, fewer than a context of {length} and {more} tokens after it; give shorter "
+            "--contexts, or a configuration with more"
+        )
 
 
 def numbers(text: str) -> list[int]:

@@ -110,8 +110,9 @@ def read_pattern(path: str) -> tuple[tuple[float, ...], ...]:
     file = file / "full_attention_heads.tsv" if file.is_dir() else file
     try:
         rows = [[float(x) for x in line.split("\t")] for line in file.read_text().splitlines() if line.strip()]
-    except OSError:
-        raise PolicyError(f"Duo: cannot read the pattern {path!r}; 'kvengine duo train' makes one") from None
+    except OSError as error:
+        said = "" if isinstance(error, FileNotFoundError) else f" ({error.strerror})"
+        raise PolicyError(f"Duo: cannot read the pattern {path!r}{said}; 'kvengine duo train' makes one") from None
     except ValueError as error:
         raise PolicyError(f"Duo: {str(file)!r} is not a table of numbers: {str(error)[:80]}") from None
     if any(math.isnan(x) for row in rows for x in row):
@@ -122,8 +123,11 @@ def read_pattern(path: str) -> tuple[tuple[float, ...], ...]:
 
 
 def write_pattern(folder: Path, alpha: Sequence[Sequence[float]], sinks: int, recent: int) -> None:
-    """Write a pattern folder: alphas [layer][head], and the window that heads were trained with, in tokens."""
+    """Write a pattern folder: alphas [layer][head], and the window that heads were trained with, in tokens. Each file as a
+    whole: of a table that is cut off the last number would still be one."""
+    from kvengine.offload.stores.filesystem import replace_file
+
     folder.mkdir(parents=True, exist_ok=True)
     lines = ["\t".join(f"{float(x):.18e}" for x in row) for row in alpha]
-    (folder / "full_attention_heads.tsv").write_text("\n".join(lines) + "\n")
-    (folder / "config.json").write_text(json.dumps({"sink_size": sinks, "recent_size": recent}) + "\n")
+    replace_file(folder / "full_attention_heads.tsv", ("\n".join(lines) + "\n").encode())
+    replace_file(folder / "config.json", (json.dumps({"sink_size": sinks, "recent_size": recent}) + "\n").encode())

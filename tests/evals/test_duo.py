@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import configs
 from support import SHAPE, llama
 from typer.testing import CliRunner
 
@@ -63,6 +64,12 @@ def test_the_head_that_matters_is_found_and_the_others_close() -> None:
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert model.config._attn_implementation != "kvengine_duo"
+
+
+def test_models_whose_query_heads_have_each_their_own_keys_are_trained_too() -> None:
+    """Their configurations count no KV heads."""
+    found = train(configs.build("gpt2"), Noise(Letters()), replace(RECIPE, steps=1))
+    assert found.shape == (3, 4)
 
 
 @pytest.mark.parametrize("within", [False, True])
@@ -266,7 +273,13 @@ def test_a_question_is_right_if_the_answer_is() -> None:
 def test_the_command_shows_a_pattern(tmp_path: Path) -> None:
     write_pattern(tmp_path / "p", [[0.9, 0.1], [0.5, 0.3]], 16, 64)
     shown = CliRunner().invoke(app, ["duo", "show", str(tmp_path / "p")])
-    assert shown.exit_code == 0 and "0.900" in shown.output
+    assert shown.exit_code == 0 and shown.output.splitlines()[1:] == [
+        "layer 0  0.900  (0.100)",
+        "layer 1  0.500  (0.300)",
+    ]
+    write_pattern(tmp_path / "wide", [[i / 32 for i in range(32)]] * 11, 16, 64)  # of which a table showed nothing
+    shown = CliRunner().invoke(app, ["duo", "show", str(tmp_path / "wide")], env={"COLUMNS": "80"})
+    assert shown.output.splitlines()[1].split()[2::31] == ["(0.000)", "0.969"]
     missing = CliRunner().invoke(app, ["duo", "show", str(tmp_path / "none")])
     assert missing.exit_code == 2 and "cannot read the pattern" in missing.output
     assert json.loads((tmp_path / "p" / "config.json").read_text()) == {"sink_size": 16, "recent_size": 64}
@@ -308,7 +321,41 @@ def test_keys_for_which_a_model_has_too_few_positions_are_refused(
     assert told.exit_code == 2 and "has 8000 positions" in told.output and "give fewer --keys" in told.output
 
 
+def test_a_pattern_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pattern(tmp_path, [[0.9, 0.1], [0.5, 0.3]], 16, 64)
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_pattern(tmp_path, [[0.2] * 9] * 9, 16, 64)
+    assert read_pattern(str(tmp_path)) == ((0.9, 0.1), (0.5, 0.3))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_comparison_is_json_that_says_how_to_get_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pattern(tmp_path / "p", [[0.9, 0.1], [0.5, 0.3]], 2, 6)
+    monkeypatch.setattr("kvengine.evals.loading.load", lambda *_, **__: (llama(), Letters()))
+    words = ["duo", "compare", "m", str(tmp_path / "p"), "--style", "magic", "--keys", "1", "--samples", "1"]
+    words += ["--draws", "1", "--sinks", "2", "--recent", "6", "--seed", "an other"]
+    found = CliRunner().invoke(app, [*words, "--length", "300", "--out", str(tmp_path / "rows.json")])
+    assert found.exit_code == 0 and "all: " in found.stderr
+    kept = json.loads((tmp_path / "rows.json").read_text())
+    assert json.loads(found.stdout) == kept["rows"] and "--seed 'an other' --dtype float32" in kept["command"]
+    write_pattern(tmp_path / "p", [[0.9, 0.1]], 2, 6)
+    other = CliRunner().invoke(app, [*words, "--length", "300"], env={"COLUMNS": "300"})
+    assert other.exit_code == 2 and "is for 1 layers of 2 KV heads" in other.stderr and "all: " not in other.stderr
+
+
 @pytest.mark.parametrize(("words", "message"), [
+    (["train", "bundled", "--out", "{}/out", "--sinks", "900", "--recent", "100", "--shortest", "1000", "--longest", "1000",
+      "--style", "magic", "--keys", "1"], "all of a context of 1000: streaming heads would lack nothing"),
+    (["train", "no-model", "--out", "{}/out", "--keys", "11"], "keys=11 must lie between 1 and 10"),
+    (["compare", "bundled", "tiny", "--length", "300", "--style", "magic", "--keys", "1"], "all of a context of 300"),
+    (["compare", "bundled", "tiny", "--length", "0"], "--length"),
+    (["compare", "no-model", "tiny", "--seed", "7"], "a training may have seen; give a word"),
+    (["compare", "no-model", "tiny", "--style", "magik"], "Did you mean 'magic'"),
     (["train", "bundled", "--out", "{}/file"], "FileExistsError"),
     (["train", "bundled", "--out", "{}/out", "--rate", "nan"], "rate=nan: must be a positive number"),
     (["train", "bundled", "--out", "{}/out", "--rate", "inf"], "rate=inf: must be a positive number"),

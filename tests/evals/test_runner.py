@@ -32,6 +32,7 @@ from kvengine.errors import EvaluationError, PolicyError, UnsupportedPolicy
 from kvengine.evals import aggregate, demo, drive, records, report
 from kvengine.evals.config import RunConfig, build
 from kvengine.evals.engine import CacheSession, StockEngine, Usage
+from kvengine.evals.loading import load
 from kvengine.evals.policies import Arm, arms, split
 from kvengine.evals.progress import Bar, Silent
 from kvengine.evals.prompt import Prompter, middle_cut
@@ -883,6 +884,22 @@ def test_a_model_that_is_damaged_is_one_line_and_exit_code_two(tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"num_hidden_layers": 3}, "no weights for model.layers.2.input_layernorm.weight, "),
+    ({"vocab_size": 64}, "RuntimeError: "),  # shapes that differ, as transformers lists them above
+    ({"hidden_act": "nothing"}, "KeyError: 'nothing'"),
+])  # fmt: skip
+def test_files_of_a_model_that_do_not_belong_together_are_refused(
+    changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """Weights that are not there were drawn at random, and measured."""
+    settings = saved_model(tmp_path) / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | changed))
+    with pytest.raises(EvaluationError, match=r"belong together\?$") as refused:
+        load(str(tmp_path))
+    assert said in str(refused.value)
+
+
 def test_a_device_that_torch_has_no_kernels_for_is_one_line() -> None:
     """torch says which of all its backends has the operator, in forty lines."""
     code, text = invoke("ruler", "--device", "mps", "--dry-run")
@@ -1171,6 +1188,23 @@ def test_all_stands_for_every_method_in_the_tree_at_one_budget(tmp_path: Path) -
     assert {"duo(recent=16)", "vertical_slash"} <= set(small.wanted)
     assert "snapkv(budget=16)" in small.wanted  # not its default: a table of one budget would hold another
     assert "must exceed window" in str([arm.refused for arm in small.arms() if arm.policy == "snapkv(budget=16)"])
+
+
+def test_a_demonstration_says_what_was_done_and_whether_anything_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said "in 5 minutes" of what took longer, or was done before, and that there were samples where all was refused."""
+    monkeypatch.setattr(demo, "TASKS", "fwe")
+    usual, written = demo.settings, report.write
+    monkeypatch.setattr(
+        demo, "settings", lambda out, **more: replace(usual(out, **more), policies=("full",), oracle=False)
+    )
+    said, folder = Console(file=io.StringIO(), width=200), saved_model(tmp_path / "model")
+    common = {"console": said, "model": str(folder), "length": 512, "samples": 1}
+    assert demo.main(tmp_path / "run", 5.0, **common) == 0
+    assert "1 samples of every task under every policy; report: " in said.file.getvalue()
+    monkeypatch.setattr(report, "write", lambda out: [replace(cell, score=None) for cell in written(out)])
+    assert demo.main(tmp_path / "run", 5.0, **common) == 1 and "nothing was measured: ok" in said.file.getvalue()
 
 
 def test_the_demonstration_goes_in_rounds_and_can_be_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

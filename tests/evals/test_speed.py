@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import configs
 from support import llama
+from torch._inductor.exc import InductorError
 from typer.testing import CliRunner
 
 import kvengine
@@ -66,6 +67,13 @@ def test_what_runs_out_of_memory_is_said_and_the_others_go_on(monkeypatch: pytes
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return first(model, ids, cache)
 
+    def lacks(*given: Any) -> Any:
+        raise InductorError(OSError("No C++ compiler found\nand more"), None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "_replayed", lacks)
+        found = list(costs(model, IDS, ["full"], 2, ("eager", "fused")))
+        assert [cost.problem for cost in found] == ["", "", "OSError: No C++ compiler found", ""]
     monkeypatch.setattr(measure, "first_token", fails)
     found = list(costs(model, IDS, ["h2o", "tova", "full"], 2))
     assert [cost.problem for cost in found] == ["", "out of memory", "out of memory", "", ""]
@@ -93,7 +101,9 @@ def test_speed_up_is_over_the_faster_of_stock_transformers() -> None:
     assert [row["speedup"] for row in report.rows(found)] == [4 / 6, 2.0, None, 1.0, None]
     assert [row["policy"] for row in report.rows(found)][::3] == ["stock transformers", "stock transformers, again"]
     text = report.table(found)
-    assert text.count("| full") == 2 and "- ann, recorded: why not" in text and "Peak" in text
+    assert text.count("| full") == 2 and "- ann, recorded at 8 tokens: why not" in text and "Peak" in text
+    both = [*found, Cost(16, 1, "ann", "recorded", problem="why not")]
+    assert report.table(both).count("- ann") == 1 and "- ann, recorded: why not" in report.table(both)
     assert "Peak" not in report.table(found[:4])
 
 
@@ -108,10 +118,33 @@ def test_the_command(policies: str, tmp_path: Path) -> None:
     assert (tmp_path / "decode.md").read_text() in said[1] and (tmp_path / "decode.png").stat().st_size > 5000
 
 
+def test_what_was_measured_before_an_interruption_is_shown_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "decode.md").write_text("of an earlier run")
+    real = measure._measured
+
+    def stopping(model: Any, ids: Any, policy: str, *more: Any) -> Any:
+        if policy != "stock":
+            raise KeyboardInterrupt
+        return real(model, ids, policy, *more)
+
+    monkeypatch.setattr(measure, "_measured", stopping)
+    monkeypatch.setattr("sys.argv", ["kvengine", "bench", "--policies", "full;kivi(bits=4)"])
+    code, said, _ = run(bundled_model(), "--contexts", "40", "--new", 2, "--policies", "stock;full", "--out", tmp_path)
+    assert code == 130 and said.count("| stock transformers ") == 1
+    found = json.loads((tmp_path / "decode.json").read_text())
+    assert len(found["rows"]) == 1 and found["dtype"] == "bfloat16"
+    assert found["command"] == "kvengine bench --policies 'full;kivi(bits=4)'"
+    assert (tmp_path / "decode.md").read_text(encoding="utf-8") in said
+    assert {file.name for file in tmp_path.iterdir()} == {"decode.json", "decode.md", "decode.png"}
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
         (["--contexts", "0"], "1 or more"),
+        (["--contexts", "40", "--batch", 10**15], "out of memory"),
         (["--contexts", "a"], "whole numbers"),
         (["--contexts", "999999"], "fewer than a context of 999999"),
         (["--steps", "fast"], "--steps are eager"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvengine.errors import EvaluationError
+from kvengine.evals.train.__main__ import main
 from kvengine.evals.train.data import NEEDLE, PREFIX, Recipe, needle_sample
 from kvengine.evals.train.forward import Network, causal_attention
 from kvengine.evals.train.init import Gains, frequencies, lay_circuit, pair_weights, tiny_config
@@ -205,6 +208,31 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> 
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert (tmp_path / "parts" / LOG).exists()
+
+
+def test_a_folder_goes_on_with_its_own_training_alone(tmp_path: Path) -> None:
+    """Another seed's samples followed the first ones, and --until 0 trained to the end."""
+    first = Trainer(MICRO, tokenizer(), tmp_path)
+    first.train(until=0)
+    assert first.step == 0
+    with pytest.raises(EvaluationError, match="a training with --seed 0; choose another --out"):
+        Trainer(MICRO, tokenizer(), tmp_path, seed=1)
+    with pytest.raises(EvaluationError, match="another preset"):
+        Trainer(replace(MICRO, shape={**MICRO.shape, "ff": 32}), tokenizer(), tmp_path)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--until", "0"], "--until 0: give a step from 1 on"),
+    (["--device", "abacus"], "device 'abacus' is not one that torch knows"),
+    (["--out", "/proc/self/new"], "FileNotFoundError"),
+])  # fmt: skip
+def test_what_is_typed_wrong_is_a_line(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train", "--out", str(tmp_path), *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_the_export_loads_as_any_model_does(tmp_path: Path) -> None:

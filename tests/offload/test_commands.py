@@ -47,6 +47,26 @@ def test_list_and_info(folder: Path) -> None:
     assert "has no value" in run("info", "f" * 64, "-s", folder, status=1)
 
 
+def test_a_value_is_a_line_however_narrow_the_terminal(folder: Path) -> None:
+    """At 80 columns keys were cut, and what was left of one named no value."""
+    result = CliRunner().invoke(app, ["ls", "-s", str(folder)], env={"COLUMNS": "40"})
+    lines = result.stdout.splitlines()
+    assert len(lines) == 5 and {line[:16] for line in lines[1:4]} == {key[:16] for key in KEYS}
+    assert "tokens" in run("info", lines[1].split()[0], "-s", folder)
+
+
+def test_what_is_no_encoded_cache_is_told_as_what_it_is(folder: Path) -> None:
+    store = stores.Files(folder)
+    store.put("e" * 64, [bytes(5000)], 1000)
+    store.close()
+    said = run("info", "ee", "-s", folder, status=1)
+    assert "eeeeeeeeeeee... has no header: it is 5,000 bytes of a generation's pages" in said
+
+
+def test_a_value_that_is_named_twice_is_checked_once(folder: Path) -> None:
+    assert run("verify", "00", KEYS[0], "01", "-s", folder) == "2 of 2 values are whole\n"
+
+
 def test_verify_finds_and_removes_damage(folder: Path) -> None:
     assert "3 of 3" in run("verify", "-s", folder)
     path = folder / "objects" / "0" / f"{KEYS[2]}.kv"

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
+import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer
+from families import configs
 from support_spec import llama, prompt
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from kvengine.speculative import bench
+from kvengine.speculative import bench, commands
 from kvengine.speculative.commands import bench_app, generate
 
 app = typer.Typer()
@@ -51,6 +56,51 @@ def test_generate(folder: Path) -> None:
     )
     assert code == 0 and "per target pass" in sampled and plain.strip() not in sampled
     assert run("generate", folder, text, "--new", "20", "--stop", plain.strip()[4], *options)[1].strip() in plain
+
+
+def test_a_seed_gives_the_same_text_whatever_the_clock_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much "auto" drafts goes by the clock, and so did the text."""
+    text, found = (folder / "text.txt").read_text()[:80], set()
+    for seed in range(4):
+        ticks = itertools.accumulate(random.Random(seed).choices((1e-6, 1.0), k=10**6))
+        monkeypatch.setattr("kvengine.speculative.clock.now", lambda ticks=ticks: (next(ticks),) * 2)
+        words = ["--new", "60", "--speculate", "--temperature", "1", "--seed", "3"]
+        found.add(run("generate", folder, text, *words))
+    assert len(found) == 1 and found.pop()[0] == 0
+
+
+def test_who_types_the_prompt_is_told_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command waited without a word."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("a text"))
+    assert commands.given(None) == "a text" and capsys.readouterr().err == ""
+    typed = io.StringIO("a text")
+    typed.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdin", typed)
+    assert commands.given(None) == "a text" and "type the text" in capsys.readouterr().err
+
+
+def test_a_prompt_may_speak_of_the_padding(folder: Path, tmp_path: Path) -> None:
+    """Its token was hidden from the model, as if it were padding."""
+    text = (folder / "text.txt").read_text()[:80]
+    shutil.copytree(folder, tmp_path / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.add_special_tokens({"pad_token": text[40]})
+    tokenizer.save_pretrained(tmp_path / "model")
+    settings = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    settings["pad_token_id"] = tokenizer.pad_token_id
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
+    want = run("generate", folder, text, "--new", "9")[1].replace(text[40], "")
+    for more in ([], ["--speculate"]):
+        assert run("generate", tmp_path / "model", text, "--new", "9", *more) == (0, want)
+
+
+def test_more_tokens_than_a_model_has_learned_positions_for(folder: Path, tmp_path: Path) -> None:
+    configs.build("gpt2").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast.from_pretrained(folder).save_pretrained(tmp_path)
+    most = json.loads((tmp_path / "config.json").read_text())["n_positions"]
+    assert run("generate", tmp_path, "0" * 10, "--new", str(most - 9))[0] == 0
+    code, said = run("generate", tmp_path, "0" * 10, "--new", str(most - 8))
+    assert code == 2 and f"learned {most} positions, and the prompt's 10 tokens and {most - 8} new ones" in said
 
 
 def test_special_tokens_are_no_text(folder: Path, tmp_path: Path) -> None:
@@ -132,9 +182,60 @@ def test_lengths_that_were_measured_are_kept_if_a_later_one_is_interrupted(
     words += ["--middle", "none", "--out", tmp_path]
     code, text = run(*words, "--contexts", "32,4000")
     assert code == 2 and "400 tokens, fewer than a context of 4000" in text and not lengths  # said before all else
-    assert run(*words, "--contexts", "32,64")[0] == 130 and lengths == [32, 64]
+    stopped = CliRunner().invoke(app, [*map(str, words), "--contexts", "32,64"])
+    assert stopped.exit_code == 130 and lengths == [32, 64] and "| 32 " in stopped.stdout
     assert {row["context"] for row in json.loads((tmp_path / "speculate.json").read_text())["rows"]} == {32}
     assert (tmp_path / "speculate.md").exists() and (tmp_path / "speculate.png").exists()
+
+
+def test_every_setting_has_decoded_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first setting paid for what is compiled and allocated once, and plain decoding, which had decoded, did not."""
+    decoded, real = list[tuple[str, int, int]](), bench.TriForce.generate
+
+    def generate(self: Any, ids: Any, **options: Any) -> Any:
+        decoded.append((str(self.draft), ids.shape[1], options["max_new_tokens"]))
+        return real(self, ids, **options)
+
+    monkeypatch.setattr(bench.TriForce, "generate", generate)
+    cut = [prompt(40)]
+    rows = bench.compare(llama(), cut, [bench.Setting("lookup"), bench.Setting("recycling")], 20, do_sample=False)
+    assert decoded == [(x, 40, n) for n in (16, 20) for x in ("None", "lookup", "recycling")]
+    assert {row.new_tokens for row in rows} == {20}  # what was decoded before does not count
+
+
+def test_texts_that_are_drawn_are_not_held_against_each_other() -> None:
+    rows = bench.compare(llama(), [prompt(40)], [bench.Setting("lookup")], 8, temperature=1.0)
+    assert [row.same_text for row in rows] == [None, None] and "| –" in bench.table(rows)
+
+
+def test_a_setting_has_one_name_at_all_lengths() -> None:
+    def names(*rows: tuple[int, str]) -> list[str]:
+        one = bench.compare(llama(), [prompt(40)], [bench.Setting("lookup")], 4, do_sample=False)[1]
+        return bench.labels([replace(one, context=context, middle=middle) for context, middle in rows])
+
+    fixed = names((1024, "quest(budget=2048)"), (4096, "quest(budget=2048)"))
+    assert fixed == ["quest(budget=2048) over lookup, γ=(1, 6)"] * 2  # was 1/0 and 1/2: a line each
+    grows = names((1024, "quest(budget=128)"), (4096, "quest(budget=512)"))
+    assert grows == ["quest(budget=1/8) over lookup, γ=(1, 6)"] * 2
+    assert names((1024, "quest(budget=128)")) == ["quest(budget=128) over lookup, γ=(1, 6)"]
+
+
+def test_what_is_asked_for_twice_or_cannot_be_is_said(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kvengine", "bench", "--middle", "none;quest(budget=24, page=4)"])
+    words = ["bench", "speculate", folder, "--text", folder / "text.txt", "--new", "4", "--out", tmp_path]
+    done = CliRunner().invoke(app, [*map(str, words), "--contexts", "399,399", "--prompts", "3", "--middle", "none"])
+    assert done.exit_code == 0 and "399 tokens: the text has room for 2 different prompts, not for 3" in done.stderr
+    found = json.loads((tmp_path / "speculate.json").read_text())
+    assert [row["context"] for row in found["rows"]] == [399, 399] and found["dtype"] == "float32"
+    assert found["command"] == "kvengine bench --middle 'none;quest(budget=24, page=4)'"
+    for more, said in (
+        (["--draft", "none", "--middle", "none"], "nothing drafts"),
+        (["--contexts", "64", "--new", "100000"], "the model has"),
+    ):
+        code, text = run(*words[:5], *more)
+        assert code == 2 and said in text
 
 
 def test_windows() -> None:
