@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvengine import hf_states, hf_window
+from kvengine import hf_states, hf_window, latent
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.gradients import copied
@@ -247,7 +247,7 @@ class EngineCache(Cache):
         Raises:
             ModelError: the model caches latents.
         """
-        if getattr(self.config, "kv_lora_rank", None):
+        if latent.configured(self.config):
             raise ModelError(
                 f"{self.config.model_type} caches latents (MLA), which a prefix of tuned keys and values is not. Call "
                 "kvengine.unpatch(model)"
