@@ -52,7 +52,9 @@ class Evidence(Recall):
         real = torch.ones_like(at, dtype=torch.bool).expand(len(q), -1) if valid is None else valid
         self.retention.watch(self.notes, q, torch.where(real, at - self.first[:, None], -1), self.session.rope)
         if wanted := self.retention.observes:
-            self.window = (q if self.window is None else behind(self.window, q, valid))[:, :, -wanted:]
+            found = q if self.window is None else behind(self.window, q, valid)
+            # Not a view: it would hold all queries of the chunk for as long as other layers, or other chunks, are read.
+            self.window = found if found.shape[2] <= wanted else found[:, :, -wanted:].clone()
         if self.retention.wants_mass:
             n, before = (1, None) if self.retention.last_mass else (q.shape[2], self.mass)
             mass = self.column_mass(q[:, :, -n:], at[-n:], real[:, -n:], call, before)

@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationMixin, PreTrainedModel
 
+from kvengine import latent
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
 from kvengine.hf_attention import Seam, engine_attention
 from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
@@ -326,7 +327,7 @@ def check_stack(stack: Stack, text: Any, channels: Channels = frozenset()) -> No
             f"'{stack}' feeds ids of another tokenizer: {name} knows {known}, from 0 on. Take prompt and suffix from the "
             "model's own tokenizer"
         )
-    if getattr(text, "kv_lora_rank", None) and stack.routing != Stack().routing:
+    if latent.configured(text) and stack.routing != Stack().routing:
         raise UnsupportedPolicy(
             f"{name} caches latents that all its heads share (MLA), so '{name_of(stack.routing)}' has no heads to tell apart"
         )
@@ -337,7 +338,8 @@ def check_stack(stack: Stack, text: Any, channels: Channels = frozenset()) -> No
 def attention_modules(model: nn.Module, text: Any) -> list[nn.Module]:
     """Modules that attend as the text's configuration says, if they hand on what they do not know to the attention function;
     some (Kosmos-2's last one of images) have no layer index."""
-    named = [m for m in model.modules() if "Attention" in type(m).__name__ and getattr(m, "config", None) is text]
+    mine = [m for m in model.modules() if getattr(m, "config", None) is text]
+    named = [m for m in mine if "Attention" in type(m).__name__ or latent.is_latent(m)]
     return [m for m in named if any(x.kind is x.VAR_KEYWORD for x in signature(type(m).forward).parameters.values())]
 
 

@@ -110,6 +110,10 @@ def settle(layer: Any) -> None:
         hf_states.settle(layer)
     if getattr(layer, "sliding_window", None) is not None and layer.is_initialized:
         DynamicSlidingWindowLayer.crop(layer, 0)  # gives up what a window has passed
+        if (
+            layer.keys.untyped_storage().nbytes() > 2 * layer.keys.nbytes
+        ):  # as behind a prompt, of which it keeps a view
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvengine import hf_states, hf_window
+from kvengine import hf_states, hf_window, latent
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.gradients import copied
@@ -92,7 +92,7 @@ class EngineCache(Cache):
     def fill(self, stack: Stack, text: Any, rope: Rope | None, positions: bool = False) -> None:
         self.stack, self.config = stack, text
         self.session = Session(rope=rope, positions=positions)
-        stock = DynamicCache(config=self.config).layers
+        stock = hf_states.stock_layers(self.config)
         ours = engine_layers(self.config)
         self.session.ours = tuple(i for i, served in enumerate(ours) if served)
         self.sources = sources(self.config)
@@ -247,7 +247,7 @@ class EngineCache(Cache):
         Raises:
             ModelError: the model caches latents.
         """
-        if getattr(self.config, "kv_lora_rank", None):
+        if latent.configured(self.config):
             raise ModelError(
                 f"{self.config.model_type} caches latents (MLA), which a prefix of tuned keys and values is not. Call "
                 "kvengine.unpatch(model)"
@@ -283,7 +283,7 @@ class EngineCache(Cache):
 
     def reset(self) -> None:
         """Forget everything, what was announced of a prompt or asked of its reading included."""
-        fresh = DynamicCache(config=self.config).layers
+        fresh = hf_states.stock_layers(self.config)
         self.layers = [emptied(layer, new) for layer, new in zip(self.layers, fresh, strict=True)]
         kept = {name: getattr(self.session, name) for name in ("rope", "ours", "positions")}
         vars(self.session).update(vars(Session(**kept)))
@@ -393,4 +393,4 @@ aside: Any = torch.compiler.disable(EngineCache.update, reason=BREAKS)
 
 def engine_layers(config: Any) -> list[bool]:
     """Which layers the engine replaces: those with a plain, growing key-value cache, be it beside states."""
-    return [hf_states.grows(layer, config) for layer in DynamicCache(config=config).layers]
+    return [hf_states.grows(layer, config) for layer in hf_states.stock_layers(config)]

@@ -38,9 +38,14 @@ PAGED = (
 LONE = 3
 """Passes in a row whose caches are dropped, until somebody is told that such passes say nothing of a policy."""
 MATRICES = "output_attentions"
-IMAGES = "encoder_hidden_states"
-ASKED = ("use_cache", IMAGES)
-"""What decides beside a cache. Who gives `encoder_hidden_states` wants a cache of two, one of them for what is not text."""
+BESIDE = ("encoder_hidden_states", "encoder_outputs")
+"""What layers attend to beside the text, and keep too: who gives these wants a cache of two."""
+ASKED = ("use_cache", *BESIDE)
+"""What decides beside a cache."""
+TWO = (
+    "{} is given {} beside its text, whose keys and values it caches too, and an engine cache has no place for them. Leave "
+    "the cache to the model in a loop of your own, or call kvengine.unpatch(model)"
+)
 
 
 def caching(model: PreTrainedModel, text: Any) -> list[tuple[PreTrainedModel, list[str]]]:
@@ -143,13 +148,16 @@ def provide(
 
     Raises:
         ModelError: it runs for a manager of continuous batches, made before the patch or without asking the model; or its
-            layers would drop the cache that it was given.
+            layers would drop the cache that it was given, or keep in it what is not text.
     """
     if (cache := kwargs.get(name)) is not None:  # nearly always, so it comes first
         if type(cache) is DynamicCache:
             return stock(module, args, kwargs, cache, chosen, name)
         if isinstance(cache, PagedAttentionCache):
             raise ModelError(PAGED)
+        if isinstance(getattr(cache, "self_attention_cache", cache), EngineCache):
+            if beside := next((x for x in BESIDE if kwargs.get(x) is not None), None):
+                raise ModelError(TWO.format(type(module).__name__, beside))
         if module.training and isinstance(cache, EngineCache):
             check_kept(module)
         if getattr(cache, "unread", None) is not None and cache.seen:
@@ -159,10 +167,17 @@ def provide(
     given = {x: args[place] for x, place in at.items() if place < len(args)} | kwargs
     asked, config = given.get("use_cache"), cast(Any, module.config)
     wanted = getattr(config, "use_cache", False) and not torch.is_grad_enabled() if asked is None else asked
-    if not wanted or module.training or any(given.get(x) is not None for x in (name, IMAGES)):
+    if not wanted or module.training or given.get(name) is not None:
         return None
     text = config.get_text_config(decoder=True)
     if text._attn_implementation != NAME:
+        return None
+    if any(given.get(x) is not None for x in BESIDE):
+        tell(
+            chosen,
+            "a pass that attends to an encoder's states is cached as in transformers",
+            "Give the model text alone",
+        )
         return None
     cache, place = made(text, chosen), at[name]
     if chosen.lone < LONE and chosen.stack != Stack() and not torch.compiler.is_compiling():

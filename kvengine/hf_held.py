@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from kvengine import latent
 from kvengine.cache import Stock
 from kvengine.errors import CacheError
 from kvengine.kernels.attention import attention
@@ -68,10 +69,13 @@ class HeldWindow(DynamicSlidingWindowLayer):
             self.k.index_copy_(2, at, k)
             self.v.index_copy_(2, at, v)
             self.there.index_fill_(1, at, True)
-        b, h = self.k.shape[:2]
+        k, v = self.k, self.v
+        if latent.is_latent(stock.module):  # type: ignore[attr-defined]
+            k, v = stock.module.expand_kv(k, v)  # type: ignore[attr-defined]
+        b, h = k.shape[:2]
         visible = self.there[:, None].expand(-1, h, -1).flatten(0, 1)[:, None]
         found = attention(
-            query.unflatten(1, (h, -1)).flatten(0, 1), self.k.flatten(0, 1), self.v.flatten(0, 1), visible,
+            query.unflatten(1, (h, -1)).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), visible,
             call.scale, softcap=call.softcap, sinks=None if call.sinks is None else call.sinks.repeat(b, 1),
         )  # fmt: skip
         return found.out.to(query.dtype).unflatten(0, (b, h)).flatten(1, 2).transpose(1, 2)

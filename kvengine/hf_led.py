@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvengine.errors import CacheError
 from kvengine.hf_cache import EngineCache, engine_layers
 from kvengine.hf_names import NAMES
-from kvengine.hf_states import has_states
+from kvengine.hf_states import has_states, stock_layers
 from kvengine.session import BROKEN, FOREIGN
 
 TAKES = (*NAMES, "cache_params")
@@ -28,7 +28,7 @@ TAKES = (*NAMES, "cache_params")
 
 def hook_led(model: nn.Module, text: Any) -> list[Any]:
     """A hook on the first layer with states, if it comes before the engine's first; what undoes it."""
-    ours, layers = engine_layers(text), DynamicCache(config=text).layers
+    ours, layers = engine_layers(text), stock_layers(text)
     first = next((i for i, layer in enumerate(layers) if has_states(layer)), len(layers))
     if first == len(layers) or True in ours[:first]:
         return []

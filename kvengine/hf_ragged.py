@@ -32,9 +32,9 @@ from kvengine.hf_replay import (
     PLACES,
     VECTORS,
     around_reader,
+    followed,
     made_of_tensors,
     parted,
-    together,
 )
 from kvengine.hf_states import Aside, has_states, in_place, keeps_states
 from kvengine.resuming import singles
@@ -179,13 +179,15 @@ def go_on(module: Any, cache: EngineCache, output: Any) -> Any:
         return None
     cache.session.ragged = onward
     if at is None:
-        return together(output, Context().run(partial(module, **rest)))
+        return followed(module, output, rest)
     return among(Context().run(partial(module, **rest)), output, onward.single.nonzero()[:, 0], at)
 
 
 def among(every: Any, one: Any, rows: Int[Tensor, "chosen"], at: Int[Tensor, "seq"]) -> Any:
     """What a model says of a pass's tokens, with what it said of these rows' tokens `at`."""
     if isinstance(every, Tensor) and isinstance(one, Tensor):
+        if every.ndim == 2:  # of the tokens of all rows
+            return among(every.unflatten(0, (len(at), -1)), one[:, None], rows, at).flatten(0, 1)
         if one.shape[:2] != (len(at), 1):
             return every
         here = rows.to(every.device)

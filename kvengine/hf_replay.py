@@ -141,19 +141,27 @@ def over(module: Any, cache: EngineCache, output: Any, names: list[str]) -> Any:
         return None
     if cache.session.judging is not None:
         cache.session.judging = cache.seen  # the draft comes now
-    return together(output, Context().run(partial(module, **rest)))
+    return followed(module, output, rest)
 
 
-def together(first: Any, second: Any) -> Any:
-    """What a model says of tokens that came in two passes."""
+def followed(module: Any, output: Any, rest: dict[str, Any]) -> Any:
+    """What a model says of a pass's first tokens, with what it says of the rest, which it is given now."""
+    made = rest[VECTORS] if rest.get(IDS) is None else rest[IDS]
+    return together(output, Context().run(partial(module, **rest)), len(made))
+
+
+def together(first: Any, second: Any, rows: int) -> Any:
+    """What a model says of tokens that came in two passes. Two axes: of the tokens of all rows, as routers of experts say it."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
+        if first.ndim == 2:
+            return torch.cat([x.unflatten(0, (rows, -1)) for x in (first, second)], 1).flatten(0, 1)
         return torch.cat([first, second], 1)
     if isinstance(first, dict):
         for name in list(first):
-            first[name] = together(first[name], second[name])
+            first[name] = together(first[name], second[name], rows)
         return first
     if isinstance(first, tuple):
-        return tuple(together(a, b) for a, b in zip(first, second, strict=True))
+        return tuple(together(a, b, rows) for a, b in zip(first, second, strict=True))
     return second
 
 

@@ -39,6 +39,12 @@ def is_latent(module: Any) -> bool:
     return hasattr(type(module), "expand_kv")
 
 
+def configured(config: Any) -> bool:
+    """Whether a model of this configuration caches latents, in some of its layers at least."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return any(getattr(layer, "kv_lora_rank", None) for layer in layers)
+
+
 def channels(module: Any) -> tuple[int, int, bool]:
     """Of a latent; its first ones, which are read as a value; and that these are held once."""
     return module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank, True

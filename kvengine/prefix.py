@@ -87,7 +87,9 @@ class Prefix:
     whole: bool = field(init=False)  # whether all that the model caches can be stored
     beside: bool = field(init=False)  # whether some of it is no keys and values of every token
     turn: int | None = field(init=False)  # tokens of the longest text with the first of several rotations
-    rank: int = field(init=False)  # channels of a latent that are values; 0: the model has keys and values
+    ranks: dict[int, int] = field(
+        init=False
+    )  # of each layer that caches latents, how many of their channels are values
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module) or not hasattr(self.model, "config"):
@@ -113,7 +115,7 @@ class Prefix:
         check_seconds("timeout", self.timeout)
         self.identify()
         self.turn = turning_point(self.model, LONG, DYNAMIC)
-        self.rank = next((m.kv_lora_rank for m in self.model.modules() if is_latent(m)), 0)  # type: ignore[assignment]
+        self.ranks = {m.layer_idx: m.kv_lora_rank for m in self.model.modules() if is_latent(m)}  # type: ignore[misc]
 
     def identify(self) -> None:
         """Name chunks by the model as it is now: its weights, or which adapter is in use, may have changed since."""
@@ -200,7 +202,8 @@ class Prefix:
         for layer, pieces in zip(cache.engines, zip(*(kv.layers for kv in chunks), strict=True), strict=True):
             device = devices[layer.layer]
             k, v = (torch.cat([piece[part] for piece in pieces], 1)[None].to(device, dtype) for part in (0, 1))
-            layer.store(k, k[..., : self.rank] if self.rank and cache.stack != Stack() else v, None)
+            rank = self.ranks.get(layer.layer)
+            layer.store(k, k[..., :rank] if rank and cache.stack != Stack() else v, None)
         for entered in cache.layers:
             if isinstance(entered, EngineLayer):
                 entered.is_initialized = True
@@ -282,8 +285,8 @@ class Prefix:
         keys = chain(tokens, start, self.chunk)
         have = self.store.lookup(keys, self.timeout)
         layers = [layer.contents() for layer in engines]
-        if self.rank:  # values that a policy has are the keys' first channels
-            layers = [(k, v[..., :0]) for k, v in layers]
+        # Values that a policy has of latents are the keys' first channels.
+        layers = [(k, v[..., :0] if x.layer in self.ranks else v) for (k, v), x in zip(layers, engines, strict=True)]
         size = self.chunk * sum(k[:, :, :1].nbytes + v[:, :, :1].nbytes for k, v in layers)
         for i in self.order(have, len(keys), size):
             span = slice(i * self.chunk, (i + 1) * self.chunk)

@@ -43,8 +43,10 @@ class Said:
         self.steps = None
 
     def put(self, tokens: Tensor) -> None:
-        prompt = self.steps is None
-        self.steps = [] if self.steps is None else [*self.steps, tokens if tokens.ndim == 2 else tokens[:, None]]
+        if prompt := self.steps is None:
+            self.steps = []
+        else:
+            self.steps.append(tokens if tokens.ndim == 2 else tokens[:, None])
         if self.streamer is not None and not (prompt and self.told):
             self.streamer.put(tokens)
         self.told = True

@@ -51,7 +51,8 @@ class Verdicts(Evidence):
         """The prompt has ended: judge it, and seal what overflows the tail."""
         self.prompt_most, idle = int(self.prompt_length.max()), self.idle
         if self.judges:
-            window = self.window if self.window is not None else q[:, :, -1:]
+            # Not a view: it would hold the whole prompt's queries for as long as this layer waits for the others.
+            window = self.window if self.window is not None else q[:, :, -1:].clone()
             seen, replays = self.show(window, self.mass, call, prompt=True), self.retention.replay is not None
             seen = seen if replays else self.scored(seen)
             measure = None if replays else self.retention.measure(seen)

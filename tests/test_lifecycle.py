@@ -23,6 +23,7 @@ from kvengine.policies.representation.kivi import Kivi
 from kvengine.policies.retention import Seen
 from kvengine.policies.retention.full import Full
 from kvengine.policies.retention.streaming import Streaming
+from kvengine.replay import judge_together
 from kvengine.rope import Rope
 from kvengine.session import Call, Session
 
@@ -171,6 +172,33 @@ def test_what_a_dropped_cache_held_is_free(text: str, recording: bool) -> None:
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize("text", [SMALL["kvzip"], "d2o(budget=24, shares='measured')"])
+def test_layers_that_wait_for_each_other_do_not_hold_a_prompts_queries(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all layers, these would be more than the keys and values that the policy is to drop."""
+    found: list[Tensor] = []
+
+    def judge(session: Session) -> None:
+        found.extend(seen.queries for _, seen, _ in session.waiting)
+        judge_together(session)
+
+    monkeypatch.setattr("kvengine.cache.judge_together", judge)
+    model = patched(text)
+    step(model, kvengine.EngineCache(model), one(200)["input_ids"])
+    assert [x.untyped_storage().nbytes() for x in found] == [x.nbytes for x in found] != []
+
+
+def test_a_part_of_a_prompt_leaves_the_queries_that_are_asked_and_no_others() -> None:
+    model = patched(SMALL["snapkv"])
+    cache = kvengine.EngineCache(model)
+    cache.announce(200)
+    step(model, cache, one(200)["input_ids"][:, :150])
+    found = [part.lane.window for layer in cache.engines for part in layer.parts]
+    window = 6 * 4 * 16 * 4  # tokens, heads, channels, bytes
+    assert {x.untyped_storage().nbytes() for x in found} == {x.nbytes for x in found} == {window}
 
 
 def test_what_was_known_of_units_goes_where_they_are_others() -> None:

@@ -20,8 +20,8 @@ from kvengine.offload import stores
 from kvengine.offload.container import pack, read_bytes
 from kvengine.prefix import Prefix
 
-FAMILIES = ("qwen3_next", "lfm2", "falcon_h1", "zaya", "gemma3", "gpt_oss", "llama4")
-"""States, convolutions, states beside tokens and beside windows, windows, with sinks, attention in chunks."""
+FAMILIES = ("qwen3_next", "lfm2", "falcon_h1", "zaya", "gemma3", "gpt_oss", "llama4", "dots3_note")
+"""States, convolutions, states beside tokens and beside windows, windows, with sinks, attention in chunks, latents."""
 STACKS = ["full", "snapkv(budget=16, window=1)", "kivi(bits=4, group=8, residual=8)", "quest(budget=16, page=4)"]
 CHUNK = 8
 

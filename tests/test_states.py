@@ -545,6 +545,28 @@ def test_what_a_model_says_of_single_tokens_stands_where_they_are(made: str) -> 
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["full", "snapkv(budget=6, window=2)"])
+@pytest.mark.parametrize("columns", [[0, 3], [2]])
+def test_what_routers_of_experts_say_is_told_token_by_token(policy: str, columns: list[int]) -> None:
+    """They say it without an axis for rows, where a pass is read in parts too."""
+    model, found = built("qwen3_next", policy), []
+    first, new, mask = text(2), text(2, 4, seed=2), torch.ones(2, 24, dtype=torch.long)
+    mask[1, 20:] = torch.isin(torch.arange(4), torch.tensor(columns)).long()
+    for row in (0, 1, None):
+        rows, some = slice(None) if row is None else slice(row, row + 1), columns if row else slice(None)
+        cache = kvengine.EngineCache(model)
+        read(model, cache, first[rows])
+        at = (mask.cumsum(1) - 1)[:, 20:]
+        given: dict[str, Any] = {"attention_mask": mask} if row is None else {}
+        given |= {"position_ids": at[rows][:, some], "output_router_logits": True}
+        out = model.model(new[rows][:, some], **{CACHE: cache}, **given).router_logits
+        found.append([x.unflatten(0, (2 if row is None else 1, -1)) for x in out])
+    for one, other, both in zip(*found, strict=True):
+        torch.testing.assert_close(both[0], one[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(both[1, columns], other[0], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_single_token_that_was_taken_before_a_pass_broke_off_is_noticed(

@@ -189,6 +189,23 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM", LATENTS | {"num_key_value_heads": 4}, without=("head_dim",), caches=("latent",)
     ),
+    "longcat_flash": Family(
+        "LongcatFlashForCausalLM",
+        {k: v for k, v in LATENTS.items() if k.startswith(("kv_", "q_", "qk_", "v_", "n_routed"))}
+        | {"num_layers": 2, "num_key_value_heads": 4, "head_dim": 8, "moe_topk": 2, "zero_expert_num": 2}
+        | {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32},
+        without=("num_hidden_layers", "intermediate_size"),
+        caches=("latent",),
+    ),
+    "dots3_note": Family(  # ranks of latents differ between its windows and its other layers
+        "Dots3NoteForCausalLM",
+        LATENTS
+        | {"num_hidden_layers": 4, "layer_types": MIX, "use_dsa": False, "sliding_window": 8, "head_dim": 24}
+        | {"num_key_value_heads": 4, "shared_experts_intermediate_size": 32, "swa_num_attention_heads": 4}
+        | {"swa_num_key_value_heads": 4, "swa_q_lora_rank": 24, "swa_kv_lora_rank": 32, "swa_head_dim": 24}
+        | {"swa_qk_nope_head_dim": 16, "swa_qk_rope_head_dim": 8, "swa_v_head_dim": 12},
+        caches=("latent", "window"),
+    ),
     "llama4": Family(
         "Llama4ForCausalLM",
         {

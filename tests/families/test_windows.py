@@ -144,3 +144,17 @@ def test_a_window_that_recorded_is_cut(family: str, to: int) -> None:
         again = [model(ids[:, :1], cache=each).logits for each in (cache, twin)]
     assert cache.seen == 23
     torch.testing.assert_close(*again, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral_window"])
+def test_a_prompt_that_was_recorded_is_let_go_of(family: str) -> None:
+    """A view of it would hold it until the next token, be that the next turn's."""
+    model = kvengine.patch(build(family))
+    cache = kvengine.EngineCache(model)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(**padded_batch(41), **{CACHE: cache})
+    cache.commit()
+    held = [x for layer in cache.layers if layer.is_sliding for x in (layer.keys, layer.values)]  # type: ignore[union-attr]
+    assert [x.shape[2] for x in held] == [WINDOW - 1] * len(held) != []
+    assert [x.untyped_storage().nbytes() for x in held] == [x.nbytes for x in held]

@@ -1,0 +1,91 @@
+"""Decoders of models with an encoder, by themselves: BART's, Whisper's and their kin."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families.configs import VOCABULARY, padded_batch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+import kvengine
+from kvengine import EngineCache, saved
+from kvengine.errors import ModelError
+from kvengine.hf_names import CACHE
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    "decoder_start_token_id": 1, "decoder_attention_heads": 4, "encoder_attention_heads": 4, "decoder_ffn_dim": 96,
+    "encoder_ffn_dim": 96, "init_std": 0.15,
+}  # fmt: skip
+
+
+def built(name: str, encoder: int, decoder: int) -> Any:
+    torch.manual_seed(0)
+    found = getattr(transformers, name)
+    model = found(found.config_class(**SHAPE, encoder_layers=encoder, decoder_layers=decoder)).eval()
+    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+    return model
+
+
+def turns(model: Any, cache: Any) -> Tensor:
+    """The text of two turns."""
+    batch = padded_batch()
+    options = {"max_new_tokens": 6, "do_sample": False, CACHE: cache}
+    ids = torch.cat([model.generate(**batch, **options), batch["input_ids"][:, -4:]], 1)
+    mask = torch.nn.functional.pad(batch["attention_mask"], (0, 10), value=1)
+    text: Tensor = model.generate(ids, attention_mask=mask, **options)
+    return text
+
+
+@pytest.mark.parametrize("policy", ["full", "kvzip(budget=500)"])
+@pytest.mark.parametrize("name", ["BartForCausalLM", "PegasusForCausalLM"])
+def test_a_cache_has_the_decoders_layers(name: str, policy: str, tmp_path: Any) -> None:
+    """And not as many as the encoder, by which their configurations count: none would ever take a token of the others."""
+    model = built(name, 3, 2)
+    want = turns(model, DynamicCache(config=model.config))
+    cache = EngineCache(kvengine.patch(model, policy))
+    assert torch.equal(turns(model, cache), want)
+    assert len(cache.layers) == len(cache.engines) == 2
+    saved.save(cache, tmp_path / "s.kv", model)
+    assert saved.load(model, tmp_path / "s.kv").seen == cache.seen
+    cache.reset()
+    assert torch.equal(turns(model, cache), want)
+
+
+def test_so_it_has_where_they_are_more_than_the_encoders() -> None:
+    """There transformers' own cache has too few."""
+    model = built("BartForCausalLM", 1, 3)
+    text = turns(model, EngineCache(kvengine.patch(model, "full")))
+    wide = turns(model, EngineCache(kvengine.patch(model, "h2o(budget=500)")))
+    without = kvengine.unpatch(model).generate(**padded_batch(), max_new_tokens=6, do_sample=False, use_cache=False)
+    assert torch.equal(text, wide) and torch.equal(text[:, :26], without)
+
+
+def test_what_is_not_text_is_not_cached_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    """In a loop that leaves the cache to the model, that makes one of two, as ever; who has chosen a policy is told, once."""
+    model, ids = built("WhisperForCausalLM", 2, 2), padded_batch()["input_ids"]
+    beside = {"encoder_outputs": BaseModelOutput(last_hidden_state=torch.randn(3, 7, 64))}  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def loop() -> Tensor:
+        out = model(ids, **beside, use_cache=True)
+        assert type(out[CACHE]) is EncoderDecoderCache
+        again: Tensor = model(ids[:, :1], **beside, use_cache=True, **{CACHE: out[CACHE]}).logits
+        return again
+
+    want = loop()
+    with caplog.at_level(logging.WARNING, "kvengine"):
+        torch.testing.assert_close(kvengine.patch(model, "full") and loop(), want)
+        assert not caplog.records
+        torch.testing.assert_close(kvengine.patch(model, "h2o(budget=8)") and loop(), want)
+    assert ["'h2o(budget=8)' is not applied" in x.getMessage() for x in caplog.records] == [True]
+    mine = EncoderDecoderCache(EngineCache(model), DynamicCache(config=model.config))
+    for cache in (EngineCache(model), mine):
+        with torch.no_grad(), pytest.raises(ModelError, match="given encoder_.* beside its text"):
+            model(ids, **beside, use_cache=True, **{CACHE: cache})
+    with pytest.raises(ModelError, match="given encoder_.* beside its text"):
+        model.generate(input_ids=ids, **beside, max_new_tokens=2)
