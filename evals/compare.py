@@ -41,7 +41,8 @@ def _unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """What is not the same of the models and of how they were asked; of what a manifest does not tell nothing is known."""
     pairs = [(name, one.get(name), other.get(name)) for name in OF_A_RUN]
     pairs += [("golden", one["config"].get("golden"), other["config"].get("golden"))]
-    pairs += [("judge_every", *(run["config"].get("judge_every") or "a prompt's end" for run in (one, other)))]
+    judged = [run["config"].get("judge_every") or "a prompt's end" for run in (one, other)]
+    pairs += [("judge_every", judged[0], judged[1])]
     return [f"{name}: {x} and {y}" for name, x, y in pairs if x != y and None not in (x, y)]
 
 

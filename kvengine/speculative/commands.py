@@ -38,6 +38,12 @@ Seed = Annotated[
     int | None,
     typer.Option(min=-(1 << 63), max=(1 << 64) - 1, metavar="NUMBER", help="of drawing: with it, the same text again"),
 ]
+JudgeEvery = Annotated[
+    int | None,
+    typer.Option(
+        min=2, metavar="TOKENS", help="read the prompt in parts, each judged before the next: memory has a bound"
+    ),
+]
 Fuse = Annotated[bool, typer.Option("--fuse/--no-fuse", help="fuse what a recorded step does beside attention")]
 New = Annotated[int, typer.Option("--new", min=1, help="new tokens")]
 Out = Annotated[
@@ -66,6 +72,7 @@ def generate(
     report: Annotated[bool, typer.Option("--report/--no-report", help="print what it cost")] = False,
     record: Annotated[bool, typer.Option("--record/--no-record", help="on a GPU, record a step and replay it")] = False,
     fuse: Fuse = False,
+    judge_every: JudgeEvery = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -100,7 +107,7 @@ def generate(
             if seed is not None:
                 torch.manual_seed(seed)
             sampling = {"do_sample": True} if temperature else {}
-            patch(target, policy, record, fuse)
+            patch(target, policy, record, fuse, judge_every)
             target.generate(ids.to(target.device), **options, **sampling)
             return
         below = drafter(draft, device, dtype, target, tokenizer)
@@ -119,6 +126,10 @@ def check_together(
         raise EvaluationError("--report counts drafts; it needs --speculate")
     if record and speculate:
         raise EvaluationError("--record is for steps of one token; leave out --speculate")
+    if speculate and typed(context, "judge_every"):
+        raise EvaluationError(
+            "--judge-every reads a prompt in parts, and drafts are judged by a whole one; leave one out"
+        )
     if fuse and not record:
         raise EvaluationError("--fuse says how a step is recorded; it needs --record")
     if (said := typed(context, "draft", "middle", "gamma")) and not speculate:

@@ -49,6 +49,8 @@ def test_generate(folder: Path) -> None:
     code, plain = run("generate", folder, text, "--new", "20")
     assert code == 0 and len(plain.strip()) == 20
     assert run("generate", folder, text, "--new", "20", "--record") == (0, plain)
+    parts = "--policy", "quest(budget=5000)", "--judge-every", "16"
+    assert run("generate", folder, text, "--new", "20", *parts) == (0, plain)
     options = ["--speculate", "--middle", "quest(budget=24, page=4)", "--gamma", "2,4"]
     assert run("generate", folder, text, "--new", "20", *options) == (0, plain)
     code, sampled = run(
@@ -255,6 +257,7 @@ def test_windows() -> None:
         (["generate", "{}", "123", "--record", "--speculate"], "--record is for steps of one token"),
         (["generate", "{}", "123", "--record", "--policy", "ann(budget=24)"], "cannot be recorded"),
         (["generate", "{}", "123", "--fuse"], "it needs --record"),
+        (["generate", "{}", "123", "--speculate", "--judge-every", "8"], "by a whole one; leave one out"),
         (["generate", "{}", "123", "--middle", "quest"], "--middle says how to draft; it needs --speculate"),
         (["generate", "{}", "123", "--top-p", "0.5"], "--top-p says what may be drawn; it needs --temperature"),
         (["generate", "{}", "123", "--speculate", "--top-k", "3"], "--top-k says what may be drawn"),
