@@ -36,6 +36,7 @@ from kvengine.hf_names import CACHE
 from kvengine.hf_ragged import hook_ragged
 from kvengine.hf_replay import hook_replays
 from kvengine.hf_rope import rope_for
+from kvengine.hf_shifts import hook_shifts
 from kvengine.hf_trial import check_modules
 from kvengine.policies import name_of
 from kvengine.stack import Channels, Stack
@@ -165,7 +166,7 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     register()
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
     state.hooks += hook_passes(model, text, state.chosen) + hook_ragged(model, text) + hook_replays(model, text)
-    state.hooks += hook_led(model, text)
+    state.hooks += hook_led(model, text) + hook_shifts(model, text)
     state.hooks += hook_vectors(parts := generating(model, text))
     for part in parts:
         for name in METHODS:

@@ -332,6 +332,7 @@ class EngineCache(Cache):
         with changing_rows(self.layers, self.session):
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]
             self.session.text.rows(beam_idx)
+            self.session.shifts.rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
         """Keep these rows, in this order; or those that a mask names."""
@@ -346,6 +347,7 @@ class EngineCache(Cache):
             for layer in self.layers:
                 layer.batch_repeat_interleave(repeats) if isinstance(layer, EngineLayer) else repeat(layer, repeats)
             self.session.text.repeat(repeats)
+            self.session.shifts.repeat(repeats)
 
     def commit(self) -> None:
         """What was recorded is history."""
