@@ -110,6 +110,8 @@ def packed(passes: Sequence[Pass]) -> list[Logits]:
         cache = PackedCache([one.session.cache for one in passes], counts)
         keep = {} if wanted == counts else {"logits_to_keep": torch.cat(last).to(device)}
         logits: Tensor = model(ids, position_ids=places, **{CACHE: cache}, use_cache=True, **keep).logits[0]
+    if keep and len(logits) == sum(counts):  # a model that passes it over
+        logits = logits[keep["logits_to_keep"]]
     return list(logits.split(wanted))
 
 
