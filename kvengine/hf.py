@@ -234,7 +234,9 @@ def check_model(model: Any) -> None:
         raise ModelError(f"expected a transformers PreTrainedModel, got {type(model).__name__}{hint}")
     if model.config.is_encoder_decoder:
         raise ModelError(f"{type(model).__name__} is an encoder-decoder model; the engine works on decoder-only models")
-    if not model._can_set_attn_implementation():
+    text = model.config.get_text_config(decoder=True)
+    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text]
+    if not any(part._can_set_attn_implementation() for part in (model, *parts)):  # others may attend as they always do
         raise ModelError(
             f"{type(model).__name__} cannot switch its attention implementation in this version of transformers, "
             "so the engine cannot enter it"
