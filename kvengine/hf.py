@@ -24,8 +24,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
 from kvengine.hf_attention import Seam, engine_attention
-from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
+from kvengine.hf_cache import NAME, Chosen, EngineCache
 from kvengine.hf_compiled import How, compile_decode
+from kvengine.hf_cross import engine_layers
 from kvengine.hf_devices import wraps
 from kvengine.hf_forward import caching, hook_passes, hook_vectors
 from kvengine.hf_generate import METHODS, PREPARING, RECORDING, Method
@@ -282,8 +283,6 @@ def check_layers(model: PreTrainedModel, text: Any, modules: list[nn.Module]) ->
         what = (
             f"keeps caches of kinds of its own ({', '.join(sorted(strange))}), by which it chooses or compresses tokens"
         )
-    elif getattr(text, "cross_attention_layers", None):
-        what = "has layers that attend to something else than its text, and keep that in the same cache"
     elif not GenerationMixin._supports_default_dynamic_cache.__func__(type(model)):  # type: ignore[attr-defined, misc]
         what = "takes no caches but its own"
     elif any("cache_offset" in signature(type(m).forward).parameters for m in modules):

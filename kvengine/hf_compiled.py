@@ -31,6 +31,7 @@ from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer, check_kind, refusal
 from kvengine.hf_brought import Brought
 from kvengine.hf_cache import EngineCache
+from kvengine.hf_cross import CrossLayer
 from kvengine.hf_devices import offloaded, uncollected, wraps
 from kvengine.hf_fused import Fused
 from kvengine.hf_generate import STATE, Decoder, check_mode
@@ -341,7 +342,10 @@ def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
             f"{text.model_type} computes its rotation from the longest position so far, which the host looks up at each step in "
             f"transformers {transformers.__version__}; decode without a recording"
         )
-    if not all(isinstance(x, EngineLayer) or can_hold(text, x) or in_place(x) or empty(x) for x in cache.layers):
+    still = (
+        isinstance(x, EngineLayer | CrossLayer) or can_hold(text, x) or in_place(x) or empty(x) for x in cache.layers
+    )
+    if not all(still):
         raise UnsupportedPolicy(
             f"{text.model_type} has layers whose cache is transformers' own (attention in chunks, a window beside states), and "
             "these grow by moving; decode without a recording"

@@ -17,7 +17,8 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvengine.errors import CacheError
-from kvengine.hf_cache import EngineCache, engine_layers
+from kvengine.hf_cache import EngineCache
+from kvengine.hf_cross import engine_layers
 from kvengine.hf_names import NAMES
 from kvengine.hf_states import has_states
 from kvengine.session import BROKEN, FOREIGN

@@ -61,7 +61,8 @@ def check_same_rows(cache: EngineCache) -> None:
     rows = {layer.cache.sequences for layer in cache.layers if isinstance(layer, EngineLayer) and layer.cache.parts}
     layers: list[Any] = cache.layers
     for layer in layers:
-        rows |= {len(layer.keys)} if getattr(layer, "keys", None) is not None else set()
+        own = None if isinstance(layer, EngineLayer) else getattr(layer, "keys", None)
+        rows |= set() if own is None else {len(own)}
         rows |= {len(x) for x in held_states(layer)}
     expect(len(rows) <= 1, f"layers have {sorted(rows)} rows")
 

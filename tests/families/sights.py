@@ -81,6 +81,15 @@ def in_rows(count: int, seed: int) -> Seen:
     return {"pixel_values": noise(1, count, 3, 16, 16, seed=seed)}, [4] * count
 
 
+def tiled(count: int, seed: int) -> Seen:
+    """Images beside the text, in two tiles each; one token stands for all of it."""
+    shape = {
+        "aspect_ratio_ids": torch.full((1, count), 2),
+        "aspect_ratio_mask": torch.ones(1, count, 2, dtype=torch.long),
+    }
+    return {"pixel_values": noise(1, count, 2, 3, 16, 16, seed=seed), **shape}, [1] * count
+
+
 def sized(count: int, seed: int) -> Seen:
     """Images of two sizes, in memory for the larger."""
     sizes = torch.tensor([(32, 32), (16, 32)])[torch.arange(count) % 2]
@@ -184,6 +193,13 @@ SIGHTS: dict[str, Sight] = {
         {"text_config": text("llama"), "vision_config": FINE, "scale_factor": 2, "image_token_id": IMAGE, "pad_token_id": 0},
         in_rows,
     ),
+    "mllama": Sight(
+        "MllamaForConditionalGeneration",
+        {"text_config": text(None, "head_dim", cross_attention_layers=[1]), "image_token_index": IMAGE,
+         "vision_config": VIEW | {"num_global_layers": 1, "vision_output_dim": 64, "max_num_tiles": 2,
+                                  "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1], [1, 2]]}},
+        tiled, ("cross_attention_mask",), again=False, seed=1,
+    ),
     "qwen2_audio": Sight(
         "Qwen2AudioForConditionalGeneration",
         {"text_config": text("qwen2"), "audio_config": {"model_type": "qwen2_audio_encoder", **EAR}, "audio_token_index": SOUND},
@@ -223,6 +239,15 @@ SIGHTS: dict[str, Sight] = {
          "projection_hidden_size": 32, "image_token_id": IMAGE, "video_token_id": 119},
         grids(3, 4, 4),
     ),
+    "granite_speech": Sight(  # another of the parts attends in a way that cannot be switched
+        "GraniteSpeechForConditionalGeneration",
+        {"text_config": text("granite"), "audio_token_index": SOUND, "has_lora_adapter": False, "downsample_rate": 2,
+         "window_size": 4, "initializer_range": 0.15,
+         "encoder_config": {"input_dim": 8, "num_layers": 1, "hidden_dim": 32, "num_heads": 2, "dim_head": 16, "output_dim": 8,
+                            "context_size": 8, "max_pos_emb": 16, "conv_kernel_size": 3},
+         "projector_config": VIEW | {"model_type": "blip_2_qformer", "encoder_hidden_size": 32, "vocab_size": 8}},
+        same(8, 16, 8, name="input_features", input_features_mask=[True] * 8), token=SOUND, seed=1,
+    ),
     "voxtral": Sight(
         "VoxtralForConditionalGeneration",
         {"text_config": text("llama"), "audio_token_id": SOUND,
@@ -231,7 +256,7 @@ SIGHTS: dict[str, Sight] = {
         same(4, 8, 32, name="input_features"), token=SOUND, seed=1,
     ),
 }  # fmt: skip
-USUAL = [*SIGHTS][:12]
+USUAL = [*SIGHTS][:13]
 
 
 def parameters() -> list[Any]:
@@ -278,6 +303,9 @@ def shown(name: str, images: Sequence[int], seed: int = 1) -> tuple[dict[str, Te
 def told(name: str, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """A text as the model is given it."""
     kinds = {kind: (ids == IMAGE).long() for kind in SIGHTS[name].kinds}
+    if name == "mllama":  # which images a token sees, both tiles of them: those before it
+        begun = kinds["cross_attention_mask"].cumsum(1)[..., None] > torch.arange(int((ids == IMAGE).sum(1).max()))
+        kinds = {"cross_attention_mask": begun[..., None].expand(-1, -1, -1, 2).long()}
     return {"input_ids": ids, "attention_mask": mask, **kinds}
 
 
@@ -286,8 +314,8 @@ def beside(views: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     found = {}
     for key in views[0]:
         parts = [view[key] for view in views]
-        if parts[0].ndim == 5 and len(parts[0]) == 1:
-            most = max(part.shape[1] for part in parts)
-            parts = [torch.nn.functional.pad(part, (0,) * 7 + (most - part.shape[1],)) for part in parts]
+        most = max(part.shape[1] for part in parts)
+        if len(parts[0]) == 1 and key != "image_grid_thw":
+            parts = [torch.nn.functional.pad(x, (0,) * (2 * x.ndim - 3) + (most - x.shape[1],)) for x in parts]
         found[key] = torch.cat(parts)
     return found

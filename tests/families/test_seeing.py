@@ -76,7 +76,10 @@ def test_text_is_the_unpatched_models(name: str) -> None:
 
 @pytest.mark.parametrize("name", parameters())
 def test_a_policy_holds_what_it_says_and_rows_are_as_they_are_alone(name: str) -> None:
-    model, (batch, alone) = kvengine.patch(build(name), "streaming(sinks=2, recent=10)"), shown(name, (1, 2))
+    images = (
+        (2, 2) if name == "mllama" else (1, 2)
+    )  # there, what comes before an image looks at what others have more of
+    model, (batch, alone) = kvengine.patch(build(name), "streaming(sinks=2, recent=10)"), shown(name, images)
     found = run(model, batch)
     assert (found[CACHE].stats().held == 12).all()
     for row, one in enumerate(alone):
@@ -125,6 +128,24 @@ def test_later_turns_are_the_unpatched_models(name: str) -> None:
     want = talk(name, model, stock(model), batch)
     kvengine.patch(model, "full" if SIGHTS[name].whole else "quest(budget=500)")
     assert all(map(torch.equal, talk(name, model, EngineCache(model), batch), want))
+
+
+def test_images_beside_the_text_are_no_tokens() -> None:
+    """Mllama's layers that attend to them keep theirs, whatever is taken back, and go where rows go."""
+    model, (batch, (one, two)) = kvengine.patch(build("mllama"), "full"), shown("mllama", (1, 2))
+    cache = run(model, one)[CACHE]
+    cache.activate_past_recording()
+    said = [model(input_ids=words(3, 8)[None], **{CACHE: cache}).logits for _ in range(2) if not cache.rollback(0)]
+    cache.rollback(6)
+    assert not torch.equal(said[0], said[1])
+    assert torch.equal(model(input_ids=words(3, 8)[None], **{CACHE: cache}).logits, said[0])
+    both = run(model, batch)[CACHE]
+    both.reorder_cache(torch.tensor([1]))
+    alone = run(model, two)[CACHE]
+    seen = [layer.keys for cache in (both, alone) for layer in cache.others]
+    torch.testing.assert_close(seen[0], seen[1])
+    both.reset()
+    assert torch.equal(run(model, two, cache=both).sequences, run(model, two).sequences)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "internvl"])
@@ -209,10 +230,10 @@ def test_what_is_taken_back_takes_along_what_it_said() -> None:
     assert shifts.said == [(0, first)]  # what came later was taken back, and nothing else is said
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "internvl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "mllama", "qwen2_audio"])
 def test_drafts_are_of_text_alone(name: str) -> None:
-    """A prompt without images is none, though the model could see; with images they are refused."""
-    model, (batch, _), ids = build(name), shown(name, (1, 2)), words(20, seed=3)[None]
+    """A prompt without images is, though the model could see, and whether or not it gives the last logits alone if asked to."""
+    model, (batch, _), ids = build(name), shown(name, (1, 2)), words(40, seed=3).view(2, 20)
     want = run(model, {"input_ids": ids}).sequences
     decoder = TriForce(kvengine.patch(model, "full"), "lookup", None, gamma=(1, 3))
     run(model, batch)
