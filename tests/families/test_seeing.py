@@ -2,6 +2,7 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,15 @@ def test_what_cannot_be_right_is_refused(name: str) -> None:
                     model(**batch, cache=cache)
 
 
+def encodes(model: Any) -> bool:
+    """Whether what encoders make of images may be given in their place, as older versions of transformers do not know it."""
+    return "mm_encoder_outputs" in signature(type(model).forward).parameters
+
+
 def talk(name: str, model: Any, cache: Any, batch: dict[str, Tensor]) -> list[Tensor]:
     """A second turn with words, and a third with another image in each row."""
     found, texts = run(model, batch, cache=cache), []
-    for sees in (None, model):
+    for sees in (None, model) if encodes(model) or not SIGHTS[name].axes else (None,):
         found = run(model, next_turn(name, found, batch, sees), cache=cache)
         texts.append(found.sequences)
     return texts
@@ -151,6 +157,8 @@ def test_images_beside_the_text_are_no_tokens() -> None:
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "internvl"])
 def test_a_prompt_may_come_in_chunks(name: str) -> None:
     model, (batch, _) = build(name), shown(name, (1, 2))
+    if not encodes(model):
+        pytest.skip("this transformers reads no images in chunks")
     want = run(model, batch, prefill_chunk_size=7).sequences
     assert torch.equal(run(kvengine.patch(model, "quest(budget=500)"), batch, prefill_chunk_size=7).sequences, want)
 
