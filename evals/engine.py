@@ -79,7 +79,7 @@ class CacheSession:
         tokens = torch.tensor([ids], device=self.model.device)
         out = self.model(input_ids=tokens, **self.passed, use_cache=True, logits_to_keep=0 if every else 1)
         logits: Tensor = out.logits[0].float()
-        return logits
+        return logits if every else logits[-1:]  # some models give all the same
 
     @torch.inference_mode()
     def rows(self, tokens: Tensor) -> Tensor:

@@ -25,8 +25,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from kvengine import latent
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
 from kvengine.hf_attention import Seam, engine_attention
-from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
+from kvengine.hf_cache import NAME, Chosen, EngineCache
 from kvengine.hf_compiled import How, compile_decode
+from kvengine.hf_cross import engine_layers
 from kvengine.hf_devices import wraps
 from kvengine.hf_forward import caching, hook_passes, hook_vectors
 from kvengine.hf_generate import METHODS, PREPARING, RECORDING, Method
@@ -39,6 +40,7 @@ from kvengine.hf_parts import check_stack as check_parts
 from kvengine.hf_ragged import hook_ragged
 from kvengine.hf_replay import hook_replays
 from kvengine.hf_rope import rope_for
+from kvengine.hf_shifts import hook_shifts
 from kvengine.hf_trial import check_modules
 from kvengine.policies import name_of
 from kvengine.stack import Channels, Stack
@@ -181,7 +183,7 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     register()
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
     state.hooks += hook_passes(model, text, state.chosen) + hook_ragged(model, text) + hook_replays(model, text)
-    state.hooks += hook_led(model, text)
+    state.hooks += hook_led(model, text) + hook_shifts(model, text)
     state.hooks += hook_vectors(parts := generating(model, text))
     for part in parts:
         for name in METHODS:
@@ -253,7 +255,9 @@ def check_model(model: Any) -> None:
         raise ModelError(f"expected a transformers PreTrainedModel, got {type(model).__name__}{hint}")
     if model.config.is_encoder_decoder:
         raise ModelError(f"{type(model).__name__} is an encoder-decoder model; the engine works on decoder-only models")
-    if not model._can_set_attn_implementation():
+    text = model.config.get_text_config(decoder=True)
+    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text]
+    if not any(part._can_set_attn_implementation() for part in (model, *parts)):  # others may attend as they always do
         raise ModelError(
             f"{type(model).__name__} cannot switch its attention implementation in this version of transformers, "
             "so the engine cannot enter it"
@@ -299,8 +303,6 @@ def check_layers(model: PreTrainedModel, text: Any, modules: list[nn.Module]) ->
         what = (
             f"keeps caches of kinds of its own ({', '.join(sorted(strange))}), by which it chooses or compresses tokens"
         )
-    elif getattr(text, "cross_attention_layers", None):
-        what = "has layers that attend to something else than its text, and keep that in the same cache"
     elif not GenerationMixin._supports_default_dynamic_cache.__func__(type(model)):  # type: ignore[attr-defined, misc]
         what = "takes no caches but its own"
     elif any("cache_offset" in signature(type(m).forward).parameters for m in modules):

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvengine import hf_states
 from kvengine.errors import CacheError
 from kvengine.heads import check_layer_back, check_settled
+from kvengine.hf_cross import CrossLayer
 from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import BREAKS, EngineLayer
 from kvengine.session import BROKEN, Session
@@ -22,7 +23,8 @@ from kvengine.session import BROKEN, Session
 @torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]
 def check_even(layers: list[Any], torn: bool = False) -> None:
     """Refuse layers of which some hold tokens of a pass that others have not seen, or one has `torn` off: it broke off."""
-    seen = {layer.get_seq_length() for layer in layers if isinstance(layer, EngineLayer | DynamicLayer)}
+    kinds = EngineLayer | DynamicLayer
+    seen = {x.get_seq_length() for x in layers if isinstance(x, kinds) and type(x) is not CrossLayer}
     if torn or len(seen) > 1:
         raise CacheError(BROKEN)
 
@@ -69,11 +71,11 @@ def check_back(layer: Any, n: int, seen: int) -> None:
 
 def back(layer: Any, n: int) -> None:
     """Take back `n` tokens of what is transformers' own in a layer, which may be asked again."""
-    if not n:
+    if not n or type(layer) is CrossLayer:
         return
     if hf_states.has_states(layer):
         hf_states.back(layer, n)
-    if getattr(layer, "keys", None) is None:
+    if isinstance(layer, EngineLayer) or getattr(layer, "keys", None) is None:
         return
     # `crop` would cut a window's other end too.
     layer.keys, layer.values = layer.keys[:, :, :-n], layer.values[:, :, :-n]

@@ -19,6 +19,7 @@ from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.gradients import copied
 from kvengine.hf_back import all_back, changing_rows, check_even, chosen_rows, emptied, repeat, settle
+from kvengine.hf_cross import engine_layers, show_empty, stock_layers
 from kvengine.hf_held import HeldWindow
 from kvengine.hf_layer import BREAKS, COPIED, EngineLayer, compiling
 from kvengine.hf_names import passed
@@ -92,7 +93,7 @@ class EngineCache(Cache):
     def fill(self, stack: Stack, text: Any, rope: Rope | None, positions: bool = False) -> None:
         self.stack, self.config = stack, text
         self.session = Session(rope=rope, positions=positions)
-        stock = hf_states.stock_layers(self.config)
+        stock = stock_layers(self.config)
         ours = engine_layers(self.config)
         self.session.ours = tuple(i for i, served in enumerate(ours) if served)
         self.sources = sources(self.config)
@@ -101,6 +102,7 @@ class EngineCache(Cache):
             hf_states.engine_layer(layer, self.stack, i, len(stock), self.session, readers[i]) if ours[i] else layer
             for i, layer in enumerate(stock)
         ]
+        show_empty(layers)
         super().__init__(layers=layers)
 
     def __del__(self) -> None:
@@ -283,7 +285,7 @@ class EngineCache(Cache):
 
     def reset(self) -> None:
         """Forget everything, what was announced of a prompt or asked of its reading included."""
-        fresh = hf_states.stock_layers(self.config)
+        fresh = stock_layers(self.config)
         self.layers = [emptied(layer, new) for layer, new in zip(self.layers, fresh, strict=True)]
         kept = {name: getattr(self.session, name) for name in ("rope", "ours", "positions")}
         vars(self.session).update(vars(Session(**kept)))
@@ -330,6 +332,7 @@ class EngineCache(Cache):
         with changing_rows(self.layers, self.session):
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]
             self.session.text.rows(beam_idx)
+            self.session.shifts.rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
         """Keep these rows, in this order; or those that a mask names."""
@@ -344,6 +347,7 @@ class EngineCache(Cache):
             for layer in self.layers:
                 layer.batch_repeat_interleave(repeats) if isinstance(layer, EngineLayer) else repeat(layer, repeats)
             self.session.text.repeat(repeats)
+            self.session.shifts.repeat(repeats)
 
     def commit(self) -> None:
         """What was recorded is history."""
@@ -389,8 +393,3 @@ class EngineCache(Cache):
 
 apart: Any = torch.compiler.disable(EngineCache.thaw, reason=BREAKS)
 aside: Any = torch.compiler.disable(EngineCache.update, reason=BREAKS)
-
-
-def engine_layers(config: Any) -> list[bool]:
-    """Which layers the engine replaces: those with a plain, growing key-value cache, be it beside states."""
-    return [hf_states.grows(layer, config) for layer in hf_states.stock_layers(config)]

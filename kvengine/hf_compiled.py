@@ -29,7 +29,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvengine import latent
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer, check_kind, refusal
+from kvengine.hf_brought import Brought
 from kvengine.hf_cache import EngineCache
+from kvengine.hf_cross import CrossLayer
 from kvengine.hf_devices import offloaded, uncollected, wraps
 from kvengine.hf_fused import Fused
 from kvengine.hf_generate import STATE, Decoder, check_mode
@@ -49,8 +51,6 @@ ROOM = 1024
 """Tokens that `generate` holds a cache still for at a time: room for all that may come could be more than the prompt takes."""
 WARM = 3
 """Steps before a CUDA graph is captured: kernels are compiled and memory is found in these."""
-KNOWN = ("input_ids", "position_ids", "attention_mask", "cache_position")
-"""What a step may bring. New tokens are never padding, so the mask says nothing about them."""
 
 
 class Steps:
@@ -107,6 +107,7 @@ class Steps:
         self.position: Tensor | None = None
         self.replay: Step | None = None
         self.paused: Tensor | None = None
+        self.beside: dict[str, Tensor] = {}  # what else the model is given, held still by who drives the steps
 
     def pause(self, rows: Bool[Tensor, "seq"]) -> None:
         """These sequences have ended: what steps bring for them is no token of theirs."""
@@ -154,7 +155,7 @@ class Steps:
         self.cache.session.stepping = True
         try:
             with nullcontext() if self.fused is None else self.fused.inside():
-                out: Any = self.model(**given, return_dict=True)
+                out: Any = self.model(**self.beside, **given, return_dict=True)
         finally:
             self.cache.session.stepping = False
         self.now.add_(1)
@@ -165,7 +166,8 @@ class Steps:
         """Every tensor that a step reads or changes, and that outlives it."""
         if self.ids is None or self.position is None:
             raise CacheError("no step has been taken yet")
-        return [self.ids, self.position, self.now, *self.states, *(x for layer in self.layers for x in layer.state())]
+        steady = [self.ids, self.position, self.now, *self.beside.values(), *self.states]
+        return [*steady, *(x for layer in self.layers for x in layer.state())]
 
     def changed(self) -> list[Tensor]:
         """Those of them that a step taken twice would change twice."""
@@ -296,6 +298,7 @@ class StandIn:
     def __init__(self, model: Any, decoder: CompiledDecode, more: int) -> None:
         self._model, self._decoder, self._more = model, decoder, more
         self._steps: Steps | None = None
+        self._brought = Brought()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -310,10 +313,7 @@ class StandIn:
             raise ModelError(
                 "a compiled decoder replays steps of one token over the engine's cache; use model.generate"
             )
-        if more := [name for name, x in inputs.items() if isinstance(x, Tensor) and name not in KNOWN]:
-            raise ModelError(
-                f"a recorded step takes tokens and positions, not {more[0]!r}; use model.generate without it"
-            )
+        self._brought.hold(inputs)
         mask = inputs.get("attention_mask")
         if position is None:  # as where PEFT takes them out, and the model counts what is cached, padding included
             position = torch.full_like(ids, cache.seen)
@@ -322,6 +322,7 @@ class StandIn:
         if self._steps is None:
             real = ids.new_ones(len(ids), cache.seen) if mask is None else mask  # `generate` leaves out one of ones
             self._steps = self._decoder.open(cache, max(1, min(self._more, ROOM)), real)
+            self._steps.beside = self._brought.held
         if cache.session.paused is not None:
             self._steps.pause(cache.session.paused)
         self._more -= 1
@@ -341,7 +342,10 @@ def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
             f"{text.model_type} computes its rotation from the longest position so far, which the host looks up at each step in "
             f"transformers {transformers.__version__}; decode without a recording"
         )
-    if not all(isinstance(x, EngineLayer) or can_hold(text, x) or in_place(x) or empty(x) for x in cache.layers):
+    still = (
+        isinstance(x, EngineLayer | CrossLayer) or can_hold(text, x) or in_place(x) or empty(x) for x in cache.layers
+    )
+    if not all(still):
         raise UnsupportedPolicy(
             f"{text.model_type} has layers whose cache is transformers' own (attention in chunks, a window beside states), and "
             "these grow by moving; decode without a recording"

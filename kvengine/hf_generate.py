@@ -27,6 +27,7 @@ from kvengine.hf_ended import Ends, behind
 from kvengine.hf_forward import PAGED, PREPARED
 from kvengine.hf_names import CACHE, NAMES, cache_among, renamed
 from kvengine.hf_rope import LONG, turning_point
+from kvengine.hf_shifts import SAID, note, positions
 from kvengine.hf_states import Aside, has_states
 from kvengine.stack import Stack
 
@@ -112,11 +113,10 @@ def prepare_cache(
             f"{given.seen} tokens of it and would hold them twice. Leave assistant_model, prompt_lookup_num_tokens and use_mtp "
             "out of turns after the first, or call cache.reset()"
         )
+    note(given, generation_config)
     total, drafting = prompt_length(generation_config, model_kwargs), bool(generation_config.is_assistant)
-    hf_parts.check_drafts(getattr(self, STATE).judge_every, given, total, drafting or assisted)
-    given.announce(total, drafting=drafting)
-    given.session.options = weakref.ref(generation_config)
-    given.session.lent = assisted and not given.session.recording
+    hf_parts.announce(given, getattr(self, STATE).judge_every, total, drafting, assisted)
+    vars(given.session).update(options=weakref.ref(generation_config), lent=assisted and not given.session.recording)
     BEGUN.set((weakref.ref(given), not given.nameless or generation_config.return_dict_in_generate))
 
 
@@ -356,6 +356,7 @@ def chosen_options(self: PreTrainedModel, generation_config: Any = None, **kwarg
     """Stands in for `_prepare_generation_config`: who has not asked for a policy to do nothing is told that it would."""
     stock: Any = type(self)._prepare_generation_config  # type: ignore[attr-defined]
     stack, own = getattr(self, STATE).chosen.stack, cast(Any, self).generation_config
+    SAID.set(None)  # of a call that broke off
     options, rest = stock(self, generation_config, **renamed(kwargs, CACHE))
     given = None if generation_config is own else getattr(generation_config, "use_cache", None)
     if options.use_cache is False and given is None and "use_cache" not in kwargs and stack != Stack():
@@ -389,6 +390,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "_optimize_model_for_decode": decoding,
     PREPARING: prepare_inputs,
     "_prepare_generation_config": chosen_options,
+    "_prepare_position_ids_for_generation": positions,
     "_prepare_cache_for_generation": prepare_cache,
     "_get_stopping_criteria": criteria,
     "_get_candidate_generator": drafter,

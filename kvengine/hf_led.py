@@ -17,9 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvengine.errors import CacheError
-from kvengine.hf_cache import EngineCache, engine_layers
+from kvengine.hf_cache import EngineCache
+from kvengine.hf_cross import engine_layers, stock_layers
 from kvengine.hf_names import NAMES
-from kvengine.hf_states import has_states, stock_layers
+from kvengine.hf_states import has_states
 from kvengine.session import BROKEN, FOREIGN
 
 TAKES = (*NAMES, "cache_params")

@@ -57,13 +57,14 @@ def parted(size: int | None, cache: EngineCache, total: int | None) -> bool:
     return total - cache.seen > size and cache.stack != Stack() and not cache.session.following
 
 
-def check_drafts(size: int | None, cache: EngineCache, total: int | None, drafts: bool) -> None:
-    """Refuse assisted decoding of a long text, which transformers reads in one pass."""
-    if drafts and parted(size, cache, total):
+def announce(cache: EngineCache, size: int | None, total: int | None, drafting: bool, assisted: bool) -> None:
+    """`EngineCache.announce`, unless it is assisted decoding of a long text: transformers reads that in one pass."""
+    if (drafting or assisted) and parted(size, cache, total):
         raise ModelError(
             f"transformers reads the whole text in one pass for assisted decoding, and judge_every={size} would have it read in "
             "parts. Leave the assistant or the prompt look-up out, or call kvengine.patch(model, policy) without judge_every"
         )
+    cache.announce(total, drafting=drafting)
 
 
 def read(

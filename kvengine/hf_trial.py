@@ -17,7 +17,8 @@ from transformers.masking_utils import causal_mask_function
 from kvengine import latent
 from kvengine.errors import ModelError
 from kvengine.hf_attention import check_brought
-from kvengine.hf_cache import NAME, Chosen, EngineCache, engine_layers
+from kvengine.hf_cache import NAME, Chosen, EngineCache
+from kvengine.hf_cross import engine_layers
 from kvengine.hf_devices import device_of, hooks
 from kvengine.hf_mask import UNPATCH, LazyMask
 from kvengine.hf_names import CACHE, name_of_cache

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from kvengine.errors import CorruptBitstream, IncompatibleCache
-from kvengine.hf_cache import EngineCache, engine_layers
+from kvengine.hf_cache import EngineCache
+from kvengine.hf_cross import engine_layers
 from kvengine.hf_layer import EngineLayer
 from kvengine.hf_states import beyond_tokens, has_states, states_of
 from kvengine.offload.cachegen import Identity

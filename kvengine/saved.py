@@ -38,7 +38,7 @@ from kvengine.offload.stores.filesystem import replace_file
 from kvengine.pages import Pages
 from kvengine.reach import Reach
 from kvengine.saliency import Saliency
-from kvengine.saved_beside import check_same_rows, restore
+from kvengine.saved_beside import check_same_rows, restore, restore_shift
 from kvengine.sound import check_fields, check_kinds, check_lengths, check_pages, check_rows, check_tail, expect
 from kvengine.tail import Nested, Tail
 from kvengine.text import Text
@@ -104,6 +104,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         ],
         "extra": beside,
         "text": out.value(cache.session.text.state()),
+        "shift": out.value(cache.session.shifts.at(seen)),
     }
     data = pack({**header, "tensors": out.kinds}, out.sections)
     if check_between(cache) != seen:
@@ -152,6 +153,7 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
         source.device = devices[0]
         if (text := source.value(header.get("text"))) is not None:
             cache.session.text = Text.of(text)
+        restore_shift(cache, source.value(header.get("shift")))
     return cache
 
 

@@ -46,12 +46,23 @@ def restore(layer: Any, saved: Any) -> None:
     vars(layer).update(saved)
 
 
+def restore_shift(cache: EngineCache, saved: Any) -> None:
+    """Gives a session what was said of where its text goes on. Raises CorruptBitstream for what is no such thing."""
+    if saved is None:
+        return
+    like = isinstance(saved, Tensor) and saved.ndim == 2 and saved.shape[1] == 1
+    rows = {layer.sequences for layer in cache.engines if layer.parts}
+    expect(like and rows <= {len(saved)}, "where its rows go on is not a number for each")
+    cache.session.shifts.add(0, saved)
+
+
 def check_same_rows(cache: EngineCache) -> None:
     """All layers hold the same sequences."""
     rows = {layer.cache.sequences for layer in cache.layers if isinstance(layer, EngineLayer) and layer.cache.parts}
     layers: list[Any] = cache.layers
     for layer in layers:
-        rows |= {len(layer.keys)} if getattr(layer, "keys", None) is not None else set()
+        own = None if isinstance(layer, EngineLayer) else getattr(layer, "keys", None)
+        rows |= set() if own is None else {len(own)}
         rows |= {len(x) for x in held_states(layer)}
     expect(len(rows) <= 1, f"layers have {sorted(rows)} rows")
 

@@ -17,6 +17,7 @@ from kvengine.errors import CacheError
 from kvengine.offload.placement._ahead import Ahead
 from kvengine.policies.retention import Seen
 from kvengine.rope import Rope
+from kvengine.shifts import Shifts
 from kvengine.text import Again, Text
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Session:
     channels: set[tuple[int, int, bool]] = field(default_factory=set)  # of keys and values, that pages can hold
     # Prompts that are judged once all layers have read them, with what they measure.
     waiting: list[tuple[Lane, Seen, Tensor | None]] = field(default_factory=list)
+    shifts: Shifts = field(default_factory=Shifts)  # of positions behind images, as the model has said
     text: Text = field(default_factory=Text)  # for a retention that has tokens read again: what they were made of
     due: Bool[Tensor, "seq"] | None = None  # the sequences that are to be replayed before those that wait are judged
     rest: dict[str, Any] | None = None  # of a pass that ends a prompt: what waits until that is judged

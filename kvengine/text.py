@@ -189,10 +189,15 @@ def joined(pieces: list[Piece], embed: Embed | None) -> Piece:
     if embed is not None and len({x.ndim for x in made}) > 1:
         made = [embed(x) if x.ndim == 2 else x for x in made]
     rows, axes = len(made[0]), max(len(piece.position) for piece in pieces)
-    position = torch.cat([piece.position.expand(axes, rows, -1) for piece in pieces], 2)
+    position = torch.cat([on_axes(piece.position, axes).expand(axes, rows, -1) for piece in pieces], 2)
     every = all(piece.fresh is None for piece in pieces)
     fresh = None if every else torch.cat([piece.unread.to(made[0].device) for piece in pieces], 1)
     return Piece(torch.cat(made, 1), position.to(made[0].device), fresh)
+
+
+def on_axes(place: Int[Tensor, "some #seq token"], axes: int) -> Int[Tensor, "axis #seq token"]:
+    """The first of four axes counts tokens: `generate` gives it, and a pass whose model finds the positions itself does not."""
+    return torch.cat([place.amax(0, keepdim=True), place]) if len(place) == 3 and axes == 4 else place
 
 
 def layout(

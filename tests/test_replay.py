@@ -17,7 +17,7 @@ from kvengine.hf_cache import EngineCache
 from kvengine.hf_names import CACHE
 from kvengine.policies.retention import Replay
 from kvengine.policies.retention.kvzip import KVzip
-from kvengine.text import Text
+from kvengine.text import Text, joined
 
 POLICY = "kvzip(budget=12, chunk=16, carry=3)"
 MIXES = [
@@ -285,6 +285,17 @@ def test_positions_go_on_behind_the_text_and_keep_their_distances() -> None:
         rows = [[6, 7, 8, 8, 10, 11, 11, 13, 14], [6, 7, 8, 8, 10, 12, 12, 13, 14], [6, 7, 8, 9, 10, 11, 12, 13, 14]]
         assert second.position[-3:, 0].tolist() == rows
         assert len(place) == 3 or first.position[0].tolist() == [[8, 9, 10, 11, 12, 13, 14]]
+
+
+def test_passes_with_and_without_an_axis_that_counts_tokens_are_one_text() -> None:
+    """A model that sees finds three axes itself, is given four by `generate`, and one behind what it has read."""
+    three, text = torch.tensor([[[0, 1, 1, 2]], [[0, 1, 2, 3]], [[0, 1, 1, 3]]]), Text()
+    text.add(0, torch.arange(4)[None], three, None)
+    text.add(4, torch.arange(4)[None], torch.cat([torch.arange(4)[None, None], three]) + 4, None)
+    text.add(8, torch.arange(2)[None], torch.tensor([[[8, 9]]]), None)
+    whole = joined(text.pieces, None).position
+    assert whole[0].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    assert whole[1:, 0, :8].tolist() == torch.cat([three, three + 4], 2)[:, 0].tolist() and (whole[:, 0, 8] == 8).all()
 
 
 def test_a_text_forgets_what_is_behind_a_gap_and_joins_what_came_one_by_one() -> None:

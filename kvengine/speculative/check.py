@@ -45,7 +45,7 @@ def check_prompt(ids: Any, options: Mapping[str, Any]) -> Tensor:
 
 def check_arguments(config: Any, kwargs: Mapping[str, Any]) -> None:
     """Refuse every argument of `generate` that would make no difference here, though it does elsewhere."""
-    what, given = "speculative decoding", {name: value for name, value in kwargs.items() if value is not None}
+    what, given = "speculative decoding", {name: value for name, value in kwargs.items() if not missing(value)}
     check_mode(what, config, given.get("assistant_model"))
     if config.return_dict_in_generate:
         raise ModelError(f"{what} returns tokens and nothing else: no return_dict_in_generate")
@@ -60,6 +60,11 @@ def check_arguments(config: Any, kwargs: Mapping[str, Any]) -> None:
         raise ModelError(f"{what} makes caches of its own from the whole prompt; leave out the one that is given")
     if more := sorted(given.keys() - {*LOOKED_AT, *HARMLESS}):
         raise ModelError(f"{what} reads tokens and nothing else, and {more[0]!r} would be passed over; leave it out")
+
+
+def missing(value: Any) -> bool:
+    """Whether an argument says nothing, as that of a prompt without images that `generate` gives to models that see."""
+    return value is None or (isinstance(value, dict) and not value)
 
 
 def check_places_given(position: Tensor | None, ids: Tensor, mask: Tensor | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Collection
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -79,10 +80,7 @@ def generate(
     """Continue a text, printing as it goes."""
     with readable_errors():
         check_together(context, speculate, report, record, fuse, temperature)
-        if speculate and (draft, middle) == ("none", "none"):
-            raise EvaluationError("nothing drafts: give --draft or --middle, or leave out --speculate")
-        if stop and "" in stop:
-            raise EvaluationError("--stop has no text to end at; leave it out, or give some")
+        check_words(speculate, draft, middle, stop or ())
         check_law(temperature, top_p)
         drafted = steps(gamma)
         import torch
@@ -136,6 +134,14 @@ def check_together(
         raise EvaluationError(f"{said[0]} says how to draft; it needs --speculate")
     if (said := typed(context, "top_p", "top_k", "seed")) and not temperature:
         raise EvaluationError(f"{said[0]} says what may be drawn; it needs --temperature above 0")
+
+
+def check_words(speculate: bool, draft: str, middle: str, stop: Collection[str]) -> None:
+    """Refuse to draft by nothing, and to end at nothing."""
+    if speculate and (draft, middle) == ("none", "none"):
+        raise EvaluationError("nothing drafts: give --draft or --middle, or leave out --speculate")
+    if "" in stop:
+        raise EvaluationError("--stop has no text to end at; leave it out, or give some")
 
 
 def check_law(temperature: float, top_p: float = 1.0) -> None:

@@ -191,7 +191,7 @@ class Session:
     def forward(self, tokens: Sequence[int], **options: Any) -> Logits:
         ids = torch.tensor([list(tokens)], device=self.device)
         logits: Tensor = self.model(ids, **{CACHE: self.cache}, use_cache=True, **options).logits[0]
-        return logits
+        return logits[-options.get("logits_to_keep", 0) :]  # some models (Qwen-Omni) pass over it
 
     def _record(self) -> None:
         self.cache.activate_past_recording()

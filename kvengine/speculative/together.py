@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 
 from kvengine.cache import Stock
 from kvengine.hf_cache import EngineCache
+from kvengine.hf_cross import engine_layers
 from kvengine.hf_layer import EngineLayer
 from kvengine.hf_names import CACHE
 from kvengine.hf_states import beyond_tokens
@@ -83,15 +84,16 @@ def run(passes: Sequence[Pass]) -> list[Logits]:
 def packs(model: Any) -> bool:
     """Whether the model may read several sequences in one.
 
-    Not where an attention layer reads its cache by itself (MLA), or another's, nor where a layer keeps states or a window, nor
-    where the rotation of a token depends on the length of what is read with it ("dynamic", "longrope") or has several parts
+    Not where an attention layer reads its cache by itself (MLA), another's or images, nor where a layer keeps states or a window,
+    nor where the rotation of a token depends on the length of what is read with it ("dynamic", "longrope") or has several parts
     (mRoPE): such models run row by row.
     """
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     kind = str(rope.get("rope_type", "default"))
     plain = kind not in ("dynamic", "longrope") and "mrope_section" not in rope
-    return plain and not (getattr(config, "kv_lora_rank", None) or sources(config)) and not beyond_tokens(config)
+    tokens = all(engine_layers(config)) and not beyond_tokens(config)
+    return plain and not (getattr(config, "kv_lora_rank", None) or sources(config)) and tokens
 
 
 @torch.no_grad()
@@ -110,6 +112,8 @@ def packed(passes: Sequence[Pass]) -> list[Logits]:
         cache = PackedCache([one.session.cache for one in passes], counts)
         keep = {} if wanted == counts else {"logits_to_keep": torch.cat(last).to(device)}
         logits: Tensor = model(ids, position_ids=places, **{CACHE: cache}, use_cache=True, **keep).logits[0]
+    if keep and len(logits) == sum(counts):  # a model that passes it over
+        logits = logits[keep["logits_to_keep"]]
     return list(logits.split(wanted))
 
 

@@ -25,14 +25,12 @@ LOOPED = {
     "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "unpadded_vocab_size": 99,
     "loop_gate_rank": 4, "n_layers_per_attn_res_block": 1,
 }  # fmt: skip
-CROSS = {"cross_attention_layers": [1], "pad_token_id": 0}
 
 # The class, what differs from BASE, what of it is unknown there, and what is said.
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "indexed": ("DeepseekV32ForCausalLM", DSA, ("head_dim",), "caches of kinds of its own .DynamicIndexedLayer."),
     "cache of its own": ("MiniMaxForCausalLM", {"num_local_experts": 2}, (), "takes no caches but its own"),
     "and in its part": ("MiniMaxModel", {"num_local_experts": 2}, (), "MiniMaxModel takes no caches but its own"),
-    "cross attention": ("MllamaForCausalLM", CROSS, ("head_dim",), "attend to something else"),
     "no layer index": ("GitForCausalLM", GIT, NOT_GROUPED, "no attention module with a layer index"),
     "two softmaxes": ("DiffLlamaForCausalLM", {}, (), "DiffLlamaAttention changes its keys or values"),
     "heads repeated": ("JetMoeForCausalLM", JET, ("num_attention_heads", "head_dim"), "JetMoeAttention changes"),
