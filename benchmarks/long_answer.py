@@ -70,7 +70,7 @@ def measure(model: Any, tokenizer: Any, policy: str, given: argparse.Namespace) 
                 for turn in sample.turns:
                     branch = session.branch()
                     logits = branch.read(prompter.asked(turn))
-                    new, _, _ = greedy(branch, logits, stop, turn.max_new_tokens, 0.0)
+                    new, _ = greedy(branch, logits, stop, turn.max_new_tokens)
                     right.append(task.score(turn, prompter.text(new))[task.metric])
                     contexts.append(sample.id)
             found, name = interval(right, contexts), task.name.removeprefix("quiz_")
