@@ -25,7 +25,6 @@ RUNS = {
     "growth": "--lengths 2048 --threads 1 --out OUT",
     "kernels": "--device cpu --lengths 2048 --rounds 2 --cold 1 --dtypes float32 --out OUT",
     "long_answer": "--length 2048 --contexts 1 --prompt 1900 --policies streaming(recent=100) --out OUT",
-    "memory": "--length 300 --rounds 4 --threads 1 --results FOLDER",
     "policies": "--lengths 2048 --threads 1 --out OUT",
     "prefill": "--lengths 1024 --out OUT",
     "prefix": "--lengths 512 --out FOLDER",
@@ -35,7 +34,7 @@ RUNS = {
 }
 WITH_OTHERS = {"gpu", "gpu_tune", "kinds", "kvpress_table", "peers", "plot_kernels", "where"}
 """Run by those above, by tests/test_gpu_script.py or below."""
-NOT_HERE = {"evaluation", "kvpress_compare"}  # they want a quarter of an hour, and another environment
+NOT_HERE = {"evaluation", "kvpress_compare", "memory"}  # minutes each, and another environment
 
 
 def test_every_script_is_known() -> None:
