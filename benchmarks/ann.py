@@ -83,6 +83,9 @@ def case(kind: str, probe: int, data: list[tuple[np.ndarray, np.ndarray]], budge
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
+    from where import processor
+
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     model, tokenizer = load(options.model, device="cpu", dtype="float32")
@@ -94,7 +97,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for by_key in (False, True):
             rows.append(case(kind, probe, data, options.budget, by_key))
             print(rows[-1], file=sys.stderr, flush=True)
-    machine = f"{platform.machine()}, one core, faiss {faiss.__version__}, Python {platform.python_version()}"
+    machine = f"one CPU core{processor()}, faiss {faiss.__version__}, Python {platform.python_version()}"
     return {"model": model_digest(model), "machine": machine, "command": "python -P benchmarks/ann.py", "columns": COLUMNS,
             "tokens": ids.shape[1], "budget": options.budget, "heads": len(data), "rows": rows}  # fmt: skip
 

@@ -98,17 +98,6 @@ def levels(kv: Pairs) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def overhead(kv: Pairs, chunk: int = 256) -> float:
-    """Bits per number that are not entropy-coded payload: widths, classes, means, coder states, section heads."""
-    beside = numbers = 0
-    for x in (x for pair in kv for x in pair):
-        piece = x[:, :chunk]
-        section = lossy.encode(piece, 0.5, native)
-        *_, words = lossy.HEAD.unpack_from(section)
-        beside, numbers = beside + len(section) - 2 * words, numbers + piece.numel()
-    return 8 * beside / numbers
-
-
 # ---- entropy coders on the same symbols ----------------------------------------------------------------------------
 
 
@@ -279,18 +268,19 @@ def labelled(name: str, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, An
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
+    from where import processor
+
     torch.set_num_threads(1)
     model, tokenizer = load(options.model, device="cpu", dtype="float32")
     kv = model_kv(model, tokenizer, options.tokens)
     heads, tokens, dim = kv[0][0].shape
     spread = -(-8 // heads)
     large = [(torch.cat([k] * spread)[:, :1024], torch.cat([v] * spread)[:, :1024]) for k, v in kv]
-    machine = f"{platform.machine()}, one core, torch {torch.__version__}, Python {platform.python_version()}"
+    machine = f"one CPU core{processor()}, torch {torch.__version__}, Python {platform.python_version()}"
     shape = f"{len(kv)} layers, {heads} KV heads, {tokens} tokens, {dim} channels; MB of fp16 KV per CPU second"
     shared: dict[str, Any] = {
         "command": "python -P benchmarks/cachegen.py", "machine": f"{machine}; {shape}", "model": model_digest(model),
-        "shape": {"layers": len(kv), "heads": heads, "tokens": tokens, "dim": dim},
-        "overhead_bits_at_256_tokens": overhead(kv),
     }  # fmt: skip
     sized = [row for name, data in (("model", kv), ("random", random_kv(kv)))
              for part in (levels, lossless_peers) for row in labelled(name, part(data))]  # fmt: skip

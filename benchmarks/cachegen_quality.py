@@ -183,7 +183,7 @@ def asked(asker: Asker, samples: list[Sample], dtype: torch.dtype) -> tuple[Scor
 
 
 def answers(scores: Scores, bits: dict[str, list[float]], config: Any) -> Iterator[dict[str, Any]]:
-    eight = 8 + 16 / (2 * config.num_key_value_heads * config.head_dim)
+    eight = 8 + 16 / (config.num_key_value_heads * config.head_dim)  # a scale for a token's keys, one for its values
     for level, values in scores.items():
         found = interval(list(values.values()), [name for name, _ in values])
         change = paired(values, scores[""])
@@ -257,6 +257,9 @@ def streaming(
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
+    from where import processor
+
     torch.set_num_threads(1)
     model, tokenizer = load(options.model, device="cpu", dtype="float32")
     prompter = Prompter(tokenizer, tokenizer.chat_template is not None)
@@ -266,7 +269,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     tuned = list(tuning(model, prompter, options.length))
     kept = {row["level"]: 100 - row.get("lost", 0.0) for row in rows} | {TEXT: 100.0}
     kl = {row["level"]: row["kl"] for row in tuned if row["steps"] == "x 1.0"} | {TEXT: 0.0, LOSSLESS: 0.0}
-    machine = f"{platform.machine()}, one core, torch {torch.__version__}, Python {platform.python_version()}"
+    machine = f"one CPU core{processor()}, torch {torch.__version__}, Python {platform.python_version()}"
     shared = {"model": model_digest(model), "machine": machine, "command": "python -P benchmarks/cachegen_quality.py"}
     return {
         "cachegen_quality": shared | {"columns": COLUMNS, "rows": rows},

@@ -1,15 +1,16 @@
 """The committed evidence: every policy on RULER and on SCBench, with the bundled model, in one to three hours of a core.
 
-    python -P benchmarks/evaluation.py [--only ruler|scbench] [--limit N] [--collect] [--runs runs]
+    python -P benchmarks/evaluation.py [--only ruler|scbench] [--limit N] [--collect] [--runs runs] [--results FOLDER]
 
 Runs `kvengine eval SUITE --config benchmarks/eval_SUITE.yaml` (one that was cut off is continued: 12 contexts per task
-and length, of SCBench 6 with five questions each), then writes
+and length, of SCBench 6 with five questions each), then writes to benchmarks/results, or another folder
 
-    benchmarks/results/eval_SUITE.csv            every cell with every figure
-    benchmarks/results/eval_SUITE[_MODE].json    the table that docs/evaluation.md shows
-    benchmarks/results/eval_*.png                score against cost, score by turn
+    eval_SUITE.csv            every cell with every figure
+    eval_SUITE[_MODE].json    the table that docs/evaluation.md shows
+    eval_*.png                score against cost, score by turn
 
-`--limit 1` tries it out, `--collect` only collects from runs that are there. `make docs` then fills in the tables.
+`--limit 1 --runs TRIAL --results TRIAL` tries it out, `--collect` only collects from runs that are there. `make docs` then
+fills in the tables.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from kvengine.evals import plots, report, tables
 from kvengine.evals.aggregate import CellResult
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 SUITES = ("ruler", "scbench")
 SHOWS = ("score against cost", "score by turn")
 SHORT = {"multi-turn": "turns", "multi-request": "requests"}
@@ -113,17 +113,18 @@ def not_asked(floor: list[CellResult]) -> str:
     return f"; not asked of policies, as the full cache hardly beats guessing ({', '.join(shown)})"
 
 
-def picture(figure: Figure, name: str) -> None:
+def picture(figure: Figure, file: Path) -> None:
     """A small PNG: 128 colours."""
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=80)
-    Image.open(out).convert("RGB").quantize(128).save(RESULTS / f"{name}.png", optimize=True)
+    Image.open(out).convert("RGB").quantize(128).save(file, optimize=True)
 
 
-def collect(suite: str, folder: Path) -> None:
+def collect(suite: str, folder: Path, results: Path) -> None:
     """From a run folder to the files that are committed."""
+    results.mkdir(parents=True, exist_ok=True)
     cells, (_, manifest) = report.write(folder), report.read(folder)
-    shutil.copy(folder / "cells.csv", RESULTS / f"eval_{suite}.csv")
+    shutil.copy(folder / "cells.csv", results / f"eval_{suite}.csv")
     modes = tables.unique(cell.mode for cell in cells)
     for mode in modes:
         mine = [cell for cell in cells if cell.mode == mode and cell.status != "too short"]
@@ -134,11 +135,11 @@ def collect(suite: str, folder: Path) -> None:
         if (turns := plots.by_turn([cell for cell in mine if cell.place in told])) is not None and mode == "multi-turn":
             drawn[f"{name}_by_turn"] = turns
         for each, figure in drawn.items():
-            picture(figure, each)
+            picture(figure, results / f"{each}.png")
         made = table(mine, manifest, "python -P benchmarks/evaluation.py")
         about = f"{suite}, {longest} tokens, {mode}"
         made["pictures"] = {f"{about}: {SHOWS[each.endswith('_by_turn')]}": f"{each}.png" for each in drawn}
-        (RESULTS / f"{name}.json").write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (results / f"{name}.json").write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -146,13 +147,16 @@ def main() -> None:
     given.add_argument("--only", choices=SUITES)
     given.add_argument("--limit", type=int, help="only so many samples of each cell: to try it out")
     given.add_argument("--collect", action="store_true", help="run nothing")
-    given.add_argument("--runs", type=Path, default=ROOT / "runs")
+    given.add_argument("--runs", type=Path, default=ROOT / "runs", help="folder of the runs")
+    given.add_argument(
+        "--results", type=Path, default=ROOT / "benchmarks/results", help="folder of tables and pictures"
+    )
     args = given.parse_args()
     for suite in [args.only] if args.only else SUITES:
         folder = args.runs.resolve() / f"eval_{suite}"
         if not args.collect:
             run(suite, folder, args.limit)
-        collect(suite, folder)
+        collect(suite, folder, args.results)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """The stack `full` against stock transformers: the same tokens, and the same time.
 
-    python -P benchmarks/full_vs_stock.py [--rounds 5] [--threads 2] [--out benchmarks/results/full_vs_stock.json]
+    python -P benchmarks/full_vs_stock.py [--rounds 5] [--threads 2] [--length 4096] [--out benchmarks/results/full_vs_stock.json]
 
-Both run in one process, turn by turn, on the bundled model at 4096 tokens, on a random Llama of 100 M parameters at 8192, on
-these two in bfloat16, where both sides round and greedy text may part, and on two random layers each of other kinds at
+Both run in one process, turn by turn, on the bundled model at 4096 tokens, on a random Llama of 100 M parameters at twice as
+many, on these two in bfloat16, where both sides round and greedy text may part, and on two random layers each of other kinds at
 4096: 32 heads that share latents as DeepSeek-V3's do, capped scores (Gemma 2), windows of 512 (Gemma 3), and sinks with
-windows of 128 (gpt-oss). Prefill and decode are timed apart; the ratio is that of the medians.
+windows of 128 (gpt-oss). Prefill and decode are timed apart; the ratio is the median of the turns' ratios.
 """
 
 from __future__ import annotations
@@ -127,22 +127,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--length", type=int, default=4096, help="tokens; the random Llama is given twice as many")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/full_vs_stock.json"))
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     bundled = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32).eval()
+    length, rounds = given.length, given.rounds
     rows = [
-        compare("bundled", bundled, 4096, given.rounds),
-        compare("random Llama, 100 M", random_llama(), 8192, given.rounds),
-        compare("random, latents (MLA)", random_latents(), 4096, given.rounds),
-        *(compare(f"random, {name}", random_other(*kind, **more), 4096, given.rounds) for name, kind, more in OTHERS),
-    ]
-    rows[2:2] = [
-        compare("bundled, bfloat16", bundled.bfloat16(), 4096, given.rounds),
-        compare("random Llama, bfloat16", random_llama().bfloat16(), 8192, given.rounds),
+        compare("bundled", bundled, length, rounds),
+        compare("random Llama, 100 M", random_llama(), 2 * length, rounds),
+        compare("bundled, bfloat16", bundled.bfloat16(), length, rounds),
+        compare("random Llama, bfloat16", random_llama().bfloat16(), 2 * length, rounds),
+        compare("random, latents (MLA)", random_latents(), length, rounds),
+        *(compare(f"random, {name}", random_other(*kind, **more), length, rounds) for name, kind, more in OTHERS),
     ]
     result = {
-        "command": f"python -P benchmarks/full_vs_stock.py --rounds {given.rounds} --threads {given.threads}",
+        "command": f"python -P benchmarks/full_vs_stock.py --rounds {given.rounds} --threads {given.threads}"
+        + f" --length {length}" * (length != parser.get_default("length")),
         "machine": f"{given.threads} CPU cores{processor()}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}; ratios are medians over rounds, turn by turn",
         "columns": {

@@ -1,18 +1,20 @@
-"""Everything that needs a GPU, in one run: the tests on the device, the kernels against their peers, prompts, a whole model.
+"""Everything that needs a GPU, in one run: the tests on the device, the kernels against their peers, prompts, a whole model, a
+layer under every policy.
 
     python -P benchmarks/gpu.py --out benchmarks/results
-    python -P benchmarks/gpu.py --only kernels --out ...    one part; parts: tests, kernels, prefill, model, tune
+    python -P benchmarks/gpu.py --only kernels --out ...    one part; parts: tests, kernels, prefill, model, tune, growth
     python -P benchmarks/gpu.py --only targets --out ...    what is reached, of files that were brought together (no GPU)
     python -P benchmarks/gpu.py --dry --out DRY              the same on a CPU, small: to see that every part runs
 
 Writes `gpu_tests.txt`, `gpu_kernel_tests.txt`, `kernels_cuda.json`, `prefill_cuda.json`, `end_to_end.json`, what kernels and
-model should reach: `gpu_targets.json`, and which launches would be faster: `gpu_tune.json`. Each file grows as its part runs,
-so a run that is cut off keeps what it found, and what the targets speak of is measured before the rest. `kernels` and `model`
-take shapes that do not fit into the device's memory out, and name them. A case, a candidate or a peer that fails or is missing
-is named too, and the others go on. Where a command may last only minutes, give each part its own:
-by estimate `tests` take four, most of them for compiling, `kernels` six, `prefill` one, `model` seven and `tune` two, on 16
-cores. `--batches` and `--contexts` divide the longer two further; each such run wants an `--out` of its own, as it writes its
-files anew.
+model should reach: `gpu_targets.json`, which launches would be faster: `gpu_tune.json`, and a layer's steps: `gpu_batch_8.json`,
+`gpu_growth.json`. Each file grows as its part runs, so a run that is cut off keeps what it found, and what the targets speak
+of is measured before the rest. `kernels` and `model` take shapes that do not fit into the device's memory out, and name them. A
+case, a candidate or a peer that fails or is missing is named too, and the others go on. Where a command may last only minutes,
+give each part its own: by estimate `tests` take four, most of them for compiling, `kernels` six, `prefill` one, `model` seven,
+`tune` two and `growth` six, on 16 cores. `--minutes` ends a script that takes longer, so that one that hangs leaves the others
+their time. `--batches` and `--contexts` divide the longer two further; each such run wants an `--out` of its own, as it writes
+its files anew.
 
 What must be there: torch with CUDA, triton, transformers, numpy, safetensors, jaxtyping (and its wadler-lindig), pytest
 and hypothesis; matplotlib for a picture, pytest-xdist to compile the tests' kernels on several cores, and pytest-timeout to
@@ -26,9 +28,11 @@ The results that are committed were measured part by part, on one H200; docs/gpu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,7 +43,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = 131072
-PARTS = ("tests", "kernels", "prefill", "model", "tune")
+PARTS = ("tests", "kernels", "prefill", "model", "tune", "growth")
 KERNELS, PREFILL, MODEL = "kernels_cuda.json", "prefill_cuda.json", "end_to_end.json"
 COLUMNS = {
     "decoding": "case", "batch": "batch", "tokens": "length", "ms": "ms:.3f", "GB/s": "gb_per_s:.0f",
@@ -47,25 +51,36 @@ COLUMNS = {
 }  # fmt: skip
 MOST_FAILURES = "40"
 MARK = "pytest.mark." + "gpu"
+SEVERAL = ["full", "lowrank(rank=160) + landmarks(budget=2048) + host(fields=('v',))", "shadowkv(budget=2048)",
+           "quest(budget=2048)", "kivi(bits=4)"]  # fmt: skip
+"""What a layer of eight sequences is measured with: among others ShadowKV, without and with what the last step has read."""
 DRY = {
     "kernels": ["--device", "cpu", "--lengths", "2048", "--dtypes", "bfloat16", "--rounds", "2", "--cold", "1"],
     "prefill": ["--lengths", "512"],
     "model": ["--device", "cpu", "--shape", "tiny", "--lengths", "96", "--steps", "2", "--fuse"],
+    "tune": ["--dry"],
+    "growth": ["--lengths", "256", "--stacks", *SEVERAL],
 }
 
 
-def run(command: list[str], log: Path | None = None) -> int:
-    """Run from the repository's root; the exit status. With `log`, what it prints goes to that file."""
-    print("$ python -P", *command, flush=True)
-    if log is None:
-        return subprocess.run([sys.executable, "-P", *command], cwd=ROOT).returncode
-    with log.open("w") as file:
-        done = subprocess.run([sys.executable, "-P", *command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
-    print(log.read_text()[-2000:], flush=True)
-    return done.returncode
+def run(command: list[str], log: Path | None = None, minutes: float | None = None) -> int:
+    """Run from the repository's root; the exit status. With `log`, what it prints goes to that file. What takes longer than
+    `minutes` is ended."""
+    print("$ python -P", shlex.join(command), flush=True)
+    words, limit = [sys.executable, "-P", *command], None if minutes is None else 60 * minutes
+    with contextlib.nullcontext() if log is None else log.open("w") as file:
+        both = {} if file is None else {"stdout": file, "stderr": subprocess.STDOUT}
+        try:
+            status = subprocess.run(words, cwd=ROOT, timeout=limit, **both).returncode
+        except subprocess.TimeoutExpired:
+            status = 124
+            print(f"ended after {minutes:g} minutes; what it has found is kept", flush=True)
+    if log is not None:
+        print(log.read_text()[-2000:], flush=True)
+    return status
 
 
-def tests(out: Path, dry: bool) -> None:
+def tests(out: Path, dry: bool, minutes: float | None = None) -> None:
     """Refuse to measure on red tests. In a dry run they are only collected."""
     how = ["-q", "-p", "no:randomly", "-p", "no:benchmark", "-W", "default", *(["--collect-only"] if dry else [])]
     if not dry:
@@ -75,9 +90,10 @@ def tests(out: Path, dry: bool) -> None:
         if importlib.util.find_spec("xdist"):
             how += ["-n", str(min(12, os.cpu_count() or 1))]  # most of the time goes into compiling
     marked = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in p.read_text()]
-    device = run(["-m", "pytest", *how, *marked, "-m", "gpu"], out / "gpu_tests.txt")
+    device = run(["-m", "pytest", *how, *marked, "-m", "gpu"], out / "gpu_tests.txt", minutes)
     without = "--ignore=tests/kernels/test_triton.py"  # the interpreter and other targets: nothing of this device
-    kernels = run(["-m", "pytest", *how, "tests/kernels", "-k", "triton", without], out / "gpu_kernel_tests.txt")
+    known = ["-m", "pytest", *how, "tests/kernels", "-k", "triton", without]
+    kernels = run(known, out / "gpu_kernel_tests.txt", minutes)
     fine = (0, 5) if dry else (0,)  # 5: nothing was collected
     if device not in fine or kernels not in fine:
         sys.exit(
@@ -92,18 +108,24 @@ def measure(out: Path, args: argparse.Namespace) -> None:
     shapes = ["--device", "cuda", "--batches", *args.batches, "--lengths", *args.lengths, "--dtypes", "bfloat16", *cold]
     model = ["--device", "cuda", "--lengths", args.contexts]
     prompts = ["--device", "cuda", "--lengths", f"8192,32768,{LONG}"]
-    commands = {
-        "kernels": ["benchmarks/kernels.py", "--out", str(out / KERNELS), *(DRY["kernels"] if args.dry else shapes)],
-        "prefill": ["benchmarks/prefill.py", "--out", str(out / PREFILL), *(DRY["prefill"] if args.dry else prompts)],
-        "model": ["benchmarks/end_to_end.py", "--out", str(out / MODEL), *(DRY["model"] if args.dry else model)],
-        "tune": ["benchmarks/gpu_tune.py", "--out", str(out / "gpu_tune.json"), *(["--dry"] if args.dry else [])],
-    }
+    layer, several = ["--device", "cuda", "--lengths", f"{LONG}"], ["--device", "cuda", "--lengths", "122880"]
+    several += ["--batch", "8", "--budget", "2048", "--stacks", *SEVERAL]
+    parts = [
+        ("kernels", "kernels", KERNELS, shapes),
+        ("prefill", "prefill", PREFILL, prompts),
+        ("model", "end_to_end", MODEL, model),
+        ("tune", "gpu_tune", "gpu_tune.json", []),
+        ("growth", "growth", "gpu_batch_8.json", several),
+        ("growth", "growth", "gpu_growth.json", layer),
+    ]
     failed = []
-    for name in (name for name in commands if name in args.only):
-        failed += commands[name][:1] if run(commands[name]) else []
-        targets(out, "python -P benchmarks/gpu.py")  # now, as the next part may be cut off
+    for part, script, file, options in parts:
+        if part in args.only:
+            words = [f"benchmarks/{script}.py", "--out", str(out / file), *(DRY[part] if args.dry else options)]
+            failed += words[:1] if run(words, minutes=args.minutes) else []
+            targets(out, "python -P benchmarks/gpu.py")  # now, as the next part may be cut off
     if failed:
-        sys.exit(f"{', '.join(failed)} failed; what was measured is in {out}")
+        sys.exit(f"{', '.join(dict.fromkeys(failed))} failed; what was measured is in {out}")
 
 
 def kernel_targets(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, float]]:
@@ -143,6 +165,8 @@ def draw(measured: Path) -> Path | None:
         print("no picture is drawn: matplotlib is not installed")
         return None
     picture = measured.with_suffix(".png")
+    if picture.exists() and picture.stat().st_mtime_ns >= measured.stat().st_mtime_ns:
+        return picture  # drawn after an earlier part
     return None if run(["benchmarks/plot_kernels.py", str(measured), str(picture)]) else picture
 
 
@@ -181,6 +205,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", default=["4096", "8192", "32768", str(LONG), "262144"], help="tokens")
     parser.add_argument("--contexts", default=f"{LONG},8192", help="of the whole model. Tokens, with commas")
     parser.add_argument("--only", nargs="+", choices=(*PARTS, "targets"), default=PARTS, help="parts to run")
+    parser.add_argument("--minutes", type=float, help="that a script may take; what it has found by then is kept")
     parser.add_argument("--dry", action="store_true", help="every part on a CPU, small; tests are only collected")
     args = parser.parse_args()
     if args.only == ["targets"]:
@@ -191,7 +216,7 @@ def main() -> None:
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if "tests" in args.only:
-        tests(out, args.dry)
+        tests(out, args.dry, args.minutes)
     if args.only != ["tests"]:
         measure(out, args)
 

@@ -5,9 +5,11 @@
 
 One layer of 32 query and 8 KV heads of 128 in bfloat16, as in a model of 8 billion weights, through the engine's own
 layer cache; the prompt's own attention is left out, so filling 65536 tokens takes seconds. The model beside each time is
-bytes read (as the cache counts them) over the bandwidth of a sum over 256 MiB in the same run, and nothing else: what a
-line lies above it is computing and overhead. Policies that want the attention every prompt token received compute it in
-quadratic time, and are filled up to 8192 tokens only. Also draws a picture beside the result.
+bytes read (as the cache counts them) over the bandwidth of a sum over more than any cache holds in the same run, and nothing
+else: what a line lies above it is computing and overhead. That sum is also taken before each step, as a model reads its
+weights and other layers in between: no step finds in the processor's caches what the one before it has read. Policies that
+want the attention every prompt token received compute it in quadratic time, and are filled up to 8192 tokens only. Also draws
+a picture beside the result.
 
 On a GPU a step is timed on the device, which is kept busy until the host has queued all of it: so a recorded step takes. A
 policy that has to ask the device something while a step is made waits for that, and its time says so.
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -36,6 +39,7 @@ from kvengine.stack import Stack
 from kvengine.stats import measure
 
 HEADS, GROUP, DIM, STEPS, WARM = 8, 4, 128, 15, 3
+Clock = Callable[[Callable[[], object]], float]
 LONGEST = 8192
 """Longest prompt for the slow ones."""
 AHEAD = 20_000_000
@@ -93,37 +97,27 @@ def drawn(tokens: int, device: str, batch: int) -> tuple[torch.Tensor, torch.Ten
     return some.repeat(1, 1, -(-tokens // 512), 1)[:, :, :tokens], k, v
 
 
-def timer(device: str, cpu_time: bool) -> Callable[[Callable[[], object]], float]:
-    """What says how many seconds a call takes."""
+def timer(device: str, cpu_time: bool) -> tuple[Clock, float]:
+    """What says how many seconds a call takes, and how many bytes a second a sum over `others` reads."""
+    from peers import between_events
+    from where import last_level
+
+    others = torch.ones((4 << 30 if device == "cuda" else max(256 << 20, 2 * last_level())) // 4, device=device)
     clock = time.process_time if cpu_time else time.perf_counter
 
-    def here(call: Callable[[], object]) -> float:
+    def seconds(call: Callable[[], object]) -> float:
+        others.sum()
+        if device == "cuda":
+            return between_events(call, AHEAD) / 1e3
         begin = clock()
         call()
         return clock() - begin
 
-    def there(call: Callable[[], object]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(AHEAD)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3
-
-    return here if device == "cpu" else there
-
-
-def bandwidth(device: str, clock: Callable[[Callable[[], object]], float]) -> float:
-    """Bytes per second that a sum over 256 MiB reads, on a GPU over 4 GiB."""
-    source = torch.ones((64 if device == "cpu" else 1024) << 20, device=device)
-    return source.nbytes / statistics.median(clock(source.sum) for _ in range(7))
+    return seconds, others.nbytes / statistics.median(seconds(others.sum) for _ in range(7))
 
 
 @torch.inference_mode()
-def one(
-    text: str, length: int, qkv: tuple[torch.Tensor, ...], speed: float, clock: Callable[[Callable[[], object]], float]
-) -> dict[str, Any]:
+def one(text: str, length: int, qkv: tuple[torch.Tensor, ...], speed: float, seconds: Clock) -> dict[str, Any]:
     """Fill a cache, decode, and count."""
     cache, (batch, *_), device = LayerCache(Stack.parse(text), 0, 1), qkv[0].shape, qkv[0].device
     cache.session.rope = Rope((10000.0 ** -(torch.arange(DIM // 2) * 2 / DIM)).to(device))
@@ -135,7 +129,7 @@ def one(
     for step in range(WARM + STEPS):
         s = slice(length + step, length + step + 1)
         token = [x[:, :, s].contiguous() for x in qkv]  # as a model's projections leave it
-        times.append(1e3 * clock(lambda token=token: cache.forward(*token, Call(DIM**-0.5))))
+        times.append(1e3 * seconds(lambda token=token: cache.forward(*token, Call(DIM**-0.5))))
     stats, cuts = measure([cache]), statistics.quantiles(times[WARM:], n=5)
     return {
         "policy": f"`{text}`", "spelled": Stack.parse(text).spelled(), "context": length,
@@ -195,14 +189,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/growth.json"))
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    clock, texts = timer(given.device, given.cpu_time), given.stacks or stacks(given.budget)
-    speed, rows = bandwidth(given.device, clock), []
+    (seconds, speed), rows, texts = timer(given.device, given.cpu_time), [], given.stacks or stacks(given.budget)
     about = (
         f"{given.threads} CPU core(s){processor()}" if given.device == "cpu" else f"one {torch.cuda.get_device_name()}"
     )
     sequences = "" if given.batch == 1 else f", {given.batch} sequences"
     result = {
-        "command": f"python -P {' '.join(sys.argv)}",
+        "command": f"python -P {shlex.join(sys.argv)}",
         "machine": f"{about} that reads {speed / 1e9:.1f} GB/s, torch {torch.__version__}, Python "
         f"{platform.python_version()}; one layer of {HEADS * GROUP} query and {HEADS} KV heads of {DIM}{sequences}, "
         f"bfloat16, medians of {STEPS}{', processor time' * given.cpu_time}",
@@ -212,17 +205,19 @@ def main() -> None:
         },
         "pictures": {"Bytes and time per decoded token against the context": given.out.with_suffix(".png").name},
     }  # fmt: skip
+    failed = []
     for length in map(int, given.lengths.split(",")):
         qkv = drawn(length + WARM + STEPS, given.device, given.batch)
         for text in texts:
             if length > LONGEST and text.startswith(SLOW):
                 continue
             try:
-                row = one(text, length, qkv, speed, clock)
+                row = one(text, length, qkv, speed, seconds)
             except Exception as error:  # the others go on
-                print(f"FAILED {length} {text}: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 if given.device == "cpu":
                     raise
+                failed.append(f"{text} at {length}")
+                print(f"FAILED {failed[-1]}: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 continue
             rows.append(row)
             print(f"{length:6} {text:60} {row['ms']:8.3f} ms, by bytes {row['model_ms']:7.3f}", flush=True)
@@ -230,7 +225,12 @@ def main() -> None:
             given.out.write_text(json.dumps(result | {"rows": ordered}, indent=1) + "\n")
     if not rows:
         sys.exit("nothing was measured")
-    plot(ordered, given.out.with_suffix(".png"))
+    try:
+        plot(ordered, given.out.with_suffix(".png"))
+    except ImportError as error:  # a machine with a GPU may have nothing to draw with
+        print(f"no picture is drawn: {error}")
+    if failed:
+        sys.exit(f"{', '.join(failed)} failed; the rest is in {given.out}")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@
 Beside FILE.json it draws FILE.png and, on a CPU, writes FILE_targets.json: what decoding should reach, and did.
 
 Shapes of an 8B model: 8 KV heads of 128, 4 query heads each. Within a length, all cases take turns, so that a busy
-machine disturbs them alike (those over 60 ms every third turn); each call takes the next copy of the inputs, and there
-are enough copies to outrun the last-level cache. Reported per case: median, 20th and 80th percentile of the time; bytes
-that the method must read; the bandwidth that makes; its share of the bandwidth of a copy (bytes copied, over time, in
-the same run); and the speed-up over stock transformers' call and over our own full decode, beside the ratio of bytes.
+machine disturbs them alike (those over 60 ms every third turn). Before each call twice as much memory as the last-level
+cache holds is read: what the case before has read is not there any more, and nothing that it wrote is still on its way to
+memory. Reported per case: median, 20th and 80th percentile of the time; bytes that the method must read; the bandwidth
+that makes; its share of the bandwidth of a copy (bytes copied, over time, in the same run); and the speed-up over stock
+transformers' call and over our own full decode, beside the ratio of bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,8 +51,7 @@ CHOICE = "quest 2048: bounds and choice"
 AT_ONCE = 16384
 """Pages that are encoded at once."""
 SHARE = 4.0
-"""Memory that the cases of one copy of the inputs take, over that of its keys and values: they, what is copied into, and
-six encodings of them."""
+"""Memory that the cases take, over that of keys and values: these, what is copied into, and six encodings of them."""
 SLOW = 60
 """Milliseconds above which a case takes only every third turn."""
 COLUMNS = ("ms", "gb_per_s", "of_copy", "over_sdpa", "over_full", "byte_ratio")
@@ -83,9 +82,9 @@ Case = tuple[int, Callable[[], object]]
 """Bytes read, and what to time."""
 
 
-def inputs(batch: int, length: int, dtype: torch.dtype, device: str, seed: int) -> dict[str, Tensor]:
-    """A cache of `batch` sequences as pages in shuffled order of rows, and a query."""
-    rng = torch.Generator(device).manual_seed(seed)
+def inputs(batch: int, length: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """A cache of `batch` sequences as pages, row after row, and a query."""
+    rng = torch.Generator(device).manual_seed(0)
     rows, pages = batch * HEADS, batch * HEADS * length // PAGE
     new = partial(torch.randn, generator=rng, device=device, dtype=dtype)
     k, v = kept(new(rows, length, DIM)), kept(new(rows, length, DIM))
@@ -103,7 +102,7 @@ def kept(x: Tensor) -> Tensor:
 
 
 def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
-    """Everything to time on one copy of the inputs."""
+    """Everything to time."""
     q, k, v, table, position = (x[name] for name in ("q", "k", "v", "table", "position"))
     rows, length, _ = k.shape
     size, slot = k.element_size(), position.element_size()
@@ -142,14 +141,10 @@ def cases(x: dict[str, Tensor], batch: int) -> dict[str, Case]:
     if not k.is_cuda:
         found["full, contiguous, torch's memory"] = dense, lambda: attention(q, *theirs, None, SCALE)
     for unit in (1, 8, 64):
-        ids = (
-            torch.rand(rows, length // unit, device=k.device)
-            .topk(min(BUDGET, length) // unit, 1)
-            .indices.sort(1)
-            .values
-        )
-        size_read = chosen * (2 * DIM * size + slot)
-        found[f"2048 tokens in units of {unit}"] = size_read, partial(read, q, pages, units=ids, unit=unit)
+        drawn = torch.rand(rows, length // unit, device=k.device).topk(min(BUDGET, length) // unit, 1)
+        ids = drawn.indices.sort(1).values
+        part = chosen * (2 * DIM * size + slot) + ids.nbytes
+        found[f"2048 tokens in units of {unit}"] = part, partial(read, q, pages, units=ids, unit=unit)
     mixed = torch.rand(len(pages["k"]), PAGE, device=k.device).argsort(1) < 38  # 60 % of a page
     groups = [(f"kivi {bits} bits", bits, 32) for bits in (8, 4, 2)]
     groups += [(f"kivi 4 bits, groups of {size}", 4, size) for size in (64, 128)] if k.is_cuda else []
@@ -204,7 +199,8 @@ def shadow(x: dict[str, Tensor], pages: dict[str, Tensor], rows: int, length: in
     units = torch.rand(rows, length // 8, device=device).topk(min(BUDGET, length) // 8, 1).indices.sort(1).values
     call = partial(lowrank_attention, q, u, pages["v"], basis, frequency, x["table"], x["position"], page=PAGE,
                    scale=SCALE, units=units, unit=8)  # fmt: skip
-    return {"low-rank keys 2048": (units.numel() * 8 * (RANK + DIM) * q.element_size(), call)}
+    each = (RANK + DIM) * q.element_size() + x["position"].element_size()
+    return {"low-rank keys 2048": (8 * units.numel() * each + units.nbytes + basis.nbytes, call)}
 
 
 def latents(x: dict[str, Tensor], batch: int, length: int) -> dict[str, Case]:
@@ -252,14 +248,14 @@ class TooLarge(Exception):
     """What should be measured does not fit into the device's memory."""
 
 
-def check_memory(device: str, copies: int, probe: int) -> None:
+def check_memory(device: str, probe: int) -> None:
     """Raises TooLarge where it is known beforehand."""
     if device != "cuda":
         return
     gc.collect()
     torch.cuda.empty_cache()  # gives nothing back after a capture that failed, so what torch keeps counts as free
     kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    free, need = torch.cuda.mem_get_info()[0] + kept, int(copies * SHARE * probe) + (2 << 30)
+    free, need = torch.cuda.mem_get_info()[0] + kept, int(SHARE * probe) + (2 << 30)
     if need > free:
         raise TooLarge(f"it takes {need / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free")
 
@@ -269,30 +265,30 @@ def measure(
 ) -> list[Row]:
     """All cases at one length, taking turns."""
     probe = 2 * batch * HEADS * length * DIM * dtype.itemsize
-    copies = max(1, min(16 if device == "cpu" else 8, -(-cold // probe)))
-    check_memory(device, copies, probe)
-    made = [inputs(batch, length, dtype, device, seed) for seed in range(copies)]
-    sets = [cases(x, batch) for x in made]
+    check_memory(device, probe)
+    x, others = inputs(batch, length, dtype, device), torch.ones(-(-cold // 4), device=device)
+    found = cases(x, batch)
     if device == "cuda":
         beside()
         from peers import capture, peers
 
-        sets = [found | peers(x, batch, HEADS, PAGE) for found, x in zip(sets, made, strict=True)]
-        capture(sets)
-    times: dict[str, list[float]] = {name: [] for name in sets[0]}
+        found |= peers(x, batch, HEADS, PAGE)
+        capture(found)
+    times: dict[str, list[float]] = {name: [] for name in found}
     with torch.inference_mode():
         for turn in range(rounds + 2):
-            for place, name in enumerate(times):
+            for name, (_, call) in found.items():
                 if times[name] and times[name][0] > SLOW and turn % 3:
                     continue
-                ms = once(sets[(turn + place) % copies][name][1], device, cpu_time)
+                others.sum()
+                ms = once(call, device, cpu_time)
                 if turn >= 2:  # the first two compile, allocate and warm up
                     times[name].append(ms)
     rows = []
     for name, taken in times.items():
         cuts = statistics.quantiles(taken, n=10)
         kind = (name, str(dtype).split(".")[1], batch, length)
-        rows.append(Row(*kind, statistics.median(taken), cuts[1], cuts[7], sets[0][name][0]))
+        rows.append(Row(*kind, statistics.median(taken), cuts[1], cuts[7], found[name][0]))
     compare({row.case: row for row in rows})
     return rows
 
@@ -327,7 +323,7 @@ def targets(rows: list[Row]) -> list[dict[str, Any]]:
             reached[f"quest 2048 {where}"] = "", ms["quest 2048", LONG] / quest
             reached[f"quest 2048 {where}, bounds and choice apart"] = "<= 1.6", apart / (quest - at[CHOICE])
             reached[f"bounds and choice {where} (their bytes: 4)"] = "<= 4", ms[CHOICE, LONG] / at[CHOICE]
-        found += [{"dtype": dtype, "what": f"{name}", "wanted": w, "reached": x} for name, (w, x) in reached.items()]
+        found += [{"dtype": dtype, "what": name, "wanted": w, "reached": x} for name, (w, x) in reached.items()]
     return found
 
 
@@ -346,7 +342,7 @@ def draw(rows: list[Row], file: Path) -> None:
     except ImportError as error:
         print(f"no picture is drawn: {error}")
         return
-    plot([SimpleNamespace(**asdict(row)) for row in sorted(rows, key=lambda r: (r.dtype, r.batch, r.length))], file)
+    plot(sorted(rows, key=lambda r: (r.dtype, r.batch, r.length)), file)
 
 
 def main() -> None:
@@ -362,13 +358,11 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument(
-        "--cold", type=int, default=2 * last_level(), help="bytes of keys and values to rotate through (GPU: 1 << 30)"
+        "--cold", type=int, default=2 * last_level(), help="bytes that are read before each call (GPU: 1 << 30)"
     )
     parser.add_argument("--cpu-time", action="store_true", help="processor time, for one thread on a busy machine")
     args = parser.parse_args()
-    rows: list[Row] = []
-    skipped: list[str] = []
-    failed = False
+    rows, skipped, failed = list[Row](), list[str](), False
     print(HEADER)
     about = machine(args.device, args.cpu_time)
     shapes = list(itertools.product(args.dtypes, args.batches, args.lengths))

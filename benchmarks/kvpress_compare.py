@@ -43,6 +43,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 
 TASKS = "quiz_multikey_1,quiz_multikey_2"
 REMOVED = (0.5, 0.75, 0.875)
-STEPS = 24  # decoded tokens that are timed
+STEPS, TIMES = 24, ("compress", "decode")  # decoded tokens that are timed; what is timed. Mirrors kvpress_table.py
 ANSWER = 10  # tokens of an answer
 # Where kvpress runs there may be no kvengine to ask what this version of transformers calls it.
 CACHE = next(x for x in ("cache", "past_key_values") if x in inspect.signature(LlamaForCausalLM.forward).parameters)
@@ -62,8 +63,7 @@ REPEAT, SUFFIX = (json.dumps(words) for words in ("\n\nRepeat the previous conte
 """What kvpress feeds before a text that is to be repeated; in a policy they stand for their ids."""
 OBSERVED = "recent=0, average=True, decode=False"
 
-Job = dict[str, Any]
-Row = dict[str, Any]
+Job = Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -81,30 +81,20 @@ def snap(kvpress: Any, removed: float) -> Any:
 
 METHODS: dict[str, Method] = {
     "none": Method(lambda p, r: None, lambda n, s: "full"),
-    "StreamingLLM": Method(
-        lambda p, r: p.StreamingLLMPress(r, n_sink=4),
-        lambda n, s: f"streaming(sinks=4, recent={max(1, int(n * s) - 4)}, decode=False)",
-    ),
+    "StreamingLLM": Method(lambda p, r: p.StreamingLLMPress(r, n_sink=4),
+                           lambda n, s: f"streaming(sinks=4, recent={max(1, int(n * s) - 4)}, decode=False)"),
     "SnapKV": Method(snap, lambda n, s: f"snapkv(budget={s}, window=32, kernel=5)"),
-    "PyramidKV": Method(
-        lambda p, r: p.PyramidKVPress(r, window_size=32, kernel_size=5),
-        lambda n, s: f"pyramidkv(budget={s}, window=32, kernel=5)",
-    ),
-    "AdaKV": Method(
-        lambda p, r: p.AdaKVPress(snap(p, r), alpha_safeguard=0.2),
-        lambda n, s: f"adakv(budget={s}, window=32, kernel=5, pool='avg')",
-    ),
+    "PyramidKV": Method(lambda p, r: p.PyramidKVPress(r, window_size=32, kernel_size=5),
+                        lambda n, s: f"pyramidkv(budget={s}, window=32, kernel=5)"),
+    "AdaKV": Method(lambda p, r: p.AdaKVPress(snap(p, r), alpha_safeguard=0.2),
+                    lambda n, s: f"adakv(budget={s}, window=32, kernel=5, pool='avg')"),
     "TOVA": Method(lambda p, r: p.TOVAPress(r), lambda n, s: f"tova(budget={s}, recent=1, decode=False)"),
     "KeyDiff": Method(lambda p, r: p.KeyDiffPress(r), lambda n, s: f"keydiff(budget={s})"),
-    "ExpectedAttention": Method(
-        lambda p, r: p.ExpectedAttentionPress(r), lambda n, s: f"expected_attention(budget={s})"
-    ),
+    "ExpectedAttention": Method(lambda p, r: p.ExpectedAttentionPress(r), lambda n, s: f"expected_attention(budget={s})"),
     "KVzip": Method(lambda p, r: p.KVzipPress(r), lambda n, s: f"kvzip(budget={s}, prompt={REPEAT}, suffix={SUFFIX})"),
     "H2O": Method(lambda p, r: p.ObservedAttentionPress(r), lambda n, s: f"h2o(budget={s}, {OBSERVED})", "eager"),
-    "H2O, half recent": Method(
-        lambda p, r: p.ObservedAttentionPress(r), lambda n, s: f"h2o(budget={s}, decode=False)", "eager"
-    ),
-}
+    "H2O, half recent": Method(lambda p, r: p.ObservedAttentionPress(r), lambda n, s: f"h2o(budget={s}, decode=False)", "eager"),
+}  # fmt: skip
 
 
 # Both sides
@@ -203,11 +193,11 @@ def theirs(path: str) -> Side:
 
 
 def worker(path: str) -> None:
-    side, out = theirs(path), sys.stdout
-    sys.stdout = sys.stderr  # what libraries print must not get between the answers
-    out.write(json.dumps({"transformers": transformers.__version__, "torch": torch.__version__}) + "\n")
+    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print must not get between the answers
+    side = theirs(path)
+    out.write(json.dumps({name: version(name) for name in ("kvpress", "transformers")}) + "\n")
+    out.flush()
     for line in sys.stdin:
-        out.flush()
         out.write(json.dumps(side.work(json.loads(line))) + "\n")
         out.flush()
 
@@ -218,6 +208,7 @@ class Peer:
     def __init__(self, python: str, path: str) -> None:
         command = [python, "-P", str(Path(__file__).resolve()), python, "--worker", path]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.versions = self.hear()
 
     def __enter__(self) -> Peer:
         return self
@@ -226,15 +217,17 @@ class Peer:
         self.process.terminate()
 
     def work(self, job: Job) -> Row:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
-        while True:
-            found: Row = json.loads(self.process.stdout.readline() or "null")
-            if found is None:
-                raise SystemExit("the kvpress worker ended; see its error above")
-            if "answers" in found:
-                return found
+        return self.hear()
+
+    def hear(self) -> Row:
+        assert self.process.stdout is not None
+        if not (line := self.process.stdout.readline()):
+            raise SystemExit("the kvpress worker ended; see its error above")
+        found: Row = json.loads(line)
+        return found
 
 
 # Ours
@@ -306,12 +299,13 @@ def jobs(given: argparse.Namespace, path: str) -> Iterator[tuple[str, Job, Any, 
                     yield key, {**job, "method": name, "removed": removed, "length": length}, score, index
 
 
-def run(given: argparse.Namespace, path: str, journal: Path) -> list[Row]:
+def run(given: argparse.Namespace, path: str, journal: Path) -> tuple[list[Row], Row]:
+    """What is measured by then, and the peer's versions."""
     done = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
     with Peer(given.peer, path) as peer:
         sides = {"kvpress": peer.work, "kvengine": ours(path).work}
         (again if given.again else measure)(given, path, journal, sides, done)
-    return done
+    return done, peer.versions
 
 
 def again(
@@ -363,104 +357,6 @@ def measured(job: Job, sides: dict[str, Callable[[Job], Row]], stock: Stock, rou
     return about
 
 
-def middle(ratios: list[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the closest pair of order statistics that holds it that often.
-
-    >>> middle([float(x) for x in range(1, 10)])
-    (5.0, 2.0, 8.0)
-    """
-    n, found = len(ratios), sorted(ratios)
-    outside, k = 2 * 0.5**n, 0  # how often the median lies outside the k-th smallest and the k-th largest, from 0 on
-    while k < n // 2 - 1 and outside + 2 * math.comb(n, k + 1) / 2**n <= 0.05:
-        k += 1
-        outside += 2 * math.comb(n, k) / 2**n
-    return statistics.median(found), found[k], found[n - 1 - k]
-
-
-def spelled(ratio: tuple[float, float, float]) -> str:
-    """A ratio with its interval, and what it says: below, no more than, or above theirs."""
-    mid, low, high = ratio
-    return f"{'<' if high < 1 else '>' if low > 1 else '≈'} {mid:.2f} ({low:.2f} … {high:.2f})"
-
-
-def summary(rows: list[Row]) -> list[Row]:
-    """One row per length, method and share removed."""
-    places = dict.fromkeys((row["length"], row["method"], row["removed"]) for row in rows)
-    made = []
-    for length, method, removed in sorted(places, key=lambda p: (p[0], list(METHODS).index(p[1]), p[2])):
-        some = [row for row in rows if (row["length"], row["method"], row["removed"]) == (length, method, removed)]
-        best = lambda side, name, some=some: min(min(row[side][name]) for row in some)  # noqa: E731
-        mean = lambda side, name, some=some: statistics.fmean(row[side][name] for row in some)  # noqa: E731
-        both = lambda how, name, form, scale=1.0: " / ".join(f"{how(s, name) * scale:{form}}" for s in SIDES)  # noqa: E731
-        made.append({
-            "length": length, "method": method, "removed": removed, **compared(some),
-            "compress": both(best, "compress", ".3f"),
-            "decode": f"{both(best, 'decode', '.2f', 1e3)} / {1e3 * best('stock', 'decode'):.2f}",
-            "kib": both(mean, "bytes", ".0f", 1 / 1024), "after": both(mean, "after", ".0f", 1 / 1024),
-            "held": both(mean, "held", ".0f"), "stock_decode": best("stock", "decode"),
-            **{f"{side}_{name}": how(side, name) for side in SIDES
-               for how, name in ((best, "compress"), (best, "decode"), (mean, "bytes"), (mean, "after"), (mean, "held"))},
-        })  # fmt: skip
-    return made
-
-
-def by_method(rows: list[Row]) -> list[Row]:
-    """One row per method: every length and share removed together."""
-    some = {name: [row for row in rows if row["method"] == name] for name in METHODS}
-    return [{"method": name, **compared(found)} for name, found in some.items() if found]
-
-
-def beside(found: list[Row], place: Path) -> list[Row]:
-    """With the rows that are there of methods that were not measured now."""
-    new = {row["method"] for row in found}
-    there = json.loads(place.read_text(encoding="utf-8"))["rows"] if place.exists() else []
-    order = list(METHODS)
-    rows = [row for row in there if row["method"] not in new and row["method"] in order] + found
-    return sorted(rows, key=lambda r: (r.get("length", 0), order.index(r["method"]), r.get("removed", 0)))
-
-
-def compared(rows: list[Row]) -> Row:
-    """Scores, the ratios of times pair by pair, and those of bytes, of these cells."""
-    from kvengine.evals.statistics import paired
-
-    pair = [
-        {(f"{row['length']}/{row['context']}", 8 * n + i): score for n, row in enumerate(rows)
-         for i, score in enumerate(row[side]["scores"])}
-        for side in SIDES
-    ]  # fmt: skip
-    gap = paired(pair[1], pair[0])
-    assert gap is not None
-    found: Row = {
-        "questions": gap.n, "contexts": gap.clusters, "gap_low": gap.low, "gap_high": gap.high,
-        "scores": " / ".join(f"{100 * statistics.fmean(one.values()):.0f}" for one in pair),
-        "gap": f"{100 * gap.mean:+.0f} ({100 * gap.low:+.0f} … {100 * gap.high:+.0f})",
-        **{f"{side}_score": statistics.fmean(one.values()) for side, one in zip(SIDES, pair, strict=True)},
-    }  # fmt: skip
-    theirs, mine = SIDES
-    for name in TIMES:
-        ratios = [b / a for row in rows for a, b in zip(row[theirs][name], row[mine][name], strict=True)]
-        found |= {f"{name}_ratio": (ratio := middle(ratios)), f"{name}_verdict": spelled(ratio), "pairs": len(ratios)}
-    for name in ("bytes", "after"):
-        ratio = sum(row[mine][name] for row in rows) / sum(row[theirs][name] for row in rows)
-        found |= {f"{name}_ratio": ratio, f"{name}_percent": f"{100 * ratio:.2f} %"}
-    return found
-
-
-TIMES = ("compress", "decode")
-SIDES = ("kvpress", "kvengine")
-COLUMNS = {
-    "context": "length", "method": "method", "removed": "removed:g", "right (%): kvpress / kvengine": "scores",
-    "difference (95 %)": "gap", "read and compress (s)": "compress", "ratio, compress": "compress_verdict",
-    "decode (ms), stock too": "decode", "ratio, decode": "decode_verdict", "held (KiB)": "kib",
-    f"after {STEPS} tokens (KiB)": "after", "tokens per head": "held",
-}  # fmt: skip
-METHOD_COLUMNS = {
-    "method": "method", "right (%): kvpress / kvengine": "scores", "difference (95 %)": "gap",
-    "read and compress, to theirs (95 %)": "compress_verdict", "decode, to theirs (95 %)": "decode_verdict",
-    "bytes held": "bytes_percent", f"after {STEPS} tokens": "after_percent", "pairs of times": "pairs",
-}  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peer", help="Python of an environment with kvpress")
@@ -485,21 +381,19 @@ def main() -> None:
 
     path = bundled_model() if given.model == "bundled" else given.model
     given.run.mkdir(parents=True, exist_ok=True)
-    rows = run(given, path, given.run / "kvpress.jsonl")
-    about = compared(rows)
-    result = {
+    rows, versions = run(given, path, given.run / "kvpress.jsonl")
+    contexts, kvpress, theirs = len({(r["length"], r["context"]) for r in rows}), *versions.values()
+    about = {
         "command": f"python -P benchmarks/kvpress_compare.py PEER/bin/python --contexts {given.contexts} --lengths "
         f"{given.lengths} --rounds {given.rounds}",
-        "machine": f"the {given.model} model in float32, {about['contexts']} contexts with {QUESTIONS} questions each, "
-        "seed 42; one core; pairs are kvpress 0.5.5 on transformers 5.2.0 / kvengine on transformers "
-        f"{transformers.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "machine": f"the {given.model} model in float32, {contexts} contexts with {QUESTIONS} questions each, seed 42; one "
+        f"core; pairs are kvpress {kvpress} on transformers {theirs} / kvengine on transformers {transformers.__version__}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}",
     }
-    for place, columns, found in (
-        (given.out, COLUMNS, summary(rows)),
-        (given.out.with_stem(f"{given.out.stem}_methods"), METHOD_COLUMNS, by_method(rows)),
-    ):
-        text = json.dumps({**result, "columns": columns, "rows": beside(found, place)}, indent=1, ensure_ascii=False)
-        place.write_text(text + "\n", encoding="utf-8")
+    sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
+    from kvpress_table import write
+
+    write(rows, list(METHODS), about, given.out)
 
 
 if __name__ == "__main__":

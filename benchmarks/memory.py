@@ -5,8 +5,8 @@
 
 Each policy reads a prompt and decodes a few tokens in a process of its own, with a random model; what the process holds is
 what the system says (resident set). Some read it in three ways too: in one pass, in chunks, and in parts that are judged one
-by one (`judge_every`). Then the decode kernel reads the same keys and values from torch's memory and from
-the cache's own, in turns: one copy of them, which the processor's last cache may hold, and more than that holds.
+by one (`judge_every`). Then the decode kernel reads the same keys and values from torch's memory and from the cache's own, in
+turns: one copy of them over and over, of which the processor's caches may hold a part, and more copies than they hold.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def pages(length: int, dtype: torch.dtype, rounds: int, copies: int) -> dict[str
     ratios = [a / b for a, b in zip(times["heap"], times["own"], strict=True)]
     found = {name: statistics.median(x) for name, x in times.items()}
     low, _, high = statistics.quantiles(ratios, n=4)
-    where = "memory" if copies > 1 else "the last-level cache"
+    where = "many copies" if copies > 1 else "one copy"
     return {"where": where, "length": length, "dtype": str(dtype).removeprefix("torch."), **found,
             "ratio": statistics.median(ratios), "ratio_low": low, "ratio_high": high}  # fmt: skip
 

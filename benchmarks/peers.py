@@ -1,4 +1,4 @@
-"""What `benchmarks/kernels.py` adds on a CUDA device: other decode kernels, and timing by CUDA graph. Not run yet."""
+"""What `benchmarks/kernels.py` adds on a CUDA device: other decode kernels, and timing by CUDA graph."""
 
 from __future__ import annotations
 
@@ -82,24 +82,22 @@ def fetches(x: dict[str, Tensor]) -> dict[str, Case]:
     }
 
 
-def capture(sets: list[dict[str, Case]]) -> None:
+def capture(found: dict[str, Case]) -> None:
     """Put graphs in the place of all calls; a case that fails is named and left out."""
-    for name in list(sets[0]):
+    for name, (size, call) in list(found.items()):
         try:
-            for found in sets:
-                found[name] = found[name][0], captured(found[name][1])
+            found[name] = size, captured(call)
         except Exception as error:  # one that takes too much memory included: what the others need is there
             print(f"FAILED {name}: {type(error).__name__}: {str(error)[:500]}", flush=True)
-            for found in sets:
-                found.pop(name, None)  # it may have been left out of one copy of the inputs
+            del found[name]
             torch.cuda.empty_cache()
 
 
-def between_events(call: Callable[[], object]) -> float:
-    """Milliseconds that the device takes for a call. It is kept busy until the host has queued all of it: the few
-    microseconds that a launch takes to arrive would else count, and many cases take no longer themselves."""
+def between_events(call: Callable[[], object], ahead: int = AHEAD) -> float:
+    """Milliseconds that the device takes for a call. It is kept busy for so many cycles, until the host has queued all of it:
+    the few microseconds that a launch takes to arrive would else count, and many cases take no longer themselves."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(AHEAD)
+    torch.cuda._sleep(ahead)
     start.record()
     call()
     end.record()

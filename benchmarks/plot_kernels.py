@@ -12,6 +12,7 @@ import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import matplotlib
 
@@ -20,8 +21,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 
-def plot(rows: list[SimpleNamespace], file: Path) -> None:
-    """Draw the rows of the last dtype."""
+def plot(rows: list[Any], file: Path) -> None:
+    """Draw the rows of the last dtype, which have the attributes of `kernels.Row`."""
     rows = sorted((row for row in rows if row.dtype == rows[-1].dtype), key=lambda row: (row.batch, row.length))
     batches = list(dict.fromkeys(row.batch for row in rows))
     shape = {"figsize": (16, 6 * len(batches)), "layout": "constrained", "squeeze": False}
@@ -31,7 +32,7 @@ def plot(rows: list[SimpleNamespace], file: Path) -> None:
     figure.savefig(file, dpi=90 if len(batches) == 1 else 70)
 
 
-def one(rows: list[SimpleNamespace], left: Axes, right: Axes) -> None:
+def one(rows: list[Any], left: Axes, right: Axes) -> None:
     """Draw one batch, its lengths in order."""
     last = rows[-1]
     copies = [row for row in rows if row.case == "copy"]

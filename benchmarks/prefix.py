@@ -176,6 +176,9 @@ def lives(model: Any, ids: torch.Tensor, url: str | None) -> list[dict[str, Any]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
+    from where import processor
+
     torch.set_num_threads(1)
     model, tokenizer = load(options.model, device="cpu", dtype="float32")
     ids = torch.tensor([Prompter(tokenizer).first(essay(prose(), max(options.lengths)))])
@@ -191,11 +194,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     rows.append(row | measure(model, tokenizer, ids[:, :length], store, level, computed))
                     print(rows[-1], file=sys.stderr, flush=True)
         placed = lives(model, ids[:, : max(options.lengths)], url)
-    held = sum(2 * layer.num_key_value_heads for layer in [model.config] * model.config.num_hidden_layers)
-    machine = f"{platform.machine()}, one core, torch {torch.__version__}, Python {platform.python_version()}"
+    machine = f"one CPU core{processor()}, torch {torch.__version__}, Python {platform.python_version()}"
     shared = {"model": model_digest(model), "machine": machine, "command": "python -P benchmarks/prefix.py"}
     return {
-        "prefix": shared | {"bytes_per_token_bf16": 2 * held * model.config.head_dim, "columns": COLUMNS, "rows": rows},
+        "prefix": shared | {"columns": COLUMNS, "rows": rows},
         "tiers": shared | {"columns": LIVE, "rows": placed},
     }
 

@@ -10,8 +10,8 @@ and questions of equal size go in lockstep (`kvengine.evals.together`). The work
 task under every policy and placement; a round that would end after `--minutes` is not begun, so all cells have the same
 number. What is done is kept in RUN/rows.jsonl; run again, it goes on there.
 
-Writes benchmarks/results/quality.json, quality_held.png, quality_read.png, README's part of it (front.json, front.png), and
-RUN/report.html.
+Writes quality.json, quality_held.png, quality_read.png and README's part of it (front.json, front.png) to benchmarks/results
+(`--results`), and RUN/report.html.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ FURTHER = (
 # What README shows: a sixteenth of the tokens, the question asked afterwards.
 FRONT = re.compile(r"full|kivi|turboquant(\(values=2\))?|zipcache|(?!duo|ashape)\w+\([^()]*=0\.0625[^()]*\)")
 ELSEWHERE = ("host",)  # where bytes live changes no score
-RESULTS = Path("benchmarks/results")
 
 
 def policies() -> tuple[str, ...]:
@@ -137,7 +136,8 @@ def draw_front(made: list[dict[str, Any]]) -> Figure:
     """README's picture: the three kinds with many methods, the question after, against bytes read."""
     kinds = list(by_kind(made).items())[:3]
     figure = Figure(figsize=(15, 6.6), layout="constrained")
-    for (name, mine), ax in zip(kinds, figure.subplots(1, len(kinds), sharex=True, sharey=True), strict=True):
+    axes = figure.subplots(1, len(kinds), sharex=True, sharey=True, squeeze=False)[0]
+    for (name, mine), ax in zip(kinds, axes, strict=True):
         panel(ax, made, mine, "read_MB", "mean_after")
         ax.set(title=name, xlabel="bytes read per token (MB)")
         ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
@@ -181,9 +181,9 @@ def points(made: list[dict[str, Any]], cost: str, score: str) -> list[tuple[floa
     return sorted((row[cost], row[score]) for row in made if row[cost] and row[score] is not None)
 
 
-def beside(made: list[dict[str, Any]], machine: str) -> list[dict[str, Any]]:
+def beside(made: list[dict[str, Any]], machine: str, results: Path) -> list[dict[str, Any]]:
     """These rows, and the others of the result that is there, which must have been asked the same."""
-    there = json.loads((RESULTS / "quality.json").read_text(encoding="utf-8"))
+    there = json.loads((results / "quality.json").read_text(encoding="utf-8"))
     if there["machine"] != machine:
         raise SystemExit(f"--add: the result that is there is of another run:\n{there['machine']}\n{machine}")
     new = {row["policy"] for row in made}
@@ -213,18 +213,18 @@ def summarise(given: argparse.Namespace, found: list[CellResult]) -> None:
             "Score against bytes read per token": "quality_read.png",
         },
     }
-    made = beside(made, result["machine"]) if given.add else made
+    made = beside(made, result["machine"], given.results) if given.add else made
     result["rows"] = sorted(made, key=lambda r: (r["policy"].partition("(")[0], -(r["held_MB"] or 0)))
-    (RESULTS / "quality.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    front_text = json.dumps(front(result), indent=1, ensure_ascii=False) + "\n"
-    (RESULTS / "front.json").write_text(front_text, encoding="utf-8")
-    pictures(made)
-
-
-def pictures(made: list[dict[str, Any]]) -> None:
+    given.results.mkdir(parents=True, exist_ok=True)
+    for name, table in (("quality", result), ("front", front(result))):
+        text = json.dumps(table, indent=1, ensure_ascii=False) + "\n"
+        (given.results / f"{name}.json").write_text(text, encoding="utf-8")
+    if not by_kind(made):
+        print("no picture is drawn: the full cache alone was measured")
+        return
     for name, label in (("held", "bytes held (MB)"), ("read", "bytes read per token (MB)")):
-        draw(made, f"{name}_MB", label).savefig(RESULTS / f"quality_{name}.png", dpi=75)
-    draw_front(made).savefig(RESULTS / "front.png", dpi=75)
+        draw(made, f"{name}_MB", label).savefig(given.results / f"quality_{name}.png", dpi=75)
+    draw_front(made).savefig(given.results / "front.png", dpi=75)
 
 
 def front(result: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +253,10 @@ def main() -> None:
     parser.add_argument("--add", action="store_true", help="put these rows among those of the result that is there")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--minutes", type=float, default=1e9)
-    parser.add_argument("--out", type=Path, default=Path("runs/quality"))
+    parser.add_argument("--out", type=Path, default=Path("runs/quality"), help="folder of the run")
+    parser.add_argument(
+        "--results", type=Path, default=Path("benchmarks/results"), help="folder of tables and pictures"
+    )
     given = parser.parse_args()
     config = RunConfig(
         suite="quiz", out=given.out, model=given.model, dtype="float32", tasks=given.tasks, seed=given.seed,

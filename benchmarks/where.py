@@ -1,4 +1,4 @@
-"""Where and with what `benchmarks/kernels.py` measures."""
+"""Where and with what the scripts of this folder measure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def processor() -> str:
 
 def machine(device: str, cpu_time: bool) -> dict[str, str]:
     """Where and with what this was measured."""
-    git = ["git", "rev-parse", "--short", "HEAD"]
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     cpu = processor().strip(" ()") or platform.processor()
     chip = torch.cuda.get_device_name() if device == "cuda" else f"{cpu}, {torch.get_num_threads()} threads"

@@ -69,15 +69,18 @@ def main() -> None:
     args = given.parse_args()
     try:
         task = json.loads(args.file.read_text(encoding="utf-8")) if args.file else made_up()
-        if not task["text"] or not all(one["question"] and isinstance(one["answer"], str) for one in task["questions"]):
-            raise ValueError("a text or a question is empty")
+        asked = [one["question"] for one in task["questions"]]
+        if not all([task["text"], asked, *asked]):
+            raise ValueError("there is no text, no question, or an empty one")
+        if not all(isinstance(x, str) for x in (task["text"], *asked, *(one["answer"] for one in task["questions"]))):
+            raise ValueError("text, questions and answers are strings")
     except (OSError, ValueError, KeyError, TypeError) as error:
         given.error(f"{args.file} is not such a file ({type(error).__name__}: {error})")
     try:
         model, tokenizer = (auto.from_pretrained(args.model) for auto in (AutoModelForCausalLM, AutoTokenizer))
-    except (OSError, ValueError) as error:
+        found = {policy: measure(model, tokenizer, policy, task) for policy in POLICIES}
+    except (OSError, ValueError) as error:  # no such model, or none that can be patched
         given.error(str(error))
-    found = {policy: measure(model, tokenizer, policy, task) for policy in POLICIES}
     full, count = found["full"], len(task["questions"])
     table = Table("policy", "right", "bytes held", "bytes read per token")
     for policy, (right, held, read) in found.items():

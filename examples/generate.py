@@ -19,8 +19,8 @@ given.add_argument("policy", nargs="?", default="quest(budget=128, page=4, reduc
 given.add_argument("model", nargs="?", default=bundled_model(), help="folder or hub id; by default the bundled one")
 policy, name = vars(given.parse_args()).values()
 try:
-    kvengine.Stack.parse(policy)
     model, tokenizer = (auto.from_pretrained(name) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    kvengine.patch(model, policy)  # the one line
 except (OSError, ValueError) as error:  # no such policy, or no such model
     given.error(str(error))
 
@@ -30,7 +30,6 @@ question = "\nWhat is the special magic number for quiet-river mentioned in the 
 begin = " The special magic number for quiet-river mentioned in the provided text is"
 prompt = tokenizer(grass * 12 + needle + grass * 12 + question + begin, return_tensors="pt")
 
-kvengine.patch(model, policy)  # the one line
 cache = kvengine.EngineCache(model)  # only to look into it afterwards; generate makes its own otherwise
 text = model.generate(**prompt, max_new_tokens=10, do_sample=False, cache=cache)
 

@@ -110,16 +110,16 @@ def test_a_case_that_failed_takes_no_other_with_it(
 
 
 def options(gpu: ModuleType, only: tuple[str, ...], dry: bool = False) -> Namespace:
-    return Namespace(only=only, dry=dry, batches=["1"], lengths=["4096"], contexts="8192")
+    return Namespace(only=only, dry=dry, batches=["1"], lengths=["4096"], contexts="8192", minutes=None)
 
 
 def test_red_tests_stop_it(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu, "run", lambda command, log=None: 1)
+    monkeypatch.setattr(gpu, "run", lambda *given, **named: 1)
     with pytest.raises(SystemExit, match="Nothing was measured"):
         gpu.tests(tmp_path, False)
     with pytest.raises(
         SystemExit,
-        match=r"kernels\.py, benchmarks/prefill\.py, benchmarks/end_to_end\.py, benchmarks/gpu_tune\.py failed",
+        match=r"/kernels\.py, \S+/prefill\.py, \S+/end_to_end\.py, \S+/gpu_tune\.py, \S+/growth\.py failed",
     ):
         gpu.measure(tmp_path, options(gpu, gpu.PARTS))
     with pytest.raises(SystemExit, match=r"^benchmarks/end_to_end\.py failed"):
@@ -131,7 +131,7 @@ def test_what_is_reached_is_written_after_each_part(
 ) -> None:
     """The next may be cut off."""
 
-    def run(command: list[str]) -> int:
+    def run(command: list[str], minutes: float | None = None) -> int:
         assert not (tmp_path / gpu.KERNELS).exists() or (tmp_path / "gpu_targets.json").exists()
         (tmp_path / gpu.KERNELS).write_text(json.dumps({"rows": kernels(1, 8, full=1.0), "machine": "a chip"}))
         return 0
@@ -145,7 +145,7 @@ def test_failures_are_told_of_before_time_is_up(
 ) -> None:
     """What failed is printed when all is done: a kernel that never ends, or hundreds that fail, must not put that off."""
     commands: list[list[str]] = []
-    monkeypatch.setattr(gpu, "run", lambda command, log=None: bool(commands.append(command)))
+    monkeypatch.setattr(gpu, "run", lambda command, *rest: bool(commands.append(command)))
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: name)
     gpu.tests(tmp_path, False)
     assert len(commands) == 2
@@ -208,12 +208,9 @@ def test_a_case_that_takes_too_much_memory_is_left_out_alone(
 
     monkeypatch.setattr(peers, "captured", captured)
     monkeypatch.setattr(torch, "cuda", Cuda())
-    sets = [{"full": (1, "full"), "sdpa": (1, "large"), "kivi": (2, "kivi")} for _ in range(2)]
-    peers.capture(sets)
-    assert sets == [{"full": (1, "full, recorded"), "kivi": (2, "kivi, recorded")}] * 2
-    sets = [{"full": (1, "full"), "flashinfer": (1, "flashinfer")}, {"full": (1, "full")}]  # one that failed at once
-    peers.capture(sets)
-    assert sets == [{"full": (1, "full, recorded")}] * 2
+    found = {"full": (1, "full"), "sdpa": (1, "large"), "kivi": (2, "kivi")}
+    peers.capture(found)
+    assert found == {"full": (1, "full, recorded"), "kivi": (2, "kivi, recorded")}
     assert "FAILED sdpa: OutOfMemoryError" in capsys.readouterr().out
 
 
@@ -223,6 +220,12 @@ def test_a_run_that_is_cut_off_keeps_its_log(gpu: ModuleType, tmp_path: Path) ->
     assert gpu.run(["-c", f"print('begun', flush=True); assert 'begun' in open({str(log)!r}).read()"], log) == 0
 
 
+def test_a_script_that_hangs_leaves_the_others_their_time(gpu: ModuleType, tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    assert gpu.run(["-c", "print('begun', flush=True); import time; time.sleep(100)"], log, minutes=0.05) == 124
+    assert log.read_text() == "begun\n"
+
+
 def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """256 K tokens of 32 sequences fit into 141 GB and not into 80; the cases fit into what is asked for."""
     measured = script("kernels")
@@ -230,14 +233,14 @@ def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(79e9), int(80e9)))
     with pytest.raises(measured.TooLarge, match="79 GB are free"):
-        measured.check_memory("cuda", 1, probe)
+        measured.check_memory("cuda", probe)
     with monkeypatch.context() as earlier:  # what torch has of the device's memory, and does not use
         earlier.setattr(torch.cuda, "memory_reserved", lambda: int(70e9))
         earlier.setattr(torch.cuda, "memory_allocated", lambda: int(1e9))
-        measured.check_memory("cuda", 1, probe)
+        measured.check_memory("cuda", probe)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(140e9), int(141e9)))
-    measured.check_memory("cuda", 1, probe)
-    x = measured.inputs(1, 2048, torch.bfloat16, "cpu", 0)
+    measured.check_memory("cuda", probe)
+    x = measured.inputs(1, 2048, torch.bfloat16, "cpu")
     known = {t.data_ptr(): t.nbytes for t in x.values()}
     for _, call in measured.cases(x, 1).values():
         known |= {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors(call)}

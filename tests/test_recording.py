@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.hf_compiled import CompiledDecode, Steps
 from kvengine.speculative import TriForce
 
+NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 QUEST = "quest(budget=24, page=4)"
 STACKS = [QUEST, "full", f"duo(sinks=2, recent=10) + {QUEST} + kivi(bits=4, group=8, residual=8)", "h2o(budget=24)"]
 
@@ -49,6 +51,22 @@ def test_the_text_is_that_without(text: str, room: int, opened: list[int], monke
     kvengine.patch(model, text, record="eager")
     assert torch.equal(greedy(model, prompts(2), 24), want)
     assert opened == ([24] if room == 1024 else [7, 7, 7, 3] if room == 7 else [1] * 23)
+
+
+@pytest.mark.parametrize(
+    ("device", "record"),
+    [("cpu", "trace"), pytest.param("cuda", True, marks=[pytest.mark.gpu, NEEDS_A_GPU])],
+)
+def test_one_thread_records_while_another_fetches_from_the_host(device: str, record: Any) -> None:
+    """A recording on a GPU forbids much to its own thread, and nothing to others."""
+    models = [kvengine.patch(llama().to(device), text) for text in (QUEST, f"host + {QUEST}")]
+    batch = {name: x.to(device) for name, x in prompts(2).items()}
+    want = [greedy(model, batch, 24) for model in models]
+    kvengine.patch(models[0], QUEST, record=record)
+    with ThreadPoolExecutor(2) as pool:
+        said = [pool.submit(lambda model: [greedy(model, batch, 24) for _ in range(4)], model) for model in models]
+        for texts, alone in zip(said, want, strict=True):
+            assert all(torch.equal(text, alone) for text in texts.result())
 
 
 @pytest.mark.parametrize("record", ["eager", pytest.param("trace", marks=pytest.mark.slow)])

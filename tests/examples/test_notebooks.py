@@ -10,6 +10,8 @@ import pytest
 from layout import ROOT
 from support_examples import code_cells, run_notebook
 
+from kvengine.policies import retention
+
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
@@ -35,7 +37,11 @@ def test_notebooks_are_committed_without_outputs(path: Path) -> None:
     [pytest.param(path, marks=[pytest.mark.slow] if path.stem[0] in "2345" else []) for path in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
-def test_a_notebook_runs_and_ends_with_a_picture_and_a_sentence(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_notebook_runs_and_ends_with_a_picture_and_a_sentence(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVENGINE_POLICIES", "")  # forgotten afterwards, and so is what a notebook makes of it
+    monkeypatch.setattr(retention, "__path__", list(retention.__path__))
     shown = run_notebook(path)
     assert shown.figures
     lines = capsys.readouterr().out.strip().splitlines()

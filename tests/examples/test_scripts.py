@@ -76,7 +76,10 @@ def test_what_is_typed_wrong_is_told(
     assert left.value.code == 2 and f"{words[0]}.py: error: " in told and words[-1] in told
 
 
-@pytest.mark.parametrize("text", ["{", '{"text": "a b"}', '{"text": "", "questions": []}', "[1]", "\udcff" * 10000])
+@pytest.mark.parametrize("text", [
+    "{", '{"text": "a b"}', '{"text": "", "questions": []}', "[1]", "\udcff" * 10000, '{"text": "a b", "questions": []}',
+    '{"text": 5, "questions": [{"question": "a", "answer": "b"}]}',
+])  # fmt: skip
 def test_another_file_than_texts_and_questions_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
