@@ -30,8 +30,8 @@ from kvengine.hf_parts import ends
 
 TASKS = "quiz_single,quiz_multikey_1,quiz_multikey_2"
 STACKS = (
-    "full", "kivi(bits=4)", "kivi(bits=2)", "turboquant", "zipcache", "kvzip(budget=1024)", "snapkv(budget=1024)",
-    "adakv(budget=1024)", "expected_attention(budget=1024)", "h2o(budget=1024)", "streaming(recent=1020)",
+    "full", "kivi(bits=4)", "kivi(bits=2)", "snapkv(budget=1024)", "kvzip(budget=1024)", "h2o(budget=1024)",
+    "streaming(recent=1020)",
 )  # fmt: skip
 
 
