@@ -67,6 +67,12 @@ def announce(cache: EngineCache, size: int | None, total: int | None, drafting: 
     cache.announce(total, drafting=drafting)
 
 
+def has_tensors(x: Any) -> bool:
+    """Whether it is a tensor, or some are in it."""
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
+    return isinstance(x, Tensor) or any(map(has_tensors, parts))
+
+
 def read(
     whole: Callable[..., Any],
     model: Any,
@@ -88,8 +94,11 @@ def read(
     if size is None or total is None or not isinstance(cache, EngineCache) or not parted(size, cache, total):
         return whole(input_ids, generation_config, model_kwargs, *args, **kw)
     check_stack(cache.stack, size)
-    if more := [name for name, x in model_kwargs.items() if isinstance(x, Tensor) and name not in PLACED]:
-        raise ModelError(f"judge_every={size} has tokens read in parts, but not {more[0]!r}, which came with them")
+    if more := [name for name, x in model_kwargs.items() if name not in PLACED and has_tensors(x)]:
+        raise ModelError(
+            f"judge_every={size} has tokens read in parts, but not {more[0]!r}, which came with them (images, sounds, vectors). "
+            "Call kvengine.patch(model, policy) without judge_every for such a prompt"
+        )
     turn = turning_point(model, LONG)
     if turn is not None and cache.seen <= turn < total:
         raise ModelError(

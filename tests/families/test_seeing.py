@@ -263,6 +263,18 @@ def test_words_before_an_image_are_a_prefix(name: str, tmp_path: Path) -> None:
     reuse.store.close()
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])
+def test_words_are_read_in_parts_and_images_are_not(name: str) -> None:
+    model, ids = build(name), words(20, 3).repeat(2, 1)
+    given, options = told(name, ids, torch.ones_like(ids)), {"max_new_tokens": 5, "do_sample": False}
+    want = model.generate(**given, **options)
+    kvengine.patch(model, "quest(budget=500)", judge_every=7)
+    assert torch.equal(model.generate(**given, **options), want)
+    batch, _ = shown(name, [1, 1])
+    with pytest.raises(ModelError, match="judge_every=7 has tokens read in parts, but not '.*without judge_every"):
+        model.generate(**batch, **options)
+
+
 def test_a_recorded_step_takes_no_images() -> None:
     brought, kinds = Brought(), torch.zeros(2, 1, dtype=torch.long)
     brought.hold({"input_ids": kinds, "mm_token_type_ids": kinds})
