@@ -388,7 +388,9 @@ class EngineCache(Cache):
     def stats(self) -> Stats:
         """What the cache holds and reads, counted on its tensors."""
         self.unread = None
-        return measure(self.engines, [hf_states.stock_tensors(layer) for layer in self.layers], self.seen)
+        read = Counter(self.sources.values())  # by later layers too
+        stock = [x for i, layer in enumerate(self.layers) for x in hf_states.stock_tensors(layer) * (1 + read[i])]
+        return measure(self.engines, stock, self.seen)
 
 
 apart: Any = torch.compiler.disable(EngineCache.thaw, reason=BREAKS)

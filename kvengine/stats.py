@@ -75,8 +75,9 @@ class Stats:
         return f"{self.seen} tokens seen; per head {held:.0f} held, {read:.0f} read; {tiers or 'nothing held'}{prompt}"
 
 
-def measure(layers: list[LayerCache], stock: Iterable[Iterable[Tensor]] = (), seen: int | None = None) -> Stats:
-    """Count what these layers hold, and the tensors that are `stock`. `seen`: tokens; by default what the first layer says."""
+def measure(layers: list[LayerCache], stock: Iterable[Tensor] = (), seen: int | None = None) -> Stats:
+    """Count what these layers hold, and the tensors that are `stock`, each as often as a token has it read. `seen`: tokens; by
+    default what the first layer says."""
     held: dict[str, dict[str, int]] = {}
     used = free = read = faults = 0
     computed = every = 0.0
@@ -91,7 +92,7 @@ def measure(layers: list[LayerCache], stock: Iterable[Iterable[Tensor]] = (), se
             pool, mine = lane.pages.pool, len(set(lane.pages.pages_in_use()))
             used, free = used + mine, free + pool.pages - mine
             served, faults = served + pool.served(), faults + pool.faults
-    own = [x for some in stock for x in some]
+    own = list(stock)
     read += sum(x.nbytes for x in own)
     if whole := sum({s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in own)}.values()):
         held.setdefault("device", {})["stock"] = whole

@@ -161,7 +161,7 @@ def test_a_small_model_with_another_tokenizer_is_refused(folder: Path, tmp_path:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "draft")
     for words in (
         ["generate", folder, "012", "--speculate"],
-        ["bench", "speculate", folder, "--text", folder / "text.txt"],
+        ["bench", "speculate", folder, "--text", folder / "text.txt", "--contexts", "16", "--new", "4"],
     ):
         code, text = run(*words, "--draft", tmp_path / "draft")
         assert code == 2 and "the same ids stand for other tokens" in text
