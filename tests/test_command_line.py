@@ -236,18 +236,19 @@ def test_an_import_names_the_file_that_is_wrong(tmp_path: Path) -> None:
     assert found.exit_code == 1 and f"{bad} was not imported" in found.stderr and str(out) in found.stdout
 
 
-def test_who_reads_may_leave(tmp_path: Path) -> None:
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("words", [["info", KEY], ["ls"], ["verify"]])
+def test_who_reads_may_leave(words: list[str], tmp_path: Path) -> None:
     """`| head` ended in an error."""
     store = stores.Files(tmp_path / "kv")
     store.put(KEY, [container.pack({"kind": "kv"}, [])])
     store.close()
-    for words in (["info", KEY], ["ls"], ["verify"]):
-        command = [sys.executable, "-P", "-m", "kvengine", "cache", *words, "-s", str(tmp_path / "kv")]
-        reads, writes = os.pipe()
-        os.close(reads)
-        found = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
-        os.close(writes)
-        assert (found.returncode, found.stderr) == (1, "")
+    command = [sys.executable, "-P", "-m", "kvengine", "cache", *words, "-s", str(tmp_path / "kv")]
+    reads, writes = os.pipe()
+    os.close(reads)
+    found = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert (found.returncode, found.stderr) == (1, "")
 
 
 def test_a_run_that_stops_as_its_reader_left_says_what_is_kept(tmp_path: Path) -> None:

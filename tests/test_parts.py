@@ -68,6 +68,7 @@ def test_a_row_alone_is_the_row_in_a_batch(text: str) -> None:
         torch.testing.assert_close(alone[:, 0], got[:, row], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "text", ["full", "quest(budget=500)", "kivi(residual=500)", "snapkv(budget=500)", "h2o(budget=500)"]
 )

@@ -55,7 +55,10 @@ def test_the_text_is_that_without(text: str, room: int, opened: list[int], monke
 
 @pytest.mark.parametrize(
     ("device", "record"),
-    [("cpu", "trace"), pytest.param("cuda", True, marks=[pytest.mark.gpu, NEEDS_A_GPU])],
+    [
+        pytest.param("cpu", "trace", marks=pytest.mark.slow),
+        pytest.param("cuda", True, marks=[pytest.mark.gpu, NEEDS_A_GPU]),
+    ],
 )
 def test_one_thread_records_while_another_fetches_from_the_host(device: str, record: Any) -> None:
     """A recording on a GPU forbids much to its own thread, and nothing to others."""

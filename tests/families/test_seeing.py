@@ -75,6 +75,7 @@ def test_text_is_the_unpatched_models(name: str) -> None:
     assert torch.equal(run(kvengine.unpatch(model), batch).sequences, want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", parameters())
 def test_a_policy_holds_what_it_says_and_rows_are_as_they_are_alone(name: str) -> None:
     images = (
@@ -87,6 +88,7 @@ def test_a_policy_holds_what_it_says_and_rows_are_as_they_are_alone(name: str) -
         assert torch.equal(new(run(model, one), one)[0], new(found, batch)[row])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", parameters())
 def test_what_cannot_be_right_is_refused(name: str) -> None:
     """Turning keys that stand on three axes, leaving out what images' tokens see, reading anew what is not known again."""
@@ -128,6 +130,7 @@ def stock(model: Any) -> DynamicCache:
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", parameters())
 def test_later_turns_are_the_unpatched_models(name: str) -> None:
     model, (batch, _) = build(name), shown(name, (1, 1))
