@@ -32,7 +32,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from kvengine import prefix_beside
-from kvengine.errors import CacheError, ModelError, StoreError
+from kvengine.errors import CacheError, CorruptBitstream, ModelError, StoreError
 from kvengine.fingerprint import check_maker, identity, state
 from kvengine.hf_cache import EngineCache
 from kvengine.hf_devices import layer_devices
@@ -43,8 +43,9 @@ from kvengine.hf_rope import DYNAMIC, LONG, turning_point
 from kvengine.hf_states import beyond_tokens
 from kvengine.latent import is_latent
 from kvengine.offload.cachegen import KV, Identity, decode, encode
-from kvengine.offload.cachegen.codec import DTYPES
+from kvengine.offload.cachegen.codec import DTYPES, layout
 from kvengine.offload.cachegen.levels import resolve
+from kvengine.offload.container import read_bytes
 from kvengine.offload.stores import Store, chain, root
 from kvengine.offload.stores.record import check_seconds, check_ttl
 from kvengine.stack import Stack
@@ -188,11 +189,18 @@ class Prefix:
             if done is None:
                 timeout = 0.0  # that was the time there is: what has come by now counts
             try:
-                found = [decode(buffer, self.whose), *found] if done is not None and all(done.ok) else []
+                found = [self.decoded(buffer), *found] if done is not None and all(done.ok) else []
             except StoreError as error:
                 log.warning("a stored chunk is recomputed: %s", error)
                 found = []
         return found
+
+    def decoded(self, data: bytearray) -> KV:
+        """A stored chunk. Raises StoreError for what is none, or is of another length, before there is room made for it."""
+        container = read_bytes(data)
+        if (tokens := layout(container).tokens) != self.chunk:
+            raise CorruptBitstream(f"a chunk is of {self.chunk} tokens, and this one of {tokens}")
+        return decode(container, self.whose)
 
     def enter(self, cache: EngineCache, chunks: Sequence[KV], total: int) -> None:
         """Puts chunks into an empty cache as the beginning of a prompt of `total` tokens."""

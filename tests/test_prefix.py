@@ -236,6 +236,26 @@ def test_damage_shortens_the_chain_and_generation_goes_on(model: Any, tmp_path: 
     reuse.store.close()
 
 
+def test_a_chunk_of_another_length_is_none_of_ours(model: Any, tmp_path: Path) -> None:
+    """A header may ask for any memory; what a prompt's chunk takes is known before."""
+    ids = prompt(100)
+    reuse, cold = stored(model, tmp_path / "16", ids)
+    other = Prefix(model, reuse.store, chunk=32)
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(ids, cache=cache)
+    other.keep(ids, cache)
+    reuse.store.drain()
+    mine, longer = (stores.chain(ids[0].tolist(), one.start, one.chunk)[1] for one in (reuse, other))
+    buffer = bytearray(reuse.store.leading([longer], 5)[0])
+    assert all(reuse.store.wait(reuse.store.submit_get([longer], [buffer]), 5).ok)  # type: ignore[union-attr]
+    reuse.store.backend.delete(mine)
+    reuse.store.backend.put(mine, [buffer])
+    cache = reuse.fetch(ids)
+    assert cache.seen == 16 and text(model, ids, cache) == cold
+    reuse.store.close()
+
+
 def small(model: Any, folder: Path, chunks: int) -> Prefix:
     """A store with room for so many chunks, which it is given, and gives, one after the other."""
     reuse, _ = stored(model, folder / "whole", prompt(100))
