@@ -14,6 +14,8 @@ import argparse
 import json
 import platform
 import statistics
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from kvengine.evals.protocol import greedy
 from kvengine.evals.statistics import interval
 from kvengine.evals.tasks import Plan, choose
 
+Reader = Callable[[Session, list[int]], float]
+"""Reads a text; the most tokens that a head has held."""
 BUDGETS, STEP = (512, 256), 32
 TASKS = "quiz_single,quiz_multikey_1"
 STACKS = (
@@ -64,7 +68,8 @@ def answered(session: Session, task: Any, sample: Any, prompter: Prompter, stop:
     return right
 
 
-def measure(model: Any, tokenizer: Any, policy: str, given: argparse.Namespace) -> dict[str, Any]:
+def measure(model: Any, tokenizer: Any, policy: str, given: argparse.Namespace, read: Reader) -> dict[str, Any]:
+    """A policy's row: what is answered of each task's contexts once they were `read`, and the most tokens that a head held."""
     prompter = Prompter(tokenizer)
     stop = loading.stop_ids(model, tokenizer, "")
     plan = Plan(length=given.length, count=given.contexts, seed=given.seed, measure=prompter.measure)
@@ -76,7 +81,7 @@ def measure(model: Any, tokenizer: Any, policy: str, given: argparse.Namespace) 
             contexts: list[str] = []
             for sample in task.samples(plan):
                 session = engine.session()
-                held.append(think(session, prompter.context(sample), given.prompt))
+                held.append(read(session, prompter.context(sample)))
                 found = answered(session, task, sample, prompter, stop)
                 right, contexts = right + found, contexts + [sample.id] * len(found)
             mean, name = interval(right, contexts), task.name.removeprefix("quiz_")
@@ -97,7 +102,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/long_answer.json"))
     given = parser.parse_args()
     model, tokenizer = loading.load("bundled", device="cpu", dtype="float32")
-    rows = [measure(model, tokenizer, policy, given) for policy in given.policies.split(";")]
+    read = partial(think, prompt=given.prompt)
+    rows = [measure(model, tokenizer, policy, given, read) for policy in given.policies.split(";")]
     names = [task.name.removeprefix("quiz_") for task in choose("quiz", given.tasks)]
     result = {
         "command": f"python -P benchmarks/long_answer.py --length {given.length} --contexts {given.contexts}",

@@ -13,19 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 
 from kvengine.evals import loading
-from kvengine.evals.engine import Session, opened
-from kvengine.evals.prompt import Prompter
-from kvengine.evals.statistics import interval
-from kvengine.evals.tasks import Plan, choose
+from kvengine.evals.engine import Session
+from kvengine.evals.tasks import choose
 from kvengine.hf_parts import ends
 
 TASKS = "quiz_single,quiz_multikey_1,quiz_multikey_2"
@@ -44,33 +41,10 @@ def read(session: Session, ids: list[int], size: int) -> float:
     return most
 
 
-def measure(model: Any, tokenizer: Any, policy: str, size: int, given: argparse.Namespace) -> dict[str, Any]:
-    from long_answer import answered
-
-    prompter = Prompter(tokenizer)
-    stop = loading.stop_ids(model, tokenizer, "")
-    plan = Plan(length=given.length, count=given.contexts, seed=given.seed, measure=prompter.measure)
-    row: dict[str, Any] = {"policy": f"`{policy}`", "part": size or "the whole"}
-    held, means = [], []
-    with opened(model, policy) as engine:
-        for task in choose("quiz", given.tasks):
-            right: list[float] = []
-            contexts: list[str] = []
-            for sample in task.samples(plan):
-                session = engine.session()
-                held.append(read(session, prompter.context(sample), size))
-                found = answered(session, task, sample, prompter, stop)
-                right, contexts = right + found, contexts + [sample.id] * len(found)
-            mean, name = interval(right, contexts), task.name.removeprefix("quiz_")
-            row[name] = f"{100 * mean.mean:.0f} ({100 * mean.low:.0f}–{100 * mean.high:.0f})"
-            means.append(100 * mean.mean)
-    row |= {"mean": statistics.mean(means), "held": max(held)}
-    print(row, flush=True)
-    return row
-
-
 def main() -> None:
     sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
+    from long_answer import measure
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--contexts", type=int, default=6)
@@ -83,7 +57,10 @@ def main() -> None:
     model, tokenizer = loading.load("bundled", device="cpu", dtype="float32")
     sizes = [0, *map(int, given.parts.split(","))]
     wanted = [(policy, size) for policy in given.policies.split(";") for size in sizes if policy != "full" or not size]
-    rows = [measure(model, tokenizer, policy, size, given) for policy, size in wanted]
+    rows = []
+    for policy, size in wanted:
+        row = measure(model, tokenizer, policy, given, partial(read, size=size))
+        rows.append({**row, "part": size or "the whole"})
     names = [task.name.removeprefix("quiz_") for task in choose("quiz", given.tasks)]
     result = {
         "command": f"python -P benchmarks/parts.py --length {given.length} --contexts {given.contexts} --parts {given.parts}",

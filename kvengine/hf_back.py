@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvengine import hf_states
+from kvengine import hf_states, hf_window
 from kvengine.errors import CacheError
 from kvengine.heads import check_layer_back, check_settled
 from kvengine.hf_cross import CrossLayer
@@ -112,10 +112,7 @@ def settle(layer: Any) -> None:
         hf_states.settle(layer)
     if getattr(layer, "sliding_window", None) is not None and layer.is_initialized:
         DynamicSlidingWindowLayer.crop(layer, 0)  # gives up what a window has passed
-        if (
-            layer.keys.untyped_storage().nbytes() > 2 * layer.keys.nbytes
-        ):  # as behind a prompt, of which it keeps a view
-            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+        hf_window.let_go(layer)
 
 
 @contextmanager

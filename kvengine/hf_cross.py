@@ -19,9 +19,9 @@ class CrossLayer(DynamicLayer):
 
 
 def stock_layers(config: Any) -> list[Any]:
-    """The layers of a new cache, as transformers has them."""
+    """The layers of a new cache before the engine takes its own; those of images are told from those of text."""
     cross = getattr(config, "cross_attention_layers", None) or ()
-    return [CrossLayer() if i in cross else x for i, x in enumerate(hf_states.stock_layers(config))]
+    return [CrossLayer() if i in cross else x for i, x in enumerate(hf_states.text_layers(config))]
 
 
 def engine_layers(config: Any) -> list[bool]:

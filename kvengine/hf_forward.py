@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, cast
@@ -90,10 +90,15 @@ def note_vectors(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def has_numbers(x: Any) -> bool:
+    return any(found.is_floating_point() for found in tensors_in(x))
+
+
+def tensors_in(x: Any) -> Iterator[Tensor]:
+    """A tensor, or those in lists and dictionaries of them."""
     if isinstance(x, Tensor):
-        return x.is_floating_point()
-    parts = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
-    return any(map(has_numbers, parts))
+        yield x
+    for part in x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ():
+        yield from tensors_in(part)
 
 
 @torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
 from kvengine.hf_cache import EngineCache
+from kvengine.hf_forward import tensors_in
 from kvengine.hf_names import CACHE
 from kvengine.hf_rope import LONG, turning_point
 from kvengine.policies import name_of
@@ -67,12 +68,6 @@ def announce(cache: EngineCache, size: int | None, total: int | None, drafting: 
     cache.announce(total, drafting=drafting)
 
 
-def has_tensors(x: Any) -> bool:
-    """Whether it is a tensor, or some are in it."""
-    parts = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
-    return isinstance(x, Tensor) or any(map(has_tensors, parts))
-
-
 def read(
     whole: Callable[..., Any],
     model: Any,
@@ -94,7 +89,7 @@ def read(
     if size is None or total is None or not isinstance(cache, EngineCache) or not parted(size, cache, total):
         return whole(input_ids, generation_config, model_kwargs, *args, **kw)
     check_stack(cache.stack, size)
-    if more := [name for name, x in model_kwargs.items() if name not in PLACED and has_tensors(x)]:
+    if more := [name for name, x in model_kwargs.items() if name not in PLACED and any(True for _ in tensors_in(x))]:
         raise ModelError(
             f"judge_every={size} has tokens read in parts, but not {more[0]!r}, which came with them (images, sounds, vectors). "
             "Call kvengine.patch(model, policy) without judge_every for such a prompt"

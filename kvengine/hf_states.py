@@ -60,7 +60,7 @@ def grows(layer: Any, config: Any) -> bool:
     return type(layer) is DynamicLayer
 
 
-def stock_layers(config: Any) -> list[Any]:
+def text_layers(config: Any) -> list[Any]:
     """The layers of the cache that transformers makes for a text model, as many as it has.
 
     Decoders of BART's and Whisper's kin count their encoder's in `num_hidden_layers`, and transformers does in a cache.
@@ -74,12 +74,12 @@ def stock_layers(config: Any) -> list[Any]:
 
 def beyond_tokens(config: Any) -> list[str]:
     """The kinds of a model's layers that keep something else than keys and values of every token."""
-    return sorted({type(x).__name__ for x in stock_layers(config) if type(x) is not DynamicLayer})
+    return sorted({type(x).__name__ for x in text_layers(config) if type(x) is not DynamicLayer})
 
 
 def keeps_states(config: Any) -> bool:
     """Whether a model has layers with states."""
-    return any(map(has_states, stock_layers(config)))
+    return any(map(has_states, text_layers(config)))
 
 
 def engine_layer(stock: Any, stack: Stack, layer: int, layers: int, session: Session, readers: int) -> EngineLayer:

@@ -21,18 +21,24 @@ if TYPE_CHECKING:
 
 
 def handed_over(layer: Any, keys: Tensor, values: Tensor, new: int) -> tuple[Tensor, Tensor]:
-    """What a layer with a window gives to attention, of the `keys` and `values` that its `update` returned for `new` tokens.
-
-    What such a layer keeps of a prompt are views, which hold all of it until the next token comes: over all layers a whole
-    prompt's keys and values, of which the windows are a small part. They are copied where that is most of it.
-    """
+    """What a layer with a window gives to attention, of the `keys` and `values` that its `update` returned for `new` tokens."""
     window = layer.sliding_window
     if layer.record_past:  # transformers 5.17 hands over more than it makes a mask for
         seen = window - 1 + new
         return keys[:, :, -seen:], values[:, :, -seen:]
     if keys.shape[2] > 2 * window:
-        layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+        let_go(layer)
     return keys, values
+
+
+def let_go(layer: Any) -> None:
+    """Copy what a layer with a window keeps, where that is a small part of what it keeps alive.
+
+    Of a prompt these are views, which hold all of it until the next token comes: over all layers a whole prompt's keys and
+    values.
+    """
+    if layer.keys.untyped_storage().nbytes() > 2 * layer.keys.nbytes:
+        layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
 
 def window_of(rule: Any) -> int | None:
