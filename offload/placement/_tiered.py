@@ -137,7 +137,7 @@ class Tiered:
 
     def place(self, t: int, ids: np.ndarray, fields: Mapping[str, Tensor]) -> None:
         """Put pieces on a tier that are not there yet, and those it has no room for, the first ones, below."""
-        level, new = self.levels[t], self.slot[t, ids] < 0
+        level, new, refused = self.levels[t], self.slot[t, ids] < 0, False
         if not new.all():
             at = torch.from_numpy(np.flatnonzero(new))
             ids, fields = ids[new], {name: x[at.to(x.device)] for name, x in fields.items()}
@@ -147,9 +147,14 @@ class Tiered:
                 ids, fields = ids[below:], {name: x[below:] for name, x in fields.items()}
             except Unwritable as error:
                 self.fault(error)
+                refused = True
         if not len(ids):
             return
-        self.make_room(t, len(ids))
+        try:
+            self.make_room(t, len(ids))
+        except Full:
+            if not refused:  # else they are more than this tier may have, and stay all the same
+                raise
         slots = level.slots.take(len(ids))
         try:
             level.write(slots, fields)

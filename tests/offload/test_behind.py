@@ -182,6 +182,26 @@ def test_a_failed_write_is_kept_counted_and_tried_again(
     assert store.values and got(s, range(9)) == list(range(9))
 
 
+@pytest.mark.parametrize("before", [[], [0, 1, 2, 3]], ids=["empty", "below too"])
+def test_more_than_a_tier_holds_stays_there_while_the_one_below_refuses(
+    before: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was full, where nothing of what it had could go down or need not."""
+    monkeypatch.setattr(packed, "PAUSE", 1e6)
+    store = Gated(lambda n: n == 3)
+    host = Memory("host", LIKE, None, 4)
+    s = shelf(host, in_store(store))
+    for ids in ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12]):  # the third that goes down is refused
+        put(s, ids)
+        s.flush()
+    s.forget(np.arange(8, 13))
+    if before:
+        assert got(s, before) == before
+    assert s.levels[1].stuck and host.slots.used == len(before)  # type: ignore[attr-defined]
+    put(s, range(20, 28))
+    assert s.faults > 1 and host.slots.used == 8 and got(s, [*before, *range(20, 28)]) == [*before, *range(20, 28)]
+
+
 def test_where_nothing_is_above_the_next_write_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "PAUSE", 30.0)
     s = shelf(in_store(Gated(lambda n: True)))
