@@ -30,7 +30,7 @@ from transformers import DynamicCache
 from kvengine.evals.loading import load, model_digest
 from kvengine.evals.prompt import Prompter
 from kvengine.evals.tasks._words import essay, prose
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 from kvengine.offload import cachegen
 from kvengine.offload.cachegen import codec, coder, lossy, native, tables
 from kvengine.offload.cachegen.levels import NAMES

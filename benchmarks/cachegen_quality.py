@@ -40,7 +40,7 @@ from kvengine.evals.statistics import interval, paired
 from kvengine.evals.tasks import Sample, Turn
 from kvengine.evals.tasks._words import NOISE, number, pair, prose, sentences
 from kvengine.evals.tasks.ruler_niah import NEEDLE, among_lines, among_sentences, wording
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 from kvengine.offload import cachegen
 from kvengine.offload.cachegen.levels import LEVELS, LOSSLESS, NAMES, Level
 from kvengine.offload.links import SimulatedLink, Trace

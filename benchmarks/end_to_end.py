@@ -32,7 +32,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 import kvengine
 from kvengine.evals.speed.measure import WARM, Step, plain, timed
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,

@@ -36,7 +36,7 @@ from transformers import (
 
 import kvengine
 from kvengine.evals import bundled_model
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 
 STEPS = 32
 OTHERS: list[tuple[str, tuple[Any, str, tuple[str, str]], dict[str, int]]] = [

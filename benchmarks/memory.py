@@ -25,7 +25,7 @@ import transformers
 
 import kvengine
 from kvengine import memory
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 from kvengine.kernels.attention import attention
 
 POLICIES = ["stock", "full", "snapkv(budget=512)", "streaming(recent=508)", "kivi(bits=4)", "kivi(bits=2)",

@@ -23,7 +23,7 @@ import transformers
 from kvengine.evals import loading
 from kvengine.evals.engine import Session
 from kvengine.evals.tasks import choose
-from kvengine.hf_parts import ends
+from kvengine.hf.parts import ends
 
 TASKS = "quiz_single,quiz_multikey_1,quiz_multikey_2"
 STACKS = (

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 import kvengine
 from kvengine import _ops as ops
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 from kvengine.kernels.causal_attention import causal_attention
 from kvengine.kernels.span_attention import BLOCK, Band, band_spans, causal_spans, pairs, span_attention
 from kvengine.session import Call

@@ -33,7 +33,7 @@ import kvengine
 from kvengine.evals.loading import load, model_digest
 from kvengine.evals.prompt import Prompter
 from kvengine.evals.tasks._words import essay, prose
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 from kvengine.offload import stores
 from kvengine.offload.placement._tiered import Tiered
 from kvengine.prefix import Prefix

@@ -61,7 +61,7 @@ class CacheSession:
 
     @property
     def passed(self) -> dict[str, Any]:
-        from kvengine.hf_names import passed
+        from kvengine.hf.names import passed
 
         return passed(self.model, self.cache)
 
@@ -69,7 +69,7 @@ class CacheSession:
     def read(self, ids: list[int], *, every: bool = False) -> Tensor:
         if self.judge_every is None or len(ids) <= self.judge_every:
             return self._read(ids, every)
-        from kvengine.hf_parts import ends
+        from kvengine.hf.parts import ends
 
         stops = ends(0, len(ids), self.judge_every)
         found = [self._read(ids[a:b], every) for a, b in zip([0, *stops], stops, strict=False)]
@@ -109,7 +109,7 @@ class CacheSession:
 
 def stock_usage(cache: Any) -> Usage:
     """A stock cache holds everything and reads all of it for every token."""
-    from kvengine.hf_states import stock_tensors
+    from kvengine.hf.states import stock_tensors
 
     size = sum(x.nbytes for layer in cache.layers for x in stock_tensors(layer))
     tokens = float(cache.get_seq_length())

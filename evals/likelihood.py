@@ -15,7 +15,7 @@ import torch
 
 from kvengine.errors import EvaluationError
 from kvengine.evals.engine import CacheSession
-from kvengine.hf_cache import EngineCache
+from kvengine.hf.cache import EngineCache
 
 
 def loglikelihoods(

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvengine.errors import CacheError
-from kvengine.hf_cache import EngineCache
+from kvengine.hf.cache import EngineCache
 from kvengine.lane import Lane
 
 

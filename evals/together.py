@@ -64,9 +64,9 @@ def read(model: Any, contexts: list[list[int]]) -> Reading:
     """Read contexts of one size. Raises `EvaluationError` for a model whose layers read another layer's tokens, or none of
     which the engine serves."""
     import kvengine
-    from kvengine.hf_layer import EngineLayer
-    from kvengine.hf_names import passed
-    from kvengine.hf_states import states_of
+    from kvengine.hf.layer import EngineLayer
+    from kvengine.hf.names import passed
+    from kvengine.hf.states import states_of
     from kvengine.prefix_beside import held_beside, strange
 
     if strange(model.config.get_text_config(decoder=True)):
@@ -88,8 +88,8 @@ def read(model: Any, contexts: list[list[int]]) -> Reading:
 
 def give(model: Any, cache: Any, reading: Reading, n: int) -> None:
     """Put the first `n` tokens of a reading into an empty cache, as the prompt or its beginning."""
-    from kvengine.hf_replay import given
-    from kvengine.hf_states import take_over
+    from kvengine.hf.replay import given
+    from kvengine.hf.states import take_over
 
     for i, its in reading.beside.items():
         take_over(cache.layers[i], its)

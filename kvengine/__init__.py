@@ -5,22 +5,22 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvengine.hf import patch as patch
-    from kvengine.hf import patched as patched
-    from kvengine.hf import unpatch as unpatch
-    from kvengine.hf_cache import EngineCache as EngineCache
-    from kvengine.hf_compiled import compile_decode as compile_decode
+    from kvengine.hf.cache import EngineCache as EngineCache
+    from kvengine.hf.compiled import compile_decode as compile_decode
+    from kvengine.hf.patching import patch as patch
+    from kvengine.hf.patching import patched as patched
+    from kvengine.hf.patching import unpatch as unpatch
     from kvengine.stack import Stack as Stack
 
 __all__ = ["EngineCache", "Stack", "compile_decode", "patch", "patched", "unpatch"]
 
 HOMES = {
-    "EngineCache": "hf_cache",
+    "EngineCache": "hf.cache",
     "Stack": "stack",
-    "compile_decode": "hf_compiled",
-    "patch": "hf",
-    "patched": "hf",
-    "unpatch": "hf",
+    "compile_decode": "hf.compiled",
+    "patch": "hf.patching",
+    "patched": "hf.patching",
+    "unpatch": "hf.patching",
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
 from kvengine.errors import CacheError
-from kvengine.hf_devices import inside, kept_buffers, weights
+from kvengine.hf.devices import inside, kept_buffers, weights
 from kvengine.offload.cachegen import Identity
 
 SAMPLES = 64  # numbers of each weight that go into a model's fingerprint

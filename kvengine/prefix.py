@@ -34,13 +34,13 @@ from torch import Tensor, nn
 from kvengine import prefix_beside
 from kvengine.errors import CacheError, CorruptBitstream, ModelError, StoreError
 from kvengine.fingerprint import check_maker, identity, state
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_devices import layer_devices
-from kvengine.hf_layer import EngineLayer
-from kvengine.hf_names import CACHE
-from kvengine.hf_replay import given
-from kvengine.hf_rope import DYNAMIC, LONG, turning_point
-from kvengine.hf_states import beyond_tokens
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.devices import layer_devices
+from kvengine.hf.layer import EngineLayer
+from kvengine.hf.names import CACHE
+from kvengine.hf.replay import given
+from kvengine.hf.rope import DYNAMIC, LONG, turning_point
+from kvengine.hf.states import beyond_tokens
 from kvengine.latent import is_latent
 from kvengine.offload.cachegen import KV, Identity, decode, encode
 from kvengine.offload.cachegen.codec import DTYPES, layout

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from kvengine.errors import CorruptBitstream, IncompatibleCache
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_cross import engine_layers
-from kvengine.hf_layer import EngineLayer
-from kvengine.hf_states import beyond_tokens, has_states, states_of
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.cross import engine_layers
+from kvengine.hf.layer import EngineLayer
+from kvengine.hf.states import beyond_tokens, has_states, states_of
 from kvengine.offload.cachegen import Identity
 from kvengine.offload.cachegen.codec import check_identity
 from kvengine.offload.container import pack, read_bytes

@@ -23,9 +23,9 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from kvengine.errors import ModelError, StoreError
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_ended import Ended, Padding, ended
-from kvengine.hf_names import CACHE, NAMES, cache_among
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.ended import Ended, Padding, ended
+from kvengine.hf.names import CACHE, NAMES, cache_among
 from kvengine.stack import Stack
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """A prompt read once more: its tokens are fed again behind all that is held, and what they look at is evidence for keeping it.
 
 The engine asks for it where a retention does (`Retention.replay`), when every layer has read the prompt and holds all of it
-still. Whoever has the model runs the passes (`kvengine.hf_replay`); here is what a layer does with them. It answers from what
+still. Whoever has the model runs the passes (`kvengine.hf.replay`); here is what a layer does with them. It answers from what
 is held and what is fed, adds nothing, and notes the most that a query paid to each token of the chunk.
 """
 

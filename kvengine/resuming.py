@@ -1,6 +1,6 @@
 """Sequences that a prompt brings one token: alone, that would be a decoded one, and so it is taken.
 
-Beside it the others' prompt is read. Where layers keep states it comes in parts (`kvengine.hf_ragged`), and these tokens before
+Beside it the others' prompt is read. Where layers keep states it comes in parts (`kvengine.hf.ragged`), and these tokens before
 all of them, in a pass by themselves.
 """
 

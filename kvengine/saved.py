@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, KVEngineError, ModelError, StoreError
 from kvengine.fingerprint import check_maker, identity
-from kvengine.hf_back import check_between
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_devices import layer_devices
-from kvengine.hf_held import HeldWindow
-from kvengine.hf_layer import EngineLayer
-from kvengine.hf_states import has_states, states_of
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.devices import layer_devices
+from kvengine.hf.held_window import HeldWindow
+from kvengine.hf.layer import EngineLayer
+from kvengine.hf.rewind import check_between
+from kvengine.hf.states import has_states, states_of
 from kvengine.joint import Joint
 from kvengine.lane import Lane
 from kvengine.offload.cachegen import Identity, lossless

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvengine.errors import IncompatibleCache
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_layer import EngineLayer
-from kvengine.hf_states import has_states, held_states, states_of
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.layer import EngineLayer
+from kvengine.hf.states import has_states, held_states, states_of
 from kvengine.sound import MOST, expect
 
 LATE = {"dtype": torch.dtype, "device": torch.device}  # of which a layer that has held nothing may know nothing

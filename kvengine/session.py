@@ -92,8 +92,8 @@ class Session:
     ended: Bool[Tensor, "seq"] | None = None
     ends: list[int | None] | None = None  # of these, after how many ids of the text
     paused: Bool[Tensor, "seq"] | None = None  # those that were given it: what comes for them now is padding
-    aside: Any = None  # what layers' states were when rows had been given it (`kvengine.hf_states.Aside`)
-    # States to put back behind a part of a pass, what comes then, and where the pass began (`kvengine.hf_ragged`).
+    aside: Any = None  # what layers' states were when rows had been given it (`kvengine.hf.states.Aside`)
+    # States to put back behind a part of a pass, what comes then, and where the pass began (`kvengine.hf.ragged`).
     ragged: Any = None
     parts: Parts | None = None  # of a pass that is read in parts: what is known of the others
     mask: list[bytes] | None = None  # of each row, which tokens are tokens, as the last pass on a CPU was told
@@ -105,7 +105,9 @@ class Session:
     stepping: bool = False  # a pass is one of the steps for which the cache is held still
     reached: int = 1 << 30  # the last layer that began; so high that any layer begins the first pass
     before: int = 0  # tokens seen when the pass began
-    led: int | None = None  # the same, where tokens are taken that no layer has counted (hf_led, hf_ragged)
+    led: int | None = (
+        None  # the same, where tokens are taken that no layer has counted (`kvengine.hf.interrupted`, `.ragged`)
+    )
     next: Int[Tensor, "1"] | None = None  # `position`, as it was last asked for
     next_of: tuple[int, torch.device] | None = None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvengine import EngineCache, saved
 from kvengine.errors import CacheError
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 
 TOKENS = 128
 

@@ -10,8 +10,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 import kvengine
 from kvengine.errors import PolicyError, UnsupportedPolicy
-from kvengine.hf import STATE
-from kvengine.hf_cache import EngineCache
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.patching import STATE
 from kvengine.stack import Stack
 from tests.support import SHAPE, SMALL, Bare, greedy, llama, methods, one
 

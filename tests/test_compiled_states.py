@@ -13,9 +13,9 @@ from torch._dynamo.testing import CompileCounter
 
 import kvengine
 from kvengine.errors import CacheError, UnsupportedPolicy
-from kvengine.hf_compiled import WARM, CompiledDecode, Steps
-from kvengine.hf_fused import Fused
-from kvengine.hf_states import has_states, held_states
+from kvengine.hf.compiled import WARM, CompiledDecode, Steps
+from kvengine.hf.fused import Fused
+from kvengine.hf.states import has_states, held_states
 
 FAMILIES = ("qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "zamba2")
 STACKS = ["full", "snapkv(budget=12, window=4)", "quest(budget=12, page=4) + kivi(bits=4, group=4)", "h2o(budget=12)"]
@@ -172,7 +172,7 @@ def test_layers_may_be_fused(name: str, monkeypatch: pytest.MonkeyPatch, request
         pytest.skip("the compiler meets what checks signatures")
     torch._dynamo.reset()
     counter = CompileCounter()
-    monkeypatch.setattr("kvengine.hf_compiled.Fused", partial(Fused, backend=counter))
+    monkeypatch.setattr("kvengine.hf.compiled.Fused", partial(Fused, backend=counter))
     model, batch = built(name, "h2o(budget=12)"), configs.padded_batch()
     want = say(model, 6, **batch)
     assert torch.equal(say(model, 6, **batch, custom_generate=kvengine.compile_decode(model, fuse=True)), want)

@@ -10,7 +10,7 @@ from support import greedy, one
 
 import kvengine
 from kvengine.errors import UnsupportedPolicy
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 
 layers = pytest.importorskip("transformers.modeling_layers")
 SNAP = "snapkv(budget=24, window=6)"

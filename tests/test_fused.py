@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 import kvengine
 from kvengine.errors import ModelError
-from kvengine.hf_fused import Fused
-from kvengine.hf_generate import STATE
+from kvengine.hf.fused import Fused
+from kvengine.hf.generate import STATE
 
 POLICY = "quest(budget=24, page=4) + kivi(bits=4, group=8, residual=8)"
 
@@ -35,7 +35,7 @@ def _forgotten(request: pytest.FixtureRequest) -> Iterator[None]:
 def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
     """A compiler that leaves operations as they are, and counts graphs."""
     counter = CompileCounter()
-    monkeypatch.setattr("kvengine.hf_compiled.Fused", partial(Fused, backend=counter))
+    monkeypatch.setattr("kvengine.hf.compiled.Fused", partial(Fused, backend=counter))
     return counter
 
 

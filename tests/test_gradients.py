@@ -11,7 +11,7 @@ from torch import Tensor
 from kvengine import EngineCache, memory
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 from kvengine.kernels.span_attention import causal_spans, span_attention
 from kvengine.session import Call, Session
 from kvengine.stack import Stack

@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
 import kvengine
-from kvengine import EngineCache, compile_decode, hf_compiled
+from kvengine import EngineCache, compile_decode
 from kvengine.fixed import refusal
-from kvengine.hf_ended import Ends, Padding, ended
-from kvengine.hf_names import CACHE
+from kvengine.hf import compiled
+from kvengine.hf.ended import Ends, Padding, ended
+from kvengine.hf.names import CACHE
 from kvengine.session import Session
 from kvengine.stack import Stack
 
@@ -172,7 +173,7 @@ def test_states_are_put_back_where_a_convolution_recorded_its_past() -> None:
 
 
 def test_so_it_is_over_latents_where_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_compiled, "ROOM", 4)
+    monkeypatch.setattr(compiled, "ROOM", 4)
     model = kvengine.patch(configs.build("minicpm3"), "h2o(budget=24) + kivi(group=8, residual=8)")
     compare(model, custom_generate=compile_decode(model))
 
@@ -187,7 +188,7 @@ def test_so_it_is_where_steps_are_recorded(text: str) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", ["kivi(bits=4, group=8, residual=8)", SMALL["tova"]])
 def test_a_recording_that_is_made_anew_knows_who_has_ended(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_compiled, "ROOM", 4)
+    monkeypatch.setattr(compiled, "ROOM", 4)
     model = patched(text).double()
     compare(model, custom_generate=compile_decode(model))
 

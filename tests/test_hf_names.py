@@ -13,7 +13,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import kvengine
 from kvengine.errors import ModelError
-from kvengine.hf_names import CACHE, NAMES, OTHER, passed
+from kvengine.hf.names import CACHE, NAMES, OTHER, passed
 
 POLICY = SMALL["snapkv"]
 

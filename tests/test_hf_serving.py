@@ -13,9 +13,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 import kvengine
-from kvengine import hf_trial
 from kvengine.errors import ModelError
-from kvengine.hf_names import CACHE
+from kvengine.hf import trial
+from kvengine.hf.names import CACHE
 
 POLICY = "streaming(sinks=2, recent=14)"
 
@@ -100,7 +100,7 @@ def test_a_checkpointed_part_that_caches_nothing_is_no_matter() -> None:
 def test_a_pass_while_a_model_is_patched_runs_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread's, say: in the middle of the trial, and wherever a part of the model gets a hook."""
     model, ids, found = configs.build(name), torch.randint(1, 128, (1, 20)), list[torch.Tensor | Exception]()
-    hook, check = torch.nn.Module.register_forward_pre_hook, hf_trial.check_brought
+    hook, check = torch.nn.Module.register_forward_pre_hook, trial.check_brought
 
     def run() -> torch.Tensor:
         with monkeypatch.context() as unseen, torch.no_grad():
@@ -115,7 +115,7 @@ def test_a_pass_while_a_model_is_patched_runs_as_before(name: str, monkeypatch: 
         return do(*args, **kwargs)
 
     want = run()
-    monkeypatch.setattr(hf_trial, "check_brought", partial(meanwhile, check))
+    monkeypatch.setattr(trial, "check_brought", partial(meanwhile, check))
     monkeypatch.setattr(torch.nn.Module, "register_forward_pre_hook", partialmethod(partial(meanwhile, hook)))
     kvengine.patch(model)
     assert len(found) > 3 and all(isinstance(one, torch.Tensor) and torch.equal(one, want) for one in found)

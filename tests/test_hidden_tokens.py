@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import kvengine
 from kvengine.errors import CacheError, ModelError
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 from kvengine.offload.stores import Files, Store
 from kvengine.prefix import Prefix
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvengine
 from kvengine.cache import LayerCache
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 from kvengine.offload.placement.host import Fetched
 from kvengine.policies import catalogue
 from kvengine.replay import rerun, tell

@@ -15,8 +15,9 @@ from support import SMALL, llama, one, prompts
 from transformers import LogitsProcessor
 
 import kvengine
-from kvengine import compile_decode, hf_compiled, saved
+from kvengine import compile_decode, saved
 from kvengine.errors import CacheError
+from kvengine.hf import compiled
 
 OURS = str(Path(kvengine.__file__).parent)
 
@@ -173,15 +174,15 @@ def interrupt(policy: str, step: int, record: bool, file: str) -> None:
 
 
 def test_a_recorded_generate_is_interrupted_while_rows_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_compiled, "ROOM", 4)
+    monkeypatch.setattr(compiled, "ROOM", 4)
     interrupt(SMALL["streaming"], 179, True, "/fixed_lane.py")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["h2o", "kivi", "quest", "rkv"])
-@pytest.mark.parametrize("file", ["/fixed.py", "/fixed_lane.py", "/hf_compiled.py", "/hf_ended.py", "/hf_generate.py"])
+@pytest.mark.parametrize("file", ["/fixed.py", "/fixed_lane.py", "/hf/compiled.py", "/hf/ended.py", "/hf/generate.py"])
 def test_a_recorded_generate_is_interrupted_anywhere(name: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_compiled, "ROOM", 4)
+    monkeypatch.setattr(compiled, "ROOM", 4)
     interrupt(SMALL[name], 47 if "fixed" in file else 11, True, file)
 
 
@@ -241,7 +242,7 @@ def test_who_leaves_an_assisted_turn_goes_on_from_its_text_or_is_told(policy: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "h2o", "kivi", "quest"])
-@pytest.mark.parametrize("file", ["", "/hf_generate.py", "/hf_back.py"])
+@pytest.mark.parametrize("file", ["", "/hf/generate.py", "/hf/rewind.py"])
 @torch.no_grad()
 def test_an_assisted_turn_is_interrupted_anywhere(name: str, file: str) -> None:
     model, options = kvengine.patch(llama().double(), SMALL[name]), {"prompt_lookup_num_tokens": 4}

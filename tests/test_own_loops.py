@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import kvengine
 from kvengine import EngineCache, saved
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 
 POLICY = SMALL["snapkv"]
 PASSES: dict[str, Any] = {

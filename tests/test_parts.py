@@ -14,8 +14,8 @@ from torch import Tensor
 import kvengine
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
 from kvengine.evals.engine import opened
-from kvengine.hf_names import CACHE
-from kvengine.hf_parts import ends
+from kvengine.hf.names import CACHE
+from kvengine.hf.parts import ends
 from kvengine.speculative import TriForce
 
 SIZE = 16

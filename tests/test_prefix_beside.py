@@ -14,8 +14,8 @@ from transformers import DynamicCache
 import kvengine
 from kvengine import prefix_beside
 from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache
-from kvengine.hf_layer import EngineLayer
-from kvengine.hf_states import has_states, held_states
+from kvengine.hf.layer import EngineLayer
+from kvengine.hf.states import has_states, held_states
 from kvengine.offload import stores
 from kvengine.offload.container import pack, read_bytes
 from kvengine.prefix import Prefix

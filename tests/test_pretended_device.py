@@ -28,7 +28,7 @@ from kvengine import _ops as ops
 from kvengine.cache import LayerCache
 from kvengine.errors import KernelError
 from kvengine.fixed import FixedLayer
-from kvengine.hf_compiled import CompiledDecode, Steps
+from kvengine.hf.compiled import CompiledDecode, Steps
 from kvengine.kernels import dispatch
 from kvengine.kernels.causal_attention import reference as causal
 from kvengine.kernels.causal_attention.native import fits

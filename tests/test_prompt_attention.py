@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
 
 import kvengine
-from kvengine.hf_attention import Stock
-from kvengine.hf_mask import LazyMask
+from kvengine.hf.attention import Stock
+from kvengine.hf.mask import LazyMask
 from kvengine.kernels.causal_attention import causal_attention, quicker
 
 HEAD = torch.zeros(1, 1, 1, 16)
@@ -30,7 +30,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(q.shape[2])
         return causal_attention(q, *args, **kwargs)
 
-    monkeypatch.setattr("kvengine.hf_attention.causal_attention", listening)
+    monkeypatch.setattr("kvengine.hf.attention.causal_attention", listening)
     return found
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvengine import EngineCache
 from kvengine.errors import CacheError
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 
 PADS, LATER = (0, 21, 39), (9, 0, 5)  # padding before the rows of the first turn, and before those of the second
 STACKS = [

@@ -15,9 +15,9 @@ from support import greedy, llama, one, prompts
 from transformers import GenerationMixin, LlamaForCausalLM
 
 import kvengine
-from kvengine import hf_compiled
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
-from kvengine.hf_compiled import CompiledDecode, Steps
+from kvengine.hf import compiled
+from kvengine.hf.compiled import CompiledDecode, Steps
 from kvengine.speculative import TriForce
 
 NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -44,7 +44,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("room", [1024, 7, 1])
 def test_the_text_is_that_without(text: str, room: int, opened: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is room for fewer tokens than come, a recording follows the other."""
-    monkeypatch.setattr(hf_compiled, "ROOM", room)
+    monkeypatch.setattr(compiled, "ROOM", room)
     model = kvengine.patch(llama(), text)
     want = greedy(model, prompts(2), 24)
     assert not opened
@@ -75,7 +75,7 @@ def test_one_thread_records_while_another_fetches_from_the_host(device: str, rec
 @pytest.mark.parametrize("record", ["eager", pytest.param("trace", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("room", [1024, 7])
 def test_what_is_recorded_goes_on_in_the_next_turn(room: int, record: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_compiled, "ROOM", room)
+    monkeypatch.setattr(compiled, "ROOM", room)
     model, texts = llama(), []
     for how in (False, record):
         kvengine.patch(model, STACKS[2], record=how)
@@ -89,7 +89,7 @@ def test_what_is_recorded_goes_on_in_the_next_turn(room: int, record: str, monke
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 def test_layers_with_a_window_are_held_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_compiled, "ROOM", 5)
+    monkeypatch.setattr(compiled, "ROOM", 5)
     model, batch = kvengine.patch(configs.build(family)), configs.padded_batch()
     want = greedy(model, batch, 24)
     assert torch.equal(greedy(kvengine.patch(model, record="eager"), batch, 24), want)

@@ -13,8 +13,8 @@ from torch import Tensor
 import kvengine
 from kvengine import saved
 from kvengine.errors import CacheError
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_names import CACHE
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.names import CACHE
 from kvengine.policies.retention import Replay
 from kvengine.policies.retention.kvzip import KVzip
 from kvengine.text import Text, joined

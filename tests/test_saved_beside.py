@@ -16,7 +16,7 @@ from test_tampered import BAD, changed, places
 import kvengine
 from kvengine import saved
 from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, KVEngineError
-from kvengine.hf_states import has_states
+from kvengine.hf.states import has_states
 from kvengine.offload.container import pack, read_file
 
 STATES = {

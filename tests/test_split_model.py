@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 import kvengine
 from kvengine import saved
 from kvengine.errors import UnsupportedPolicy
-from kvengine.hf_devices import first_device, layer_devices, offloaded
+from kvengine.hf.devices import first_device, layer_devices, offloaded
 from kvengine.offload import stores
 from kvengine.prefix import Prefix
 from kvengine.speculative import TriForce

@@ -16,9 +16,9 @@ from kvengine.errors import CacheError, EvaluationError
 from kvengine.evals.engine import CacheSession
 from kvengine.evals.together import Fed
 from kvengine.evals.together import read as read_together
-from kvengine.hf_layer import EngineLayer
-from kvengine.hf_names import CACHE
-from kvengine.hf_states import StatefulLayer, back, check_back, has_states, held_states, settle
+from kvengine.hf.layer import EngineLayer
+from kvengine.hf.names import CACHE
+from kvengine.hf.states import StatefulLayer, back, check_back, has_states, held_states, settle
 
 BOTH = ("falcon_h1", "zamba2", "zaya")
 """Layers that keep states and tokens."""

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 import kvengine
 from kvengine import EngineCache
 from kvengine.errors import ModelError
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 
 PREFIX = 5
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from kvengine.evals.duo.data import Passkeys, Sample
 from kvengine.evals.statistics import interval, paired
-from kvengine.hf import patched
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_names import passed
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.names import passed
+from kvengine.hf.patching import patched
 from kvengine.policies.routing.duo import write_pattern
 
 Alpha = Sequence[Sequence[float]]

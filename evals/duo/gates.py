@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvengine.errors import ModelError
-from kvengine.hf import attention_modules, check_model
-from kvengine.hf_states import beyond_tokens
+from kvengine.hf.patching import attention_modules, check_model
+from kvengine.hf.states import beyond_tokens
 
 NAME = "kvengine_duo"
 

@@ -23,8 +23,8 @@ from torch import Tensor
 import kvengine
 from kvengine.errors import EvaluationError, KVEngineError, refusal
 from kvengine.evals.policies import STOCK
-from kvengine.hf_names import CACHE
-from kvengine.hf_states import stock_tensors
+from kvengine.hf.names import CACHE
+from kvengine.hf.states import stock_tensors
 
 WAYS = ("eager", "recorded", "fused")
 """How steps may be made: by the model's own forward pass; recorded once and replayed; so, and fused by torch's compiler."""

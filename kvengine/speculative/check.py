@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy, unknown
-from kvengine.hf import check_model
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_generate import check_mode
-from kvengine.hf_names import NAMES, cache_among
-from kvengine.hf_states import beyond_tokens, keeps_states
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.generate import check_mode
+from kvengine.hf.names import NAMES, cache_among
+from kvengine.hf.patching import check_model
+from kvengine.hf.states import beyond_tokens, keeps_states
 from kvengine.policies.routing.uniform import Uniform
 from kvengine.readers import sources
 from kvengine.speculative.law import REMEMBERING

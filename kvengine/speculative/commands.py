@@ -70,7 +70,7 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="draw among so many of the likeliest; 0: among all")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="end at this text (may be repeated)")] = None,
     seed: Seed = None,
-    report: Annotated[bool, typer.Option("--report/--no-report", help="print what it cost")] = False,
+    report: Annotated[bool, typer.Option("--report/--no-report", help="say on standard error what it cost")] = False,
     record: Annotated[bool, typer.Option("--record/--no-record", help="on a GPU, record a step and replay it")] = False,
     fuse: Fuse = False,
     judge_every: JudgeEvery = None,
@@ -86,7 +86,7 @@ def generate(
         import torch
         from transformers import TextStreamer
 
-        from kvengine.hf import patch
+        from kvengine.hf.patching import patch
         from kvengine.speculative.triforce import TriForce
         from kvengine.stack import Stack
 
@@ -113,7 +113,7 @@ def generate(
         # Coupled: the text of a seed must not depend on how much is drafted, which "auto" decides by the clock.
         decoder.generate(ids.to(target.device), seed=seed, coupled=seed is not None and drafted == "auto", **options)
         if report:
-            console.print(str(decoder.report), highlight=False, markup=False)
+            Console(stderr=True).print(str(decoder.report), highlight=False, markup=False)
 
 
 def check_together(

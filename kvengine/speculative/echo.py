@@ -19,10 +19,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvengine.errors import PolicyError
-from kvengine.hf_back import adopt
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_layer import EngineLayer, Heard
-from kvengine.hf_replay import given
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.layer import EngineLayer, Heard
+from kvengine.hf.replay import given
+from kvengine.hf.rewind import adopt
 from kvengine.session import Call
 from kvengine.speculative.law import Text
 from kvengine.speculative.places import LayerPlaces, judged

@@ -7,7 +7,7 @@ from typing import cast
 
 from torch import nn
 
-from kvengine.hf_cache import EngineCache
+from kvengine.hf.cache import EngineCache
 from kvengine.speculative.ahead import Round, expected_tokens
 from kvengine.speculative.branch import Branching
 from kvengine.speculative.session import Guest, Session

@@ -10,7 +10,7 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 from kvengine.errors import ModelError
-from kvengine.hf_rope import DYNAMIC, LONG, turning_point
+from kvengine.hf.rope import DYNAMIC, LONG, turning_point
 from kvengine.speculative.clock import Clock, Watch
 from kvengine.speculative.law import Text, known
 from kvengine.speculative.report import Report

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvengine.errors import CacheError
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_devices import first_device
-from kvengine.hf_names import CACHE
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.devices import first_device
+from kvengine.hf.names import CACHE
 from kvengine.speculative.accept import ROOT, Draft
 from kvengine.speculative.law import Text
 

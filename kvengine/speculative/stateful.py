@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvengine.hf_back import adopt, all_back
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_replay import given
-from kvengine.hf_states import Kept, has_states, take_over
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.replay import given
+from kvengine.hf.rewind import adopt, all_back
+from kvengine.hf.states import Kept, has_states, take_over
 from kvengine.speculative.echo import Ear
 from kvengine.speculative.law import Text
 from kvengine.speculative.session import LATE, Logits, Session

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvengine.cache import Stock
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_cross import engine_layers
-from kvengine.hf_layer import EngineLayer
-from kvengine.hf_names import CACHE
-from kvengine.hf_states import beyond_tokens
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.cross import engine_layers
+from kvengine.hf.layer import EngineLayer
+from kvengine.hf.names import CACHE
+from kvengine.hf.states import beyond_tokens
 from kvengine.readers import sources
 from kvengine.session import Call
 from kvengine.session import Session as Shared

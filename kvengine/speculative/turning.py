@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import torch
 
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_devices import first_device
-from kvengine.hf_generate import PREPARING
-from kvengine.hf_names import cache_among, passed
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.devices import first_device
+from kvengine.hf.generate import PREPARING
+from kvengine.hf.names import cache_among, passed
 from kvengine.speculative.law import Text
 
 

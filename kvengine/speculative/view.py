@@ -24,8 +24,8 @@ from torch import Tensor
 from kvengine import _ops as ops
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, UnsupportedPolicy
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_layer import EngineLayer
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.layer import EngineLayer
 from kvengine.kernels.attention import attention
 from kvengine.kernels.merge_states import merge_states
 from kvengine.policies._budget import tokens

@@ -75,6 +75,9 @@ class Tidal(Selection):
         start: the first layer that chooses; those before it read everything.
         reselect: the layer that chooses again: its number, or that as a fraction of the layers; 0 never.
         reduce: how the heads of a query group agree.
+
+    Raises:
+        UnsupportedPolicy: for a model without a layer behind `start`, or without layer `reselect`.
     """
 
     budget: Budget = 512
@@ -99,6 +102,19 @@ class Tidal(Selection):
                     f"'tidal' reads the same tokens in all layers, but {name_of(policy)!r} {what} each layer's heads "
                     f"tokens of their own; use {name_of(plain())!r}, or a selection that chooses in every layer (quest)"
                 )
+
+    def check_depth(self, layers: int) -> None:
+        if self.start + 1 >= layers:
+            lower = f"Use tidal(start={layers - 2}), or" if layers > 1 else "Use"
+            raise UnsupportedPolicy(
+                f"'tidal' chooses at layer {self.start} what the layers behind it read, and this model, of {layers} layers, has "
+                f"none there: all would read everything. {lower} a selection that chooses in every layer (quest)"
+            )
+        if isinstance(self.reselect, int) and self.reselect >= layers:
+            raise UnsupportedPolicy(
+                f"tidal(reselect={self.reselect}): this model's layers are 0 to {layers - 1}; 0 chooses once, and a float is a "
+                "fraction of the depth"
+            )
 
     @property
     def reads(self) -> Budget:

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import kvengine
 from kvengine import EngineCache, saved
 from kvengine.errors import ModelError
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "d_model": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,

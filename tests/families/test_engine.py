@@ -6,7 +6,7 @@ from families import configs
 
 import kvengine
 from kvengine.errors import UnsupportedPolicy
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 
 TOKENS = 64
 FEW = 24  # three windows

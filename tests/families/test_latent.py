@@ -19,7 +19,7 @@ import kvengine
 from kvengine import latent, saved, tail
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, KernelError, UnsupportedPolicy
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 from kvengine.kernels import dispatch
 from kvengine.kernels.attention import attention
 from kvengine.lane import Lane

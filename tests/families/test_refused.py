@@ -9,12 +9,12 @@ import transformers
 from families.configs import BASE, LATENTS, NOT_GROUPED, build, padded_batch
 
 import kvengine
-from kvengine import hf_trial
 from kvengine.errors import ModelError
-from kvengine.hf import STATE
-from kvengine.hf_attention import Seam, engine_attention
-from kvengine.hf_mask import LazyMask
-from kvengine.hf_names import CACHE
+from kvengine.hf import trial
+from kvengine.hf.attention import Seam, engine_attention
+from kvengine.hf.mask import LazyMask
+from kvengine.hf.names import CACHE
+from kvengine.hf.patching import STATE
 
 DSA = {**LATENTS, "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 JET = {"kv_channels": 16, "num_local_experts": 2, "num_experts_per_tok": 2}
@@ -71,7 +71,7 @@ def test_refused_with_a_reason(name: str) -> None:
 @pytest.mark.skipif(not hasattr(transformers, "DoryForCausalLM"), reason="this transformers has no Dory")
 def test_layers_that_a_model_adds_are_refused_by_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if its attention did not tell by an argument that it is run several times over."""
-    monkeypatch.setattr("kvengine.hf.check_layers", lambda *_: None)
+    monkeypatch.setattr("kvengine.hf.patching.check_layers", lambda *_: None)
     found: Any = transformers.DoryForCausalLM
     loops = {"n_input_layers": 1, "n_output_layers": 1, "layer_types": ["full_attention"] * 3}
     model = found(found.config_class(**BASE | loops)).eval()
@@ -130,7 +130,7 @@ def test_what_cannot_be_tried_is_refused_by_the_first_pass(name: str, monkeypatc
     model_class, options, without, match = REFUSED[name]
     found = getattr(transformers, model_class)
     model = found(found.config_class(**{k: v for k, v in BASE.items() if k not in without} | options)).float().eval()
-    monkeypatch.setattr(hf_trial, "attempt", lambda *_: None)
+    monkeypatch.setattr(trial, "attempt", lambda *_: None)
     kvengine.patch(model, "full")
     with pytest.raises(ModelError, match=match.removesuffix("$") + ".*call kvengine.unpatch"):
         model.generate(**padded_batch(), max_new_tokens=12, do_sample=False)

@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicLayer
 import kvengine
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.evals import bundled_model
-from kvengine.hf_names import CACHE
-from kvengine.hf_rope import rope_of
+from kvengine.hf.names import CACHE
+from kvengine.hf.rope import rope_of
 from kvengine.rope import Rope
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}

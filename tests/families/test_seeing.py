@@ -16,8 +16,8 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 import kvengine
 from kvengine import EngineCache, saved
 from kvengine.errors import ModelError, UnsupportedPolicy
-from kvengine.hf_brought import Brought
-from kvengine.hf_names import CACHE
+from kvengine.hf.brought import Brought
+from kvengine.hf.names import CACHE
 from kvengine.offload import stores
 from kvengine.prefix import Prefix
 from kvengine.shifts import Shifts

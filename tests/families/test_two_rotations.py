@@ -14,9 +14,9 @@ from transformers import LogitsProcessor
 
 import kvengine
 from kvengine.errors import UnsupportedPolicy
-from kvengine.hf_generate import PREPARING
-from kvengine.hf_names import CACHE, cache_among
-from kvengine.hf_rope import looks
+from kvengine.hf.generate import PREPARING
+from kvengine.hf.names import CACHE, cache_among
+from kvengine.hf.rope import looks
 from kvengine.speculative import TriForce
 
 SHORT, END = 32, 126

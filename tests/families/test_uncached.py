@@ -9,7 +9,7 @@ from families.configs import BASE, build, padded_batch
 
 import kvengine
 from kvengine.errors import ModelError
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 
 POLICY = "snapkv(budget=12, window=4)"
 SAYS = r"Llama.*says use_cache=False.*'snapkv\(budget=12, window=4\)' would do nothing.*Pass use_cache=True"

@@ -12,9 +12,9 @@ from transformers.masking_utils import and_masks, causal_mask_function, or_masks
 
 import kvengine
 from kvengine.errors import CacheError
-from kvengine.hf_attention import Stock
-from kvengine.hf_names import CACHE
-from kvengine.hf_window import window_of
+from kvengine.hf.attention import Stock
+from kvengine.hf.names import CACHE
+from kvengine.hf.window import window_of
 
 WINDOW = 8
 FAMILIES = ["mistral_window", "gemma2", "gemma3", "gpt_oss"]

@@ -18,7 +18,7 @@ from support_device import Device, Pretended, there
 import kvengine
 from kvengine.errors import PolicyError
 from kvengine.fixed import refusal
-from kvengine.hf_compiled import CompiledDecode
+from kvengine.hf.compiled import CompiledDecode
 from kvengine.speculative.triforce import TriForce
 from kvengine.stack import Stack
 

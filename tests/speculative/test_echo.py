@@ -12,7 +12,7 @@ from torch import Tensor
 import kvengine
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, PolicyError, UnsupportedPolicy
-from kvengine.hf_cache import EngineCache
+from kvengine.hf.cache import EngineCache
 from kvengine.session import Call
 from kvengine.speculative.accept import Draft
 from kvengine.speculative.echo import Echo, Refresh

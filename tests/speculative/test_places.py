@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvengine
 from kvengine.errors import UnsupportedPolicy
-from kvengine.hf_cache import EngineCache
+from kvengine.hf.cache import EngineCache
 from kvengine.speculative.echo import Echo, Refresh
 from kvengine.speculative.law import Text
 from kvengine.speculative.places import LayerPlaces, why_not

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kvengine
 from kvengine.errors import PolicyError
-from kvengine.hf_cache import EngineCache
+from kvengine.hf.cache import EngineCache
 from kvengine.policies.representation.dense import Dense
 from kvengine.policies.representation.quantspec import QuantSpec
 from kvengine.speculative.accept import Draft

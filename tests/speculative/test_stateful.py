@@ -11,7 +11,7 @@ from families import configs
 
 import kvengine
 from kvengine.errors import ModelError, UnsupportedPolicy
-from kvengine.hf_states import Kept, has_states, held_states
+from kvengine.hf.states import Kept, has_states, held_states
 from kvengine.speculative import TriForce
 from kvengine.speculative.accept import rule
 from kvengine.speculative.clock import Watch

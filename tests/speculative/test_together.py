@@ -27,8 +27,8 @@ from transformers import (
 
 import kvengine
 from kvengine.errors import ModelError
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_names import CACHE
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.names import CACHE
 from kvengine.speculative.accept import Draft
 from kvengine.speculative.clock import Watch
 from kvengine.speculative.run import padded, texts

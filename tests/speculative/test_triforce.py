@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvengine
 from kvengine.errors import CacheError, ModelError, PolicyError, UnknownPolicy, UnsupportedPolicy
-from kvengine.hf_cache import EngineCache
+from kvengine.hf.cache import EngineCache
 from kvengine.speculative.accept import rule
 from kvengine.speculative.clock import Watch
 from kvengine.speculative.law import Law, Text

@@ -7,7 +7,7 @@ import torch
 from support import SMALL, Bare, greedy, patched, prompts
 from torch import Tensor
 
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 
 CODES = ["dense", "kivi", "quantspec", "lowrank", "turboquant", "zipcache"]
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import kvengine
 from kvengine.errors import CacheError, PolicyError, UnsupportedPolicy
-from kvengine.hf_names import CACHE
+from kvengine.hf.names import CACHE
 from kvengine.policies.retention.kvzip import best_of_all
 from kvengine.session import Call
 from kvengine.stack import Stack

@@ -131,6 +131,24 @@ def test_a_wrong_layer_is_refused(value: Any) -> None:
         Tidal(reselect=value)
 
 
+@pytest.mark.parametrize(
+    "policy, layers, message",
+    [
+        ("tidal(start=3)", 4, r"has none there: all would read everything. Use tidal\(start=2\), or a selection"),
+        ("tidal(start=40)", 4, r"Use tidal\(start=2\)"),
+        ("tidal(start=0)", 1, "read everything. Use a selection"),
+        ("tidal(start=1, reselect=4)", 4, "this model's layers are 0 to 3"),
+    ],
+)
+def test_a_model_in_which_no_layer_would_follow_is_refused(policy: str, layers: int, message: str) -> None:
+    """It read everything, without a word."""
+    model = llama(num_hidden_layers=layers)
+    with pytest.raises(UnsupportedPolicy, match=message):
+        kvengine.patch(model, policy)
+    if layers > 1:
+        kvengine.patch(model, "tidal(start=2, reselect=3)")
+
+
 # Correction
 
 

@@ -17,10 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvengine.errors import CacheError
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_cross import engine_layers, stock_layers
-from kvengine.hf_names import NAMES
-from kvengine.hf_states import has_states
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.cross import engine_layers, stock_layers
+from kvengine.hf.names import NAMES
+from kvengine.hf.states import has_states
 from kvengine.session import BROKEN, FOREIGN
 
 TAKES = (*NAMES, "cache_params")
@@ -60,7 +60,7 @@ def leading(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], te
         raise CacheError(FOREIGN)
     seen, parts = cache.seen, cache.session.parts
     if parts is not None and parts.single is not None and seen == parts.start:
-        return  # tokens that are not counted come before others: who has them taken has noted it (hf_ragged)
+        return  # tokens that are not counted come before others: who has them taken has noted it (`kvengine.hf.ragged`)
     if cache.session.led == seen:
         raise CacheError(BROKEN)
     cache.session.led = seen

@@ -11,12 +11,12 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvengine import hf_states, hf_window
 from kvengine.errors import CacheError
 from kvengine.heads import check_layer_back, check_settled
-from kvengine.hf_cross import CrossLayer
-from kvengine.hf_held import HeldWindow
-from kvengine.hf_layer import BREAKS, EngineLayer
+from kvengine.hf import states, window
+from kvengine.hf.cross import CrossLayer
+from kvengine.hf.held_window import HeldWindow
+from kvengine.hf.layer import BREAKS, EngineLayer
 from kvengine.session import BROKEN, Session
 
 
@@ -43,7 +43,7 @@ def adopt(layer: Any, its: Any, late: int) -> None:
     Nothing is copied: transformers' windows put new tensors in the place of old ones and change none.
     """
     if getattr(its, "sliding_window", None) is not None and its.is_initialized:
-        vars(layer).update(hf_states.tokens_of(its))
+        vars(layer).update(states.tokens_of(its))
         layer._sliding_window_tensor = its._sliding_window_tensor
         back(layer, late)
 
@@ -54,17 +54,12 @@ def check_back(layer: Any, n: int, seen: int) -> None:
         layer.check_free()
     if not n:
         return
-    if hf_states.has_states(layer):
-        hf_states.check_back(layer, n, seen)
-    window = getattr(layer, "sliding_window", None)
-    if (
-        window is not None
-        and layer.is_initialized
-        and seen >= window
-        and layer.keys.shape[-2] < min(seen, window - 1 + n)
-    ):
+    if states.has_states(layer):
+        states.check_back(layer, n, seen)
+    size = getattr(layer, "sliding_window", None)
+    if size is not None and layer.is_initialized and seen >= size and layer.keys.shape[-2] < min(seen, size - 1 + n):
         raise CacheError(
-            f"cannot go back by {n} tokens: a layer with a window of {window} has given up what would come back into it. "
+            f"cannot go back by {n} tokens: a layer with a window of {size} has given up what would come back into it. "
             "Call cache.activate_past_recording() before the tokens that may have to be taken back"
         )
 
@@ -73,8 +68,8 @@ def back(layer: Any, n: int) -> None:
     """Take back `n` tokens of what is transformers' own in a layer, which may be asked again."""
     if not n or type(layer) is CrossLayer:
         return
-    if hf_states.has_states(layer):
-        hf_states.back(layer, n)
+    if states.has_states(layer):
+        states.back(layer, n)
     if isinstance(layer, EngineLayer) or getattr(layer, "keys", None) is None:
         return
     # `crop` would cut a window's other end too.
@@ -83,7 +78,7 @@ def back(layer: Any, n: int) -> None:
         layer.cumulative_length -= n
 
 
-def all_back(layers: list[Any], session: Session, n: int, seen: int, kept: hf_states.Kept | None = None) -> None:
+def all_back(layers: list[Any], session: Session, n: int, seen: int, kept: states.Kept | None = None) -> None:
     """Take back the last `n` of `seen` tokens from every layer, or refuse and leave all as they are. States that have absorbed
     the tokens go back to those that were `kept`."""
     if session.led == seen:
@@ -91,13 +86,13 @@ def all_back(layers: list[Any], session: Session, n: int, seen: int, kept: hf_st
     for layer in layers:
         if isinstance(layer, EngineLayer):
             check_layer_back(layer.cache, n)
-        if kept is None or not hf_states.has_states(layer):
+        if kept is None or not states.has_states(layer):
             check_back(layer, n, seen)
     with session.changing():
         for layer in layers:
             if isinstance(layer, EngineLayer):
                 layer.cache.rollback(n)
-            if kept is None or not hf_states.has_states(layer):
+            if kept is None or not states.has_states(layer):
                 back(layer, n)
         if kept is not None:
             kept.put_back()
@@ -108,11 +103,11 @@ def settle(layer: Any) -> None:
     """What transformers' own in a layer recorded is history."""
     if not getattr(layer, "record_past", False):
         return
-    if hf_states.has_states(layer):
-        hf_states.settle(layer)
+    if states.has_states(layer):
+        states.settle(layer)
     if getattr(layer, "sliding_window", None) is not None and layer.is_initialized:
         DynamicSlidingWindowLayer.crop(layer, 0)  # gives up what a window has passed
-        hf_window.let_go(layer)
+        window.let_go(layer)
 
 
 @contextmanager
@@ -158,10 +153,10 @@ def sequences(layer: Any) -> int | None:
 
 def repeat(layer: Any, repeats: int) -> None:
     """Repeat each row of one of transformers' own layers."""
-    if not hf_states.has_states(layer):
+    if not states.has_states(layer):
         layer.batch_repeat_interleave(repeats)
-    elif states := hf_states.held_states(layer):
-        layer.reorder_cache(torch.arange(len(states[0])).repeat_interleave(repeats))
+    elif held := states.held_states(layer):
+        layer.reorder_cache(torch.arange(len(held[0])).repeat_interleave(repeats))
 
 
 def emptied(layer: Any, new: Any) -> Any:

@@ -19,16 +19,16 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from kvengine import hf_parts
 from kvengine.errors import ModelError
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_drafts import unpatch_drafter
-from kvengine.hf_ended import Ends, behind
-from kvengine.hf_forward import PAGED, PREPARED
-from kvengine.hf_names import CACHE, NAMES, cache_among, renamed
-from kvengine.hf_rope import LONG, turning_point
-from kvengine.hf_shifts import SAID, note, positions
-from kvengine.hf_states import Aside, has_states
+from kvengine.hf import parts
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.drafts import unpatch_drafter
+from kvengine.hf.ended import Ends, behind
+from kvengine.hf.forward import PAGED, PREPARED
+from kvengine.hf.names import CACHE, NAMES, cache_among, renamed
+from kvengine.hf.rope import LONG, turning_point
+from kvengine.hf.rope_deltas import SAID, note, positions
+from kvengine.hf.states import Aside, has_states
 from kvengine.stack import Stack
 
 STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
@@ -115,7 +115,7 @@ def prepare_cache(
         )
     note(given, generation_config)
     total, drafting = prompt_length(generation_config, model_kwargs), bool(generation_config.is_assistant)
-    hf_parts.announce(given, getattr(self, STATE).judge_every, total, drafting, assisted)
+    parts.announce(given, getattr(self, STATE).judge_every, total, drafting, assisted)
     vars(given.session).update(options=weakref.ref(generation_config), lent=assisted and not given.session.recording)
     BEGUN.set((weakref.ref(given), not given.nameless or generation_config.return_dict_in_generate))
 
@@ -214,7 +214,7 @@ def prefill(
     token = PREPARED.set(cache if isinstance(cache, EngineCache) else None)
     whole, given = partial(read, self), (input_ids, generation_config, model_kwargs, *args)
     try:
-        return hf_parts.read(whole, self, getattr(self, STATE).judge_every, total, *given, **kw)
+        return parts.read(whole, self, getattr(self, STATE).judge_every, total, *given, **kw)
     finally:
         PREPARED.reset(token)
 
@@ -370,7 +370,7 @@ def chosen_options(self: PreTrainedModel, generation_config: Any = None, **kwarg
 
 def generate(self: PreTrainedModel | None, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `generate` of a model that was patched with `record`."""
-    from kvengine.hf_compiled import compile_decode  # which needs what is here
+    from kvengine.hf.compiled import compile_decode  # which needs what is here
 
     if self is None:
         raise ModelError("the model whose generate() this is, is gone: keep it in a variable, and call it there")

@@ -14,16 +14,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvengine import hf_states, hf_window, latent
+from kvengine import latent
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.gradients import copied
-from kvengine.hf_back import all_back, changing_rows, check_even, chosen_rows, emptied, repeat, settle
-from kvengine.hf_cross import engine_layers, show_empty, stock_layers
-from kvengine.hf_held import HeldWindow
-from kvengine.hf_layer import BREAKS, COPIED, EngineLayer, compiling
-from kvengine.hf_names import passed
-from kvengine.hf_rope import needs_rope, rope_for
+from kvengine.hf import states, window
+from kvengine.hf.cross import engine_layers, show_empty, stock_layers
+from kvengine.hf.held_window import HeldWindow
+from kvengine.hf.layer import BREAKS, COPIED, EngineLayer, compiling
+from kvengine.hf.names import passed
+from kvengine.hf.rewind import all_back, changing_rows, check_even, chosen_rows, emptied, repeat, settle
+from kvengine.hf.rope import needs_rope, rope_for
 from kvengine.readers import sources
 from kvengine.rope import Rope
 from kvengine.session import FOREIGN, Session
@@ -73,7 +74,7 @@ class EngineCache(Cache):
     unread: Callable[[EngineCache], None] | None = None  # told if it goes, and nobody went on with it or looked at it
 
     def __init__(self, model: nn.Module, stack: str | Stack | None = None, *, positions: bool = False) -> None:
-        from kvengine.hf import STATE, check_stack  # the two files are one edge; this breaks the circle
+        from kvengine.hf.patching import STATE, check_stack  # the two files are one edge; this breaks the circle
 
         if not hasattr(model, STATE):
             raise ModelError("an engine cache needs a patched model; call kvengine.patch(model) first")
@@ -99,7 +100,7 @@ class EngineCache(Cache):
         self.sources = sources(self.config)
         readers = Counter(self.sources.values())
         layers = [
-            hf_states.engine_layer(layer, self.stack, i, len(stock), self.session, readers[i]) if ours[i] else layer
+            states.engine_layer(layer, self.stack, i, len(stock), self.session, readers[i]) if ours[i] else layer
             for i, layer in enumerate(stock)
         ]
         show_empty(layers)
@@ -131,12 +132,12 @@ class EngineCache(Cache):
         if torch.compiler.is_compiling():  # which would compile for each layer's number
             return aside(self, key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
         layer: Any = self.layers[layer_idx]
-        if type(layer) in (EngineLayer, hf_states.StatefulLayer) and layer.layer != layer_idx:
+        if type(layer) in (EngineLayer, states.StatefulLayer) and layer.layer != layer_idx:
             raise ModelError(f"layer {layer_idx} of this cache is a copy of layer {layer.layer}{COPIED}")
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         if getattr(layer, "sliding_window", None) is None:
             return keys, values
-        return hf_window.handed_over(layer, keys, values, key_states.shape[2])
+        return window.handed_over(layer, keys, values, key_states.shape[2])
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Asked for before any layer has run, so by then it must be the engine's attention that will; by some models (Inkling)
@@ -165,8 +166,8 @@ class EngineCache(Cache):
             for layer in self.layers:
                 if isinstance(layer, EngineLayer):
                     layer.cache = copied(layer.cache, memo, THAWED)
-                if hf_states.has_states(layer):
-                    hf_states.thaw(layer)
+                if states.has_states(layer):
+                    states.thaw(layer)
             session.inferred = False
 
     def layer_for(self, module: nn.Module) -> EngineLayer | None:
@@ -389,7 +390,7 @@ class EngineCache(Cache):
         """What the cache holds and reads, counted on its tensors."""
         self.unread = None
         read = Counter(self.sources.values())  # by later layers too
-        stock = [x for i, layer in enumerate(self.layers) for x in hf_states.stock_tensors(layer) * (1 + read[i])]
+        stock = [x for i, layer in enumerate(self.layers) for x in states.stock_tensors(layer) * (1 + read[i])]
         return measure(self.engines, stock, self.seen)
 
 

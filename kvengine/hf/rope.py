@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from kvengine.errors import ModelError, UnsupportedPolicy
-from kvengine.hf_devices import first_device
-from kvengine.hf_names import passed
-from kvengine.hf_states import grows
+from kvengine.hf.devices import first_device
+from kvengine.hf.names import passed
+from kvengine.hf.states import grows
 from kvengine.policies import name_of
 from kvengine.rope import Rope
 from kvengine.stack import Stack

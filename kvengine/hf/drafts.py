@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvengine.errors import UnsupportedPolicy
-from kvengine.hf_cache import NAME, EngineCache
+from kvengine.hf.cache import NAME, EngineCache
 from kvengine.stack import Stack
 
 SHARED = "return_shared_kv_states"

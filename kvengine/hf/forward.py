@@ -16,10 +16,10 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from kvengine.errors import ModelError
-from kvengine.hf_cache import NAME, Chosen, EngineCache
-from kvengine.hf_drafts import SHARED, check_shared, share
-from kvengine.hf_layer import BREAKS, WEIGHTS, EngineLayer
-from kvengine.hf_names import NAMES, OTHER, name_of_cache, own_name, renamed
+from kvengine.hf.cache import NAME, Chosen, EngineCache
+from kvengine.hf.drafts import SHARED, check_shared, share
+from kvengine.hf.layer import BREAKS, WEIGHTS, EngineLayer
+from kvengine.hf.names import NAMES, OTHER, name_of_cache, own_name, renamed
 from kvengine.stack import Stack
 
 PREPARED: ContextVar[EngineCache | None] = ContextVar("prepared", default=None)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_layer import BREAKS
-from kvengine.hf_names import cache_among
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.layer import BREAKS
+from kvengine.hf.names import cache_among
 
 KEPT, PLACES = "rope_deltas", "position_ids"
 IDS, VECTORS = "input_ids", "inputs_embeds"

@@ -16,13 +16,13 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvengine import hf_states
 from kvengine.errors import UnsupportedPolicy
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_forward import caching
-from kvengine.hf_layer import BREAKS, EngineLayer
-from kvengine.hf_mask import LazyMask
-from kvengine.hf_names import NAMES, cache_given, name_of_cache
+from kvengine.hf import states
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.forward import caching
+from kvengine.hf.layer import BREAKS, EngineLayer
+from kvengine.hf.mask import LazyMask
+from kvengine.hf.names import NAMES, cache_given, name_of_cache
 from kvengine.replay import conclude
 from kvengine.text import Fed
 
@@ -185,7 +185,7 @@ def complete(part: Any, names: list[str], cache: EngineCache) -> None:
     try:
         for fed in session.text.plan(how, due, embed):
             # transformers' own layers take what is fed, and states do, so it is copies that do
-            cache.layers = [x if type(x) is EngineLayer else hf_states.spare(x) for x in layers]
+            cache.layers = [x if type(x) is EngineLayer else states.spare(x) for x in layers]
             session.again, run = fed.again, partial(part, **inputs(cache, fed, names))
             with torch.no_grad():
                 Context().run(run)  # whoever listens to the pass outside hears nothing

@@ -1,4 +1,4 @@
-"""A sliding-window layer of transformers' held still, so that a decode step can be recorded (`kvengine.hf_compiled`).
+"""A sliding-window layer of transformers' held still, so that a decode step can be recorded (`kvengine.hf.compiled`).
 
 Its cache grows by moving: every token makes new tensors. Held still, a token's slot is its number modulo the window, so
 that the newest token takes the place of the one that it pushes out of sight, and what is there is what is seen.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from kvengine import hf_states
+from kvengine.hf import states
 
 
 class CrossLayer(DynamicLayer):
@@ -21,12 +21,12 @@ class CrossLayer(DynamicLayer):
 def stock_layers(config: Any) -> list[Any]:
     """The layers of a new cache before the engine takes its own; those of images are told from those of text."""
     cross = getattr(config, "cross_attention_layers", None) or ()
-    return [CrossLayer() if i in cross else x for i, x in enumerate(hf_states.text_layers(config))]
+    return [CrossLayer() if i in cross else x for i, x in enumerate(states.text_layers(config))]
 
 
 def engine_layers(config: Any) -> list[bool]:
     """Which layers the engine replaces: those with a plain, growing key-value cache, be it beside states."""
-    return [hf_states.grows(layer, config) for layer in stock_layers(config)]
+    return [states.grows(layer, config) for layer in stock_layers(config)]
 
 
 def show_empty(layers: list[Any]) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_forward import tensors_in
-from kvengine.hf_names import CACHE
-from kvengine.hf_rope import LONG, turning_point
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.forward import tensors_in
+from kvengine.hf.names import CACHE
+from kvengine.hf.rope import LONG, turning_point
 from kvengine.policies import name_of
 from kvengine.stack import Stack
 

@@ -10,12 +10,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from kvengine import hf_window, latent
+from kvengine import latent
 from kvengine.errors import ModelError, UnsupportedPolicy
-from kvengine.hf_held import HeldWindow
-from kvengine.hf_layer import BREAKS, WEIGHTS, EngineLayer
-from kvengine.hf_mask import UNPATCH, LazyMask
-from kvengine.hf_previous import as_before
+from kvengine.hf import window
+from kvengine.hf.held_window import HeldWindow
+from kvengine.hf.layer import BREAKS, WEIGHTS, EngineLayer
+from kvengine.hf.mask import UNPATCH, LazyMask
+from kvengine.hf.previous import as_before
 from kvengine.kernels.causal_attention import causal_attention, quicker
 from kvengine.session import Call
 from kvengine.stack import Stack
@@ -100,7 +101,7 @@ def attend(
     options = {"scaling": scaling, "dropout": dropout, **kwargs}
     stock = Stock(module, query, attention_mask, kvengine.previous, options, (key, value))
     if layer is None:
-        out = hf_window.read(stock, attention_mask, key, value) if query.shape[2] > 1 and stock.simple else None
+        out = window.read(stock, attention_mask, key, value) if query.shape[2] > 1 and stock.simple else None
         return stock.run(key, value) if out is None else (out, None)
     if kwargs.get("output_attentions"):
         raise ModelError(WEIGHTS)

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from kvengine.errors import CacheError
-from kvengine.hf_layer import EngineLayer
+from kvengine.hf.layer import EngineLayer
 from kvengine.session import Session
 from kvengine.stack import Stack
 

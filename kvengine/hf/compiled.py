@@ -29,17 +29,17 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvengine import latent
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer, check_kind, refusal
-from kvengine.hf_brought import Brought
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_cross import CrossLayer
-from kvengine.hf_devices import offloaded, uncollected, wraps
-from kvengine.hf_fused import Fused
-from kvengine.hf_generate import STATE, Decoder, check_mode
-from kvengine.hf_held import HeldWindow, can_hold, empty
-from kvengine.hf_layer import EngineLayer
-from kvengine.hf_names import CACHE
-from kvengine.hf_rope import looks
-from kvengine.hf_states import held_states, in_place
+from kvengine.hf.brought import Brought
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.cross import CrossLayer
+from kvengine.hf.devices import offloaded, uncollected, wraps
+from kvengine.hf.fused import Fused
+from kvengine.hf.generate import STATE, Decoder, check_mode
+from kvengine.hf.held_window import HeldWindow, can_hold, empty
+from kvengine.hf.layer import EngineLayer
+from kvengine.hf.names import CACHE
+from kvengine.hf.rope import looks
+from kvengine.hf.states import held_states, in_place
 from kvengine.kernels import dispatch
 from kvengine.kernels.streams import side_stream
 from kvengine.rope import Rope

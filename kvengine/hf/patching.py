@@ -24,24 +24,24 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 from kvengine import latent
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
-from kvengine.hf_attention import Seam, engine_attention
-from kvengine.hf_cache import NAME, Chosen, EngineCache
-from kvengine.hf_compiled import How, compile_decode
-from kvengine.hf_cross import engine_layers
-from kvengine.hf_devices import wraps
-from kvengine.hf_forward import caching, hook_passes, hook_vectors
-from kvengine.hf_generate import METHODS, PREPARING, RECORDING, Method
-from kvengine.hf_generate import STATE as STATE
-from kvengine.hf_led import hook_led
-from kvengine.hf_mask import LazyMask
-from kvengine.hf_names import CACHE
-from kvengine.hf_parts import check_size
-from kvengine.hf_parts import check_stack as check_parts
-from kvengine.hf_ragged import hook_ragged
-from kvengine.hf_replay import hook_replays
-from kvengine.hf_rope import rope_for
-from kvengine.hf_shifts import hook_shifts
-from kvengine.hf_trial import check_modules
+from kvengine.hf.attention import Seam, engine_attention
+from kvengine.hf.cache import NAME, Chosen, EngineCache
+from kvengine.hf.compiled import How, compile_decode
+from kvengine.hf.cross import engine_layers
+from kvengine.hf.devices import wraps
+from kvengine.hf.forward import caching, hook_passes, hook_vectors
+from kvengine.hf.generate import METHODS, PREPARING, RECORDING, Method
+from kvengine.hf.generate import STATE as STATE
+from kvengine.hf.interrupted import hook_led
+from kvengine.hf.mask import LazyMask
+from kvengine.hf.names import CACHE
+from kvengine.hf.parts import check_size
+from kvengine.hf.parts import check_stack as check_parts
+from kvengine.hf.ragged import hook_ragged
+from kvengine.hf.replay import hook_replays
+from kvengine.hf.rope import rope_for
+from kvengine.hf.rope_deltas import hook_shifts
+from kvengine.hf.trial import check_modules
 from kvengine.policies import name_of
 from kvengine.stack import Channels, Stack
 
@@ -323,6 +323,7 @@ def check_stack(stack: Stack, text: Any, channels: Channels = frozenset()) -> No
             f"state keep transformers' own), so there is nothing for '{stack}' to do. Use 'full'"
         )
     stack.check_layers(len(layers))
+    stack.selection.check_depth(len(layers))
     again, known = stack.retention.replay, getattr(text, "vocab_size", None)
     if again is not None and known is not None and max((*again.prompt, *again.suffix), default=0) >= known:
         raise PolicyError(

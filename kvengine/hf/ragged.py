@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvengine.errors import CacheError
-from kvengine.hf_cache import EngineCache
-from kvengine.hf_layer import BREAKS, EngineLayer
-from kvengine.hf_names import cache_given
-from kvengine.hf_replay import (
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.layer import BREAKS, EngineLayer
+from kvengine.hf.names import cache_given
+from kvengine.hf.replay import (
     COUNTED,
     IDS,
     KNOWN,
@@ -36,7 +36,7 @@ from kvengine.hf_replay import (
     made_of_tensors,
     parted,
 )
-from kvengine.hf_states import Aside, has_states, in_place, keeps_states
+from kvengine.hf.states import Aside, has_states, in_place, keeps_states
 from kvengine.resuming import singles
 from kvengine.session import BROKEN, Parts
 

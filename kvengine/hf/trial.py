@@ -16,14 +16,14 @@ from transformers.masking_utils import causal_mask_function
 
 from kvengine import latent
 from kvengine.errors import ModelError
-from kvengine.hf_attention import check_brought
-from kvengine.hf_cache import NAME, Chosen, EngineCache
-from kvengine.hf_cross import engine_layers
-from kvengine.hf_devices import device_of, hooks
-from kvengine.hf_mask import UNPATCH, LazyMask
-from kvengine.hf_names import CACHE, name_of_cache
-from kvengine.hf_previous import View
-from kvengine.hf_rope import frequencies_of
+from kvengine.hf.attention import check_brought
+from kvengine.hf.cache import NAME, Chosen, EngineCache
+from kvengine.hf.cross import engine_layers
+from kvengine.hf.devices import device_of, hooks
+from kvengine.hf.mask import UNPATCH, LazyMask
+from kvengine.hf.names import CACHE, name_of_cache
+from kvengine.hf.previous import View
+from kvengine.hf.rope import frequencies_of
 from kvengine.stack import Channels, Stack
 
 TRIAL = f"{NAME}-trial"

@@ -16,8 +16,8 @@ from kvengine.gradients import live
 from kvengine.kernels.span_attention import Band, band_spans, span_attention
 
 if TYPE_CHECKING:
-    from kvengine.hf_attention import Stock
-    from kvengine.hf_mask import LazyMask
+    from kvengine.hf.attention import Stock
+    from kvengine.hf.mask import LazyMask
 
 
 def handed_over(layer: Any, keys: Tensor, values: Tensor, new: int) -> tuple[Tensor, Tensor]:
