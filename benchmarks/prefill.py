@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import kvengine
-from kvengine import _ops as ops
+from kvengine import attending
 from kvengine.hf.names import CACHE
 from kvengine.kernels.causal_attention import causal_attention
 from kvengine.kernels.span_attention import BLOCK, Band, band_spans, causal_spans, pairs, span_attention
@@ -128,8 +128,8 @@ def cases(length: int, device: str) -> dict[str, Way]:
     found[SPARSE] = way(sparse_spans(heads, length), None)
     for text in METHODS:
         method = Stack.parse(text).prefill
-        tally = ops.Tally()
-        call = partial(ops.chosen, q, k, v, position, True, method, method.whole, Call(DIM**-0.5), tally)
+        tally = attending.Tally()
+        call = partial(attending.chosen, q, k, v, position, True, method, method.whole, Call(DIM**-0.5), tally)
         try:
             call()
         except Exception as error:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvengine import answers
-from kvengine._ops import Tally
+from kvengine.attending import Tally
 from kvengine.beside import Beside
 from kvengine.compaction import fill_up, shed
 from kvengine.joint import join

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine import _ops as ops
+from kvengine import attending
 from kvengine.choosing import Choosing
 from kvengine.errors import CacheError
 from kvengine.gradients import watched
@@ -106,15 +106,15 @@ class Lane(Choosing):
         clean = self.tail.clean and (self.pages is None or self.pages.clean)
         some, n = max(0, min(q.shape[2], self.exact_from - self.seen + q.shape[2])), q.shape[2]
         if self.stack.prefill.chooses:
-            return ops.chosen(q, k, v, position, clean, self.stack.prefill, n - some, call, self.tally)
+            return attending.chosen(q, k, v, position, clean, self.stack.prefill, n - some, call, self.tally)
         if band is not None:
             held = k.shape[1] - (n - some)
             self.tally.add(len(q), held - some, held, pairs(band_spans(some, held, band), some, held) if some else None)
             self.tally.add(len(q), held, k.shape[1])
         if band is None or some in (0, n):
-            return ops.by_slot(q, k, v, position, clean, *call, band if some else None)
-        first = ops.by_slot(q[:, :, :some], k[:, :held], v[:, :held], position[:, :held], clean, *call, band)
-        return torch.cat([first, ops.by_slot(q[:, :, some:], k, v, position, clean, *call)], 2)
+            return attending.by_slot(q, k, v, position, clean, *call, band if some else None)
+        first = attending.by_slot(q[:, :, :some], k[:, :held], v[:, :held], position[:, :held], clean, *call, band)
+        return torch.cat([first, attending.by_slot(q[:, :, some:], k, v, position, clean, *call)], 2)
 
     def resume(
         self,
@@ -263,8 +263,8 @@ class Lane(Choosing):
         told = q.is_cuda and q.shape[2] == 1 and not self.tail.clean  # whom it sees, by positions: no mask is made
         if stored is None and not mass and call.bare and self.whole_tail and not told:
             ordered = self.tail.clean and not self.retention.decodes  # slots are, as their tokens
-            fast = ordered and ops.causal_pays(q, k, v)
-            out = ops.causal(q, k, v, call.scale) if fast else ops.whole(q, k, v, self.sees(q), call.scale)
+            fast = ordered and attending.causal_pays(q, k, v)
+            out = attending.causal(q, k, v, call.scale) if fast else attending.whole(q, k, v, self.sees(q), call.scale)
             return watched(out, self.tail), None
         far = None if stored is None else self.attend_pages(stored, q, call, mass)
         parts = [self.near(q, k, v, call, mass)]

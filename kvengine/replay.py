@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine import _ops as ops
-from kvengine import answers
+from kvengine import answers, attending
 from kvengine.errors import CacheError
 from kvengine.kernels.column_peak import column_peak
 from kvengine.session import Call, Session
@@ -114,7 +113,7 @@ def reread(
     keys = torch.cat([lane.turned(held_k, lane.shift()).to(q.dtype), k], 1)
     values = torch.cat([held_v.to(q.dtype), v], 1)
     clean = again.full and lane.tail.clean and (lane.pages is None or lane.pages.clean)
-    return ops.by_slot(q, keys, values, torch.cat([position, fed], 1), clean, *call)
+    return attending.by_slot(q, keys, values, torch.cat([position, fed], 1), clean, *call)
 
 
 def note(

@@ -24,7 +24,7 @@ from test_compiled import DIM, EVERY, PROMPT, STEPS, at, tokens
 from torch import Tensor
 
 import kvengine
-from kvengine import _ops as ops
+from kvengine import attending
 from kvengine.cache import LayerCache
 from kvengine.errors import KernelError
 from kvengine.fixed import FixedLayer
@@ -264,11 +264,11 @@ def test_what_plans_for_each_length_is_not_asked_while_decoding(
         return State(torch.zeros_like(q), q[..., 0])
 
     monkeypatch.setattr("kvengine.kernels.dispatch._best", lambda inputs, native: runs)
-    monkeypatch.setattr(ops, "attention", own)
-    monkeypatch.setattr(ops.F, "scaled_dot_product_attention", stock)
+    monkeypatch.setattr(attending, "attention", own)
+    monkeypatch.setattr(attending.F, "scaled_dot_product_attention", stock)
     with device:
         q, k = torch.zeros(2, 4, 1, 16, device=CUDA), torch.zeros(2, 9, 16, device=CUDA)
-        assert ops.whole(q, k, k, None, 0.25).shape == q.shape
+        assert attending.whole(q, k, k, None, 0.25).shape == q.shape
     assert asked == ["own" if runs == "triton" else "library"]
 
 
@@ -292,7 +292,7 @@ def test_a_gpu_does_not_wait_for_the_c_compiler(device: Device, monkeypatch: pyt
     with device:
         x = torch.zeros(1, 1, 16, 16, device=CUDA)
         assert not fits(x, x, x)
-        ops.causal(x, x[0], x[0], 1.0)
+        attending.causal(x, x[0], x[0], 1.0)
 
 
 @pytest.mark.sampled(2)

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine import _ops as ops
+from kvengine import attending
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.hf.cache import EngineCache
@@ -158,12 +158,12 @@ class LayerView:
         self.seen += k.shape[1]
         k, v, position, clean = self.held()
         visible, plain = None, call.bare
-        if plain and clean and ops.causal_pays(q, k, v):
-            return ops.causal(q, k, v, call.scale)
+        if plain and clean and attending.causal_pays(q, k, v):
+            return attending.causal(q, k, v, call.scale)
         if len(at) > 1 or not clean:
             visible = (position >= 0)[:, None] & (position[:, None] <= at[:, None])
         if plain:
-            return ops.whole(q, k, v, visible, call.scale)
+            return attending.whole(q, k, v, visible, call.scale)
         state = attention(q, k, v, visible, call.scale, softcap=call.softcap)
         return merge_states([state], sinks=call.sinks, dtype=q.dtype).out.to(q.dtype)
 

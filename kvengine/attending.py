@@ -1,4 +1,4 @@
-"""How the engine calls the attention kernels."""
+"""Which kernel answers, where keys and values lie side by side: a prompt's, or those that a view or a replay reads."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvengine import _ops as ops
+from kvengine import attending
 from kvengine.kernels.attention import reference
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.prefill.flexprefill import FlexPrefill
@@ -24,7 +24,7 @@ def test_all_there_is_is_read_by_a_fused_kernel(dtype: torch.dtype, masked: bool
         visible[1, 2] = False
     want = reference.attention(q.double(), k.double(), v.double(), visible, 0.3, None, None, False).out
     with torch.profiler.profile(acc_events=True) as profile:  # or torch 2.11 warns that it would keep fewer
-        got = ops.whole(q, k, v, visible, 0.3)
+        got = attending.whole(q, k, v, visible, 0.3)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert not any("math" in event.key for event in profile.key_averages())
@@ -34,10 +34,10 @@ def test_all_there_is_is_read_by_a_fused_kernel(dtype: torch.dtype, masked: bool
 def test_the_last_tokens_need_no_mask(dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(3, *shape, 32).to(dtype) for shape in ((2, 5), (40,), (40,)))
     visible = (torch.arange(40) <= torch.arange(35, 40)[:, None]).expand(3, -1, -1)
-    got, want = ops.causal(q, k, v, 0.3), ops.whole(q, k, v, visible, 0.3)
+    got, want = attending.causal(q, k, v, 0.3), attending.whole(q, k, v, visible, 0.3)
     assert got.dtype == dtype
     torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    assert not ops.causal_pays(q[:, :, :1], k, v)  # a single query is a decoded token
+    assert not attending.causal_pays(q[:, :, :1], k, v)  # a single query is a decoded token
 
 
 CHOOSING = [VerticalSlash(5, 4, 2, 2, 16, 8), FlexPrefill(0.57, 0.25, 8, 8), XAttention(0.6, 4, 8)]
@@ -49,28 +49,29 @@ def test_a_choice_is_by_position_not_by_slot(prefill: Prefill, last: int) -> Non
     """Evictions leave tokens in any order, and slots without one between them."""
     q, k, v = torch.randn(2, 3, 21, 16), torch.randn(2, 60, 16), torch.randn(2, 60, 16)
     position = (torch.arange(60, dtype=torch.int32) * 3).expand(2, -1)
-    want = ops.chosen(q, k, v, position, True, prefill, last, Call(0.4), ops.Tally())
-    assert (want - ops.by_slot(q, k, v, position, True, 0.4)).abs().max() > 1e-2
+    want = attending.chosen(q, k, v, position, True, prefill, last, Call(0.4), attending.Tally())
+    assert (want - attending.by_slot(q, k, v, position, True, 0.4)).abs().max() > 1e-2
     slot = torch.stack([torch.cat([torch.randperm(39), torch.arange(39, 60)]) for _ in range(2)])
     row = torch.arange(2)[:, None]
     mixed = q, k[row, slot], v[row, slot], position[row, slot]
-    torch.testing.assert_close(ops.chosen(*mixed, True, prefill, last, Call(0.4), ops.Tally()), want)
+    torch.testing.assert_close(attending.chosen(*mixed, True, prefill, last, Call(0.4), attending.Tally()), want)
     where = torch.tensor([*range(4), *range(9, 65)])  # slots 4 to 8 are empty, and hold anything
     wider = [torch.full((2, 65, *x.shape[2:]), -1, dtype=x.dtype).index_copy(1, where, x) for x in mixed[1:]]
-    torch.testing.assert_close(ops.chosen(q, *wider, False, prefill, last, Call(0.4), ops.Tally()), want)
+    torch.testing.assert_close(attending.chosen(q, *wider, False, prefill, last, Call(0.4), attending.Tally()), want)
 
 
 @pytest.mark.parametrize("prefill", CHOOSING, ids=lambda x: type(x).__name__)
 def test_the_last_queries_may_read_everything(prefill: Prefill) -> None:
     q, k, v = torch.randn(2, 3, 21, 16), torch.randn(2, 60, 16), torch.randn(2, 60, 16)
     position = torch.arange(60, dtype=torch.int32).expand(2, -1)
-    tally = ops.Tally(), ops.Tally()
+    tally = attending.Tally(), attending.Tally()
     all_choose, whole = (
-        ops.chosen(q, k, v, position, True, prefill, n, Call(0.4), mine) for n, mine in zip((0, 99), tally, strict=True)
+        attending.chosen(q, k, v, position, True, prefill, n, Call(0.4), mine)
+        for n, mine in zip((0, 99), tally, strict=True)
     )
     assert tally[0].computed < tally[0].every == tally[1].every == tally[1].computed
     for last in (1, 5, 20):
-        found = ops.chosen(q, k, v, position, True, prefill, last, Call(0.4), ops.Tally())
+        found = attending.chosen(q, k, v, position, True, prefill, last, Call(0.4), attending.Tally())
         torch.testing.assert_close(found[:, :, :-last], all_choose[:, :, :-last])
         torch.testing.assert_close(found[:, :, -last:], whole[:, :, -last:])
-    torch.testing.assert_close(whole, ops.by_slot(q, k, v, position, True, 0.4))
+    torch.testing.assert_close(whole, attending.by_slot(q, k, v, position, True, 0.4))
