@@ -127,7 +127,7 @@ WIDE: dict[str, str] = {
     "quest": "quest(budget=500)",
     "ann": "ann(budget=500)",
     "oracle_topk": "oracle_topk(budget=500)",
-    "tidal": "tidal(budget=500)",
+    "tidal": "tidal(budget=500, start=0, reselect=0)",
     "landmarks": "landmarks(budget=500)",
     "retrieval": "retrieval(budget=500)",
     "zipcache": "zipcache(block=512)",

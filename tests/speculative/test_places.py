@@ -24,7 +24,7 @@ MIDDLES = [
     "full",
     "quest(budget=24, page=4)",
     "retrieval(budget=24, chunk=4)",
-    "tidal(budget=24)",
+    "tidal(budget=24, start=0, reselect=0)",
     "landmarks(budget=40, chunk=4)",
     "streaming(sinks=4, recent=20)",
     "snapkv(budget=24, window=4)",

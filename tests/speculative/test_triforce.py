@@ -36,7 +36,7 @@ MIDDLES = [
     "snapkv(budget=32, window=4) + kivi",
     "retrieval(budget=24, chunk=4)",
     "zipcache",
-    "tidal(budget=24)",
+    "tidal(budget=24, start=0, reselect=0)",
     "quest(budget=24, page=4) + kivi",
     "ann(budget=24)",
 ]
