@@ -90,8 +90,8 @@ class FileSystem:
 
 def replace_file(path: Path, *data: Buffer) -> None:
     """Write a file of these parts: the whole of it or nothing, durable when this returns, whoever else writes it; who may read
-    one that is replaced may read the new one. A link stays, and what it leads to is replaced. Drafts of it that killed writers left
-    an hour ago go. Raises OSError."""
+    one that is replaced may read the new one. A link stays, and what it leads to is replaced. Drafts of it that killed writers
+    left an hour ago go. Raises OSError."""
     if path.exists() and not path.is_file():
         with path.open("wb") as there:  # a rename would make a file of /dev/null, for everybody
             there.writelines(data)
