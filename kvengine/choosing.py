@@ -50,5 +50,5 @@ class Choosing(Verdicts):
             layer=self.layer, layers=self.layers, counts=counts, most=most, even=even, scale=call.scale,
             keys=lambda *columns: pages.decoded(*columns)[0], token=self.seen - 1, lane=self.number, memo=self.session.memo,
             since=self.since, joint=pages.joint is not None, stamps=lambda: pages.stamps, beside=pages.beside,
-            bounds=pages.bounds, softcap=call.softcap,
+            bounds=pages.bounds, softcap=call.softcap, parts=pages.parts if self.first.is_cpu else list,
         )  # fmt: skip

@@ -23,6 +23,9 @@ from kvengine.policies import name_of
 from kvengine.policies.representation import Fields, Representation
 from kvengine.rope import Rope
 
+PART = 1 << 14
+"""Tokens that are turned back together: what that makes on the way is several times their keys."""
+
 
 @dataclass(frozen=True)
 class Joint:
@@ -134,9 +137,13 @@ def join(
             f"{name_of(representation)!r} needs keys before their rotation, but this model has no rotary position "
             "embedding that the engine knows; use another representation"
         )
-    flat = rope.turn(k.float(), -position)
-    at = torch.where(position >= 0, position, seen).long()[..., None].expand_as(flat)  # `seen` is cut off
-    placed = flat.new_zeros(len(k), seen + 1, k.shape[2]).scatter_(1, at, flat)[:, :seen]
+    placed = k.new_zeros(len(k), seen + 1, k.shape[2], dtype=torch.float32)
+    for start in range(0, k.shape[1], PART):
+        where = position[:, start : start + PART]
+        flat = rope.turn(k[:, start : start + PART].float(), -where)
+        at = torch.where(where >= 0, where, seen).long()[..., None].expand_as(flat)  # `seen` is cut off
+        placed.scatter_(1, at, flat)
+    placed = placed[:, :seen]
     with torch.autocast(k.device.type, enabled=False):  # as with pages
         joined = representation.join(placed.unflatten(0, (-1, heads)))
     fields = {name: x.to(k.dtype) for name, x in joined.items()}

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvengine import attending
 from kvengine.choosing import Choosing
 from kvengine.errors import CacheError
-from kvengine.gradients import watched
+from kvengine.gradients import live, watched
 from kvengine.kernels.attention import attention
 from kvengine.kernels.column_mass import blocks
 from kvengine.kernels.gpu.fetched import Fetched
@@ -69,6 +69,8 @@ class Lane(Choosing):
             self.pad(valid, resumed)
         if moved:
             self.whole, self.moved = False, True
+        if not live(k, v):  # a pass to come would write beside what gradients are to go back through
+            self.tail.reserve(max(n, (self.session.prompt_end or 0) - self.seen))  # chunks to come need not move these
         self.tail.append(k, v, self.positions(n, valid), valid is None)
         self.prompt_length = self.prompt_length + (n if valid is None else valid.sum(1))
         self.seen += n

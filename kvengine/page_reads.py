@@ -92,17 +92,21 @@ class Readable(User):
         return finish
 
     def lay_out(self, k: Float[Tensor, "row slot dim"], v: Float[Tensor, "row slot dim_v"]) -> None:
-        """Write keys and values of all slots to the first of these, some columns at a time, the next ones on their way.
-
-        Where tiers keep what was read last, a read of all is one: parts would drive each other out.
-        """
-        each = max(1, self.columns if self.pool.recalls else LAID // (len(self.table) * self.page))
-        spans = [slice(i, min(i + each, self.columns)) for i in range(0, self.columns, each)]
+        """Write keys and values of all slots to the first of these, some columns at a time, the next ones on their way."""
+        spans = self.parts()
         coming = [self.decoding(span) for span in spans[:1]]
         for i, span in enumerate(spans):
             coming += [self.decoding(next_one) for next_one in spans[i + 1 : i + 2]]
             at = slice(span.start * self.page, span.stop * self.page)
             k[:, at], v[:, at] = coming.pop(0)()
+
+    def parts(self) -> list[slice]:
+        """All columns, some at a time.
+
+        Where tiers keep what was read last, a read of all is one: parts would drive each other out.
+        """
+        each = max(1, self.columns if self.pool.recalls else LAID // (len(self.table) * self.page))
+        return [slice(i, min(i + each, self.columns)) for i in range(0, self.columns, each)]
 
     def span(self, columns: slice) -> Int[Tensor, "row token"]:
         """The positions in these columns."""

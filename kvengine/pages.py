@@ -14,6 +14,7 @@ Copied shallowly to remember a state, like the tail; `shared` is set while a rem
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
@@ -33,6 +34,9 @@ from kvengine.policies.representation import Representation
 from kvengine.policies.selection import Selection
 from kvengine.pool import Pool
 from kvengine.tokens import Views, wider
+
+CODED = 1 << 22
+"""Numbers of keys that are coded together."""
 
 
 class Pages(Readable):
@@ -126,31 +130,44 @@ class Pages(Readable):
 
         `full`: every slot holds a token. `rows`: which rows these are (None: all).
         """
-        m = k.shape[1] // self.page
         self.own()
-        self.reserve(m)
-        held = [k, v, position, score]
-        if rows is None and self.even:  # nobody need ask which page is whose
-            pages = held if m == 1 else [x.unflatten(1, (m, self.page)).flatten(0, 1) for x in held]
-            self.put(slice(self.columns, self.columns + m), pages, full)
-        else:
-            at, (r, j) = self.places(m, rows)
-            self.put(at, [x.unflatten(1, (m, self.page))[r, j] for x in held], full)
-        self.advance(m, rows, full)
+        for some in self.shares(k, k.shape[1] // self.page):
+            at, m = slice(some.start * self.page, some.stop * self.page), len(range(some.start, some.stop))
+            held = [x[:, at] for x in (k, v, position, score)]
+            if rows is None and self.even:  # nobody need ask which page is whose
+                pages = held if m == 1 else [x.unflatten(1, (m, self.page)).flatten(0, 1) for x in held]
+                self.put(slice(self.columns, self.columns + m), pages, full)
+            else:
+                place, (r, j) = self.places(m, rows)
+                self.put(place, [x.unflatten(1, (m, self.page))[r, j] for x in held], full)
+            self.advance(m, rows, full)
 
     def seal_chosen(self, held: tuple[Tensor, ...], index: Int[Tensor, "row slot"], counts: Int[Tensor, "row"]) -> None:
         """Add whole pages of the tokens at `index` among those held (k, v, position, score as in `seal`), copied once.
 
         `counts`: how many pages each row brings, from the left; what stands behind them in `index` is not looked at.
         """
-        m = index.shape[1] // self.page
         self.own()
-        self.reserve(m)
-        brings = None if bool((counts == m).all()) else counts
-        at, (r, j) = self.places(m, None, brings)
-        chosen = r[:, None], index.unflatten(1, (m, self.page))[r, j]
-        self.put(at, [x[chosen] for x in held], True)
-        self.advance(m if brings is None else brings, None, True)
+        pages = index.unflatten(1, (-1, self.page))
+        for some in self.shares(held[0], pages.shape[1], counts):
+            m = len(range(some.start, some.stop))
+            mine = (counts - some.start).clamp(0, m)
+            brings = None if bool((mine == m).all()) else mine
+            at, (r, j) = self.places(m, None, brings)
+            chosen = r[:, None], pages[:, some][r, j]
+            self.put(at, [x[chosen] for x in held], True)
+            self.advance(m if brings is None else brings, None, True)
+
+    def shares(self, k: Float[Tensor, "row token dim"], columns: int, counts: Tensor | None = None) -> Iterator[slice]:
+        """Room for so many columns, of which each row fills so many, and those to be coded together, some at a time: floats of
+        all of a long prompt would be several times what is kept of it."""
+        self.reserve(columns)
+        each = max(1, CODED // max(1, len(k) * self.page * k.shape[2]))
+        for start in range(0, columns, each):
+            if columns > each and self.pool.shelves:  # at once, as they move when they grow
+                rest = columns - start
+                self.pool.ensure(len(k) * rest if counts is None else int((counts - start).clamp(min=0).sum()))
+            yield slice(start, min(start + each, columns))
 
     def places(self, m: int, rows: Tensor | None, counts: Tensor | None = None) -> tuple[Any, tuple[Tensor, Tensor]]:
         """(row, column) of each new page, or their columns in every row, and (row, page) of each among those given."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -52,6 +53,8 @@ from kvengine.stack import Stack
 
 log = logging.getLogger(__name__)
 LEVEL = "lossless"
+Layer = tuple[Tensor, Tensor]
+"""Keys and values of a layer, [head, token, dim]."""
 
 
 @dataclass
@@ -170,8 +173,8 @@ class Prefix:
         needs = learns or stack.representation.probes > 0 or not stack.reads_prompts_exactly
         return not needs
 
-    def read(self, keys: Sequence[str]) -> list[KV]:
-        """The leading chunks that are there, whole and in time."""
+    def read(self, keys: Sequence[str]) -> list[list[Layer]]:
+        """The layers of the leading chunks that are there, whole and in time."""
         buffers: list[bytearray] = []
         for size in self.store.leading(keys, self.timeout):
             try:
@@ -181,15 +184,17 @@ class Prefix:
                 break
         # The last first: a store that needs room gives up what was used longest ago, and that should not be the beginning.
         wanted = list(zip(keys, buffers, strict=False))[::-1]
-        jobs = [(self.store.submit_get([key], [buffer]), buffer) for key, buffer in wanted]
-        found: list[KV] = []
+        jobs = deque((self.store.submit_get([key], [buffer]), buffer) for key, buffer in wanted)
+        found: list[list[Layer]] = []
         timeout = self.timeout
-        for job, buffer in jobs:  # all are under way; decoding one overlaps with reading the next
+        del buffers, wanted  # each goes when it is decoded
+        while jobs:  # all are under way; decoding one overlaps with reading the next
+            job, buffer = jobs.popleft()
             done = self.store.wait(job, timeout)
             if done is None:
                 timeout = 0.0  # that was the time there is: what has come by now counts
             try:
-                found = [self.decoded(buffer), *found] if done is not None and all(done.ok) else []
+                found = [list(self.decoded(buffer).layers), *found] if done is not None and all(done.ok) else []
             except StoreError as error:
                 log.warning("a stored chunk is recomputed: %s", error)
                 found = []
@@ -202,12 +207,14 @@ class Prefix:
             raise CorruptBitstream(f"a chunk is of {self.chunk} tokens, and this one of {tokens}")
         return decode(container, self.whose)
 
-    def enter(self, cache: EngineCache, chunks: Sequence[KV], total: int) -> None:
-        """Puts chunks into an empty cache as the beginning of a prompt of `total` tokens."""
+    def enter(self, cache: EngineCache, chunks: Sequence[list[Layer]], total: int) -> None:
+        """Puts chunks into an empty cache as the beginning of a prompt of `total` tokens. Each layer leaves them as it is taken:
+        else all of a long text would be there twice."""
         cache.announce(total)
         cache.thaw()
         dtype, devices = next(self.model.parameters()).dtype, layer_devices(self.model, len(cache.layers))
-        for layer, pieces in zip(cache.engines, zip(*(kv.layers for kv in chunks), strict=True), strict=True):
+        for layer in cache.engines:
+            pieces = [chunk.pop(0) for chunk in chunks]
             device = devices[layer.layer]
             k, v = (torch.cat([piece[part] for piece in pieces], 1)[None].to(device, dtype) for part in (0, 1))
             rank = self.ranks.get(layer.layer)

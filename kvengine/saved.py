@@ -33,7 +33,7 @@ from kvengine.lane import Lane
 from kvengine.offload.cachegen import Identity, lossless
 from kvengine.offload.cachegen.codec import DTYPES, check_identity
 from kvengine.offload.cachegen.coder import backend
-from kvengine.offload.container import Container, pack, plain, read_file
+from kvengine.offload.container import Container, parts, plain, read_file
 from kvengine.offload.stores.filesystem import replace_file
 from kvengine.pages import Pages
 from kvengine.reach import Reach
@@ -106,13 +106,13 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         "text": out.value(cache.session.text.state()),
         "shift": out.value(cache.session.shifts.at(seen)),
     }
-    data = pack({**header, "tensors": out.kinds}, out.sections)
+    pieces = list(parts({**header, "tensors": out.kinds}, out.sections))  # one buffer of them would be as large again
     if check_between(cache) != seen:
         raise CacheError(
             "another thread ran the model over this cache meanwhile. Nothing was saved; save between passes"
         )
-    replace_file(Path(path), data)
-    return len(data)
+    replace_file(Path(path), *pieces)
+    return sum(map(len, pieces))
 
 
 def load(model: nn.Module, path: str | Path) -> EngineCache:

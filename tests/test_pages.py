@@ -2,17 +2,21 @@
 
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support import Bare, held
 
+from kvengine import answers
+from kvengine import pages as pages_of
 from kvengine.errors import PolicyError
 from kvengine.offload.placement.device import Device
 from kvengine.pages import Pages
 from kvengine.policies.representation.dense import Dense
 from kvengine.policies.selection.quest import Quest
 from kvengine.pool import Pool
+from kvengine.stats import measure
 
 
 def sealed(rows: int, columns: int) -> Pages:
@@ -295,3 +299,31 @@ def test_chosen_units_are_the_tokens_that_lie_there(text: str, per: int) -> None
         for found, given in ((k, bare.k), (v, bare.v)):
             want = given[row, 0, [slots[i] for i in at]]
             torch.testing.assert_close(found[row, at], want, atol=0.03 if "kivi" in text else 0, rtol=0)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "text", ["kivi(bits=4, group=4, residual=4)", "quantspec(group=4, residual=4)", "zipcache(block=8)", "turboquant(residual=4)",
+             "landmarks(budget=40)", "adakv(budget=60, window=4)", "lowrank(rank=4)", "host", "disk(device=2048, host=2048)"]
+)  # fmt: skip
+def test_a_prompt_is_coded_some_pages_at_a_time(text: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made on the way is in floats, and a million tokens' would be several times what is kept of them."""
+    valid = torch.ones(2, 150, dtype=torch.bool)
+    valid[1, :70] = not padded
+    given, fields = list[int](), answers.fields
+
+    def listening(representation: Any, k: Any, *more: Any) -> Any:
+        given.append(k.shape[0] * k.shape[1])
+        return fields(representation, k, *more)
+
+    monkeypatch.setattr(answers, "fields", listening)
+    whole, parts = (Bare(text, rows=2, heads=2) for _ in range(2))
+    want = [whole.feed(150, valid if padded else None), *(whole.feed(1) for _ in range(20))]
+    at_once = max(given)
+    given.clear()
+    monkeypatch.setattr(pages_of, "CODED", 600)
+    found = [parts.feed(150, valid if padded else None), *(parts.feed(1) for _ in range(20))]
+    assert max(given) <= 64 < at_once
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    a, b = (measure([x.cache]) for x in (whole, parts))
+    assert (a.bytes["device"], a.held.tolist(), a.pages_used) == (b.bytes["device"], b.held.tolist(), b.pages_used)

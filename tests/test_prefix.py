@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import DynamicCache
 
 import kvengine
 from kvengine import saved
+from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, IncompatibleCache, ModelError, StoreError
 from kvengine.offload import stores
 from kvengine.prefix import Prefix
@@ -54,6 +56,28 @@ def test_weights_are_read_once_however_many_prompts_come(model: Any, tmp_path: P
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvengine.prefix.identity", lambda *_: pytest.fail("the weights are those that were read"))
         assert reuse.fetch(prompt(40)).seen == 32
+    reuse.store.close()
+
+
+def test_what_was_read_goes_as_it_is_taken(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text's keys and values would be there twice: in chunks, and in the cache."""
+    reuse, _ = stored(model, tmp_path, prompt(100))
+    chunks, there, decoded, store = list[Any](), list[list[int]](), Prefix.decoded, LayerCache.store
+
+    def decoding(self: Prefix, data: bytearray) -> Any:
+        found = decoded(self, data)
+        chunks.append([weakref.ref(k) for k, _ in found.layers])
+        return found
+
+    def storing(self: LayerCache, *given: Any) -> None:
+        there.append([sum(k() is not None for k in chunk) for chunk in chunks])
+        store(self, *given)
+
+    monkeypatch.setattr(Prefix, "decoded", decoding)
+    monkeypatch.setattr(LayerCache, "store", storing)
+    assert reuse.fetch(prompt(100)).seen == 96
+    layers = len(chunks[0])
+    assert layers > 1 and there == [[layers - i] * 6 for i in range(layers)]
     reuse.store.close()
 
 

@@ -186,6 +186,19 @@ def test_a_session_is_smaller_than_its_tensors(tmp_path: Path) -> None:
         assert size < 0.85 * held
 
 
+def test_a_file_is_written_from_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One buffer of all of them would take as much memory again, of a long text as much as the cache."""
+    model = patched("full")
+    cache = kvengine.EngineCache(model)
+    model(torch.arange(60)[None], cache=cache)
+    most, replace = list[int](), saved.replace_file
+    monkeypatch.setattr(
+        saved, "replace_file", lambda path, *data: (most.extend(map(len, data)), replace(path, *data))[1]
+    )
+    size = saved.save(cache, tmp_path / "a.kv", model)
+    assert size == sum(most) == (tmp_path / "a.kv").stat().st_size and max(most) < size / 2
+
+
 def test_what_was_asked_of_pages_is_not_in_the_file(tmp_path: Path) -> None:
     """Nor do sessions that were saved before lack it: what is made anew has no place in them."""
     model = patched("quest(budget=24, page=4)")

@@ -340,3 +340,23 @@ def test_a_tail_that_is_sealed_from_stays_where_it_is(text: str) -> None:
         for x, every_one in zip(tail.held(), given[1:], strict=False):
             assert torch.equal(x.unflatten(0, (1, 2)), every_one[:, :, i + 1 - len(tail) : i + 1])
     assert len(places) == 1
+
+
+@pytest.mark.parametrize("text", ["full", "quest(budget=64)", "snapkv(budget=64)"])
+def test_chunks_of_an_announced_prompt_stay_where_they_are(text: str) -> None:
+    """Not copied again and again, each time with all of a layer there twice, until one in 64 is larger than a chunk."""
+    cache, places = LayerCache(Stack.parse(text), 0, 1), set()
+    given = [torch.randn(1, heads, 500, 64, generator=torch.Generator().manual_seed(2)) for heads in (4, 2, 2)]
+    cache.session.prompt_end = 500
+    for i in range(0, 480, 20):
+        cache.forward(*(x[:, :, i : i + 20] for x in given), Call(0.125))
+        tail = cache.parts[0].lane.tail
+        places.add((tail.k.data_ptr(), tail.capacity))
+    assert len(places) == 1 and tail.capacity == 500
+    for x, every_one in zip(tail.held(), given[1:], strict=False):
+        assert torch.equal(x.unflatten(0, (1, 2)), every_one[:, :, :480])
+    trained = LayerCache(Stack.parse(text), 0, 1)
+    trained.session.prompt_end = 500
+    q, k, v = (x.clone().requires_grad_() for x in given)
+    outs = [trained.forward(q[:, :, s], k[:, :, s], v[:, :, s], Call(0.125)) for s in (slice(0, 250), slice(250, 500))]
+    sum(out.sum() for out in outs).backward()  # type: ignore[union-attr]

@@ -45,10 +45,10 @@ class Lookup:
             if found is None:
                 return out
             place, length = found
-            for token in text.tokens[place:]:
+            for at in range(place, len(text)):  # not a copy of all that follows, of which a few are taken
                 if not more(out.confidence):
                     return out
-                out.append(token, None, length / self.most)
+                out.append(text.tokens[at], None, length / self.most)
         return out
 
     def settle(self, text: Text) -> None:

@@ -88,13 +88,13 @@ class FileSystem:
                 yield Path(entry.path), state.st_size, state.st_mtime
 
 
-def replace_file(path: Path, data: Buffer) -> None:
-    """Write a file: the whole of it or nothing, durable when this returns, whoever else writes it; who may read one that is
-    replaced may read the new one. A link stays, and what it leads to is replaced. Drafts of it that killed writers left an hour
-    ago go. Raises OSError."""
+def replace_file(path: Path, *data: Buffer) -> None:
+    """Write a file of these parts: the whole of it or nothing, durable when this returns, whoever else writes it; who may read
+    one that is replaced may read the new one. A link stays, and what it leads to is replaced. Drafts of it that killed writers
+    left an hour ago go. Raises OSError."""
     if path.exists() and not path.is_file():
         with path.open("wb") as there:  # a rename would make a file of /dev/null, for everybody
-            there.write(data)
+            there.writelines(data)
         return
     path = Path(os.path.realpath(path)) if path.is_symlink() else path
     files, draft = FileSystem(), path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}.part")
@@ -102,7 +102,7 @@ def replace_file(path: Path, data: Buffer) -> None:
         with draft.open("xb") as file:
             if path.exists():
                 draft.chmod(stat.S_IMODE(path.stat().st_mode))
-            file.write(data)
+            file.writelines(data)
             file.flush()
             os.fsync(file.fileno())
         files.rename(draft, path)

@@ -30,6 +30,7 @@ from kvengine.policies.retention import REDUCE, Notes, Reduce, Retention, Seen, 
 from kvengine.rope import Rope
 
 SPAN = 1024  # queries turned back at once
+PART = 1 << 14  # tokens scored at once
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,12 @@ class ExpectedAttention(Retention):
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
         valid = seen.valid
         # Slots without a token may hold NaN, and their scores are NaN then; `keep_top` passes them over.
-        keys, values = (x.float() for x in seen.read())
+        keys, values = seen.read()
         logits = self.logits(seen, keys).masked_fill_(~(valid & ~self.always(seen))[:, None], float("-inf"))
         expected = over_group(logits.softmax(-1).nan_to_num_(0.0), self.reduce) + self.epsilon
-        return expected * values.norm(dim=-1) if self.values else expected
+        if not self.values:
+            return expected
+        return expected * torch.cat([some.float().norm(dim=-1) for some in values.split(PART, 1)], 1)
 
     def logits(self, seen: Seen, keys: Float[Tensor, "row token dim"]) -> Float[Tensor, "row group token"]:
         mean, spread, count = (seen.notes.pop(name) for name in ("mean", "spread", "count"))
@@ -105,14 +108,17 @@ class ExpectedAttention(Retention):
         ahead = torch.arange(1, self.horizon + 1, device=keys.device)
         places = (seen.newest - seen.first)[:, None] + ahead
         mean = seen.rope.average(mean, places[:, None])
-        found = torch.einsum("rgd,rtd->rgt", mean, keys) * seen.scale
-        if not self.covariance:
-            return found
         sigma = spread / count.clamp(min=1)[:, None, None, None]
         for _ in range(2):  # R Sigma R^T: Sigma is symmetric, so each side is the last axis in turn
             sigma = seen.rope.average(sigma, places[:, None, None]).transpose(2, 3)
-        square = [((keys @ sigma[:, g]) * keys).sum(-1) for g in range(sigma.shape[1])]
-        return found + torch.stack(square, 1) * (seen.scale**2 / 2)
+        found = []
+        for some in keys.split(PART, 1):  # as floats, with their products, all would take eight times what they do
+            x = some.float()
+            found.append(torch.einsum("rgd,rtd->rgt", mean, x) * seen.scale)
+            if self.covariance:
+                square = [((x @ sigma[:, g]) * x).sum(-1) for g in range(sigma.shape[1])]
+                found[-1] += torch.stack(square, 1) * (seen.scale**2 / 2)
+        return torch.cat(found, 2)
 
     def always(self, seen: Seen) -> Bool[Tensor, "row token"]:
         most = seen.count(self.budget).clamp(max=self.sinks)  # of too small a budget the first ones, which matter most

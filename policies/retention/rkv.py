@@ -143,13 +143,17 @@ def newest_alike(
     tensor([[ 3, -1,  3,  2]])
     """
     found = torch.full((len(there), there.shape[1] + 1), -1, device=unit.device)  # the last for what is no token
+    left = pack(there)
     for begin in range((unit.shape[1] - 1) // BLOCK * BLOCK, -1, -BLOCK):
         some = unit[:, begin : begin + BLOCK]
         column = torch.arange(begin, begin + some.shape[1], device=unit.device)
         rank = column.float()  # half the bytes
-        for index in pack(there & (found[:, :-1] < 0)).split(SPAN, 1):  # most have found one by now
+        for index in left.split(SPAN, 1):
             unlike = torch.bmm(take(unit, index), some.transpose(1, 2)) <= alike
             unlike |= index[..., None] == column
             newest = rank.expand(unlike.shape).masked_fill(unlike, -1).amax(-1)
             found.scatter_(1, index.masked_fill(index < 0, there.shape[1]), newest.long())
+        left = take(left, pack((left >= 0) & (take(found, left, 0) < 0)), -1)  # most have found one by now
+        if not left.shape[1]:
+            break
     return found[:, :-1]

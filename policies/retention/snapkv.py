@@ -26,6 +26,9 @@ from kvengine.policies._budget import Budget, check_budget, check_choice, check_
 from kvengine.policies.retention import REDUCE, Reduce, Retention, Seen, keep_top, over_group
 from kvengine.tokens import pack, take
 
+LOGITS = 1 << 26
+"""Of the last queries and all tokens, that are computed at once: those of a row, at the least."""
+
 
 @dataclass(frozen=True)
 class SnapKV(Retention):
@@ -99,13 +102,21 @@ def votes(seen: Seen, reduce: Reduce, window: int) -> Float[Tensor, "row token"]
 
     The queries are those of the window's tokens, or fewer in a later turn that is shorter than it.
     """
-    keys, _ = seen.read()
-    at, q, position = seen.query_position, seen.queries.float(), seen.position
-    logits = torch.matmul(q.flatten(1, 2) * seen.scale, keys.float().transpose(1, 2))  # keys once for the whole group
+    keys, (rows, group, asked, _) = seen.read()[0], seen.queries.shape
+    each = max(1, LOGITS // max(1, group * asked * keys.shape[1]))
+    paid = torch.cat([_paid(seen, keys, slice(row, row + each)) for row in range(0, rows, each)])
+    return over_group(paid, reduce).masked_fill(~(seen.valid & ~seen.recent(window)), 0)
+
+
+def _paid(seen: Seen, keys: Float[Tensor, "row token dim"], rows: slice) -> Float[Tensor, "some group token"]:
+    """Attention that the observed queries of some rows pay to each token, summed over them."""
+    at, q, position = seen.query_position, seen.queries[rows].float(), seen.position[rows]
+    # Keys once for the whole group, and as floats no longer than that.
+    logits = torch.matmul(q.flatten(1, 2) * seen.scale, keys[rows].float().transpose(1, 2))
     if seen.softcap is not None:
         logits = torch.tanh(logits / seen.softcap) * seen.softcap
     logits = logits.unflatten(1, q.shape[1:3])
-    asks = at >= seen.asking[:, None]
+    asks = at >= seen.asking[rows, None]
     late = max(0, position.shape[1] - len(at))  # in most prompts only the last slots are hidden from anyone
     usual = (position[:, :late] >= 0) & (position[:, :late] <= at[0])
     start = late if bool(usual.all() & asks.all()) else 0
@@ -114,7 +125,8 @@ def votes(seen: Seen, reduce: Reduce, window: int) -> Float[Tensor, "row token"]
     logits[..., start:].masked_fill_(~sees[:, None], float("-inf"))
     paid = logits.softmax(-1) if start else logits.softmax(-1).nan_to_num_(0.0)  # padding sees nothing
     if seen.sink_logits is not None:
-        left = (logits.logsumexp(-1) - seen.sink_logits.float()[..., None]).sigmoid_()  # what the sink leaves to tokens
+        left = (
+            logits.logsumexp(-1) - seen.sink_logits[rows].float()[..., None]
+        ).sigmoid_()  # what the sink leaves to tokens
         paid *= left[..., None]
-    others = seen.valid & ~seen.recent(window)
-    return over_group(paid.sum(2), reduce).masked_fill(~others, 0)
+    return paid.sum(2)

@@ -58,24 +58,29 @@ class Row:
         return np.array_equal(self.stamps, stamps[: len(self.stamps)])
 
     def add(self, stamps: np.ndarray, keys: np.ndarray) -> None:
-        """Pages with these stamps, and their keys [page, token, dim]."""
-        for stamp, page in zip(stamps, keys, strict=True):
-            self.flat = faiss.IndexFlatIP(page.shape[1]) if self.flat is None else self.flat
-            self.flat.add(page)
-            self.stamps = np.append(self.stamps, stamp)
-            if self.kind != "flat" and self.flat.ntotal >= LEAST:
-                self.index(page)
+        """Pages with these stamps, and their keys [page, token, dim]: what adding them one by one gives."""
+        if not len(stamps):
+            return
+        had = self.tokens
+        self.flat = faiss.IndexFlatIP(keys.shape[2]) if self.flat is None else self.flat
+        self.flat.add(keys.reshape(-1, keys.shape[2]))
+        self.stamps = np.concatenate([self.stamps, stamps])
+        if self.kind != "flat" and self.tokens >= LEAST:
+            self.index(had, keys)
 
-    def index(self, page: np.ndarray) -> None:
-        due = 1 << (int(self.flat.ntotal).bit_length() - 1)
+    def index(self, had: int, pages: np.ndarray) -> None:
+        """Pages that came behind `had` tokens. Of several numbers at which cells are due, those of the last are made."""
+        due = 1 << (self.tokens.bit_length() - 1)
         if self.fast is None or (self.kind == "ivf" and due >= 2 * self.trained):
-            self.begin(due)
-        else:
+            first = -(-((due if self.kind == "ivf" else LEAST) - had) // pages.shape[1])
+            self.begin(had + first * pages.shape[1])
+            pages = pages[first:]
+        for page in pages:
             self.fast.add(page - self.centre)
 
-    def begin(self, due: int) -> None:
-        """A new index of everything so far, its cells those of the first `due` tokens."""
-        keys = self.flat.reconstruct_n(0, self.flat.ntotal)
+    def begin(self, tokens: int) -> None:
+        """A new index of the first `tokens`, its cells those of the largest power of two among them."""
+        keys, due = self.flat.reconstruct_n(0, tokens), 1 << (tokens.bit_length() - 1)
         self.centre, self.trained = keys[:due].mean(0), due
         if self.kind == "hnsw":
             self.fast = faiss.IndexHNSWFlat(self.dim, LINKS, faiss.METRIC_INNER_PRODUCT)
@@ -92,8 +97,7 @@ class Row:
         if not self.tokens:
             return np.zeros((len(queries), 0), dtype=np.int64), np.zeros((len(queries), 0), dtype=np.float32)
         page = self.tokens // len(self.stamps)
-        slots = (self.columns[:, None] * page + np.arange(page)).ravel()
-        some, alive = None, alive[slots]
+        some, alive = None, alive.reshape(-1, page)[self.columns].ravel()
         if not alive.all():
             some = faiss.IDSelectorBitmap(np.packbits(alive, bitorder="little"))
         if self.fast is None:
@@ -104,7 +108,7 @@ class Row:
         else:
             params = faiss.SearchParametersHNSW(sel=some, efSearch=VIEW * self.probe)
             logits, ids = self.fast.search(queries, count, params=params)
-        return np.where(ids < 0, -1, slots[ids]), logits
+        return np.where(ids < 0, -1, self.columns[ids // page] * page + ids % page), logits
 
     @property
     def nbytes(self) -> int:

@@ -98,9 +98,7 @@ def agree(ids: np.ndarray, logits: np.ndarray, count: int) -> np.ndarray:
     logits = np.where(ids < 0, -np.inf, logits[finds])
     top = logits.max(1, keepdims=True)
     share = logits - top - np.log(np.exp(logits - top).sum(1, keepdims=True))
-    best = np.full(int(ids.max()) + 1, -np.inf, dtype=share.dtype)
-    for tokens, values in zip(ids, share, strict=True):  # a head names a token once
-        there = tokens >= 0
-        best[tokens[there]] = np.maximum(best[tokens[there]], values[there])
-    found = np.nonzero(best > -np.inf)[0]
-    return found[np.argsort(-best[found], kind="stable")[:count]]
+    found, which = np.unique(ids[ids >= 0], return_inverse=True)
+    best = np.full(len(found), -np.inf, dtype=share.dtype)
+    np.maximum.at(best, which, share[ids >= 0])
+    return found[np.argsort(-best, kind="stable")[:count]]

@@ -13,7 +13,6 @@ there has as much say as the others.
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -41,7 +40,7 @@ class OracleTopK(Selection):
     def select(
         self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"], at: Where
     ) -> Int[Tensor, "row chosen"] | None:
-        logits = torch.matmul(q.float(), at.keys().float().transpose(1, 2)) * at.scale
+        logits = at.logits(q)
         if at.softcap is not None:
             logits = at.softcap * (logits / at.softcap).tanh()
         want = logits.masked_fill(~alive[:, None], float("-inf")).log_softmax(-1).amax(1)

@@ -24,7 +24,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -142,7 +141,7 @@ class Tidal(Selection):
         return None
 
     def wanted(self, q: Float[Tensor, "row group dim"], at: Where) -> Float[Tensor, "row unit"]:
-        logits = torch.matmul(q.float(), at.keys().float().transpose(1, 2)) * at.scale
+        logits = at.logits(q)
         if self.reduce == "max":  # a cap on logits (Gemma 2) keeps their order
             return logits.amax(1)
         return (logits if at.softcap is None else at.softcap * (logits / at.softcap).tanh()).mean(1)

@@ -37,6 +37,21 @@ def test_recycling_remembers_what_followed_last() -> None:
     assert draft.tokens[0] == 13 and len(draft) == 8 and draft.levels == (8,)  # 13's own successors are not known
 
 
+def test_a_draft_of_what_came_long_ago_takes_no_more_of_the_text_than_it_says() -> None:
+    """What followed the last million tokens ago would be a list of a million, for each draft of five."""
+    copied = list[int]()
+
+    class Watched(list[int]):
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            copied.append(len(found) if isinstance(at, slice) else 1)
+            return found
+
+    text = Text(Watched([*range(1000), 3, 4, 5]))
+    draft = Lookup().propose(text, [], lambda sure: len(sure) < 5)
+    assert draft.tokens == [6, 7, 8, 9, 10] and max(copied) <= 3
+
+
 def test_the_largest_may_lie_behind_the_last_whole_block() -> None:
     scores = torch.arange(9.0 * BLOCK + 5)[None]
     assert best(scores, 2).tolist() == [[9 * BLOCK + 4, 9 * BLOCK + 3]]

@@ -58,6 +58,24 @@ def test_full_rank_is_exact() -> None:
     torch.testing.assert_close(restored(LowRank(1000), k), k, atol=1e-4, rtol=1e-4)
 
 
+def test_keys_are_turned_back_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Angles, sines and products of all of a long prompt's keys would take four times what they do as floats."""
+    rng, turned, turn = torch.Generator().manual_seed(0), list[int](), Rope.turn
+    k, position = torch.randn(4, 90, 8, generator=rng), torch.arange(90, dtype=torch.int32).repeat(4, 1)
+    position[2:, :7] = -1
+    whole = join(LowRank(rank=6), rope(8), 2, k, position, 90)
+
+    def listening(self: Rope, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        turned.append(x.shape[1])
+        return turn(self, x, by)
+
+    monkeypatch.setattr(Rope, "turn", listening)
+    monkeypatch.setattr(joint_module, "PART", 32)
+    parts = join(LowRank(rank=6), rope(8), 2, k, position, 90)
+    assert turned == [32, 32, 26]
+    torch.testing.assert_close(parts.fields, whole.fields, rtol=0, atol=0)
+
+
 def test_a_sequence_that_joins_is_addressed_by_the_positions_of_now() -> None:
     """Padding has come since the first prompt: of who was there, it is undone; of who is new, it came before its keys."""
     g, turn, form = torch.Generator().manual_seed(4), rope(8), LowRank(1000)

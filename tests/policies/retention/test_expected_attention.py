@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support import Bare, held
 from support_retention import Case, best, positions, same_source
 from torch import Tensor
 
@@ -122,3 +123,21 @@ def test_a_budget_below_the_sinks_goes_to_the_first_of_them(policy: str) -> None
 def test_without_a_known_rotation_it_is_refused() -> None:
     with pytest.raises(UnsupportedPolicy, match="the model's is not known"):
         Case().prompt("expected_attention")
+
+
+@pytest.mark.parametrize("more", ["", ", covariance=False", ", values=False"])
+def test_tokens_are_scored_some_at_a_time(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As floats, with what is made of them on the way, a million tokens' keys would take eight times what they do."""
+    most, einsum = list[int](), torch.einsum
+    monkeypatch.setattr(
+        torch, "einsum", lambda how, mean, keys: (most.append(keys.shape[1]), einsum(how, mean, keys))[1]
+    )
+    text = f"expected_attention(budget=30{more})"
+    whole, parts = (Bare(text, rows=2) for _ in range(2))
+    want = [whole.feed(90), whole.feed(1)]
+    assert most == [90]
+    monkeypatch.setattr(expected_attention, "PART", 32)
+    found = [parts.feed(90), parts.feed(1)]
+    assert most[1:] == [32, 32, 26]
+    torch.testing.assert_close(found, want)
+    assert held(whole.cache) == held(parts.cache)

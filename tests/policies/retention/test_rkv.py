@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from kvengine.errors import CacheError, PolicyError
 from kvengine.lane import Lane
 from kvengine.policies import load
-from kvengine.policies.retention import Seen
+from kvengine.policies.retention import Seen, rkv
 from kvengine.policies.retention.rkv import RKV, newest_alike, redundancy
 from kvengine.stack import Stack
 
@@ -224,3 +224,13 @@ def test_what_cannot_be_is_refused(text: str, said: str) -> None:
 
 def test_it_is_found_by_its_name() -> None:
     assert load("rkv")[0] == "retention"
+
+
+def test_tokens_that_have_found_one_are_not_looked_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each block of 512 looks for those that are left among all tokens: 1.4 s of 131072, 72 s of a million."""
+    sorted_ones, packed = list[int](), rkv.pack
+    monkeypatch.setattr(rkv, "pack", lambda keep: (sorted_ones.append(keep.numel()), packed(keep))[1])
+    unit = F.normalize(torch.randn(1, 1, 4), dim=-1).repeat(1, 8 * 512, 1)
+    found = newest_alike(unit, torch.ones(1, 8 * 512, dtype=torch.bool), 0.5)
+    assert found.tolist() == [[8 * 512 - 1] * (8 * 512 - 1) + [8 * 512 - 2]]
+    assert sum(sorted_ones) <= 2 * 8 * 512

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from support import Bare, held
 from support_retention import Case, attended, best, output, positions, probabilities, same_source
 
 from kvengine.errors import PolicyError
+from kvengine.policies.retention import snapkv
 from kvengine.stack import Stack
 
 
@@ -107,3 +109,22 @@ def test_padding_between_turns_is_nobodys_neighbour(kernel: int, pool: str) -> N
 def test_what_cannot_be(name: str, options: str, hint: str) -> None:
     with pytest.raises(PolicyError, match=hint):
         Stack.parse(f"{name}({options})")
+
+
+@pytest.mark.parametrize(
+    "text", ["snapkv(budget=30, window=8)", "chunkkv(budget=30, window=8)", "adakv(budget=30, window=8)"]
+)
+def test_rows_vote_by_themselves_where_their_logits_are_many(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 8 heads and a million tokens, with their softmax, would take twice what the heads' keys and values do."""
+    asked, paid = list[slice](), snapkv._paid
+    monkeypatch.setattr(snapkv, "_paid", lambda seen, keys, rows: (asked.append(rows), paid(seen, keys, rows))[1])
+    valid = torch.ones(2, 90, dtype=torch.bool)
+    valid[1, :20] = False
+    whole, parts = (Bare(text, heads=3, rows=2) for _ in range(2))
+    want = [whole.feed(90, valid), whole.feed(1)]
+    assert len(asked) == 1
+    monkeypatch.setattr(snapkv, "LOGITS", 3 * 2 * 8 * 90)
+    found = [parts.feed(90, valid), parts.feed(1)]
+    assert asked[1:] == [slice(0, 3), slice(3, 6)]
+    torch.testing.assert_close(found, want)
+    assert held(whole.cache) == held(parts.cache)

@@ -188,6 +188,26 @@ def test_a_row_has_an_index_from_256_tokens_on_and_cells_of_twice_as_many_when_t
     assert kind == "ivf" or all(len({*ids} - {-1}) == 100 for ids in found.tolist())
 
 
+@pytest.mark.parametrize(("kind", "begun"), [("flat", []), ("ivf", [512]), ("hnsw", [256])])
+def test_many_pages_at_once_give_what_one_after_the_other_gives(
+    kind: str, begun: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And cells are found once, not at every power of two on the way."""
+    from kvengine.policies.selection._index import Row
+
+    keys, found, begin = np.random.default_rng(0).normal(size=(80, 8, 4)).astype(np.float32), [], Row.begin
+    one, all_of_them = Row(kind, 2), Row(kind, 2)
+    for page in range(80):
+        one.add(np.arange(page, page + 1), keys[page : page + 1])
+    monkeypatch.setattr(Row, "begin", lambda self, tokens: (found.append(tokens), begin(self, tokens))[1])
+    all_of_them.add(np.arange(3), keys[:3])
+    all_of_them.add(np.arange(3, 80), keys[3:])
+    assert found == begun
+    one.columns = all_of_them.columns = np.arange(80)
+    for a, b in zip(*(x.search(keys[7, :3], 50, np.ones(640, dtype=bool)) for x in (one, all_of_them)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("more", ["", " + elastic(budget=40, offset=-8)"])
 def test_rows_beside_each_other_read_what_looking_at_every_key_would(more: str) -> None:
     """One of them has no page for some time, and pages lose tokens and go."""

@@ -1,7 +1,10 @@
+from typing import Any
+
 import pytest
 import torch
 from support_layer import draw, plain, run
 
+from kvengine import answers, page_reads
 from kvengine.policies.selection import Where, best
 from kvengine.policies.selection.oracle_topk import OracleTopK
 
@@ -69,3 +72,22 @@ def test_the_best_units_of_each_row_are_those_that_sorting_finds(even: bool) -> 
         units = [unit for unit in range(20) if alive[row, unit]]
         ranked = sorted(units, key=lambda unit: (-float(want[row, unit]), unit))[: int(counts[row])]
         assert sorted(x for x in found if x >= 0) == sorted(ranked) and len(found) == 9
+
+
+@pytest.mark.parametrize("text", ["oracle_topk(budget=24)", "tidal(budget=24, start=0, reselect=0)"])
+def test_keys_are_looked_at_some_at_a_time(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As floats, with values beside them, all of a long text's would be several times what the cache holds."""
+    tokens, most, decoded = draw(201), list[int](), answers.decoded
+
+    def listening(representation: Any, given: Any) -> Any:
+        k, v = decoded(representation, given)
+        most.append(k.shape[0] * k.shape[1])
+        return k, v
+
+    monkeypatch.setattr(page_reads.answers, "decoded", listening)
+    whole, at_once = run(text, tokens, 200).lane.units, max(most)
+    monkeypatch.setattr(page_reads, "LAID", 64)
+    most.clear()
+    some = run(text, tokens, 200).lane.units
+    assert max(most) <= 64 < at_once
+    torch.testing.assert_close(some, whole)
