@@ -318,15 +318,17 @@ def test_what_is_put_anew_while_its_former_value_goes_stays(tmp_path: Path, how:
     other.close()
 
 
-def test_who_reads_an_expired_value_does_not_take_away_the_next(tmp_path: Path) -> None:
-    store = Files(tmp_path, sync="none", files=(files := Asked()))
-    store.put(KEYS[0], [bytes(300)], 0.05)
+def test_who_reads_an_expired_value_does_not_take_away_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, later = Files(tmp_path, sync="none", files=(files := Asked())), time.time() + 1000
+    store.put(KEYS[0], [bytes(300)], 100)
     read, into = FileSystem.read, memoryview(bytearray(300))
 
     def slowly(handle: int, part: memoryview, offset: int) -> int:
         got = read(files, handle, part, offset)
         if offset:
-            time.sleep(0.06)
+            monkeypatch.setattr(time, "time", lambda: later)
             files.read = read.__get__(files)  # type: ignore[method-assign]
             store.put(KEYS[0], [bytes(200)])
         return got
