@@ -138,6 +138,8 @@ class Files:
             self._quietly(lambda key: self._take_back(key, writer), entry.key)
             raise
         self._quietly(lambda key: self.index.commit(self._marked(entry)), entry.key)
+        if not self.path(entry.key).exists():  # deleted before that, by who leaves to a writer what it has reserved
+            self._quietly(self.index.remove, entry.key)
 
     def _take_back(self, key: str, writer: str) -> None:
         """A write failed: forget what was reserved for it, and count again what is still there."""
@@ -283,7 +285,9 @@ class Files:
             if now - changed > self.grace:
                 self.files.unlink(path)
         with self._index_errors():
-            self.index.replace(self.index.entries(), list(self._scan(now)), _alive, now - self.grace, self._pinned)
+            known, found = self.index.entries(), list(self._scan(now))
+            still = (entry for entry in found if self.path(entry.key).exists())  # asked while the index is set
+            self.index.replace(known, still, _alive, now - self.grace, self._pinned)
             with self.index.trim(self.cap, now) as gone:
                 for key in gone:
                     self._unlink(key)

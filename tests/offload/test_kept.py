@@ -97,6 +97,44 @@ def test_a_writer_that_fails_leaves_the_value_of_a_faster_one_counted(tmp_path: 
     other.close()
 
 
+def test_a_value_that_is_deleted_before_its_writer_has_counted_it_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was listed, and took its room, until somebody asked for it."""
+    store, other = Files(tmp_path, sync="none"), Files(tmp_path, sync="none")
+    commit = store.index.commit
+
+    def late(entry: record.Entry) -> None:
+        other.delete(entry.key)
+        commit(entry)
+
+    monkeypatch.setattr(store.index, "commit", late)
+    store.put(KEYS[0], [bytes(300)])
+    assert store.entries() == [] and held(store) == store.index.total() == 0
+    store.close()
+    other.close()
+
+
+def test_a_value_that_is_deleted_after_the_folder_was_scanned_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = Files(tmp_path, sync="none"), Files(tmp_path, sync="none")
+    for key in KEYS[:2]:
+        store.put(key, [bytes(300)])
+    scan = store._scan
+
+    def slowly(now: float) -> list[record.Entry]:
+        found = list(scan(now))
+        other.delete(KEYS[0])
+        return found
+
+    monkeypatch.setattr(store, "_scan", slowly)
+    store.gc()
+    assert [entry.key for entry in store.entries()] == [KEYS[1]] and held(store) == store.index.total() == 300
+    store.close()
+    other.close()
+
+
 @pytest.mark.parametrize("alive", [True, False], ids=["", "by another number"])
 def test_a_store_that_is_opened_while_another_writes_counts_what_that_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool
