@@ -115,6 +115,28 @@ def test_a_value_that_is_deleted_before_its_writer_has_counted_it_is_not_counted
     other.close()
 
 
+@pytest.mark.parametrize("how", ["delete", "size"])
+def test_a_value_that_is_put_anew_before_the_former_one_is_forgotten_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It took its room beside the cap, until somebody asked for it."""
+    store, other = Files(tmp_path, sync="none"), Files(tmp_path, sync="none")
+    store.put(KEYS[0], [bytes(200)])
+    remove = store.index.remove
+
+    def late(key: str, *rest: Any, **named: Any) -> None:
+        other.put(KEYS[0], [bytes(300)])
+        remove(key, *rest, **named)
+
+    monkeypatch.setattr(store.index, "remove", late)
+    if how == "size":
+        store.path(KEYS[0]).unlink()
+    getattr(store, how)(KEYS[0])
+    assert held(store) == store.index.total() == 300 and [entry.size for entry in store.entries()] == [300]
+    store.close()
+    other.close()
+
+
 def test_a_value_that_is_deleted_after_the_folder_was_scanned_is_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
