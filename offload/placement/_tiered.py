@@ -9,8 +9,9 @@ read from below comes up again, never in place of one that the same read wants: 
 the tier as it is, instead of pushing out each piece just before its turn.
 
 Tiers below memory are written on another thread (`_packed`). One that cannot be written costs its room, not the pages:
-they stay above, beyond that tier's cap, and `faults` counts it. A tier that cannot be read is skipped where the piece is
-elsewhere too. Only where there is no other copy, or no tier has room, does a StoreError reach the caller.
+they stay above, beyond that tier's cap, and `faults` counts it; what is read from below then is not brought up. A tier that
+cannot be read is skipped where the piece is elsewhere too. Only where there is no other copy, or no tier has room, does a
+StoreError reach the caller.
 """
 
 from __future__ import annotations
@@ -135,15 +136,18 @@ class Tiered:
             self.levels[t].release(self.slot[t, ids])
             self.slot[t, ids] = -1
 
-    def place(self, t: int, ids: np.ndarray, fields: Mapping[str, Tensor]) -> None:
-        """Put pieces on a tier that are not there yet, and those it has no room for, the first ones, below."""
+    def place(self, t: int, ids: np.ndarray, fields: Mapping[str, Tensor], beyond: bool = True) -> None:
+        """Put pieces on a tier that are not there yet, and those it has no room for, the first ones, below.
+
+        `beyond`: where the one below refuses, the tier has more than it may. Else Full is raised, as where none has room.
+        """
         level, new, refused = self.levels[t], self.slot[t, ids] < 0, False
         if not new.all():
             at = torch.from_numpy(np.flatnonzero(new))
             ids, fields = ids[new], {name: x[at.to(x.device)] for name, x in fields.items()}
         if (below := len(ids) - level.capacity) > 0 and t + 1 < len(self.levels):
             try:
-                self.place(t + 1, ids[:below], {name: x[:below] for name, x in fields.items()})
+                self.place(t + 1, ids[:below], {name: x[:below] for name, x in fields.items()}, beyond)
                 ids, fields = ids[below:], {name: x[below:] for name, x in fields.items()}
             except Unwritable as error:
                 self.fault(error)
@@ -151,9 +155,9 @@ class Tiered:
         if not len(ids):
             return
         try:
-            self.make_room(t, len(ids))
+            self.make_room(t, len(ids), beyond)
         except Full:
-            if not refused:  # else they are more than this tier may have, and stay all the same
+            if not (refused and beyond):  # else they are more than this tier may have, and stay all the same
                 raise
         slots = level.slots.take(len(ids))
         try:
@@ -163,35 +167,37 @@ class Tiered:
             raise
         self.slot[t, ids], self.used[t, ids] = slots, self.clock
 
-    def make_room(self, t: int, count: int) -> None:
+    def make_room(self, t: int, count: int, beyond: bool) -> None:
         """Room for `count` pieces, by sending others down; where none goes down, by giving up those that are above too."""
         try:
-            self.send_down(t, count)
+            self.send_down(t, count, beyond)
         except Full:
             there = np.flatnonzero((self.slot[t] >= 0) & (self.slot[:t] >= 0).any(0))
             self.drop(t, there[oldest(self.used[t, there], self.short(t, count))])
-            self.send_down(t, count)
+            self.send_down(t, count, beyond)
 
     def short(self, t: int, count: int) -> int:
         """How many pieces must go before there is room for `count`."""
         return max(0, count + self.levels[t].slots.used - self.levels[t].capacity)
 
-    def send_down(self, t: int, count: int) -> None:
+    def send_down(self, t: int, count: int, beyond: bool) -> None:
         """Raises Full if not enough go down; those that do not are where they were."""
-        level = self.levels[t]
+        level, refused = self.levels[t], False
         if (short := self.short(t, count)) and t + 1 < len(self.levels):
             there = np.flatnonzero(self.slot[t] >= 0)
             gone = there[oldest(self.used[t, there], short)]
             new = gone[self.slot[t + 1, gone] < 0]
             try:
                 if len(new):
-                    self.place(t + 1, new, level.read(self.slot[t, new], ()))
-            except Unwritable as error:
+                    self.place(t + 1, new, level.read(self.slot[t, new], ()), beyond)
+            except Full:
+                raise
+            except StoreError as error:  # not written there, or not read here
                 self.fault(error)
-                return
+                refused = True
             # Not all that were below still are: they were given up for others, as they are here too.
             self.drop(t, gone[(self.slot[t + 1 :, gone] >= 0).any(0)])
-        if self.short(t, count):
+        if self.short(t, count) and not (refused and beyond):
             raise Full(
                 f"{count} more pages do not fit: every tier down to {level.name!r} is full (here it has room for "
                 f"{level.capacity} pages of {self.layout.size} bytes); raise a cap, or add a tier below"
@@ -283,8 +289,7 @@ class Tiered:
                 continue
             rows = torch.from_numpy(up)
             try:
-                self.make_room(t, len(up))
-                self.place(t, ids[up], {name: x[rows.to(x.device)] for name, x in found.items()})
+                self.place(t, ids[up], {name: x[rows.to(x.device)] for name, x in found.items()}, beyond=False)
             except Full:  # what would have to go down has nowhere to go: they are read where they are
                 return
             source[up] = t

@@ -138,6 +138,12 @@ class Files:
             self._quietly(lambda key: self._take_back(key, writer), entry.key)
             raise
         self._quietly(lambda key: self.index.commit(self._marked(entry)), entry.key)
+        if not self.path(entry.key).exists():  # deleted before that, by who leaves to a writer what it has reserved
+            self._quietly(self._uncount, entry.key)
+
+    def _uncount(self, key: str) -> None:
+        """A value is gone, unless somebody has put it anew by now."""
+        self.index.remove(key, unless=self.path(key).exists)
 
     def _take_back(self, key: str, writer: str) -> None:
         """A write failed: forget what was reserved for it, and count again what is still there."""
@@ -205,7 +211,7 @@ class Files:
         try:
             return self.files.open(self.path(key))
         except FileNotFoundError:
-            self._quietly(self.index.remove, key)
+            self._quietly(self._uncount, key)
             raise KeyError(key) from None
 
     def _header(self, key: str) -> Entry:
@@ -239,7 +245,7 @@ class Files:
         for damaged, _, _ in self.files.scan(self.folder / "quarantine"):
             if damaged.name.startswith(key):
                 self.files.unlink(damaged)
-        self._quietly(self.index.remove, key)
+        self._quietly(self._uncount, key)
         return there
 
     def _unlink(self, key: str) -> None:
@@ -283,7 +289,9 @@ class Files:
             if now - changed > self.grace:
                 self.files.unlink(path)
         with self._index_errors():
-            self.index.replace(self.index.entries(), list(self._scan(now)), _alive, now - self.grace, self._pinned)
+            known, found = self.index.entries(), list(self._scan(now))
+            still = (entry for entry in found if self.path(entry.key).exists())  # asked while the index is set
+            self.index.replace(known, still, _alive, now - self.grace, self._pinned)
             with self.index.trim(self.cap, now) as gone:
                 for key in gone:
                     self._unlink(key)
@@ -312,7 +320,7 @@ class Files:
 
     def _quarantine(self, key: str) -> None:
         self._quarantine_path(self.path(key))
-        self._quietly(self.index.remove, key)
+        self._quietly(self._uncount, key)
 
     def _quarantine_path(self, path: Path) -> None:
         log.warning("damaged value moved to quarantine: %s", path)

@@ -161,10 +161,12 @@ class Index:
             (entry.key, entry.size, entry.created, entry.expires, entry.accessed, entry.pinned, writer),
         )
 
-    def remove(self, key: str, writer: str | None = None) -> None:
-        """Forgets a value, or what a writer has reserved for it; not what another writer has."""
-        with self.lock:
-            self.base.execute("delete from object where key = ? and writer is ?", (key, writer))
+    def remove(self, key: str, writer: str | None = None, unless: Callable[[], bool] = lambda: False) -> None:
+        """Forgets a value, or what a writer has reserved for it; not what another writer has. `unless` is asked while nobody
+        else changes the index."""
+        with self.lock, self._transaction():
+            if not unless():
+                self.base.execute("delete from object where key = ? and writer is ?", (key, writer))
 
     def touch(self, key: str, when: float) -> None:
         with self.lock:

@@ -216,19 +216,23 @@ def test_a_service_that_starts_again_has_its_documents(served: Served) -> None:
 
 def test_nothing_is_computed_for_a_client_that_left(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     client, library, _ = served
-    made, asked = client("/documents", document("asked"))[1], []
+    made, asked, begun, go = client("/documents", document("asked"))[1], [], threading.Event(), threading.Event()
 
     def ask(name: str, question: str, most: int, gone: threading.Event) -> dict[str, Any]:
         asked.append(question)
-        time.sleep(0.5)
+        begun.set()
+        go.wait(20)
         return {}
 
     monkeypatch.setattr(library, "ask", ask)
     there = [connection(client) for _ in range(3)]
     for n, one in enumerate(there):
         one.request("POST", f"/documents/{made['id']}/questions", json.dumps({"question": str(n)}))
-        time.sleep(0.1)
+        assert begun.wait(20)
+    time.sleep(0.1)
     there[1].close()
+    assert client("/health")[0] == 200  # the server has seen it
+    go.set()
     for one in (there[0], there[2]):
         with one.getresponse() as answer:
             assert answer.status == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import select
 import shutil
 import signal
 import tempfile
@@ -119,14 +120,15 @@ def test_killed_at_random_moments_no_acknowledged_value_is_lost(tmp_path: Path, 
             work()
             os._exit(0)
         os.close(send)
-        time.sleep(0.15 + dice.random() * 0.2)
+        select.select([receive], [], [], 60)  # until the first, however long a busy machine takes to open the store
+        time.sleep(dice.random() * 0.2)
         os.kill(pid, signal.SIGKILL)
         pid_status.append(os.waitpid(pid, 0)[1])
         with os.fdopen(receive, "rb") as pipe:
             text = pipe.read().decode()
         acked.update({text[at : at + 64]: turn for at in range(0, len(text) - 63, 64)})
     store = Files(tmp_path, grace=0)
-    assert len(acked) > rounds
+    assert len(acked) >= rounds
     assert all(read(store, key) == value(key, 5000) for key in acked)
     assert all(read(store, entry.key) == value(entry.key, 5000) for entry in store.entries())
     assert store.index.total() == sum(path.stat().st_size - 96 for path in (tmp_path / "objects").rglob("*.kv"))

@@ -97,6 +97,66 @@ def test_a_writer_that_fails_leaves_the_value_of_a_faster_one_counted(tmp_path: 
     other.close()
 
 
+def test_a_value_that_is_deleted_before_its_writer_has_counted_it_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was listed, and took its room, until somebody asked for it."""
+    store, other = Files(tmp_path, sync="none"), Files(tmp_path, sync="none")
+    commit = store.index.commit
+
+    def late(entry: record.Entry) -> None:
+        other.delete(entry.key)
+        commit(entry)
+
+    monkeypatch.setattr(store.index, "commit", late)
+    store.put(KEYS[0], [bytes(300)])
+    assert store.entries() == [] and held(store) == store.index.total() == 0
+    store.close()
+    other.close()
+
+
+@pytest.mark.parametrize("how", ["delete", "size"])
+def test_a_value_that_is_put_anew_before_the_former_one_is_forgotten_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It took its room beside the cap, until somebody asked for it."""
+    store, other = Files(tmp_path, sync="none"), Files(tmp_path, sync="none")
+    store.put(KEYS[0], [bytes(200)])
+    remove = store.index.remove
+
+    def late(key: str, *rest: Any, **named: Any) -> None:
+        other.put(KEYS[0], [bytes(300)])
+        remove(key, *rest, **named)
+
+    monkeypatch.setattr(store.index, "remove", late)
+    if how == "size":
+        store.path(KEYS[0]).unlink()
+    getattr(store, how)(KEYS[0])
+    assert held(store) == store.index.total() == 300 and [entry.size for entry in store.entries()] == [300]
+    store.close()
+    other.close()
+
+
+def test_a_value_that_is_deleted_after_the_folder_was_scanned_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = Files(tmp_path, sync="none"), Files(tmp_path, sync="none")
+    for key in KEYS[:2]:
+        store.put(key, [bytes(300)])
+    scan = store._scan
+
+    def slowly(now: float) -> list[record.Entry]:
+        found = list(scan(now))
+        other.delete(KEYS[0])
+        return found
+
+    monkeypatch.setattr(store, "_scan", slowly)
+    store.gc()
+    assert [entry.key for entry in store.entries()] == [KEYS[1]] and held(store) == store.index.total() == 300
+    store.close()
+    other.close()
+
+
 @pytest.mark.parametrize("alive", [True, False], ids=["", "by another number"])
 def test_a_store_that_is_opened_while_another_writes_counts_what_that_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool
@@ -318,15 +378,17 @@ def test_what_is_put_anew_while_its_former_value_goes_stays(tmp_path: Path, how:
     other.close()
 
 
-def test_who_reads_an_expired_value_does_not_take_away_the_next(tmp_path: Path) -> None:
-    store = Files(tmp_path, sync="none", files=(files := Asked()))
-    store.put(KEYS[0], [bytes(300)], 0.05)
+def test_who_reads_an_expired_value_does_not_take_away_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, later = Files(tmp_path, sync="none", files=(files := Asked())), time.time() + 1000
+    store.put(KEYS[0], [bytes(300)], 100)
     read, into = FileSystem.read, memoryview(bytearray(300))
 
     def slowly(handle: int, part: memoryview, offset: int) -> int:
         got = read(files, handle, part, offset)
         if offset:
-            time.sleep(0.06)
+            monkeypatch.setattr(time, "time", lambda: later)
             files.read = read.__get__(files)  # type: ignore[method-assign]
             store.put(KEYS[0], [bytes(200)])
         return got
