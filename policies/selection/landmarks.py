@@ -35,6 +35,9 @@ from kvengine.policies.selection import Fields, Selection, Where
 from kvengine.policies.selection._chunks import Reduce, coherence, mean_key, read_by_share
 from kvengine.tokens import pack, take
 
+PART = 1 << 12
+"""Chunks whose coherence is found together."""
+
 
 @dataclass(frozen=True)
 class Landmarks(Selection):
@@ -94,7 +97,10 @@ class Landmarks(Selection):
         slots = index.gather(1, at.clamp(max=index.shape[1] - 1))
         units = take(k, slots).unflatten(1, (most, self.chunk)).flatten(0, 1)
         every = units.new_ones(units.shape[:2], dtype=torch.bool)
-        low = -coherence(units, every, mean_key(units, every)).unflatten(0, (-1, most))
+        # As floats all would take several times what they do.
+        parts = zip(units.split(PART), every.split(PART), strict=True)
+        low = -torch.cat([coherence(some, all_there, mean_key(some, all_there)) for some, all_there in parts])
+        low = low.unflatten(0, (-1, most))
         low = low.masked_fill(torch.arange(most, device=k.device) >= chunks[:, None], float("-inf"))
         chosen = best_tokens(low, count).repeat_interleave(self.chunk, 1)
         kept = torch.zeros(len(k), position.shape[1] + 1, dtype=torch.bool, device=k.device)

@@ -5,6 +5,8 @@ import torch
 from support_layer import Tokens, draw, plain, rope, run
 
 from kvengine.errors import PolicyError
+from kvengine.policies.selection import landmarks
+from kvengine.policies.selection._chunks import coherence
 from kvengine.policies.selection.landmarks import Landmarks
 from kvengine.stack import Stack
 from kvengine.stats import measure
@@ -112,6 +114,19 @@ def test_each_row_has_its_outliers_among_the_chunks_before_its_local_tokens() ->
         outliers = worst(k[row, pad:], 160 - pad - 32, count)
         want = {pad + j * CHUNK + i for j in outliers for i in range(CHUNK)}
         assert found is not None and set(found[row].nonzero()[:, 0].tolist()) == want
+
+
+def test_outliers_are_looked_for_some_chunks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As floats, with their products, a long prompt's keys would take several times what the cache keeps of them."""
+    k, position = draw(200).k[0], torch.arange(200).repeat(2, 1)
+    position[1, :30] = -1
+    found, looked = Landmarks(budget=80, local=8), list[int]()
+    whole = found.exact(k, position, (position >= 0).sum(1))
+    monkeypatch.setattr(landmarks, "PART", 10)
+    monkeypatch.setattr(landmarks, "coherence", lambda k, *more: (looked.append(len(k)), coherence(k, *more))[1])
+    parts = found.exact(k, position, (position >= 0).sum(1))
+    assert whole is not None and parts is not None and torch.equal(whole, parts)
+    assert looked == [10] * 4 + [8]
 
 
 def test_chunks_stay_whole_when_outliers_are_taken_out() -> None:
