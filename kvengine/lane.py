@@ -70,7 +70,9 @@ class Lane(Choosing):
         if moved:
             self.whole, self.moved = False, True
         if not live(k, v):  # a pass to come would write beside what gradients are to go back through
-            self.tail.reserve(max(n, (self.session.prompt_end or 0) - self.seen))  # chunks to come need not move these
+            # Chunks to come need not move these, nor need the first token of an answer.
+            more = max(n, (self.session.prompt_end or 0) - self.seen)
+            self.tail.reserve(more, spare=self.plain and self.session.generating)
         self.tail.append(k, v, self.positions(n, valid), valid is None)
         self.prompt_length = self.prompt_length + (n if valid is None else valid.sum(1))
         self.seen += n

@@ -103,13 +103,13 @@ class Tail:
             return self.score[:, span]
         return self.score.new_zeros(()).expand(len(self.score), span.stop - span.start)
 
-    def reserve(self, more: int) -> None:
+    def reserve(self, more: int, spare: bool = False) -> None:
         """Room for `more` tokens: if there is none, move to the front of larger slots, with some to spare, or of these, if sealed
         tokens have left as many.
 
-        The first tokens, a prompt as a rule, get the slots they need. Growing by a part of the length, that of pages `beside`
-        them included, a token is moved `PART` times on average at most, however long the text becomes, and what is spare stays
-        below that part (or `GROWTH` slots).
+        The first tokens, a prompt as a rule, get the slots they need, and some to `spare` where more will come. Growing by a part
+        of the length, that of pages `beside` them included, a token is moved `PART` times on average at most, however long the
+        text becomes, and what is spare stays below that part (or `GROWTH` slots).
         """
         if self.end + more <= self.capacity:
             return
@@ -118,7 +118,7 @@ class Tail:
         if need <= self.capacity and self.start >= some and not (self.shared or self.k.requires_grad):
             self.restart()
             return
-        slots = need + some - 1 if len(self) else need
+        slots = need + some - 1 if spare or len(self) else need
         s = self.span
         self.keep(self.k[:, s], self.v[:, s], slots)
         if self.placed:

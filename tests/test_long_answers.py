@@ -20,7 +20,7 @@ STACKS = [
 ]
 
 
-def elsewhere(self: Tail, more: int) -> None:
+def elsewhere(self: Tail, more: int, spare: bool = False) -> None:
     """The oracle: new slots for every token, and none to spare."""
     s, n = self.span, len(self)
     self.keep(self.k[:, s], self.v[:, s], n + more)

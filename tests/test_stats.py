@@ -3,11 +3,13 @@
 import gc
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from support import MIXED, SMALL, Bare, every, greedy, held, one, patched, prompts
 from torch import Tensor
+from transformers import LogitsProcessor
 
 import kvengine
 from kvengine.cache import LayerCache
@@ -360,3 +362,24 @@ def test_chunks_of_an_announced_prompt_stay_where_they_are(text: str) -> None:
     q, k, v = (x.clone().requires_grad_() for x in given)
     outs = [trained.forward(q[:, :, s], k[:, :, s], v[:, :, s], Call(0.125)) for s in (slice(0, 250), slice(250, 500))]
     sum(out.sum() for out in outs).backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_the_first_token_of_an_answer_does_not_move_the_prompt(chunk: int | None) -> None:
+    """All layers would be copied before it, one after the other, each there twice for a moment."""
+    model, ids, places = patched("full"), torch.arange(90)[None], list[Any]()
+    cache = kvengine.EngineCache(model)
+
+    class Watching(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            places.append(
+                [(part.lane.tail.k.data_ptr(), part.lane.tail.capacity) for x in cache.engines for part in x.parts]
+            )
+            return scores
+
+    more = {"prefill_chunk_size": chunk} if chunk else {}
+    model.generate(
+        ids, cache=cache, max_new_tokens=5, do_sample=False, eos_token_id=None, logits_processor=[Watching()], **more
+    )
+    assert len(places) == 5 and all(now == places[0] for now in places)
+    assert all(slots < 90 + 10 for _, slots in places[0])
