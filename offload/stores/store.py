@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
@@ -64,7 +64,7 @@ class Store:
     """Runs a backend on threads.
 
     backend:  where values live
-    threads:  requests served at once
+    threads:  requests served at once, and questions after values (`leading`) beside them
     pending:  most bytes of puts that wait; further puts are dropped (a cache must not hold up the model)
     pause:    seconds to leave a failing backend alone
     finished: most finished jobs that are remembered until somebody asks; older ones are forgotten (`counts["forgotten"]`)
@@ -80,6 +80,7 @@ class Store:
         finished: int = 1 << 15,
     ) -> None:
         self.backend, self.pending, self.pause, self.finished = backend, pending, pause, finished
+        self.threads = threads
         self.counts: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore")
         self._asking = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-asks")  # not behind values on their way
@@ -110,21 +111,26 @@ class Store:
         self._check_open()
         if not keys:
             return []  # there is nothing to wait for, nor to name if others keep the store from answering
-        found, late = list[int](), threading.Event()
+        found, over, rest = list[int](), threading.Event(), iter(keys)
+        end = None if timeout is None else time.monotonic() + timeout
+        coming: deque[Future[int | None]] = deque()
 
-        def ask() -> None:
-            for key in keys:
-                if late.is_set() or (size := self.sizes([key])[0]) is None:
-                    return
-                found.append(size)
+        def ask(key: str) -> int | None:
+            return None if over.is_set() else self.sizes([key])[0]
 
         try:
-            self._asking.submit(ask).result(timeout)
+            while True:
+                ahead = min(1 + len(found), self.threads) - len(coming)  # the first alone: it is the likeliest to miss
+                coming += [self._asking.submit(ask, key) for key in islice(rest, ahead)]
+                if not coming or (size := coming.popleft().result(end and max(0.0, end - time.monotonic()))) is None:
+                    break
+                found.append(size)
         except (TimeoutError, RuntimeError) as error:  # the latter where no thread can be started
-            late.set()
             self._note("failed", keys[0], f"{error}" or f"no answer within {timeout} seconds")
             self._failed()
-        return list(found)
+        finally:
+            over.set()
+        return found
 
     def sizes(self, keys: Sequence[str]) -> list[int | None]:
         """Bytes of each value, None for a miss: what buffers to bring to `submit_get`."""

@@ -402,6 +402,31 @@ def test_where_no_thread_can_be_started_nothing_is_waited_for(monkeypatch: pytes
     store.close()
 
 
+def test_several_keys_are_looked_up_at_once_and_none_behind_a_miss() -> None:
+    """One after another, a far store's round trips left no time to find a long text's chunks."""
+    asked, together, most, lock = list[str](), 0, 0, threading.Lock()
+
+    class Far(Faulty):
+        def size(self, key: str) -> int:
+            nonlocal together, most
+            with lock:
+                asked.append(key)
+                together += 1
+                most = max(most, together)
+            time.sleep(0.01)
+            with lock:
+                together -= 1
+            return super().size(key)
+
+    store = stores.Store(Far(), threads=4)
+    keys = [f"{i:064x}" for i in range(40)]
+    assert store.leading(keys) == [] and asked == keys[:1]
+    store.wait(store.submit_put(keys[:30], [bytes(i) for i in range(30)]))
+    assert store.leading(keys, 30) == [*range(30)] and most == 4
+    store.close()
+    assert {*keys[:30]} <= {*asked} and len(asked) <= 1 + 30 + 4
+
+
 def test_each_key_has_a_value_and_an_offset() -> None:
     """One too few was a failure of the store's, which was then left alone; before a value's beginning lies its header."""
     store = stores.Store(Faulty())
