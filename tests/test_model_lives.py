@@ -56,7 +56,7 @@ MORE = {
         "lowrank(rank=0.5)",
     ],
     "selection": [
-        "quest(budget=0.3, page=4)", "ann(budget=0.3)", "tidal(budget=24, start=1, reselect=1)",
+        "quest(budget=0.3, page=4)", "ann(budget=0.3)", "tidal(budget=24, start=0, reselect=1)",
         "landmarks(budget=0.4, chunk=4, local=4)", "retrieval(budget=0.4, chunk=4)",
     ],
     "placement": ["host(resident=40)", "disk(device=0, host=0)", "host(fields=('v',), resident=40)"],

@@ -146,7 +146,7 @@ def test_a_batch_that_begins_with_padding_alone_begins_behind_it(text: str) -> N
 MORE = [
     "quest(budget=12, page=4)",
     "duo(sparsity=0.5, sinks=1, recent=8) + h2o(budget=20)",
-    "tidal(budget=24, start=1)",
+    "tidal(budget=24, start=0)",
 ]
 
 
