@@ -150,7 +150,7 @@ class Tiered:
                 self.place(t + 1, ids[:below], {name: x[:below] for name, x in fields.items()}, beyond)
                 ids, fields = ids[below:], {name: x[below:] for name, x in fields.items()}
             except Unwritable as error:
-                self.fault(error)
+                self.fault(error, beyond)
                 refused = True
         if not len(ids):
             return
@@ -193,7 +193,7 @@ class Tiered:
             except Full:
                 raise
             except StoreError as error:  # not written there, or not read here
-                self.fault(error)
+                self.fault(error, beyond)
                 refused = True
             # Not all that were below still are: they were given up for others, as they are here too.
             self.drop(t, gone[(self.slot[t + 1 :, gone] >= 0).any(0)])
@@ -203,9 +203,11 @@ class Tiered:
                 f"{level.capacity} pages of {self.layout.size} bytes); raise a cap, or add a tier below"
             )
 
-    def fault(self, error: StoreError) -> None:
-        self.refused += 1
-        log.warning("%s", error)
+    def fault(self, error: StoreError, matters: bool = True) -> None:
+        """Count it and say so. Bringing up is tried at every read: what hinders that is said where it first happened."""
+        if matters:
+            self.refused += 1
+            log.warning("%s", error)
 
     # Moving up
 
