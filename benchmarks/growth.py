@@ -2,14 +2,16 @@
 
     python -P benchmarks/growth.py [--lengths 2048,8192,32768,65536] [--threads 1] [--cpu-time] [--out FILE.json]
     python -P benchmarks/growth.py --device cuda [--batch 8] [--budget 2048] [--stacks TEXT ...] --out FILE.json
+    python -P benchmarks/growth.py --lengths 131072,1048576 --heads 1 --group 2 --dim 64 --out FILE.json
 
-One layer of 32 query and 8 KV heads of 128 in bfloat16, as in a model of 8 billion weights, through the engine's own
-layer cache; the prompt's own attention is left out, so filling 65536 tokens takes seconds. The model beside each time is
+One layer of 32 query and 8 KV heads of 128 in bfloat16, as in a model of 8 billion weights, or as said, through the engine's
+own layer cache; the prompt's own attention is left out, so filling 65536 tokens takes seconds: its time is the policy's, and
+beside it stands the most memory that was taken meanwhile. `tidal` is timed in a layer that chooses. The model beside each time is
 bytes read (as the cache counts them) over the bandwidth of a sum over more than any cache holds in the same run, and nothing
 else: what a line lies above it is computing and overhead. That sum is also taken before each step, as a model reads its
 weights and other layers in between: no step finds in the processor's caches what the one before it has read. Policies that
-want the attention every prompt token received compute it in quadratic time, and are filled up to 8192 tokens only. Also draws
-a picture beside the result.
+look at all pairs of a prompt's tokens, or at a share of them, are filled up to 8192 or 65536 tokens only (`LONGEST`). Also
+draws a picture beside the result.
 
 On a GPU a step is timed on the device, which is kept busy until the host has queued all of it: so a recorded step takes. A
 policy that has to ask the device something while a step is made waits for that, and its time says so.
@@ -25,6 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,16 +35,15 @@ from typing import Any
 import torch
 
 from kvengine.cache import LayerCache
+from kvengine.evals.memory import peak
 from kvengine.replay import rerun, tell
 from kvengine.rope import Rope
 from kvengine.session import Call
 from kvengine.stack import Stack
 from kvengine.stats import measure
 
-HEADS, GROUP, DIM, STEPS, WARM = 8, 4, 128, 15, 3
+STEPS, WARM = 15, 3
 Clock = Callable[[Callable[[], object]], float]
-LONGEST = 8192
-"""Longest prompt for the slow ones."""
 AHEAD = 20_000_000
 """Cycles of a GPU, some 11 ms, in which the host queues a step."""
 
@@ -85,15 +87,28 @@ def stacks(budget: int) -> list[str]:
     ]
 
 
-SLOW = ("h2o", "d2o", "elastic")
+LONGEST = {"h2o": 8192, "d2o": 8192, "elastic": 8192, "kvzip": 65536, "rkv": 65536, "zipcache": 65536}
+"""Tokens of a prompt, of which these policies look at all pairs or at a share of them."""
 
 
-def drawn(tokens: int, device: str, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    group: int
+    dim: int
+
+    def __str__(self) -> str:
+        sequences = "" if self.batch == 1 else f", {self.batch} sequences"
+        return f"{self.heads * self.group} query and {self.heads} KV heads of {self.dim}{sequences}"
+
+
+def drawn(tokens: int, device: str, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys and values of sequences; their queries repeat after 512, as few policies look at more than the last ones."""
     rng = torch.Generator(device).manual_seed(0)
     new = partial(torch.randn, generator=rng, device=device)
-    some = new(batch, HEADS * GROUP, 512, DIM).bfloat16()
-    k, v = (new(batch, HEADS, tokens, DIM, dtype=torch.bfloat16) for _ in range(2))
+    some = new(shape.batch, shape.heads * shape.group, 512, shape.dim).bfloat16()
+    k, v = (new(shape.batch, shape.heads, tokens, shape.dim, dtype=torch.bfloat16) for _ in range(2))
     return some.repeat(1, 1, -(-tokens // 512), 1)[:, :, :tokens], k, v
 
 
@@ -119,23 +134,32 @@ def timer(device: str, cpu_time: bool) -> tuple[Clock, float]:
 @torch.inference_mode()
 def one(text: str, length: int, qkv: tuple[torch.Tensor, ...], speed: float, seconds: Clock) -> dict[str, Any]:
     """Fill a cache, decode, and count."""
-    cache, (batch, *_), device = LayerCache(Stack.parse(text), 0, 1), qkv[0].shape, qkv[0].device
-    cache.session.rope = Rope((10000.0 ** -(torch.arange(DIM // 2) * 2 / DIM)).to(device))
-    nothing = torch.zeros(1, 1, 1, DIM, dtype=torch.bfloat16, device=device).expand(batch, length, HEADS * GROUP, DIM)
-    tell(cache, 0, length, rows=batch)
-    cache.forward(*(x[:, :, :length] for x in qkv), Call(DIM**-0.5), None, lambda k, v: nothing)  # type: ignore[call-arg]
-    rerun([cache], [qkv], Call(DIM**-0.5))
+    (batch, heads, _, dim), device = qkv[0].shape, qkv[0].device
+    cache, call = LayerCache(Stack.parse(text), *((2, 5) if text.startswith("tidal") else (0, 1))), Call(dim**-0.5)
+    cache.session.rope = Rope((10000.0 ** -(torch.arange(dim // 2) * 2 / dim)).to(device))
+    nothing = torch.zeros(1, 1, 1, dim, dtype=torch.bfloat16, device=device).expand(batch, length, heads, dim)
+    with peak(device) as before:
+        pass
+    begin = time.perf_counter()
+    with peak(device) as most:
+        tell(cache, 0, length, rows=batch)
+        cache.forward(*(x[:, :, :length] for x in qkv), call, None, lambda k, v: nothing)  # type: ignore[call-arg]
+        rerun([cache], [qkv], call)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    took = time.perf_counter() - begin
     times = []
     for step in range(WARM + STEPS):
         s = slice(length + step, length + step + 1)
         token = [x[:, :, s].contiguous() for x in qkv]  # as a model's projections leave it
-        times.append(1e3 * seconds(lambda token=token: cache.forward(*token, Call(DIM**-0.5))))
+        times.append(1e3 * seconds(lambda token=token: cache.forward(*token, call)))
     stats, cuts = measure([cache]), statistics.quantiles(times[WARM:], n=5)
     return {
         "policy": f"`{text}`", "spelled": Stack.parse(text).spelled(), "context": length,
         "ms": statistics.median(times[WARM:]), "p20_ms": cuts[0], "p80_ms": cuts[3],
         "model_ms": 1e3 * stats.read_per_token / speed,
         "read_MB": stats.read_per_token / 1e6, "held_MB": stats.bytes_held / 1e6,
+        "prompt_s": took, "prompt_MB": None if most.bytes is None or before.bytes is None else (most.bytes - before.bytes) / 1e6,
     }  # fmt: skip
 
 
@@ -182,6 +206,9 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--lengths", default="2048,8192,32768,65536")
     parser.add_argument("--batch", type=int, default=1, help="sequences")
+    parser.add_argument("--heads", type=int, default=8, help="KV heads")
+    parser.add_argument("--group", type=int, default=4, help="query heads of each")
+    parser.add_argument("--dim", type=int, default=128, help="channels of a head")
     parser.add_argument("--budget", type=int, default=1024, help="tokens")
     parser.add_argument("--stacks", nargs="+", help="instead of every policy")
     parser.add_argument("--threads", type=int, default=1)
@@ -193,23 +220,23 @@ def main() -> None:
     about = (
         f"{given.threads} CPU core(s){processor()}" if given.device == "cpu" else f"one {torch.cuda.get_device_name()}"
     )
-    sequences = "" if given.batch == 1 else f", {given.batch} sequences"
+    shape = Shape(given.batch, given.heads, given.group, given.dim)
     result = {
         "command": f"python -P {shlex.join(sys.argv)}",
         "machine": f"{about} that reads {speed / 1e9:.1f} GB/s, torch {torch.__version__}, Python "
-        f"{platform.python_version()}; one layer of {HEADS * GROUP} query and {HEADS} KV heads of {DIM}{sequences}, "
-        f"bfloat16, medians of {STEPS}{', processor time' * given.cpu_time}",
+        f"{platform.python_version()}; one layer of {shape}, bfloat16, medians of {STEPS}{', processor time' * given.cpu_time}",
         "columns": {
             "policy": "policy", "context": "context", "read (MB)": "read_MB:.2f", "held (MB)": "held_MB:.2f",
             "by bytes alone (ms)": "model_ms:.3f", "measured (ms)": "ms:.3f",
+            "prompt (s)": "prompt_s:.2f", "most taken meanwhile (MB)": "prompt_MB:.0f",
         },
         "pictures": {"Bytes and time per decoded token against the context": given.out.with_suffix(".png").name},
     }  # fmt: skip
     failed = []
     for length in map(int, given.lengths.split(",")):
-        qkv = drawn(length + WARM + STEPS, given.device, given.batch)
+        qkv = drawn(length + WARM + STEPS, given.device, shape)
         for text in texts:
-            if length > LONGEST and text.startswith(SLOW):
+            if length > LONGEST.get(text.partition("(")[0], length):
                 continue
             try:
                 row = one(text, length, qkv, speed, seconds)

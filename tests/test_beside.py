@@ -189,11 +189,13 @@ def test_what_one_call_merged_is_taken_back(
 
 
 def test_a_gradient_that_one_call_has_merged_over_is_refused() -> None:
-    """A prompt that the budget holds stays where its last chunk has read it, and there is room for a token."""
+    """A later turn's prompt that the budget holds stays where it was read, with room for a token."""
     rng = torch.Generator().manual_seed(5)
     feed = lambda n: [torch.randn(1, h, n, 32, generator=rng) for h in (6, 2, 2)]  # noqa: E731
-    layer = LayerCache(Stack.parse("d2o(budget=20)"), 0, 1, Session(prompt_end=20))
+    session = Session(prompt_end=10)
+    layer = LayerCache(Stack.parse("d2o(budget=20)"), 0, 1, session)
     layer.forward(*feed(10), Call(0.2))
+    session.prompt_end = 20
     q, k, v = feed(10)
     out = layer.forward(q.requires_grad_(), k, v, Call(0.2))
     with torch.no_grad():
