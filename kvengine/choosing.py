@@ -48,7 +48,8 @@ class Choosing(Verdicts):
     def where(self, pages: Pages, call: Call, counts: Callable[[], Tensor], most: int, even: bool) -> Where:
         return Where(
             layer=self.layer, layers=self.layers, counts=counts, most=most, even=even, scale=call.scale,
-            keys=lambda *columns: pages.decoded(*columns)[0], token=self.seen - 1, lane=self.number, memo=self.session.memo,
-            since=self.since, joint=pages.joint is not None, stamps=lambda: pages.stamps, beside=pages.beside,
-            bounds=pages.bounds, softcap=call.softcap, parts=pages.parts if self.first.is_cpu else list,
+            keys=pages.keys, straight=partial(pages.logits, scale=call.scale, dim_v=self.tail.v.shape[-1]),
+            token=self.seen - 1, lane=self.number, memo=self.session.memo, since=self.since, joint=pages.joint is not None,
+            stamps=lambda: pages.stamps, beside=pages.beside, bounds=pages.bounds, softcap=call.softcap,
+            parts=pages.parts if self.first.is_cpu else list,
         )  # fmt: skip

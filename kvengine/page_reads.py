@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvengine import answers
 from kvengine.joint import Joint
+from kvengine.kernels.key_logits import fits, key_logits
 from kvengine.kernels.unit_places import unit_places
 from kvengine.policies.representation import Representation
 from kvengine.policies.selection import Selection
@@ -90,6 +91,26 @@ class Readable(User):
             return keys, v.flatten(0, 1).unflatten(0, shape)
 
         return finish
+
+    def keys(self, columns: slice = ALL) -> Float[Tensor, "row token dim"]:
+        """`decoded`, the keys alone."""
+        if self.joint is not None:
+            return self.joint.keys(self.span(columns))
+        if self.codec != "dense":
+            return self.decoded(columns)[0]
+        table = self.table[:, columns]
+        read = self.pool.read(table.clamp(min=0).flatten().long(), ("v",))
+        return read["k"].flatten(0, 1).unflatten(0, (len(table), -1))
+
+    def logits(
+        self, q: Float[Tensor, "row group dim"], scale: float, dim_v: int
+    ) -> Float[Tensor, "row group token"] | None:
+        """Of every key, whatever where there is none; None if no kernel reads them where they are."""
+        fields = self.readable(None)
+        if fields is None or not fits(q, fields, self.codec, dim_v):
+            return None
+        where = self.table, self.position
+        return key_logits(q, fields, *where, page=self.page, scale=scale, codec=self.codec, dim_v=dim_v)
 
     def lay_out(self, k: Float[Tensor, "row slot dim"], v: Float[Tensor, "row slot dim_v"]) -> None:
         """Write keys and values of all slots to the first of these, some columns at a time, the next ones on their way."""

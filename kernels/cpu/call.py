@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 DENSE, PER_CHANNEL, PER_TOKEN, MIXED, LOWRANK, TURNED = range(6)
 
 I64, POINTER = ctypes.c_int64, ctypes.c_void_p
+
+Noted = Literal["probs", "logs", "logits"]
 
 
 class Field(ctypes.Structure):
@@ -119,10 +121,10 @@ def parts(q: Tensor, dim: int) -> Tensor:
 
 def run(
     q: Tensor, k: Field, v: Field, columns: int, scale: float, softcap: float | None, sinks: Tensor | None,
-    want_probs: bool, *, logs: bool = False, **more: Any,
+    want_probs: bool, *, as_: Noted = "probs", **more: Any,
 ) -> State:  # fmt: skip
-    """Attend. `more`: the members of `Attention` that say which columns are seen; tensors must outlive the call. `logs`:
-    probabilities as logarithms."""
+    """Attend. `more`: the members of `Attention` that say which columns are seen; tensors must outlive the call. `as_`: what the
+    state's `probs` are, if they are wanted: probabilities, their logarithms, or the logits before a softmax."""
     rows, group, queries, wide = q.shape
     if q.stride(3) != 1 or (queries > 1 < group and q.stride(1) != queries * q.stride(2)):
         q = q.contiguous()
@@ -141,8 +143,10 @@ def run(
     )  # fmt: skip
     if library.needed().kv_attention(ctypes.byref(call)):
         raise KernelError("the native attention kernel could not allocate its buffers")
-    probs = None if scores is None else _shares(scores.view(rows, group, queries, columns), lse)
-    if probs is not None and not logs:
+    probs = None if scores is None else scores.view(rows, group, queries, columns)
+    if probs is not None and as_ != "logits":
+        probs.sub_(torch.where(lse == -torch.inf, 0, lse)[..., None])
+    if probs is not None and as_ == "probs":
         probs.exp_()
     return State(out if dim_v == v.dim else out[..., : v.dim], lse, probs)
 
@@ -160,10 +164,6 @@ def most(values: int) -> int:
 def address(x: Tensor | None) -> int | None:
     """Where the tensor's first element is; None for none."""
     return None if x is None else x.data_ptr()
-
-
-def _shares(scores: Tensor, lse: Tensor) -> Tensor:
-    return scores.sub_(torch.where(lse == -torch.inf, 0, lse)[..., None])
 
 
 def _splits(rows: int, columns: int, threads: int) -> int:

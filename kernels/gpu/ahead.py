@@ -32,6 +32,8 @@ from kvengine.kernels.fetch_pages.triton import fetch
 from kvengine.kernels.gpu import compiling_for
 from kvengine.kernels.gpu.digest import Digests, Given
 from kvengine.kernels.gpu.used import Compiled, report
+from kvengine.kernels.key_logits import NARROW
+from kvengine.kernels.key_logits.triton import key_logits
 from kvengine.kernels.lowrank_attention.triton import lowrank_attention
 from kvengine.kernels.merge_states.triton import joined, merge_states, ongoing, received
 from kvengine.kernels.page_scores.triton import log_shares, page_scores, top_units, units_by_share
@@ -155,6 +157,13 @@ def cases() -> dict[str, Callable[[], object]]:
             None, None, False, wait,
         )  # fmt: skip
 
+    def asked(codec: str) -> Callable[[], object]:
+        q, fields = torch.zeros(ROWS, 4, 128, dtype=bf16), pool(codec, 128, bf16)
+        if codec == "dense":
+            fields["v"] = fields["v"][..., :NARROW]
+        dim_v = fields["v"].shape[-1] if codec == "dense" else 128
+        return lambda: key_logits(q, fields, table, position, PAGE, 0.1, codec, dim_v)
+
     def tail(
         query: int, dim: int = 128, dtype: torch.dtype = bf16, masked: bool = True, wait: bool = False
     ) -> Callable[[], object]:
@@ -237,6 +246,8 @@ def cases() -> dict[str, Callable[[], object]]:
         "pages, one row": pages(rows=1),
         "pages, window": pages(window=4096, query=16),
         "units of 16": pages(chosen=True),
+        "logits of keys": asked("dense"),
+        "logits of keys, kivi": asked("kivi"),
         "latents, 16 heads": pages(dim=576, rows=1, group=16),
         "latents, 128 heads": pages(dim=576, rows=1, group=128),
         "latents, 128 heads, units of 16": pages(dim=576, rows=1, group=128, chosen=True),

@@ -54,7 +54,7 @@ def log_shares(q: Tensor, mean: Tensor, alive: Tensor, scale: float) -> Tensor:
     values = call.dense(mean[..., : call.LANES])
     seen = alive if alive.stride(-1) == 1 else alive.contiguous()
     state = call.run(
-        q[:, :, None], call.dense(mean), values, mean.shape[1], scale, None, None, True, logs=True,
+        q[:, :, None], call.dense(mean), values, mean.shape[1], scale, None, None, True, as_="logs",
         visible=seen.data_ptr(), visible_row=seen.stride(0), visible_query=0, visible_column=1,
     )  # fmt: skip
     return cast(Tensor, state.probs)[:, :, 0]

@@ -4,9 +4,12 @@ import pytest
 import torch
 from support_layer import draw, plain, run
 
-from kvengine import answers, page_reads
+from kvengine import page_reads
+from kvengine.kernels.cpu import library
+from kvengine.page_reads import Readable
 from kvengine.policies.selection import Where, best
 from kvengine.policies.selection.oracle_topk import OracleTopK
+from kvengine.pool import Pool
 
 
 @pytest.mark.parametrize("heads, group, softcap", [(2, 2, None), (3, 1, None), (1, 4, None), (1, 4, 1.0)])
@@ -76,18 +79,46 @@ def test_the_best_units_of_each_row_are_those_that_sorting_finds(even: bool) -> 
 
 @pytest.mark.parametrize("text", ["oracle_topk(budget=24)", "tidal(budget=24, start=0, reselect=0)"])
 def test_keys_are_looked_at_some_at_a_time(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As floats, with values beside them, all of a long text's would be several times what the cache holds."""
-    tokens, most, decoded = draw(201), list[int](), answers.decoded
+    """Where no kernel reads them in their pages: as floats, all of a long text's would be several times what the cache holds."""
+    tokens, most, keys = draw(201), list[int](), Readable.keys
 
-    def listening(representation: Any, given: Any) -> Any:
-        k, v = decoded(representation, given)
-        most.append(k.shape[0] * k.shape[1])
-        return k, v
+    def listening(self: Readable, *columns: slice) -> torch.Tensor:
+        found = keys(self, *columns)
+        most.append(found.shape[0] * found.shape[1])
+        return found
 
-    monkeypatch.setattr(page_reads.answers, "decoded", listening)
+    monkeypatch.setattr(Readable, "keys", listening)
+    straight = run(text, tokens, 200).lane.units
+    assert bool(most) is (library.load().library is None)
+    monkeypatch.setattr(page_reads, "fits", lambda *pages: False)
     whole, at_once = run(text, tokens, 200).lane.units, max(most)
     monkeypatch.setattr(page_reads, "LAID", 64)
     most.clear()
     some = run(text, tokens, 200).lane.units
     assert max(most) <= 64 < at_once
     torch.testing.assert_close(some, whole)
+    torch.testing.assert_close(straight, whole)
+
+
+@pytest.mark.parametrize("stored", ["", "+kivi(group=8, residual=8)", "+lowrank(rank=8)", "+disk(device=0, host=0)"])
+def test_keys_are_had_without_values(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where values lie apart, they are not read for a choice."""
+    found, read, start = run("oracle_topk(budget=24)" + stored, draw(201), 200), list[str](), Pool.start
+
+    def listening(self: Pool, *about: Any) -> Any:
+        finish = start(self, *about)
+
+        def finished() -> dict[str, torch.Tensor]:
+            fields = finish()
+            read.extend(fields)
+            return fields
+
+        return finished
+
+    monkeypatch.setattr(Pool, "start", listening)
+    pages = found.lane.pages
+    assert pages is not None
+    keys = pages.keys(slice(1, 3))
+    assert "v" not in read
+    torch.testing.assert_close(keys, pages.decoded(slice(1, 3))[0], rtol=0, atol=0)
+    assert "v" in read or "kivi" in stored

@@ -1,0 +1,30 @@
+"""The C kernel on the CPU (`kvengine/kernels/cpu/attention.c`), which notes its scores before they are a softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from torch import Tensor
+
+from kvengine.kernels.cpu import call
+
+
+def key_logits(
+    q: Tensor,
+    fields: Mapping[str, Tensor],
+    table: Tensor,
+    position: Tensor,
+    page: int,
+    scale: float,
+    codec: str,
+    dim_v: int,
+) -> Tensor:
+    """See `kvengine.kernels.key_logits`."""
+    dim, table, position = q.shape[-1], call.int32(table), call.int32(position)
+    found = call.run(
+        q[:, :, None], call.paged(codec, fields, "k", dim, page), call.paged(codec, fields, "v", dim_v, page),
+        table.shape[1] * page, scale, None, None, True, as_="logits", table=table.data_ptr(), position=position.data_ptr(),
+        table_row=table.stride(0), position_row=position.stride(0), page=page, unit=page,
+    )  # fmt: skip
+    return cast(Tensor, found.probs)[:, :, 0]
