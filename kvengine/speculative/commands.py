@@ -82,6 +82,7 @@ def generate(
         check_together(context, speculate, report, record, fuse, temperature)
         check_words(speculate, draft, middle, stop or ())
         check_law(temperature, top_p)
+        check_prompt(prompt)
         drafted = steps(gamma)
         import torch
         from transformers import TextStreamer
@@ -142,6 +143,12 @@ def check_words(speculate: bool, draft: str, middle: str, stop: Collection[str])
         raise EvaluationError("nothing drafts: give --draft or --middle, or leave out --speculate")
     if "" in stop:
         raise EvaluationError("--stop has no text to end at; leave it out, or give some")
+
+
+def check_prompt(prompt: str | None) -> None:
+    """Refuse to wait for text from nowhere, before anything is loaded that takes seconds."""
+    if prompt is None and sys.stdin is None:
+        raise EvaluationError("there is no prompt, and standard input is closed; give some text to continue")
 
 
 def check_law(temperature: float, top_p: float = 1.0) -> None:
@@ -257,8 +264,6 @@ def save(found: list[bench.Result], out: Path, name: str, model: Any) -> None:
 def given(prompt: str | None) -> str:
     """The prompt, or standard input. Raises EvaluationError for what is not text."""
     try:
-        if prompt is None and sys.stdin is None:
-            raise EvaluationError("there is no prompt, and standard input is closed; give some text to continue")
         if prompt is None and sys.stdin.isatty():
             status("type the text to continue, and Ctrl-D on a line of its own")
         text = sys.stdin.read() if prompt is None else prompt

@@ -44,6 +44,7 @@ def test_a_folder_of_another_seed_is_left_as_it_was(tmp_path: Path) -> None:
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_prompts_are_read_in_parts(tmp_path: Path) -> None:
     model, tokenizer, passes = tiny_model(), tiny_tokenizer(), list[int]()
     settings = SETTINGS | {"policies": "full;streaming(recent=40);lowrank(rank=2)"}

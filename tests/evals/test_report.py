@@ -104,6 +104,7 @@ def folder(path: Path, rows: list[Row]) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_rows_of_another_version_are_told_and_not_a_traceback(tmp_path: Path) -> None:
     """Every field is left out of one row of a folder, once; what is only measured may be missing."""
     rows, kept = [row("easy", name, i, 1.0) for name in ("full", "less") for i in range(2)], []
@@ -123,6 +124,7 @@ def test_rows_of_another_version_are_told_and_not_a_traceback(tmp_path: Path) ->
         report.read(tmp_path)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_manifest_says_what_the_report_says_of_a_run(tmp_path: Path) -> None:
     for name in MANIFEST:
         folder(tmp_path, some_rows())
@@ -561,6 +563,7 @@ def test_a_difference_is_one_where_its_interval_leaves_nothing_out(tmp_path: Pat
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_folder_gets_every_report_from_what_it_says_itself(tmp_path: Path) -> None:
     """Of four words guessing costs log 4 = 1.39: who needs 2 says nothing."""
     rows = [*some_rows(), *(row("ppl_book", "full", i, 2.0, metric="nll", suite="ppl") for i in range(4))]

@@ -43,6 +43,8 @@ from kvengine.evals.tasks import Sample, Task, Turn
 from kvengine.evals.tasks import _words as words
 from kvengine.policies import catalogue
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 SAMPLE = Sample(
     id="0",
     context="CONTEXT. ",
