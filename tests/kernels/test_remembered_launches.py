@@ -23,7 +23,7 @@ OTHERS = [
     "duo(sparsity=0.5, sinks=4, recent=32) + quest(budget=64) + kivi(bits=4)",
 ]  # fmt: skip
 GENERAL = {
-    "tidal(budget=64)": 1, "host + quest(budget=64)": 3, "host(fields=('v',)) + quest(budget=64)": 2,
+    "tidal(budget=64)": 2, "host + quest(budget=64)": 3, "host(fields=('v',)) + quest(budget=64)": 2,
     "lowrank(rank=8) + landmarks(budget=64) + host": 2, "shadowkv(budget=64, rank=8)": 4,
 }  # fmt: skip
 """How many of a token's launches are always made the general way: those that choose in all of a layer, and that fetch."""
