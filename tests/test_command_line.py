@@ -273,6 +273,7 @@ def test_memory_that_runs_out_is_a_line(error: Exception, said: str, capsys: pyt
         raise RuntimeError("shapes differ")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device without room")
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["eval", "--help"], ["duo", "show", "tiny"]])
 def test_where_what_is_said_finds_no_room_that_is_a_line(words: list[str]) -> None:

@@ -89,6 +89,7 @@ def test_what_a_step_does_to_states_can_be_undone(name: str) -> None:
         first.close(), second.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1", "zamba2"])
 def test_what_a_graph_would_record_moves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the model's own code look at what a GPU computes."""

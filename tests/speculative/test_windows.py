@@ -67,6 +67,7 @@ def test_a_middle_that_reads_all_is_always_right(name: str, middle: str) -> None
     assert sum(target.tested) > 20 and sum(target.tested) - sum(target.stood) <= few
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("late", [SLACK, SLACK + 1, SLACK + 2])
 @torch.no_grad()
 def test_a_draft_left_alone_for_long_has_windows_up_to_date(late: int) -> None:
