@@ -14,6 +14,8 @@ from kvengine.errors import ModelError
 
 KNOWN = ("input_ids", "position_ids", "attention_mask", "cache_position")
 """What a step has by itself. New tokens are never padding, so the mask says nothing about them."""
+KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+"""Of each token. Before transformers 5.24, some come for the whole text."""
 
 
 class Brought:
@@ -30,6 +32,8 @@ class Brought:
             ModelError: it brings numbers that are no counts or kinds (vectors, images, sounds), or others than the first did.
         """
         found = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and name not in KNOWN}
+        tokens = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
+        found |= {name: found[name][..., -tokens:] for name in KINDS if name in found}
         if self.last is None:
             self.held = {name: x.clone() for name, x in found.items()}
         for name, x in found.items():

@@ -33,6 +33,8 @@ def _llama4_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(model: Any, inputs: dict[str, Tensor], count: int = NEW, **options: Any) -> Any:
+    if "cache" in options:
+        options[CACHE] = options.pop("cache")
     return model.generate(**inputs, max_new_tokens=count, do_sample=False, return_dict_in_generate=True, **options)
 
 
@@ -70,7 +72,8 @@ def test_text_is_the_unpatched_models(name: str) -> None:
     for policy in ("full", "quest(budget=500)"):
         found = run(kvengine.patch(model, policy), batch)
         assert type(found[CACHE]) is EngineCache and torch.equal(found.sequences, want)
-    if name != "llama4":  # whose layers of transformers' own grow by moving
+    # Llama 4's layers of transformers' own grow by moving, and before 5.24 what Mllama brings to a step grows
+    if name != "llama4" and (name != "mllama" or CACHE == "cache"):
         assert torch.equal(run(model, batch, custom_generate=kvengine.compile_decode(model)).sequences, want)
     assert torch.equal(run(kvengine.unpatch(model), batch).sequences, want)
 
@@ -191,7 +194,10 @@ def test_each_cache_knows_where_its_text_goes_on(name: str, tmp_path: Path) -> N
         assert torch.equal(new(run(model, more, cache=each), more), want)
     one = {key: x[1:] for key, x in more.items()}
     assert torch.equal(new(run(model, one, cache=second), one)[0], want[1])
-    assert len(run(model, batch, num_beams=2)[CACHE].session.shifts.at(99)) == 4
+    if (
+        CACHE == "cache"
+    ):  # transformers before 5.24 counts a row's images by the token that begins one, which these texts lack
+        assert len(run(model, batch, num_beams=2)[CACHE].session.shifts.at(99)) == 4
 
 
 @pytest.mark.parametrize("name", AXES)
@@ -283,6 +289,9 @@ def test_a_recorded_step_takes_no_images() -> None:
     brought.hold({"input_ids": kinds, "mm_token_type_ids": kinds})
     brought.hold({"input_ids": kinds, "mm_token_type_ids": kinds + 1})
     assert [*brought.held] == ["mm_token_type_ids"] and (brought.held["mm_token_type_ids"] == 1).all()
+    for more in (4, 5):  # of the whole text
+        brought.hold({"input_ids": kinds, "mm_token_type_ids": torch.cat([kinds.expand(2, more), kinds + more], 1)})
+        assert (brought.held["mm_token_type_ids"] == more).all()
     for more in ({"pixel_values": torch.zeros(1)}, {"mm_token_type_ids": kinds[:1]}, {"others": kinds}):
         with pytest.raises(ModelError, match=f"not '{[*more][0]}'; use model.generate"):
             brought.hold(more)

@@ -25,8 +25,8 @@ SMALL = {
         "or all-32-8 or causal-one "
         "or later and not causal or sparse-odd)) or turned_codes or (own_spans and later) or far_apart "
         "or (matches_lists and odd-3) or (views and lowrank) "
-        "or (turned and pages and not turned-4) or some_at_a_time or (waiting and (2-torch.bfloat16 or several)) or told or halves "
-        "or narrow_and_wide and triton-8",
+        "or (turned and pages and not turned-4) or some_at_a_time or (waiting and (2-torch.bfloat16 or several)) "
+        "or told or halves or narrow_and_wide and triton-8",
     ),
 }
 """Files of this folder, and which of their tests: what the interpreter does in a minute."""
