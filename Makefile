@@ -19,8 +19,6 @@ TRITON := triton==3.6.0
 # The repository root must stay off sys.path: `kernels/` would hide Hugging Face's package of that name.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Tests start a hundred processes, each of which would compile the package, and some the tests, for itself.
-unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 OLD := .venv-5.17

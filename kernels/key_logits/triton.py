@@ -28,19 +28,8 @@ def key_logits(
     if codec == "turboquant":
         q = turboquant.turned(q).to(q.dtype)
     k, v = (stored.paged(codec, fields, side, dim, page) for side, dim in (("k", q.shape[-1]), ("v", dim_v)))
-    columns = table.shape[1] * page
     found = launch(
-        q[:, :, None],
-        k,
-        v,
-        columns,
-        page,
-        scale,
-        None,
-        None,
-        True,
-        wait=True,
-        table=lined(table),
+        q[:, :, None], k, v, table.shape[1] * page, page, scale, None, None, True, wait=True, table=lined(table),
         position=lined(position),
-    )
+    )  # fmt: skip
     return cast(Tensor, cast(Partials, found.waiting).scores)
