@@ -16,33 +16,26 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-SMALL = {
-    "models": (["test_interpreted_models.py"], "of_the_cpu and duo and quest and kivi"),
-    "kernels": (
-        ["."],
-        "merged or unseen or not_named or (softcap_and_sinks and not (False or 0.5 or True-None)) or survivors or dead_tokens "
-        "or as_the_loop or (matches_a_loop and (fetch or (band-probes and column_mass) or units-48-24 "
-        "or all-32-8 or causal-one "
-        "or later and not causal or sparse-odd)) or turned_codes or (own_spans and later) or far_apart "
-        "or (matches_lists and odd-3) or (views and lowrank) "
-        "or (turned and pages and not turned-4) or some_at_a_time or (waiting and (2-torch.bfloat16 or several)) "
-        "or told or halves or narrow_and_wide and triton-8",
-    ),
-}
-"""Files of this folder, and which of their tests: what the interpreter does in a minute."""
-COMPILED = {
-    "codes": (
-        ["test_words.py"],
-        "words_match and (4 or mixed or bfloat16) and not (forty or nine or turned-units or none or wide or more) "
-        "and not (huge or small or salient or grow or width and (large or tiny or one or many or but)) and not long",
-    ),
-    "others": (
-        ["test_lowrank_attention.py", "test_column_mass.py", "test_quantise.py"],
-        "(matches_a_loop and (33 and bfloat16-max or units-48-24)) "
-        "or (in_sixteen_bits and (bfloat16-96 or 47-torch.float16)) or (turned_codes and 3-72-0)",
-    ),
-}
-"""The same of what takes a minute to compile: `mixed_kernel` alone is 10 to 25 seconds for each page length and width."""
+SMALL = [
+    "of_the_cpu and duo and quest and kivi",
+    "merged or unseen or not_named or (softcap_and_sinks and not (False or 0.5 or True-None)) or survivors or dead_tokens "
+    "or as_the_loop or (matches_a_loop and (fetch or (band-probes and column_mass) or units-48-24 "
+    "or all-32-8 or causal-one "
+    "or later and not causal or sparse-odd)) or turned_codes or (own_spans and later) or far_apart "
+    "or (matches_lists and odd-3) or (views and lowrank) "
+    "or (turned and pages and not turned-4) or some_at_a_time or (waiting and (2-torch.bfloat16 or several)) "
+    "or told or halves or narrow_and_wide and triton-8",
+]
+"""Which tests of this folder: what the interpreter does in a minute, a model's and single kernels'."""
+CODED = ["test_words.py", "test_lowrank_attention.py", "test_column_mass.py", "test_quantise.py"]
+COMPILED = [
+    "words_match and (4 or mixed or bfloat16) and not (forty or nine or turned-units or none or wide or more) "
+    "and not (huge or small or salient or grow or width and (large or tiny or one or many or but)) and not long",
+    "(matches_a_loop and (33 and bfloat16-max or units-48-24)) "
+    "or (in_sixteen_bits and (bfloat16-96 or 47-torch.float16)) or (turned_codes and 3-72-0)",
+]
+"""The same of these files that takes a minute to compile: `mixed_kernel` alone is 10 to 25 seconds for each page length and
+width."""
 SOME = {80: ["bounds", "put a token"], 86: ["turboquant, dim 512"], 90: ["units of 16", "verdict by ends"]}
 NOTED = HERE.parents[1] / "benchmarks/results/kernels_aot.json"
 LIMITS = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
@@ -70,6 +63,10 @@ def interpret(files: list[str], which: str) -> None:
     run(files, which, {"TRITON_INTERPRET": "1"})
 
 
+def any_of(which: list[str]) -> str:
+    return " or ".join(f"({one})" for one in which)
+
+
 def run(files: list[str], which: str, how: dict[str, str]) -> None:
     where = [str(HERE / file) for file in files]
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *where, "-k", which]
@@ -79,9 +76,8 @@ def run(files: list[str], which: str, how: dict[str, str]) -> None:
     assert " passed" in done.stdout
 
 
-@pytest.mark.parametrize("files, which", SMALL.values(), ids=SMALL)
-def test_interpreted_on_a_few_cases(files: list[str], which: str) -> None:
-    interpret(files, f"triton and ({which})")
+def test_interpreted_on_a_few_cases() -> None:
+    interpret(["."], f"triton and ({any_of(SMALL)})")
 
 
 @pytest.mark.slow
@@ -90,10 +86,9 @@ def test_interpreted_on_all_cases() -> None:
 
 
 @pytest.mark.usefixtures("as_written")
-@pytest.mark.parametrize("files, which", COMPILED.values(), ids=COMPILED)
-def test_compiled_code_on_a_few_cases(files: list[str], which: str) -> None:
+def test_compiled_code_on_a_few_cases() -> None:
     """What a GPU would run, on a CPU (`support_ptx`): inline assembly, layouts, waits for copies."""
-    run(files, f"triton and ({which})", {"TRITON_COMPILED": "90"})
+    run(CODED, f"triton and ({any_of(COMPILED)})", {"TRITON_COMPILED": "90"})
 
 
 @pytest.mark.slow
