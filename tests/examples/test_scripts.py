@@ -34,7 +34,11 @@ def test_every_script_has_a_test() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("evaluate", "triforce") else []) for name in SAYS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("compare_policies", "evaluate", "triforce") else [])
+        for name in SAYS
+    ],
 )
 def test_an_example_runs(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
