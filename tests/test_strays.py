@@ -135,10 +135,10 @@ def test_bytes_do_not_become_more_than_without_codes() -> None:
     """But for a tail's room, however long the text becomes."""
     for retention in ("tova(budget=96)", "h2o(budget=96)", "rkv(budget=80, buffer=16)"):
         coded, plain = (
-            Bare(f"{retention}{form}", dim=32, tokens=460) for form in (" + kivi(bits=4, group=16, residual=0)", "")
+            Bare(f"{retention}{form}", dim=32, tokens=700) for form in (" + kivi(bits=4, group=16, residual=0)", "")
         )
         most = 0
-        for i in range(400):
+        for i in range(640):
             for one in (coded, plain):
                 one.feed(1 if i else 60)
             if lane_of(coded).lengths == [(0, None)]:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
+from kvengine.hf.brought import KINDS
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.forward import tensors_in
 from kvengine.hf.names import CACHE
@@ -23,7 +24,7 @@ from kvengine.hf.rope import LONG, turning_point
 from kvengine.policies import name_of
 from kvengine.stack import Stack
 
-PLACED = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+PLACED = ("attention_mask", "position_ids", *KINDS)
 """What comes with every token of a text."""
 
 

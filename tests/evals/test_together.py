@@ -127,7 +127,7 @@ def test_rows_are_those_of_the_runner(
     task: Task, policies: tuple[str, ...], tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes = ("multi-request", "multi-turn") if policies == POLICIES else ("multi-turn",)
-    more = {"modes": modes, "policies": policies, "samples": 3}
+    more = {"modes": modes, "policies": policies, "samples": 4 if policies == POLICIES else 3}
     alone, shared = (run(tmp_path / name, model, monkeypatch, task, **more) for name in ("alone", "shared"))
     alone.execute(Silent())
     together.execute(shared, Silent())

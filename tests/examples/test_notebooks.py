@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from layout import ROOT
@@ -33,16 +34,17 @@ def test_notebooks_are_committed_without_outputs(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.slow] if path.stem[0] in "2345" else []) for path in NOTEBOOKS],
-    ids=lambda path: path.stem,
+    ("path", "fewer"),
+    [
+        pytest.param(NOTEBOOKS[0], {"policies": ["full", "snapkv(budget=128)", "retrieval(budget=128)"]}, id="first"),
+        *(pytest.param(path, {}, id=path.stem, marks=pytest.mark.slow) for path in NOTEBOOKS),
+    ],
 )
 def test_a_notebook_runs_and_ends_with_a_picture_and_a_sentence(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: Path, fewer: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVENGINE_POLICIES", "")  # forgotten afterwards, and so is what a notebook makes of it
     monkeypatch.setattr(retention, "__path__", list(retention.__path__))
-    fewer = {"policies": ["full", "snapkv(budget=128)", "retrieval(budget=128)"]} if path.stem.startswith("1") else {}
     shown = run_notebook(path, **fewer)
     assert shown.figures
     lines = capsys.readouterr().out.strip().splitlines()

@@ -194,9 +194,8 @@ def test_each_cache_knows_where_its_text_goes_on(name: str, tmp_path: Path) -> N
         assert torch.equal(new(run(model, more, cache=each), more), want)
     one = {key: x[1:] for key, x in more.items()}
     assert torch.equal(new(run(model, one, cache=second), one)[0], want[1])
-    if (
-        CACHE == "cache"
-    ):  # transformers before 5.24 counts a row's images by the token that begins one, which these texts lack
+    # Before 5.24 transformers counts a row's images by the token that begins one, which these texts lack
+    if CACHE == "cache":
         assert len(run(model, batch, num_beams=2)[CACHE].session.shifts.at(99)) == 4
 
 

@@ -134,9 +134,8 @@ def test_bench(folder: Path, tmp_path: Path) -> None:
     last = rows[-1]
     assert last["places"].split() == [f"{share:.2f}" for share in last["acceptance_by_place"]] != []
     assert last["draft_acceptance_by_place"] and last["bytes_per_token"] > 0 and last["predicted"] > 0
-    phases = [
-        last[name] for name in ("prompt_seconds", "target_seconds", "middle_seconds")
-    ]  # the middle may do without drafts
+    # "auto" goes by the clock: below the last row's middle it may find that nothing is worth drafting
+    phases = [last[name] for name in ("prompt_seconds", "target_seconds", "middle_seconds")]
     assert min(phases) > 0 and max(row["lowest_seconds"] for row in rows) > 0
     assert last["middle_seconds"] + last["lowest_seconds"] <= 1.2 * last["draft_seconds"] + 0.01
     for heading in ("by place", "Read per token", "Seconds: prompts", "Predicted"):
