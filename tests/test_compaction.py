@@ -79,7 +79,7 @@ def test_codes_that_share_a_range_stay() -> None:
     assert not Kivi(bits=4, group=16).by_slot
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("padding", [0, 13], ids=["even", "ragged"])
 @pytest.mark.parametrize("stack", STACKS + ALL)
 def test_answers_are_those_of_pages_with_holes(stack: str, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_answers_are_those_of_pages_with_holes(stack: str, padding: int, monkeyp
     assert keys == others  # bit for bit
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("stack", STACKS + [text.format(16) for text in READ])
 def test_fewer_than_half_of_the_slots_are_holes(stack: str) -> None:
     """However long the text becomes; and rows have as many columns as the fullest of them has pages."""
@@ -263,6 +263,7 @@ def test_neighbours_are_taken_as_far_as_a_page_holds_them(counts: list[list[int]
     assert got == want
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stack", [STACKS[0], READ[0].format(16)])
 def test_a_remembered_state_is_what_it_was(stack: str) -> None:
     bare, plain = (Bare(stack, tokens=260) for _ in range(2))
@@ -289,6 +290,7 @@ def test_pages_elsewhere_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> No
         bare.feed(1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "form",
     [

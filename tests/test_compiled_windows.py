@@ -62,6 +62,7 @@ def test_the_text_is_that_of_eager_decoding_and_the_next_turns_too(name: str, te
     assert torch.equal(*again)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [3, 6, 7, 8, 9, 16, 17])
 def test_a_prompt_of_any_length_beside_the_window(length: int) -> None:
     """The window is of 8 tokens."""

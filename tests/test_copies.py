@@ -37,7 +37,7 @@ def test_every_method_is_here() -> None:
     assert not set(catalogue()) - named - WHOLE - NOTHING
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", STACKS)
 def test_a_decoded_token_copies_little(text: str) -> None:
     rng = torch.Generator().manual_seed(0)

@@ -69,7 +69,7 @@ def test_the_small_stacks_act(name: str) -> None:
     assert float((logits(SMALL[name]) - logits("full")).abs().max()) > 1e-3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", methods())
 def test_where_a_budget_exceeds_the_text_nothing_changes(name: str) -> None:
     want, model = stock(), patched(WIDE[name])
@@ -77,7 +77,7 @@ def test_where_a_budget_exceeds_the_text_nothing_changes(name: str) -> None:
     assert torch.equal(greedy(model, prompts(), prefill_chunk_size=17), want)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", every(3, STACKS))
 def test_chunks_of_a_prompt_do_not_matter(text: str) -> None:
     model, prefill = patched(text), Stack.parse(text).prefill
@@ -90,7 +90,7 @@ def test_chunks_of_a_prompt_do_not_matter(text: str) -> None:
         assert torch.equal(greedy(model, batch, 12, prefill_chunk_size=size), whole)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", every(3, STACKS, 1))
 def test_a_row_alone_is_as_in_a_batch(text: str) -> None:
     model, batch = patched(text), prompts()
@@ -101,7 +101,7 @@ def test_a_row_alone_is_as_in_a_batch(text: str) -> None:
         assert torch.equal(alone[0], together[row])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", every(3, STACKS, 2))
 def test_prompt_lookup_gives_the_greedy_text(text: str) -> None:
     model, batch = patched(text), one()
@@ -109,7 +109,7 @@ def test_prompt_lookup_gives_the_greedy_text(text: str) -> None:
     assert torch.equal(greedy(model, batch, prompt_lookup_num_tokens=4), greedy(model, batch))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", every(3, STACKS, 2))
 def test_two_sessions_do_not_meet(text: str) -> None:
     model, a, b = patched(text), one(seed=1), one(seed=2)
@@ -124,7 +124,7 @@ def test_two_sessions_do_not_meet(text: str) -> None:
     assert tokens == [w[0].tolist() for w in want]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("text", "draft"), in_turn(STACKS, [(5, 2), (20, 13), (1, 0), (5, 0), (9, 9)]))
 def test_a_draft_rolled_back_leaves_no_trace(text: str, draft: tuple[int, int]) -> None:
     """Append n, commit k is the same as append those k, bit for bit."""
@@ -146,6 +146,7 @@ def test_a_draft_rolled_back_leaves_no_trace(text: str, draft: tuple[int, int]) 
     assert held(a.cache) == held(b.cache)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("text", "dtype"), in_turn(STACKS, [torch.float16, torch.bfloat16]))
 def test_outputs_are_finite_in_half_precision(text: str, dtype: torch.dtype) -> None:
     model = kvengine.patch(llama().to(dtype), text)
@@ -157,6 +158,7 @@ def test_outputs_are_finite_in_half_precision(text: str, dtype: torch.dtype) -> 
             assert out.isfinite().all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", STACKS)
 def test_a_fresh_turn_works_and_a_follow_up_is_decoding(text: str) -> None:
     """A second question may be read as a prompt, or, after `follow_up`, token by token: then chunks do not matter."""
@@ -172,6 +174,7 @@ def test_a_fresh_turn_works_and_a_follow_up_is_decoding(text: str) -> None:
     assert c.feed(61).isfinite().all() and c.feed(25).isfinite().all() and c.feed(1).isfinite().all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("text", "length"), in_turn(STACKS, [1, 7, 2, 3]))
 def test_prompts_shorter_than_every_window(text: str, length: int) -> None:
     model, batch = patched(text), one(length)

@@ -117,6 +117,7 @@ def test_a_copy_goes_on_by_itself(text: str) -> None:
             torch.testing.assert_close(step(model, mine, token), step(model, want, token), rtol=0, atol=0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", ["quest(budget=24, page=4)", "kivi(group=8, residual=8)", "h2o(budget=40) + host"])
 def test_a_copy_keeps_the_pages_that_it_seals(text: str) -> None:
     """Pages that only the copy names must not be given out again."""
@@ -154,6 +155,7 @@ def test_statistics_follow_reordered_rows(text: str) -> None:
         assert torch.equal(cache.stats().attended, before)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", [SMALL[name] for name in ("full", "h2o", "kivi", "quest", "disk", "remote")])
 @pytest.mark.parametrize("recording", [False, True])
 def test_what_a_dropped_cache_held_is_free(text: str, recording: bool) -> None:
@@ -214,7 +216,7 @@ def test_what_was_known_of_units_goes_where_they_are_others() -> None:
         assert [x() for x in old] == [None] * 3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("text", "first"), in_turn([*STACKS, SMALL["host"], DUO], [True, False]))
 def test_a_cache_goes_on_outside_of_inference_mode(text: str, first: bool) -> None:
     """What was written there must not be changed elsewhere; whoever calls `generate` need not know of each other's mode."""
@@ -361,6 +363,7 @@ def test_a_pass_that_broke_off_before_anything_was_taken_may_be_tried_again() ->
     torch.testing.assert_close(step(model, cache, ids[:, :1]), step(model, want, ids[:, :1]), rtol=0, atol=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 def test_rolling_back_takes_the_windowed_layers_along(family: str) -> None:
     """Drafts are taken back twice before anything is settled; the layers with windows must follow."""
@@ -439,6 +442,7 @@ def test_what_is_only_added_is_taken_back_without_having_been_remembered(text: s
     assert lane.lengths == want.cache.parts[0].lane.lengths
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", ["snapkv(budget=24, window=6)", "h2o(budget=24)", "quest(budget=24, page=4)"])
 @pytest.mark.parametrize("way", ["recording", "looking up"])
 def test_a_turn_of_a_cache_that_records_is_read_as_a_prompt_all_the_same(text: str, way: str) -> None:
@@ -507,6 +511,7 @@ PARTLY = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", [*PARTLY, "snapkv(budget=0.3, window=6)", "kvzip(budget=0.3, chunk=16)"])
 def test_a_part_of_a_prompt_taken_back_leaves_no_trace_or_is_refused(text: str) -> None:
     """All of what came of the turn always can; some of it unless what its queries look at was noted."""

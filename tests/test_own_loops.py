@@ -115,6 +115,7 @@ def test_copies_and_what_was_unpickled_follow_their_own_policy() -> None:
         assert type(loop(kvengine.unpatch(twin), ids, 1)[1]) is DynamicCache
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", ["the model's cache", "a given cache", "no cache"])
 def test_one_graph_is_refused_with_what_to_do(way: str, pytestconfig: pytest.Config) -> None:
     if way != "the model's cache" and pytestconfig.getoption("jaxtyping_packages", None):

@@ -21,7 +21,7 @@ def model() -> torch.nn.Module:
     return llama()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pair", every(3, PAIRS[::-1]), ids=" + ".join)  # of which some are of any two axes
 def test_a_pair_runs_or_is_refused(model: torch.nn.Module, pair: tuple[str, str]) -> None:
     a, b = pair

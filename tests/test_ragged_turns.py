@@ -150,7 +150,7 @@ MORE = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", every(3, [*STACKS, *SILENT, *MORE], 2))
 def test_a_row_with_one_token_in_a_turn_goes_on_decoding(text: str) -> None:
     """As it does alone, where one token resumes what was said before."""

@@ -179,6 +179,7 @@ def test_rows_chosen_and_repeated_keep_their_text(model: Any) -> None:
     assert kept(cache) == kept(alone)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["eager", "trace"])
 def test_answers_of_recorded_steps_are_repeated_too(model: Any, how: Any) -> None:
     found = []
@@ -215,6 +216,7 @@ def test_beams_samples_and_inference_mode(model: Any) -> None:
     assert torch.equal(greedy(model, batch, 12, custom_generate=kvengine.compile_decode(model)), fast)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", [POLICY, "kvzip(budget=0.4, chunk=16) + kivi(group=8, residual=8)"])
 def test_an_assistants_first_draft_waits_for_the_verdict(text: str) -> None:
     """It comes in the pass that ends the prompt; hidden states come together too."""

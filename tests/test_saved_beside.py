@@ -43,7 +43,7 @@ def begun(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> An
     return cache
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "policy"), [*STATES.items(), *WINDOWS.items(), *MORE])
 def test_it_goes_on_bit_for_bit(name: str, policy: str, tmp_path: Path) -> None:
     """From a padded batch, by single tokens."""
@@ -73,6 +73,7 @@ def test_states_of_another_kind_than_keys_are_exact(name: str, kind: torch.dtype
                 assert x is None or (x.dtype == y.dtype and torch.equal(x, y))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STATES)
 def test_generate_goes_on_from_a_file(name: str, tmp_path: Path) -> None:
     model, ids = built(name), configs.padded_batch()["input_ids"][:1]

@@ -323,7 +323,7 @@ DROPS = (
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", WHOLE)
 @pytest.mark.parametrize("name", BOTH)
 def test_tokens_beside_states_are_under_a_policy(name: str, policy: str) -> None:
@@ -464,7 +464,7 @@ def ragged(model: Any, rows: list[int], loop: bool) -> list[torch.Tensor]:
     return out
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["full", "h2o(budget=16)", "kvzip(budget=16, chunk=8, carry=2)"])
 @pytest.mark.parametrize("name", RAGGED)
 def test_padding_in_a_later_turn_leaves_states_alone(name: str, policy: str) -> None:

@@ -53,7 +53,7 @@ def text(model: Any, batch: dict[str, Tensor], **options: Any) -> Any:
     return model.generate(**batch, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, **options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WIDE)
 def test_a_prefix_is_read_as_before_where_nothing_is_lost(name: str) -> None:
     want = text(tuned(llama()), one()).sequences
@@ -62,7 +62,7 @@ def test_a_prefix_is_read_as_before_where_nothing_is_lost(name: str) -> None:
     assert torch.equal(found.sequences, want) and not torch.equal(want[:, 61:], greedy(llama(), one(), 12))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", [SMALL["snapkv"], SMALL["h2o"], SMALL["tidal"], *MIXED])
 def test_a_prefix_is_judged_with_its_prompt(policy: str) -> None:
     found = text(tuned(kvengine.patch(llama(), policy)), prompts())

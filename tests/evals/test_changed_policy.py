@@ -64,6 +64,7 @@ def lines(tmp_path: Path) -> int:
     return (tmp_path / "run" / "rows.jsonl").read_text().count("\n")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_policy_that_was_changed_is_measured_again_and_no_other(again: Any, tmp_path: Path, shared: bool) -> None:
     first = again(SOURCE, shared=shared)

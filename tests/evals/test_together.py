@@ -118,6 +118,7 @@ def lasting(rows: list[Row]) -> dict[tuple[Any, ...], Row]:
     return {at: {name: x for name, x in row.items() if name not in free} for at, row in found.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("task", "policies"), [
     pytest.param(QUIZ, POLICIES, id="quiz"),
     pytest.param(Shuffled(questions=3), ("full", "h2o(budget=0.25)"), id="conversation"),

@@ -32,7 +32,7 @@ def has_plain_layers(name: str) -> bool:
     )  # inkling: its scores have a bias
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("count", [FEW, pytest.param(TOKENS, marks=pytest.mark.slow)])
 def test_full_gives_the_stock_tokens_on_a_padded_batch(name: str, count: int) -> None:
     want = greedy(configs.build(name), count)

@@ -96,7 +96,7 @@ def test_a_budget_beyond_the_text_gives_the_stock_tokens(case: tuple[str, str]) 
     assert torch.equal(greedy(kvengine.patch(configs.build(name), text)), stock(name))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", [LATENT[0], *every(2, LATENT[1:])])
 def test_a_row_alone_is_the_row_in_a_batch(text: str) -> None:
     model, batch = configs.build("deepseek_v3"), configs.padded_batch()
@@ -135,7 +135,7 @@ def test_what_is_held(tmp_path: Path) -> None:
         assert torch.equal(model(token, cache=back).logits, model(token, cache=cache).logits)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", every(2, LATENT))
 def test_values_held_once_are_those_held_twice(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, through a padded batch, a rolled-back draft, rows that leave and another turn."""

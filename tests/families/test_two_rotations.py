@@ -142,6 +142,7 @@ def test_a_rotation_that_the_host_looks_up_is_not_recorded() -> None:
         kvengine.compile_decode(model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [transformers.Phi3ForCausalLM, transformers.LlamaForCausalLM])
 @pytest.mark.parametrize(("middle", "stack"), [("kivi(residual=500)", "full"), (None, "snapkv(budget=12, window=4)")])
 def test_drafts_end_where_a_text_outgrows_the_first(kind: type, middle: str | None, stack: str) -> None:

@@ -51,6 +51,7 @@ def logits(model: Any, batch: dict[str, Tensor], cuts: tuple[int, ...] = ()) -> 
     return torch.cat(out, 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cuts", [(), (7,), (18, 21), (30,)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_is_read_by_the_window(family: str, cuts: tuple[int, ...], asked: list[int]) -> None:

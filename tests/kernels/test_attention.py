@@ -258,7 +258,7 @@ def test_values_that_are_the_keys_first_channels(
     oracle.close(got, want, BOUND[dtype])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize(

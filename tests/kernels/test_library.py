@@ -58,8 +58,21 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", str(fake_compiler(tmp_path, f'exec {shutil.which("cc")} "$@" -O0')))
 
 
+@pytest.fixture
+def copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that copies what was built before, and notes each time."""
+    built, runs = tmp_path / "built.so", tmp_path / "runs"
+    shutil.copy(str(library.load().library._name), built)  # type: ignore[union-attr]
+    rest = 'while [ "$1" != -o ]; do shift; done; cp'
+    script = f'case "$1" in --version) echo fake; exit;; esac; echo >> {runs}; sleep 0.1; {rest} {built} "$2"'
+    monkeypatch.setenv("CC", str(fake_compiler(tmp_path, script)))
+    return runs
+
+
 @needs_compiler
-def test_built_once_and_loaded_again(cache: Path, quick: None) -> None:
+@pytest.mark.parametrize("compiler", [pytest.param("real", marks=pytest.mark.slow), "copies"])
+def test_built_once_and_loaded_again(compiler: str, cache: Path, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue({"real": "quick", "copies": "copying"}[compiler])
     assert build().reason is None
     (file,) = cache.glob("kernels-*.so")
     before = file.stat().st_mtime_ns
@@ -78,17 +91,12 @@ def test_processes_that_build_at_once_all_get_a_whole_library(cache: Path, quick
 
 
 @needs_compiler
-def test_threads_that_begin_at_once_build_once(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    built, runs = tmp_path / "built.so", tmp_path / "runs"
-    shutil.copy(str(library.load().library._name), built)  # type: ignore[union-attr]
-    rest = 'while [ "$1" != -o ]; do shift; done; cp'
-    script = f'case "$1" in --version) echo fake; exit;; esac; echo >> {runs}; sleep 0.1; {rest} {built} "$2"'
-    monkeypatch.setenv("CC", str(fake_compiler(tmp_path, script)))
+def test_threads_that_begin_at_once_build_once(cache: Path, copying: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: build(), range(4)))
     files = len(list(Path(library.__file__).parent.glob("*.c")))
     assert (
-        all(one.reason is None for one in found) and len(runs.read_text().splitlines()) == files + 1
+        all(one.reason is None for one in found) and len(copying.read_text().splitlines()) == files + 1
     )  # and the linker
 
 
@@ -99,12 +107,11 @@ def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert "plain torch" in caplog.text and "no C compiler" in caplog.text
 
 
-@pytest.mark.sampled(2)
 @needs_compiler
 @pytest.mark.parametrize(
     ("flag", "said", "unsaid"),
     [
-        ("-fopenmp", "one thread", "not made for this processor"),
+        pytest.param("-fopenmp", "one thread", "not made for this processor", marks=pytest.mark.slow),
         ("=native", "not made for this processor", "one thread"),
     ],
 )

@@ -106,6 +106,7 @@ def test_a_token_takes_the_place_of_one_that_leaves_the_newest(
         assert torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 1, 24, 40, 9), *SHAPES[2:]])
 @pytest.mark.parametrize("reduce", ["mean", "max", "sum"])

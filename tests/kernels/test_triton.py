@@ -17,7 +17,7 @@ import torch
 
 HERE = Path(__file__).parent
 SMALL = [
-    "of_the_cpu and duo and quest and kivi",
+    "narrow_numbers and dtype0 and duo and quest and kivi",
     "merged or unseen or not_named or (softcap_and_sinks and not (False or 0.5 or True-None)) or survivors or dead_tokens "
     "or as_the_loop or (matches_a_loop and (fetch or (band-probes and column_mass) or units-48-24 "
     "or all-32-8 or causal-one "

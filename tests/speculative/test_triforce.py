@@ -57,7 +57,7 @@ def greedy(target: Any, ids: torch.Tensor, new: int = 30, **options: Any) -> lis
     return target.generate(ids, max_new_tokens=new, do_sample=False, **options).tolist()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "middle, draft", [*((middle, "lookup") for middle in MIDDLES), *((middle, "model") for middle in MIDDLES[:5])]
 )
@@ -80,7 +80,7 @@ def test_choices_that_the_target_could_not_make_are_the_middles(target: Any, sta
     assert decoder.generate(prompt(), max_new_tokens=12, do_sample=False).tolist() == want
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("middle", [QUEST, "retrieval(budget=0.125)", "ann(budget=0.2)", "snapkv(budget=0.125)"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_prompts_shorter_than_a_unit_of_the_middle(target: Any, middle: str, in_place: bool) -> None:
@@ -90,7 +90,7 @@ def test_prompts_shorter_than_a_unit_of_the_middle(target: Any, middle: str, in_
         assert decoder.generate(ids, max_new_tokens=10, do_sample=False).tolist() == greedy(target, ids, 10)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("middle", [None, QUEST, "snapkv(budget=24, window=4)"])
 @pytest.mark.parametrize("tree", ["recycling", (3, 2, 1)])
 def test_trees_below_the_target_and_below_the_middle(target: Any, small: Any, middle: str | None, tree: Any) -> None:
@@ -102,6 +102,7 @@ def test_trees_below_the_target_and_below_the_middle(target: Any, small: Any, mi
     assert sampled.tolist() == [plain_sampling(target, prompt(), 16, seed=5)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tree", every(2, [(3, 2, 1), "recycling"]), ids=str)
 @pytest.mark.parametrize(
     "stack",
@@ -118,6 +119,7 @@ def test_trees_only_look_so_a_target_that_acts_on_each_token_takes_chains(
     assert torch.equal(decoder.generate(prompt(), max_new_tokens=24, do_sample=False), plain)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "stack",
     [
@@ -133,7 +135,7 @@ def test_a_target_that_only_adds_tokens_judges_trees(target: Any, stack: str) ->
     assert torch.equal(decoder.generate(prompt(), max_new_tokens=24, do_sample=False), plain)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("middle", [None, QUEST, *MIDDLES[3:5]])
 def test_coupled_sampling_is_plain_sampling_with_the_same_seed(target: Any, middle: str | None) -> None:
     decoder = TriForce(target, "lookup", middle, gamma=(2, 5))
@@ -187,6 +189,7 @@ def test_seeds(target: Any) -> None:
     assert draw() != first
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -420,6 +423,7 @@ class Favour(LogitsProcessor):
         return scores + 4 * torch.eye(3, scores.shape[1]) * (input_ids[:, -1:] % 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [

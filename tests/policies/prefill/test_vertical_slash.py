@@ -52,6 +52,7 @@ def test_windows_that_touch_are_one() -> None:
     assert windows.tolist() == [[[[31, 48], [22, 30]]]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("queries", "tokens"), [(40, 40), (61, 61), (16, 80), (9, 61), (1, 33), (3, 61)])
 @pytest.mark.parametrize(
     "method",

@@ -52,6 +52,7 @@ def run(text: str, positions: bool, seed: int) -> tuple[list[Tensor], Bare]:
     return outs, fed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("text", ORDERED)
 def test_order_tells_enough(text: str, seed: int) -> None:

@@ -37,7 +37,7 @@ def reindexed(case: Case, raw: tuple[torch.Tensor, torch.Tensor], row: int, toke
     return logits.softmax(-1) @ case.v[b, h, tokens]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 6), 3), (3, 1, (0,), 1), (1, 4, (4, 0), 2)])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("store", ["", " + kivi(bits=8, group=8, residual=8)"])
