@@ -6,15 +6,15 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import track
 
+from kvengine.command_errors import readable_errors
 from kvengine.errors import CorruptBitstream, IncompatibleCache, KVEngineError, StoreError
 from kvengine.offload import container as box
 
@@ -44,33 +44,26 @@ def home() -> str:
 
 @contextmanager
 def opened(url: str, *, made: bool = False) -> Iterator[Backend]:
-    """A store; what goes wrong with it ends the command with one line and status 1. Only `made` makes a folder of one."""
+    """A store; what goes wrong with it ends the command with one line and status 2. Only `made` makes a folder of one."""
     from kvengine.offload.stores.urls import backend, parse, shown
 
     url = url or home()
-    try:
-        scheme, place = parse(url)
-        if not scheme and not made:
-            try:
-                os.stat(os.path.join(place, "objects"))
-            except (FileNotFoundError, NotADirectoryError):  # what may not be looked into is told as that
-                raise StoreError(f"there is no store at {place}; `kvengine cache import` makes one") from None
-        store = backend(url)
+    with readable_errors():
         try:
-            yield store
-        finally:
-            store.close()
-    except KeyError as error:
-        raise _fail(f"{shown(url)} has no value {error.args[0]}") from error
-    except BrokenPipeError:  # who read what is said has left
-        raise
-    except (KVEngineError, OSError, ValueError) as error:
-        raise _fail(str(error)) from error
-
-
-def _fail(message: str) -> typer.Exit:
-    Console(stderr=True).print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
-    return typer.Exit(1)
+            scheme, place = parse(url)
+            if not scheme and not made:
+                try:
+                    os.stat(os.path.join(place, "objects"))
+                except (FileNotFoundError, NotADirectoryError):  # what may not be looked into is told as that
+                    raise StoreError(f"there is no store at {place}; `kvengine cache import` makes one") from None
+            with closing(backend(url)) as store:
+                yield store
+        except KeyError as error:
+            raise StoreError(f"{shown(url)} has no value {error.args[0]}") from error
+        except KVEngineError:
+            raise
+        except ValueError as error:
+            raise StoreError(str(error)) from error
 
 
 @app.command("ls")
@@ -122,13 +115,14 @@ def info(what: Annotated[str, typer.Argument(help="A key, the start of one, or a
 @contextmanager
 def opened_file(path: Path) -> Iterator[bytes]:
     """The payload of an exported record, or a bare container."""
-    try:
-        from kvengine.offload.stores import record
+    with readable_errors():
+        try:
+            from kvengine.offload.stores import record
 
-        data = path.read_bytes()
-        yield data[record.SIZE :] if data[:8] == record.MAGIC else data
-    except (KVEngineError, OSError) as error:
-        raise _fail(f"{path}: {error}") from error
+            data = path.read_bytes()
+            yield data[record.SIZE :] if data[:8] == record.MAGIC else data
+        except (KVEngineError, OSError) as error:
+            raise StoreError(f"{path}: {error}") from error
 
 
 def _describe(payload: bytes) -> dict[str, Any]:
@@ -179,7 +173,8 @@ def verify(
     some: Annotated[list[str] | None, typer.Argument(help="Keys or their starts; all if none is given.")] = None,
     store: Store = "",
 ) -> None:
-    """Read values and check every byte. Damaged ones are taken out of the store; the status is then 1."""
+    """Read values and check every byte. Damaged ones are taken out of the store; the status is then 1, and 2 where the store
+    could not be looked into."""
     bad, strange, gone, console = 0, 0, 0, Console(stderr=True)
     with opened(store) as source:
         moved = 0 if some else getattr(source, "damaged", 0)  # a folder is looked through when it is opened

@@ -233,7 +233,7 @@ def test_an_import_names_the_file_that_is_wrong(tmp_path: Path) -> None:
     run("cache", "export", KEY, out, "-s", folder)
     bad.write_bytes(out.read_bytes()[:-1])
     found = run("cache", "import", out, bad, "-s", tmp_path / "other")
-    assert found.exit_code == 1 and f"{bad} was not imported" in found.stderr and str(out) in found.stdout
+    assert found.exit_code == 2 and f"{bad} was not imported" in found.stderr and str(out) in found.stdout
 
 
 @pytest.mark.sampled(3)

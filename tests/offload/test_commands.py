@@ -42,9 +42,9 @@ def test_list_and_info(folder: Path) -> None:
     assert KEYS[0][:16] in text and "3 values" in text and "never" in text
     told = json.loads(run("info", "01", "-s", folder))
     assert told["tokens"] == 21 and told["level"] == "low" and told["kind"] == "kv"
-    assert "3 keys begin with" in run("info", "0", "-s", folder, status=1)
-    assert "keys begin with 'zz'" in run("info", "zz", "-s", folder, status=1)
-    assert "has no value" in run("info", "f" * 64, "-s", folder, status=1)
+    assert "3 keys begin with" in run("info", "0", "-s", folder, status=2)
+    assert "keys begin with 'zz'" in run("info", "zz", "-s", folder, status=2)
+    assert "has no value" in run("info", "f" * 64, "-s", folder, status=2)
 
 
 def test_a_value_is_a_line_however_narrow_the_terminal(folder: Path) -> None:
@@ -59,7 +59,7 @@ def test_what_is_no_encoded_cache_is_told_as_what_it_is(folder: Path) -> None:
     store = stores.Files(folder)
     store.put("e" * 64, [bytes(5000)], 1000)
     store.close()
-    said = run("info", "ee", "-s", folder, status=1)
+    said = run("info", "ee", "-s", folder, status=2)
     assert "eeeeeeeeeeee... has no header: it is 5,000 bytes of a generation's pages" in said
 
 
@@ -149,8 +149,8 @@ def test_export_and_import(folder: Path, tmp_path: Path) -> None:
     run("import", out, "-s", other)
     assert json.loads(run("info", out)) == json.loads(run("info", KEYS[2], "-s", other))
     out.write_bytes(out.read_bytes()[:-1])
-    assert "torn or damaged" in run("import", out, "-s", other, status=1)
-    assert "torn" in run("info", out, status=1)
+    assert "torn or damaged" in run("import", out, "-s", other, status=2)
+    assert "torn" in run("info", out, status=2)
 
 
 def test_gc_removes_what_is_expired(folder: Path) -> None:
@@ -164,22 +164,22 @@ def test_gc_removes_what_is_expired(folder: Path) -> None:
 
 def test_what_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    assert "there is no store at" in run("ls", "-s", tmp_path / "file", status=1)
+    assert "there is no store at" in run("ls", "-s", tmp_path / "file", status=2)
     (tmp_path / "round").symlink_to(tmp_path / "round")  # what cannot be looked into may well be one
-    assert "Too many levels of symbolic links" in run("ls", "-s", tmp_path / "round", status=1)
-    assert "cannot be opened" in run("import", tmp_path / "file", "-s", tmp_path / "file", status=1)
+    assert "Too many levels of symbolic links" in run("ls", "-s", tmp_path / "round", status=2)
+    assert "cannot be opened" in run("import", tmp_path / "file", "-s", tmp_path / "file", status=2)
     (tmp_path / "mine").mkdir()
     for words in (["ls"], ["info", "00"], ["verify"], ["gc"], ["export", "00", tmp_path / "out"]):
         for place in ("mine", "nothing"):
-            assert "there is no store at" in run(*words, "-s", tmp_path / place, status=1)
+            assert "there is no store at" in run(*words, "-s", tmp_path / place, status=2)
     assert not list((tmp_path / "mine").iterdir()) and not (tmp_path / "nothing").exists()
-    assert "no store is known" in run("ls", "-s", "ftp://x", status=1)
+    assert "no store is known" in run("ls", "-s", "ftp://x", status=2)
 
 
 def test_a_server_that_is_not_there_is_said_in_a_line() -> None:
     pytest.importorskip("redis")
     result = CliRunner().invoke(app, ["ls", "-s", "redis://127.0.0.1:1/0"])
-    assert result.exit_code == 1 and "the store at redis://127.0.0.1:1/0 cannot be used" in result.output
+    assert result.exit_code == 2 and "the store at redis://127.0.0.1:1/0 cannot be used" in result.output
 
 
 def test_a_time_beyond_all_calendars_is_listed(folder: Path) -> None:
