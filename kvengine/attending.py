@@ -149,7 +149,7 @@ def _chosen(
         k, v = (torch.cat([_taken(x, order), x[:, before:]], 1) for x in (k, v))
     place = torch.arange(tokens, device=k.device, dtype=torch.int32).expand(k.shape[:2])
     tally.add(len(q), tokens - q.shape[2] + some, tokens)
-    whole = by_slot(q[:, :, some:], k, v, place, True, *call) if some < q.shape[2] else None
+    whole = by_slot(q[:, :, some:], k, v, place, True, *call.constants) if some < q.shape[2] else None
     if whole is not None and not some:
         return whole
     spans, block, columns = prefill.choose(q.detach(), k.detach(), call.scale, call.softcap)

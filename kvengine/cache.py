@@ -36,6 +36,8 @@ class LayerCache:
 
     inner: int | None = None
     """Values are so many first channels of the keys (set before the first token; an attribute of the layers it is for)."""
+    named = False
+    """The model names the tokens that are read (`Call.named`)."""
 
     def __init__(self, stack: Stack, layer: int, layers: int, session: Session | None = None, readers: int = 0) -> None:
         """`readers`: later layers of the model that read what this one holds (`kvengine.readers`)."""
@@ -107,6 +109,10 @@ class LayerCache:
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Tensor | None, stock: Stock | None
     ) -> Float[Tensor, "seq token q_head dim_out"]:
         if self.session.tree is not None:
+            if self.named:
+                raise UnsupportedPolicy(
+                    "drafts that are trees cannot look where the model names what is read; use chains"
+                )
             return self.branch(q, k, v, call, valid, self.session.tree.to(k.device))
         n = k.shape[2]
         prompt = self.prompt_tokens(n)
@@ -129,7 +135,7 @@ class LayerCache:
                     "policy divide its budget evenly (d2o(shares='even'))"
                 )
             tokens = q[:, :, part], k[:, :, part], v[:, :, part]
-            found.append(run(*tokens, call, None if valid is None else valid[:, part], None))
+            found.append(run(*tokens, call.of(part), None if valid is None else valid[:, part], None))
         return torch.cat(found, 1)
 
     def quick(
@@ -304,10 +310,11 @@ class LayerCache:
             if sinks is not None:
                 mine = sinks if part.index is None else sinks[part.index]
                 sinks = mine.repeat(self.sequences, 1)
-            found.append((part, part.pick(grouped), Call(call.scale, call.softcap, sinks)))
+            named = None if call.named is None else self.by_row(call.named, part)
+            found.append((part, part.pick(grouped), Call(call.scale, call.softcap, sinks, named)))
         return found
 
-    def by_row(self, x: Shaped[Tensor, "seq token"], part: Heads) -> Shaped[Tensor, "row token"]:
+    def by_row(self, x: Shaped[Tensor, "seq token *more"], part: Heads) -> Shaped[Tensor, "row token *more"]:
         heads = self.heads if part.index is None else len(part.index)
         return x.repeat_interleave(heads, 0)
 

@@ -8,11 +8,14 @@ from functools import partial
 from jaxtyping import Int
 from torch import Tensor
 
-from kvengine import answers
+from kvengine import answers, named
+from kvengine.kernels.attention import attention
+from kvengine.kernels.state import State
 from kvengine.pages import Pages
 from kvengine.policies._budget import Budget, tokens, tokens_by_row
 from kvengine.policies.selection import Where
 from kvengine.session import Call
+from kvengine.tokens import taken
 from kvengine.verdicts import Verdicts
 
 
@@ -20,6 +23,8 @@ class Choosing(Verdicts):
     """The part of a lane that asks its selection."""
 
     def select(self, pages: Pages, q: Tensor, call: Call) -> Int[Tensor, "row chosen"] | None:
+        if call.named is not None:
+            return named.slots(call.named[:, 0], pages.position, self.seen)
         selection = self.stack.selection
         if selection.reads is None or self.session.dense:
             return None
@@ -34,6 +39,24 @@ class Choosing(Verdicts):
             return choose()
         of, kind = (pages._alive, *pages._summary.values()), (call.scale, call.softcap)
         return pages.bounds.remembered.top(asks, of, pages.units, most, kind, choose)
+
+    def reach(self) -> Int[Tensor, "row token"]:
+        found = super().reach()
+        if self.asked is None:
+            return found
+        return found.masked_fill(~named.among(self.asked[:, None], found, self.seen)[:, 0], -1)
+
+    def near_named(self, q: Tensor, k: Tensor, v: Tensor, call: Call, asked: Int[Tensor, "row query chosen"]) -> State:
+        """The same over what the model names of it."""
+        self.asked = asked[:, -1]
+        position = self.tail.position[:, self.tail.span]
+        if q.shape[2] == 1 and k.shape[1] > named.FEW * asked.shape[2]:
+            at = named.slots(asked[:, 0], position, self.seen)
+            k, position = taken(at, (k, 0), (position, -1))
+            v = k[..., : self.inner] if self.inner is not None else taken(at, (v, 0))[0]
+            return attention(q, k, v, None, call.scale, softcap=call.softcap, position=position, wait=True)
+        visible = self.visible(self.newest(q.shape[2]), position, False) & named.among(asked, position, self.seen)
+        return attention(q, k, v, visible, call.scale, softcap=call.softcap, wait=True)
 
     def choose(
         self, pages: Pages, asks: Tensor, call: Call, budget: Budget, most: int, even: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -99,15 +100,19 @@ class Evidence(Recall):
             slots = at - (self.seen - k.shape[1])
             late = at >= self.exact_from if band is not None and self.stack.prefill.whole else None
 
+            weigh = partial(column_mass, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+
             def count(some: Tensor | slice, band: Band | None) -> Tensor:
-                return column_mass(q[:, :, some], k, position, slots[some], real[:, some], band=band, **call._asdict())
+                return weigh(q[:, :, some], k, position, slots[some], real[:, some], band=band)
 
             if late is None or not bool(late.any()):
                 mass = count(slice(None), band)
             else:
                 mass = count(late, None) + (0 if bool(late.all()) else count(~late, band))
         else:
-            mass = masked(q, k, lambda n: self.visible(at[n], position, prompt=True) & real[:, n, None], *call)
+            mass = masked(
+                q, k, lambda n: self.visible(at[n], position, prompt=True) & real[:, n, None], *call.constants
+            )
         if before is not None:
             mass[:, :, : before.shape[2]] += before
         return mass

@@ -83,6 +83,7 @@ class Holding(Padded):
         self.saliency: Saliency | None = None  # of this prompt's tokens, for a representation that asks
         self.judged: int | Tensor = 0  # tokens at the end of the last prompt; [row, 1] where rows differ
         self.units: Tensor | None = None  # what the last query read; None: everything
+        self.asked: Tensor | None = None  # what the model named for it to read (`kvengine.named`)
         self.cached_rule: tuple[Tensor, Tensor, Rule | None] | None = None  # `Lane.rule`, and what it was made from
         self.beside = Beside()
         self.saw: Reach | None = None  # that as it was, where some of it has been sealed since
@@ -390,8 +391,8 @@ class Holding(Padded):
         self.begin, self.former = self.begin[index], self.former[index]
         self.judged = self.judged[index] if isinstance(self.judged, Tensor) else self.judged
         self.notes, self.past = ({name: x[index] for name, x in some.items()} for some in (self.notes, self.past))
-        self.window, self.mass, self.units = (
-            None if x is None else x[index] for x in (self.window, self.mass, self.units)
+        self.window, self.mass, self.units, self.asked = (
+            None if x is None else x[index] for x in (self.window, self.mass, self.units, self.asked)
         )
         self.saw = None if self.saw is None else self.saw.told(index)
         if self.saliency is not None and self.saliency.mass is not None:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine import attending
+from kvengine import attending, named
 from kvengine.choosing import Choosing
 from kvengine.errors import CacheError
 from kvengine.gradients import live, watched
@@ -81,7 +81,7 @@ class Lane(Choosing):
     def read(self, q: Float[Tensor, "row group query dim"], call: Call) -> Float[Tensor, "row group query dim_v"]:
         """A prompt chunk's queries over all that is held, causally and as the prefill method allows."""
         by_slot, band = self.banded()
-        if by_slot:
+        if by_slot and call.named is None:
             return watched(self.read_spans(q, call, band), self.tail, self.pages)
         k, v, position, _ = self.everything()
         k = self.turned(k, self.shift())
@@ -89,6 +89,8 @@ class Lane(Choosing):
         out = []
         for span in blocks(q, k.shape[1]):
             visible = self.visible(at[span], position, prompt=True)
+            if call.named is not None:
+                visible = visible & named.among(call.named[:, span], position, self.seen)
             sees = (position >= 0)[:, None] & (position[:, None] <= at[span, None])
             self.tally.every, self.tally.computed = (
                 x + float(y.sum()) for x, y in ((self.tally.every, sees), (self.tally.computed, visible))
@@ -116,9 +118,11 @@ class Lane(Choosing):
             self.tally.add(len(q), held - some, held, pairs(band_spans(some, held, band), some, held) if some else None)
             self.tally.add(len(q), held, k.shape[1])
         if band is None or some in (0, n):
-            return attending.by_slot(q, k, v, position, clean, *call, band if some else None)
-        first = attending.by_slot(q[:, :, :some], k[:, :held], v[:, :held], position[:, :held], clean, *call, band)
-        return torch.cat([first, attending.by_slot(q[:, :, some:], k, v, position, clean, *call)], 2)
+            return attending.by_slot(q, k, v, position, clean, *call.constants, band if some else None)
+        first = attending.by_slot(
+            q[:, :, :some], k[:, :held], v[:, :held], position[:, :held], clean, *call.constants, band
+        )
+        return torch.cat([first, attending.by_slot(q[:, :, some:], k, v, position, clean, *call.constants)], 2)
 
     def resume(
         self,
@@ -157,9 +161,11 @@ class Lane(Choosing):
             return self.step(q, k, v, valid, call, steps)
         ends = [] if valid is None or not self.placing else breaks(valid)
         while i < q.shape[2]:
-            m = min([q.shape[2] - i, self.stride(), *(end - i for end in ends if end > i)])
+            most = 1 if call.named is not None and self.stack.paged else self.stride()  # each reads other pages
+            m = min([q.shape[2] - i, most, *(end - i for end in ends if end > i)])
             part = None if valid is None else valid[:, i : i + m]
-            out.append(self.step(q[:, :, i : i + m], k[:, i : i + m], v[:, i : i + m], part, call, steps))
+            mine = call.of(slice(i, i + m))
+            out.append(self.step(q[:, :, i : i + m], k[:, i : i + m], v[:, i : i + m], part, mine, steps))
             i += m
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
@@ -285,6 +291,8 @@ class Lane(Choosing):
 
     def near(self, q: Tensor, k: Tensor, v: Tensor, call: Call, mass: bool) -> State:
         """Attention over the open tail."""
+        if call.named is not None:
+            return self.near_named(q, k, v, call, call.named)
         options = {"softcap": call.softcap, "want_probs": mass, "wait": True}
         if self.tail.clean or q.shape[2] > 1:
             return attention(q, k, v, self.sees(q), call.scale, **options)  # type: ignore[arg-type]

@@ -105,8 +105,8 @@ class Prefix:
         self.whole, self.beside = not strange, bool(beyond_tokens(text)) and not strange
         if strange:
             log.warning(
-                "%s has layers that read another layer's tokens, or none that keeps them all (%s), which no stored chunk holds: "
-                "all its prompts are computed, and none is stored. kvengine.saved stores whole sessions",
+                "%s has layers that read another layer's tokens, index keys, or none that keeps all tokens (%s), which no stored "
+                "chunk holds: all its prompts are computed, and none is stored. kvengine.saved stores whole sessions",
                 type(self.model).__name__, ", ".join(strange),
             )  # fmt: skip
         dtype = next(self.model.parameters()).dtype

@@ -18,6 +18,7 @@ import torch
 from kvengine.errors import CorruptBitstream, IncompatibleCache
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.cross import engine_layers
+from kvengine.hf.indexed import KIND
 from kvengine.hf.layer import EngineLayer
 from kvengine.hf.states import beyond_tokens, has_states, states_of
 from kvengine.offload.cachegen import Identity
@@ -32,8 +33,9 @@ FORMAT = 1
 
 
 def strange(config: Any) -> list[str]:
-    """The kinds of a model's layers, if what they hold cannot be stored: another layer's tokens, or nowhere all of them."""
-    return beyond_tokens(config) if sources(config) or not any(engine_layers(config)) else []
+    """The kinds of a model's layers, if what they hold cannot be stored: another layer's tokens, index keys, or nowhere all."""
+    kinds = beyond_tokens(config)
+    return kinds if sources(config) or not any(engine_layers(config)) or KIND in kinds else []
 
 
 def name(key: str) -> str:

@@ -113,7 +113,7 @@ def reread(
     keys = torch.cat([lane.turned(held_k, lane.shift()).to(q.dtype), k], 1)
     values = torch.cat([held_v.to(q.dtype), v], 1)
     clean = again.full and lane.tail.clean and (lane.pages is None or lane.pages.clean)
-    return attending.by_slot(q, keys, values, torch.cat([position, fed], 1), clean, *call)
+    return attending.by_slot(q, keys, values, torch.cat([position, fed], 1), clean, *call.constants)
 
 
 def note(

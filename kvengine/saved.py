@@ -27,7 +27,6 @@ from kvengine.hf.devices import layer_devices
 from kvengine.hf.held_window import HeldWindow
 from kvengine.hf.layer import EngineLayer
 from kvengine.hf.rewind import check_between
-from kvengine.hf.states import has_states, states_of
 from kvengine.joint import Joint
 from kvengine.lane import Lane
 from kvengine.offload.cachegen import Identity, lossless
@@ -38,7 +37,7 @@ from kvengine.offload.stores.filesystem import replace_file
 from kvengine.pages import Pages
 from kvengine.reach import Reach
 from kvengine.saliency import Saliency
-from kvengine.saved_beside import check_same_rows, restore, restore_shift
+from kvengine.saved_beside import beside, check_same_rows, restore, restore_shift
 from kvengine.sound import check_fields, check_kinds, check_lengths, check_pages, check_rows, check_tail, expect
 from kvengine.tail import Nested, Tail
 from kvengine.text import Text
@@ -53,7 +52,7 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
         "stack", "retention", "session", "layer", "layers", "number", "heads", "part", "inner", "tail", "pages", "marks",
         "plain", "rolls", "thins", "pays", "cached_rule", "reads", "launched", "beside", "repeated", "waits", "due", "tally",
     },
-    LayerCache: {"stack", "layer", "layers", "session", "parts", "readers"},
+    LayerCache: {"stack", "layer", "layers", "session", "parts", "readers", "named"},
     Tail: {"shared", "scored", "ready", "paged_slots"},
     Nested: {"shared", "scored", "ready", "paged_slots"},
     Pages: {"pool", "page", "inner", "joint", "representation", "selection", "shared", "scored", "beside", "bounds", "views"},
@@ -146,7 +145,7 @@ def load(model: nn.Module, path: str | Path) -> EngineCache:
             if isinstance(layer, EngineLayer):
                 source.layer(layer.cache, own)
                 layer.is_initialized = bool(layer.cache.parts)
-                own = own["states"] if has_states(layer) else None
+                own = own["states"] if beside(layer) else None
             if own is not None:
                 restore(layer, source.value(own))
         check_same_rows(cache)
@@ -191,8 +190,8 @@ class Writer:
         self.kinds: list[list[Any]] = []
 
     def whole_layer(self, layer: EngineLayer) -> dict[str, Any]:
-        held = self.layer(layer.cache)
-        return held | {"states": self.value(states_of(layer))} if has_states(layer) else held
+        held, own = self.layer(layer.cache), beside(layer)
+        return held | {"states": self.value(own)} if own else held
 
     def layer(self, cache: LayerCache) -> dict[str, Any]:
         lanes = [self.lane(part.lane) for part in cache.parts]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvengine.errors import IncompatibleCache
 from kvengine.hf.cache import EngineCache
+from kvengine.hf.indexed import IndexedLayer
 from kvengine.hf.layer import EngineLayer
 from kvengine.hf.states import has_states, held_states, states_of
 from kvengine.sound import MOST, expect
@@ -22,15 +23,22 @@ FIXED = ("sliding_window", "number_of_states")  # which follow from the model
 KINDS = ("conv", "recurrent")
 
 
+def beside(layer: EngineLayer) -> dict[str, Any]:
+    """What a layer of the engine's has beside its tokens, by name: states, or index keys; empty if nothing."""
+    if isinstance(layer, IndexedLayer):
+        return {"index_keys": layer.indexed}
+    return states_of(layer) if has_states(layer) else {}
+
+
 def restore(layer: Any, saved: Any) -> None:
-    """Gives a new layer its saved attributes; one of the engine's, those of its states.
+    """Gives a new layer its saved attributes; one of the engine's, what it has beside its tokens.
 
     Raises:
         IncompatibleCache: it has other attributes here.
         CorruptBitstream: they do not fit together.
     """
     expect(isinstance(saved, dict), "the attributes of a layer have no names")
-    new = states_of(layer)
+    new = beside(layer) if isinstance(layer, EngineLayer) else states_of(layer)
     if strange := (set(saved) ^ set(new)) - set(LATE):
         raise IncompatibleCache(
             f"a {type(layer).__name__} was saved with other attributes ({sorted(strange)}): the session comes from another "
@@ -43,6 +51,8 @@ def restore(layer: Any, saved: Any) -> None:
     check_tokens(saved)
     if has_states(layer):
         check_states(saved)
+    if isinstance(layer, IndexedLayer):
+        check_index(layer, saved["index_keys"])
     vars(layer).update(saved)
 
 
@@ -91,6 +101,15 @@ def check_tokens(saved: Mapping[str, Any]) -> None:
     seen, window = saved.get("cumulative_length", k.shape[2]), saved.get("sliding_window")
     least = seen if window is None else min(seen, window - 1)
     expect(least <= k.shape[2] <= seen, f"a layer that has seen {seen} tokens holds {k.shape[2]}")
+
+
+def check_index(layer: IndexedLayer, keys: Any) -> None:
+    """There is an index key for each token, if this layer has an index: it may go by an earlier one's."""
+    seen, rows = layer.cache.seen, layer.cache.sequences
+    if keys is None:
+        return
+    like = isinstance(keys, Tensor) and keys.ndim == 3 and keys.is_floating_point()
+    expect(like and keys.shape[:2] == (rows, seen), f"index keys are not those of {rows} rows of {seen} tokens")
 
 
 def check_states(saved: Mapping[str, Any]) -> None:

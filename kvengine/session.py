@@ -45,11 +45,21 @@ class Call(NamedTuple):
     scale: float
     softcap: float | None = None
     sinks: Float[Tensor, "row group"] | None = None  # a logit that takes part in the softmax, without a value
+    # The tokens that the model has each query read (`kvengine.named`).
+    named: Int[Tensor, "row query chosen"] | None = None
 
     @property
     def bare(self) -> bool:
         """Whether it is the plain softmax."""
-        return self.softcap is None and self.sinks is None
+        return self.softcap is None and self.sinks is None and self.named is None
+
+    @property
+    def constants(self) -> tuple[float, float | None, Float[Tensor, "row group"] | None]:
+        return self[:3]
+
+    def of(self, tokens: slice) -> Call:
+        """The call of some of its queries."""
+        return self if self.named is None else self._replace(named=self.named[:, tokens])
 
 
 class Parts(NamedTuple):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvengine.cache import LayerCache
 from kvengine.lane import Lane
+from kvengine.named import FEW
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Stats:
 
     Attributes:
         bytes: bytes allocated in all layers, by tier ("device", "host", "disk", …) and field ("tail.k", "page.k_code", …);
-            "stock" is what stays transformers' own (keys and values of sliding windows, recurrent states), "text" what
-            tokens were made of that a retention will have read again.
+            "stock" is what stays transformers' own (keys and values of sliding windows, recurrent states, index keys), "text"
+            what tokens were made of that a retention will have read again.
         held: tokens held, [layer, sequence, kv head].
         attended: tokens that the last decoded token read, without those that were dropped after it, [layer, sequence,
             kv head]; after a prompt, those held.
@@ -133,6 +134,8 @@ def lane_reads(lane: Lane) -> int:
     tail = lane.tail
     stored = [x for name, x in tail.tensors().items() if name != "score"]  # no slots of positions where order tells
     size = sum(x[:, tail.span].numel() * x.element_size() for x in stored)
+    if lane.asked is not None and len(tail) > FEW * lane.asked.shape[1]:  # these alone are read
+        size = size * lane.asked.shape[1] // len(tail)
     pages = lane.pages
     if pages is None or not len(pages):
         return size

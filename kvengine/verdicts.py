@@ -62,7 +62,7 @@ class Verdicts(Evidence):
                 self.session.waiting.append((cast("Lane", self), seen, measure))
         elif self.stack.paged:
             self.settle(self.weighed(self.show(q, None, call, prompt=True)), None)
-        self.window = self.mass = self.units = self.saw = None
+        self.window = self.mass = self.units = self.asked = self.saw = None
         self.end_judged(idle)
         self.reading = False
 

@@ -14,6 +14,7 @@ from kvengine import latent
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf import window
 from kvengine.hf.held_window import HeldWindow
+from kvengine.hf.indexed import IndexedLayer, named_only
 from kvengine.hf.layer import BREAKS, WEIGHTS, EngineLayer
 from kvengine.hf.mask import UNPATCH, LazyMask
 from kvengine.hf.previous import as_before
@@ -107,13 +108,14 @@ def attend(
         raise ModelError(WEIGHTS)
     if own is not None and not latent.is_latent(module):
         check_brought(module, layer, key, value)
-    foreign = [name for name in FOREIGN if kwargs.get(name) is not None]
+    named = kwargs.get("indices") if type(layer) is IndexedLayer else None
+    foreign = [name for name in FOREIGN if kwargs.get(name) is not None and (named is None or name != "indices")]
     if foreign or not isinstance(attention_mask, LazyMask):
         what = f"the argument {foreign[0]!r}" if foreign else "a mask given as a tensor"
         return special(layer, stock, what).to(asked), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux")
-    call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1))
+    call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1), named)
     if reads or layer.session.again is not None:  # a replay's passes know what they feed
         return layer.attend(query, call, None, stock).contiguous().to(asked), None
     if query.shape[2] > 1 and not (attention_mask.plain or layer.asks_stock(query.shape[2]) or attention_mask.causal):
@@ -193,13 +195,15 @@ class Stock:
         if name == "sdpa" and self.kwargs.get("softcap") is not None and eager is not None:
             name = "eager"  # some versions run sdpa here and drop the softcap
         function: Any = AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]
-        mask = self.mask.make(name) if isinstance(self.mask, LazyMask) else self.mask
+        mask, options = self.mask.make(name) if isinstance(self.mask, LazyMask) else self.mask, self.kwargs
+        if options.get("indices") is not None and name in ("sdpa", "eager"):
+            mask, options = named_only(mask, options["indices"], key.shape[2]), options | {"indices": None}
         if value.dtype != self.query.dtype and not torch.is_autocast_enabled(self.query.device.type):
             # They were cached under autocast, which rounds values alone where keys are rotated.
             value = value.to(self.query.dtype)
         rule = self.mask.kwargs if isinstance(self.mask, LazyMask) else {}
         module = as_before(self.module, name, rule, self.kwargs.get("sliding_window"))
-        found: tuple[Tensor, Any] = function(module, self.query, key, value, mask, **self.kwargs)
+        found: tuple[Tensor, Any] = function(module, self.query, key, value, mask, **options)
         return found
 
     @property

@@ -116,6 +116,7 @@ class EngineLayer(CacheLayerMixin):
         if self.incoming is None:
             return readers.read(self.cache, query, call, stock)
         full = latents and self.stack == Stack() and self.cache.fixed is None
+        full = full and (call.named is None or not latent.known(module))  # of latents, what is named alone is read
         if full and self.heard is None and self.listener is None:
             return self.attend_all(stock, valid)
         k, v = self.incoming
@@ -141,7 +142,11 @@ class EngineLayer(CacheLayerMixin):
         if self.incoming is not None:
             (k, v), self.incoming = self.incoming, None
             if latent.is_latent(stock.module):  # type: ignore[attr-defined]
-                k, v = torch.cat([k, v], -1), v[..., :0]
+                held = self.cache.named and latent.known(stock.module)  # type: ignore[attr-defined]
+                self.cache.inner = (
+                    k.shape[-1] if held else self.cache.inner
+                )  # other tokens are read as policies read them
+                k, v = torch.cat([k, v], -1), k if held else v[..., :0]
             if self.session.tree is not None:
                 return self.look_all(stock, k, v, self.session.tree.to(k.device))
             self.cache.store(k, v, valid)

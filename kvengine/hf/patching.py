@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 from kvengine import latent
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
+from kvengine.hf import indexed
 from kvengine.hf.attention import Seam, engine_attention
 from kvengine.hf.cache import NAME, Chosen, EngineCache
 from kvengine.hf.compiled import How, compile_decode
@@ -299,6 +300,7 @@ def made_encoder(model: PreTrainedModel, text: Any) -> str | None:
 def check_layers(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -> None:
     """Refuse models whose attention reads more than the keys and values of the tokens before, which it is handed."""
     strange = {type(layer).__name__ for layer in DynamicCache(config=text).layers} - KINDS
+    strange -= {indexed.KIND} if text.model_type in indexed.FAMILIES else set()
     if strange:
         what = (
             f"keeps caches of kinds of its own ({', '.join(sorted(strange))}), by which it chooses or compresses tokens"
@@ -317,6 +319,7 @@ def check_stack(stack: Stack, text: Any, channels: Channels = frozenset()) -> No
     if stack == Stack():
         return
     name = text.model_type
+    indexed.check_stack(stack, text)
     if not any(layers := engine_layers(text)):
         raise UnsupportedPolicy(
             f"{name} has no layer with a plain, growing key-value cache (sliding windows and layers with a recurrent "

@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from kvengine.errors import CacheError
+from kvengine.hf import indexed
 from kvengine.hf.layer import EngineLayer
 from kvengine.session import Session
 from kvengine.stack import Stack
@@ -57,7 +58,7 @@ def grows(layer: Any, config: Any) -> bool:
     its attention makes for all tokens."""
     if type(layer) is LinearAttentionAndFullAttentionLayer:
         return getattr(config, "rel_extent", None) is None
-    return type(layer) is DynamicLayer
+    return type(layer) is DynamicLayer or indexed.has_index(layer)
 
 
 def text_layers(config: Any) -> list[Any]:
@@ -86,6 +87,8 @@ def engine_layer(stock: Any, stack: Stack, layer: int, layers: int, session: Ses
     """The engine's layer in the place of one of transformers'."""
     if has_states(stock):
         return StatefulLayer(stack, layer, layers, session, readers, stock.number_of_states)
+    if indexed.has_index(stock):
+        return indexed.IndexedLayer(stack, layer, layers, session, readers)
     return EngineLayer(stack, layer, layers, session, readers)
 
 
@@ -135,7 +138,7 @@ def held_states(layer: Any) -> list[Tensor]:
 
 def stock_tensors(layer: Any) -> list[Tensor]:
     """What a layer holds that is not the engine's: a window's keys and values, also where they are held still, and states."""
-    names = () if isinstance(layer, EngineLayer) else ("keys", "values", "k", "v", "there")
+    names = ("indexed",) if isinstance(layer, EngineLayer) else ("keys", "values", "k", "v", "there")
     return [x for name in names if isinstance(x := getattr(layer, name, None), Tensor)] + held_states(layer)
 
 

@@ -1,0 +1,112 @@
+"""Models that choose what they read by an index of their own: DeepSeek sparse attention (arXiv:2512.02556, section 2.1).
+
+    index key   of a token s:  k_s [dim], one for all heads, cached beside its latent
+    score       I_ts  =  sum over index heads j of  w_tj relu(q_tj . k_s)
+    named       by query t: the `index_topk` tokens that it may see with the largest I_ts
+
+The model computes this, and hands what it has named to its attention. The engine caches the index keys, and the tokens under the
+policy: a decoded token reads those that are named, wherever they are, and no others. So a policy may say how tokens are stored
+and where, and not which are kept or read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvengine.errors import CacheError, UnsupportedPolicy
+from kvengine.heads import check_batch
+from kvengine.hf.layer import EngineLayer
+from kvengine.policies import name_of
+from kvengine.stack import Stack
+
+KIND = "DynamicIndexedLayer"
+FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text"))
+"""Model types whose index is this one. Others pack what they index (GLM 5 Next), or have no latents (Qwen 4)."""
+FREE = 64
+"""Index keys have room for a 64th more than there are, and for so many at the least."""
+
+
+class IndexedLayer(EngineLayer):
+    """A layer of the engine's, with the index keys of its tokens, by their numbers in the text."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.cache.named = True
+        self.index_keys: Float[Tensor, "seq room dim"] | None = None
+
+    def update_indexer(self, indexer_key_states: Float[Tensor, "seq token dim"]) -> Float[Tensor, "seq all dim"]:
+        """Keep the new tokens' index keys; all so far. What was kept of tokens that were taken back, or of a pass that broke off,
+        is written over.
+
+        Raises CacheError for another batch than the cache has, or if it has no index keys of earlier tokens.
+        """
+        new, seen, held = indexer_key_states, self.cache.seen, self.index_keys
+        end = seen + new.shape[1]
+        if self.incoming is not None and self.cache.parts:
+            check_batch(self.cache, self.incoming[0])
+        if not seen:
+            held = new.new_empty(len(new), 0, new.shape[2])
+        elif held is None or held.shape[1] < seen:
+            raise CacheError(f"this cache has no index keys of the {seen} tokens that it has seen; call cache.reset()")
+        if held.shape[1] < end or (held.is_inference() and not torch.is_inference_mode_enabled()):
+            room = new.new_empty(len(held), end + max(FREE, end // 64), held.shape[2], dtype=held.dtype)
+            room[:, :seen] = held[:, :seen]
+            held = room
+        held[:, seen:end] = new
+        self.index_keys = held
+        return held[:, :end]
+
+    @property
+    def indexed(self) -> Float[Tensor, "seq token dim"] | None:
+        """The index keys of what was seen."""
+        return None if self.index_keys is None else self.index_keys[:, : self.cache.seen]
+
+    def batch_select_indices(self, indices: Int[Tensor, "chosen"]) -> None:
+        super().batch_select_indices(indices)
+        if self.index_keys is not None:
+            self.index_keys = self.index_keys[indices.to(self.index_keys.device)]
+
+
+def has_index(layer: Any) -> bool:
+    """Whether one of transformers' layers keeps index keys beside its tokens."""
+    return type(layer).__name__ == KIND
+
+
+def named_only(mask: Tensor | None, named: Int[Tensor, "seq token chosen"], tokens: int) -> Tensor:
+    """A mask, as torch's attention or a model's own has it, that leaves of so many tokens the named ones."""
+    rows, queries, _ = named.shape
+    other = torch.ones(rows, queries, tokens, dtype=torch.bool, device=named.device).scatter_(2, named.long(), False)
+    if mask is None:
+        return ~other[:, None]
+    if mask.dtype == torch.bool:
+        return mask & ~other[:, None]
+    return mask.masked_fill(other[:, None], torch.finfo(mask.dtype).min)
+
+
+def check_stack(stack: Stack, text: Any) -> None:
+    """Refuse what would choose tokens where the model does. Raises UnsupportedPolicy."""
+    if not any(map(has_index, DynamicCache(config=text).layers)):
+        return
+    plain, form, name = Stack(), stack.representation, text.model_type
+    for axis, does in (
+        ("retention", "drops or merges tokens"), ("selection", "chooses what is read"), ("routing", "tells heads apart"),
+        ("prefill", "leaves out a part of a prompt's attention"),
+    ):  # fmt: skip
+        if (chosen := getattr(stack, axis)) != getattr(plain, axis):
+            raise UnsupportedPolicy(
+                f"{name} names the tokens that it reads, by an index of its own, but {name_of(chosen)!r} {does}; say only how "
+                "tokens are stored and where (kivi, turboquant, host …), or nothing (full)"
+            )
+    if form.probes or form.joint:
+        raise UnsupportedPolicy(
+            f"{name_of(form)!r} judges a prompt's tokens together, or by what its queries attend to, but {name} names what is "
+            "read, by an index of its own; use kivi, quantspec or turboquant"
+        )
+
+
+__all__ = ["IndexedLayer", "check_stack", "has_index", "named_only"]
