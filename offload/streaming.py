@@ -205,7 +205,7 @@ def stream(chunks: Sequence[Chunk], controller: Controller, link: Link, work: Wo
         return link.now() - began
 
     with ThreadPoolExecutor(1) as pool:
-        jobs: list[Future[float | None]] = []
+        jobs: deque[Future[float | None]] = deque()
         for i, chunk in enumerate(chunks):
             option = controller.choose(chunks[i:], now(), max(busy - now(), 0.0))
             payload = None
@@ -221,7 +221,8 @@ def stream(chunks: Sequence[Chunk], controller: Controller, link: Link, work: Wo
             chosen.append(option)
             jobs.append(pool.submit(work, i, option, payload))
             busy = max(busy, now()) + controller.seconds(chunk, option)
-        spent = [job.result() for job in jobs]
+        # Taken out one by one: one that failed keeps an error, which knows this frame, and so would they all stay.
+        spent = [jobs.popleft().result() for _ in chunks]
     simulated = all(seconds is not None for seconds in spent)
     return Outcome(tuple(chosen), busy if simulated else now(), moved, given_up)
 

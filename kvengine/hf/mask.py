@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -59,7 +60,9 @@ class LazyMask:
         if self.kwargs.get("device", device) == device:
             return self
         if device not in self.copies:
-            self.copies[device] = LazyMask(self.kwargs | {"device": device}, self)
+            mine = copy.copy(self)
+            mine.copies = {}  # no circle: a mask that was made may be large
+            self.copies[device] = LazyMask(self.kwargs | {"device": device}, mine)
         return self.copies[device]
 
     def here(self, x: Any) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
+from weakref import ref
 
 import torch
 from jaxtyping import Int
@@ -70,14 +71,16 @@ class Ear:
     """Listens to every layer of a cache: while it reads its prompt, and from then on."""
 
     def __init__(self, cache: EngineCache) -> None:
-        self.cache = cache
+        self.cache = ref(cache)  # whose layers hold this until the prompt is read, or for good where that breaks off
         self.followers: EngineCache | None = None
         self.heard: dict[int, Heard] = {}
         for number, layer in self.layers():
             layer.listener = partial(self.hear, number)
 
     def layers(self) -> Iterator[tuple[int, EngineLayer]]:
-        return ((i, layer) for i, layer in enumerate(self.cache.layers) if isinstance(layer, EngineLayer))
+        cache = self.cache()
+        every = [] if cache is None else cache.layers
+        return ((i, layer) for i, layer in enumerate(every) if isinstance(layer, EngineLayer))
 
     def hear(self, layer: int, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         if self.followers is not None:

@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
+from weakref import ref
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ class Session:
     cache: EngineCache
     settled: int = 0
     open: list[int] = field(default_factory=list)
-    guest: Guest | None = field(default=None, repr=False)
+    guest: ref[Guest] | None = field(default=None, repr=False)  # no circle: it holds the cache
     passes: int = field(default=0, init=False)
     fed: int = field(default=0, init=False)
     shares: float = field(default=0.0, init=False)
@@ -131,8 +132,8 @@ class Session:
 
     def align(self, text: Text, tail: Sequence[int]) -> list[int]:
         """Forget what is not on the way to text + tail, and return what is missing: one token at the least."""
-        if self.guest is not None:
-            self.guest.leave()
+        if self.guest is not None and (guest := self.guest()) is not None:
+            guest.leave()
         wanted = text.since(self.settled, tail)
         same = 0
         while same < min(len(self.open), len(wanted) - 1) and self.open[same] == wanted[same]:
@@ -213,7 +214,7 @@ class Guest(Session):
     whole: Session = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        self.whole.guest = self
+        self.whole.guest = ref(self)
 
     def prefill(self, prompt: Sequence[int]) -> None:  # type: ignore[override]
         """To be called when the host has read the prompt."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvengine.errors import StoreError
 from kvengine.offload.placement._packed import Packed
 
 
@@ -18,14 +19,20 @@ class Staged:
     def __init__(self, at: np.ndarray, raw: Tensor) -> None:
         self.at, self.raw = at, raw
         self.future: Future[None] | None = None
+        self.problem = (
+            ""  # why it failed: the error itself knows the frames that it passed, and would keep this with its tiers
+        )
 
     def fill(self, loads: Sequence[tuple[Packed, np.ndarray, np.ndarray]]) -> None:
         """From each tier, the pieces in these slots to these rows. Runs on a thread of its own."""
-        for level, slots, rows in loads:
-            if len(rows) == len(self.at):
-                level.fetch(slots, self.raw)
-            elif len(rows):
-                part = torch.empty(len(rows), self.raw.shape[1], dtype=torch.uint8)
-                level.fetch(slots, part)
-                # By numpy: the buffer may have been made in torch's inference mode, in which this thread is not.
-                self.raw.numpy()[rows] = part.numpy()
+        try:
+            for level, slots, rows in loads:
+                if len(rows) == len(self.at):
+                    level.fetch(slots, self.raw)
+                elif len(rows):
+                    part = torch.empty(len(rows), self.raw.shape[1], dtype=torch.uint8)
+                    level.fetch(slots, part)
+                    # By numpy: the buffer may have been made in torch's inference mode, in which this thread is not.
+                    self.raw.numpy()[rows] = part.numpy()
+        except StoreError as error:
+            self.problem = str(error)

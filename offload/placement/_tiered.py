@@ -254,8 +254,11 @@ class Tiered:
             self.used[t, ids[here]] = self.clock
             self.served[level.name] += len(here)
             missing[here], source[here] = False, t
-        if failed is not None and missing.any():
-            raise failed
+        try:
+            if failed is not None and missing.any():
+                raise failed
+        finally:
+            failed = None  # no circle: an error knows the frames that it passed, and so this shelf
         return source
 
     @staticmethod
@@ -332,9 +335,8 @@ class Tiered:
         for level in self.levels:
             if isinstance(level, Packed):
                 level.check_process()
-        try:
-            staged.future.result()
-            staged.future = None
-        except StoreError as error:
-            self.fault(error)
+        staged.future.result()
+        staged.future = None
+        if staged.problem:
+            self.fault(StoreError(staged.problem))
             self.staged = None

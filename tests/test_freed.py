@@ -1,0 +1,138 @@
+"""What nobody holds any more goes at once: programs that must not pause run the garbage collector seldom, or never."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import llama, one, patched
+from transformers.masking_utils import causal_mask_function
+
+import kvengine
+from kvengine.errors import StoreError
+from kvengine.hf.cache import EngineCache
+from kvengine.hf.mask import LazyMask
+from kvengine.offload.links import SimulatedLink, Trace
+from kvengine.offload.placement._packed import Packed
+from kvengine.offload.streaming import TEXT, Bandwidth, Chunk, Controller, stream
+from kvengine.speculative import TriForce
+
+
+class Broken(Exception):
+    """As where memory is short, or somebody interrupts."""
+
+
+@pytest.fixture(autouse=True)
+def _uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[EngineCache]]:
+    """The caches that are made."""
+    found: list[weakref.ref[EngineCache]] = []
+    fill = EngineCache.fill
+
+    def noted(self: EngineCache, *args: Any) -> None:
+        found.append(weakref.ref(self))
+        fill(self, *args)
+
+    monkeypatch.setattr(EngineCache, "fill", noted)
+    return found
+
+
+@pytest.mark.parametrize("passes", [None, 0, 1], ids=["to the end", "broken off in the prompt", "and behind it"])
+@pytest.mark.parametrize("options", [
+    {"middle": "retrieval(budget=24, chunk=4)"},
+    {"middle": "snapkv(budget=24, window=6)"},
+    {"middle": "snapkv(budget=24, window=6)", "in_place": True},
+    {"middle": "quantspec(bits=4, group=8, residual=8)", "stack": "quantspec(group=8, residual=8)"},
+], ids=["a view", "another cache", "in place", "a guest"])  # fmt: skip
+def test_caches_of_a_speculative_call_go_with_it(
+    options: dict[str, Any], passes: int | None, made: list[weakref.ref[EngineCache]]
+) -> None:
+    model = llama()
+    decoder, left = TriForce(model, "lookup", gamma=(1, 3), **options), passes
+    made.clear()
+
+    def count(*_: Any) -> None:
+        nonlocal left
+        if left is not None:
+            left -= 1
+            if left < 0:
+                raise Broken
+
+    model.model.layers[1].register_forward_pre_hook(count)
+    try:
+        decoder.generate(**one(), max_new_tokens=8)
+    except Broken:
+        assert passes is not None
+    assert made and not any(cache() for cache in made)
+
+
+@pytest.mark.parametrize("file", ["disk(device=0, host=0)", "disk(device=4096, host=0)"])
+def test_a_cache_whose_pages_cannot_be_read_goes_when_it_is_given_up(
+    file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else who computes it again needs room for two of them, and its files stay open."""
+    caplog.set_level(logging.CRITICAL, "kvengine")  # what pytest captures it keeps, with the errors in it
+    model, handles = patched("full"), len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else None
+    cache = kvengine.EngineCache(model, f"quest(budget=24, page=4) + {file}")
+    with torch.no_grad():
+        for ids in (one(200)["input_ids"], one(1)["input_ids"], one(1)["input_ids"]):
+            model(ids, cache=cache)
+        shelves = [shelf for layer in cache.engines for shelf in layer.parts[0].lane.pages.pool.shelves]  # type: ignore[union-attr]
+        for level in (level for shelf in shelves for level in shelf.levels if isinstance(level, Packed)):  # type: ignore[attr-defined]
+            level.flush()
+            os.ftruncate(level.handle, 0)  # type: ignore[attr-defined]
+        gone = [weakref.ref(x) for x in (cache, *shelves)]
+        try:
+            model(one(1)["input_ids"], cache=cache)
+        except StoreError as error:  # which pytest would keep too
+            told = str(error)
+    del cache, shelves, level
+    assert "could not be read" in told and not any(x() for x in gone)
+    assert handles is None or len(os.listdir("/proc/self/fd")) == handles
+
+
+def test_a_mask_of_layers_on_several_devices_goes_with_its_pass() -> None:
+    rule = {
+        "batch_size": 1, "q_length": 5, "kv_length": 5, "q_offset": 0, "kv_offset": 0, "attention_mask": None,
+        "mask_function": causal_mask_function, "allow_is_causal_skip": False, "device": torch.device("cpu"),
+    }  # fmt: skip
+    mask = LazyMask(rule)
+    there = mask.on(torch.device("meta"))
+    assert mask.on(torch.device("meta")) is there and there.make("sdpa").is_meta
+    assert mask.made and there.found is mask.found  # what one has found out the other knows
+    gone = weakref.ref(mask)
+    del mask, there
+    assert gone() is None
+
+
+def test_what_was_to_be_computed_of_a_chunk_goes_where_another_could_not_be() -> None:
+    class Held:
+        """What a chunk is entered into."""
+
+    held = Held()
+    gone = weakref.ref(held)
+
+    def work(chunk: int, option: str, payload: bytes | None, into: Held = held) -> None:
+        if chunk:
+            raise Broken
+
+    link = SimulatedLink(Trace((0.0,), (1.0,)))
+    with contextlib.suppress(Broken):
+        stream([Chunk({}, 1.0)] * 3, Controller(9.0, [TEXT], 1e9, Bandwidth(1e9)), link, work)
+    del held, work
+    assert gone() is None
