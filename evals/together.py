@@ -98,9 +98,11 @@ def give(model: Any, cache: Any, reading: Reading, n: int) -> None:
         for part in layer.parts:
             heads = None if part.index is None else tuple(part.index.tolist())
             part.lane.column_mass = remembered(part.lane.column_mass, reading.masses, (i, heads))
-        layer.follow(q[:, :, :n], k[:, :, :n], v[:, :, :n], call)
-        for part in layer.parts:
-            del part.lane.column_mass
+        try:
+            layer.follow(q[:, :, :n], k[:, :, :n], v[:, :, :n], call)
+        finally:  # also where memory is short: no lane is to be left in a circle, which would keep what it holds
+            for part in layer.parts:
+                del part.lane.column_mass
     given(model, cache, torch.tensor(reading.ids, device=model.device)[:, :n])
 
 
@@ -268,13 +270,16 @@ def fill_group(
             reading = reading if reading is not None and reading.ids == contexts else read(run.model, contexts)
             rows = ask(run, cell, group, scripts, reading)
         except OUT_OF_MEMORY:
-            run.attempt(cell, missing, observer)  # one after the other, each with its own context
+            rows = None
         except tuple(GIVEN_UP) as error:
             run.give_up(cell, run.key(cell), error, observer)
-        else:
-            for sample in missing:
-                run.journal.append(rows[sample.id])
-                observer.sample(cell, rows[sample.id])
+            continue
+        if rows is None:  # not where the error is caught, which keeps what had no room until it goes
+            run.attempt(cell, missing, observer)  # one after the other, each with its own context
+            continue
+        for sample in missing:
+            run.journal.append(rows[sample.id])
+            observer.sample(cell, rows[sample.id])
     return reading
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 import torch
 from support_evals import tiny_model, tiny_tokenizer
 
+import kvengine
+from kvengine.cache import LayerCache
 from kvengine.errors import UnsupportedPolicy
 from kvengine.evals import engine, together
 from kvengine.evals.config import RunConfig
@@ -217,18 +221,25 @@ def test_a_few_samples_first_leave_one_for_the_clock(
 def test_what_does_not_fit_together_is_asked_one_by_one(
     tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU that holds one context but not two."""
-    keep = CacheSession.rows
+    """A GPU that holds one context but not two: what two took is given up before."""
+    keep, tried = CacheSession.rows, list[weakref.ref[Any]]()
 
     def rows(self: CacheSession, tokens: torch.Tensor) -> torch.Tensor:
         if len(tokens) > 1:
+            tried.append(weakref.ref(self.cache))
             raise torch.OutOfMemoryError("two are too many")
         return keep(self, tokens)
 
+    def attempt(*given: Any) -> None:
+        assert not any(cache() for cache in tried)
+        alone(*given)
+
     made = run(tmp_path, model, monkeypatch, QUIZ, policies=("full", "ashape(sinks=4, local=64)"), samples=2)
+    alone = made.attempt
     monkeypatch.setattr(CacheSession, "rows", rows)
+    monkeypatch.setattr(made, "attempt", attempt)
     together.execute(made, Silent())
-    assert [row["status"] for row in made.journal.rows] == ["ok"] * 8
+    assert tried and [row["status"] for row in made.journal.rows] == ["ok"] * 8
     assert {row["together"] for row in made.journal.rows} == {1}
 
 
@@ -429,6 +440,28 @@ def test_whether_policies_are_asked_is_the_full_caches_to_say_here(
     status = {row["length"]: row["status"] for row in made.journal.rows if row["policy"] == less}
     assert status[2] == ("ok" if case in ("no ceiling", "a loss") else "not measured")
     assert status.get(1, "ok") == "ok"
+
+
+def test_a_cache_for_which_a_reading_is_too_much_goes_at_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when garbage is collected: what is tried next needs the room."""
+    reading = together.read(model, [[5, 6, 7, 8]])
+
+    def follow(*_: Any) -> None:
+        raise torch.OutOfMemoryError("too much")
+
+    monkeypatch.setattr(LayerCache, "follow", follow)
+    gc.collect()
+    gc.disable()
+    try:
+        with kvengine.patched(model, "h2o(budget=2)"):
+            cache = kvengine.EngineCache(model)
+            with pytest.raises(torch.OutOfMemoryError):
+                together.give(model, cache, reading, 4)
+            gone = weakref.ref(cache.engines[0].parts[0].lane)
+            del cache
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_what_a_reading_shares_with_prompts() -> None:
