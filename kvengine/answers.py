@@ -67,7 +67,11 @@ class Lent:
 
     def __init__(self, retention: Retention, seen: Seen) -> None:
         self.retention, self.lent = retention, [("seen.position", seen.position, version(seen.position))]
-        self.read, self.seen = seen.read, replace(seen, read=self.reading)
+        self.read = seen.read
+
+    def show(self, seen: Seen) -> Seen:
+        """What it is shown. Not kept here: a circle would keep all that was read until garbage is collected."""
+        return replace(seen, read=self.reading)
 
     def reading(self) -> tuple[Tensor, Tensor]:
         found = self.read()
@@ -120,7 +124,7 @@ def score(retention: Retention, seen: Seen) -> Float[Tensor, "row token"]:
     """`Retention.score`, of every slot. Raises PolicyError."""
     seen, order = by_age(seen)
     lent = None if ours(type(retention).__module__) else Lent(retention, seen)
-    found: Any = retention.score(seen if lent is None else lent.seen)
+    found: Any = retention.score(seen if lent is None else lent.show(seen))
     if not isinstance(found, Tensor) or found.shape != seen.position.shape or not found.is_floating_point():
         raise refuse(retention, "score", found, f"floats {list(seen.position.shape)}, one for each slot")
     if lent is not None:
@@ -145,7 +149,7 @@ def keep(retention: Retention, seen: Seen) -> Bool[Tensor, "row token"] | None:
     lent = None if ours(type(retention).__module__) else Lent(retention, seen)
     if lent is not None:
         numbers(retention, seen)
-    found: Any = retention.keep(seen if lent is None else lent.seen)
+    found: Any = retention.keep(seen if lent is None else lent.show(seen))
     if found is not None and (
         not isinstance(found, Tensor) or found.shape != seen.position.shape or found.dtype != torch.bool
     ):

@@ -269,7 +269,7 @@ class LayerCache:
             mask = None if valid is None else self.by_row(valid, part)
             out.append(part.lane.take(grouped, part.pick(k), part.pick(v), mask, rows, steps=mine))
         if self.readers.count:
-            self.readers.moments.append(Taken(self, steps))
+            self.readers.moments.append(Taken(steps))
         return self.gather(q, out)
 
     def steps(self) -> list[Any]:
@@ -287,7 +287,7 @@ class LayerCache:
             for part, grouped, rows in self.each(q[:, :, n:], call)
         ]
         if self.readers.count:
-            self.readers.moments.append(Nodes(self, k[:, :, n:], v[:, :, n:], tree))
+            self.readers.moments.append(Nodes(k[:, :, n:], v[:, :, n:], tree))
         return torch.cat([*first, self.gather(q[:, :, n:], last)], 1)
 
     def follow(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:

@@ -25,7 +25,7 @@ from kvengine.policies.retention import Notes, Retention, Seen
 from kvengine.pool import Pool
 from kvengine.reach import Reach, reached
 from kvengine.saliency import Saliency
-from kvengine.session import Call, Session
+from kvengine.session import Call, Session, weakly
 from kvengine.stack import Stack
 from kvengine.strays import bring_in, stand_before, strays
 from kvengine.tail import GROWTH, Nested, Tail
@@ -121,7 +121,7 @@ class Holding(Padded):
             position=position, score=score, first=self.first, begin=self.begin, newest=self.seen - 1, prompt=prompt,
             prompt_length=self.prompt_length, queries=queries, scale=call.scale,
             jumbled=(self.filling and not prompt) or self.tail.strays,
-            read=lambda: self.everything()[:2], rope=self.session.rope, softcap=call.softcap, sink_logits=call.sinks,
+            read=weakly(self.everything), rope=self.session.rope, softcap=call.softcap, sink_logits=call.sinks,
             heads=self.heads, mass=mass, notes=self.notes, place=self.session.place(self.layer, self.layers),
         )  # fmt: skip
 

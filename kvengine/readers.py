@@ -43,7 +43,9 @@ class Moment(Protocol):
 
     tokens: int
 
-    def read(self, q: Tensor, call: Call, stock: Stock | None) -> Float[Tensor, "seq token q_head dim_v"]:
+    def read(
+        self, cache: LayerCache, q: Tensor, call: Call, stock: Stock | None
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
         """The answer to the queries of the last of these tokens."""
         ...
 
@@ -80,10 +82,10 @@ def read(cache: LayerCache, q: Tensor, call: Call, stock: Stock | None) -> Float
     readers = cache.readers
     out: list[Tensor] = []
     end = q.shape[2]
-    for moment in reversed(readers.moments or [Taken(cache, [[(end, part.lane)] for part in cache.parts])]):
+    for moment in reversed(readers.moments or [Taken([[(end, part.lane)] for part in cache.parts])]):
         begin = max(0, end - moment.tokens)
         if begin < end:
-            out.insert(0, moment.read(q[:, :, begin:end], call, stock))
+            out.insert(0, moment.read(cache, q[:, :, begin:end], call, stock))
         end = begin
     readers.left -= 1
     if not readers.left:
@@ -94,7 +96,7 @@ def read(cache: LayerCache, q: Tensor, call: Call, stock: Stock | None) -> Float
 def still(cache: LayerCache) -> LayerCache:
     """The layer with what it holds now, whatever becomes of it in this pass."""
     twin = copy.copy(cache)
-    twin.parts = [part.of(part.lane.still()) for part in cache.parts]
+    twin.parts, twin.readers = [part.of(part.lane.still()) for part in cache.parts], Readers()
     return twin
 
 
@@ -108,53 +110,59 @@ class Prompt:
         self, cache: LayerCache, tokens: int, dense: tuple[Tensor, Tensor] | None, orders: list[Tensor | None]
     ) -> None:
         self.tokens, self.dense, self.orders = tokens, dense, orders
-        self.cache = still(cache) if dense is None else cache
+        self.then = still(cache) if dense is None else None
 
-    def read(self, q: Tensor, call: Call, stock: Stock | None) -> Float[Tensor, "seq token q_head dim_v"]:
+    def read(
+        self, cache: LayerCache, q: Tensor, call: Call, stock: Stock | None
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
         if self.dense is not None and stock is not None:
             return stock(*self.dense)
         n = q.shape[2]
         if any(order is not None for order in self.orders):
             q = torch.nn.functional.pad(q, (0, 0, self.tokens - n, 0))
         out = []
-        for (part, grouped, rows), order in zip(self.cache.each(q, call), self.orders, strict=True):
+        for (part, grouped, rows), order in zip((self.then or cache).each(q, call), self.orders, strict=True):
             found = part.lane.read(ordered(grouped, order), rows)
             out.append(ordered(found, order if order is None else order.argsort(1)))
-        return self.cache.gather(q, out)[:, -n:]
+        return cache.gather(q, out)[:, -n:]
 
 
 class Taken:
     """Tokens taken as in decoding: each lane's steps, with the lane as it was at each."""
 
-    def __init__(self, cache: LayerCache, steps: list[Steps]) -> None:
-        self.cache, self.steps = cache, steps
+    def __init__(self, steps: list[Steps]) -> None:
+        self.steps = steps
         self.tokens = sum(n for n, _ in steps[0])
 
-    def read(self, q: Tensor, call: Call, stock: Stock | None) -> Float[Tensor, "seq token q_head dim_v"]:
+    def read(
+        self, cache: LayerCache, q: Tensor, call: Call, stock: Stock | None
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
         out = []
-        for (_, grouped, rows), steps in zip(self.cache.each(q, call), self.steps, strict=True):
+        for (_, grouped, rows), steps in zip(cache.each(q, call), self.steps, strict=True):
             at, found = grouped.shape[2] - self.tokens, []
             for n, lane in steps:
                 if at + n > 0:
                     found.append(lane.attend(grouped[:, :, max(0, at) : at + n], rows, mass=False)[0])
                 at += n
             out.append(torch.cat(found, 2))
-        return self.cache.gather(q, out)
+        return cache.gather(q, out)
 
 
 class Nodes:
     """The nodes of a tree, which look and are not added."""
 
-    def __init__(self, cache: LayerCache, k: Tensor, v: Tensor, tree: Bool[Tensor, "node node"]) -> None:
-        self.cache, self.k, self.v, self.tree, self.tokens = cache, k, v, tree, len(tree)
+    def __init__(self, k: Tensor, v: Tensor, tree: Bool[Tensor, "node node"]) -> None:
+        self.k, self.v, self.tree, self.tokens = k, v, tree, len(tree)
 
-    def read(self, q: Tensor, call: Call, stock: Stock | None) -> Float[Tensor, "seq token q_head dim_v"]:
+    def read(
+        self, cache: LayerCache, q: Tensor, call: Call, stock: Stock | None
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
         sees = self.tree[-q.shape[2] :]
-        return self.cache.gather(
+        return cache.gather(
             q,
             [
                 part.lane.look(grouped, part.pick(self.k), part.pick(self.v), sees, rows)
-                for part, grouped, rows in self.cache.each(q, call)
+                for part, grouped, rows in cache.each(q, call)
             ],
         )
 
@@ -167,9 +175,11 @@ class Resumed:
     ) -> None:
         self.taken, self.prompt, self.theirs, self.here, self.tokens = taken, prompt, theirs, here, prompt.tokens
 
-    def read(self, q: Tensor, call: Call, stock: Stock | None) -> Float[Tensor, "seq token q_head dim_v"]:
+    def read(
+        self, cache: LayerCache, q: Tensor, call: Call, stock: Stock | None
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
         n = q.shape[2]
         at = (self.here - (self.tokens - n)).clamp(min=0)[:, None, None, None]
         one = q.gather(2, at.expand(-1, q.shape[1], 1, q.shape[3]))
         theirs = self.theirs[:, self.tokens - n :, None, None]
-        return torch.where(theirs, self.taken.read(one, call, stock), self.prompt.read(q, call, stock))
+        return torch.where(theirs, self.taken.read(cache, one, call, stock), self.prompt.read(cache, q, call, stock))

@@ -46,8 +46,7 @@ def judge_together(session: Session) -> None:
 
     Until then the cache counts as torn: a pass that came in between would find layers that are not judged.
     """
-    waiting = session.waiting
-    lanes, seen = [lane for lane, _, _ in waiting], [seen for _, seen, _ in waiting]
+    lanes, seen = those_waiting(session), [seen for _, seen, _ in session.waiting]
     if session.due is None and lanes[0].retention.replay is not None:
         due, idle = lanes[0].retention.due(seen), lanes[0].idle
         due = due if idle is None else due & ~idle[:: lanes[0].heads]
@@ -59,11 +58,16 @@ def judge_together(session: Session) -> None:
     conclude(session)
 
 
+def those_waiting(session: Session) -> list[Lane]:
+    """The lanes that wait, which their layers hold."""
+    return [lane for one, _, _ in session.waiting if (lane := one()) is not None]
+
+
 def conclude(session: Session) -> None:
     """Judge the layers that waited."""
-    waiting, session.waiting = session.waiting, []
+    lanes, waiting, session.waiting = those_waiting(session), session.waiting, []
     divided = session.due is not None or all(measure is not None for _, _, measure in waiting)
-    lanes, seen, measures = (list(part) for part in zip(*waiting, strict=True))
+    _, seen, measures = (list(part) for part in zip(*waiting, strict=True))
     shares: list[Tensor | None] = [None] * len(lanes)
     if session.due is not None:
         seen = [lane.scored(replace(one, repeated=lane.repeated)) for lane, one in zip(lanes, seen, strict=True)]
@@ -88,7 +92,7 @@ def answer(
     ]
     cache.readers.begin(part.lane for part in cache.parts)
     if cache.readers.count:
-        cache.readers.moments.append(Repeated(cache, k, v, again))
+        cache.readers.moments.append(Repeated(k, v, again))
     return cache.gather(q, outs)
 
 
@@ -182,12 +186,14 @@ def rerun(layers: Sequence[LayerCache], vectors: Sequence[Sequence[Tensor]], cal
 class Repeated:
     """A pass of a replay, for later layers that read what this one holds: they look, and say nothing."""
 
-    def __init__(self, cache: LayerCache, k: Tensor, v: Tensor, again: Again) -> None:
-        self.cache, self.k, self.v, self.again, self.tokens = cache, k, v, again, k.shape[2]
+    def __init__(self, k: Tensor, v: Tensor, again: Again) -> None:
+        self.k, self.v, self.again, self.tokens = k, v, again, k.shape[2]
 
-    def read(self, q: Tensor, call: Call, stock: Stock | None) -> Float[Tensor, "seq token q_head dim_v"]:
+    def read(
+        self, cache: LayerCache, q: Tensor, call: Call, stock: Stock | None
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
         found = []
-        for part, grouped, rows in self.cache.each(q, call):
+        for part, grouped, rows in cache.each(q, call):
             k, v = part.pick(self.k), part.pick(self.v)
             found.append(reread(part.lane, grouped, k, v, rows, self.again, notes=False))
-        return self.cache.gather(q, found)
+        return cache.gather(q, found)

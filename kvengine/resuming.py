@@ -48,7 +48,7 @@ def resume(
     out = cache.enter(q, k, v, call, valid & ~single[:, None], None, single)
     if cache.readers.count:
         prompt = cache.readers.moments.pop()
-        cache.readers.moments.append(Resumed(Taken(cache, steps), prompt, theirs, at))
+        cache.readers.moments.append(Resumed(Taken(steps), prompt, theirs, at))
     return torch.where(theirs[..., None, None], found, out)
 
 
@@ -69,7 +69,7 @@ def part_of(
         return cache.enter(q, k, v, call, real & ~single[:, None], None, resumed)
     out, steps = go_on(cache, q, k, v, call, single, parts.at.to(k.device))
     if cache.readers.count:
-        cache.readers.moments.append(Taken(cache, steps))
+        cache.readers.moments.append(Taken(steps))
     return out
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -90,8 +90,8 @@ class Session:
     ours: tuple[int, ...] | None = None  # the layers that the engine serves; None: each layer is alone
     ahead: Ahead = field(default_factory=Ahead)  # what tiers below the device share
     channels: set[tuple[int, int, bool]] = field(default_factory=set)  # of keys and values, that pages can hold
-    # Prompts that are judged once all layers have read them, with what they measure.
-    waiting: list[tuple[Lane, Seen, Tensor | None]] = field(default_factory=list)
+    # Prompts that are judged once all layers have read them, with what they measure. Lanes hold a session, and it none of them.
+    waiting: list[tuple[ref[Lane], Seen, Tensor | None]] = field(default_factory=list)
     shifts: Shifts = field(default_factory=Shifts)  # of positions behind images, as the model has said
     text: Text = field(default_factory=Text)  # for a retention that has tokens read again: what they were made of
     due: Bool[Tensor, "seq"] | None = None  # the sequences that are to be replayed before those that wait are judged
@@ -183,3 +183,9 @@ class Session:
         if self.loose >= memory.LOOSE:
             memory.trim()
             self.loose = 0
+
+
+def weakly(everything: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]]) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Reads keys and values of what a lane holds by then, and does not keep the lane."""
+    found: Any = WeakMethod(everything)
+    return lambda: found()()[:2]  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
+from weakref import ref
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -59,7 +60,7 @@ class Verdicts(Evidence):
             if measure is None and not replays:
                 self.conclude(seen)
             else:
-                self.session.waiting.append((cast("Lane", self), seen, measure))
+                self.session.waiting.append((ref(cast("Lane", self)), seen, measure))
         elif self.stack.paged:
             self.settle(self.weighed(self.show(q, None, call, prompt=True)), None)
         self.window = self.mass = self.units = self.asked = self.saw = None

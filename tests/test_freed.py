@@ -8,11 +8,14 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from families.configs import build
 from support import llama, one, patched
 from transformers.masking_utils import causal_mask_function
 
@@ -23,7 +26,9 @@ from kvengine.hf.mask import LazyMask
 from kvengine.offload.links import SimulatedLink, Trace
 from kvengine.offload.placement._packed import Packed
 from kvengine.offload.streaming import TEXT, Bandwidth, Chunk, Controller, stream
+from kvengine.policies.retention import Retention, Seen
 from kvengine.speculative import TriForce
+from kvengine.stack import Stack
 
 
 class Broken(Exception):
@@ -136,3 +141,77 @@ def test_what_was_to_be_computed_of_a_chunk_goes_where_another_could_not_be() ->
         stream([Chunk({}, 1.0)] * 3, Controller(9.0, [TEXT], 1e9, Bandwidth(1e9)), link, work)
     del held, work
     assert gone() is None
+
+
+def broken_off(run: Any, layer: Any, cache: EngineCache) -> list[weakref.ref[Any]]:
+    """What of a cache is to go with it, after a run that broke off before this layer of the model."""
+
+    def stop(*_: Any) -> None:
+        raise Broken
+
+    hook = layer.register_forward_pre_hook(stop)
+    try:
+        with torch.no_grad(), contextlib.suppress(Broken):
+            run()
+    finally:
+        hook.remove()
+    held = [part.lane for engine in cache.engines for part in engine.parts]
+    return [weakref.ref(x) for x in (cache, cache.session, *cache.layers, *cache.engines, *held)]
+
+
+@pytest.mark.parametrize(("family", "text", "before"), [
+    ("", "kvzip(budget=24)", 1),
+    ("", "d2o(budget=24, shares='measured')", 1),
+    ("gemma3n", "full", 3),
+    ("gemma3n", "snapkv(budget=24, window=6)", 3),
+    ("falcon_h1", "snapkv(budget=24, window=6)", 1),
+])  # fmt: skip
+def test_a_cache_whose_prompt_broke_off_goes_when_it_is_given_up(family: str, text: str, before: int) -> None:
+    """Layers wait for each other or read what an earlier one took, or a pass of several parts was in the middle of them."""
+    model = kvengine.patch(build(family) if family else llama())
+    layers, ids = model.get_decoder().layers, one(40)["input_ids"].repeat(2, 1)
+    cache = kvengine.EngineCache(model, text)
+    options = {}
+    if family == "falcon_h1":
+        with torch.no_grad():
+            model(ids, cache=cache, use_cache=True)
+        options["attention_mask"] = torch.ones(2, 80, dtype=torch.long)
+        options["attention_mask"][1, 50:] = 0
+    gone = broken_off(partial(model, ids, cache=cache, use_cache=True, **options), layers[before], cache)
+    del cache
+    assert not any(x() for x in gone)
+
+
+def test_a_draft_behind_a_prompt_that_broke_off_goes_with_its_cache() -> None:
+    """It waits in the session until the prompt is judged."""
+    model, ids = patched("kvzip(budget=24)"), torch.arange(2, 12).repeat(1, 6)
+    cache = kvengine.EngineCache(model)
+    run = partial(model.generate, ids, cache=cache, max_new_tokens=4, prompt_lookup_num_tokens=3)
+    gone = broken_off(run, model.model.layers[1], cache)
+    assert cache.session.rest is not None
+    del cache, run
+    assert not any(x() for x in gone)
+
+
+@dataclass(frozen=True)
+class Reads(Retention):
+    """A retention of one's own that looks at keys at every token."""
+
+    decodes: ClassVar[bool] = True
+
+    def keep(self, seen: Seen) -> torch.Tensor:
+        return seen.valid & (seen.read()[0].norm(dim=-1) > 0)
+
+
+def test_what_a_retention_of_ones_own_is_shown_goes_when_it_has_judged() -> None:
+    """All keys and values, at every token."""
+    model = patched(Stack(retention=Reads()))
+    cache = kvengine.EngineCache(model)
+    with torch.no_grad():
+        model(one()["input_ids"], cache=cache)
+        held = [weakref.ref(engine.parts[0].lane.tail.position) for engine in cache.engines]
+        shown = [weakref.ref(part.lane) for engine in cache.engines for part in engine.parts]
+        for _ in range(3):
+            model(one(1)["input_ids"], cache=cache)
+    del cache
+    assert not any(x() for x in (*held, *shown))

@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any, cast
+from weakref import ref
 
 from transformers.masking_utils import create_causal_mask
 
@@ -62,6 +63,16 @@ def renamed(given: dict[str, Any], name: str) -> dict[str, Any]:
 def cache_among(given: Mapping[str, Any]) -> Any:
     """The cache among arguments, whichever of its names it has; None if there is none."""
     return next((given[name] for name in NAMES if given.get(name) is not None), None)
+
+
+def put_off(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a pass that waits in the session of its cache, which they do not hold: that would be a circle."""
+    return {name: ref(x) if name in NAMES and x is not None else x for name, x in given.items()}
+
+
+def taken_up(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, when its time has come."""
+    return {name: x() if isinstance(x, ref) else x for name, x in given.items()}
 
 
 def cache_given(args: Sequence[Any], kwargs: Mapping[str, Any], names: list[str]) -> Any:

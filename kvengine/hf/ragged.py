@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from kvengine.errors import CacheError
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.layer import BREAKS, EngineLayer
-from kvengine.hf.names import cache_given
+from kvengine.hf.names import cache_given, put_off, taken_up
 from kvengine.hf.replay import (
     COUNTED,
     IDS,
@@ -115,14 +115,15 @@ def cut(cache: EngineCache, given: dict[str, Any], names: list[str]) -> tuple[tu
         at = (real & single[:, None]).to(torch.int8).argmax(1)
         aside.keep(~single)
         session.prompt_end = seen + n
-        session.ragged = Part(aside, given, Onward(seen, single), at)
+        session.ragged = Part(aside, put_off(given), Onward(seen, single), at)
         session.parts = Parts(seen, at.new_zeros(len(at)), single, at)
         return (), singly(given, seen, single, at, names)
     real = real if onward.single is None else real & ~onward.single[:, None]
     aside.keep(~real[:, 0])
     changes = (real[:, 1:] != real[:, :-1]).any(0).nonzero()[:, 0]
     end = int(changes[0]) + 1 if len(changes) else n
-    session.ragged = Part(aside, parted(given, seen, end, n) if end < n else None, onward, None)
+    rest = put_off(parted(given, seen, end, n)) if end < n else None
+    session.ragged = Part(aside, rest, onward, None)
     session.parts = Parts(onward.start, (~real[:, end:]).sum(1), onward.single)
     if end == n:
         return None
@@ -178,6 +179,7 @@ def go_on(module: Any, cache: EngineCache, output: Any) -> Any:
     if rest is None:
         return None
     cache.session.ragged = onward
+    rest = taken_up(rest)
     if at is None:
         return followed(module, output, rest)
     return among(Context().run(partial(module, **rest)), output, onward.single.nonzero()[:, 0], at)

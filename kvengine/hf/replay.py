@@ -22,7 +22,7 @@ from kvengine.hf.cache import EngineCache
 from kvengine.hf.forward import caching
 from kvengine.hf.layer import BREAKS, EngineLayer
 from kvengine.hf.mask import LazyMask
-from kvengine.hf.names import NAMES, cache_given, name_of_cache
+from kvengine.hf.names import NAMES, cache_given, name_of_cache, put_off, taken_up
 from kvengine.replay import conclude
 from kvengine.text import Fed
 
@@ -88,7 +88,7 @@ def noted(cache: EngineCache, given: dict[str, Any]) -> tuple[tuple[Any, ...], d
     prompt = layers[0].prompt_tokens(n) if layers else n
     cut = None
     if 0 < prompt < n and session.tree is None:  # an assistant's or a look-up's first draft
-        session.rest = parted(given, begin, prompt, n)
+        session.rest = put_off(parted(given, begin, prompt, n))
         cut = parted(given, begin, 0, prompt)
         made = made[:, :prompt]
     mask = padding(given.get(MASK))
@@ -141,7 +141,7 @@ def over(module: Any, cache: EngineCache, output: Any, names: list[str]) -> Any:
         return None
     if cache.session.judging is not None:
         cache.session.judging = cache.seen  # the draft comes now
-    return followed(module, output, rest)
+    return followed(module, output, taken_up(rest))
 
 
 def followed(module: Any, output: Any, rest: dict[str, Any]) -> Any:

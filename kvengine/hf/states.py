@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from itertools import product
 from typing import Any
+from weakref import ref
 
 import torch
 from jaxtyping import Bool, Int
@@ -148,11 +149,14 @@ def in_place(layer: Any) -> bool:
 
 
 class Aside:
-    """States of rows as they were when they ended: what is fed for these since is absorbed all the same."""
+    """States of rows as they were when they ended: what is fed for these since is absorbed all the same.
+
+    It is kept in a session, which such layers may know, and does not keep them.
+    """
 
     def __init__(self, layers: list[Any]) -> None:
-        self.layers, self.rows = layers, torch.zeros(0, dtype=torch.bool)
-        self.kept: list[tuple[Any, str, int, Int[Tensor, "chosen"], Tensor | None]] = []
+        self.layers, self.rows = [ref(layer) for layer in layers], torch.zeros(0, dtype=torch.bool)
+        self.kept: list[tuple[ref[Any], str, int, Int[Tensor, "chosen"], Tensor | None]] = []
 
     def keep(self, rows: Bool[Tensor, "seq"]) -> None:
         """Those of these rows that are not kept yet."""
@@ -161,12 +165,12 @@ class Aside:
         new = rows if len(self.rows) != len(rows) else rows & ~self.rows
         self.rows, chosen = rows, new.nonzero()[:, 0]
         for layer, name in product(self.layers, STATES):
-            for i, x in getattr(layer, name).items():
+            for i, x in getattr(layer(), name).items():
                 self.kept.append((layer, name, i, chosen, None if x is None else x[chosen.to(x.device)]))
 
     def put_back(self) -> None:
         for layer, name, i, rows, kept in self.kept:
-            now = getattr(layer, name)[i]
+            now = getattr(layer(), name)[i]
             if now is None:
                 continue
             if kept is not None and (older := now.shape[-1] - kept.shape[-1]):  # it has begun to record its past
