@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvengine.offload.stores.backend import Backend
@@ -27,6 +28,7 @@ class Ahead:
         self.order: list[tuple[int, int]] = []
         self.backends: dict[str, Backend] = {}
         self.threads: dict[str, ThreadPoolExecutor] = {}
+        self.swept: set[Path] = set()  # folders in which files of killed processes were looked for
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ahead:
         """For a copied cache: its shelves join as they are copied, and talk to the same stores."""

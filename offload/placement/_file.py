@@ -28,16 +28,21 @@ class File(Packed):
     when the next is opened in the same folder. Nothing in it outlives the process, so nothing is synced.
     """
 
-    def __init__(self, layout: Layout, folder: str, capacity: int) -> None:
+    def __init__(self, layout: Layout, folder: str, capacity: int, swept: set[Path] | None = None) -> None:
+        """`swept`: folders in which no more files of killed processes are looked for. All that are there are tried, so for every
+        lane of a cache that would take longer the more caches there are."""
         super().__init__("disk", layout, capacity)
         self.folder, self.length = folder, threading.Lock()  # held while the file grows or shrinks
+        self.swept = set() if swept is None else swept
         self.open()
 
     def open(self) -> None:
         place = Path(os.path.expanduser(self.folder) or tempfile.gettempdir())
         try:
             place.mkdir(parents=True, exist_ok=True)
-            sweep(place)
+            if place not in self.swept:
+                sweep(place)
+                self.swept.add(place)
             self.handle, path = tempfile.mkstemp(SUFFIX, "kvengine-", place)
             self.close = weakref.finalize(self, dispose, self.handle, path)
             try:
@@ -54,7 +59,7 @@ class File(Packed):
     def __deepcopy__(self, memo: dict[int, Any]) -> File:
         """The same pieces in a file of its own."""
         self.flush()
-        twin = File(self.layout, self.folder, self.capacity)
+        twin = File(self.layout, self.folder, self.capacity, self.swept)
         self.copied_to(twin)
         at = 0
         try:

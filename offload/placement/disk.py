@@ -56,7 +56,7 @@ class Disk(Placement):
         moved, stay = divide(like, self.fields)
         layout = Layout.of(moved)
         levels: list[Level] = memory(moved, layout, site, self.device, self.host)
-        levels.append(File(layout, self.folder, room(self.disk, layout, site)))
+        levels.append(File(layout, self.folder, room(self.disk, layout, site), site.ahead.swept))
         here: list[Shelf] = [Flat(stay, None, "device")] if stay else []
         return [*here, Tiered(moved, levels, site)]
 

@@ -78,7 +78,7 @@ class Remote(Placement):
         if self.disk and (pages := room(self.disk, layout, site)):
             from kvengine.offload.placement._file import File  # not on every system
 
-            levels.append(File(layout, self.folder, pages))
+            levels.append(File(layout, self.folder, pages, site.ahead.swept))
         levels.append(Values(layout, site.ahead.backend(self.url), room(self.remote, layout, site), self.ttl))
         here: list[Shelf] = [Flat(stay, None, "device")] if stay else []
         return [*here, Tiered(moved, levels, site)]

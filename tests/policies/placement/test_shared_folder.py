@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import one, patched
 from support_layer import draw, run
 
+import kvengine
 from kvengine.errors import StoreError
+from kvengine.offload.placement import _file
 from kvengine.offload.placement._file import File
 from kvengine.offload.placement._levels import Layout
 from kvengine.offload.stores.filesystem import FileSystem
@@ -39,6 +42,19 @@ def test_what_others_put_there_is_left_alone(tmp_path: Path) -> None:
     os.close(held)
     file.close()
     assert sorted(path.name for path in folder.iterdir()) == ["kvengine-held.kvpages", "kvengine-link.kvpages"]
+
+
+def test_leftovers_are_looked_for_once_for_each_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for every lane of it, nor for those of a copy: all files are tried, of other caches too."""
+    swept: list[Path] = []
+    monkeypatch.setattr(_file, "sweep", swept.append)
+    model = patched(f"quest(budget=16, page=4) + disk(folder='{tmp_path}')")
+    caches = [kvengine.EngineCache(model) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(one()["input_ids"], cache=cache)
+    caches.append(copy.deepcopy(caches[0]))
+    assert len(list(tmp_path.iterdir())) == 6 and swept == [tmp_path] * 2
 
 
 def test_where_files_cannot_be_locked_none_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
