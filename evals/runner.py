@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -84,6 +84,7 @@ class Run:
     journal: Journal
     opener: Callable[[Any, str], Any] = opened
     _drawn: dict[tuple[str, int], list[Sample]] = field(default_factory=dict)
+    _hashes: dict[tuple[str, int], list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         chat = {"on": True, "off": False}.get(self.config.chat, bool(getattr(self.tokenizer, "chat_template", None)))
@@ -149,15 +150,16 @@ class Run:
 
     def data_hashes(self) -> dict[str, str]:
         """One hash per task and length drawn so far."""
-        return {
-            f"{task}/{length}": key_of({"samples": [sample.digest() for sample in samples]})
-            for (task, length), samples in self._drawn.items()
-        }
+        every = self._hashes | {at: [sample.digest() for sample in drawn] for at, drawn in self._drawn.items()}
+        return {f"{task}/{length}": key_of({"samples": hashes}) for (task, length), hashes in every.items()}
 
     def execute(self, observer: Observer, limit: int | None = None) -> None:
         """Do what the journal lacks, of the first `limit` samples of each cell."""
-        for cell in self.cells():
-            self.fill(cell, observer, limit)
+        for at, cells in groupby(self.cells(), key=lambda cell: (cell.task.name, cell.length)):
+            for cell in cells:
+                self.fill(cell, observer, limit)
+            if limit is None and (drawn := self._drawn.pop(at, None)):  # all tasks' long texts may be more than fits
+                self._hashes[at] = [sample.digest() for sample in drawn]
 
     def fill(self, cell: Cell, observer: Observer, limit: int | None = None) -> None:
         """Do what the journal lacks of one cell."""

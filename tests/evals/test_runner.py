@@ -405,6 +405,33 @@ def test_a_run_gives_every_row_once_and_a_second_run_gives_nothing(tmp_path: Pat
     assert fixed(tmp_path) == rows
 
 
+def test_texts_of_a_task_go_when_it_is_done_and_their_hashes_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of thirteen tasks of 128K tokens would be gigabytes. In rounds they stay, as each asks of them again."""
+    most = 0
+
+    def nothing(self: Run, cell: Any, *_: Any) -> None:
+        nonlocal most
+        most = max(most, len(self._drawn))
+
+    monkeypatch.setattr(Run, "attempt", nothing)
+    one = run(config(tmp_path, lengths=(512, 1024), policies=("stock", "full")))
+    assert most == 1 and not one._drawn
+    rounds = Run(one.config, one.model, one.tokenizer, one.journal)
+    rounds.execute(Silent(), 1)
+    assert most == len(rounds._drawn) == 4 and rounds.data_hashes() == one.data_hashes() != {}
+
+
+def test_a_long_text_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each round it is asked of every sample so far whether it was done."""
+    sample = replace(SAMPLE, context="another")
+    known = sample.digest()
+    assert known not in (SAMPLE.digest(), replace(sample, context="a third").digest())
+    monkeypatch.setattr("kvengine.evals.tasks.hashlib", None)
+    assert sample.digest() == known
+
+
 def test_two_runs_agree_and_more_samples_extend_the_first(tmp_path: Path) -> None:
     run(config(tmp_path / "a"))
     run(config(tmp_path / "b", samples=3))
