@@ -94,8 +94,8 @@ def encode_zipcache(
             f"a mixed page needs a multiple of 8 slots and as many salient tokens as every other; got {k.shape[1]} slots "
             f"and counts {sorted(counts)}"
         )
-    largest = v.to(torch.float32).abs().amax(1)
-    channel = torch.where(largest > 0, largest.sqrt(), 1).to(scale_dtype)
+    channel = v.to(torch.float32).abs().amax(1).sqrt().to(scale_dtype)
+    channel = torch.where(channel > 0, channel, 1)  # as it is kept: what is too small for the dtype divides nothing
     even = v.to(torch.float32) / channel[:, None].to(torch.float32)
     keys, values = [], []
     for at, width in zip(slots := places(salient, counts.pop()), bits, strict=True):
