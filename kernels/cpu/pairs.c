@@ -229,7 +229,7 @@ INLINE void weigh_scales_as(const Pairs *known, Weights *x, const float *p, int 
     }
   }
   for (int i = 0; i < 4; i++)
-    x->add[i] = over_groups((vf)_mm512_permutexvar_ps(turn, (__m512)exact[i]) - kept[i] * mid, groups);
+    x->add[i] = sum_of_groups((vf)_mm512_permutexvar_ps(turn, (__m512)exact[i]) - kept[i] * mid, groups);
 }
 
 static void weigh_scales(const Pairs *known, Weights *x, const float *p, int count, float mid, int64_t groups) {

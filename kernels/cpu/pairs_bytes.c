@@ -1,9 +1,10 @@
 /* Keys and values of 8 bits, for queries that were bfloat16: codes are whole numbers of 16 bits, and so are the factors.
 
    A code of 8 bits under the exponent of 1 is none of bfloat16's numbers. So x = scale * query, or scale * weight, is
-   rounded to whole numbers of a unit instead, which is such that the largest of a row's is 32767; sums stay below 2^31
-   for 256 channels. Codes lie as in pairs.c, two to a half word. Nibbles that refine nibbles make bytes with these first,
-   of the even ones and of the odd ones; their channels are those of 4 bits, four to a half word. */
+   rounded to whole numbers of a unit instead, which is such that the largest of a row's (of a row's and a group's channels,
+   for values) is 32767; sums stay below 2^31 for 256 channels. Codes lie as in pairs.c, two to a half word. Nibbles that
+   refine nibbles make bytes with these first, of the even ones and of the odd ones; their channels are those of 4 bits, four
+   to a half word. */
 #include "pairs_inner.h"
 
 #if BYTES
@@ -117,10 +118,12 @@ void byte_products(const Field *k, const Queries *x, int64_t rows, const uint8_t
   else products_as(x, rows, k->dim, at, at, scores, 1, 0);
 }
 
-/* Weights of four rows times scales. */
+/* Weights of four rows times scales. Each group of channels has a unit of its own: beside that of an outlying channel, little
+   would be left of the others. */
 INLINE void weigh_bytes_as(const Pairs *known, Weights *x, const float *p, int groups) {
   const Words order = _mm512_loadu_si512(known->two), turn = _mm512_loadu_si512(known->turn);
   const int each = LANES / groups;
+  const vi lane = EACH_LANE, group = lane / each;
   for (int i = 0; i < 4; i++) {
     vf exact = {0}, largest = {0};
     float by[TILE * LANES];
@@ -130,9 +133,10 @@ INLINE void weigh_bytes_as(const Pairs *known, Weights *x, const float *p, int g
       largest = larger(largest, magnitude(y));
       store(by + t * groups, y);
     }
-    x->unit[i] = unit_of(largest);
-    x->add[i] = over_groups((vf)_mm512_permutexvar_ps(turn, (__m512)exact), groups);
-    const float many = 1 / x->unit[i];
+    const vf most = largest_of_groups((vf)_mm512_permutexvar_ps(turn, (__m512)largest), groups);
+    x->unit[i] = larger(most, splat(1e-30f)) / 32767;
+    x->add[i] = sum_of_groups((vf)_mm512_permutexvar_ps(turn, (__m512)exact), groups);
+    const vf many = 1 / (vf)_mm512_permutexvar_ps((Words)group, (__m512)x->unit[i]);
     for (int d = 0; d < TILE * groups; d += PAIRED)
       _mm512_store_si512(x->weight[i] + d / 2,
                          _mm512_permutexvar_epi16(order, whole_numbers(load(by + d) * many, load(by + d + LANES) * many)));
@@ -176,7 +180,8 @@ INLINE void sums_as(const Pairs *known, Weights *x, const uint8_t *const *fine_a
         }
       }
       for (int i = 0; i < 4; i++) {
-        const vf add = (vf)_mm512_permutexvar_ps(of, (__m512)x->add[i]), unit = splat(x->unit[i]);
+        const vf add = (vf)_mm512_permutexvar_ps(of, (__m512)x->add[i]);
+        const vf unit = (vf)_mm512_permutexvar_ps(of, (__m512)x->unit[i]);
         for (int j = 0; j < 4; j++) {
           float *here = to + i * dim + j * LANES;
           store(here, load(here) + ((vf)_mm512_cvtepi32_ps(s[i][j]) * unit + add));

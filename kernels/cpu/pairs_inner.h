@@ -50,15 +50,18 @@ INLINE void turn_both(const uint8_t *const *at, int64_t from, Words out[8]) {
   }
 }
 
-/* Lane i becomes the sum of those lanes that are of group i % groups. */
-INLINE vf over_groups(vf x, int64_t groups) {
-  __m512 y = (__m512)x;
-  if (groups <= 8) y = _mm512_add_ps(y, _mm512_shuffle_f32x4(y, y, 0x4e));
-  if (groups <= 4) y = _mm512_add_ps(y, _mm512_shuffle_f32x4(y, y, 0xb1));
-  if (groups <= 2) y = _mm512_add_ps(y, _mm512_permute_ps(y, 0x4e));
-  if (groups <= 1) y = _mm512_add_ps(y, _mm512_permute_ps(y, 0xb1));
-  return (vf)y;
-}
+/* Lane i becomes what JOIN makes of those lanes that are of group i % groups. */
+#define OVER_GROUPS(name, JOIN)                                          \
+  INLINE vf name(vf x, int64_t groups) {                                 \
+    __m512 y = (__m512)x;                                                \
+    if (groups <= 8) y = JOIN(y, _mm512_shuffle_f32x4(y, y, 0x4e));      \
+    if (groups <= 4) y = JOIN(y, _mm512_shuffle_f32x4(y, y, 0xb1));      \
+    if (groups <= 2) y = JOIN(y, _mm512_permute_ps(y, 0x4e));            \
+    if (groups <= 1) y = JOIN(y, _mm512_permute_ps(y, 0xb1));            \
+    return (vf)y;                                                        \
+  }
+OVER_GROUPS(sum_of_groups, _mm512_add_ps)
+OVER_GROUPS(largest_of_groups, _mm512_max_ps)
 
 /* The half word of a lane of register `r`: in their order, or as unpacking puts them. */
 INLINE int64_t half_of(int64_t r, int64_t lane, int whole) {
@@ -146,8 +149,7 @@ INLINE Words two_halves(const uint8_t *a, const uint8_t *b, Words order, int who
 typedef struct {
   float scale[TILE * LANES], zero[TILE * LANES]; /* lanes of [group, token], see `order` */
   uint32_t weight[4][WEIGHTS] __attribute__((aligned(64))); /* [row][two tokens, group] */
-  vf add[4];                                     /* [row]: lane i is of group i % groups */
-  float unit[4];                                 /* [row]: of weights that are whole numbers */
+  vf add[4], unit[4]; /* [row]: lane i is of group i % groups; units are those of weights that are whole numbers */
   const uint8_t *at[TILE];                       /* beyond the last token, anywhere */
 } Weights;
 

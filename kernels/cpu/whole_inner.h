@@ -63,6 +63,9 @@ INLINE vf4 sums_of_four(const vf x[4]) {
   return (vf4)_mm_add_ps(_mm256_castps256_ps128((__m256)c), _mm256_extractf128_ps((__m256)c, 1));
 }
 
+/* Such that the largest becomes 32767, or nothing is there. */
+INLINE vf unit_of(vf largest) { return larger(largest, splat(1e-30f)) / 32767; }
+
 /* Lane i is such that the largest of x[i] becomes 32767, or nothing is there. */
 INLINE vf4 units_of_four(const vf x[4]) {
   const vf a = larger(EVEN_1(x[0], x[1]), ODD_1(x[0], x[1])), b = larger(EVEN_1(x[2], x[3]), ODD_1(x[2], x[3]));

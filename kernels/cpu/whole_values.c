@@ -8,8 +8,7 @@
 typedef struct {
   float scale[EXPANDED * 2], zero[EXPANDED * 2];             /* [token, group], 0 beyond the last token */
   uint32_t weight[4][EXPANDED] __attribute__((aligned(32))); /* [row][two tokens, group] */
-  vf add[4];                                                /* [row]: by group */
-  vf4 unit;                                                 /* of each row */
+  vf add[4], unit[4];                                       /* [row]: by group */
   const uint8_t *at[TILE]; /* of an odd number the last token stands twice */
 } Weights;
 
@@ -52,15 +51,20 @@ INLINE Words by_two(Words x, int groups) {
   }
 }
 
-/* Lane i becomes the sum of those lanes that are of group i % groups. */
-INLINE vf over_groups(vf x, int groups) {
-  if (groups <= 4) x += PICK(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
-  if (groups <= 2) x += PICK(x, x, 2, 3, 0, 1, 6, 7, 4, 5);
-  if (groups <= 1) x += PICK(x, x, 1, 0, 3, 2, 5, 4, 7, 6);
-  return x;
-}
+/* Lane i becomes what JOIN makes of those lanes that are of group i % groups. */
+#define OVER_GROUPS(name, JOIN)                                                    \
+  INLINE vf name(vf x, int groups) {                                               \
+    if (groups <= 4) x = JOIN(x, PICK(x, x, 4, 5, 6, 7, 0, 1, 2, 3));              \
+    if (groups <= 2) x = JOIN(x, PICK(x, x, 2, 3, 0, 1, 6, 7, 4, 5));              \
+    if (groups <= 1) x = JOIN(x, PICK(x, x, 1, 0, 3, 2, 5, 4, 7, 6));              \
+    return x;                                                                      \
+  }
+#define SUM(a, b) ((a) + (b))
+OVER_GROUPS(sum_of_groups, SUM)
+OVER_GROUPS(largest_of_groups, larger)
 
-/* Weights of four rows times scales. */
+/* Weights of four rows times scales. Each group of channels has a unit of its own: beside that of an outlying channel, little
+   would be left of the others. */
 INLINE void weigh_scales_as(Weights *x, const float *p, int groups) {
   const int each = LANES / groups;
   vf exact[4] = {{0}}, largest[4] = {{0}};
@@ -75,13 +79,13 @@ INLINE void weigh_scales_as(Weights *x, const float *p, int groups) {
       store(by[i] + t * groups, y);
     }
   }
-  x->unit = units_of_four(largest);
-  const vf4 many = 1 / x->unit;
   for (int i = 0; i < 4; i++) {
-    x->add[i] = over_groups(exact[i], groups);
+    x->add[i] = sum_of_groups(exact[i], groups);
+    x->unit[i] = unit_of(largest_of_groups(largest[i], groups));
+    const vf many = 1 / x->unit[i];
     for (int d = 0; d < TILE * groups; d += HALF)
       _mm256_store_si256((Words *)(x->weight[i] + d / 2),
-                         by_two(whole_numbers(load(by[i] + d) * many[i], load(by[i] + d + LANES) * many[i]), groups));
+                         by_two(whole_numbers(load(by[i] + d) * many, load(by[i] + d + LANES) * many), groups));
   }
 }
 
@@ -134,7 +138,7 @@ INLINE void register_as(const Part *x, const Weights *w, vi group, float *out, i
     sums_as(x, s, j, bits, fine, second, alike);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      const vf unit = splat(w->unit[i]), add = spread(w->add[i], group);
+      const vf unit = spread(w->unit[i], group), add = spread(w->add[i], group);
       float *to = out + i * x->dim + j * LANES;
 #pragma GCC unroll 2
       for (int k = 0; k < 2; k++) store(to + k * LANES, load(to + k * LANES) + ((vf)_mm256_cvtepi32_ps(s[i][k]) * unit + add));

@@ -220,6 +220,22 @@ def test_in_bfloat16_less_is_lost_than_by_rounding_decoded_keys_and_values(shape
     assert lost < 0.75 * by_rounding
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8, "nibbles"])
+@pytest.mark.usefixtures("processor")
+def test_beside_an_outlying_channel_of_values_those_of_other_groups_keep_their_bits(bits: int | str) -> None:
+    rng, none = torch.Generator().manual_seed(1), torch.zeros(4, PAGE)
+    k, v = torch.randn(2, 4, PAGE, 128, generator=rng)
+    v[..., 3] *= 1000
+    codec = "quantspec" if bits == "nibbles" else "kivi"
+    fields = QuantSpec(group=32).encode(k, v, none) if bits == "nibbles" else codecs.encode_kivi(k, v, int(bits), 32)
+    k, v = (x.reshape(1, -1, 128) for x in codecs.decode(codec, fields, 128, 128))
+    table, position = torch.arange(4)[None], torch.arange(4 * PAGE)[None]
+    q, seen = torch.randn(1, 4, 1, 128, generator=rng).bfloat16(), torch.ones(1, 1, 4 * PAGE, dtype=torch.bool)
+    got = paged_attention(q, fields, table, position, page=PAGE, scale=0.1, codec=codec, dim_v=128, backend="native")
+    want, rounded = (oracle.attend(q, k, x, seen, 0.1).out[..., 32:] for x in (v, v.bfloat16()))
+    assert oracle.error(got.out[..., 32:], want) < oracle.error(rounded, want)
+
+
 def few_pages(codec: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Four pages with ranges in float32, and what they stand for [1, token, 128]."""
     rng, none = torch.Generator().manual_seed(1), torch.zeros(4, PAGE)
