@@ -42,13 +42,17 @@ def whole(
     v: Float[Tensor, "row token dim_v"],
     visible: Bool[Tensor, "row query token"] | None,
     scale: float,
+    clean: bool = False,
 ) -> Float[Tensor, "row group query dim_v"]:
-    """Attention over everything there is, in the queries' dtype."""
+    """Attention over everything there is, in the queries' dtype. `clean`: no slot is without a token.
+
+    What nobody sees may hold anything, NaN included.
+    """
     # On Hopper and Blackwell the library's is cuDNN's, which plans anew for every length: tens of milliseconds a token.
     few = q.is_cuda and q.shape[2] <= FEW and (visible is not None or ours(q, k, v))
     if few:
         return merge_states([attention(q, k, v, visible, scale, wait=True)], dtype=q.dtype).out.to(q.dtype)
-    if q.shape[2] == 1 and not native_refusal((q, k), True):
+    if (q.shape[2] == 1 or visible is not None) and not native_refusal((q, k), True):
         return attention(q, k, v, visible, scale).out.to(q.dtype)
     # The group is folded into the query axis, so that keys and values are read once for all of it. Four axes, as the
     # fused kernels want: with three, the library makes wide copies of keys and values at every call.
@@ -56,6 +60,8 @@ def whole(
     folded = q.flatten(1, 2)[None]
     if visible is None:
         return F.scaled_dot_product_attention(folded, k[None], v[None], scale=scale)[0].unflatten(1, (g, n))
+    if not clean:  # in the library a weight of 0 meets NaN
+        k, v = (x.masked_fill(~visible.any(1)[..., None], 0) for x in (k, v))
     some = visible.any(2, keepdim=True)
     mask = (visible | ~some)[:, None].expand(r, g, *visible.shape[1:]).flatten(1, 2)
     out = F.scaled_dot_product_attention(folded, k[None], v[None], attn_mask=mask[None], scale=scale)[0].unflatten(

@@ -273,8 +273,10 @@ class Lane(Choosing):
         told = q.is_cuda and q.shape[2] == 1 and not self.tail.clean  # whom it sees, by positions: no mask is made
         if stored is None and not mass and call.bare and self.whole_tail and not told:
             ordered = self.tail.clean and not self.retention.decodes  # slots are, as their tokens
-            fast = ordered and attending.causal_pays(q, k, v)
-            out = attending.causal(q, k, v, call.scale) if fast else attending.whole(q, k, v, self.sees(q), call.scale)
+            if ordered and attending.causal_pays(q, k, v):
+                out = attending.causal(q, k, v, call.scale)
+            else:
+                out = attending.whole(q, k, v, self.sees(q), call.scale, self.tail.clean)
             return watched(out, self.tail), None
         far = None if stored is None else self.attend_pages(stored, q, call, mass)
         parts = [self.near(q, k, v, call, mass)]

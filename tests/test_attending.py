@@ -1,10 +1,13 @@
 """How the engine calls the attention kernels."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from kvengine import attending
 from kvengine.kernels.attention import reference
+from kvengine.kernels.dispatch import torch_only
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.prefill.flexprefill import FlexPrefill
 from kvengine.policies.prefill.vertical_slash import VerticalSlash
@@ -28,6 +31,21 @@ def test_all_there_is_is_read_by_a_fused_kernel(dtype: torch.dtype, masked: bool
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert not any("math" in event.key for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_nobody_sees_may_hold_anything(dtype: torch.dtype, ours: bool, queries: int) -> None:
+    """Tokens that come together behind padding, with our kernel and with the library's."""
+    q, k, v = (torch.randn(2, *shape, 32).to(dtype) for shape in ((2, queries), (40,), (40,)))
+    visible = (torch.arange(40) <= torch.arange(40 - queries, 40)[:, None]).repeat(2, 1, 1)
+    visible[1, :, :7] = False
+    want = reference.attention(q.double(), k.double(), v.double(), visible, 0.3, None, None, False).out
+    k[1, :5], v[1, 2:7] = torch.nan, torch.inf
+    with nullcontext() if ours else torch_only():
+        got = attending.whole(q, k, v, visible, 0.3)
+    torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

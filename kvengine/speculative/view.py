@@ -163,7 +163,7 @@ class LayerView:
         if len(at) > 1 or not clean:
             visible = (position >= 0)[:, None] & (position[:, None] <= at[:, None])
         if plain:
-            return attending.whole(q, k, v, visible, call.scale)
+            return attending.whole(q, k, v, visible, call.scale, clean)
         state = attention(q, k, v, visible, call.scale, softcap=call.softcap)
         return merge_states([state], sinks=call.sinks, dtype=q.dtype).out.to(q.dtype)
 
