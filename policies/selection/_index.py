@@ -38,6 +38,7 @@ class Row:
         self.fast: Any = None
         self.trained = 0
         self.centre: Any = 0.0
+        self.means: Any = None  # of the cells: keys whose directions are alike, of whatever length
 
     @property
     def tokens(self) -> int:
@@ -90,6 +91,8 @@ class Row:
             self.fast = faiss.IndexIVFFlat(faiss.IndexFlatIP(self.dim), self.dim, cells, faiss.METRIC_INNER_PRODUCT)
             self.fast.cp.min_points_per_centroid = 1
             self.fast.train(keys[:due] - self.centre)
+            self.means = faiss.IndexFlatIP(self.dim)
+            self.means.add(means_of(self.fast.quantizer, keys[:due] - self.centre))
         self.fast.add(keys - self.centre)
 
     def search(self, queries: np.ndarray, count: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -103,12 +106,21 @@ class Row:
         if self.fast is None:
             logits, ids = self.flat.search(queries, count, params=faiss.SearchParameters(sel=some))
         elif self.kind == "ivf":
-            params = faiss.SearchParametersIVF(sel=some, nprobe=self.probe)
-            logits, ids = self.fast.search(queries, count, params=params)
+            logits, ids = self.search_cells(queries, count, some)
         else:
             params = faiss.SearchParametersHNSW(sel=some, efSearch=VIEW * self.probe)
             logits, ids = self.fast.search(queries, count, params=params)
         return np.where(ids < 0, -1, self.columns[ids // page] * page + ids % page), logits
+
+    def search_cells(self, queries: np.ndarray, count: int, some: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Logits and ids of what is best in the cells whose means match a query best; `some`: who may be found."""
+        params = faiss.SearchParametersIVF(sel=some, nprobe=min(self.probe, self.fast.nlist))
+        queries = np.ascontiguousarray(queries, dtype=np.float32)
+        near, cells = self.means.search(queries, params.nprobe)
+        logits, ids = np.empty((len(queries), count), np.float32), np.empty((len(queries), count), np.int64)
+        where = (faiss.swig_ptr(x) for x in (cells, near, logits, ids))
+        self.fast.search_preassigned_c(len(queries), faiss.swig_ptr(queries), count, *where, False, params)
+        return logits, ids
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +129,7 @@ class Row:
             return held
         held += self.fast.ntotal * self.dim * 4
         if self.kind == "ivf":
-            return held + self.fast.ntotal * 8 + self.fast.nlist * self.dim * 4
+            return held + self.fast.ntotal * 8 + 2 * self.fast.nlist * self.dim * 4
         graph = self.fast.hnsw
         return held + graph.neighbors.size() * 4 + graph.offsets.size() * 8 + graph.levels.size() * 4
 
@@ -130,6 +142,19 @@ class Row:
         if self.kind == "ivf":
             return self.fast.nlist * self.dim * 4 + size * min(self.probe, self.fast.nlist) // self.fast.nlist
         return min(size, VIEW * self.probe * (self.dim + 2 * LINKS) * 4)
+
+
+def means_of(cells: Any, keys: Float[np.ndarray, "token dim"]) -> Float[np.ndarray, "cell dim"]:
+    """The mean key of each cell; of one without any, its direction.
+
+    By these a query chooses cells, not by their directions alone: where a channel is much louder than the others, the longest
+    keys are the most alike, and a direction a little off theirs would often match the query better.
+    """
+    found, which = cells.reconstruct_n(0, cells.ntotal), cells.search(keys, 1)[1][:, 0]
+    count = np.bincount(which, minlength=len(found))
+    total = np.zeros_like(found)
+    np.add.at(total, which, keys)
+    return np.where(count[:, None] > 0, total / np.maximum(count, 1)[:, None].astype(total.dtype), found)
 
 
 class Rows:

@@ -10,7 +10,7 @@ the device, and the two attentions are merged exactly by their log-sum-exp. Plac
 was found are the only pages that are fetched.
 
     flat    exact: every key is looked at
-    ivf     k-means cells, of which those nearest to the query are looked at (`probe` of them)
+    ivf     cells of keys whose directions are alike, of which those whose mean matches the query best are looked at (`probe`)
     hnsw    a graph that is walked from key to key, `probe` x 64 of them in view
 
 Queries and keys come from different distributions, so recall found with keys as queries says nothing; our benchmark

@@ -70,6 +70,15 @@ def test_approximate_indices_find_most_and_all_when_they_look_everywhere(kind: s
     assert recall >= least and all(len(a) == len(b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("loud", [10, 100])
+@pytest.mark.parametrize("kind", ["ivf", "hnsw"])
+def test_a_loud_channel_does_not_hide_the_keys_that_matter(kind: str, loud: int) -> None:
+    tokens = draw(1025)
+    tokens.k[..., 1] *= loud
+    exact, some = (chosen(run(text, tokens, 1024)) for text in ("ann(budget=64)", f"ann(budget=64, index={kind!r})"))
+    assert sum(len(a & b) for a, b in zip(exact, some, strict=True)) > 0.6 * sum(map(len, exact))
+
+
 @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
 def test_what_all_keys_have_in_common_does_not_matter(kind: str) -> None:
     """As loud channels have it: to every key the same is added, which moves all logits of a query alike."""
@@ -118,7 +127,7 @@ def test_the_index_is_counted(kind: str) -> None:
     found = run(f"ann(budget=64, index='{kind}')", draw(1025), 1024)
     stats = measure([found.cache])
     rows = found.lane.pages.beside["ann"].rows  # type: ignore[union-attr]
-    real = sum(len(faiss.serialize_index(x)) for row in rows for x in (row.flat, row.fast) if x is not None)
+    real = sum(len(faiss.serialize_index(x)) for row in rows for x in (row.flat, row.fast, row.means) if x is not None)
     assert abs(stats.bytes["host"]["pages.index"] - real) <= 0.02 * real + 1000
     full = measure([run("quest(budget=64)", draw(1025), 1024).cache])
     assert stats.read_per_token > 64 * 16 * 8 and full.bytes["device"]["page.k"] == stats.bytes["device"]["page.k"]
