@@ -2,7 +2,8 @@
    than 256 bits: as whole numbers of 16 bits, of which it multiplies twice as many at once as of floats.
 
    x = scale * query, or scale * weight, is rounded to whole numbers of a unit, which is such that the largest of a row's (of
-   a row's and a group's channels, for values) is 32767; sums stay below 2^31 for 256 channels. Less is lost than if keys and values were rounded to bfloat16 after decoding.
+   a row's and a group's channels, for values) is 32767; sums stay below 2^31 for 256 channels. Less is lost than if keys and
+   values were rounded to bfloat16 after decoding.
    A line is 32 bytes of a token, and field j of all of its half words makes a register:
      keys    a pair is a field of two half words that follow each other
      values  half words of two tokens stand side by side, and a pair is a channel of both
