@@ -11,13 +11,16 @@ and where, and not which are kept or read.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
+from kvengine import latent
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.heads import check_batch
 from kvengine.hf.layer import EngineLayer
@@ -72,6 +75,13 @@ class IndexedLayer(EngineLayer):
             self.index_keys = self.index_keys[indices.to(self.index_keys.device)]
 
 
+def followed(text: Any, modules: Sequence[nn.Module]) -> bool:
+    """Whether the engine can follow the index of a model with these attention modules: it is of one of the `FAMILIES`, and what is
+    cached are latents (transformers 5.17 caches keys and values that it has made of them: its code expands, and then caches)."""
+    made = [inspect.unwrap(type(m).forward).__code__.co_names for m in modules if latent.is_latent(m)]
+    return text.model_type in FAMILIES and all(x.index("update") < x.index("expand_kv") for x in made)
+
+
 def has_index(layer: Any) -> bool:
     """Whether one of transformers' layers keeps index keys beside its tokens."""
     return type(layer).__name__ == KIND
@@ -109,4 +119,4 @@ def check_stack(stack: Stack, text: Any) -> None:
         )
 
 
-__all__ = ["IndexedLayer", "check_stack", "has_index", "named_only"]
+__all__ = ["IndexedLayer", "check_stack", "followed", "has_index", "named_only"]

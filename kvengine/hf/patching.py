@@ -300,7 +300,7 @@ def made_encoder(model: PreTrainedModel, text: Any) -> str | None:
 def check_layers(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -> None:
     """Refuse models whose attention reads more than the keys and values of the tokens before, which it is handed."""
     strange = {type(layer).__name__ for layer in DynamicCache(config=text).layers} - KINDS
-    strange -= {indexed.KIND} if text.model_type in indexed.FAMILIES else set()
+    strange -= {indexed.KIND} if indexed.followed(text, modules) else set()
     if strange:
         what = (
             f"keeps caches of kinds of its own ({', '.join(sorted(strange))}), by which it chooses or compresses tokens"
