@@ -42,6 +42,7 @@ from kvengine.hf.ragged import hook_ragged
 from kvengine.hf.replay import hook_replays
 from kvengine.hf.rope import rope_for
 from kvengine.hf.rope_deltas import hook_shifts
+from kvengine.hf.states import STATES
 from kvengine.hf.trial import check_modules
 from kvengine.policies import name_of
 from kvengine.stack import Channels, Stack
@@ -309,6 +310,8 @@ def check_layers(model: PreTrainedModel, text: Any, modules: list[nn.Module]) ->
         what = "takes no caches but its own"
     elif any("cache_offset" in signature(type(m).forward).parameters for m in modules):
         what = "runs layers several times over, and adds to its cache one for each time"
+    elif any(name in vars(m) for m in model.modules() for name in STATES):
+        what = "keeps states beside its weights, those of the text that it read last, whichever cache that went to"
     else:
         return
     raise ModelError(f"{type(model).__name__} {what}; the engine cannot enter it")

@@ -41,6 +41,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
         "runs layers several times over",
     ),
     "and states beside": ("Inkling2LoopForCausalLM", LOOPED, (), "runs layers several times over"),
+    "states beside its weights": (  # of Griffin's recurrence, which no cache gets to see
+        "RecurrentGemmaForCausalLM",
+        {"lru_width": 64, "attention_window_size": 8},
+        (),
+        "keeps states beside its weights",
+    ),
     "mask of its own": ("DogeForCausalLM", {}, (), "reads or changes its mask itself.*cannot enter it$"),
 }
 
