@@ -17,6 +17,9 @@ KNOWN = ("input_ids", "position_ids", "attention_mask", "cache_position")
 KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 """Of each token. Before transformers 5.24, some come for the whole text."""
 
+READ = ("output_hidden_states", "output_attentions")
+"""What else may be asked of a step."""
+
 
 class Brought:
     """held: the tensors that a step reads."""
@@ -29,8 +32,13 @@ class Brought:
         """Take what comes with a step.
 
         Raises:
-            ModelError: it brings numbers that are no counts or kinds (vectors, images, sounds), or others than the first did.
+            ModelError: it brings numbers that are no counts or kinds (vectors, images, sounds), or others than the first did; or
+                the model's own loop reads more of a step than logits.
         """
+        if asked := next((name for name in READ if inputs.get(name)), None):
+            raise ModelError(
+                f"a recorded step yields logits only, and {asked} is asked of it; use model.generate without it"
+            )
         found = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and name not in KNOWN}
         tokens = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
         found |= {name: found[name][..., -tokens:] for name in KINDS if name in found}

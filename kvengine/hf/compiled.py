@@ -20,7 +20,6 @@ from contextlib import nullcontext
 from typing import Any, Literal, cast
 
 import torch
-import transformers
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -31,15 +30,13 @@ from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer, check_kind, refusal
 from kvengine.hf.brought import Brought
 from kvengine.hf.cache import EngineCache
-from kvengine.hf.cross import CrossLayer
-from kvengine.hf.devices import offloaded, uncollected, wraps
+from kvengine.hf.devices import uncollected, wraps
 from kvengine.hf.fused import Fused
 from kvengine.hf.generate import STATE, Decoder, check_mode
-from kvengine.hf.held_window import HeldWindow, can_hold, empty
-from kvengine.hf.layer import EngineLayer
+from kvengine.hf.held_window import HeldWindow, can_hold
 from kvengine.hf.names import CACHE
-from kvengine.hf.rope import looks
-from kvengine.hf.states import held_states, in_place
+from kvengine.hf.recordable import check_model, check_places, takes_places
+from kvengine.hf.states import held_states
 from kvengine.kernels import dispatch
 from kvengine.kernels.streams import side_stream
 from kvengine.rope import Rope
@@ -105,6 +102,7 @@ class Steps:
             raise
         self.ids: Tensor | None = None
         self.position: Tensor | None = None
+        self.unplaced = not takes_places(model)  # who drives the steps may know that it is told nothing all the same
         self.replay: Step | None = None
         self.paused: Tensor | None = None
         self.beside: dict[str, Tensor] = {}  # what else the model is given, held still by who drives the steps
@@ -122,7 +120,7 @@ class Steps:
     def __call__(self, ids: Int[Tensor, "seq 1"], position: Int[Tensor, "*any seq 1"]) -> Float[Tensor, "seq 1 vocab"]:
         """The logits after one more token of each sequence; overwritten by the next call on a GPU.
 
-        Raises CacheError if there is no room for another, or an earlier pass broke off.
+        Raises CacheError if there is no room for another, or an earlier pass broke off; UnsupportedPolicy as `check_places`.
         """
         if self.left < 1:
             raise CacheError("the cache was held still for fewer tokens; ask for more, or close() and go on without")
@@ -130,12 +128,14 @@ class Steps:
         if session.torn or session.led == seen or any(x.fixed is None or x.seen != seen for x in self.cache.engines):
             raise CacheError(BROKEN)
         session.memo.clear()
-        if self.cache.stack.retention.replay is not None:
-            session.text.add(seen, ids, position, None)
         if self.ids is None or self.position is None:
             self.ids, self.position = ids.clone(), position.clone()
         self.ids.copy_(ids)
         self.position.copy_(position)
+        if self.replay is None and self.unplaced:
+            check_places(self)
+        if self.cache.stack.retention.replay is not None:
+            session.text.add(seen, ids, position, None)
         if self.states:  # they take a token before anything counts it
             session.led = seen
         if self.replay is None:
@@ -311,7 +311,7 @@ class StandIn:
             return self._model(**inputs)
         if not isinstance(cache, EngineCache) or ids is None or ids.shape[1] != 1:
             raise ModelError(
-                "a compiled decoder replays steps of one token over the engine's cache; use model.generate"
+                "a recorded step takes one token by its id, over the engine's cache; use model.generate without it"
             )
         self._brought.hold(inputs)
         mask = inputs.get("attention_mask")
@@ -323,6 +323,7 @@ class StandIn:
             real = ids.new_ones(len(ids), cache.seen) if mask is None else mask  # `generate` leaves out one of ones
             self._steps = self._decoder.open(cache, max(1, min(self._more, ROOM)), real)
             self._steps.beside = self._brought.held
+            self._steps.unplaced |= inputs.get("position_ids") is None
         if cache.session.paused is not None:
             self._steps.pause(cache.session.paused)
         self._more -= 1
@@ -332,31 +333,6 @@ class StandIn:
         if self._steps is not None:
             self._steps.close()
             self._steps = None
-
-
-def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
-    """Refuse what makes the host look at each step."""
-    text = model.config.get_text_config(decoder=True)
-    if looks(model):
-        raise UnsupportedPolicy(
-            f"{text.model_type} computes its rotation from the longest position so far, which the host looks up at each step in "
-            f"transformers {transformers.__version__}; decode without a recording"
-        )
-    still = (
-        isinstance(x, EngineLayer | CrossLayer) or can_hold(text, x) or in_place(x) or empty(x) for x in cache.layers
-    )
-    if not all(still):
-        raise UnsupportedPolicy(
-            f"{text.model_type} has layers whose cache is transformers' own (attention in chunks, a window beside states), and "
-            "these grow by moving; decode without a recording"
-        )
-    if not all(latent.known(module) for _, module in latent.plainly_held(model, cache.stack, cache.engines)):
-        raise UnsupportedPolicy(latent.UNKNOWN)
-    if len({x.device for x in model.parameters()}) > 1 or offloaded(model):
-        raise UnsupportedPolicy(
-            "the model lies on several devices, or its weights come when they are needed, and a recording is of one device; "
-            "decode without it"
-        )
 
 
 def compile_decode(model: PreTrainedModel, how: How | None = None, fuse: bool = False) -> CompiledDecode:

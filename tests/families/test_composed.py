@@ -14,7 +14,7 @@ from torch import Tensor
 
 import kvengine
 from kvengine import EngineCache
-from kvengine.errors import CacheError, UnsupportedPolicy
+from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.hf.names import CACHE
 from kvengine.hf.patching import STATE
 from kvengine.offload import stores
@@ -203,3 +203,36 @@ def test_a_model_that_lends_its_methods_lends_its_own() -> None:
     want = model.generate(input_values=sound, max_new_tokens=8, do_sample=False)
     kvengine.patch(model)
     assert torch.equal(model.generate(input_values=sound, max_new_tokens=8, do_sample=False), want)
+
+
+def test_a_loop_that_reads_more_of_a_step_than_logits_is_not_recorded() -> None:
+    """A second decoder goes on from the first one's vectors."""
+    model, _ = made("two decoders")
+    decoder = kvengine.compile_decode(kvengine.patch(model))
+    with pytest.raises(ModelError, match="yields logits only, and output_hidden_states is asked of it"):
+        model.generate(**prompt(), max_new_tokens=3, custom_generate=decoder, depth_decoder_do_sample=False)
+
+
+def test_who_counts_tokens_from_elsewhere_is_not_recorded() -> None:
+    """Kosmos-2.5 leaves so many places free before a text, and is told nothing of places."""
+    text = {
+        "vocab_size": VOCABULARY,
+        "embed_dim": 64,
+        "layers": 2,
+        "ffn_dim": 96,
+        "attention_heads": 4,
+        "init_std": 0.3,
+    }
+    config = transformers.Kosmos2_5Config(
+        text_config=text | {"dropout": 0.0, "pad_token_id": 1, "eos_token_id": None}, latent_query_num=4,
+        vision_config=HEADS | {"hidden_size": 32, "intermediate_size": 32, "patch_embed_hidden_size": 12, "max_num_patches": 16},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Kosmos2_5ForConditionalGeneration(config).float().eval()
+    inputs = prompt() | {"max_new_tokens": 12, "do_sample": False}
+    want = model.generate(**inputs)
+    for policy in ("full", "quest(budget=500)"):
+        assert torch.equal(kvengine.patch(model, policy).generate(**inputs), want)
+        for decoder in (kvengine.compile_decode(model, how) for how in ("eager", "trace")):  # type: ignore[arg-type]
+            with pytest.raises(UnsupportedPolicy, match="Kosmos2_5ForCond.* counts by itself where its tokens stand"):
+                model.generate(**inputs, custom_generate=decoder)

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import kvengine
 from kvengine import EngineCache, saved
-from kvengine.errors import ModelError
+from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf.names import CACHE
 
 SHAPE: dict[str, Any] = {
@@ -63,6 +63,26 @@ def test_so_it_has_where_they_are_more_than_the_encoders() -> None:
     wide = turns(model, EngineCache(kvengine.patch(model, "h2o(budget=500)")))
     without = kvengine.unpatch(model).generate(**padded_batch(), max_new_tokens=6, do_sample=False, use_cache=False)
     assert torch.equal(text, wide) and torch.equal(text[:, :26], without)
+
+
+SOME = [pytest.param(name, marks=pytest.mark.slow) for name in ("PegasusForCausalLM", "WhisperForCausalLM")]
+
+
+@pytest.mark.parametrize("name", ["BartForCausalLM", *SOME])
+def test_who_counts_tokens_in_the_hosts_numbers_is_not_recorded(name: str) -> None:
+    """The number of the first recorded step would come with every further one. Whisper's goes by the places it is given."""
+    model, ids = built(name, 2, 2), padded_batch()["input_ids"][:1]
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    want = model.generate(ids, **options)
+    decoder = kvengine.compile_decode(kvengine.patch(model), "trace")
+    if name == "WhisperForCausalLM":
+        assert torch.equal(model.generate(ids, custom_generate=decoder, **options), want)
+        return
+    cache = EngineCache(model)
+    with pytest.raises(UnsupportedPolicy, match=f"{name} counts by itself where its tokens stand"):
+        model.generate(ids, custom_generate=decoder, **options, **{CACHE: cache})
+    assert cache.seen == ids.shape[1]
+    assert torch.equal(model.generate(want[:, :-5], max_new_tokens=5, do_sample=False, **{CACHE: cache}), want)
 
 
 def test_what_is_not_text_is_not_cached_with_it(caplog: pytest.LogCaptureFixture) -> None:
