@@ -319,6 +319,21 @@ FAMILIES: dict[str, Family] = {
         },
         caches=("window", "linear"),
     ),
+    "phimoe": Family("PhimoeForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}, without=("head_dim",)),
+    "jamba": Family(
+        "JambaForCausalLM",
+        {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4}
+        | {"num_experts_per_tok": 2, "mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False},
+        without=("head_dim",),
+        caches=("plain", "linear"),
+    ),
+    "bamba": Family(
+        "BambaForCausalLM",
+        {"num_hidden_layers": 4, "attn_layer_indices": [1, 3], "mamba_n_heads": 16, "mamba_d_head": 8}
+        | {"mamba_d_state": 8, "mamba_chunk_size": 16},
+        without=("head_dim",),
+        caches=("plain", "linear"),
+    ),
 }
 
 
