@@ -48,6 +48,19 @@ TWO = (
 )
 
 
+def refuse_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    """Stands in for continuous batching."""
+    raise ModelError(PAGED)
+
+
+def refuse_static(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    """Stands in for `_prepare_static_cache`, which a `generate` of a model's own may call (Janus, for images)."""
+    raise ModelError(
+        f"{type(self).__name__} makes a cache of fixed size by itself here, whose masks the engine's attention does not take. "
+        "Pass cache=kvengine.EngineCache(model), or call kvengine.unpatch(model)"
+    )
+
+
 def caching(model: PreTrainedModel, text: Any) -> list[tuple[PreTrainedModel, list[str]]]:
     """The parts that run the text's layers or make their cache, the model itself among them; their arguments' names in order."""
     parts: list[Any] = [

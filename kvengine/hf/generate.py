@@ -24,7 +24,7 @@ from kvengine.hf import parts
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.drafts import unpatch_drafter
 from kvengine.hf.ended import Ends, behind
-from kvengine.hf.forward import PAGED, PREPARED
+from kvengine.hf.forward import PREPARED, refuse_batching, refuse_static
 from kvengine.hf.names import CACHE, NAMES, cache_among, renamed
 from kvengine.hf.rope import LONG, turning_point
 from kvengine.hf.rope_deltas import SAID, note, positions
@@ -324,11 +324,6 @@ def candidates(cache: EngineCache, drafter: Callable[[], Any], text: Tensor, *ar
     return found
 
 
-def refuse_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    """Stands in for continuous batching."""
-    raise ModelError(PAGED)
-
-
 def mode_options(
     self: PreTrainedModel, custom_generate: Any, kwargs: dict[str, Any], synced: Any, assistant: Any, streamer: Any
 ) -> dict[str, Any]:
@@ -394,6 +389,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "_prepare_cache_for_generation": prepare_cache,
     "_get_stopping_criteria": criteria,
     "_get_candidate_generator": drafter,
+    "_prepare_static_cache": refuse_static,
     "generate_batch": refuse_batching,
     "init_continuous_batching": refuse_batching,
     "continuous_batching_context_manager": refuse_batching,

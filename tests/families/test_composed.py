@@ -236,3 +236,24 @@ def test_who_counts_tokens_from_elsewhere_is_not_recorded() -> None:
         for decoder in (kvengine.compile_decode(model, how) for how in ("eager", "trace")):  # type: ignore[arg-type]
             with pytest.raises(UnsupportedPolicy, match="Kosmos2_5ForCond.* counts by itself where its tokens stand"):
                 model.generate(**inputs, custom_generate=decoder)
+
+
+def test_a_generate_that_makes_a_cache_of_fixed_size_is_told_to_take_the_engines() -> None:
+    """Janus, for images."""
+    seeing = SEEING | {"hidden_size": 32, "projection_dim": 64, "mlp_ratio": 1.0, "num_image_tokens": 4}
+    codes = {"embed_dim": 8, "num_embeddings": 64, "base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1}
+    codes |= {"latent_channels": 32, "projection_dim": 64, "image_token_embed_dim": 64, "num_patches": 2}
+    config = transformers.JanusConfig(text_config=BASE | {"model_type": "llama"}, vision_config=seeing, vq_config=codes)
+    torch.manual_seed(0)
+    model = transformers.JanusForConditionalGeneration(config).float().eval()
+    model.generation_config.generation_kwargs = {"boi_token_id": 20}
+    model.generation_config.pad_token_id = 0
+    inputs = prompt() | {"generation_mode": "image", "guidance_scale": 3.0, "do_sample": False}
+    want = model.generate(**inputs)
+    kvengine.patch(model, "quest(budget=500)")
+    with pytest.raises(
+        ModelError, match="Janus.* makes a cache of fixed size by itself.*Pass cache=kvengine.EngineCache"
+    ):
+        model.generate(**inputs)
+    assert torch.equal(model.generate(**inputs, **{CACHE: EngineCache(model)}), want)
+    assert torch.equal(kvengine.unpatch(model).generate(**inputs), want)
