@@ -76,8 +76,8 @@ class IndexedLayer(EngineLayer):
 
 
 def followed(text: Any, modules: Sequence[nn.Module]) -> bool:
-    """Whether the engine can follow the index of a model with these attention modules: it is of one of the `FAMILIES`, and what is
-    cached are latents (transformers 5.17 caches keys and values that it has made of them: its code expands, and then caches)."""
+    """Whether the engine can follow the index of a model with these attention modules: it is of one of the `FAMILIES`, and caches
+    latents (with transformers 5.17 it caches keys and values that it has made of them: its code expands, and then caches)."""
     made = [inspect.unwrap(type(m).forward).__code__.co_names for m in modules if latent.is_latent(m)]
     return text.model_type in FAMILIES and all(x.index("update") < x.index("expand_kv") for x in made)
 
