@@ -63,7 +63,7 @@ def test_every_command_says_that_nothing_listens(exported: Path, at: int) -> Non
     """`gc` said "0 values removed"."""
     pytest.importorskip("redis")
     url = f"redis://me:secret@127.0.0.1:{closed_port()}/0"
-    said = run(*commands(exported)[at], "-s", url, status=1)
+    said = run(*commands(exported)[at], "-s", url, status=2)
     assert "the store at redis://***@127.0.0.1" in said and "secret" not in said
     assert "start it, or check its address" in said and "values" not in said
     assert not exported.with_name("out.kv").exists()
@@ -84,7 +84,7 @@ def test_a_server_that_breaks_off_after_any_command_loses_nothing(
         run(*words, "-s", server.url, status=0)
         for left in range(len(server.asked) if fault == "close" else 1):
             server.left = left
-            said = run(*words, "-s", server.url, status=1)
+            said = run(*words, "-s", server.url, status=2)
             server.left = 1 << 30
             assert "the store at redis://127.0.0.1" in said and server.values == before, said
     whole.close()
@@ -147,7 +147,7 @@ def test_a_bucket_that_breaks_off_loses_nothing(monkeypatch: pytest.MonkeyPatch,
             if calls <= at:
                 assert result.exit_code == 0 and at > 0
                 break
-            assert result.exit_code == 1 and "connection reset; start it" in result.output.replace("\n", " ")
+            assert result.exit_code == 2 and "connection reset; start it" in result.output.replace("\n", " ")
             assert "Debug source" not in result.output
 
 
