@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from kvengine.errors import KernelError, unknown
@@ -171,10 +171,21 @@ def gather(
     """
     if codec == "dense":
         return fields["k"].flatten(0, 1)[where], fields["v"].flatten(0, 1)[where]
+    if run < page and codec != "zipcache":  # whose tokens lie by their salience
+        each = {name: _each(fields[name], where.flatten(), page) for name in FIELDS[codec]}
+        k, v = decode(codec, each, dim, dim_v)
+        return k.view(*where.shape, dim), v.view(*where.shape, dim_v)
     pages = (where[:, ::run] // page).flatten()
     k, v = decode(codec, {name: fields[name][pages] for name in FIELDS[codec]}, dim, dim_v)
     local = torch.arange(len(pages), device=where.device).repeat_interleave(run).view(where.shape) * page + where % page
     return k.flatten(0, 1)[local], v.flatten(0, 1)[local]
+
+
+def _each(
+    x: Shaped[Tensor, "pages n *more"], where: Int[Tensor, "token"], page: int
+) -> Shaped[Tensor, "token 1 *more"]:
+    """Of a field that has something for each token of a page, or for so many tokens: what is of these, as pages of one token."""
+    return x[where // page, where % page // (page // x.shape[1])][:, None]
 
 
 def _plain(fields: Fields, side: str, dim: int) -> Tensor:

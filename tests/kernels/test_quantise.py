@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvengine.errors import KernelError
 from kvengine.kernels import codecs, dispatch, turboquant
 from kvengine.kernels.quantise import WIDTHS, dequantise, laid, pack, quantise, unpack
+from kvengine.stack import Stack
 
 BACKENDS = [b for b in oracle.backends() if b != "native"]
 
@@ -215,3 +216,20 @@ def test_turned_codes_are_those_of_torch(backend: str, bits: int, dim: int, form
     assert code.shape == want.shape and scale.shape == size.shape and not scale[33].any()
     assert float((code != want).float().mean()) <= 1e-3
     torch.testing.assert_close(scale, size, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    "text", ["kivi(bits=2, group=16)", "kivi(bits=8)", "quantspec", "turboquant(bits=4)", "zipcache"]
+)
+@pytest.mark.parametrize("dims", [(64, 64), (576, 512), (36, 24)], ids=str)
+def test_tokens_by_themselves_are_decoded_as_in_their_pages(text: str, dims: tuple[int, int]) -> None:
+    form, pages, generator = Stack.parse(text).representation, 5, torch.Generator().manual_seed(0)
+    page, codec = max(32, form.multiple), form.read_as(False)
+    k, v = (torch.randn(pages, page, dim, generator=generator) for dim in dims)
+    fields = form.encode(k, v, torch.rand(pages, page, generator=generator))
+    whole = [x.flatten(0, 1) for x in codecs.decode(codec, fields, *dims)]
+    for run in (1, 8, page):
+        first = torch.randint(0, pages * page // run, (3, 7), generator=generator) * run
+        where = (first[..., None] + torch.arange(run)).flatten(1)
+        for got, want in zip(codecs.gather(codec, fields, where, run, page, *dims), whole, strict=True):
+            torch.testing.assert_close(got, want[where], rtol=1e-5, atol=1e-6)
