@@ -142,11 +142,11 @@ class EngineLayer(CacheLayerMixin):
         if self.incoming is not None:
             (k, v), self.incoming = self.incoming, None
             if latent.is_latent(stock.module):  # type: ignore[attr-defined]
-                held = self.cache.named and latent.known(stock.module)  # type: ignore[attr-defined]
-                self.cache.inner = (
-                    k.shape[-1] if held else self.cache.inner
-                )  # other tokens are read as policies read them
-                k, v = torch.cat([k, v], -1), k if held else v[..., :0]
+                values = v[..., :0]
+                if self.cache.named and latent.known(stock.module):  # type: ignore[attr-defined]
+                    # Other tokens of this layer are read as policies read them.
+                    self.cache.inner, values = k.shape[-1], k
+                k, v = torch.cat([k, v], -1), values
             if self.session.tree is not None:
                 return self.look_all(stock, k, v, self.session.tree.to(k.device))
             self.cache.store(k, v, valid)

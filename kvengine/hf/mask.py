@@ -44,8 +44,8 @@ class LazyMask:
         self.copies: dict[torch.device, LazyMask] = {}
 
     def __getitem__(self, index: Any) -> Any:
-        """The last queries only, as Gemma's shared layers ask: `mask[:, :, -n:, :]`. Or where the
-        model must have one, for an index of its own (`kvengine.hf.indexed`), the mask made: `mask[:, 0, :, :]`."""
+        """The last queries only, as Gemma's shared layers ask: `mask[:, :, -n:, :]`. Or where the model must have one, for an
+        index of its own (`kvengine.hf.indexed`), the mask made: `mask[:, 0, :, :]`."""
         every = slice(None)
         if self.kwargs.get("allow_is_causal_skip") is False and index in ((every, 0), (every, 0, every, every)):
             return self.make("sdpa")[:, 0]  # type: ignore[no-any-return]
