@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -107,8 +108,11 @@ def test_a_cache_whose_pages_cannot_be_read_goes_when_it_is_given_up(
         except StoreError as error:  # which pytest would keep too
             told = str(error)
     del cache, shelves, level
+    end = time.monotonic() + 10  # a thread may still be at a read ahead
+    while any(x() for x in gone) and time.monotonic() < end:
+        time.sleep(0.01)
     assert "could not be read" in told and not any(x() for x in gone)
-    assert handles is None or len(os.listdir("/proc/self/fd")) == handles
+    assert handles is None or len(os.listdir("/proc/self/fd")) <= handles
 
 
 def test_a_mask_of_layers_on_several_devices_goes_with_its_pass() -> None:
