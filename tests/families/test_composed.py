@@ -238,6 +238,7 @@ def test_who_counts_tokens_from_elsewhere_is_not_recorded() -> None:
                 model.generate(**inputs, custom_generate=decoder)
 
 
+@pytest.mark.skipif(transformers.__version__.startswith("5.17."), reason="Janus makes no images there")
 def test_a_generate_that_makes_a_cache_of_fixed_size_is_told_to_take_the_engines() -> None:
     """Janus, for images."""
     seeing = SEEING | {"hidden_size": 32, "projection_dim": 64, "mlp_ratio": 1.0, "num_image_tokens": 4}
