@@ -47,7 +47,7 @@ class Choosing(Verdicts):
         return found.masked_fill(~named.among(self.asked[:, None], found, self.seen)[:, 0], -1)
 
     def near_named(self, q: Tensor, k: Tensor, v: Tensor, call: Call, asked: Int[Tensor, "row query chosen"]) -> State:
-        """The same over what the model names of it."""
+        """Attention over what the model names of the open tail."""
         self.asked = asked[:, -1]
         position = self.tail.position[:, self.tail.span]
         if q.shape[2] == 1 and k.shape[1] > named.FEW * asked.shape[2]:

@@ -57,7 +57,8 @@ class IndexedLayer(EngineLayer):
         elif held is None or held.shape[1] < seen:
             raise CacheError(f"this cache has no index keys of the {seen} tokens that it has seen; call cache.reset()")
         if held.shape[1] < end or (held.is_inference() and not torch.is_inference_mode_enabled()):
-            room = new.new_empty(len(held), end + max(FREE, end // 64), held.shape[2], dtype=held.dtype)
+            most = max(end, self.session.prompt_end or 0)  # chunks to come need not move these
+            room = new.new_empty(len(held), most + max(FREE, most // 64), held.shape[2], dtype=held.dtype)
             room[:, :seen] = held[:, :seen]
             held = room
         held[:, seen:end] = new

@@ -19,9 +19,8 @@ class Staged:
     def __init__(self, at: np.ndarray, raw: Tensor) -> None:
         self.at, self.raw = at, raw
         self.future: Future[None] | None = None
-        self.problem = (
-            ""  # why it failed: the error itself knows the frames that it passed, and would keep this with its tiers
-        )
+        # Why it failed; the error itself knows the frames that it passed, and would keep this with its tiers.
+        self.problem = ""
 
     def fill(self, loads: Sequence[tuple[Packed, np.ndarray, np.ndarray]]) -> None:
         """From each tier, the pieces in these slots to these rows. Runs on a thread of its own."""

@@ -166,18 +166,13 @@ def test_who_generates_inside_is_patched_and_restored_with_the_model() -> None:
     assert not hasattr(model, STATE) and set(vars(inside)) == before and torch.equal(run().sequences, want)
 
 
+KOSMOS = {"vocab_size": VOCABULARY, "embed_dim": 64, "layers": 2, "ffn_dim": 96, "attention_heads": 4, "init_std": 0.3}
+
+
 def test_attention_without_an_index_is_the_models_own() -> None:
     """Kosmos-2 has the text's attention sum up an image, without a cache; its text is read under masks of its own."""
-    text = {
-        "vocab_size": VOCABULARY,
-        "embed_dim": 64,
-        "layers": 2,
-        "ffn_dim": 96,
-        "attention_heads": 4,
-        "init_std": 0.3,
-    }
     config = transformers.Kosmos2Config(
-        text_config=text | {"dropout": 0.0, "pad_token_id": 0, "eos_token_id": None},
+        text_config=KOSMOS | {"dropout": 0.0, "pad_token_id": 0, "eos_token_id": None},
         vision_config=SEEING | {"hidden_size": 32}, latent_query_num=4,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -215,16 +210,8 @@ def test_a_loop_that_reads_more_of_a_step_than_logits_is_not_recorded() -> None:
 
 def test_who_counts_tokens_from_elsewhere_is_not_recorded() -> None:
     """Kosmos-2.5 leaves so many places free before a text, and is told nothing of places."""
-    text = {
-        "vocab_size": VOCABULARY,
-        "embed_dim": 64,
-        "layers": 2,
-        "ffn_dim": 96,
-        "attention_heads": 4,
-        "init_std": 0.3,
-    }
     config = transformers.Kosmos2_5Config(
-        text_config=text | {"dropout": 0.0, "pad_token_id": 1, "eos_token_id": None}, latent_query_num=4,
+        text_config=KOSMOS | {"dropout": 0.0, "pad_token_id": 1, "eos_token_id": None}, latent_query_num=4,
         vision_config=HEADS | {"hidden_size": 32, "intermediate_size": 32, "patch_embed_hidden_size": 12, "max_num_patches": 16},
     )  # fmt: skip
     torch.manual_seed(0)
