@@ -1,8 +1,8 @@
 /* Attention of a few queries over stored tokens: one pass over the bytes, online softmax, float32.
 
-   A task is a range of one row's columns (tokens offered). It takes TILE visible tokens at a time and scores all query
-   rows against their keys, then weighs their values: as they are stored where that is possible, else widened into a tile
-   that stays in the first-level cache.
+   A task is a range of one row's columns (tokens offered). It takes BATCH visible tokens at a time, or TILE, and scores all
+   query rows against their keys, then weighs their values: as they are stored where that is possible, else widened into a
+   tile that stays in the first-level cache.
    Tokens nobody sees are never loaded. Tasks of a row are merged at the end. */
 #include <stdlib.h>
 #include "attention.h"
@@ -14,7 +14,7 @@
 #include "vectors.h"
 
 #define MAX_QUERY 64
-#define FEW 1024 /* query rows whose weights any thread's stack has room for; with several queries, latents have more */
+#define FEW 512 /* query rows whose weights any thread's stack has room for; with several queries, latents have more */
 
 typedef struct {
   Tokens is;
@@ -33,21 +33,21 @@ INLINE int sees(const Attention *a, int64_t row, int64_t n, int64_t column, int6
 
 /* Add to the batch the tokens of a run of columns that any query sees; returns the column after the last one tried. */
 INLINE int64_t collect_run(const Attention *a, int64_t row, int64_t column, int64_t end, int64_t token,
-                           const int32_t *position, Batch *b) {
+                           const int32_t *position, int most, Batch *b) {
   const int everyone = !a->visible && !a->query_position;
   if (everyone) { /* tokens that are all there, as they mostly are, in loops that become vectors */
-    const int at = b->is.count, n = (int)(end - column < TILE - at ? end - column : TILE - at);
+    const int at = b->is.count, n = (int)(end - column < most - at ? end - column : most - at);
     int32_t dead = 0;
     for (int i = 0; position && i < n; i++) dead |= position[i];
     if (dead >= 0) {
-      if (n == TILE) /* a constant number */
-        for (int i = 0; i < TILE; i++) b->is.token[i] = token + i;
+      if (n == BATCH) /* a constant number */
+        for (int i = 0; i < BATCH; i++) b->is.token[at + i] = token + i;
       else
         for (int i = 0; i < n; i++) b->is.token[at + i] = token + i;
       for (int i = 0; a->scores && i < n; i++) b->column[at + i] = column + i;
       for (int i = 0; a->k.layout == LOWRANK && i < n; i++) b->place[at + i] = position ? position[i] : 0;
       b->is.count = at + n;
-      b->is.together = n == TILE;
+      b->is.together = n == most;
       return column + n;
     }
   }
@@ -57,7 +57,7 @@ INLINE int64_t collect_run(const Attention *a, int64_t row, int64_t column, int6
     first = at < first ? at : first;
     last = at > last ? at : last;
   }
-  for (; column < end && b->is.count < TILE; column++, token++) {
+  for (; column < end && b->is.count < most; column++, token++) {
     int64_t at = position ? *position++ : 0;
     int any = everyone || (!a->visible && at <= first && (!a->window || last - at < a->window));
     if (!any && !b->told) {
@@ -75,9 +75,9 @@ INLINE int64_t collect_run(const Attention *a, int64_t row, int64_t column, int6
 
 /* Ask for the positions and the first bytes of the batch from this column on: finding out where memory is takes as long
    as reading it, and several searches run at once only if they are asked for together. */
-static void look_ahead(const Attention *a, int64_t row, int64_t column, int64_t to) {
+static void look_ahead(const Attention *a, int64_t row, int64_t column, int64_t to, int most) {
   if (!a->table) return;
-  const int64_t span = a->units ? a->unit : a->page, end = column + TILE < to ? column + TILE : to;
+  const int64_t span = a->units ? a->unit : a->page, end = column + most < to ? column + most : to;
   for (int64_t run; column < end; column += run) { /* tokens that follow each other in one page */
     int64_t index = column / span;
     const int64_t inside = column - index * span;
@@ -94,11 +94,11 @@ static void look_ahead(const Attention *a, int64_t row, int64_t column, int64_t 
 }
 
 /* Fill a batch from the columns [column, to); returns where to go on. */
-INLINE int64_t collect_any(const Attention *a, int64_t row, int64_t column, int64_t to, Batch *b) {
+INLINE int64_t collect_any(const Attention *a, int64_t row, int64_t column, int64_t to, int most, Batch *b) {
   b->is.count = b->is.together = b->told = 0;
-  if (!a->table) return collect_run(a, row, column, to, column, NULL, b);
+  if (!a->table) return collect_run(a, row, column, to, column, NULL, most, b);
   const int64_t span = a->units ? a->unit : a->page; /* columns whose slots follow each other in one page */
-  while (column < to && b->is.count < TILE) {
+  while (column < to && b->is.count < most) {
     int64_t index = column / span, inside = column % span, end = column - inside + span;
     if (end > to) end = to;
     if (a->units) index = a->units[row * a->chosen + index];
@@ -106,7 +106,7 @@ INLINE int64_t collect_any(const Attention *a, int64_t row, int64_t column, int6
     if (page < 0) column = end;
     else
       column = collect_run(a, row, column, end, page * a->page + slot % a->page,
-                           a->position + row * a->position_row + slot, b);
+                           a->position + row * a->position_row + slot, most, b);
   }
   return column;
 }
@@ -125,7 +125,7 @@ static void open_widths(Widths *x) {
 
 /* Until the batch of a width is full, which is returned; NULL if none is. Without a branch on the width, which nobody could
    foretell. Keys and values of a page lie alike. */
-static Batch *sort_widths(const Attention *a, Widths *x) {
+static Batch *sort_widths(const Attention *a, int most, Widths *x) {
   const Field *f = &a->k;
   const Batch *from = &x->mixed;
   const int64_t size = f->page, more = a->queries > 1 || a->scores;
@@ -133,7 +133,7 @@ static Batch *sort_widths(const Attention *a, Widths *x) {
   int64_t slot = 0, next = -1, high = 0, low = 0; /* `high`, `low`: numbers of the next token of either width */
   int64_t wide = x->of[0].is.count, less = x->of[1].is.count;
   int t = x->done;
-  for (; t < from->is.count && wide < TILE && less < TILE; t++, slot++, next++) { /* mostly in order: no division for each */
+  for (; t < from->is.count && wide < most && less < most; t++, slot++, next++) { /* mostly in order: no division for each */
     const int64_t token = from->is.token[t];
     if (token != next || slot == size) {
       const int64_t page = token / size;
@@ -157,21 +157,21 @@ static Batch *sort_widths(const Attention *a, Widths *x) {
   x->done = t;
   x->of[0].is.count = (int)wide;
   x->of[1].is.count = (int)less;
-  return wide == TILE ? x->of : less == TILE ? x->of + 1 : NULL;
+  return wide == most ? x->of : less == most ? x->of + 1 : NULL;
 }
 
 /* As `collect_any`, but for mixed pages tokens of one width; `x` keeps the others. */
-static int64_t collect(const Attention *a, int64_t row, int64_t column, int64_t to, Widths *x, Batch *b) {
+static int64_t collect(const Attention *a, int64_t row, int64_t column, int64_t to, int most, Widths *x, Batch *b) {
   if (a->k.layout != MIXED) {
-    column = collect_any(a, row, column, to, b);
-    int64_t apart = b->is.count - TILE;
-    for (int64_t i = 0; i < TILE && !apart && !b->is.together; i++) apart = b->is.token[i] - b->is.token[0] - i;
+    column = collect_any(a, row, column, to, most, b);
+    int64_t apart = b->is.count - most;
+    for (int64_t i = 0; i < most && !apart && !b->is.together; i++) apart = b->is.token[i] - b->is.token[0] - i;
     b->is.together = !apart;
     return column;
   }
   Batch *full;
-  while (!(full = sort_widths(a, x)) && column < to) {
-    column = collect_any(a, row, column, to, &x->mixed);
+  while (!(full = sort_widths(a, most, x)) && column < to) {
+    column = collect_any(a, row, column, to, most, &x->mixed);
     x->done = 0;
   }
   if (!full) full = x->of + !x->of[0].is.count; /* the rest */
@@ -184,30 +184,30 @@ static int64_t collect(const Attention *a, int64_t row, int64_t column, int64_t 
 }
 
 /* Scores of one batch become weights in place; `top` and `total` (by lane) follow the online softmax, `out` is rescaled. */
-static void soften(const Attention *a, int64_t row, const Batch *b, float *s, float *top, float *total, float *out) {
+static void soften(const Attention *a, int64_t row, const Batch *b, int most, float *s, float *top, float *total, float *out) {
   for (int64_t n = 0; n < a->heads; n++) {
     float *p = s + n * TILE;
     if (a->softcap > 0)
-      for (int t = 0; t < TILE; t += LANES) {
+      for (int t = 0; t < most; t += LANES) {
         vf e = exponential(load(p + t) * (2 / a->softcap));
         store(p + t, a->softcap - (2 * a->softcap) / (e + 1));
       }
-    for (int t = b->is.count; t < TILE; t++) p[t] = -INFINITY;
+    for (int t = b->is.count; t < most; t++) p[t] = -INFINITY;
     if (a->queries > 1 && b->told)
       for (int t = 0; t < b->is.count; t++)
         if (!b->seen[n % a->queries][t]) p[t] = -INFINITY;
     if (a->scores)
       for (int t = 0; t < b->is.count; t++) a->scores[(row * a->heads + n) * a->columns + b->column[t]] = p[t];
-    vf most = load(p), all = load(total + n * LANES);
-    for (int t = LANES; t < TILE; t += LANES) most = larger(most, load(p + t));
-    if (any_above(most, splat(top[n]))) {
-      const float high = peak(most), shrink = expf(top[n] - high);
+    vf peaks = load(p), all = load(total + n * LANES);
+    for (int t = LANES; t < most; t += LANES) peaks = larger(peaks, load(p + t));
+    if (any_above(peaks, splat(top[n]))) {
+      const float high = peak(peaks), shrink = expf(top[n] - high);
       all *= shrink;
       for (int64_t d = 0; d < a->dim_v; d += LANES) store(out + n * a->dim_v + d, load(out + n * a->dim_v + d) * shrink);
       top[n] = high;
     }
     const vf shift = splat(top[n] == -INFINITY ? 0 : top[n]);
-    for (int t = 0; t < TILE; t += LANES) {
+    for (int t = 0; t < most; t += LANES) {
       const vf weight = fading(load(p + t) - shift);
       all += weight;
       store(p + t, weight);
@@ -240,24 +240,24 @@ static int dense_task(const Attention *a, const Way *way, int64_t row, int64_t f
   const int pair = x.blocks > 1 ? PAIR : 1; /* one block stays in the first-level cache by itself */
   memset(both, 0, sizeof(float) * PAIR * a->padded * TILE);
   for (int i = 0; i < 2 * PAIR; i++) batch[i / PAIR][i % PAIR].is.count = 0;
-  for (int i = 0; i < pair; i++) look_ahead(a, row, from + i * TILE, to);
-  for (int i = 0; i < pair; i++) from = collect_any(a, row, from, to, &batch[0][i]);
+  for (int i = 0; i < pair; i++) look_ahead(a, row, from + i * BATCH, to, BATCH);
+  for (int i = 0; i < pair; i++) from = collect_any(a, row, from, to, BATCH, &batch[0][i]);
   for (int now = 0; batch[now][0].is.count; now = !now) {
     const Tokens *is[PAIR], *soon[PAIR];
-    for (int i = 0; i < pair; i++) look_ahead(a, row, from + i * TILE, to);
+    for (int i = 0; i < pair; i++) look_ahead(a, row, from + i * BATCH, to, BATCH);
     for (int i = 0; i < PAIR; i++) {
-      if (i < pair) from = collect_any(a, row, from, to, &batch[!now][i]);
+      if (i < pair) from = collect_any(a, row, from, to, BATCH, &batch[!now][i]);
       is[i] = &batch[now][i].is;
       soon[i] = &batch[!now][i].is;
     }
     way->dots(&a->k, row, is, soon, &x, weights);
-    soften(a, row, &batch[now][0], weights[0], top, total, x.out);
+    soften(a, row, &batch[now][0], BATCH, weights[0], top, total, x.out);
     if (is[1]->count) {
       memcpy(before, top, sizeof before);
-      soften(a, row, &batch[now][1], weights[1], top, total, x.out);
+      soften(a, row, &batch[now][1], BATCH, weights[1], top, total, x.out);
       for (int64_t n = 0; n < a->heads; n++)
         if (top[n] > before[n])
-          for (int t = 0; t < TILE; t += LANES)
+          for (int t = 0; t < BATCH; t += LANES)
             store(weights[0] + n * TILE + t, load(weights[0] + n * TILE + t) * expf(before[n] - top[n]));
     }
     way->weigh(&a->v, row, weights, is, soon, &x);
@@ -280,19 +280,19 @@ static void paired_task(const Attention *a, int64_t row, int64_t from, int64_t t
   memset(out, 0, sizeof(float) * a->padded * a->dim_v);
   pairs_keys(&a->k, q, a->padded, &pairs);
   pairs_values(&a->v, &pairs);
-  look_ahead(a, row, from, to);
-  look_ahead(a, row, from + TILE, to);
-  from = collect(a, row, from, to, &widths, next);
+  look_ahead(a, row, from, to, TILE);
+  look_ahead(a, row, from + TILE, to, TILE);
+  from = collect(a, row, from, to, TILE, &widths, next);
   for (now->is.count = 0; now->is.count || next->is.count;) {
-    look_ahead(a, row, from + TILE, to);
-    from = collect(a, row, from, to, &widths, then);
+    look_ahead(a, row, from + TILE, to, TILE);
+    from = collect(a, row, from, to, TILE, &widths, then);
     if (next->is.count) {
       fetch_batch(&a->v, row, &next->is);
       pairs_dots(&a->k, a->padded, &next->is, &pairs, scores);
       fetch_batch(&a->k, row, &then->is);
     }
     if (now->is.count) pairs_weigh(&a->v, weights, a->padded, &now->is, &pairs, out);
-    if (next->is.count) soften(a, row, next, scores, top, total, out);
+    if (next->is.count) soften(a, row, next, TILE, scores, top, total, out);
     Batch *const done = now;
     float *const free = weights;
     now = next, next = then, then = done;
@@ -305,7 +305,7 @@ static void paired_task(const Attention *a, int64_t row, int64_t from, int64_t t
 static void task(const Attention *a, int64_t row, int64_t from, int64_t to, float *out, float *top, float *total,
                  float *weights) {
   const int64_t wide = a->dim > a->dim_v ? a->dim : a->dim_v;
-  float tile[TILE * wide] __attribute__((aligned(64)));
+  float tile[BATCH * wide] __attribute__((aligned(64)));
   float sorted[(a->padded < CODED_QUERIES ? a->padded : CODED_QUERIES) * a->dim]; /* more rows need no order */
   const float *q = a->q + row * a->padded * a->dim;
   const int k_lies = plain(&a->k, a->dim, a->padded), v_lies = plain(&a->v, a->dim_v, a->padded);
@@ -354,12 +354,12 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
   if (tiled) tiles_open(&a->k, q, a->padded, &tiles);
   if (k_paired) pairs_keys(&a->k, q, a->padded, &pairs);
   if (v_paired) pairs_values(&a->v, &pairs);
-  look_ahead(a, row, from, to);
-  look_ahead(a, row, from + TILE, to);
-  from = collect(a, row, from, to, &widths, b);
+  look_ahead(a, row, from, to, BATCH);
+  look_ahead(a, row, from + BATCH, to, BATCH);
+  from = collect(a, row, from, to, BATCH, &widths, b);
   while (b->is.count) {
-    look_ahead(a, row, from + TILE, to);
-    from = collect(a, row, from, to, &widths, next);
+    look_ahead(a, row, from + BATCH, to, BATCH);
+    from = collect(a, row, from, to, BATCH, &widths, next);
     const int64_t *key = a->k.layout == LOWRANK ? b->place : b->is.token;
     if (!v_lies && !tiled) fetch_batch(&a->v, row, &b->is);
     if (tiled) tiles_dots(&a->k, q, a->padded, &b->is, &next->is, &tiles, weights);
@@ -377,7 +377,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
       dots(q, a->padded, x.at, k_lies ? x.soon : NULL, b->is.count, a->dim, weights, x.dtype);
     }
     if (!k_lies && !tiled) fetch_batch(&a->k, row, &next->is);
-    soften(a, row, b, weights, top, total, out);
+    soften(a, row, b, BATCH, weights, top, total, out);
     if (tiled) tiles_weigh(&a->v, weights, a->padded, &b->is, &next->is, &tiles, out);
     else if (v_paired) pairs_weigh(&a->v, weights, a->padded, &b->is, &pairs, out);
     else if (v_turned) turned_weigh(&a->v, weights, a->padded, &b->is, &turned, out);

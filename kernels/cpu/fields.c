@@ -217,7 +217,7 @@ void fetch_batch(const Field *f, int64_t row, const Tokens *x) {
     int64_t bytes;
     const char *const from = bytes_of(f, row, x->token[0], &bytes);
     if (bytes <= 64) { /* more lines, asked for as fast as this, would keep what is needed now waiting */
-      fetch_lines(from, TILE * bytes);
+      fetch_lines(from, x->count * bytes);
       return;
     }
   }

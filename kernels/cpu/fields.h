@@ -33,12 +33,13 @@ INLINE vf numbers(const void *p, int64_t i, int64_t dtype) {
   return dtype == BF16 ? from_bf16((const uint16_t *)p + i) : from_f16((const uint16_t *)p + i);
 }
 
-#define TILE 32 /* tokens of a batch */
+#define BATCH 32 /* tokens of a batch */
+#define TILE (WHOLE ? 64 : BATCH) /* or so many, where that is faster: what there is by token has room for these */
 
 /* A batch of tokens; of mixed pages all are of one width, and `index` are their numbers among all tokens of it. */
 typedef struct {
   int count, narrow;
-  int together; /* TILE tokens that follow each other, of pages that are not mixed */
+  int together; /* as many tokens as a batch takes, which follow each other, of pages that are not mixed */
   int64_t token[TILE], index[TILE];
 } Tokens;
 

@@ -113,8 +113,8 @@ INLINE void read_as(const Field *f, int64_t row, const int64_t *place, int count
   const int64_t paired = half % LANES ? 0 : half; /* channels whose partners are in a register of their own */
   const int64_t step = rank + LANES;
   const float factor = (float)f->factor;
-  Row u[TILE + ROWS];
-  float wide[f->dtype == F32 || pairs ? 1 : TILE * step], panel[2 * LANES * rank] __attribute__((aligned(64)));
+  Row u[BATCH + ROWS];
+  float wide[f->dtype == F32 || pairs ? 1 : BATCH * step], panel[2 * LANES * rank] __attribute__((aligned(64)));
   float frequency[256 + LANES] = {0};
   vf a[ROWS], b[ROWS];
   memcpy(frequency, f->zero, half * sizeof(float));

@@ -104,9 +104,9 @@ void kv_decode(const Field *f, int64_t tokens, float *out, int64_t threads) {
   for (int64_t first = 0; first < tokens; first += f->page) {
     Memo memo;
     memo.from = memo.to = 0;
-    int64_t token[TILE];
-    for (int64_t from = first, to = first + f->page; from < to; from += TILE) {
-      const int count = to - from < TILE ? to - from : TILE;
+    int64_t token[BATCH];
+    for (int64_t from = first, to = first + f->page; from < to; from += BATCH) {
+      const int count = to - from < BATCH ? to - from : BATCH;
       for (int i = 0; i < count; i++) token[i] = from + i;
       read_tokens(f, &memo, 0, token, count, out + from * f->dim, f->dim);
     }

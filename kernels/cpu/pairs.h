@@ -11,12 +11,6 @@
 #define BYTES 0
 #endif
 
-#if defined(__AVX2__) && LANES == 8
-#define WHOLE 1
-#else
-#define WHOLE 0
-#endif
-
 #define NIBBLE_STEP (1.0f / 16) /* what a byte of two nibbles counts, of the upper one's step */
 #define NIBBLE_ZERO 8           /* and which byte stands for 0 */
 

@@ -27,6 +27,12 @@
 #define LANES 4
 #endif
 
+#if defined(__AVX2__) && LANES == 8
+#define WHOLE 1 /* products of pairs of whole numbers, where there are none of bfloat16 */
+#else
+#define WHOLE 0
+#endif
+
 #if defined(__aarch64__) && LANES == 4
 #define NEON 1
 #else

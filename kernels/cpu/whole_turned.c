@@ -166,11 +166,11 @@ void whole_turned_weigh(const Field *v, const float *w, int64_t rows, const uint
   for (int64_t n = 0; n < rows; n += 4, w += 4 * TILE, out += 4 * v->dim) {
     vf largest[4] = {{0}};
     for (int i = 0; i < 4; i++)
-      for (int t = 0; t < TILE; t += LANES) largest[i] = larger(largest[i], magnitude(load(w + i * TILE + t)));
-    vf4 unit = units_of_four(largest) * 2; /* 14 bits, so that LEVEL times it, TILE times, is below 2^31 */
+      for (int t = 0; t < BATCH; t += LANES) largest[i] = larger(largest[i], magnitude(load(w + i * TILE + t)));
+    vf4 unit = units_of_four(largest) * 2; /* 14 bits, so that LEVEL times it, BATCH times, is below 2^31 */
     const vf4 many = 1 / unit;
     for (int i = 0; i < 4; i++)
-      for (int t = 0; t < TILE; t += HALF)
+      for (int t = 0; t < BATCH; t += HALF)
         _mm256_store_si256((Words *)(weight[i] + t / 2),
                            whole_numbers(load(w + i * TILE + t) * many[i], load(w + i * TILE + t + LANES) * many[i]));
     unit *= levels->unit;
