@@ -18,7 +18,8 @@ from kvengine.hf.layer import EngineLayer
 from kvengine.hf.states import has_states, held_states, states_of
 from kvengine.sound import MOST, expect
 
-LATE = {"dtype": torch.dtype, "device": torch.device}  # of which a layer that has held nothing may know nothing
+LATE = {"dtype": torch.dtype, "device": torch.device, "index_places": Tensor}
+"""Of which a layer that has held nothing may know nothing."""
 FIXED = ("sliding_window", "number_of_states")  # which follow from the model
 KINDS = ("conv", "recurrent")
 
@@ -26,7 +27,8 @@ KINDS = ("conv", "recurrent")
 def beside(layer: EngineLayer) -> dict[str, Any]:
     """What a layer of the engine's has beside its tokens, by name: states, or index keys; empty if nothing."""
     if isinstance(layer, IndexedLayer):
-        return {"index_keys": layer.indexed}
+        held = layer.cache.seen and layer.index_places is not None
+        return {"index_keys": layer.indexed} | ({"index_places": layer.indexer_position_ids} if held else {})
     return states_of(layer) if has_states(layer) else {}
 
 
@@ -52,7 +54,7 @@ def restore(layer: Any, saved: Any) -> None:
     if has_states(layer):
         check_states(saved)
     if isinstance(layer, IndexedLayer):
-        check_index(layer, saved["index_keys"])
+        check_index(layer, saved["index_keys"], saved.get("index_places"))
     vars(layer).update(saved)
 
 
@@ -103,13 +105,16 @@ def check_tokens(saved: Mapping[str, Any]) -> None:
     expect(least <= k.shape[2] <= seen, f"a layer that has seen {seen} tokens holds {k.shape[2]}")
 
 
-def check_index(layer: IndexedLayer, keys: Any) -> None:
-    """There is an index key for each token, if this layer has an index: it may go by an earlier one's."""
+def check_index(layer: IndexedLayer, keys: Any, places: Tensor | None) -> None:
+    """There is an index key for each token, if this layer has an index: it may go by an earlier one's; and where these stand, if it
+    tells all layers."""
     seen, rows = layer.cache.seen, layer.cache.sequences
-    if keys is None:
-        return
-    like = isinstance(keys, Tensor) and keys.ndim == 3 and keys.is_floating_point()
-    expect(like and keys.shape[:2] == (rows, seen), f"index keys are not those of {rows} rows of {seen} tokens")
+    if keys is not None:
+        like = isinstance(keys, Tensor) and keys.ndim == 3 and keys.is_floating_point()
+        expect(like and keys.shape[:2] == (rows, seen), f"index keys are not those of {rows} rows of {seen} tokens")
+    if places is not None:
+        like = places.dtype == torch.long and places.shape == (3, rows, seen)
+        expect(like, f"the positions of index keys are not those of {rows} rows of {seen} tokens")
 
 
 def check_states(saved: Mapping[str, Any]) -> None:
@@ -117,7 +122,9 @@ def check_states(saved: Mapping[str, Any]) -> None:
     for kind in KINDS:
         for i, x in saved[f"{kind}_states"].items():
             there = saved[f"is_{kind}_states_initialized"][i]
-            like = x is None or (isinstance(x, Tensor) and x.ndim >= 2 and x.is_floating_point())
+            ids = kind == "conv" and i > 0  # Qwen 4 keeps those of the newest tokens so
+            known = isinstance(x, Tensor) and (x.is_floating_point() or (ids and x.dtype == torch.long))
+            like = x is None or (known and x.ndim >= 2)
             expect(like and there is (x is not None), f"a {kind} state is not what is said of it")
     for i, size in saved["conv_kernel_size"].items():
         x = saved["conv_states"][i]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from kvengine import latent
-from kvengine.errors import CacheError, UnsupportedPolicy
+from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.heads import check_batch
 from kvengine.hf import shown
 from kvengine.hf.layer import EngineLayer
@@ -123,6 +123,17 @@ def named_only(mask: Tensor | None, named: Int[Tensor, "seq token chosen"], toke
     return mask.masked_fill(other[:, None], torch.finfo(mask.dtype).min)
 
 
+def check_prefix(text: Any) -> None:
+    """Refuse a prefix of tuned keys and values, which is no latents and has no index keys. Raises ModelError."""
+    latents = latent.configured(text)
+    if latents or any(map(has_index, DynamicCache(config=text).layers)):
+        what = "caches latents (MLA), which a" if latents else "has an index of its own, in which no"
+        end = "is not" if latents else "is"
+        raise ModelError(
+            f"{text.model_type} {what} prefix of tuned keys and values {end}. Call kvengine.unpatch(model)"
+        )
+
+
 def check_stack(stack: Stack, text: Any) -> None:
     """Refuse what would choose tokens where the model does. Raises UnsupportedPolicy."""
     if not any(map(has_index, DynamicCache(config=text).layers)):
@@ -144,4 +155,4 @@ def check_stack(stack: Stack, text: Any) -> None:
         )
 
 
-__all__ = ["IndexedLayer", "check_stack", "followed", "has_index", "named_only"]
+__all__ = ["IndexedLayer", "check_prefix", "check_stack", "followed", "has_index", "named_only"]

@@ -43,6 +43,7 @@ from kvengine.hf.replay import hook_replays
 from kvengine.hf.rope import rope_for
 from kvengine.hf.rope_deltas import hook_shifts
 from kvengine.hf.shown import ShownMask, mask_of
+from kvengine.hf.shown_places import hook_places
 from kvengine.hf.states import STATES
 from kvengine.hf.trial import check_modules
 from kvengine.policies import name_of
@@ -185,7 +186,8 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     state.implementation = text._attn_implementation_internal
     register()
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
-    state.hooks += hook_passes(model, text, state.chosen) + hook_ragged(model, text) + hook_replays(model, text)
+    state.hooks += hook_passes(model, text, state.chosen) + hook_places(model, text)
+    state.hooks += hook_ragged(model, text) + hook_replays(model, text)
     state.hooks += hook_led(model, text) + hook_shifts(model, text)
     state.hooks += hook_vectors(parts := generating(model, text))
     for part in parts:

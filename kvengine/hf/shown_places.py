@@ -1,0 +1,33 @@
+"""Positions that a model of images counts by its mask, for all tokens so far where it has seen some: those of the new ones.
+
+Models whose index keeps positions (`kvengine.hf.shown`) would put all of them behind those that it has.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvengine.hf import shown
+from kvengine.hf.replay import IDS, PLACES, VECTORS, reader
+
+
+def hook_places(model: PreTrainedModel, text: Any) -> list[Any]:
+    """A hook on the part that reads, before those that read a pass in parts; what undoes it."""
+    if text.model_type not in shown.FAMILIES:
+        return []
+    part, names = reader(model, text)
+    return [part.register_forward_pre_hook(partial(newest, names=names), with_kwargs=True)]
+
+
+def newest(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    given = dict(zip(names, args, strict=False)) | kwargs
+    made, places = given.get(VECTORS) if given.get(IDS) is None else given[IDS], given.get(PLACES)
+    if made is None or places is None or places.shape[-1] <= made.shape[1]:
+        return None
+    return (), given | {PLACES: places[..., -made.shape[1] :]}
