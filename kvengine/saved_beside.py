@@ -106,8 +106,8 @@ def check_tokens(saved: Mapping[str, Any]) -> None:
 
 
 def check_index(layer: IndexedLayer, keys: Any, places: Tensor | None) -> None:
-    """There is an index key for each token, if this layer has an index: it may go by an earlier one's; and where these stand, if it
-    tells all layers."""
+    """There is an index key for each token, if this layer has an index: it may go by an earlier one's. And where they stand, if this
+    layer knows."""
     seen, rows = layer.cache.seen, layer.cache.sequences
     if keys is not None:
         like = isinstance(keys, Tensor) and keys.ndim == 3 and keys.is_floating_point()

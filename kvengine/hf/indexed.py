@@ -31,7 +31,6 @@ from kvengine.stack import Stack
 KIND = "DynamicIndexedLayer"
 FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text"))
 """Model types whose index is this one. Others pack what they index (GLM 5 Next), or choose by a mask (`kvengine.hf.shown`)."""
-LOST = "this cache has no {} of the {} tokens that it has seen; call cache.reset()"
 FREE = 64
 """Index keys have room for a 64th more than there are, and for so many at the least."""
 
@@ -58,7 +57,7 @@ class IndexedLayer(EngineLayer):
         if not seen:
             held = new.new_empty(len(new), 0, new.shape[2])
         elif held is None or held.shape[1] < seen:
-            raise CacheError(LOST.format("index keys", seen))
+            raise CacheError(f"this cache has no index keys of the {seen} tokens that it has seen; call cache.reset()")
         if held.shape[1] < end or (held.is_inference() and not torch.is_inference_mode_enabled()):
             most = max(end, self.session.prompt_end or 0)  # chunks to come need not move these
             room = new.new_empty(len(held), most + max(FREE, most // 64), held.shape[2], dtype=held.dtype)
@@ -83,7 +82,7 @@ class IndexedLayer(EngineLayer):
         if not seen:
             return None
         if held is None or held.shape[2] < seen:
-            raise CacheError(LOST.format("positions", seen))
+            raise CacheError(f"this cache has no positions of the {seen} tokens that it has seen; call cache.reset()")
         return held[..., :seen]
 
     @indexer_position_ids.setter
@@ -125,13 +124,13 @@ def named_only(mask: Tensor | None, named: Int[Tensor, "seq token chosen"], toke
 
 def check_prefix(text: Any) -> None:
     """Refuse a prefix of tuned keys and values, which is no latents and has no index keys. Raises ModelError."""
-    latents = latent.configured(text)
-    if latents or any(map(has_index, DynamicCache(config=text).layers)):
-        what = "caches latents (MLA), which a" if latents else "has an index of its own, in which no"
-        end = "is not" if latents else "is"
-        raise ModelError(
-            f"{text.model_type} {what} prefix of tuned keys and values {end}. Call kvengine.unpatch(model)"
-        )
+    if latent.configured(text):
+        why = "caches latents (MLA), which a prefix of tuned keys and values is not"
+    elif any(map(has_index, DynamicCache(config=text).layers)):
+        why = "has an index of its own, in which a prefix of tuned keys and values has no place"
+    else:
+        return
+    raise ModelError(f"{text.model_type} {why}. Call kvengine.unpatch(model)")
 
 
 def check_stack(stack: Stack, text: Any) -> None:

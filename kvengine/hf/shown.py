@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvengine.hf.mask import LazyMask
+from kvengine.hf.layer import BREAKS
+from kvengine.hf.mask import LazyMask, MaskUsed
 
 FAMILIES = frozenset(("qwen4_exp_text",))
 """Model types that choose so, one set of tokens for all heads."""
@@ -38,6 +39,10 @@ class ShownMask(LazyMask):
         mine.base, mine.chosen = self, chosen
         return mine
 
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise refused()  # by a call that a compiler does not look into: it asks here about `&` too, and would not ask `__and__`
+
     def __getitem__(self, index: Any) -> Any:
         return self.make("sdpa")[index]
 
@@ -47,12 +52,14 @@ class ShownMask(LazyMask):
 
     @property
     def device(self) -> torch.device:
-        return self.kwargs["device"]  # type: ignore[no-any-return]
+        found: Any = self.kwargs["device"]
+        return found  # type: ignore[no-any-return]
 
     def on(self, device: torch.device) -> LazyMask:
         if self.base is None or self.chosen is None:
             return super().on(device)
-        return self if self.device == device else self.base.on(device) & self.chosen.to(device)  # type: ignore[operator]
+        there: Any = self if self.device == device else self.base.on(device)
+        return there if there is self else there & self.chosen.to(device)  # type: ignore[no-any-return]
 
     def make(self, implementation: str) -> Any:
         if self.base is None or self.chosen is None:
@@ -67,10 +74,13 @@ class ShownMask(LazyMask):
         """The tokens that each query reads, by their numbers in the text, -1 behind them. None: all that it may see."""
         if self.chosen is None:
             return None
-        config, chosen = self.kwargs["config"], self.chosen[:, 0]
-        most = config.indexer_budget + config.indexer_compress_ratio - 1
+        config: Any = self.kwargs["config"]
+        chosen, most = self.chosen[:, 0], config.indexer_budget + config.indexer_compress_ratio - 1
         found, at = chosen.to(torch.int8).topk(min(most, chosen.shape[-1]), -1)
         return at.masked_fill(found == 0, -1)
+
+
+refused: Any = torch.compiler.disable(MaskUsed, recursive=False, reason=BREAKS)
 
 
 def mask_of(rule: dict[str, Any]) -> LazyMask:

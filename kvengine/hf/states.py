@@ -139,7 +139,7 @@ def held_states(layer: Any) -> list[Tensor]:
 
 def stock_tensors(layer: Any) -> list[Tensor]:
     """What a layer holds that is not the engine's: a window's keys and values, also where they are held still, and states."""
-    names = ("indexed",) if isinstance(layer, EngineLayer) else ("keys", "values", "k", "v", "there")
+    names = ("indexed", "index_places") if isinstance(layer, EngineLayer) else ("keys", "values", "k", "v", "there")
     return [x for name in names if isinstance(x := getattr(layer, name, None), Tensor)] + held_states(layer)
 
 
