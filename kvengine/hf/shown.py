@@ -86,4 +86,4 @@ refused: Any = torch.compiler.disable(MaskUsed, recursive=False, reason=BREAKS)
 def mask_of(rule: dict[str, Any]) -> LazyMask:
     """The mask that these arguments would make, for a model of the configuration among them."""
     shown = getattr(rule.get("config"), "model_type", None) in FAMILIES
-    return ShownMask(rule) if shown else LazyMask(rule)
+    return ShownMask(rule | {"allow_is_causal_skip": False}) if shown else LazyMask(rule)  # as the model asks itself

@@ -25,6 +25,7 @@ import kvengine
 from kvengine import EngineCache, saved
 from kvengine.errors import CacheError, CorruptBitstream, ModelError, UnsupportedPolicy
 from kvengine.hf.mask import MaskUsed
+from kvengine.hf.patching import STATE
 from kvengine.hf.shown import ShownMask
 from kvengine.speculative.triforce import TriForce
 
@@ -236,7 +237,15 @@ def test_what_chooses_tokens_is_refused(text: str, said: str) -> None:
 
 def test_what_its_index_does_not_know_is_refused() -> None:
     model = kvengine.patch(build(), "full")
+    assert getattr(model, STATE).chosen.channels == {(16, 16, False)}  # its attention could be tried
     cache, prefix = EngineCache(model), DynamicCache()
+    with torch.no_grad():
+        model(torch.full((2, 4), 7), cache=cache)
+        for rows in (1, 3):
+            with pytest.raises(CacheError, match=f"holds 2 sequences, but the model was given {rows}"):
+                model(torch.full((rows, 1), 7), cache=cache)
+        model(torch.full((2, 1), 7), cache=cache)
+    cache.reset()
     for layer in range(3):
         prefix.update(torch.ones(1, 2, 4, 16), torch.ones(1, 2, 4, 16), layer)
     with pytest.raises(
