@@ -27,9 +27,14 @@ KINDS = ("conv", "recurrent")
 def beside(layer: EngineLayer) -> dict[str, Any]:
     """What a layer of the engine's has beside its tokens, by name: states, or index keys; empty if nothing."""
     if isinstance(layer, IndexedLayer):
-        held = layer.cache.seen and layer.index_places is not None
-        return {"index_keys": layer.indexed} | ({"index_places": layer.indexer_position_ids} if held else {})
+        return {"index_keys": layer.indexed} | places(layer)
     return states_of(layer) if has_states(layer) else {}
+
+
+def places(layer: IndexedLayer) -> dict[str, Any]:
+    """Where its tokens stand, if it says so to a model."""
+    held = layer.cache.seen and layer.index_places is not None
+    return {"index_places": layer.indexer_position_ids} if held else {}
 
 
 def restore(layer: Any, saved: Any) -> None:
@@ -54,7 +59,8 @@ def restore(layer: Any, saved: Any) -> None:
     if has_states(layer):
         check_states(saved)
     if isinstance(layer, IndexedLayer):
-        check_index(layer, saved["index_keys"], saved.get("index_places"))
+        check_index(layer, saved["index_keys"])
+        check_places(layer, saved.get("index_places"))
     vars(layer).update(saved)
 
 
@@ -105,16 +111,20 @@ def check_tokens(saved: Mapping[str, Any]) -> None:
     expect(least <= k.shape[2] <= seen, f"a layer that has seen {seen} tokens holds {k.shape[2]}")
 
 
-def check_index(layer: IndexedLayer, keys: Any, places: Tensor | None) -> None:
-    """There is an index key for each token, if this layer has an index: it may go by an earlier one's. And where they stand, if this
-    layer knows."""
+def check_index(layer: IndexedLayer, keys: Any) -> None:
+    """There is an index key for each token, if this layer has an index: it may go by an earlier one's."""
     seen, rows = layer.cache.seen, layer.cache.sequences
-    if keys is not None:
-        like = isinstance(keys, Tensor) and keys.ndim == 3 and keys.is_floating_point()
-        expect(like and keys.shape[:2] == (rows, seen), f"index keys are not those of {rows} rows of {seen} tokens")
-    if places is not None:
-        like = places.dtype == torch.long and places.shape == (3, rows, seen)
-        expect(like, f"the positions of index keys are not those of {rows} rows of {seen} tokens")
+    if keys is None:
+        return
+    like = isinstance(keys, Tensor) and keys.ndim == 3 and keys.is_floating_point()
+    expect(like and keys.shape[:2] == (rows, seen), f"index keys are not those of {rows} rows of {seen} tokens")
+
+
+def check_places(layer: IndexedLayer, held: Tensor | None) -> None:
+    """Where all of them stand, if the layer says so."""
+    seen, rows = layer.cache.seen, layer.cache.sequences
+    like = held is None or (held.dtype == torch.long and held.shape == (3, rows, seen))
+    expect(like, f"the positions of index keys are not those of {rows} rows of {seen} tokens")
 
 
 def check_states(saved: Mapping[str, Any]) -> None:
