@@ -18,7 +18,8 @@ from kvengine.hf.layer import EngineLayer
 from kvengine.hf.states import has_states, held_states, states_of
 from kvengine.sound import MOST, expect
 
-LATE = {"dtype": torch.dtype, "device": torch.device}  # of which a layer that has held nothing may know nothing
+LATE = {"dtype": torch.dtype, "device": torch.device, "index_places": Tensor}
+"""Of which a layer that has held nothing may know nothing."""
 FIXED = ("sliding_window", "number_of_states")  # which follow from the model
 KINDS = ("conv", "recurrent")
 
@@ -26,8 +27,14 @@ KINDS = ("conv", "recurrent")
 def beside(layer: EngineLayer) -> dict[str, Any]:
     """What a layer of the engine's has beside its tokens, by name: states, or index keys; empty if nothing."""
     if isinstance(layer, IndexedLayer):
-        return {"index_keys": layer.indexed}
+        return {"index_keys": layer.indexed} | places(layer)
     return states_of(layer) if has_states(layer) else {}
+
+
+def places(layer: IndexedLayer) -> dict[str, Any]:
+    """Where its tokens stand, if it says so to a model."""
+    held = layer.cache.seen and layer.index_places is not None
+    return {"index_places": layer.indexer_position_ids} if held else {}
 
 
 def restore(layer: Any, saved: Any) -> None:
@@ -53,6 +60,7 @@ def restore(layer: Any, saved: Any) -> None:
         check_states(saved)
     if isinstance(layer, IndexedLayer):
         check_index(layer, saved["index_keys"])
+        check_places(layer, saved.get("index_places"))
     vars(layer).update(saved)
 
 
@@ -112,12 +120,21 @@ def check_index(layer: IndexedLayer, keys: Any) -> None:
     expect(like and keys.shape[:2] == (rows, seen), f"index keys are not those of {rows} rows of {seen} tokens")
 
 
+def check_places(layer: IndexedLayer, held: Tensor | None) -> None:
+    """Where all of them stand, if the layer says so."""
+    seen, rows = layer.cache.seen, layer.cache.sequences
+    like = held is None or (held.dtype == torch.long and held.shape == (3, rows, seen))
+    expect(like, f"the positions of index keys are not those of {rows} rows of {seen} tokens")
+
+
 def check_states(saved: Mapping[str, Any]) -> None:
     """The states of a layer are there if it says so."""
     for kind in KINDS:
         for i, x in saved[f"{kind}_states"].items():
             there = saved[f"is_{kind}_states_initialized"][i]
-            like = x is None or (isinstance(x, Tensor) and x.ndim >= 2 and x.is_floating_point())
+            ids = kind == "conv" and i > 0  # Qwen 4 keeps those of the newest tokens so
+            known = isinstance(x, Tensor) and (x.is_floating_point() or (ids and x.dtype == torch.long))
+            like = x is None or (known and x.ndim >= 2)
             expect(like and there is (x is not None), f"a {kind} state is not what is said of it")
     for i, size in saved["conv_kernel_size"].items():
         x = saved["conv_states"][i]

@@ -18,6 +18,7 @@ from kvengine.hf.indexed import IndexedLayer, named_only
 from kvengine.hf.layer import BREAKS, WEIGHTS, EngineLayer
 from kvengine.hf.mask import UNPATCH, LazyMask
 from kvengine.hf.previous import as_before
+from kvengine.hf.shown import ShownMask
 from kvengine.kernels.causal_attention import causal_attention, quicker
 from kvengine.session import Call
 from kvengine.stack import Stack
@@ -109,6 +110,8 @@ def attend(
     if own is not None and not latent.is_latent(module):
         check_brought(module, layer, key, value)
     named = kwargs.get("indices") if type(layer) is IndexedLayer else None
+    if type(attention_mask) is ShownMask:
+        named = attention_mask.named
     foreign = [name for name in FOREIGN if kwargs.get(name) is not None and (named is None or name != "indices")]
     if foreign or not isinstance(attention_mask, LazyMask):
         what = f"the argument {foreign[0]!r}" if foreign else "a mask given as a tensor"

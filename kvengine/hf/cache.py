@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvengine import latent
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.gradients import copied
-from kvengine.hf import states, window
+from kvengine.hf import indexed, states, window
 from kvengine.hf.cross import engine_layers, show_empty, stock_layers
 from kvengine.hf.held_window import HeldWindow
 from kvengine.hf.layer import BREAKS, COPIED, EngineLayer, compiling
@@ -248,13 +247,9 @@ class EngineCache(Cache):
             peft_model.get_base_model()(ids, cache=cache)
 
         Raises:
-            ModelError: the model caches latents.
+            ModelError: the model caches latents, or has an index of its own.
         """
-        if latent.configured(self.config):
-            raise ModelError(
-                f"{self.config.model_type} caches latents (MLA), which a prefix of tuned keys and values is not. Call "
-                "kvengine.unpatch(model)"
-            )
+        indexed.check_prefix(self.config)
         layers: list[Any] = given.layers
         for i, layer in enumerate(layers):
             if isinstance(mine := self.layers[i], EngineLayer):

@@ -131,7 +131,7 @@ def criteria(self: PreTrainedModel, generation_config: Any, *args: Any, **kwargs
     # Without a token that ends texts, rows that have ended go on with what they say.
     lasts, session = lasts and any(hasattr(x, "eos_token_id") for x in found), cache.session
     states = [layer for layer in cache.layers if has_states(layer)] if lasts else []
-    session.aside = Aside(states) if states else None
+    session.aside = Aside(states, cache.config) if states else None
     pauses = lasts and cache.stack != Stack()
     return Ends(found, session, pauses) if pauses or states or session.heeded else found
 

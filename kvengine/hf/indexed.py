@@ -21,15 +21,16 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from kvengine import latent
-from kvengine.errors import CacheError, UnsupportedPolicy
+from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.heads import check_batch
+from kvengine.hf import shown
 from kvengine.hf.layer import EngineLayer
 from kvengine.policies import name_of
 from kvengine.stack import Stack
 
 KIND = "DynamicIndexedLayer"
 FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text"))
-"""Model types whose index is this one. Others pack what they index (GLM 5 Next), or have no latents (Qwen 4)."""
+"""Model types whose index is this one. Others pack what they index (GLM 5 Next), or choose by a mask (`kvengine.hf.shown`)."""
 FREE = 64
 """Index keys have room for a 64th more than there are, and for so many at the least."""
 
@@ -41,6 +42,7 @@ class IndexedLayer(EngineLayer):
         super().reset()
         self.cache.named = True
         self.index_keys: Float[Tensor, "seq room dim"] | None = None
+        self.index_places: Int[Tensor, "axis seq token"] | None = None
 
     def update_indexer(self, indexer_key_states: Float[Tensor, "seq token dim"]) -> Float[Tensor, "seq all dim"]:
         """Keep the new tokens' index keys; all so far. What was kept of tokens that were taken back, or of a pass that broke off,
@@ -70,15 +72,36 @@ class IndexedLayer(EngineLayer):
         """The index keys of what was seen."""
         return None if self.index_keys is None else self.index_keys[:, : self.cache.seen]
 
+    @property
+    def indexer_position_ids(self) -> Int[Tensor, "axis seq token"] | None:
+        """The positions of what was seen, as a model says them to the first of its layers that have an index.
+
+        Raises CacheError if it has none of earlier tokens.
+        """
+        held, seen = self.index_places, self.cache.seen
+        if not seen:
+            return None
+        if held is None or held.shape[2] < seen:
+            raise CacheError(f"this cache has no positions of the {seen} tokens that it has seen; call cache.reset()")
+        return held[..., :seen]
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, places: Int[Tensor, "axis seq token"]) -> None:
+        self.index_places = places
+
     def batch_select_indices(self, indices: Int[Tensor, "chosen"]) -> None:
         super().batch_select_indices(indices)
         if self.index_keys is not None:
             self.index_keys = self.index_keys[indices.to(self.index_keys.device)]
+        if self.index_places is not None:
+            self.index_places = self.index_places[:, indices.to(self.index_places.device)]
 
 
 def followed(text: Any, modules: Sequence[nn.Module]) -> bool:
     """Whether the engine can follow the index of a model with these attention modules: it is of one of the `FAMILIES`, and caches
     latents (with transformers 5.17 it caches keys and values that it has made of them: its code expands, and then caches)."""
+    if text.model_type in shown.FAMILIES:
+        return True
     made = [inspect.unwrap(type(m).forward).__code__.co_names for m in modules if latent.is_latent(m)]
     return text.model_type in FAMILIES and all(x.index("update") < x.index("expand_kv") for x in made)
 
@@ -97,6 +120,17 @@ def named_only(mask: Tensor | None, named: Int[Tensor, "seq token chosen"], toke
     if mask.dtype == torch.bool:
         return mask & ~other[:, None]
     return mask.masked_fill(other[:, None], torch.finfo(mask.dtype).min)
+
+
+def check_prefix(text: Any) -> None:
+    """Refuse a prefix of tuned keys and values, which is no latents and has no index keys. Raises ModelError."""
+    if latent.configured(text):
+        why = "caches latents (MLA), which a prefix of tuned keys and values is not"
+    elif any(map(has_index, DynamicCache(config=text).layers)):
+        why = "has an index of its own, in which a prefix of tuned keys and values has no place"
+    else:
+        return
+    raise ModelError(f"{text.model_type} {why}. Call kvengine.unpatch(model)")
 
 
 def check_stack(stack: Stack, text: Any) -> None:
@@ -120,4 +154,4 @@ def check_stack(stack: Stack, text: Any) -> None:
         )
 
 
-__all__ = ["IndexedLayer", "check_stack", "followed", "has_index", "named_only"]
+__all__ = ["IndexedLayer", "check_prefix", "check_stack", "followed", "has_index", "named_only"]

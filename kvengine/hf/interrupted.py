@@ -25,6 +25,8 @@ from kvengine.session import BROKEN, FOREIGN
 
 TAKES = (*NAMES, "cache_params")
 """What modules with states call a cache."""
+GRAMS = "ple_embedding"
+"""A part of the module of a layer, in Qwen 4, whose states come before those of its linear attention."""
 
 
 def hook_led(model: nn.Module, text: Any) -> list[Any]:
@@ -34,8 +36,9 @@ def hook_led(model: nn.Module, text: Any) -> list[Any]:
     if first == len(layers) or True in ours[:first]:
         return []
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text]
-    found = (m for part in parts for m in part.modules() if getattr(m, "layer_idx", None) == first and takes(m))
-    return [m.register_forward_pre_hook(partial(leading, text=text), with_kwargs=True) for m in [*found][:1]]
+    found = [m for part in parts for m in part.modules() if getattr(m, "layer_idx", None) == first and takes(m)]
+    found.sort(key=lambda m: not hasattr(m, GRAMS))
+    return [m.register_forward_pre_hook(partial(leading, text=text), with_kwargs=True) for m in found[:1]]
 
 
 def takes(module: nn.Module) -> bool:

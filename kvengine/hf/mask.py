@@ -62,7 +62,7 @@ class LazyMask:
         if device not in self.copies:
             mine = copy.copy(self)
             mine.copies = {}  # no circle: a mask that was made may be large
-            self.copies[device] = LazyMask(self.kwargs | {"device": device}, mine)
+            self.copies[device] = type(self)(self.kwargs | {"device": device}, mine)
         return self.copies[device]
 
     def here(self, x: Any) -> Any:

@@ -29,7 +29,7 @@ from kvengine.hf.attention import Seam, engine_attention
 from kvengine.hf.cache import NAME, Chosen, EngineCache
 from kvengine.hf.compiled import How, compile_decode
 from kvengine.hf.cross import engine_layers
-from kvengine.hf.devices import wraps
+from kvengine.hf.devices import device_of, wraps
 from kvengine.hf.forward import caching, hook_passes, hook_vectors
 from kvengine.hf.generate import METHODS, PREPARING, RECORDING, Method
 from kvengine.hf.generate import STATE as STATE
@@ -42,6 +42,8 @@ from kvengine.hf.ragged import hook_ragged
 from kvengine.hf.replay import hook_replays
 from kvengine.hf.rope import rope_for
 from kvengine.hf.rope_deltas import hook_shifts
+from kvengine.hf.shown import ShownMask, mask_of
+from kvengine.hf.shown_places import hook_places
 from kvengine.hf.states import STATES
 from kvengine.hf.trial import check_modules
 from kvengine.policies import name_of
@@ -184,7 +186,8 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     state.implementation = text._attn_implementation_internal
     register()
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
-    state.hooks += hook_passes(model, text, state.chosen) + hook_ragged(model, text) + hook_replays(model, text)
+    state.hooks += hook_passes(model, text, state.chosen) + hook_places(model, text)
+    state.hooks += hook_ragged(model, text) + hook_replays(model, text)
     state.hooks += hook_led(model, text) + hook_shifts(model, text)
     state.hooks += hook_vectors(parts := generating(model, text))
     for part in parts:
@@ -366,7 +369,7 @@ def prepares(part: PreTrainedModel) -> bool:
 
 def lazy_mask(**kwargs: Any) -> LazyMask:
     made = kwargs.get("attention_mask")
-    return made if isinstance(made, LazyMask) else LazyMask(kwargs)  # a model may have its text model ask again
+    return made if isinstance(made, LazyMask) else mask_of(kwargs)  # a model may have its text model ask again
 
 
 def enter(
@@ -377,6 +380,8 @@ def enter(
     if type(cache) is not EngineCache:  # some models call it otherwise
         cache = next((x for x in kwargs.values() if isinstance(x, EngineCache)), None)
     layer = None if cache is None else cache.layer_for(module)
+    if type(mask := kwargs.get("attention_mask")) is ShownMask:  # which is no tensor, and nobody else brings it here
+        kwargs["attention_mask"] = mask.on(device_of(module))
     kwargs["kvengine"] = Seam(layer, previous, None if cache is None or layer is not None else cache.beside(module))
     return args, kwargs
 

@@ -106,7 +106,7 @@ def cut(cache: EngineCache, given: dict[str, Any], names: list[str]) -> tuple[tu
     layers: list[Any] = [layer for layer in cache.layers if has_states(layer)]
     if any(layer.record_past for layer in layers):
         raise CacheError(RECORDS)
-    aside, engines = Aside(layers), cache.engines
+    aside, engines = Aside(layers, cache.config), cache.engines
     announced = session.prompt_end is not None and session.prompt_end > seen
     if begins and (single := alone(cache, given, real)) is not None:
         if session.led == seen:

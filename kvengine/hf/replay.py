@@ -28,6 +28,7 @@ from kvengine.text import Fed
 
 IDS, VECTORS, MASK, PLACES = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
 COUNTED = "cache_position"  # of every token, where transformers still says so
+BESIDE = "ple_input_ids"  # the ids beside vectors, of whose n-grams Qwen 4 has vectors of their own
 KNOWN = frozenset((IDS, VECTORS, MASK, PLACES, COUNTED, *NAMES))
 REFUSED = "'{}' reads the prompt a second time, and cannot: {}"
 
@@ -115,7 +116,7 @@ def padding(mask: Any) -> Tensor | None:
 def parted(given: dict[str, Any], begin: int, first: int, end: int) -> dict[str, Any]:
     """A pass over some of the tokens that are given."""
     out, mask = dict(given), given.get(MASK)
-    for name in (IDS, VECTORS):
+    for name in (IDS, VECTORS, BESIDE):
         if given.get(name) is not None:
             out[name] = given[name][:, first:end]
     for name in (PLACES, COUNTED):

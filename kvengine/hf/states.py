@@ -139,7 +139,7 @@ def held_states(layer: Any) -> list[Tensor]:
 
 def stock_tensors(layer: Any) -> list[Tensor]:
     """What a layer holds that is not the engine's: a window's keys and values, also where they are held still, and states."""
-    names = ("indexed",) if isinstance(layer, EngineLayer) else ("keys", "values", "k", "v", "there")
+    names = ("indexed", "index_places") if isinstance(layer, EngineLayer) else ("keys", "values", "k", "v", "there")
     return [x for name in names if isinstance(x := getattr(layer, name, None), Tensor)] + held_states(layer)
 
 
@@ -151,10 +151,13 @@ def in_place(layer: Any) -> bool:
 class Aside:
     """States of rows as they were when they ended: what is fed for these since is absorbed all the same.
 
-    It is kept in a session, which such layers may know, and does not keep them.
+    It is kept in a session, which such layers may know, and does not keep them. A state of ids (Qwen 4's n-grams) is begun as
+    behind the id that ends texts.
     """
 
-    def __init__(self, layers: list[Any]) -> None:
+    def __init__(self, layers: list[Any], config: Any) -> None:
+        end = getattr(config, "eos_token_id", None)
+        self.end = end[0] if isinstance(end, list) else end
         self.layers, self.rows = [ref(layer) for layer in layers], torch.zeros(0, dtype=torch.bool)
         self.kept: list[tuple[ref[Any], str, int, Int[Tensor, "chosen"], Tensor | None]] = []
 
@@ -175,7 +178,8 @@ class Aside:
                 continue
             if kept is not None and (older := now.shape[-1] - kept.shape[-1]):  # it has begun to record its past
                 kept = torch.nn.functional.pad(kept, (older, 0))
-            now[rows.to(now.device)] = 0 if kept is None else kept
+            begun = 0 if now.is_floating_point() else self.end
+            now[rows.to(now.device)] = begun if kept is None else kept
 
 
 class Kept:

@@ -20,10 +20,11 @@ from kvengine.hf.attention import check_brought
 from kvengine.hf.cache import NAME, Chosen, EngineCache
 from kvengine.hf.cross import engine_layers
 from kvengine.hf.devices import device_of, hooks
-from kvengine.hf.mask import UNPATCH, LazyMask
+from kvengine.hf.mask import UNPATCH
 from kvengine.hf.names import CACHE, name_of_cache
 from kvengine.hf.previous import View
 from kvengine.hf.rope import frequencies_of
+from kvengine.hf.shown import mask_of
 from kvengine.stack import Channels, Stack
 
 TRIAL = f"{NAME}-trial"
@@ -81,8 +82,8 @@ def attempt(model: PreTrainedModel, text: Any, module: nn.Module) -> None:
     if "attention_mask" in taken and "dict" in str(taken["attention_mask"].annotation):
         return  # masks by names that only the model knows (Zaya)
     given: dict[str, Any] = {
-        "attention_mask": LazyMask(
-            {**mask, "mask_function": causal_mask_function, "device": x.device, "dtype": x.dtype}
+        "attention_mask": mask_of(
+            {**mask, "mask_function": causal_mask_function, "device": x.device, "dtype": x.dtype, "config": text}
         )
     }
     if "shared_kv_states" in taken:  # where keys are left for later layers
