@@ -188,6 +188,30 @@ def _each(
     return x[where // page, where % page // (page // x.shape[1])][:, None]
 
 
+def bytes_of(
+    codec: str, fields: Fields, where: Int[Tensor, "row token"], there: Bool[Tensor, "row token"], page: int
+) -> int:
+    """Bytes that attention to these slots reads (those that are `there`; indices into the pool seen as one run of slots): of each
+    field what belongs to one of them, or to the key group or the page of one, once for each row."""
+    size, (row, at) = 0, (there.nonzero()[:, 0], where[there].long())
+    for name, number in _numbers(codec, fields, at, page).items():
+        x = fields[name]
+        numbers = (row * len(x) * page + number)[number >= 0].unique()
+        size += numbers.numel() * x.shape[-1] * x.element_size()
+    return size
+
+
+def _numbers(codec: str, fields: Fields, at: Int[Tensor, " token"], page: int) -> dict[str, Int[Tensor, " token"]]:
+    """For each field, the number of what belongs to each of these slots; -1 where nothing does."""
+    if codec != "zipcache":
+        return {name: at // (page // x.shape[1]) for name, x in fields.items()}
+    plain = 1 - (fields["mask"].flatten()[at // 8] >> (at % 8).to(torch.uint8) & 1).long()
+    ranges = {"k_scale": 2 * (at // page) + plain, "k_zero": 2 * (at // page) + plain, "v_scale": at, "v_zero": at}
+    codes = {"high": at.masked_fill(plain == 1, -1), "low": at.masked_fill(plain == 0, -1)}
+    own = {f"{side}_{name}": number for side in "kv" for name, number in codes.items()}
+    return {"mask": at // page, "v_channel": at // page, **ranges, **own}
+
+
 def _plain(fields: Fields, side: str, dim: int) -> Tensor:
     code = fields[f"{side}_code"]
     return dequantise(Quantised(code, fields[f"{side}_scale"], fields[f"{side}_zero"]), width(code, dim))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvengine import answers, named
@@ -18,9 +18,27 @@ from kvengine.session import Call
 from kvengine.tokens import taken
 from kvengine.verdicts import Verdicts
 
+SCANNED = 1 << 19
+"""Numbers of a row's keys from which on they are read once for a choice and attention."""
+
 
 class Choosing(Verdicts):
     """The part of a lane that asks its selection."""
+
+    scanned: State | None = None  # attention to all sealed tokens, found on the way to a choice
+
+    def scans(self, pages: Pages | None) -> bool:
+        """Whether one reading is to serve a choice and attention; a short one, made twice, takes less than a step in parts."""
+        if not self.first.is_cpu or not self.stack.selection.scans(self.layer, self.layers):
+            return False
+        return pages is not None and len(pages) * self.tail.k.shape[-1] >= SCANNED
+
+    def scan(self, pages: Pages, call: Call, q: Tensor) -> Float[Tensor, "row group token"] | None:
+        """Logits of all sealed keys; what attention finds in the same reading is `scanned`. None if no kernel does both."""
+        pages.coarse = self.session.coarse
+        found = pages.scan(q, call.scale, self.tail.v.shape[-1]) if call.softcap is None and self.scans(pages) else None
+        self.scanned, logits = found or (None, None)
+        return logits
 
     def select(self, pages: Pages, q: Tensor, call: Call) -> Int[Tensor, "row chosen"] | None:
         if call.named is not None:
@@ -72,6 +90,7 @@ class Choosing(Verdicts):
         return Where(
             layer=self.layer, layers=self.layers, counts=counts, most=most, even=even, scale=call.scale,
             keys=pages.keys, straight=partial(pages.logits, scale=call.scale, dim_v=self.tail.v.shape[-1]),
+            scan=partial(self.scan, pages, call),
             token=self.seen - 1, lane=self.number, memo=self.session.memo, since=self.since, joint=pages.joint is not None,
             stamps=lambda: pages.stamps, beside=pages.beside, bounds=pages.bounds, softcap=call.softcap,
             parts=pages.parts if self.first.is_cpu else list,

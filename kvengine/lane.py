@@ -205,7 +205,7 @@ class Lane(Choosing):
         stored = pages if pages is not None and len(pages) else None
         if self.marks or self.session.recording or self.beside.refused or (stored is None and k.is_cpu):
             return None
-        if not tail.takes(q, k, v):
+        if self.scans(stored) or not tail.takes(q, k, v):
             return None
         before, self.since = self.lengths, self.seen
         self.seen, self.lengths = self.seen + 1, [(n + 1, rows) for n, rows in before]
@@ -344,7 +344,9 @@ class Lane(Choosing):
         """Choose what to read and, where it is not on the device, have it fetched; the result attends to it."""
         self.units, self.saw = self.select(pages, q, call), None
         pages.coarse = self.session.coarse
-        shift = self.shift()
+        shift, scanned, self.scanned = self.shift(), self.scanned, None
+        if scanned is not None and self.units is None and shift is None and not mass:
+            return lambda: scanned
         fields = pages.readable(self.units) if shift is None else None
         if fields is not None:
             return partial(

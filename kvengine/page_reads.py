@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvengine import answers
 from kvengine.joint import Joint
-from kvengine.kernels.key_logits import fits, key_logits
+from kvengine.kernels import key_logits
+from kvengine.kernels.state import State
 from kvengine.kernels.unit_places import unit_places
 from kvengine.policies.representation import Representation
 from kvengine.policies.selection import Selection
@@ -106,11 +107,19 @@ class Readable(User):
         self, q: Float[Tensor, "row group dim"], scale: float, dim_v: int
     ) -> Float[Tensor, "row group token"] | None:
         """Of every key, whatever where there is none; None if no kernel reads them where they are."""
-        fields = self.readable(None)
-        if fields is None or not fits(q, fields, self.codec, dim_v):
+        if (fields := self.readable(None)) is None:
             return None
         where = self.table, self.position
-        return key_logits(q, fields, *where, page=self.page, scale=scale, codec=self.codec, dim_v=dim_v)
+        return key_logits.in_place(q, fields, *where, page=self.page, scale=scale, codec=self.codec, dim_v=dim_v)
+
+    def scan(
+        self, q: Float[Tensor, "row group dim"], scale: float, dim_v: int
+    ) -> tuple[State, Float[Tensor, "row group token"]] | None:
+        """Attention to all of them and the same logits, if one reading of the keys can give both."""
+        if (fields := self.readable(None)) is None:
+            return None
+        where = self.table, self.position
+        return key_logits.scan(q, fields, *where, page=self.page, scale=scale, codec=self.codec, dim_v=dim_v)
 
     def lay_out(self, k: Float[Tensor, "row slot dim"], v: Float[Tensor, "row slot dim_v"]) -> None:
         """Write keys and values of all slots to the first of these, some columns at a time, the next ones on their way."""

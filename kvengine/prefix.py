@@ -196,7 +196,7 @@ class Prefix:
             try:
                 found = [list(self.decoded(buffer).layers), *found] if done is not None and all(done.ok) else []
             except StoreError as error:
-                log.warning("a stored chunk is recomputed: %s", error)
+                log.warning("a stored chunk is recomputed: %s", str(error))  # itself it would keep what it has read
                 found = []
         return found
 
@@ -247,7 +247,7 @@ class Prefix:
         try:
             prefix_beside.enter(data, cache, self.whose, devices)
         except StoreError as error:
-            log.warning("a prompt is recomputed: what is stored beside its chunks cannot be read: %s", error)
+            log.warning("a prompt is recomputed: what is stored beside its chunks cannot be read: %s", str(error))
             return False
         return True
 

@@ -101,7 +101,7 @@ def generate(
         except StoreError as error:
             if attempts <= 0:
                 raise
-            log.warning("%d tokens are computed again: %s", cache.seen, error)
+            log.warning("%d tokens are computed again: %s", cache.seen, str(error))  # itself it would keep the cache
         if not said.steps:
             continue
         new = torch.cat(said.steps, 1).to(ids.device)

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvengine import named
 from kvengine.cache import LayerCache
+from kvengine.kernels import codecs
+from kvengine.kernels.paged_attention import by_page
+from kvengine.kernels.slots import resolve
 from kvengine.lane import Lane
-from kvengine.named import FEW
+from kvengine.pages import Pages
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class Stats:
         attended: tokens that the last decoded token read, without those that were dropped after it, [layer, sequence,
             kv head]; after a prompt, those held.
         read_per_token: bytes of keys, values, codes, summaries and states that decoding one more token reads, all layers; as
-            often as layers read them, where later ones share an earlier one's.
+            often as layers read them, where later ones share an earlier one's. Of pages of codes of which some tokens are read:
+            their codes, and once the ranges of the groups that they are in; the whole page where it is brought from a tier.
         pages_used, pages_free: pages that some table names, and that none does, all layers.
         seen: tokens seen, padding included.
         served: pieces of pages that were read where pages are placed below the device, by the tier that had them
@@ -129,35 +135,66 @@ def attended(lane: Lane) -> Int[Tensor, "row"]:
     return (lane.reach() >= 0).sum(1)
 
 
-def lane_reads(lane: Lane) -> int:
-    """Bytes that one more decoded token reads of this lane."""
-    tail = lane.tail
+def lane_reads(lane: Lane, coarse: bool = False) -> int:
+    """Bytes that one more decoded token reads of this lane, if it reads as many tokens as the last one did. `coarse`: without
+    what the representation calls fine."""
+    tail, pages, asked = lane.tail, lane.pages, lane.asked
     stored = [x for name, x in tail.tensors().items() if name != "score"]  # no slots of positions where order tells
     size = sum(x[:, tail.span].numel() * x.element_size() for x in stored)
-    if lane.asked is not None and len(tail) > FEW * lane.asked.shape[1]:  # these alone are read
-        size = size * lane.asked.shape[1] // len(tail)
-    pages = lane.pages
+    if asked is not None and len(tail) > named.FEW * asked.shape[1]:  # these alone are read
+        there = named.among(asked[:, None], tail.position[:, tail.span], lane.seen)
+        size = size * int(there.sum()) // there.numel()
     if pages is None or not len(pages):
         return size
-    per_page = pages.pool.page_bytes
-    joint, chosen = pages.joint, chosen_units(lane)
-    if joint is not None:
-        size += joint.reads(None if chosen is None else chosen * pages.selection.unit)
-    if chosen is None:
-        return size + int(per_page * int((pages.table >= 0).sum()))
-    part = pages.page // pages.selection.unit if pages.representation.lossless or joint is not None else 1
-    summaries = pages.bounds.reads(pages.units, sum(x.numel() * x.element_size() for x in pages.summary.values()))
-    summaries += sum(x.reads for x in pages.beside.values())
-    return size + summaries + int(per_page * chosen / part)
+    if lane.units is None and asked is None:
+        joint = 0 if pages.joint is None else pages.joint.reads(None)
+        return size + joint + int(page_bytes(pages, coarse) * int((pages.table >= 0).sum()))
+    size += pages.bounds.reads(pages.units, sum(x.numel() * x.element_size() for x in pages.summary.values()))
+    return size + sum(x.reads for x in pages.beside.values()) + chosen_reads(lane, pages, coarse)
 
 
-def chosen_units(lane: Lane) -> int | None:
-    """Units that one more token reads if it reads as many tokens as the last one did; None: all."""
-    if lane.units is None:
+def chosen_reads(lane: Lane, pages: Pages, coarse: bool) -> int:
+    """The same of its pages, of which it reads some tokens."""
+    if lane.asked is not None:
+        units = named.slots(lane.asked, pages.position, lane.seen)
+    else:
+        units = cast(Tensor, lane.units)
+        units = units.masked_fill(units >= pages.units, -1)  # those of pages that were taken back
+    where, position = resolve(pages.table, pages.position, units, pages.selection.unit, pages.page)
+    there = position >= 0
+    tokens = found = int(there.sum())
+    if lane.asked is None and lane.saw is not None:  # some of what it read has been sealed since
+        tokens = max(0, int(attended(lane).sum()) - int(lane.tail.count().sum()))
+    if (fields := in_place(lane, pages, coarse)) is not None:
+        size: float = codecs.bytes_of(pages.representation.read_as(coarse), fields, where, there, pages.page)
+    else:  # a piece is brought for each, or its page
+        per = pages.pool.per if pages.pool.per == pages.page // pages.selection.unit else 1
+        size = page_bytes(pages, coarse) / per * int((units >= 0).sum())
+    if tokens != found:
+        size = size * tokens / found if found else page_bytes(pages, coarse) * tokens / pages.page
+    return int(size) + (0 if pages.joint is None else pages.joint.reads(tokens))
+
+
+def in_place(lane: Lane, pages: Pages, coarse: bool) -> dict[str, Tensor] | None:
+    """What a kernel reads of chosen units where they are; None if they are brought to where it reads them."""
+    fields = pages.resident(pages.table[:, :0]) if lane.shift() is None else None
+    if fields is None:
         return None
-    if lane.saw is None:
-        return int((lane.units >= 0).sum())
-    return max(0, int(attended(lane).sum()) - int(lane.tail.count().sum())) // lane.stack.selection.unit
+    if pages.joint is not None:
+        where = pages.table, pages.position
+        run = pages.joint.attend(lane.tail.k[:, None, :1], fields["v"], *where, page=pages.page, scale=1.0)
+        return None if run is None else fields
+    codec = pages.representation.read_as(coarse)
+    if not codec or by_page(codec, fields):
+        return None
+    return {name: fields[name] for name in codecs.FIELDS[codec] if name in fields}  # latents are keys that hold values
+
+
+def page_bytes(pages: Pages, coarse: bool) -> float:
+    """Bytes of a page, wherever it is."""
+    pool, without = pages.pool, pages.representation.fine if coarse else ()
+    left_out = sum(size for held in pool.nbytes().values() for name, size in held.items() if name in without)
+    return pool.page_bytes - left_out / pool.pages
 
 
 def by_head(layers: list[LayerCache], count: object) -> Int[Tensor, "layer seq head"]:

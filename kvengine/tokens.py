@@ -32,7 +32,7 @@ class Parted:
 
     pages: Int[Tensor, "row"]
     front: Int[Tensor, "row slot"] | None
-    back: Int[Tensor, "row slot"]
+    back: Int[Tensor, "row other"]
 
 
 def part(

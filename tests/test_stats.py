@@ -19,7 +19,7 @@ from kvengine.stack import Stack
 
 TOKEN = 2 * 16 * 4  # bytes of a key and a value
 KIVI = 16 * 2 * 16 // 2 + 2 * (2 * 16 + 16 * 2) * 2  # of a page: codes; scales and zeros
-BY_TOKEN = {"oracle_topk(budget=24)": TOKEN, "oracle_topk(budget=32) + kivi(bits=4, group=8, residual=8)": KIVI}
+BY_TOKEN = {"oracle_topk(budget=24)": TOKEN}
 
 
 def tensors_of(cache: kvengine.EngineCache) -> dict[int, int]:
@@ -167,7 +167,7 @@ def test_a_token_whose_page_is_sealed_after_it_has_read_its_budget_too(text: str
             assert least <= int(last.min()) and int(last.max()) <= int(text.split("=")[1][:2])
             assert torch.equal(read, stats.attended)
             sizes.append(stats.read_per_token)
-            if text in BY_TOKEN:  # the tail, and of the rest of what was read one by one, or the page of each
+            if text in BY_TOKEN:  # the tail, and the rest of what was read one by one; codes: `test_bytes_read`
                 tails = [part.lane.tail for layer in cache.engines for part in layer.parts]
                 near = sum(2 * len(tail) for tail in tails)
                 placed = sum(2 * len(tail) * 4 * tail.placed for tail in tails)

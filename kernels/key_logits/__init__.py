@@ -18,6 +18,7 @@ from kvengine.errors import KernelError
 from kvengine.kernels import codecs
 from kvengine.kernels.dispatch import chosen, module
 from kvengine.kernels.paged_attention import known
+from kvengine.kernels.state import State
 
 NARROW = 16
 """Channels of dense values that a scan for logits alone takes along."""
@@ -39,6 +40,58 @@ def key_logits(
 
     `fields`, `table`, `position`, `codec`, `dim_v`: see `paged_attention`. Raises KernelError on shapes that do not fit.
     """
+    which = _which(q, fields, table, position, page, codec, dim_v, backend)
+    return _logits(which, q, fields, table, position, page, scale, codec, dim_v)
+
+
+def in_place(
+    q: Float[Tensor, "row group dim"],
+    fields: Mapping[str, Tensor],
+    table: Int[Tensor, "row pages"],
+    position: Int[Tensor, "row slot"],
+    *,
+    page: int,
+    scale: float,
+    codec: str,
+    dim_v: int,
+) -> Float[Tensor, "row group slot"] | None:
+    """The same; None where plain torch would make a dense copy of all keys."""
+    which = _which(q, fields, table, position, page, codec, dim_v, None)
+    return None if which == "reference" else _logits(which, q, fields, table, position, page, scale, codec, dim_v)
+
+
+def scan(
+    q: Float[Tensor, "row group dim"],
+    fields: Mapping[str, Tensor],
+    table: Int[Tensor, "row pages"],
+    position: Int[Tensor, "row slot"],
+    *,
+    page: int,
+    scale: float,
+    codec: str,
+    dim_v: int,
+) -> tuple[State, Float[Tensor, "row group slot"]] | None:
+    """The same together with attention, each key read once for both; None where not C reads them."""
+    if _which(q, fields, table, position, page, codec, dim_v, None) != "native":
+        return None
+    found = module("key_logits", "native", q.device).scan(q, fields, table, position, page, scale, codec, dim_v)
+    return found._replace(probs=None), found.probs[:, :, 0]
+
+
+def _logits(
+    which: str, q: Tensor, fields: Mapping[str, Tensor], table: Tensor, position: Tensor, page: int, scale: float, codec: str,
+    dim_v: int | None,
+) -> Tensor:  # fmt: skip
+    if codec == "dense":
+        fields, dim_v = {"k": fields["k"], "v": fields["k"][..., :NARROW]}, min(NARROW, q.shape[-1])
+    run = module("key_logits", which, q.device)
+    return run.key_logits(q, fields, table, position, page, scale, codec, dim_v or q.shape[-1])  # type: ignore[no-any-return]
+
+
+def _which(
+    q: Tensor, fields: Mapping[str, Tensor], table: Tensor, position: Tensor, page: int, codec: str, dim_v: int | None,
+    backend: str | None,
+) -> str:  # fmt: skip
     codecs.check(codec, fields)
     rows, pages = table.shape
     if len(q) != rows or position.shape != (rows, pages * page) or (codec == "dense" and fields["k"].shape[1] != page):
@@ -46,18 +99,5 @@ def key_logits(
             f"for a table of {rows} rows and {pages} pages of {page}, q needs {rows} rows and position the shape "
             f"{[rows, pages * page]}; got {list(q.shape)} and {list(position.shape)}"
         )
-    if codec == "dense":
-        fields, dim_v = {"k": fields["k"], "v": fields["k"][..., :NARROW]}, min(NARROW, q.shape[-1])
-    dim_v = dim_v or q.shape[-1]
-    run = module("key_logits", _which(q, fields, codec, dim_v, backend), q.device)
-    return run.key_logits(q, fields, table, position, page, scale, codec, dim_v)  # type: ignore[no-any-return]
-
-
-def fits(q: Tensor, fields: Mapping[str, Tensor], codec: str, dim_v: int) -> bool:
-    """Whether keys are read where they lie: plain torch makes a dense copy of all."""
-    return _which(q, fields, codec, dim_v, None) != "reference"
-
-
-def _which(q: Tensor, fields: Mapping[str, Tensor], codec: str, dim_v: int, backend: str | None) -> str:
-    stored, wide = tuple(fields[name] for name in codecs.FIELDS[codec]), max(q.shape[-1], dim_v)
+    stored, wide = tuple(fields[name] for name in codecs.FIELDS[codec]), max(q.shape[-1], dim_v or q.shape[-1])
     return chosen((q, *stored), backend, not q.is_cuda and known(stored, codec, wide), wide)

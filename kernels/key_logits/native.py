@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
 from kvengine.kernels.cpu import call
+from kvengine.kernels.state import State
 
 
-def key_logits(
+def scan(
     q: Tensor,
     fields: Mapping[str, Tensor],
     table: Tensor,
@@ -19,12 +20,16 @@ def key_logits(
     scale: float,
     codec: str,
     dim_v: int,
-) -> Tensor:
-    """See `kvengine.kernels.key_logits`."""
+) -> State:
+    """Attention of one query of each head, with its logits in the place of probabilities."""
     dim, table, position = q.shape[-1], call.int32(table), call.int32(position)
-    found = call.run(
+    return call.run(
         q[:, :, None], call.paged(codec, fields, "k", dim, page), call.paged(codec, fields, "v", dim_v, page),
         table.shape[1] * page, scale, None, None, True, as_="logits", table=table.data_ptr(), position=position.data_ptr(),
         table_row=table.stride(0), position_row=position.stride(0), page=page, unit=page,
     )  # fmt: skip
-    return cast(Tensor, found.probs)[:, :, 0]
+
+
+def key_logits(q: Tensor, *where: Any) -> Tensor:
+    """See `kvengine.kernels.key_logits`; arguments as of `scan`."""
+    return cast(Tensor, scan(q, *where).probs)[:, :, 0]

@@ -13,6 +13,7 @@ from kvengine.speculative.branch import Branching
 from kvengine.speculative.session import Guest, Session
 from kvengine.speculative.tier import Drafter, Tier
 from kvengine.speculative.view import ViewCache
+from kvengine.stats import lane_reads
 
 
 @dataclass
@@ -218,10 +219,9 @@ def footprint(session: Session) -> tuple[int, int, int, int]:
 
 
 def fine_bytes(cache: EngineCache) -> int:
-    """Bytes of the fields that a coarse read leaves out."""
-    lanes = [part.lane for layer in cache.engines for part in layer.parts]
-    pools = [(lane.pages.pool, lane.stack.representation.fine) for lane in lanes if lane.pages is not None]
-    return sum(size for pool, fine in pools for tier in pool.nbytes().values() for n, size in tier.items() if n in fine)
+    """Bytes that a coarse read leaves out."""
+    lanes = [(part.lane, 1 + layer.readers.count) for layer in cache.engines for part in layer.parts]
+    return sum((lane_reads(lane) - lane_reads(lane, coarse=True)) * times for lane, times in lanes)
 
 
 def longer(a: list[int], b: list[int]) -> list[int]:

@@ -173,6 +173,8 @@ class Tiered:
             self.send_down(t, count, beyond)
         except Full:
             there = np.flatnonzero((self.slot[t] >= 0) & (self.slot[:t] >= 0).any(0))
+            if not len(there):  # what could not go down would be read for that once more
+                raise
             self.drop(t, there[oldest(self.used[t, there], self.short(t, count))])
             self.send_down(t, count, beyond)
 
@@ -204,10 +206,13 @@ class Tiered:
             )
 
     def fault(self, error: StoreError, matters: bool = True) -> None:
-        """Count it and say so. Bringing up is tried at every read: what hinders that is said where it first happened."""
+        """Count it and say so. Bringing up is tried at every read: what hinders that is said where it first happened.
+
+        The error itself knows the frames that it passed, and with the record of it this shelf would be kept.
+        """
         if matters:
             self.refused += 1
-            log.warning("%s", error)
+            log.warning("%s: %s", type(error).__name__, str(error))
 
     # Moving up
 

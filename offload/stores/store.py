@@ -46,7 +46,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that went wrong: `kind` is "miss", "corrupt", "incompatible", "failed", "skipped" or "dropped"."""
+    """Something that went wrong: `kind` is "miss", "corrupt", "incompatible", "failed", "late", "skipped" or "dropped"."""
 
     kind: str
     key: str
@@ -85,7 +85,7 @@ class Store:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore")
         self._asking = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-asks")  # not behind values on their way
         self._change = threading.Condition()
-        self._jobs, self._queued, self._failures, self._closed_until = 0, 0, 0, 0.0
+        self._jobs, self._queued, self._failures, self._answers, self._closed_until = 0, 0, 0, 0, 0.0
         self._open: set[int] = set()
         self._finished: dict[int, Done] = {}  # the oldest first
         self._awaited: Counter[int] = Counter()  # by `wait`, which is to get them whatever becomes of others
@@ -107,11 +107,11 @@ class Store:
 
     def leading(self, keys: Sequence[str], timeout: float | None = None) -> list[int]:
         """Bytes of each of the first values that are there, up to the first miss. What a store has not told after `timeout`
-        seconds is a miss, and a failure of the store."""
+        seconds is a miss, and a failure of the store if it has told nobody anything meanwhile."""
         self._check_open()
         if not keys:
             return []  # there is nothing to wait for, nor to name if others keep the store from answering
-        found, over, rest = list[int](), threading.Event(), iter(keys)
+        found, over, rest, answers = list[int](), threading.Event(), iter(keys), self._answers
         end = None if timeout is None else time.monotonic() + timeout
         coming: deque[Future[int | None]] = deque()
 
@@ -126,8 +126,10 @@ class Store:
                     break
                 found.append(size)
         except (TimeoutError, RuntimeError) as error:  # the latter where no thread can be started
-            self._note("failed", keys[0], f"{error}" or f"no answer within {timeout} seconds")
-            self._failed()
+            late = isinstance(error, TimeoutError) and self._answers > answers
+            self._note("late" if late else "failed", keys[0], f"{error}" or f"no answer within {timeout} seconds")
+            if not late:
+                self._failed()
         finally:
             over.set()
         return found
@@ -235,11 +237,14 @@ class Store:
             self._failed()
             return None
         else:
-            self._failures = 0
+            self._answered()
             self.counts["miss" if result is None else "ok"] += 1
             return result
-        self._failures = 0
+        self._answered()
         return None
+
+    def _answered(self) -> None:
+        self._failures, self._answers = 0, self._answers + 1
 
     def _failed(self) -> None:
         self._failures += 1

@@ -128,6 +128,9 @@ class Tidal(Selection):
         again = self.again(layers)
         return again if self.start < again <= layer else self.start
 
+    def scans(self, layer: int, layers: int) -> bool:
+        return layer == self.chooser(layer, layers)
+
     def select(
         self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"], at: Where
     ) -> Int[Tensor, "row chosen"] | None:
@@ -141,7 +144,7 @@ class Tidal(Selection):
         return None
 
     def wanted(self, q: Float[Tensor, "row group dim"], at: Where) -> Float[Tensor, "row unit"]:
-        logits = at.logits(q)
+        logits = found if (found := at.scan(q)) is not None else at.logits(q)
         if self.reduce == "max":  # a cap on logits (Gemma 2) keeps their order
             return logits.amax(1)
         return (logits if at.softcap is None else at.softcap * (logits / at.softcap).tanh()).mean(1)

@@ -10,7 +10,9 @@ import torch
 from support_pools import LAYOUTS, PAGE, ROWS, pool, rows
 
 from kvengine.errors import KernelError
-from kvengine.kernels.key_logits import key_logits
+from kvengine.kernels.dispatch import torch_only
+from kvengine.kernels.key_logits import in_place, key_logits, scan
+from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.slots import resolve
 
 BACKENDS = oracle.backends()
@@ -48,6 +50,24 @@ def test_narrow_and_wide_heads(backend: str, dim: int) -> None:
     where, position = resolve(given["table"], given["position"], None, PAGE, PAGE)
     want, there = q.double() @ k.flatten(0, 1)[where].mT, (position >= 0)[:, None].expand_as(got)
     assert oracle.error(got.cpu()[there], want[there]) <= 1e-5  # products of bfloat16 are exact, sums are floats
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="C does both")
+@pytest.mark.parametrize("dim, dim_v, group", [(64, 64, 3), (72, 40, 1), (64, 64, 9)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_scan_gives_attention_and_logits(layout: str, dim: int, dim_v: int, group: int) -> None:
+    codec, fields, _, _ = pool(layout, dim, dim_v)
+    given, q = rows(1), torch.randn(ROWS, group, dim, generator=torch.Generator().manual_seed(1))
+    q = q.bfloat16() if layout == "bfloat16" else q
+    where, more = (q, fields, given["table"], given["position"]), {"page": PAGE, "scale": 0.2, "codec": codec}
+    found, want = scan(*where, dim_v=dim_v, **more), paged_attention(*where, dim_v=dim_v, **more)
+    assert found is not None and found[0].probs is None
+    assert torch.equal(found[0].out, want.out) and torch.equal(found[0].lse, want.lse)
+    alone = in_place(*where, dim_v=dim_v, **more)
+    assert alone is not None
+    torch.testing.assert_close(found[1], alone, rtol=1e-5, atol=1e-5)
+    with torch_only():
+        assert scan(*where, dim_v=dim_v, **more) is None and in_place(*where, dim_v=dim_v, **more) is None
 
 
 def test_shapes_that_do_not_fit() -> None:

@@ -202,6 +202,20 @@ def test_more_than_a_tier_holds_stays_there_while_the_one_below_refuses(
     assert s.faults > 1 and host.slots.used == 8 and got(s, [*before, *range(20, 28)]) == [*before, *range(20, 28)]
 
 
+def test_what_cannot_go_down_is_read_for_that_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every read from below while the tier there refuses: what would be brought up waits for room."""
+    monkeypatch.setattr(packed, "PAUSE", 1e6)
+    store, host = Gated(lambda n: n > 1), Memory("host", LIKE, None, 4)
+    s = shelf(host, in_store(store))
+    for ids in ([0, 1, 2, 3], [4, 5, 6, 7]):
+        put(s, ids)
+        s.flush()
+    s.levels[1].stuck, s.levels[1].closed_until = "refused", time.monotonic() + 1e6  # type: ignore[attr-defined]
+    copied, read = list[int](), host.read
+    monkeypatch.setattr(host, "read", lambda slots, without: copied.append(len(slots)) or read(slots, without))
+    assert got(s, [0, 1]) == [0, 1] and copied == [2]
+
+
 def test_where_nothing_is_above_the_next_write_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "PAUSE", 30.0)
     s = shelf(in_store(Gated(lambda n: True)))

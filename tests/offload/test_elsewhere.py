@@ -129,6 +129,8 @@ def test_generation_outlives_a_store_that_dies(
     assert 100 < at <= found.shape[1] == 140 and len(calls) == 2
     assert torch.equal(found[:, :at], want[:, :at])  # up to the loss, under `full` to the end
     assert "computed again: pages could not be read from the remote tier: nobody answers" in caplog.text
+    kept = [x for record in caplog.records for x in record.args or ()]
+    assert not any(isinstance(x, Exception) for x in kept)  # which know the frames that they passed, and so the cache
 
 
 class Lost(LogitsProcessor):

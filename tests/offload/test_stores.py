@@ -23,6 +23,7 @@ from kvengine.errors import CorruptBitstream, StoreError
 from kvengine.offload import cachegen, stores
 from kvengine.offload.stores import record, resp
 from kvengine.offload.stores.record import Buffer, Entry
+from kvengine.offload.stores.store import FAILURES
 
 KEYS = [f"{i:064x}" for i in range(10)]
 
@@ -425,6 +426,24 @@ def test_several_keys_are_looked_up_at_once_and_none_behind_a_miss() -> None:
     assert store.leading(keys, 30) == [*range(30)] and most == 4
     store.close()
     assert {*keys[:30]} <= {*asked} and len(asked) <= 1 + 30 + 4
+
+
+def test_a_store_that_answers_too_slowly_for_all_has_not_failed() -> None:
+    class Slow(Faulty):
+        def size(self, key: str) -> int | None:
+            time.sleep(0.02)
+            return super().size(key)
+
+    store = stores.Store(Slow(), threads=1)
+    keys = [f"{i:064x}" for i in range(40)]
+    store.wait(store.submit_put(keys, [bytes(i) for i in range(40)]))
+    for i in range(FAILURES + 1):
+        assert 0 < len(store.leading(keys, 0.2)) < 40
+        assert store.counts["failed"] == 0 and store.counts["late"] == i + 1
+    store.backend.gate.clear()  # type: ignore[attr-defined]
+    assert store.leading(keys, 0.1) == [] and store.counts["failed"] == 1
+    store.backend.gate.set()  # type: ignore[attr-defined]
+    store.close()
 
 
 def test_each_key_has_a_value_and_an_offset() -> None:

@@ -15,6 +15,7 @@ from kvengine.policies.representation.dense import Dense
 from kvengine.policies.representation.quantspec import QuantSpec
 from kvengine.speculative.accept import Draft
 from kvengine.speculative.law import Text
+from kvengine.speculative.report import footprint
 from kvengine.speculative.session import Guest, Session
 
 GROUP = torch.tensor([-1, -0.4, 0, 0.13, 0.37, 0.5, 0.88, 2.0])
@@ -91,7 +92,7 @@ def test_four_bits_store_the_upper_nibbles_of_eight() -> None:
         QuantSpec(bits=2)
 
 
-@pytest.mark.parametrize("more", ["", " + disk", " + quest(budget=16, page=4) + disk"])
+@pytest.mark.parametrize("more", ["", " + disk", " + quest(budget=16, page=4)", " + quest(budget=16, page=4) + disk"])
 def test_a_guest_reads_what_a_four_bit_cache_holds_and_leaves_nothing(more: str) -> None:
     """Where pages are read in place, and where they, or some of them, are fetched and decoded."""
     model = kvengine.patch(llama())
@@ -107,6 +108,7 @@ def test_a_guest_reads_what_a_four_bit_cache_holds_and_leaves_nothing(more: str)
         new = guest.align(text, tail)
         mine, expected = guest.feed(new), four.feed(four.align(text, tail))[-len(new) :]
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+        assert "disk" in more or footprint(guest)[1] == footprint(four)[1]  # where it reads the rest with them
     tree = Draft([1, 2], [-1, -1], [None] * 3, [1.0] * 2)
     guest.feed_tree([], tree)
     assert host.align(text, [8, 3]) == [7, 8, 3] and guest.open == [] and host.cache.seen == 90

@@ -6,15 +6,18 @@ from support import llama, one
 from support_layer import Tokens, draw, padded, plain, rope, run, stacked
 
 import kvengine
+from kvengine import choosing
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, PolicyError, UnsupportedPolicy
+from kvengine.kernels import dispatch
 from kvengine.lane import Call
+from kvengine.pages import Pages
 from kvengine.policies.selection import Where
 from kvengine.policies.selection.tidal import Tidal
 from kvengine.session import Session
 from kvengine.stack import Stack
 
-LAYERS = 8
+LAYERS, NATIVE = 8, dispatch.info()["native"] == "available"
 
 
 def layers(policy: str, steps: list[Tokens], prompt: int) -> tuple[list[LayerCache], list[torch.Tensor]]:
@@ -50,6 +53,38 @@ def test_layers_read_what_their_chooser_chose() -> None:
             assert chosen != best(steps[i], head, sealed, count)
             seen[0, head, list(chosen)] = True
         torch.testing.assert_close(out[i], plain(steps[i], 80, seen), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("more", ["", " + kivi(group=16, residual=8)", " + disk(device=0, host=0)"])
+def test_a_layer_that_chooses_reads_keys_once(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where C does both in one scan; what it gives and what it chooses is what two readings do."""
+    steps, found, twice = [draw(84, seed=i) for i in range(LAYERS)], [], []
+    logits = Pages.logits
+    monkeypatch.setattr(Pages, "logits", lambda *args, **more: twice.append(args) or logits(*args, **more))
+    for least in (1 << 30, 1):
+        monkeypatch.setattr(choosing, "SCANNED", least)
+        twice.clear()
+        caches, out = layers(f"tidal(budget=40, start=1, reselect=4){more}", steps, 80)
+        lanes = [cache.parts[0].lane for cache in caches]
+        assert (not twice) == (least == 1 and NATIVE and "disk" not in more)
+        assert all(lane.scanned is None for lane in lanes)
+        found.append((out, [lane.units for lane in lanes]))
+    for a, b in zip(found[0][0], found[1][0], strict=True):
+        torch.testing.assert_close(a, b)
+    for x, y in zip(found[0][1], found[1][1], strict=True):
+        assert (x is None and y is None) or torch.equal(x, y)
+
+
+@pytest.mark.skipif(not NATIVE, reason="C does both")
+def test_a_capped_layer_reads_them_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cap may make equals of logits that are none."""
+    monkeypatch.setattr(choosing, "SCANNED", 1)
+    tokens = draw(81)
+    cache = LayerCache(Stack.parse("tidal(budget=40, start=0, reselect=0)"), 0, LAYERS)
+    cache.forward(*tokens.part(0, 80), Call(tokens.scale, softcap=2.0))
+    lane, q = cache.parts[0].lane, tokens.q[0, :, 80].unflatten(0, (2, 2))
+    assert lane.pages is not None and lane.scan(lane.pages, Call(tokens.scale), q) is not None
+    assert lane.scan(lane.pages, Call(tokens.scale, softcap=2.0), q) is None
 
 
 def test_every_token_has_its_own_choice_even_at_once() -> None:
