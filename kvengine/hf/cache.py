@@ -18,7 +18,7 @@ from kvengine import latent
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.gradients import copied
-from kvengine.hf import states, window
+from kvengine.hf import indexed, states, window
 from kvengine.hf.cross import engine_layers, show_empty, stock_layers
 from kvengine.hf.held_window import HeldWindow
 from kvengine.hf.layer import BREAKS, COPIED, EngineLayer, compiling
@@ -138,6 +138,8 @@ class EngineCache(Cache):
         if getattr(layer, "sliding_window", None) is None:
             return keys, values
         return window.handed_over(layer, keys, values, key_states.shape[2])
+
+    update_indexer = indexed.update_indexer
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Asked for before any layer has run, so by then it must be the engine's attention that will; by some models (Inkling)
