@@ -4,7 +4,8 @@
     mask          of all that room, for the model's indexer: the tokens so far without padding, as the engine knows it
 
 So the model scores the whole room, and names as many tokens at every step. Where it may read fewer than it names, some of these
-are padding or yet to come: no slot holds one, and none is read (`kvengine.named`).
+are padding or yet to come: no slot holds one, and none is read (`kvengine.named`). Of tokens with equal scores it may
+name others than it would if it scored fewer.
 """
 
 from __future__ import annotations
