@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from kvengine.pages import Pages
 from kvengine.policies._budget import Budget, tokens, tokens_by_row
 from kvengine.policies.selection import Where
 from kvengine.session import Call
-from kvengine.tokens import taken
 from kvengine.verdicts import Verdicts
 
 SCANNED = 1 << 19
@@ -42,7 +42,7 @@ class Choosing(Verdicts):
 
     def select(self, pages: Pages, q: Tensor, call: Call) -> Int[Tensor, "row chosen"] | None:
         if call.named is not None:
-            return named.slots(call.named[:, 0], pages.position, self.seen)
+            return named.slots(call.named[:, 0], pages.position, self.numbered)
         selection = self.stack.selection
         if selection.reads is None or self.session.dense:
             return None
@@ -58,22 +58,28 @@ class Choosing(Verdicts):
         of, kind = (pages._alive, *pages._summary.values()), (call.scale, call.softcap)
         return pages.bounds.remembered.top(asks, of, pages.units, most, kind, choose)
 
+    @property
+    def numbered(self) -> int:
+        """Tokens that may have been named: those so far."""
+        return self.seen
+
     def reach(self) -> Int[Tensor, "row token"]:
         found = super().reach()
         if self.asked is None:
             return found
-        return found.masked_fill(~named.among(self.asked[:, None], found, self.seen)[:, 0], -1)
+        return found.masked_fill(~named.among(self.asked[:, None], found, self.numbered)[:, 0], -1)
 
     def near_named(self, q: Tensor, k: Tensor, v: Tensor, call: Call, asked: Int[Tensor, "row query chosen"]) -> State:
         """Attention over what the model names of the open tail."""
         self.asked = asked[:, -1]
         position = self.tail.position[:, self.tail.span]
         if q.shape[2] == 1 and k.shape[1] > named.FEW * asked.shape[2]:
-            at = named.slots(asked[:, 0], position, self.seen)
-            k, position = taken(at, (k, 0), (position, -1))
-            v = k[..., : self.inner] if self.inner is not None else taken(at, (v, 0))[0]
+            at = named.slots(asked[:, 0], position, self.numbered)
+            slot, row = at.clamp(min=0), torch.arange(len(at), device=at.device)[:, None]
+            k, position = k[row, slot], position.gather(1, slot).masked_fill_(at < 0, -1)
+            v = k[..., : self.inner] if self.inner is not None else v[row, slot]
             return attention(q, k, v, None, call.scale, softcap=call.softcap, position=position, wait=True)
-        visible = self.visible(self.newest(q.shape[2]), position, False) & named.among(asked, position, self.seen)
+        visible = self.visible(self.newest(q.shape[2]), position, False) & named.among(asked, position, self.numbered)
         return attention(q, k, v, visible, call.scale, softcap=call.softcap, wait=True)
 
     def choose(

@@ -136,10 +136,6 @@ def check_kind(layer: LayerCache) -> None:
     """Refuse a layer that cannot be held still, whatever it holds or is to hold."""
     if (why := refusal(layer.stack)) is not None:
         raise UnsupportedPolicy(f"a decode step of '{layer.stack}' cannot be recorded: {why}. Decode without it")
-    if layer.named:
-        raise UnsupportedPolicy(
-            "this model's index of its own grows with every token by moving, so its steps cannot be recorded; decode without it"
-        )
     own = layer.stack.retention.at(layer.layer, layer.layers)
     judging = [part.lane.retention for part in layer.parts] or [own]
     if layer.readers.count and any(one.decodes and not waits(one) for one in judging):

@@ -46,7 +46,7 @@ class FixedLane(Lane):
         self.counted = tail.clean and not (sealing or self.retention.decodes)
         if not stack.paged:  # of slots that an earlier hold has left, some have never held a token
             self.lengths = [(min(len(tail), self.seen), None)]
-        self.longest, self.more = max(n for n, _ in self.lengths), more
+        self.longest, self.more, self.last = max(n for n, _ in self.lengths), more, int(now) + more
         self.end = self.lay_out(more)
         self.origin = None if self.fills else int(now) - self.end  # the position of what lies in slot 0
         if self.ring:
@@ -127,6 +127,11 @@ class FixedLane(Lane):
     def at_once(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         """A recorded step goes the general way."""
 
+    @property
+    def numbered(self) -> int:
+        """Those to come too: slots tell which there are."""
+        return self.last
+
     def newest(self, n: int) -> Int[Tensor, "query"]:
         return self.now
 
@@ -145,7 +150,7 @@ class FixedLane(Lane):
         return self.notes["threshold"]
 
     def near(self, q: Tensor, k: Tensor, v: Tensor, call: Call, mass: bool) -> State:
-        if not self.counted:
+        if not self.counted or call.named is not None:
             return super().near(q, k, v, call, mass)
         more = {"softcap": call.softcap, "want_probs": mass, "lengths": self.counts, "wait": True}
         return attention(q, k, v, None, call.scale, **more)  # type: ignore[arg-type]
@@ -155,6 +160,8 @@ class FixedLane(Lane):
         return replace(seen, newest=self.now[0], jumbled=seen.jumbled and not self.ring)
 
     def select(self, pages: Pages, q: Tensor, call: Call) -> Int[Tensor, "row chosen"] | None:
+        if call.named is not None:
+            return super().select(pages, q, call)
         selection, limit = self.stack.selection, self.limit_of_units
         if selection.reads is None or limit is None or self.session.dense:
             return None

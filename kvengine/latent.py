@@ -99,9 +99,13 @@ def as_one_head(
 
 
 def plainly_held(model: nn.Module, stack: Stack, layers: Sequence[LayerCache]) -> list[tuple[LayerCache, Any]]:
-    """Layers whose latents are held for the model's own attention, as 'full' does, and the modules that read them."""
+    """Layers whose latents are held for the model's own attention, as 'full' does, and the modules that read them.
+
+    Where the model names what is read, latents are held as policies read them from the first on.
+    """
     found: dict[Any, Any] = {module.layer_idx: module for module in model.modules() if is_latent(module)}
-    return [(layer, found[layer.layer]) for layer in layers if stack == Stack() and layer.layer in found]
+    pairs = [(layer, found[layer.layer]) for layer in layers if stack == Stack() and layer.layer in found]
+    return [(layer, module) for layer, module in pairs if not (layer.named and known(module))]
 
 
 def with_values(cache: LayerCache, module: Any) -> None:

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_layer import draw
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvengine.cache import LayerCache
 from kvengine.errors import UnsupportedPolicy
+from kvengine.fixed import FixedLayer, refusal
 from kvengine.named import among, slots
 from kvengine.session import Call
 from kvengine.stack import Stack
@@ -116,6 +118,45 @@ def test_a_later_prompt_reads_what_each_of_its_queries_names() -> None:
         want = wanted(alone, q, k, v, asked[:, i : i + 1], 0.25)
         torch.testing.assert_close(got[:, i : i + 1], want, rtol=2e-4, atol=2e-5)
         alone.forward(q, k, v, Call(0.25, named=asked[:, i : i + 1]))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("text", [text for text in STACKS if refusal(Stack.parse(text)) is None])
+def test_a_recorded_step_reads_what_is_named_then(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with padding among them. Some of what is named is yet to come, as where fewer may be read than are named."""
+    monkeypatch.setattr("kvengine.kernels.dispatch._best", lambda inputs, native: "reference")
+    tokens, steps = draw(PROMPT + 20, sequences=2), 20
+    valid = torch.arange(PROMPT) >= torch.tensor([0, 23])[:, None]
+    eager, held = (LayerCache(Stack.parse(text), 0, 1) for _ in range(2))
+    for cache in (eager, held):
+        cache.forward(*tokens.part(0, PROMPT), Call(0.25, named=names(PROMPT, PROMPT)), valid)
+    now, replay = torch.tensor([PROMPT]), None
+    found: list[Tensor] = []
+    fixed = FixedLayer(held, steps, now)
+    for i in range(steps):
+        asked = names(PROMPT + i + 1, 1, seed=i)
+        asked[..., -1] = PROMPT + i + 3
+        given = [x.clone() for x in tokens.part(PROMPT + i, PROMPT + i + 1)]
+        want = eager.forward(*given, Call(0.25, named=asked))
+        if replay is None:
+            state = [now, *fixed.state()]
+
+            def step(q: Tensor, k: Tensor, v: Tensor, asked: Tensor, *state: Tensor) -> Tensor:
+                found.append(fixed.step(q, k, v, Call(0.25, named=asked)))
+                now.add_(1)
+                return found[0]
+
+            replay = make_fx(step)(*given, asked, *state)
+            got = found[0]
+        else:
+            got = replay(*given, asked, *state)
+        torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+        fixed.advance()
+    fixed.release()
+    asked = names(PROMPT + steps, 1)
+    given = [x[:, :, -1:] for x in (tokens.part(0, PROMPT + steps))]
+    want, got = (cache.forward(*given, Call(0.25, named=asked)) for cache in (eager, held))
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
 
 
 def test_trees_are_refused() -> None:

@@ -138,6 +138,8 @@ class EngineCache(Cache):
             return keys, values
         return window.handed_over(layer, keys, values, key_states.shape[2])
 
+    update_indexer = indexed.update_indexer
+
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Asked for before any layer has run, so by then it must be the engine's attention that will; by some models (Inkling)
         before each layer too."""

@@ -33,6 +33,7 @@ from kvengine.hf.cache import EngineCache
 from kvengine.hf.devices import uncollected, wraps
 from kvengine.hf.fused import Fused
 from kvengine.hf.generate import STATE, Decoder, check_mode
+from kvengine.hf.held_index import HeldIndex, held_index
 from kvengine.hf.held_window import HeldWindow, can_hold
 from kvengine.hf.names import CACHE
 from kvengine.hf.recordable import check_model, check_places, takes_places
@@ -84,7 +85,7 @@ class Steps:
         self.rope = cache.session.rope
         if self.rope is not None:  # a copy from the host is not allowed in a graph
             cache.session.rope = Rope(self.rope.frequency.to(device), self.rope.interleaved)
-        self.layers: list[FixedLayer | HeldWindow] = []
+        self.layers: list[FixedLayer | HeldWindow | HeldIndex] = []
         self.states = [x for layer in cache.layers for x in held_states(layer)]  # change in place already
         self.latent = latent.plainly_held(model, cache.stack, cache.engines)
         try:
@@ -97,6 +98,7 @@ class Steps:
                 if can_hold(cache.config, window):
                     held = cache.layers[i] = HeldWindow(window, real, self.now)
                     self.layers.append(held)
+            self.layers += held_index(cache.layers, more, self.now)
         except BaseException:  # Control-C too
             self.close()
             raise
@@ -151,7 +153,14 @@ class Steps:
 
     def run(self) -> Tensor:
         """The step itself: reads and changes tensors that stay where they are."""
-        given = {"input_ids": self.ids, "position_ids": self.position, CACHE: self.cache, "use_cache": True}
+        given: dict[str, Any] = {
+            "input_ids": self.ids,
+            "position_ids": self.position,
+            CACHE: self.cache,
+            "use_cache": True,
+        }
+        for index in (x for x in self.layers if isinstance(x, HeldIndex)):
+            given["attention_mask"] = index.mask()
         self.cache.session.stepping = True
         try:
             with nullcontext() if self.fused is None else self.fused.inside():

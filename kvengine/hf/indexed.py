@@ -6,27 +6,30 @@
 
 The model computes this, and hands what it has named to its attention. The engine caches the index keys, and the tokens under the
 policy: a decoded token reads those that are named, wherever they are, and no others. So a policy may say how tokens are stored
-and where, and not which are kept or read.
+and where, and not which are kept or read. `kvengine.hf.held_index` holds index keys still while a step is recorded.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from kvengine import latent
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.heads import check_batch
 from kvengine.hf import shown
-from kvengine.hf.layer import EngineLayer
+from kvengine.hf.layer import BREAKS, EngineLayer
 from kvengine.policies import name_of
 from kvengine.stack import Stack
+
+if TYPE_CHECKING:
+    from kvengine.hf.held_index import HeldIndex
 
 KIND = "DynamicIndexedLayer"
 FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text"))
@@ -43,6 +46,7 @@ class IndexedLayer(EngineLayer):
         self.cache.named = True
         self.index_keys: Float[Tensor, "seq room dim"] | None = None
         self.index_places: Int[Tensor, "axis seq token"] | None = None
+        self.held: HeldIndex | None = None  # while a step is recorded
 
     def update_indexer(self, indexer_key_states: Float[Tensor, "seq token dim"]) -> Float[Tensor, "seq all dim"]:
         """Keep the new tokens' index keys; all so far. What was kept of tokens that were taken back, or of a pass that broke off,
@@ -51,21 +55,28 @@ class IndexedLayer(EngineLayer):
         Raises CacheError for another batch than the cache has, or if it has no index keys of earlier tokens.
         """
         new, seen, held = indexer_key_states, self.cache.seen, self.index_keys
+        if self.held is not None:
+            return self.held.take(self, new)
         end = seen + new.shape[1]
         if self.incoming is not None and self.cache.parts:
             check_batch(self.cache, self.incoming[0])
         if not seen:
-            held = new.new_empty(len(new), 0, new.shape[2])
-        elif held is None or held.shape[1] < seen:
+            self.index_keys = new.new_empty(len(new), 0, new.shape[2])
+        held = self.with_room(end)
+        held[:, seen:end] = new
+        return held[:, :end]
+
+    def with_room(self, end: int) -> Float[Tensor, "seq room dim"]:
+        """The index keys, with room for the first `end` tokens. Raises CacheError if there are none of what was seen."""
+        seen, held = self.cache.seen, self.index_keys
+        if held is None or held.shape[1] < seen:
             raise CacheError(f"this cache has no index keys of the {seen} tokens that it has seen; call cache.reset()")
         if held.shape[1] < end or (held.is_inference() and not torch.is_inference_mode_enabled()):
             most = max(end, self.session.prompt_end or 0)  # chunks to come need not move these
-            room = new.new_empty(len(held), most + max(FREE, most // 64), held.shape[2], dtype=held.dtype)
+            room = held.new_empty(len(held), most + max(FREE, most // 64), held.shape[2])
             room[:, :seen] = held[:, :seen]
-            held = room
-        held[:, seen:end] = new
-        self.index_keys = held
-        return held[:, :end]
+            self.index_keys = held = room
+        return held
 
     @property
     def indexed(self) -> Float[Tensor, "seq token dim"] | None:
@@ -95,6 +106,19 @@ class IndexedLayer(EngineLayer):
             self.index_keys = self.index_keys[indices.to(self.index_keys.device)]
         if self.index_places is not None:
             self.index_places = self.index_places[:, indices.to(self.index_places.device)]
+
+
+def update_indexer(
+    self: Cache, indexer_key_states: Float[Tensor, "seq token dim"], layer_idx: int, *args: Any, **kwargs: Any
+) -> Float[Tensor, "seq all dim"]:
+    """What a cache is asked for."""
+    if torch.compiler.is_compiling():  # which would compile for each layer's number
+        return aside(self, indexer_key_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+    found: Tensor = Cache.update_indexer(self, indexer_key_states, layer_idx, *args, **kwargs)
+    return found
+
+
+aside: Any = torch.compiler.disable(update_indexer, reason=BREAKS)
 
 
 def followed(text: Any, modules: Sequence[nn.Module]) -> bool:

@@ -12,10 +12,12 @@ from transformers import PreTrainedModel
 
 from kvengine import latent
 from kvengine.errors import UnsupportedPolicy
+from kvengine.hf import held_index
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.cross import CrossLayer
 from kvengine.hf.devices import offloaded
 from kvengine.hf.held_window import can_hold, empty
+from kvengine.hf.indexed import IndexedLayer
 from kvengine.hf.layer import EngineLayer
 from kvengine.hf.rope import looks
 from kvengine.hf.states import in_place
@@ -33,6 +35,11 @@ def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
         raise UnsupportedPolicy(
             f"{text.model_type} computes its rotation from the longest position so far, which the host looks up at each step in "
             f"transformers {transformers.__version__}; decode without a recording"
+        )
+    if any(isinstance(x, IndexedLayer) for x in cache.layers) and text.model_type not in held_index.FAMILIES:
+        raise UnsupportedPolicy(
+            f"{text.model_type} names what it reads by an index of its own that a recorded step does not know; decode without a "
+            "recording"
         )
     still = (
         isinstance(x, EngineLayer | CrossLayer) or can_hold(text, x) or in_place(x) or empty(x) for x in cache.layers

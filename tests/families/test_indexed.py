@@ -289,8 +289,3 @@ def test_what_chooses_tokens_is_refused(text: str, said: str) -> None:
     kvengine.patch(model, "full")
     with pytest.raises(UnsupportedPolicy, match=said):
         EngineCache(model, text)
-
-
-def test_steps_are_not_recorded() -> None:
-    with pytest.raises(UnsupportedPolicy, match="index of its own grows"):
-        kvengine.patch(build(), "full", record=True)
