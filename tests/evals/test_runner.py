@@ -775,6 +775,20 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     assert made.policies == ("full", "quest(budget=64)") and made.fail_under == {"vt": 50.0}
 
 
+def test_a_setting_that_would_change_nothing_is_refused_where_it_was_written(tmp_path: Path) -> None:
+    """`--policies snapkv --budget 0.5` measured snapkv at its own budget. A file's may lie idle under other policies."""
+    (file := tmp_path / "run.yaml").write_text("policies: all\nbudget: 0.5\nshared: true\nbatch: 4\n")
+    assert build("ruler", file, {"out": tmp_path}).budget == 0.5
+    made = build("ruler", file, {"out": tmp_path, "policies": "kivi", "shared": False})
+    assert made.policies == ("kivi",) and not made.shared
+    with pytest.raises(EvaluationError, match="budget=0.25 is of what the policy 'all' stands for"):
+        build("ruler", file, {"out": tmp_path, "policies": "kivi", "budget": "0.25"})
+    file.write_text("policies: kivi\nbudget: 0.5\n")
+    with pytest.raises(EvaluationError, match="write it into a policy"):
+        build("ruler", file, {"out": tmp_path})
+    assert build("ruler", file, {"out": tmp_path, "policies": "all"}).budget == 0.5
+
+
 @pytest.mark.parametrize("name", ["mode", "modes"])
 def test_the_mode_of_the_command_line_overrides_the_files_by_either_name(tmp_path: Path, name: str) -> None:
     """The command line has --mode, and a file may have modes: what was typed was passed over."""
@@ -806,6 +820,8 @@ def test_a_setting_of_two_names_is_not_chosen_from(tmp_path: Path, text: str, to
     ({"minutes": [1]}, "minutes is a number"),
     ({"budget": "0"}, "budget=0: must be whole tokens, or a fraction"),
     ({"budget": "2.5"}, "budget=2.5: must be whole tokens, or a fraction"),
+    ({"budget": "0.5", "policies": "snapkv"}, "budget=0.5 is of what the policy 'all' stands for; write it into a policy"),
+    ({"batch": 4}, "batch=4 counts samples in lockstep; add --shared"),
     ({"limit": 0}, "limit=0: must be 1 or more"),
     ({"tasks": " "}, "no task given"),
     ({"data": ["book=."]}, "ruler reads no book: that is for ppl"),
