@@ -40,6 +40,8 @@ def write(path: Path, run: Any) -> dict[str, Any]:
         now["started"] = before["started"]
         now["resumed"] = [*before["resumed"], datetime.now(UTC).isoformat(timespec="seconds")]
         now["data"] = {**before["data"], **now["data"]}
+        now["machines"] = list(dict.fromkeys([*machines(before), *machines(now)]))
+        now["shared"] = shared(before) or shared(now)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, (json.dumps(now, indent=2, ensure_ascii=False, default=str) + "\n").encode())
     return now
@@ -56,6 +58,17 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} is damaged: {error}; delete it, and the command of its run writes it anew and keeps the rows"
         ) from error
     return found
+
+
+def machines(found: dict[str, Any]) -> list[str]:
+    """Where the rows of a folder were measured, one call after the other."""
+    here: list[str] = found.get("machines") or [f"{found['device']}, {found['threads']} threads"]
+    return here
+
+
+def shared(found: dict[str, Any]) -> bool:
+    """Whether contexts were read once for all policies, in any call."""
+    return bool(found.get("shared") or found["config"].get("shared"))
 
 
 def describe(run: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import json
 import math
@@ -575,6 +576,21 @@ def test_a_folder_gets_every_report_from_what_it_says_itself(tmp_path: Path) -> 
     assert (tmp_path / "report.md").read_text(encoding="utf-8") == tables.markdown(made, manifest)
     assert (tmp_path / "cells.csv").read_text(encoding="utf-8") == tables.long_csv(made)
     assert (tmp_path / "compat" / "ruler" / "less").is_dir() and (tmp_path / "report.html").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_page_says_how_a_run_was_measured_as_the_text_does(tmp_path: Path) -> None:
+    """It kept to itself that prompts were judged in parts and lengths too long, and called losses percent."""
+    losses = [row("ppl_book", "full", i, 2.0, metric="nll", suite="ppl") for i in range(4)]
+    folder(tmp_path, [*some_rows(), *losses])
+    manifest = {**MANIFEST, "positions": 1024, "config": {"seed": 42, "judge_every": 64}, "machines": ["A", "B"]}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    report.write(tmp_path)
+    for name in ("report.html", "report.md"):
+        text = html.unescape((tmp_path / name).read_text(encoding="utf-8"))
+        assert "in parts of 64 tokens" in text and "Beyond the 1024 positions" in text and "A, then B" in text
+    shown = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert shown.count("Percent with 95 %") == 1 and shown.count("Nats per token (mean negative log-likelihood") == 1
 
 
 def test_ruler_files_have_the_official_shape(tmp_path: Path) -> None:
