@@ -679,6 +679,27 @@ def test_lengths_are_summarised() -> None:
     )
 
 
+def test_a_policy_of_two_spellings_is_one_line_over_all_its_tasks() -> None:
+    """It was two, each with a mean over tasks of its own, beside the full cache's over all."""
+    rows = [row(task, "full", i, 1.0) for i in range(4) for task in "ab"]
+    rows += [row("a", "kivi", i, 1.0, stack="S") for i in range(4)]
+    rows += [row("b", "kivi(bits=4)", i, 0.0, stack="S") for i in range(4)]
+    found = cells(current(rows))
+    assert tables.policy_means(found) == {"full": 100.0, "kivi(bits=4)": 50.0}
+    assert list(tables.by_policy(found)) == ["full", "kivi(bits=4)"]
+
+
+def test_a_policy_whose_defaults_have_changed_is_not_averaged_with_what_it_was() -> None:
+    """Its costs were the mean of both, and of its scores the later ones stood beside tasks of the earlier."""
+    rows = [row("a", "full", i, 1.0) for i in range(4)]
+    for every, score, held in ((8, 0.0, 1000), (16, 1.0, 9000)):
+        rows += [row("a", "mine", i, score, stack=f"mine(every={every})", bytes_held=held) for i in range(4)]
+    found = cells(current(rows))
+    assert tables.policy_means(found) == {"full": 100.0, "mine(every=8)": 0.0, "mine": 100.0}
+    held = {policy: tables.cost(mine, "bytes_held") for policy, mine in tables.by_policy(found).items()}
+    assert held == {"full": 4000, "mine(every=8)": 1000, "mine": 9000}
+
+
 def test_a_report_says_what_its_figures_are() -> None:
     manifest = {"device": "cpu", "threads": 1, "dtype": "float32", "model": "m", "parameters": 1, "config": {"seed": 1}}
     scored, lost = (tables.provenance(cells([row("p", "full", 0, 1.0, metric=m)]), manifest) for m in ("f1", "nll"))

@@ -1213,6 +1213,16 @@ def test_drive_names_every_bar_that_is_missed(tmp_path: Path) -> None:
     ]
 
 
+def test_a_bar_finds_its_policy_by_whatever_name_a_folder_has_it(tmp_path: Path) -> None:
+    """A policy that was measured under another spelling is not measured again, and the bar found no cell of it."""
+    run(config(tmp_path))
+    one = next(row for row in Journal.open(tmp_path / "rows.jsonl").rows if row["task"] == "fwe")
+    kivi = next(arm for arm in arms(["kivi"]) if arm.policy == "kivi")
+    found = aggregate.cells([{**one, "policy": "kivi", "stack": kivi.spelled, "score": 0.0, "role": "policy"}])
+    spelled = config(tmp_path, policies=("kivi(bits=4)",), fail_under={"kivi(bits=4):fwe": 10.0})
+    assert drive.below(found, spelled)[0].startswith("kivi on fwe: 0.0 [")
+
+
 def test_a_bar_that_is_just_met_is_met(tmp_path: Path) -> None:
     """A hundred times the mean of 57 right answers of 100 is a little less than 57."""
     run(config(tmp_path))
