@@ -700,6 +700,17 @@ def test_a_policy_whose_defaults_have_changed_is_not_averaged_with_what_it_was()
     assert held == {"full": 4000, "mine(every=8)": 1000, "mine": 9000}
 
 
+def test_runs_that_spell_a_policy_otherwise_are_compared_and_what_one_lacks_is_named(tmp_path: Path) -> None:
+    """Of two runs that shared the full cache alone, nothing else was said."""
+    runs = [[row("a", "full", i, 1.0) for i in range(4)] for _ in range(2)]
+    for rows, name, other, score in ((runs[0], "kivi", "h2o", 1.0), (runs[1], "kivi(bits=4)", "tova", 0.0)):
+        rows += [row("a", name, i, score, stack="S") for i in range(4)] + [row("a", other, 0, 1.0)]
+    a, b = (folder(tmp_path / name, rows) for name, rows in zip("ab", runs, strict=True))
+    said = compare.text(a, b)
+    assert said.startswith(f"- only {a} has `h2o`\n- only {b} has `tova`\n\n| task |")
+    assert "| a | 2048 | multi-turn | `kivi` | -100.0 [" in said
+
+
 def test_a_report_says_what_its_figures_are() -> None:
     manifest = {"device": "cpu", "threads": 1, "dtype": "float32", "model": "m", "parameters": 1, "config": {"seed": 1}}
     scored, lost = (tables.provenance(cells([row("p", "full", 0, 1.0, metric=m)]), manifest) for m in ("f1", "nll"))
