@@ -19,7 +19,8 @@ from kvengine.errors import EvaluationError
 from kvengine.offload.stores.filesystem import replace_file
 
 PACKAGES = ("kvengine", "torch", "transformers", "tokenizers", "numpy", "triton", "wonderwords")
-FIXED = ("model", "tokenizer", "dtype")
+FIXED = ("dtype", "model", "tokenizer")
+"""The first that differs is told: with its dtype a model's hash is another too, and with a chat template its tokenizer's."""
 TOLD = (
     *(*FIXED, "config", "started", "resumed", "data", "model_name"),
     *("parameters", "device", "threads", "versions"),  # what a report says of the run
@@ -147,7 +148,8 @@ def device_name(model: Any) -> str:
 
 
 def _same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    pairs = [(name, before[name], now[name]) for name in FIXED]
+    pairs = [("chat", before.get("chat", now["chat"]), now["chat"])]
+    pairs += [(name, before[name], now[name]) for name in FIXED]
     pairs += [(name, before["config"].get(name, now["config"][name]), now["config"][name]) for name in ASKED]
     for name, old, new in pairs:
         if old != new:

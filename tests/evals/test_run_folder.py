@@ -50,6 +50,15 @@ def test_other_questions_may_not_join_a_run(folder: Path, other: tuple[str, ...]
     assert run(folder, "--policies", "streaming(recent=64)")[0] == 0  # another policy may
 
 
+def test_what_is_told_of_another_run_is_what_was_asked_for_otherwise(folder: Path) -> None:
+    """It was that the model is another, by its hash, where another dtype had been asked for."""
+    code, text = run(folder, "--dtype", "bfloat16")
+    assert code == 2 and "holds a run with dtype torch.float32, this one has torch.bfloat16" in " ".join(text.split())
+    path = folder / "run" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"chat": True, "tokenizer": "another"}))
+    assert "holds a run with chat True, this one has False" in " ".join(run(folder)[1].split())
+
+
 def test_a_damaged_manifest_is_told_and_can_be_made_anew(folder: Path) -> None:
     rows, path = folder / "run" / "rows.jsonl", folder / "run" / "manifest.json"
     before = rows.read_bytes()
