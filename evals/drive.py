@@ -181,6 +181,8 @@ def foreseen(task: Run, cell: Cell) -> tuple[str, str]:
     tokens = [task.prompter.measure(sample) for sample in samples]
     done = sum(task.journal.holds(key, sample, cell.arm.code) for sample in samples)
     state = f"refused: {cell.arm.refused}" if cell.arm.refused else f"{done}/{len(samples)} done"
+    if not cell.arm.refused and done < len(samples) and not task.missing(cell, samples):
+        state += f", then {task.journal.done[key, None][0]}; --retry does the others"
     return f"{min(tokens)}–{max(tokens)}", state
 
 

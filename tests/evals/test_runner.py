@@ -1037,6 +1037,17 @@ def test_lengths_beyond_the_models_positions_are_named(tmp_path: Path, model_fol
     assert code == 0 and f"{said}: {most + 8} tokens." in " ".join(text.split())
 
 
+def test_dry_run_says_of_what_was_given_up_that_it_would_not_be_done(tmp_path: Path) -> None:
+    """It was shown as still to be done, and no call did it."""
+    made = run(config(tmp_path, tasks="fwe", limit=1))
+    (cell,), made.config = made.cells(), config(tmp_path, tasks="fwe")
+    assert drive.foreseen(made, cell)[1] == "1/2 done"
+    made.give_up(cell, made.key(cell), MemoryError("too much"), Silent())
+    assert drive.foreseen(made, cell)[1] == "1/2 done, then out of memory; --retry does the others"
+    made.config = config(tmp_path, tasks="fwe", retry=True)
+    assert drive.foreseen(made, cell)[1] == "1/2 done"
+
+
 def test_dry_run_draws_nothing_beyond_the_models_positions(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
