@@ -82,6 +82,7 @@ def current(rows: list[Row]) -> list[Row]:
     Of a sample the row that was written last says what the data are now. A cell of which nothing is left says so. Of a cell the
     last row says what the policy's code is now: what it was measured with before is another policy's.
     """
+    rows = by_one_name(rows)
     code = {_at(row): row["code"] for row in rows if row.get("code") is not None}
     rows = [row for row in rows if same_code(row.get("code"), code.get(_at(row)))]
     newest = {(*_at(row)[:4], row["sample"]): row["sample_hash"] for row in ok(rows)}
@@ -89,6 +90,14 @@ def current(rows: list[Row]) -> list[Row]:
     left = {_at(row) for row in ok(kept)}
     lost = {_at(row): {**row, **OTHER_DATA} for row in ok(rows) if _at(row) not in left}
     return [*kept, *lost.values()]
+
+
+def by_one_name(rows: list[Row]) -> list[Row]:
+    """Rows with one name for each stack, the last that it was given, and no name for two: what a text meant before its defaults
+    changed is called by its options. Tables go by names."""
+    means = {row["policy"]: row["stack"] for row in rows}
+    names = {row["stack"]: row["policy"] for row in rows if means[row["policy"]] == row["stack"]}
+    return [{**row, "policy": names.get(row["stack"], row["stack"])} for row in rows]
 
 
 def _at(row: Row) -> tuple[str, str, int, str, str]:

@@ -17,24 +17,36 @@ OF_A_RUN = ("model", "tokenizer", "dtype", "chat", "attention")
 
 
 def text(a: Path, b: Path) -> str:
-    """A Markdown table of B - A in percent points, and before it what else the runs differ in.
+    """A Markdown table of B - A in percent points, and before it what else the runs differ in, and what only one of them has.
+
+    A policy is known again by its name, or by its options where it was spelled otherwise.
 
     Raises `EvaluationError` if the runs share no cell, or asked different data under the same name.
     """
     (first, one), (second, other) = _groups(a), _groups(b)
-    shared = [at for at in first if at in second]
-    if not shared:
+    if not (shared := _shared(first, second)):
         raise EvaluationError(f"{a} and {b} share no task, length, mode and policy: nothing to compare")
     rows = []
-    for at in shared:
-        _same_data(at, first[at], second[at])
+    for at, to in shared.items():
+        _same_data(at, first[at], second[to])
         shares = first[at][0]["metric"] != "nll"
-        difference = paired(by_sample(second[at]), by_sample(first[at]), shares=shares)
+        difference = paired(by_sample(second[to]), by_sample(first[at]), shares=shares)
         times = 100.0 if shares else 1.0
         sure = difference is not None and (difference.low > 0 or difference.high < 0)
         rows.append([at[1], str(at[2]), at[3], f"`{at[4]}`", tables.span(difference, times), "yes" if sure else ""])
     unlike = "".join(f"- the runs differ in {line}\n" for line in _unlike(one, other))
+    for folder, cells, both in ((a, first, shared.keys()), (b, second, shared.values())):
+        known = {at[4] for at in both}
+        left = dict.fromkeys(at[4] for at in cells if at[4] not in known)
+        unlike += f"- only {folder} has {', '.join(f'`{policy}`' for policy in left)}\n" if left else ""
     return (unlike and unlike + "\n") + tables.table(["task", "length", "mode", "policy", "B - A", "differs"], rows)
+
+
+def _shared(first: dict[At, list[Row]], second: dict[At, list[Row]]) -> dict[At, At]:
+    """The cells that both have, and what each is called in the second."""
+    twins = {(*at[:4], rows[0]["stack"]): at for at, rows in second.items()}
+    pairs = {at: at if at in second else twins.get((*at[:4], rows[0]["stack"])) for at, rows in first.items()}
+    return {at: twin for at, twin in pairs.items() if twin is not None}
 
 
 def _unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -134,7 +134,21 @@ def build(suite: str, file: Path | None, given: Mapping[str, Any]) -> RunConfig:
         except (TypeError, AttributeError, OverflowError) as error:
             raise EvaluationError(f"{name}={value!r} is not what this setting takes: {error}") from error
     typed.setdefault("out", default_folder(suite, merged))
-    return RunConfig(**{"suite": suite, **typed})
+    made = RunConfig(**{"suite": suite, **typed})
+    check_used(said, told, made)
+    return made
+
+
+def check_used(said: Mapping[str, Any], told: Mapping[str, Any], made: RunConfig) -> None:
+    """Raises EvaluationError for a setting that would change nothing; the command line may leave one of a file's idle."""
+    idle = {
+        ("budget", "policies"): "" if "all" in made.policies else "is of what the policy 'all' stands for; write it into a "
+        f"policy: snapkv(budget={made.budget})",
+        ("batch", "shared"): "" if made.shared else "counts samples in lockstep; add --shared, or leave it out",
+    }  # fmt: skip
+    for (name, of), why in idle.items():
+        if why and (name in told or (name in said and of not in told)):
+            raise EvaluationError(f"{name}={getattr(made, name)} {why}")
 
 
 PASSING = {"limit", "minutes", "report", "fail_under", "retry", "device"}

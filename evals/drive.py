@@ -181,6 +181,8 @@ def foreseen(task: Run, cell: Cell) -> tuple[str, str]:
     tokens = [task.prompter.measure(sample) for sample in samples]
     done = sum(task.journal.holds(key, sample, cell.arm.code) for sample in samples)
     state = f"refused: {cell.arm.refused}" if cell.arm.refused else f"{done}/{len(samples)} done"
+    if not cell.arm.refused and done < len(samples) and not task.missing(cell, samples):
+        state += f", then {task.journal.done[key, None][0]}; --retry does the others"
     return f"{min(tokens)}–{max(tokens)}", state
 
 
@@ -220,9 +222,12 @@ def show(
 
 def below(found: list[CellResult], config: RunConfig) -> list[str]:
     """Cells under their bar. A bar is named TASK, or POLICY:TASK; a bar that matches nothing counts as missed."""
-    lines = []
+    lines, asked = (
+        [],
+        {arm.spelled: arm.policy for arm in config.arms()},
+    )  # a table may have another name for one of them
     for name, bar in config.fail_under.items():
-        chosen = [cell for cell in found if _barred(name, cell.task, cell.policy)]
+        chosen = [cell for cell in found if _barred(name, cell.task, asked.get(cell.stack, cell.policy))]
         chosen = chosen if name.rpartition(":")[0] else [cell for cell in chosen if cell.role != "oracle"]
         lines += [f"{name}: no such cell"] if not chosen else []
         lines += [

@@ -16,6 +16,7 @@ import torch
 from kvengine.errors import EvaluationError
 from kvengine.evals.engine import CacheSession
 from kvengine.hf.cache import EngineCache
+from kvengine.hf.patching import STATE
 
 
 def loglikelihoods(
@@ -27,7 +28,7 @@ def loglikelihoods(
     left. A context that comes several times in a row is read once.
 
     Args:
-        model: a patched model.
+        model: a patched model; with `judge_every` it reads contexts in parts, as its `generate` does.
         pairs: token ids of contexts (at least one token) and of continuations (at least one).
         longest: tokens that the model can take; longer contexts lose their beginning.
 
@@ -41,7 +42,7 @@ def loglikelihoods(
     found = []
     for prompt, group in groupby((split(*pair, longest) for pair in pairs), key=lambda parts: parts[0]):
         same = list(group)
-        session = CacheSession(model, EngineCache(model))
+        session = CacheSession(model, EngineCache(model), getattr(model, STATE).judge_every)
         logits = session.read(prompt)
         session.follow_up()
         for i, (_, before, said) in enumerate(same):

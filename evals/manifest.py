@@ -19,7 +19,8 @@ from kvengine.errors import EvaluationError
 from kvengine.offload.stores.filesystem import replace_file
 
 PACKAGES = ("kvengine", "torch", "transformers", "tokenizers", "numpy", "triton", "wonderwords")
-FIXED = ("model", "tokenizer", "dtype")
+FIXED = ("dtype", "model", "tokenizer")
+"""The first that differs is told: with its dtype a model's hash is another too, and with a chat template its tokenizer's."""
 TOLD = (
     *(*FIXED, "config", "started", "resumed", "data", "model_name"),
     *("parameters", "device", "threads", "versions"),  # what a report says of the run
@@ -40,6 +41,8 @@ def write(path: Path, run: Any) -> dict[str, Any]:
         now["started"] = before["started"]
         now["resumed"] = [*before["resumed"], datetime.now(UTC).isoformat(timespec="seconds")]
         now["data"] = {**before["data"], **now["data"]}
+        now["machines"] = list(dict.fromkeys([*machines(before), *machines(now)]))
+        now["shared"] = shared(before) or shared(now)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, (json.dumps(now, indent=2, ensure_ascii=False, default=str) + "\n").encode())
     return now
@@ -56,6 +59,17 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} is damaged: {error}; delete it, and the command of its run writes it anew and keeps the rows"
         ) from error
     return found
+
+
+def machines(found: dict[str, Any]) -> list[str]:
+    """Where the rows of a folder were measured, one call after the other."""
+    here: list[str] = found.get("machines") or [f"{found['device']}, {found['threads']} threads"]
+    return here
+
+
+def shared(found: dict[str, Any]) -> bool:
+    """Whether contexts were read once for all policies, in any call."""
+    return bool(found.get("shared") or found["config"].get("shared"))
 
 
 def describe(run: Any) -> dict[str, Any]:
@@ -134,7 +148,8 @@ def device_name(model: Any) -> str:
 
 
 def _same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    pairs = [(name, before[name], now[name]) for name in FIXED]
+    pairs = [("chat", before.get("chat", now["chat"]), now["chat"])]
+    pairs += [(name, before[name], now[name]) for name in FIXED]
     pairs += [(name, before["config"].get(name, now["config"][name]), now["config"][name]) for name in ASKED]
     for name, old, new in pairs:
         if old != new:

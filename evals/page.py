@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from kvengine.evals import plots, tables
 from kvengine.evals.aggregate import CellResult, named
+from kvengine.evals.manifest import machines
 from kvengine.evals.records import Row
 
 PLACEMENT = {
@@ -53,6 +54,12 @@ class Section:
     @property
     def about(self) -> str:
         return PLACEMENT[self.mode]
+
+    @property
+    def unit(self) -> str:
+        """What the scores are."""
+        losses = any(cell.metric == "nll" for cell in self.cells)
+        return "Nats per token (mean negative log-likelihood, less is better)" if losses else "Percent"
 
     @property
     def tasks(self) -> list[str]:
@@ -194,7 +201,7 @@ def write(folder: Path, found: list[CellResult], rows: list[Row], manifest: dict
     environment.filters["breakable"] = breakable
     text = environment.from_string(template).render(
         title=f"{Path(str(manifest['model_name'])).name}: policies compared",
-        facts=" · ".join(facts(manifest)),
+        facts=" · ".join(facts(found, manifest)),
         overview=above,
         sections=parts,
         manifest=json.dumps(manifest, indent=2, ensure_ascii=False),
@@ -205,14 +212,14 @@ def write(folder: Path, found: list[CellResult], rows: list[Row], manifest: dict
         picture.figure.savefig(folder / "pictures" / f"{picture.name}.png", dpi=110, metadata={"Software": None})
 
 
-def facts(manifest: dict[str, Any]) -> list[str]:
+def facts(found: list[CellResult], manifest: dict[str, Any]) -> list[str]:
     """One line about the run."""
     versions = manifest["versions"]
     return [
         f"{manifest['parameters']:,} parameters, {manifest['dtype']}",
-        f"{manifest['device']}, {manifest['threads']} threads",
+        ", then ".join(machines(manifest)),
         *(f"{name} {versions[name]}" for name in ("kvengine", "torch", "transformers") if name in versions),
         f"seed {manifest['config'].get('seed', 'unknown')}",
         f"started {manifest['started']}",
-        *tables.shared(manifest),
+        *tables.conditions(found, manifest),
     ]

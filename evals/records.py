@@ -24,8 +24,8 @@ Row = dict[str, Any]
 
 ROWS = "rows.jsonl"
 """The journal's name in a run folder."""
-LACKING = ("no data", "too short")
-"""What a cell is called whose samples could not be drawn."""
+LACKING = ("no data", "too short", "not measured")
+"""What a cell is called that was in want of something: of samples, or of a full cache that was to beat guessing first."""
 PLACE = {"key": str, "sample": str | None, "turn": int, "turns": int}
 """Fields without which a line is no row."""
 WHERE = {"suite": str, "task": str, "length": int, "mode": str, "policy": str, "role": str, "stack": str, "status": str}
@@ -88,8 +88,8 @@ class Journal:
         return sum(key == cell and sample is not None for cell, sample in self.done)
 
     def given_up(self, key: str, code: str, drawn: bool = False) -> bool:
-        """Was this cell found to be impossible, for the code as it is now? `drawn`: its samples are there by now, so what was
-        in want of them is not (a file may have come since)."""
+        """Was this cell found to be impossible, for the code as it is now? `drawn`: its samples are there by now and it is to be
+        asked, so what was in want of that is not (a file may have come since, or `few` is no longer wished)."""
         status, before = self.done.get((key, None), ("", None))
         return bool(status) and same_code(before, code) and not (drawn and status in LACKING)
 

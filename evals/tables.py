@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any
 
 from kvengine.evals.aggregate import AVERAGED, MIDDLED, CellResult, Place, alike, overall
+from kvengine.evals.manifest import machines, shared
 from kvengine.evals.ruler_summary import BAR, lines
 from kvengine.evals.statistics import Interval
 
@@ -114,7 +115,7 @@ def over_lengths(found: list[CellResult]) -> str:
 
 def provenance(found: list[CellResult], manifest: dict[str, Any]) -> str:
     """What ran, in a sentence each."""
-    device = f"{manifest['device']}, {manifest['threads']} threads, {manifest['dtype']}"
+    device = f"{', then '.join(machines(manifest))}; {manifest['dtype']}"
     lines = [
         f"Model hash `{manifest['model']}`, {manifest['parameters']:,} parameters; {device}.",
         f"Seed of the data: {manifest['config'].get('seed', 'unknown')}.",
@@ -126,19 +127,22 @@ def provenance(found: list[CellResult], manifest: dict[str, Any]) -> str:
         ),
         "Held: tokens per layer and KV head. Attended: those that a decoded token reads. Read per token: the bytes of these, and "
         "of what is looked at to choose them.",
-        *shared(manifest),
-        *parted(manifest),
-        *beyond(unique(cell.length for cell in found), manifest.get("positions")),
+        *conditions(found, manifest),
         "multi-turn: the question is part of the compressed prompt. multi-request: it is asked after compression.",
     ]
     return "\n".join(f"- {line}" for line in lines) + "\n"
 
 
-def shared(manifest: dict[str, Any]) -> list[str]:
-    """How a run with shared contexts was timed."""
-    if not manifest["config"].get("shared"):
-        return []
-    return ["Contexts were read once for all policies; times and peak memory are those of one sample asked alone."]
+def conditions(found: list[CellResult], manifest: dict[str, Any]) -> list[str]:
+    """What is not as usual of how a run was measured."""
+    over = beyond(unique(cell.length for cell in found), manifest.get("positions"))
+    return [*timed(manifest), *parted(manifest), *over]
+
+
+def timed(manifest: dict[str, Any]) -> list[str]:
+    """How samples whose contexts were shared were timed."""
+    said = "Where contexts were read once for all policies, times and peak memory are those of one sample asked alone."
+    return [said] if shared(manifest) else []
 
 
 def parted(manifest: dict[str, Any]) -> list[str]:

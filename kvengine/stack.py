@@ -230,7 +230,8 @@ def expand(text: str) -> list[tuple[str, dict[str, Any]]]:
     for name, options in terms(text):
         if name not in PRESETS:
             if name not in catalogue():
-                raise UnknownPolicy(unknown("policy", name, [*catalogue(), *PRESETS]))
+                said = unknown("policy", name, [*catalogue(), *PRESETS])
+                raise UnknownPolicy(said if "Did you mean" in said else f"{said}. If it is your own, {NAMED}")
             found.append((name, options))
             continue
         for option in options:

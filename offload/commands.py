@@ -47,7 +47,7 @@ def opened(url: str, *, made: bool = False) -> Iterator[Backend]:
     """A store; what goes wrong with it ends the command with one line and status 2. Only `made` makes a folder of one."""
     from kvengine.offload.stores.urls import backend, parse, shown
 
-    url = url or home()
+    named, url = bool(url), url or home()
     with readable_errors():
         try:
             scheme, place = parse(url)
@@ -55,7 +55,8 @@ def opened(url: str, *, made: bool = False) -> Iterator[Backend]:
                 try:
                     os.stat(os.path.join(place, "objects"))
                 except (FileNotFoundError, NotADirectoryError):  # what may not be looked into is told as that
-                    raise StoreError(f"there is no store at {place}; `kvengine cache import` makes one") from None
+                    how = "" if named else "; name yours with --store FOLDER|URL"
+                    raise StoreError(f"there is no store at {place}{how}; `kvengine cache import` makes one") from None
             with closing(backend(url)) as store:
                 yield store
         except KeyError as error:

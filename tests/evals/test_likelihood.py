@@ -38,6 +38,16 @@ def test_a_likelihood_is_what_decoding_gives(name: str) -> None:
         assert score == pytest.approx(want, abs=1e-4) and right == too
 
 
+def test_contexts_are_judged_in_parts_where_the_model_is_to() -> None:
+    """As `generate` judges them: they were judged at their end, whatever `kvengine.patch` had been told."""
+    model = kvengine.patch(llama(), "streaming(sinks=0, recent=14)", judge_every=16)
+    passes = list[int]()
+    hook = model.register_forward_pre_hook(lambda m, a, kw: passes.append(kw["input_ids"].shape[1]), with_kwargs=True)
+    loglikelihoods(model, [(CONTEXT, SAID)])
+    hook.remove()
+    assert passes[:4] == [12, 16, 16, 16]
+
+
 def test_without_a_policy_it_is_what_one_pass_says_and_with_one_it_is_not() -> None:
     """The first is how other tools score a text; it is all the same to them which policy there is."""
     with torch.no_grad():

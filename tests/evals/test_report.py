@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import json
 import math
@@ -577,6 +578,21 @@ def test_a_folder_gets_every_report_from_what_it_says_itself(tmp_path: Path) -> 
     assert (tmp_path / "compat" / "ruler" / "less").is_dir() and (tmp_path / "report.html").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_the_page_says_how_a_run_was_measured_as_the_text_does(tmp_path: Path) -> None:
+    """It kept to itself that prompts were judged in parts and lengths too long, and called losses percent."""
+    losses = [row("ppl_book", "full", i, 2.0, metric="nll", suite="ppl") for i in range(4)]
+    folder(tmp_path, [*some_rows(), *losses])
+    manifest = {**MANIFEST, "positions": 1024, "config": {"seed": 42, "judge_every": 64}, "machines": ["A", "B"]}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    report.write(tmp_path)
+    for name in ("report.html", "report.md"):
+        text = html.unescape((tmp_path / name).read_text(encoding="utf-8"))
+        assert "in parts of 64 tokens" in text and "Beyond the 1024 positions" in text and "A, then B" in text
+    shown = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert shown.count("Percent with 95 %") == 1 and shown.count("Nats per token (mean negative log-likelihood") == 1
+
+
 def test_ruler_files_have_the_official_shape(tmp_path: Path) -> None:
     peers.write(tmp_path / "x", some_rows(), MANIFEST)
     summary = tmp_path / "x" / "ruler" / "less" / "multi-turn" / "2048" / "summary.csv"
@@ -661,6 +677,38 @@ def test_lengths_are_summarised() -> None:
     assert "| `full` | multi-turn | 100.0 | 100.0 | 100.0 | 100.0 | 100.0 | 2048 |" in tables.markdown(
         cells(rows), MANIFEST
     )
+
+
+def test_a_policy_of_two_spellings_is_one_line_over_all_its_tasks() -> None:
+    """It was two, each with a mean over tasks of its own, beside the full cache's over all."""
+    rows = [row(task, "full", i, 1.0) for i in range(4) for task in "ab"]
+    rows += [row("a", "kivi", i, 1.0, stack="S") for i in range(4)]
+    rows += [row("b", "kivi(bits=4)", i, 0.0, stack="S") for i in range(4)]
+    found = cells(current(rows))
+    assert tables.policy_means(found) == {"full": 100.0, "kivi(bits=4)": 50.0}
+    assert list(tables.by_policy(found)) == ["full", "kivi(bits=4)"]
+
+
+def test_a_policy_whose_defaults_have_changed_is_not_averaged_with_what_it_was() -> None:
+    """Its costs were the mean of both, and of its scores the later ones stood beside tasks of the earlier."""
+    rows = [row("a", "full", i, 1.0) for i in range(4)]
+    for every, score, held in ((8, 0.0, 1000), (16, 1.0, 9000)):
+        rows += [row("a", "mine", i, score, stack=f"mine(every={every})", bytes_held=held) for i in range(4)]
+    found = cells(current(rows))
+    assert tables.policy_means(found) == {"full": 100.0, "mine(every=8)": 0.0, "mine": 100.0}
+    held = {policy: tables.cost(mine, "bytes_held") for policy, mine in tables.by_policy(found).items()}
+    assert held == {"full": 4000, "mine(every=8)": 1000, "mine": 9000}
+
+
+def test_runs_that_spell_a_policy_otherwise_are_compared_and_what_one_lacks_is_named(tmp_path: Path) -> None:
+    """Of two runs that shared the full cache alone, nothing else was said."""
+    runs = [[row("a", "full", i, 1.0) for i in range(4)] for _ in range(2)]
+    for rows, name, other, score in ((runs[0], "kivi", "h2o", 1.0), (runs[1], "kivi(bits=4)", "tova", 0.0)):
+        rows += [row("a", name, i, score, stack="S") for i in range(4)] + [row("a", other, 0, 1.0)]
+    a, b = (folder(tmp_path / name, rows) for name, rows in zip("ab", runs, strict=True))
+    said = compare.text(a, b)
+    assert said.startswith(f"- only {a} has `h2o`\n- only {b} has `tova`\n\n| task |")
+    assert "| a | 2048 | multi-turn | `kivi` | -100.0 [" in said
 
 
 def test_a_report_says_what_its_figures_are() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from kvengine.cli import app
 from kvengine.errors import EvaluationError
-from kvengine.evals import claim
+from kvengine.evals import claim, manifest, tables
 from kvengine.evals.measure import measure
 from kvengine.evals.records import Journal, key_of
 from kvengine.evals.runner import Run
@@ -49,15 +50,38 @@ def test_other_questions_may_not_join_a_run(folder: Path, other: tuple[str, ...]
     assert run(folder, "--policies", "streaming(recent=64)")[0] == 0  # another policy may
 
 
+def test_what_is_told_of_another_run_is_what_was_asked_for_otherwise(folder: Path) -> None:
+    """It was that the model is another, by its hash, where another dtype had been asked for."""
+    code, text = run(folder, "--dtype", "bfloat16")
+    assert code == 2 and "holds a run with dtype torch.float32, this one has torch.bfloat16" in " ".join(text.split())
+    path = folder / "run" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"chat": True, "tokenizer": "another"}))
+    assert "holds a run with chat True, this one has False" in " ".join(run(folder)[1].split())
+
+
 def test_a_damaged_manifest_is_told_and_can_be_made_anew(folder: Path) -> None:
-    rows, manifest = folder / "run" / "rows.jsonl", folder / "run" / "manifest.json"
+    rows, path = folder / "run" / "rows.jsonl", folder / "run" / "manifest.json"
     before = rows.read_bytes()
-    manifest.write_bytes(manifest.read_bytes()[:100])
+    path.write_bytes(path.read_bytes()[:100])
     code, text = run(folder)
     assert code == 2 and "is damaged" in text and "delete it" in text
-    manifest.unlink()
-    assert run(folder)[0] == 0 and json.loads(manifest.read_bytes())["config"]["seed"] == 42
+    path.unlink()
+    assert run(folder)[0] == 0 and json.loads(path.read_bytes())["config"]["seed"] == 42
     assert rows.read_bytes() == before
+
+
+def test_a_continued_folder_says_of_all_its_rows_how_they_were_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last call's machine and settings were told as if all that stands in the folder were its."""
+    monkeypatch.setattr("kvengine.evals.manifest.device_name", lambda _: "another machine")
+    assert run(folder, "--policies", "streaming(recent=64)", "--shared")[0] == 0
+    assert run(folder, "--policies", "streaming(recent=32)")[0] == 0
+    found = manifest.read(folder / "run" / "manifest.json")
+    assert not found["config"]["shared"]
+    said = tables.provenance([], found)
+    assert re.search(r"; cpu \(\w+\), \d+ threads, then another machine, \d+ threads; ", said)
+    assert "times and peak memory are those of one sample asked alone" in said
 
 
 def test_a_manifest_is_written_whole_or_not_at_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -775,6 +775,20 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     assert made.policies == ("full", "quest(budget=64)") and made.fail_under == {"vt": 50.0}
 
 
+def test_a_setting_that_would_change_nothing_is_refused_where_it_was_written(tmp_path: Path) -> None:
+    """`--policies snapkv --budget 0.5` measured snapkv at its own budget. A file's may lie idle under other policies."""
+    (file := tmp_path / "run.yaml").write_text("policies: all\nbudget: 0.5\nshared: true\nbatch: 4\n")
+    assert build("ruler", file, {"out": tmp_path}).budget == 0.5
+    made = build("ruler", file, {"out": tmp_path, "policies": "kivi", "shared": False})
+    assert made.policies == ("kivi",) and not made.shared
+    with pytest.raises(EvaluationError, match="budget=0.25 is of what the policy 'all' stands for"):
+        build("ruler", file, {"out": tmp_path, "policies": "kivi", "budget": "0.25"})
+    file.write_text("policies: kivi\nbudget: 0.5\n")
+    with pytest.raises(EvaluationError, match="write it into a policy"):
+        build("ruler", file, {"out": tmp_path})
+    assert build("ruler", file, {"out": tmp_path, "policies": "all"}).budget == 0.5
+
+
 @pytest.mark.parametrize("name", ["mode", "modes"])
 def test_the_mode_of_the_command_line_overrides_the_files_by_either_name(tmp_path: Path, name: str) -> None:
     """The command line has --mode, and a file may have modes: what was typed was passed over."""
@@ -806,6 +820,8 @@ def test_a_setting_of_two_names_is_not_chosen_from(tmp_path: Path, text: str, to
     ({"minutes": [1]}, "minutes is a number"),
     ({"budget": "0"}, "budget=0: must be whole tokens, or a fraction"),
     ({"budget": "2.5"}, "budget=2.5: must be whole tokens, or a fraction"),
+    ({"budget": "0.5", "policies": "snapkv"}, "budget=0.5 is of what the policy 'all' stands for; write it into a policy"),
+    ({"batch": 4}, "batch=4 counts samples in lockstep; add --shared"),
     ({"limit": 0}, "limit=0: must be 1 or more"),
     ({"tasks": " "}, "no task given"),
     ({"data": ["book=."]}, "ruler reads no book: that is for ppl"),
@@ -1021,6 +1037,17 @@ def test_lengths_beyond_the_models_positions_are_named(tmp_path: Path, model_fol
     assert code == 0 and f"{said}: {most + 8} tokens." in " ".join(text.split())
 
 
+def test_dry_run_says_of_what_was_given_up_that_it_would_not_be_done(tmp_path: Path) -> None:
+    """It was shown as still to be done, and no call did it."""
+    made = run(config(tmp_path, tasks="fwe", limit=1))
+    (cell,), made.config = made.cells(), config(tmp_path, tasks="fwe")
+    assert drive.foreseen(made, cell)[1] == "1/2 done"
+    made.give_up(cell, made.key(cell), MemoryError("too much"), Silent())
+    assert drive.foreseen(made, cell)[1] == "1/2 done, then out of memory; --retry does the others"
+    made.config = config(tmp_path, tasks="fwe", retry=True)
+    assert drive.foreseen(made, cell)[1] == "1/2 done"
+
+
 def test_dry_run_draws_nothing_beyond_the_models_positions(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1195,6 +1222,16 @@ def test_drive_names_every_bar_that_is_missed(tmp_path: Path) -> None:
     assert drive.below(found, config(tmp_path, fail_under={"stock:fwe": 10.0})) == [
         "stock on fwe: 0.0 [0.0, 65.8] < 10.0"
     ]
+
+
+def test_a_bar_finds_its_policy_by_whatever_name_a_folder_has_it(tmp_path: Path) -> None:
+    """A policy that was measured under another spelling is not measured again, and the bar found no cell of it."""
+    run(config(tmp_path))
+    one = next(row for row in Journal.open(tmp_path / "rows.jsonl").rows if row["task"] == "fwe")
+    kivi = next(arm for arm in arms(["kivi"]) if arm.policy == "kivi")
+    found = aggregate.cells([{**one, "policy": "kivi", "stack": kivi.spelled, "score": 0.0, "role": "policy"}])
+    spelled = config(tmp_path, policies=("kivi(bits=4)",), fail_under={"kivi(bits=4):fwe": 10.0})
+    assert drive.below(found, spelled)[0].startswith("kivi on fwe: 0.0 [")
 
 
 def test_a_bar_that_is_just_met_is_met(tmp_path: Path) -> None:

@@ -206,6 +206,18 @@ def test_a_task_that_the_model_cannot_do_is_left_after_a_few_samples(
     before = list(rows)
     together.execute(made, Silent())
     assert made.journal.rows == before
+    whole = {("full", str(i)) for i in range(4)} | {("h2o(budget=0.25)", str(i)) for i in range(4)}
+    for shared in (
+        True,
+        False,
+    ):  # who goes on without `few` wants all of it, and was told once more that nothing was asked
+        again = run(
+            tmp_path / str(shared), model, monkeypatch, QUIZ, shared=shared, policies=("full", "h2o(budget=0.25)")
+        )
+        for row in before:
+            again.journal.append([row])
+        together.execute(again, Silent()) if shared else again.execute(Silent())
+        assert {(row["policy"], row["sample"]) for row in again.journal.rows if row["status"] == "ok"} == whole
 
 
 def test_a_few_samples_first_leave_one_for_the_clock(

@@ -162,6 +162,13 @@ def test_gc_removes_what_is_expired(folder: Path) -> None:
     assert len(json.loads(run("ls", "--json", "-s", folder))) == 3
 
 
+def test_who_has_named_no_store_is_told_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but `import` writes to the store that is used then: whose is elsewhere was told to import."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("KVENGINE_STORE", raising=False)
+    assert "; name yours with --store FOLDER|URL; `kvengine cache import` makes one" in run("ls", status=2)
+
+
 def test_what_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert "there is no store at" in run("ls", "-s", tmp_path / "file", status=2)

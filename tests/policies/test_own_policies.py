@@ -314,6 +314,15 @@ def test_a_file_that_is_no_policy_is_told(elsewhere: Path, source: str, message:
         kvengine.Stack.parse("own_newest")
 
 
+def test_who_has_not_said_where_a_policy_of_ones_own_is_hears_how() -> None:
+    """As in a process that loads a session of one; a misspelt name has one that is meant."""
+    with pytest.raises(UnknownPolicy, match=r"If it is your own, put its file where .*KVENGINE_POLICIES"):
+        kvengine.Stack.parse("own_newest + kivi")
+    with pytest.raises(UnknownPolicy) as caught:
+        kvengine.Stack.parse("snapvk")
+    assert "KVENGINE_POLICIES" not in str(caught.value)
+
+
 @pytest.mark.parametrize("axis", ["retention", "selection"])
 def test_a_name_of_the_tree_is_refused_in_a_folder_of_ones_own(elsewhere: Path, axis: str) -> None:
     """A changed copy of a method beside the method: the package's ran, and nobody said so."""
