@@ -94,10 +94,9 @@ def attend(
         )
     own, asked = kvengine.layer, query.device
     layer = answering(module, kvengine, key)
-    # A later layer reads what that one took under the same mask, as does a window held still.
-    reads = own is None or layer.incoming is None
-    if layer is not None and reads and layer.where != asked:  # of a model that is split over several devices
-        query = query.to(layer.where)
+    reads = own is None or layer.incoming is None  # as a later layer does under the same mask, and a window held still
+    if layer is not None and reads and layer.where != asked and not latent.is_latent(module):
+        query = query.to(layer.where)  # of a model that is split over several devices; latents are asked otherwise
     if isinstance(attention_mask, LazyMask):
         attention_mask = attention_mask.on(query.device)
     options = {"scaling": scaling, "dropout": dropout, **kwargs}

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from kvengine.hf.held_index import HeldIndex
 
 KIND = "DynamicIndexedLayer"
-FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text"))
+FAMILIES = frozenset((
+    "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "hy_v4_vl_text", "dots3_note_text", "mistral_large4_text",
+))  # fmt: skip
 """Model types whose index is this one. Others pack what they index (GLM 5 Next), or choose by a mask (`kvengine.hf.shown`)."""
 FREE = 64
 """Index keys have room for a 64th more than there are, and for so many at the least."""
