@@ -227,3 +227,15 @@ def test_texts_with_images_and_their_later_turns(policy: str) -> None:
     assert not torch.equal(want[0], changed)
     with kvengine.patched(model, policy):
         assert all(map(torch.equal, talk(lambda: generated(model, other, 3)), want))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["full", "host"])
+def test_drafts_may_come_with_the_end_of_a_prompt(policy: str) -> None:
+    """Each of a pass's queries reads what it names itself, in the layers that read another's latents too."""
+    model, ids = build(), words(46, 3)[None]
+    want = model(ids).logits
+    cache = EngineCache(kvengine.patch(model, policy))
+    cache.activate_past_recording()
+    cache.announce(41)
+    torch.testing.assert_close(model(ids, **{CACHE: cache}).logits, want, rtol=1e-4, atol=1e-4)
