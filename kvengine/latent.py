@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kvengine import readers
 from kvengine.cache import LayerCache, Stock
 from kvengine.errors import UnsupportedPolicy
 from kvengine.kernels.attention import attention
@@ -151,6 +152,31 @@ def forward(
 
     out = cache.forward(query, k, v, call, valid, prompt)
     return out if answered else restore(module, out)
+
+
+def read(
+    cache: LayerCache,
+    module: Any,
+    query: Float[Tensor, "seq head token dim"],
+    call: Call,
+    stock: Stock,
+    where: torch.device,
+) -> Float[Tensor, "seq token head dim_v"]:
+    """`readers.read` for a later layer, whose weights are here, of latents that are there.
+
+    Raises UnsupportedPolicy as `as_one_head`.
+    """
+    if not known(module):
+        raise UnsupportedPolicy(UNKNOWN)
+    answered: list[Tensor] = []
+
+    def prompt(k: Tensor, v: Tensor) -> Tensor:
+        answered.append(stock(k.to(query.device), v.to(query.device)))
+        return answered[0]
+
+    named = None if call.named is None else call.named.to(where)
+    out = readers.read(cache, absorb(module, query).to(where), call._replace(named=named), prompt)
+    return out if answered else restore(module, out.to(query.device))
 
 
 def attend(

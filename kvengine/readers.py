@@ -1,9 +1,9 @@
 """Later layers that read what an earlier one holds, in models whose layers share keys and values.
 
-Gemma 3n and the small Gemma 4 make keys and values in their first layers only. A later layer brings queries, and reads
-what the last of those layers of its kind has cached. The layer that makes the keys is judged by its own queries, and
-its later readers find what these queries found: the state *before* a verdict or a seal that the same tokens brought
-about. So a prompt is exact in every layer, and tokens taken in one pass give what they give one by one.
+Gemma 3n and the small Gemma 4 make keys and values in their first layers only, Mistral Large 4 latents in some. A later layer
+brings queries, and reads what the last of those layers of its kind has cached. The layer that makes the keys is judged by its own
+queries, and its later readers find what these queries found: the state *before* a verdict or a seal that the same tokens
+brought about. So a prompt is exact in every layer, and tokens taken in one pass give what they give one by one.
 
 A state is kept as it is for rolling back, by shallow copies, from the layer's own attention to its last reader's.
 """
@@ -29,12 +29,25 @@ if TYPE_CHECKING:
 
 def sources(config: Any) -> dict[int, int]:
     """The layers of a model that read an earlier one's keys and values, and which one each of them reads."""
+    if getattr(config, "kv_source_layers", None) is not None:
+        return by_rotation(config)
     shared = getattr(config, "num_kv_shared_layers", 0)
     if not shared:
         return {}
     kinds, first = config.layer_types, config.num_hidden_layers - shared
     last = {kind: i for i, kind in enumerate(kinds[:first])}
     return {i: last[kinds[i]] for i in range(first, len(kinds))}
+
+
+def by_rotation(config: Any) -> dict[int, int]:
+    """The same of Mistral Large 4, where they read what the last layer has left that is rotated, or not, as they are."""
+    found, last = {}, {}
+    for i, (mode, rotated) in enumerate(zip(config.kv_sharing_modes, map(bool, config.no_rope_layers), strict=False)):
+        if mode == "store":
+            last[rotated] = i
+        elif mode is not None and rotated in last:  # else the model cannot run
+            found[i] = last[rotated]
+    return found
 
 
 @runtime_checkable
@@ -85,7 +98,7 @@ def read(cache: LayerCache, q: Tensor, call: Call, stock: Stock | None) -> Float
     for moment in reversed(readers.moments or [Taken([[(end, part.lane)] for part in cache.parts])]):
         begin = max(0, end - moment.tokens)
         if begin < end:
-            out.insert(0, moment.read(cache, q[:, :, begin:end], call, stock))
+            out.insert(0, moment.read(cache, q[:, :, begin:end], call.of(slice(begin, end)), stock))
         end = begin
     readers.left -= 1
     if not readers.left:
@@ -142,7 +155,8 @@ class Taken:
             at, found = grouped.shape[2] - self.tokens, []
             for n, lane in steps:
                 if at + n > 0:
-                    found.append(lane.attend(grouped[:, :, max(0, at) : at + n], rows, mass=False)[0])
+                    span = slice(max(0, at), at + n)
+                    found.append(lane.attend(grouped[:, :, span], rows.of(span), mass=False)[0])
                 at += n
             out.append(torch.cat(found, 2))
         return cache.gather(q, out)

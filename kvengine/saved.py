@@ -89,7 +89,7 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         layer.check_free()  # type: ignore[attr-defined]
     if any(part.lane.marks for layer in cache.engines for part in layer.parts):
         raise CacheError("the cache remembers states to roll back to; call cache.commit() before saving it")
-    beside, cache.unread = plain({} if extra is None else extra, "extra"), None
+    told, cache.unread = plain({} if extra is None else extra, "extra"), None
     cache.thaw()  # to read what lies below the device moves it up
     out = Writer()
     header = {
@@ -99,10 +99,10 @@ def save(cache: EngineCache, path: str | Path, model: nn.Module, *, extra: Mappi
         "stack": cache.stack.lasting(),
         "session": {name: getattr(cache.session, name) for name in SESSION},
         "layers": [
-            out.whole_layer(layer) if isinstance(layer, EngineLayer) else out.value(vars(layer))
+            out.whole_layer(layer) if isinstance(layer, EngineLayer) else out.value(beside(layer))
             for layer in cache.layers
         ],
-        "extra": beside,
+        "extra": told,
         "text": out.value(cache.session.text.state()),
         "shift": out.value(cache.session.shifts.at(seen)),
     }

@@ -15,6 +15,7 @@ from kvengine.errors import IncompatibleCache
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.indexed import IndexedLayer
 from kvengine.hf.layer import EngineLayer
+from kvengine.hf.shared_index import SharedIndex
 from kvengine.hf.states import has_states, held_states, states_of
 from kvengine.sound import MOST, expect
 
@@ -24,11 +25,14 @@ FIXED = ("sliding_window", "number_of_states")  # which follow from the model
 KINDS = ("conv", "recurrent")
 
 
-def beside(layer: EngineLayer) -> dict[str, Any]:
-    """What a layer of the engine's has beside its tokens, by name: states, or index keys; empty if nothing."""
+def beside(layer: Any) -> dict[str, Any]:
+    """What a layer of the engine's has beside its tokens, by name: states, or index keys; empty if nothing. One of transformers'
+    has nothing else."""
+    if isinstance(layer, SharedIndex):
+        return {"index_keys": layer.indexed}
     if isinstance(layer, IndexedLayer):
         return {"index_keys": layer.indexed} | places(layer)
-    return states_of(layer) if has_states(layer) else {}
+    return states_of(layer) if has_states(layer) or not isinstance(layer, EngineLayer) else {}
 
 
 def places(layer: IndexedLayer) -> dict[str, Any]:
@@ -45,7 +49,7 @@ def restore(layer: Any, saved: Any) -> None:
         CorruptBitstream: they do not fit together.
     """
     expect(isinstance(saved, dict), "the attributes of a layer have no names")
-    new = beside(layer) if isinstance(layer, EngineLayer) else states_of(layer)
+    new = beside(layer)
     if strange := (set(saved) ^ set(new)) - set(LATE):
         raise IncompatibleCache(
             f"a {type(layer).__name__} was saved with other attributes ({sorted(strange)}): the session comes from another "
@@ -58,8 +62,9 @@ def restore(layer: Any, saved: Any) -> None:
     check_tokens(saved)
     if has_states(layer):
         check_states(saved)
-    if isinstance(layer, IndexedLayer):
+    if isinstance(layer, IndexedLayer | SharedIndex):
         check_index(layer, saved["index_keys"])
+    if isinstance(layer, IndexedLayer):
         check_places(layer, saved.get("index_places"))
     vars(layer).update(saved)
 
@@ -111,7 +116,7 @@ def check_tokens(saved: Mapping[str, Any]) -> None:
     expect(least <= k.shape[2] <= seen, f"a layer that has seen {seen} tokens holds {k.shape[2]}")
 
 
-def check_index(layer: IndexedLayer, keys: Any) -> None:
+def check_index(layer: IndexedLayer | SharedIndex, keys: Any) -> None:
     """There is an index key for each token, if this layer has an index: it may go by an earlier one's."""
     seen, rows = layer.cache.seen, layer.cache.sequences
     if keys is None:

@@ -51,7 +51,7 @@ def shared(kept: UserDict[str, Any], to: Any) -> UserDict[str, Any]:
 
 def split(model: Any, first: bool = False) -> Any:
     """Move the first or the last layer, and what modules are given when they are called, as accelerate's hooks do."""
-    layers = model.model.layers
+    layers = getattr(model.model, "language_model", model.model).layers
     gone = there(layers[0 if first else -1])
     inside = set(gone.modules())
     for module in (x for x in model.modules() if x in set(layers) or x._parameters):

@@ -94,12 +94,10 @@ def attend(
         )
     own, asked = kvengine.layer, query.device
     layer = answering(module, kvengine, key)
-    # A later layer reads what that one took under the same mask, as does a window held still.
-    reads = own is None or layer.incoming is None
-    if layer is not None and reads and layer.where != asked:  # of a model that is split over several devices
-        query = query.to(layer.where)
-    if isinstance(attention_mask, LazyMask):
-        attention_mask = attention_mask.on(query.device)
+    reads = own is None or layer.incoming is None  # as a later layer does under the same mask, and a window held still
+    if layer is not None and reads and layer.where != asked and not latent.is_latent(module):
+        query = query.to(layer.where)  # of a model that is split over several devices; latents are asked otherwise
+    attention_mask = handed(layer, attention_mask, kwargs, query.device)
     options = {"scaling": scaling, "dropout": dropout, **kwargs}
     stock = Stock(module, query, attention_mask, kvengine.previous, options, (key, value))
     if layer is None:
@@ -149,6 +147,14 @@ def answering(module: nn.Module, seam: Seam, key: Tensor) -> Any:
             "which tokens it is to read. It cannot enter this model: call kvengine.unpatch(model)"
         )
     return found
+
+
+def handed(layer: Any, mask: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
+    """The mask that an attention is given, on its queries' device; where a model does not hand it the rule of one and what is
+    named, those that its layer was told (`kvengine.hf.packed_index`)."""
+    if (told := getattr(layer, "told", None)) is not None:
+        layer.told, mask, kwargs["indices"] = None, told.mask, told.named
+    return mask.on(device) if isinstance(mask, LazyMask) else mask
 
 
 def gone() -> None:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError
 from kvengine.gradients import copied
-from kvengine.hf import indexed, states, window
+from kvengine.hf import indexed, shared_index, states, window
 from kvengine.hf.cross import engine_layers, show_empty, stock_layers
 from kvengine.hf.held_window import HeldWindow
 from kvengine.hf.layer import BREAKS, COPIED, EngineLayer, compiling
@@ -103,6 +103,7 @@ class EngineCache(Cache):
             for i, layer in enumerate(stock)
         ]
         show_empty(layers)
+        shared_index.share(layers, self.sources)
         super().__init__(layers=layers)
 
     def __del__(self) -> None:
@@ -386,7 +387,7 @@ class EngineCache(Cache):
     def stats(self) -> Stats:
         """What the cache holds and reads, counted on its tensors."""
         self.unread = None
-        read = Counter(self.sources.values())  # by later layers too
+        read = Counter(i for i in self.sources.values() if i not in (self.session.ours or ()))  # by later layers too
         stock = [x for i, layer in enumerate(self.layers) for x in states.stock_tensors(layer) * (1 + read[i])]
         return measure(self.engines, stock, self.seen)
 

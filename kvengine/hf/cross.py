@@ -12,6 +12,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from kvengine.hf import states
+from kvengine.readers import sources
 
 
 class CrossLayer(DynamicLayer):
@@ -25,8 +26,9 @@ def stock_layers(config: Any) -> list[Any]:
 
 
 def engine_layers(config: Any) -> list[bool]:
-    """Which layers the engine replaces: those with a plain, growing key-value cache, be it beside states."""
-    return [states.grows(layer, config) for layer in stock_layers(config)]
+    """Which layers the engine replaces: those with a plain, growing key-value cache of their own, be it beside states."""
+    read = sources(config)
+    return [states.grows(layer, config) and i not in read for i, layer in enumerate(stock_layers(config))]
 
 
 def show_empty(layers: list[Any]) -> None:

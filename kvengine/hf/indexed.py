@@ -32,14 +32,21 @@ if TYPE_CHECKING:
     from kvengine.hf.held_index import HeldIndex
 
 KIND = "DynamicIndexedLayer"
-FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text"))
-"""Model types whose index is this one. Others pack what they index (GLM 5 Next), or choose by a mask (`kvengine.hf.shown`)."""
+FAMILIES = frozenset((
+    "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "hy_v4_vl_text", "dots3_note_text", "mistral_large4_text",
+    "glm5_next_text",
+))  # fmt: skip
+"""Model types whose index is this one, or scores groups of tokens (`kvengine.hf.packed_index`). Others choose by a mask
+(`kvengine.hf.shown`)."""
 FREE = 64
 """Index keys have room for a 64th more than there are, and for so many at the least."""
 
 
 class IndexedLayer(EngineLayer):
     """A layer of the engine's, with the index keys of its tokens, by their numbers in the text."""
+
+    told: Any = None
+    """What a model does not hand to its attention (`kvengine.hf.packed_index.Told`), until that asks."""
 
     def reset(self) -> None:
         super().reset()
@@ -138,7 +145,8 @@ def has_index(layer: Any) -> bool:
 def named_only(mask: Tensor | None, named: Int[Tensor, "seq token chosen"], tokens: int) -> Tensor:
     """A mask, as torch's attention or a model's own has it, that leaves of so many tokens the named ones."""
     rows, queries, _ = named.shape
-    other = torch.ones(rows, queries, tokens, dtype=torch.bool, device=named.device).scatter_(2, named.long(), False)
+    other = torch.ones(rows, queries, tokens + 1, dtype=torch.bool, device=named.device)
+    other = other.scatter_(2, named.long().masked_fill(named < 0, tokens), False)[..., :tokens]
     if mask is None:
         return ~other[:, None]
     if mask.dtype == torch.bool:

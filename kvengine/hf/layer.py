@@ -114,7 +114,7 @@ class EngineLayer(CacheLayerMixin):
         module = stock.module  # type: ignore[attr-defined]
         latents = latent.is_latent(module)
         if self.incoming is None:
-            return readers.read(self.cache, query, call, stock)
+            return self.read_latents(query, call, stock) if latents else readers.read(self.cache, query, call, stock)
         full = latents and self.stack == Stack() and self.cache.fixed is None
         full = full and (call.named is None or not latent.known(module))  # of latents, what is named alone is read
         if full and self.heard is None and self.listener is None:
@@ -131,6 +131,17 @@ class EngineLayer(CacheLayerMixin):
                 self.cache.inner = v.shape[-1]
             return latent.forward(self.cache, module, query, k, v, call, valid, stock)
         return self.cache.forward(query, k, v, call, valid, None if stock.slow else stock)  # type: ignore[attr-defined]
+
+    def read_latents(
+        self, query: Float[Tensor, "seq q_head token dim"], call: Call, stock: Stock
+    ) -> Float[Tensor, "seq token q_head dim_v"]:
+        """The answer to the queries of a later layer, which has weights of its own to make keys and values of these latents."""
+        known = latent.known(module := stock.module)  # type: ignore[attr-defined]
+        if self.stack == Stack() and not (
+            known and self.cache.inner
+        ):  # some of the weights are their layers' alone to read
+            return self.attend_all(stock)
+        return latent.read(self.cache, module, query, call, stock, self.where)
 
     def attend_all(self, stock: Stock, valid: Tensor | None = None) -> Float[Tensor, "seq token q_head dim_v"]:
         """Let the model's own attention run over everything seen."""

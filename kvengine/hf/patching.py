@@ -36,6 +36,7 @@ from kvengine.hf.generate import STATE as STATE
 from kvengine.hf.interrupted import hook_led
 from kvengine.hf.mask import LazyMask
 from kvengine.hf.names import CACHE
+from kvengine.hf.packed_index import hook_groups, hook_packed
 from kvengine.hf.parts import check_size
 from kvengine.hf.parts import check_stack as check_parts
 from kvengine.hf.ragged import hook_ragged
@@ -186,8 +187,8 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     state.implementation = text._attn_implementation_internal
     register()
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
-    state.hooks += hook_passes(model, text, state.chosen) + hook_places(model, text)
-    state.hooks += hook_ragged(model, text) + hook_replays(model, text)
+    state.hooks += hook_passes(model, text, state.chosen) + hook_places(model, text) + hook_groups(model, text)
+    state.hooks += hook_ragged(model, text) + hook_replays(model, text) + hook_packed(model, text)
     state.hooks += hook_led(model, text) + hook_shifts(model, text)
     state.hooks += hook_vectors(parts := generating(model, text))
     for part in parts:

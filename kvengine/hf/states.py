@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttenti
 from kvengine.errors import CacheError
 from kvengine.hf import indexed
 from kvengine.hf.layer import EngineLayer
+from kvengine.hf.shared_index import SharedIndex
 from kvengine.session import Session
 from kvengine.stack import Stack
 
@@ -139,7 +140,8 @@ def held_states(layer: Any) -> list[Tensor]:
 
 def stock_tensors(layer: Any) -> list[Tensor]:
     """What a layer holds that is not the engine's: a window's keys and values, also where they are held still, and states."""
-    names = ("indexed", "index_places") if isinstance(layer, EngineLayer) else ("keys", "values", "k", "v", "there")
+    ours = isinstance(layer, EngineLayer | SharedIndex)
+    names = ("indexed", "index_places") if ours else ("keys", "values", "k", "v", "there")
     return [x for name in names if isinstance(x := getattr(layer, name, None), Tensor)] + held_states(layer)
 
 

@@ -75,7 +75,7 @@ def sampled(model: Any) -> Tensor:
 
 
 def cache_of(model: Any) -> Any:
-    patched = model.config._attn_implementation == "kvengine"
+    patched = model.config.get_text_config()._attn_implementation == "kvengine"
     return EngineCache(model) if patched else DynamicCache(config=model.config)
 
 

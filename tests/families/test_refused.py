@@ -28,7 +28,7 @@ LOOPED = {
 
 # The class, what differs from BASE, what of it is unknown there, and what is said.
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
-    "indexed": ("MistralLarge4TextModel", DSA, ("head_dim",), "caches of kinds of its own .DynamicIndexedLayer."),
+    "compressed": ("DeepseekV4ForCausalLM", DSA, (), "caches of kinds of its own .DeepseekV4HCACache."),
     "cache of its own": ("MiniMaxForCausalLM", {"num_local_experts": 2}, (), "takes no caches but its own"),
     "and in its part": ("MiniMaxModel", {"num_local_experts": 2}, (), "MiniMaxModel takes no caches but its own"),
     "no layer index": ("GitForCausalLM", GIT, NOT_GROUPED, "no attention module with a layer index"),
