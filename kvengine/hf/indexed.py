@@ -74,15 +74,8 @@ class IndexedLayer(EngineLayer):
         return held[:, :end]
 
     def with_room(self, end: int) -> Float[Tensor, "seq room dim"]:
-        """The index keys, with room for the first `end` tokens. Raises CacheError if there are none of what was seen."""
-        seen, held = self.cache.seen, self.index_keys
-        if held is None or held.shape[1] < seen:
-            raise CacheError(f"this cache has no index keys of the {seen} tokens that it has seen; call cache.reset()")
-        if held.shape[1] < end or (held.is_inference() and not torch.is_inference_mode_enabled()):
-            most = max(end, self.session.prompt_end or 0)  # chunks to come need not move these
-            room = held.new_empty(len(held), most + max(FREE, most // 64), held.shape[2])
-            room[:, :seen] = held[:, :seen]
-            self.index_keys = held = room
+        """As `roomy`, for the tokens of this layer."""
+        self.index_keys = held = roomy(self.index_keys, self.cache.seen, end, self.session.prompt_end)
         return held
 
     @property
@@ -113,6 +106,23 @@ class IndexedLayer(EngineLayer):
             self.index_keys = self.index_keys[indices.to(self.index_keys.device)]
         if self.index_places is not None:
             self.index_places = self.index_places[:, indices.to(self.index_places.device)]
+
+
+def roomy(
+    held: Float[Tensor, "seq room dim"] | None, seen: int, end: int, prompt_end: int | None
+) -> Float[Tensor, "seq room dim"]:
+    """Index keys of `seen` tokens, with room for the first `end`, or for the whole of a prompt that comes in chunks.
+
+    Raises CacheError if there are none of what was seen.
+    """
+    if held is None or held.shape[1] < seen:
+        raise CacheError(f"this cache has no index keys of the {seen} tokens that it has seen; call cache.reset()")
+    if held.shape[1] < end or (held.is_inference() and not torch.is_inference_mode_enabled()):
+        most = max(end, prompt_end or 0)
+        room = held.new_empty(len(held), most + max(FREE, most // 64), held.shape[2])
+        room[:, :seen] = held[:, :seen]
+        return room
+    return held
 
 
 def update_indexer(
@@ -186,4 +196,4 @@ def check_stack(stack: Stack, text: Any) -> None:
         )
 
 
-__all__ = ["IndexedLayer", "check_prefix", "check_stack", "followed", "has_index", "named_only"]
+__all__ = ["IndexedLayer", "check_prefix", "check_stack", "followed", "has_index", "named_only", "roomy"]

@@ -137,9 +137,8 @@ class EngineLayer(CacheLayerMixin):
     ) -> Float[Tensor, "seq token q_head dim_v"]:
         """The answer to the queries of a later layer, which has weights of its own to make keys and values of these latents."""
         known = latent.known(module := stock.module)  # type: ignore[attr-defined]
-        if self.stack == Stack() and not (
-            known and self.cache.inner
-        ):  # some of the weights are their layers' alone to read
+        # Some of the weights are their layers' alone to read.
+        if self.stack == Stack() and not (known and self.cache.inner):
             return self.attend_all(stock)
         return latent.read(self.cache, module, query, call, stock, self.where)
 

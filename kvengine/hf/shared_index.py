@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvengine.errors import CacheError, ModelError
+from kvengine.errors import ModelError
 from kvengine.hf import indexed
 
 
@@ -36,19 +35,13 @@ class SharedIndex(CacheLayerMixin):
 
         Raises CacheError if there are none of earlier tokens.
         """
-        new, end, held = indexer_key_states, self.source.cache.seen, self.index_keys
+        new, end = indexer_key_states, self.source.cache.seen
         seen = end - new.shape[1]
         if not seen:
-            held = new.new_empty(len(new), 0, new.shape[2])
-        elif held is None or held.shape[1] < seen or len(held) != len(new):
-            raise CacheError(f"this cache has no index keys of the {seen} tokens that it has seen; call cache.reset()")
-        if held.shape[1] < end or (held.is_inference() and not torch.is_inference_mode_enabled()):
-            most = max(end, self.source.session.prompt_end or 0)  # chunks to come need not move these
-            room = new.new_empty(len(held), most + max(indexed.FREE, most // 64), held.shape[2], dtype=held.dtype)
-            room[:, :seen] = held[:, :seen]
-            held = room
+            self.index_keys = new.new_empty(len(new), 0, new.shape[2])
+        held = self.index_keys if self.index_keys is not None and len(self.index_keys) == len(new) else None
+        self.index_keys = held = indexed.roomy(held, seen, end, self.source.session.prompt_end)
         held[:, seen:end] = new
-        self.index_keys = held
         return held[:, :end]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
