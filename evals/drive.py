@@ -222,10 +222,8 @@ def show(
 
 def below(found: list[CellResult], config: RunConfig) -> list[str]:
     """Cells under their bar. A bar is named TASK, or POLICY:TASK; a bar that matches nothing counts as missed."""
-    lines, asked = (
-        [],
-        {arm.spelled: arm.policy for arm in config.arms()},
-    )  # a table may have another name for one of them
+    asked = {arm.spelled: arm.policy for arm in config.arms()}  # a table may have another name for one of them
+    lines = []
     for name, bar in config.fail_under.items():
         chosen = [cell for cell in found if _barred(name, cell.task, asked.get(cell.stack, cell.policy))]
         chosen = chosen if name.rpartition(":")[0] else [cell for cell in chosen if cell.role != "oracle"]

@@ -23,7 +23,7 @@ from kvengine.hf.indexed import IndexedLayer
 from kvengine.hf.mask import LazyMask
 from kvengine.session import HELD
 
-FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text"))
+FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "hy_v4_vl_text", "dots3_note_text"))
 """Model types whose indexer scores all index keys that it is handed, under the mask of its attention, and names the best."""
 
 

@@ -229,6 +229,18 @@ def test_texts_with_images_and_their_later_turns(policy: str) -> None:
         assert all(map(torch.equal, talk(lambda: generated(model, other, 3)), want))
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("policy", ["full", "host", CODED[0]])
+def test_recorded_steps_speak_the_same_text_behind_images(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And past the end of their room. Without the token of padding, all of whose scores are equal."""
+    monkeypatch.setattr("kvengine.hf.compiled.ROOM", 7)
+    model, (_, batch) = kvengine.patch(build("hy_v4_vl"), policy), seen(2, 1)
+    want = generated(model, batch, 16, suppress_tokens=[0])
+    for step in (None, "trace"):
+        decoder = kvengine.compile_decode(model, step)
+        assert torch.equal(generated(model, batch, 16, suppress_tokens=[0], custom_generate=decoder), want)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("policy", ["full", "host"])
 def test_drafts_may_come_with_the_end_of_a_prompt(policy: str) -> None:
