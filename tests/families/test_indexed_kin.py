@@ -229,7 +229,7 @@ def test_texts_with_images_and_their_later_turns(policy: str) -> None:
         assert all(map(torch.equal, talk(lambda: generated(model, other, 3)), want))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "host", CODED[0]])
 def test_recorded_steps_speak_the_same_text_behind_images(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And past the end of their room. Without the token of padding, all of whose scores are equal."""

@@ -64,7 +64,7 @@ def test_the_text_is_that_of_decoding_without(name: str, text: str, monkeypatch:
     assert torch.equal(*again)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["full", CODED[0]])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recorded_model_speaks_the_same_text(name: str, text: str) -> None:
