@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvengine.hf.held_index import HeldIndex
 
 KIND = "DynamicIndexedLayer"
+PLACES = "indexer_position_ids"
 FAMILIES = frozenset((
     "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "hy_v4_vl_text", "dots3_note_text", "mistral_large4_text",
     "glm5_next_text",
@@ -141,8 +142,8 @@ aside: Any = torch.compiler.disable(update_indexer, reason=BREAKS)
 def followed(text: Any, modules: Sequence[nn.Module]) -> bool:
     """Whether the engine can follow the index of a model with these attention modules: it is of one of the `FAMILIES`, and caches
     latents (with transformers 5.17 it caches keys and values that it has made of them: its code expands, and then caches)."""
-    if text.model_type in shown.FAMILIES:
-        return True
+    if text.model_type in shown.FAMILIES:  # nor do these keep positions there
+        return any(hasattr(layer, PLACES) for layer in DynamicCache(config=text).layers)
     made = [inspect.unwrap(type(m).forward).__code__.co_names for m in modules if latent.is_latent(m)]
     return text.model_type in FAMILIES and all(x.index("update") < x.index("expand_kv") for x in made)
 

@@ -15,7 +15,7 @@ import transformers
 from families import configs
 from families.configs import LINEAR, VOCABULARY, padded_batch
 from families.sights import IMAGE, QWEN, noise, text, words
-from families.test_indexed import CODED, DSA, STORED, WAYS, cache_of, generated
+from families.test_indexed import CODED, DSA, OLD, STORED, WAYS, cache_of, generated
 from support_device import Device, pretended
 from test_split_model import split
 from torch import Tensor
@@ -27,7 +27,7 @@ from kvengine.hf.names import CACHE, passed
 from kvengine.speculative.triforce import TriForce
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(transformers, "Glm5NextForConditionalGeneration"), reason="this transformers has no GLM 5 Next"
+    OLD or not hasattr(transformers, "Glm5NextForConditionalGeneration"), reason="this transformers has no such model"
 )
 INDEXED = "indexed_attention"
 POOL, TOP = 4, 8

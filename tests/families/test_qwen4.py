@@ -14,7 +14,7 @@ import transformers
 from families import sights
 from families.configs import BASE, EXPERTS, LINEAR_HEADS, VOCABULARY, padded_batch
 from families.sights import IMAGE, KINDS, QWEN, TOKENS, Sight, grids, shown
-from families.test_indexed import CODED, STORED, WAYS, generated
+from families.test_indexed import CODED, OLD, STORED, WAYS, generated
 from families.test_seeing import new, run, stock, talk
 from support_device import pretended
 from test_split_model import split
@@ -30,7 +30,7 @@ from kvengine.hf.shown import ShownMask
 from kvengine.speculative.triforce import TriForce
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(transformers, "Qwen4ExpForCausalLM"), reason="this transformers has no Qwen 4"
+    OLD or not hasattr(transformers, "Qwen4ExpForCausalLM"), reason="this transformers has no such Qwen 4"
 )
 INDEXED, LINEAR = "indexed_attention", "linear_attention"
 BUDGET, RATIO = 8, 2
