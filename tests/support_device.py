@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from kvengine.hf.compiled import Steps
 from kvengine.kernels.gpu import chip
 from kvengine.kernels.streams import _kept
 
@@ -326,6 +327,20 @@ class Device(TorchFunctionMode):
 
     def on_is_pinned(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         return not isinstance(args[0], Pretended) and args[0].untyped_storage().data_ptr() in self.pinned
+
+
+def moved_by_steps(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
+    """Has what each step moves that a graph would record, or waits for, added to this list."""
+    run, found = Steps.run, list[dict[str, int]]()
+
+    def watched(self: Steps) -> Tensor:
+        device.moved.clear()
+        logits: Tensor = run(self)
+        found.append(dict(device.moved))
+        return logits
+
+    monkeypatch.setattr(Steps, "run", watched)
+    return found
 
 
 def there(x: Any) -> Any:

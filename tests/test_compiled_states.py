@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import configs
-from support_device import Device, there
+from support_device import Device, moved_by_steps, there
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -95,18 +95,11 @@ def test_what_a_graph_would_record_moves_nothing(name: str, monkeypatch: pytest.
     """Nor does the model's own code look at what a GPU computes."""
     monkeypatch.setattr("kvengine.kernels.dispatch._best", lambda inputs, native: "reference")
     text = "quest(budget=12, page=4)"
-    model, batch, run, found = built(name, text), configs.padded_batch(), Steps.run, []
+    model, batch = built(name, text), configs.padded_batch()
     if name == "qwen3_next":
         model.set_experts_implementation("batched_mm")  # the default counts in a way that a CPU, here below, does not
     want, device = say(model, 4, **batch), Device(monkeypatch)
-
-    def watched(self: Steps) -> Tensor:
-        device.moved.clear()
-        logits: Tensor = run(self)
-        found.append(dict(device.moved))
-        return logits
-
-    monkeypatch.setattr(Steps, "run", watched)
+    found = moved_by_steps(device, monkeypatch)
     with device:
         kvengine.patch(there(kvengine.unpatch(model)), text)
         decoder = CompiledDecode(model, "eager")

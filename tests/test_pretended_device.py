@@ -19,7 +19,7 @@ import torch
 from families import configs
 from layout import ROOT
 from support import MIXED, SMALL, every, greedy, in_turn, llama, prompts
-from support_device import CUDA, Device, Elsewhere, Pretended, pretended, there
+from support_device import CUDA, Device, Elsewhere, Pretended, moved_by_steps, pretended, there
 from test_compiled import DIM, EVERY, PROMPT, STEPS, at, tokens
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from kvengine import attending
 from kvengine.cache import LayerCache
 from kvengine.errors import KernelError
 from kvengine.fixed import FixedLayer
-from kvengine.hf.compiled import CompiledDecode, Steps
+from kvengine.hf.compiled import CompiledDecode
 from kvengine.kernels import dispatch
 from kvengine.kernels.causal_attention import reference as causal
 from kvengine.kernels.causal_attention.native import fits
@@ -204,15 +204,7 @@ def sealed(cache: LayerCache) -> list[int]:
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=24, window=6)", EVERY[-2]])
 def test_what_a_graph_would_record_moves_nothing(text: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model included. The host looks at nothing either: what it saw would be in the recording for ever."""
-    run, found = Steps.run, []
-
-    def watched(self: Steps) -> Tensor:
-        device.moved.clear()
-        logits: Tensor = run(self)
-        found.append(dict(device.moved))
-        return logits
-
-    monkeypatch.setattr(Steps, "run", watched)
+    found = moved_by_steps(device, monkeypatch)
     model = llama()
     with device, kvengine.patched(there(model), text):
         decoder = kvengine.compile_decode(model)

@@ -4,7 +4,7 @@ wherever tokens are stored; and policies that would choose tokens where the mode
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +160,18 @@ def test_the_models_own_attention_may_be_another(text: str) -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("text", STORED[1:])
-def test_a_row_is_in_a_batch_what_it_is_alone(text: str) -> None:
-    model, batch = build(), padded_batch(60)
-    with kvengine.patched(model, text):
+def rows_as_alone(model: Any, policy: str) -> None:
+    batch = padded_batch(60)
+    with kvengine.patched(model, policy):
         out = generated(model, batch)
         for row in range(3):
             mine = {name: x[row : row + 1, batch["attention_mask"][row].bool()] for name, x in batch.items()}
             assert torch.equal(generated(model, mine)[0, -16:], out[row, -16:])
+
+
+@pytest.mark.parametrize("text", STORED[1:])
+def test_a_row_is_in_a_batch_what_it_is_alone(text: str) -> None:
+    rows_as_alone(build(), text)
 
 
 @pytest.mark.parametrize("text", ["full", "host", *CODED])
@@ -218,18 +222,22 @@ def test_another_batch_is_refused_before_anything_is_kept() -> None:
         model(torch.full((3, 1), 5), **passed(model, cache))
 
 
-def test_weights_that_are_not_known_are_the_models_own_to_read() -> None:
-    """Of latents whose weights have an adapter, say, 'full' reads all, under the model's mask."""
-    model = build()
+def read_by_full_alone(model: Any, wrapped: Container[int]) -> None:
+    """With weights in these layers that the engine does not know, as an adapter's, say, 'full' reads all, under the model's
+    mask."""
     want = generated(model)
     for module in model.modules():
-        if hasattr(module, "kv_b_proj"):
+        if hasattr(module, "kv_b_proj") and module.layer_idx in wrapped:
             own = module.kv_b_proj
             module.kv_b_proj = torch.nn.Sequential(own)
     with kvengine.patched(model, "full"):
         assert torch.equal(generated(model), want)
     with kvengine.patched(model, "host"), pytest.raises(UnsupportedPolicy, match="only 'full' works here"):
         generated(model)
+
+
+def test_weights_that_are_not_known_are_the_models_own_to_read() -> None:
+    read_by_full_alone(build(), range(9))
 
 
 @pytest.mark.parametrize("text", ["full", "kivi(bits=4, group=8, residual=8) + host"])

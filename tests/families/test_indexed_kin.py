@@ -13,7 +13,7 @@ import torch
 import transformers
 from families.configs import padded_batch
 from families.sights import IMAGE, PIXTRAL, VIEW, noise, text, words
-from families.test_indexed import CODED, DSA, STORED, WAYS, cache_of, generated
+from families.test_indexed import CODED, DSA, STORED, WAYS, cache_of, generated, read_by_full_alone, rows_as_alone
 from support_device import Device, pretended
 from test_split_model import split
 from torch import Tensor
@@ -122,28 +122,14 @@ def test_each_decoded_token_reads_what_is_named(policy: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", STORED[:2])
 def test_a_row_is_in_a_batch_what_it_is_alone(policy: str) -> None:
-    model, batch = build(), padded_batch(60)
-    with kvengine.patched(model, policy):
-        out = generated(model, batch)
-        for row in range(3):
-            mine = {name: x[row : row + 1, batch["attention_mask"][row].bool()] for name, x in batch.items()}
-            assert torch.equal(generated(model, mine)[0, -16:], out[row, -16:])
+    rows_as_alone(build(), policy)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [[0], [2], [0, 1, 2, 3]])
 def test_weights_that_are_not_known_are_their_layers_own_to_read(wrapped: list[int]) -> None:
     """Those of the layer that has the latents, of one that reads them, and of all."""
-    model = build()
-    want = generated(model)
-    for module in model.modules():
-        if hasattr(module, "kv_b_proj") and module.layer_idx in wrapped:
-            own = module.kv_b_proj
-            module.kv_b_proj = torch.nn.Sequential(own)
-    with kvengine.patched(model, "full"):
-        assert torch.equal(generated(model), want)
-    with kvengine.patched(model, "host"), pytest.raises(UnsupportedPolicy, match="only 'full' works here"):
-        generated(model)
+    read_by_full_alone(build(), wrapped)
 
 
 @pytest.mark.slow

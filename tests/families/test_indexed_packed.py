@@ -15,7 +15,7 @@ import transformers
 from families import configs
 from families.configs import LINEAR, VOCABULARY, padded_batch
 from families.sights import IMAGE, QWEN, noise, text, words
-from families.test_indexed import CODED, DSA, OLD, STORED, WAYS, cache_of, generated
+from families.test_indexed import CODED, DSA, OLD, STORED, WAYS, cache_of, generated, read_by_full_alone, rows_as_alone
 from support_device import Device, pretended
 from test_split_model import split
 from torch import Tensor
@@ -146,12 +146,7 @@ def test_every_way_gives_the_unpatched_models(way: str, policy: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", STORED[:2])
 def test_a_row_is_in_a_batch_what_it_is_alone(policy: str) -> None:
-    model, batch = build(), padded_batch(60)
-    with kvengine.patched(model, policy):
-        out = generated(model, batch)
-        for row in range(3):
-            mine = {name: x[row : row + 1, batch["attention_mask"][row].bool()] for name, x in batch.items()}
-            assert torch.equal(generated(model, mine)[0, -16:], out[row, -16:])
+    rows_as_alone(build(), policy)
 
 
 @pytest.mark.slow
@@ -272,16 +267,7 @@ def test_chains_of_drafts_are_lossless() -> None:
 
 @pytest.mark.slow
 def test_weights_that_are_not_known_are_the_models_own_to_read() -> None:
-    model = build()
-    want = generated(model)
-    for module in model.modules():
-        if hasattr(module, "kv_b_proj"):
-            own = module.kv_b_proj
-            module.kv_b_proj = torch.nn.Sequential(own)
-    with kvengine.patched(model, "full"):
-        assert torch.equal(generated(model), want)
-    with kvengine.patched(model, "host"), pytest.raises(UnsupportedPolicy, match="only 'full' works here"):
-        generated(model)
+    read_by_full_alone(build(), range(9))
 
 
 def test_what_chooses_tokens_and_recorded_steps_are_refused() -> None:

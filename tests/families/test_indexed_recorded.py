@@ -10,7 +10,7 @@ import torch
 from families.configs import padded_batch
 from families.test_indexed import NAMES as EVERY
 from families.test_indexed import build, generated
-from support_device import Device, there
+from support_device import Device, moved_by_steps, there
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -140,17 +140,10 @@ def test_nothing_moves_and_what_warms_up_is_undone(text: str) -> None:
 def test_what_a_graph_would_record_waits_for_nothing(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the model's own code look at what a GPU computes."""
     monkeypatch.setattr("kvengine.kernels.dispatch._best", lambda inputs, native: "reference")
-    model, batch, run, found = build(name), padded_batch(41), Steps.run, []
+    model, batch = build(name), padded_batch(41)
     model.set_experts_implementation("batched_mm")  # the default counts in a way that a CPU, here below, does not
     want, device = say(kvengine.patch(model, text), count=4), Device(monkeypatch)
-
-    def watched(self: Steps) -> Tensor:
-        device.moved.clear()
-        logits: Tensor = run(self)
-        found.append(dict(device.moved))
-        return logits
-
-    monkeypatch.setattr(Steps, "run", watched)
+    found = moved_by_steps(device, monkeypatch)
     with device:
         kvengine.patch(there(kvengine.unpatch(model)), text)
         given = {key: there(x) for key, x in batch.items()}
