@@ -104,15 +104,23 @@ def main() -> None:
     model, tokenizer = loading.load("bundled", device="cpu", dtype="float32")
     read = partial(think, prompt=given.prompt)
     rows = [measure(model, tokenizer, policy, given, read) for policy in given.policies.split(";")]
+    command = f"python -P benchmarks/long_answer.py --length {given.length} --contexts {given.contexts}"
+    asked = f"{given.length} tokens of which {given.prompt} are the prompt, {given.contexts} contexts per task"
+    held = "held at most (tokens per head, looked at every 32)"
+    save(given, command, asked, {}, held, rows)
+
+
+def save(
+    given: argparse.Namespace, command: str, asked: str, more: dict[str, str], held: str, rows: list[dict[str, Any]]
+) -> None:
+    """Write rows of `measure` as the documentation wants them. `more`: columns behind the policy; `held`: heading of the last."""
     names = [task.name.removeprefix("quiz_") for task in choose("quiz", given.tasks)]
     result = {
-        "command": f"python -P benchmarks/long_answer.py --length {given.length} --contexts {given.contexts}",
-        "machine": f"the bundled model, {given.length} tokens of which {given.prompt} are the prompt, {given.contexts} contexts "
-        f"per task, seed {given.seed}; CPU, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"Python {platform.python_version()}; percent right with 95 % interval",
+        "command": command,
+        "machine": f"the bundled model, {asked}, seed {given.seed}; CPU, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, Python {platform.python_version()}; percent right with 95 % interval",
         "columns": {
-            "policy": "policy", **{name: name for name in names}, "mean": "mean:.0f",
-            "held at most (tokens per head, looked at every 32)": "held:.0f",
+            "policy": "policy", **more, **{name: name for name in names}, "mean": "mean:.0f", held: "held:.0f",
         },
         "rows": rows,
     }  # fmt: skip

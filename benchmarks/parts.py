@@ -11,18 +11,12 @@ hold every token as it came have no use for parts; `full` is the ceiling. Writes
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 from functools import partial
 from pathlib import Path
 
-import torch
-import transformers
-
 from kvengine.evals import loading
 from kvengine.evals.engine import Session
-from kvengine.evals.tasks import choose
 from kvengine.hf.parts import ends
 
 TASKS = "quiz_single,quiz_multikey_1,quiz_multikey_2"
@@ -43,7 +37,7 @@ def read(session: Session, ids: list[int], size: int) -> float:
 
 def main() -> None:
     sys.path.append(str(Path(__file__).parent))  # behind everything, for the file beside this one
-    from long_answer import measure
+    from long_answer import measure, save
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=4096)
@@ -61,19 +55,10 @@ def main() -> None:
     for policy, size in wanted:
         row = measure(model, tokenizer, policy, given, partial(read, size=size))
         rows.append({**row, "part": size or "the whole"})
-    names = [task.name.removeprefix("quiz_") for task in choose("quiz", given.tasks)]
-    result = {
-        "command": f"python -P benchmarks/parts.py --length {given.length} --contexts {given.contexts} --parts {given.parts}",
-        "machine": f"the bundled model, {given.length} tokens, {given.contexts} contexts per task, seed {given.seed}; CPU, "
-        f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}; percent right "
-        "with 95 % interval, questions after the prompt",
-        "columns": {
-            "policy": "policy", "tokens of a part": "part", **{name: name for name in names}, "mean": "mean:.0f",
-            "held at most while reading (tokens per head)": "held:.0f",
-        },
-        "rows": rows,
-    }  # fmt: skip
-    given.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    command = f"python -P benchmarks/parts.py --length {given.length} --contexts {given.contexts} --parts {given.parts}"
+    asked = f"{given.length} tokens, {given.contexts} contexts per task, questions after the prompt"
+    held = "held at most while reading (tokens per head)"
+    save(given, command, asked, {"tokens of a part": "part"}, held, rows)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -76,13 +76,16 @@ OTHER_DATA = {
 }
 
 
-def current(rows: list[Row]) -> list[Row]:
+def current(rows: list[Row], names: Mapping[str, str] | None = None) -> list[Row]:
     """Rows without those of samples whose data changed since: only policies that were asked the same may be compared.
 
     Of a sample the row that was written last says what the data are now. A cell of which nothing is left says so. Of a cell the
-    last row says what the policy's code is now: what it was measured with before is another policy's.
+    last row says what the policy's code is now: what it was measured with before is another policy's. What a cell failed at is
+    left out if it went on since. `names`: as for `by_one_name`.
     """
-    rows = by_one_name(rows)
+    rows = by_one_name(rows, names or {})
+    answered = {row["key"]: place for place, row in enumerate(rows) if row["status"] == "ok"}
+    rows = [row for i, row in enumerate(rows) if row["status"] == "ok" or i > answered.get(row["key"], -1)]
     code = {_at(row): row["code"] for row in rows if row.get("code") is not None}
     rows = [row for row in rows if same_code(row.get("code"), code.get(_at(row)))]
     newest = {(*_at(row)[:4], row["sample"]): row["sample_hash"] for row in ok(rows)}
@@ -92,10 +95,11 @@ def current(rows: list[Row]) -> list[Row]:
     return [*kept, *lost.values()]
 
 
-def by_one_name(rows: list[Row]) -> list[Row]:
+def by_one_name(rows: list[Row], said: Mapping[str, str]) -> list[Row]:
     """Rows with one name for each stack, the last that it was given, and no name for two: what a text meant before its defaults
-    changed is called by its options. Tables go by names."""
-    means = {row["policy"]: row["stack"] for row in rows}
+    changed is called by its options. Tables go by names. `said`: what names meant when they were last asked for, which need not
+    be what was last measured."""
+    means = {row["policy"]: row["stack"] for row in rows} | dict(said)
     names = {row["stack"]: row["policy"] for row in rows if means[row["policy"]] == row["stack"]}
     return [{**row, "policy": names.get(row["stack"], row["stack"])} for row in rows]
 

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from kvengine.errors import EvaluationError
+from kvengine.offload.stores.filesystem import made_folder
 
 log = logging.getLogger(__name__)
 LOCK = "run.lock"
@@ -29,19 +30,15 @@ def claimed(folder: Path) -> Iterator[None]:
     Raises EvaluationError that names the process which runs there, OSError if the folder cannot be made or written. Where
     there are no locks (Windows, some file systems) a warning says that nothing is kept out.
     """
-    made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOCK
-    handle = _take(path)
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # its name goes first: whoever opens it in between finds that it has none (`_take`)
-            path.unlink()
-        os.close(handle)
-        if made:
-            with suppress(OSError):  # it has been filled
-                folder.rmdir()
+    with made_folder(folder):
+        path = folder / LOCK
+        handle = _take(path)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # its name goes first: whoever opens it in between finds that it has none (`_take`)
+                path.unlink()
+            os.close(handle)
 
 
 def _take(path: Path) -> int:

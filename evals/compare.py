@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from kvengine.errors import EvaluationError
 from kvengine.evals import report, tables
 from kvengine.evals.aggregate import by_sample, named
-from kvengine.evals.records import Row
+from kvengine.evals.manifest import installed
+from kvengine.evals.records import Row, same_code
 from kvengine.evals.statistics import paired
 
 At = tuple[str, str, int, str, str]
@@ -19,7 +21,7 @@ OF_A_RUN = ("model", "tokenizer", "dtype", "chat", "attention")
 def text(a: Path, b: Path) -> str:
     """A Markdown table of B - A in percent points, and before it what else the runs differ in, and what only one of them has.
 
-    A policy is known again by its name, or by its options where it was spelled otherwise.
+    A policy is known again by its options, else by its name: what that meant in each run is then told.
 
     Raises `EvaluationError` if the runs share no cell, or asked different data under the same name.
     """
@@ -34,7 +36,8 @@ def text(a: Path, b: Path) -> str:
         times = 100.0 if shares else 1.0
         sure = difference is not None and (difference.low > 0 or difference.high < 0)
         rows.append([at[1], str(at[2]), at[3], f"`{at[4]}`", tables.span(difference, times), "yes" if sure else ""])
-    unlike = "".join(f"- the runs differ in {line}\n" for line in _unlike(one, other))
+    lines = [*_unlike(one, other), *_changed((first[at], second[to]) for at, to in shared.items())]
+    unlike = "".join(f"- the runs differ in {line}\n" for line in lines)
     for folder, cells, both in ((a, first, shared.keys()), (b, second, shared.values())):
         known = {at[4] for at in both}
         left = dict.fromkeys(at[4] for at in cells if at[4] not in known)
@@ -45,8 +48,21 @@ def text(a: Path, b: Path) -> str:
 def _shared(first: dict[At, list[Row]], second: dict[At, list[Row]]) -> dict[At, At]:
     """The cells that both have, and what each is called in the second."""
     twins = {(*at[:4], rows[0]["stack"]): at for at, rows in second.items()}
-    pairs = {at: at if at in second else twins.get((*at[:4], rows[0]["stack"])) for at, rows in first.items()}
-    return {at: twin for at, twin in pairs.items() if twin is not None}
+    pairs = {at: twins.get((*at[:4], rows[0]["stack"])) for at, rows in first.items()}
+    left = second.keys() - set(pairs.values())
+    found = {at: at if twin is None and at in left else twin for at, twin in pairs.items()}
+    return {at: twin for at, twin in found.items() if twin is not None}
+
+
+def _changed(pairs: Iterable[tuple[list[Row], list[Row]]]) -> list[str]:
+    """What a policy of one name was in one run and in the other, and whose code is not the same."""
+    told: dict[str, None] = {}
+    for (a, *_), (b, *_) in pairs:
+        if a["stack"] != b["stack"]:
+            told[f"`{a['policy']}`: {a['stack']} and {b['stack']}"] = None
+        elif not same_code(a.get("code"), b.get("code")):
+            told[f"the code of `{a['policy']}`"] = None
+    return list(told)
 
 
 def _unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -55,6 +71,7 @@ def _unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     pairs += [("golden", one["config"].get("golden"), other["config"].get("golden"))]
     judged = [run["config"].get("judge_every") or "a prompt's end" for run in (one, other)]
     pairs += [("judge_every", judged[0], judged[1])]
+    pairs += [(name, version, installed(other).get(name)) for name, version in installed(one).items()]
     return [f"{name}: {x} and {y}" for name, x, y in pairs if x != y and None not in (x, y)]
 
 

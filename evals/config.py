@@ -219,6 +219,8 @@ def pairs(value: Any, *, last: bool = False) -> dict[str, Any]:
     {'quest(budget=64):vt': '50'}
     """
     if isinstance(value, Mapping):
+        if strange := [name for name in value if not isinstance(name, str)]:
+            raise TypeError(f"its names are texts, and {strange[0]!r} is none")
         return dict(value)
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):

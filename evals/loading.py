@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,10 @@ def pick_device(name: str) -> str:
 
 
 def model_digest(model: Any) -> str:
-    """Hash of the configuration and of the first numbers of every weight."""
-    digest = hashlib.sha256(model.config.to_json_string().encode())
+    """Hash of the configuration, whichever transformers has read it, and of the first numbers of every weight."""
+    config = json.loads(model.config.to_json_string())
+    config.pop("transformers_version", None)  # that of this process, not of who wrote the file
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, weight in model.named_parameters():
         start = weight.detach().flatten()[:64].float().cpu().numpy().tobytes()
         digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode() + start)

@@ -42,6 +42,8 @@ def write(path: Path, run: Any) -> dict[str, Any]:
         now["resumed"] = [*before["resumed"], datetime.now(UTC).isoformat(timespec="seconds")]
         now["data"] = {**before["data"], **now["data"]}
         now["machines"] = list(dict.fromkeys([*machines(before), *machines(now)]))
+        now["calls"] = calls(before) + [one for one in calls(now) if one not in calls(before)]
+        now["policies"] = {**before.get("policies", {}), **now["policies"]}
         now["shared"] = shared(before) or shared(now)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, (json.dumps(now, indent=2, ensure_ascii=False, default=str) + "\n").encode())
@@ -65,6 +67,18 @@ def machines(found: dict[str, Any]) -> list[str]:
     """Where the rows of a folder were measured, one call after the other."""
     here: list[str] = found.get("machines") or [f"{found['device']}, {found['threads']} threads"]
     return here
+
+
+def calls(found: dict[str, Any]) -> list[dict[str, str]]:
+    """What was installed when the rows of a folder were measured, one call after the other, each set once."""
+    here: list[dict[str, str]] = found.get("calls") or [found["versions"]]
+    return here
+
+
+def installed(found: dict[str, Any]) -> dict[str, str]:
+    """The same by package: `2.13.0`, or `2.13.0, then 2.14.0`."""
+    names = dict.fromkeys(name for call in calls(found) for name in call)
+    return {name: ", then ".join(dict.fromkeys(call[name] for call in calls(found) if name in call)) for name in names}
 
 
 def shared(found: dict[str, Any]) -> bool:
@@ -97,6 +111,7 @@ def describe(run: Any) -> dict[str, Any]:
         "commit": commit(),
         "command": sys.argv[1:],
         "config": asdict(run.config),
+        "policies": {arm.policy: arm.spelled for arm in run.config.arms()},
         "data": run.data_hashes(),
     }
 

@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 
 from kvengine.evals import plots, tables
 from kvengine.evals.aggregate import CellResult, named
-from kvengine.evals.manifest import machines
+from kvengine.evals.manifest import installed, machines
 from kvengine.evals.records import Row
+from kvengine.offload.stores.filesystem import replace_file
 
 PLACEMENT = {
     "multi-turn": "The question is part of the prompt, so compression sees it (of several, the first).",
@@ -206,7 +207,7 @@ def write(folder: Path, found: list[CellResult], rows: list[Row], manifest: dict
         sections=parts,
         manifest=json.dumps(manifest, indent=2, ensure_ascii=False),
     )
-    (folder / "report.html").write_text(text, encoding="utf-8")
+    replace_file(folder / "report.html", text.encode())
     for picture in [*above, *(one for part in parts for one in part.pictures)]:
         (folder / "pictures").mkdir(exist_ok=True)
         picture.figure.savefig(folder / "pictures" / f"{picture.name}.png", dpi=110, metadata={"Software": None})
@@ -214,7 +215,7 @@ def write(folder: Path, found: list[CellResult], rows: list[Row], manifest: dict
 
 def facts(found: list[CellResult], manifest: dict[str, Any]) -> list[str]:
     """One line about the run."""
-    versions = manifest["versions"]
+    versions = installed(manifest)
     return [
         f"{manifest['parameters']:,} parameters, {manifest['dtype']}",
         ", then ".join(machines(manifest)),

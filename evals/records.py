@@ -125,6 +125,8 @@ class Journal:
             self.rows.append(row)
             asked = row.get("sample_hash") if row["sample"] is not None else row.get("status", "failed")
             self.done[row["key"], row["sample"]] = asked, row.get("code")
+            if row["sample"] is not None:
+                self.done.pop((row["key"], None), None)  # what it failed at before was tried again, and went well
 
 
 def same_code(before: str | None, now: str | None) -> bool:

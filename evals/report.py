@@ -12,6 +12,7 @@ from kvengine.evals.aggregate import CellResult, cells, current
 from kvengine.evals.manifest import read as read_manifest
 from kvengine.evals.records import ROWS, Row, complete, read_rows
 from kvengine.evals.tasks import catalogue
+from kvengine.offload.stores.filesystem import replace_file
 
 
 def read(folder: Path) -> tuple[list[Row], dict[str, Any]]:
@@ -21,7 +22,7 @@ def read(folder: Path) -> tuple[list[Row], dict[str, Any]]:
         rows, _ = read_rows(folder / ROWS)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise EvaluationError(f"{folder} is no run folder: {error.filename} is missing") from error
-    return current(complete(rows, folder / ROWS)), manifest
+    return current(complete(rows, folder / ROWS), manifest.get("policies")), manifest
 
 
 def floors(manifest: dict[str, Any]) -> dict[str, float]:
@@ -37,11 +38,11 @@ def found(folder: Path) -> list[CellResult]:
 
 
 def write(folder: Path) -> list[CellResult]:
-    """Write every report of a run folder."""
+    """Write every report of a run folder. Tables and page are written each as a whole: where that fails, those of before stay."""
     rows, manifest = read(folder)
     made = cells(rows, floors(manifest))
-    (folder / "report.md").write_text(tables.markdown(made, manifest), encoding="utf-8")
-    (folder / "cells.csv").write_text(tables.long_csv(made), encoding="utf-8")
+    replace_file(folder / "report.md", tables.markdown(made, manifest).encode())
+    replace_file(folder / "cells.csv", tables.long_csv(made).encode())
     page.write(folder, made, rows, manifest)
     peers.write(folder / "compat", rows, manifest)
     return made

@@ -68,7 +68,7 @@ def main() -> None:
     given.add_argument("model", nargs="?", default=bundled_model(), help="folder or hub id; by default the bundled one")
     args = given.parse_args()
     try:
-        task = json.loads(args.file.read_text(encoding="utf-8")) if args.file else made_up()
+        task = json.loads(args.file.read_text(encoding="utf-8-sig")) if args.file else made_up()
         asked = [one["question"] for one in task["questions"]]
         if not all([task["text"], asked, *asked]):
             raise ValueError("there is no text, no question, or an empty one")

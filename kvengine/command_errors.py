@@ -66,11 +66,19 @@ def resumable(kept: Path, command: str = "the same command") -> Iterator[None]:
         raise SystemExit(130) from None
 
 
-def writable(folder: Path) -> None:
-    """Make a folder if it is missing, and see whether files may be written there: before what takes hours, not after it.
+@contextmanager
+def writable(folder: Path | None) -> Iterator[None]:
+    """A folder for what the block writes, which is made if it is missing; one that stays empty goes again. Whether files may be
+    written there is seen before the block, which may take hours, and not after it. None: nothing is to be written.
 
     Raises OSError.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
+    from kvengine.offload.stores.filesystem import made_folder
+
+    if folder is None:
+        yield
+        return
+    with made_folder(folder):
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        yield

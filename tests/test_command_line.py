@@ -133,6 +133,8 @@ def test_policies_that_are_no_text() -> None:
     ("out: 2020-01-01", "out=.* is not what"),
     ("data: 3", "data=3 is not what"),
     ("data: {a: 3}", "data=.* is not what"),
+    ("data: {5: a}", "data=.*: its names are texts, and 5 is none"),
+    ("fail_under: {on: 50}", "fail_under=.*: its names are texts, and True is none"),
     ("minutes: .nan", "minutes=nan: must be positive"),
     ("minutes: .inf", "minutes=inf: must be positive"),
     ("shared: 'no'", "shared is true or false, got 'no'"),

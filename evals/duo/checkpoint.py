@@ -41,6 +41,16 @@ def asked(model: Any, data: Passkeys, recipe: Recipe) -> dict[str, Any]:
     return {**shape, "model": model_digest(model), "text and tokenizer": drawn}
 
 
+def trained(folder: Path, asked: Mapping[str, Any]) -> bool:
+    """Whether the pattern in this folder is what such a training came to."""
+    try:
+        about = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    there = isinstance(about, dict) and (folder / "full_attention_heads.tsv").is_file()
+    return there and about.get("trained") == json.loads(json.dumps(asked))
+
+
 class Checkpoint:
     """A file in the pattern's folder.
 

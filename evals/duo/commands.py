@@ -57,11 +57,11 @@ def train(
     seed: Annotated[int, typer.Option(help="of the data")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
     restart: Annotated[
-        bool, typer.Option("--restart", help="do not go on with a training that was interrupted")
+        bool, typer.Option("--restart", help="train from the start, whatever is there of the same training")
     ] = False,
 ) -> None:
     """Optimise the gates of a model's KV heads and write them as a pattern folder. The same command goes on where one was
-    interrupted."""
+    interrupted, and does nothing again that is done."""
     from kvengine.evals.claim import claimed
     from kvengine.evals.duo.data import Passkeys
     from kvengine.evals.duo.train import Recipe
@@ -128,12 +128,22 @@ def check_window(sinks: int, recent: int, longest: int) -> None:
 
 
 def optimise(model: Any, data: Passkeys, recipe: Recipe, out: Path, restart: bool) -> None:
-    """Train gates and write their pattern, going on from what is there of an interrupted training unless told to `restart`."""
-    from kvengine.evals.duo.checkpoint import Checkpoint, asked
+    """Train gates and write their pattern, going on from what is there of an interrupted training unless told to `restart`.
+    One that came to its end is not done again either."""
+    from kvengine.evals.duo.checkpoint import Checkpoint, asked, trained
     from kvengine.evals.duo.train import train as train_gates
     from kvengine.policies.routing.duo import write_pattern
 
-    checkpoint = Checkpoint(out, asked(model, data, recipe), restart=restart)
+    wanted = asked(model, data, recipe)
+    checkpoint = Checkpoint(out, wanted, restart=restart)
+    if not restart and not checkpoint.steps and trained(out, wanted):
+        console.print(
+            f"{out} is what this training came to; --restart does it again",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        return
     if checkpoint.steps:
         console.print(
             f"goes on behind step {checkpoint.steps} of {recipe.steps}, from {checkpoint.path}",
@@ -148,7 +158,7 @@ def optimise(model: Any, data: Passkeys, recipe: Recipe, out: Path, restart: boo
             bar, completed=step + 1, description=f"loss {loss:.4f}, mean alpha {float(alpha.mean()):.2f}"
         )
         alpha = train_gates(model, data, recipe, report, checkpoint)
-        write_pattern(out, alpha.tolist(), recipe.sinks, recipe.recent)
+        write_pattern(out, alpha.tolist(), recipe.sinks, recipe.recent, wanted)
 
 
 @app.command()
@@ -198,9 +208,7 @@ def compare(
     from kvengine.offload.stores.filesystem import replace_file
     from kvengine.policies.routing.duo import Duo, read_pattern
 
-    with readable_errors():
-        if out is not None:
-            writable(out.parent)
+    with readable_errors(), writable(out and out.parent):
         if seed.lstrip("+-").isdecimal():
             raise EvaluationError(f"--seed {seed} draws contexts that a training may have seen; give a word instead")
         duo = Duo(

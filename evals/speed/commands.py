@@ -41,14 +41,13 @@ def decode(
     with readable_errors():
         lengths, ways = prompt_lengths(contexts), chosen(steps)
         asked = checked(policies)
-        if out is not None:
-            writable(out)
-        target, tokenizer = load(model, device, dtype)
-        ways = ways or (("eager", "recorded") if target.device.type == "cuda" else ("eager",))
-        check_room(target, max(lengths), len(ways) * (new + 4))
-        tokens = None if text is None else tokenizer(contents(text), verbose=False).input_ids
-        prompts = {length: prompts_of(length, batch, tokens, target, tokenizer) for length in lengths}
-        measure(target, prompts, asked, new, ways, out, model)
+        with writable(out):
+            target, tokenizer = load(model, device, dtype)
+            ways = ways or (("eager", "recorded") if target.device.type == "cuda" else ("eager",))
+            check_room(target, max(lengths), len(ways) * (new + 4))
+            tokens = None if text is None else tokenizer(contents(text), verbose=False).input_ids
+            prompts = {length: prompts_of(length, batch, tokens, target, tokenizer) for length in lengths}
+            measure(target, prompts, asked, new, ways, out, model)
 
 
 def measure(

@@ -31,6 +31,13 @@ def missing(folder: Path, name: str, has: list[str]) -> str:
     return f"{name}: {folder} has no {name}.jsonl, {others}"
 
 
+def stamp(path: Path) -> tuple[tuple[str, int, int], ...]:
+    """Names, times of writing and sizes of a file, or of those in a folder: what was read before may be taken while they last."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    found = ((file.name, file.stat()) for file in files if file.is_file())
+    return tuple((name, state.st_mtime_ns, state.st_size) for name, state in found)
+
+
 def json_lines(path: Path, most: int | None = None) -> list[tuple[str, Any]]:
     """The first `most` values of a JSON-lines file, each with its place in words: "FILE, line 3".
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from kvengine.errors import EvaluationError
 from kvengine.evals.tasks import Plan, Sample, Task, Turn, catalogue
-from kvengine.evals.tasks._fit import NoData, json_lines, largest, missing, published, shrink
+from kvengine.evals.tasks._fit import NoData, json_lines, largest, missing, published, shrink, stamp
 
 Row = dict[str, Any]
 Scorer = Callable[[str, Any], dict[str, float]]
@@ -181,14 +181,23 @@ def stored(path: Path, name: str) -> Path | None:
     return path / name if (path / name / "dataset_info.json").is_file() else None
 
 
-@functools.cache
 def load_rows(path: Path, name: str) -> list[Row]:
     """Rows of a task from what the user gave, which has them (`stored`), or from the hub."""
     if str(path) == "hub":
-        return [dict(row) for row in _datasets().load_dataset(HUB, name, split="test")]
+        return _published(name)
     if (found := stored(path, name)) is None:
         raise NoData(f"{path} has no {name}.jsonl")
-    return _lines(found) if found.is_file() else [dict(row) for row in _datasets().load_from_disk(str(found))]
+    return _rows(found, stamp(found))
+
+
+@functools.cache
+def _published(name: str) -> list[Row]:
+    return [dict(row) for row in _datasets().load_dataset(HUB, name, split="test")]
+
+
+@functools.lru_cache(maxsize=16)
+def _rows(path: Path, written: tuple[object, ...]) -> list[Row]:
+    return _lines(path) if path.is_file() else [dict(row) for row in _datasets().load_from_disk(str(path))]
 
 
 def _lines(path: Path) -> list[Row]:

@@ -179,8 +179,8 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def rouge_lsum(prediction: str, reference: str) -> float:
-    """ROUGE-Lsum F1 (Lin 2004): sentences are lines; a reference line counts its matches with all lines."""
-    lines = [[rouge_words(line) for line in text.splitlines() if line.strip()] for text in (reference, prediction)]
+    """ROUGE-Lsum F1 (Lin 2004): sentences end at newlines alone; a reference line counts its matches with all lines."""
+    lines = [[rouge_words(line) for line in text.split("\n")] for text in (reference, prediction)]
     left = [Counter(word for line in side for word in line) for side in lines]
     total = [sum(side.values()) for side in left]
     if not all(total):

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvengine.errors import EvaluationError
+from kvengine.evals.tasks._fit import stamp
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -66,12 +67,16 @@ LONGEST = 1000
 """Letters of a word in prose. A text without spaces is one word, of which thousands would take all memory."""
 
 
-@functools.cache
 def prose(path: Path | None = None) -> tuple[str, ...]:
     """The words of the essay haystack: the user's text file or folder of them, else the bundled public-domain novel.
 
     Raises `EvaluationError` if the path holds no text, or none in UTF-8.
     """
+    return _prose(path, () if path is None else stamp(path))
+
+
+@functools.lru_cache(maxsize=8)
+def _prose(path: Path | None, written: tuple[object, ...]) -> tuple[str, ...]:
     if path is None:
         text = (resources.files("kvengine.evals.tasks") / "data" / "alice.txt").read_text(encoding="utf-8")
     else:

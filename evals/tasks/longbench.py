@@ -3,7 +3,8 @@
 Source: THUDM/LongBench (arXiv 2308.14508): FOLDER/TASK.jsonl with rows {"input", "context", "answers", "all_classes"}.
 Differs from the official code: a class whose name is within the right one's never counts as named (its loop skips the
 class after one that it drops); code similarity comes from difflib, as there without python-Levenshtein; the chat template
-stands within the length that prompts are cut to. The five Chinese tasks need a word segmenter and are left out.
+stands within the length that prompts are cut to; samsum's answers go on behind their first line (officially they end there), of
+which the score is either way. The five Chinese tasks need a word segmenter and are left out.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvengine.errors import EvaluationError
 from kvengine.evals.tasks import Plan, Sample
-from kvengine.evals.tasks._fit import published
+from kvengine.evals.tasks._fit import published, stamp
 from kvengine.evals.tasks._ruler import Draft, RulerTask
 from kvengine.evals.tasks._words import pair
 
@@ -73,7 +73,7 @@ class DocumentQA(RulerTask):
         if self.source in plan.data:
             path = plan.data[self.source]
             with published(f"{path} is not the published {self.source} file"):
-                found = READERS[self.source](path)
+                found = _read(self.source, path, stamp(path))
             if not found.questions:
                 raise EvaluationError(
                     f"{path} has no question that has an answer; give the published {self.source} file"
@@ -98,7 +98,6 @@ def gather(library: Library, question: Question, count: int, source: Random) -> 
     return list(chosen)
 
 
-@functools.cache
 def read_squad(path: Path) -> Library:
     """SQuAD 2.0 development set: answerable questions; the near documents are the article's other paragraphs."""
     questions, documents = [], dict[str, None]()
@@ -117,7 +116,6 @@ def read_squad(path: Path) -> Library:
     return Library(tuple(questions), tuple(documents))
 
 
-@functools.cache
 def read_hotpotqa(path: Path) -> Library:
     """HotpotQA development set, distractor setting: each question's ten paragraphs are its documents."""
     questions, documents = [], dict[str, None]()
@@ -129,6 +127,11 @@ def read_hotpotqa(path: Path) -> Library:
 
 
 READERS = {"squad": read_squad, "hotpotqa": read_hotpotqa}
+
+
+@functools.lru_cache(maxsize=8)
+def _read(source: str, path: Path, written: tuple[object, ...]) -> Library:
+    return READERS[source](path)
 
 
 @functools.cache
@@ -163,7 +166,7 @@ def _text(value: Any) -> str:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise EvaluationError(f"cannot read {path} as JSON ({error}); give the published file") from error
 

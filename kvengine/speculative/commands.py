@@ -198,20 +198,19 @@ def speculate(
             middles = [one for one in middles if one is not None]  # that would be plain decoding, which is there anyhow
         if not middles:
             raise EvaluationError("nothing drafts: give --draft or --middle")
-        if out is not None:
-            writable(out)
         from kvengine.speculative import bench
 
-        target, tokenizer = load(model, device, dtype)
-        tokens = tokenizer(contents(text), verbose=False).input_ids
-        if len(tokens) < max(lengths):
-            raise EvaluationError(f"{text} has {len(tokens)} tokens, fewer than a context of {max(lengths)}")
-        check_room(target, max(lengths), new - 1)  # nobody reads the last one
-        below = drafter(draft, device, dtype, target, tokenizer)
-        settings = [bench.Setting(below, one, drafted) for one in middles]
-        sampling = {"temperature": temperature} if temperature else {}
-        compare(target, {length: bench.windows(tokens, length, prompts) for length in lengths}, settings, new, prompts,
-                sampling, out, model)  # fmt: skip
+        with writable(out):
+            target, tokenizer = load(model, device, dtype)
+            tokens = tokenizer(contents(text), verbose=False).input_ids
+            if len(tokens) < max(lengths):
+                raise EvaluationError(f"{text} has {len(tokens)} tokens, fewer than a context of {max(lengths)}")
+            check_room(target, max(lengths), new - 1)  # nobody reads the last one
+            below = drafter(draft, device, dtype, target, tokenizer)
+            settings = [bench.Setting(below, one, drafted) for one in middles]
+            sampling = {"temperature": temperature} if temperature else {}
+            compare(target, {length: bench.windows(tokens, length, prompts) for length in lengths}, settings, new, prompts,
+                    sampling, out, model)  # fmt: skip
 
 
 def compare(

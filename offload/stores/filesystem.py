@@ -8,7 +8,7 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvengine.offload.stores.record import Buffer
@@ -86,6 +86,20 @@ class FileSystem:
                 continue
             if entry.is_file():
                 yield Path(entry.path), state.st_size, state.st_mtime
+
+
+@contextmanager
+def made_folder(folder: Path) -> Iterator[None]:
+    """A folder that is there for the block, made if it is missing with those above it. Of what was made goes again what the block
+    has left empty. Raises OSError."""
+    new = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it has been filled, and those above it are not empty either
+            for one in new:
+                one.rmdir()
 
 
 def replace_file(path: Path, *data: Buffer) -> None:

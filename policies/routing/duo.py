@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kvengine.errors import PolicyError
 from kvengine.policies._budget import check_choice, check_count, check_text, is_number
@@ -122,12 +122,15 @@ def read_pattern(path: str) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(min(1.0, max(0.0, x)) for x in row) for row in rows)
 
 
-def write_pattern(folder: Path, alpha: Sequence[Sequence[float]], sinks: int, recent: int) -> None:
-    """Write a pattern folder: alphas [layer][head], and the window that heads were trained with, in tokens. Each file as a
-    whole: of a table that is cut off the last number would still be one."""
+def write_pattern(
+    folder: Path, alpha: Sequence[Sequence[float]], sinks: int, recent: int, trained: Mapping[str, Any] | None = None
+) -> None:
+    """Write a pattern folder: alphas [layer][head], and the window that heads were trained with, in tokens, and by what
+    training (`trained`), if any. Each file as a whole: of a table that is cut off the last number would still be one."""
     from kvengine.offload.stores.filesystem import replace_file
 
     folder.mkdir(parents=True, exist_ok=True)
     lines = ["\t".join(f"{float(x):.18e}" for x in row) for row in alpha]
     replace_file(folder / "full_attention_heads.tsv", ("\n".join(lines) + "\n").encode())
-    replace_file(folder / "config.json", (json.dumps({"sink_size": sinks, "recent_size": recent}) + "\n").encode())
+    about = {"sink_size": sinks, "recent_size": recent, **({"trained": trained} if trained else {})}
+    replace_file(folder / "config.json", (json.dumps(about) + "\n").encode())

@@ -77,6 +77,16 @@ def test_a_policy_that_was_changed_is_measured_again_and_no_other(again: Any, tm
     assert lines(tmp_path) == 10, "comments and docstrings change no result"
 
 
+def test_a_default_that_changed_back_is_called_by_its_name_again(again: Any, tmp_path: Path) -> None:
+    """The name stayed with what was measured last, and what it means was called by its options."""
+    option = SOURCE.replace("(Retention):", "(Retention):\n    most: int = 20").replace("seen, 20", "seen, self.most")
+    first = again(option)
+    assert held(again(option.replace("= 20", "= 60"))) == pytest.approx(held(first))  # of the older, which comes first
+    found = {cell.policy: cell.means["held"] for cell in again(option)}
+    older = next(name for name in found if "own_some(most=60)" in name)
+    assert found["own_some"] == held(first) and found[older] == held(first) + 40 and lines(tmp_path) == 6
+
+
 def test_samples_that_were_measured_before_the_change_are_in_no_mean(again: Any) -> None:
     again(SOURCE)
     cells = again(SOURCE.replace("20", "60"), limit=1)

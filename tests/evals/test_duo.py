@@ -146,8 +146,14 @@ def test_an_interrupted_command_goes_on_as_the_same_alone(tmp_path: Path, monkey
     assert found.exit_code == 0 and "goes on behind step 3 of 6" in found.output
     whole, parts = ({x.name: x.read_bytes() for x in (tmp_path / name).iterdir()} for name in ("whole", "parts"))
     assert whole == parts and len(whole) == 2
+    monkeypatch.setattr(Checkpoint, "note", stopping)  # what is done is not done again, unless it is to be
+    done = run("parts")
+    assert done.exit_code == 0 and "is what this training came to; --restart does it again" in done.output
+    assert run("parts", "--restart").exit_code == 130
+    monkeypatch.setattr(Checkpoint, "note", real)
+    assert "goes on behind step 3 of 6" in run("parts").output
     again = run("parts", "--rate", "0.2")  # what was ended is no reason to refuse
-    assert again.exit_code == 0 and "goes on" not in again.output
+    assert again.exit_code == 0 and "goes on" not in again.output and "came to" not in again.output
 
 
 ODD = '{"asked": {}, "steps": 2, "alpha": [[1.0]], "optimiser": {"m": [[1.0, 2.0]]}}'

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import errno
 import html
 import io
 import json
 import math
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -150,6 +152,61 @@ def test_what_runs_differ_in_stands_before_their_differences(tmp_path: Path) -> 
     (a / "manifest.json").write_text(json.dumps({**MANIFEST, "chat": False, "config": {"golden": True}}))
     told = compare.text(a, b).splitlines()[:4]
     assert told[1:] == ["- the runs differ in chat: False and True", "- the runs differ in golden: True and False", ""]
+
+
+def test_what_a_name_meant_in_each_run_is_told(tmp_path: Path) -> None:
+    """Another default, another code or another torch looked like a difference of nothing."""
+    runs = []
+    for name, every, code, torch in (("a", 8, "c1", "2.13.0"), ("b", 16, "c2", "2.14.0")):
+        rows = [row("easy", p, i, 1.0, code=code) for p in ("full", "h2o") for i in range(3)]
+        rows += [row("easy", "mine", i, 1.0, stack=f"mine(every={every})", code=code) for i in range(3)]
+        runs.append(folder(tmp_path / name, rows))
+        changed = {**MANIFEST, "versions": {"kvengine": "0.1.0", "torch": torch}}
+        (runs[-1] / "manifest.json").write_text(json.dumps(changed))
+    told = compare.text(*runs).split("\n\n")[0].splitlines()
+    assert [line.removeprefix("- the runs differ in ") for line in told] == [
+        "torch: 2.13.0 and 2.14.0", "the code of `full`", "the code of `h2o`", "`mine`: mine(every=8) and mine(every=16)",
+    ]  # fmt: skip
+    assert "differ" not in compare.text(runs[0], runs[0]).split("| task")[0]
+
+
+def test_a_policy_is_compared_with_what_it_was_and_not_with_its_name(tmp_path: Path) -> None:
+    """The second run has both: what the name meant before, by its options, and what it means now."""
+    a = folder(tmp_path / "a", [row("t", "mine", i, 0.0, stack="mine(every=8)") for i in range(8)])
+    rows = [row("t", "mine(every=8)", i, 0.0, stack="mine(every=8)") for i in range(8)]
+    b = folder(tmp_path / "b", rows + [row("t", "mine", i, 1.0, stack="mine(every=16)") for i in range(8)])
+    said = compare.text(a, b)
+    assert said.count("| t | 2048 | multi-turn | `mine` | 0.0 [") == 1 and "differ in" not in said
+
+
+def test_what_was_tried_again_and_went_well_has_failed_no_more(tmp_path: Path) -> None:
+    """A mixed task's failure stood beside its scores for good, and a run that was stopped after it was told to have failed."""
+    failed = {**refusal("mixed", "less"), "status": "out of memory"}
+    rows = [row("mixed", "full", i, 1.0, kind=kind, turn=t, turns=2) for i in range(3) for t, kind in enumerate("ab")]
+    for i in range(2):
+        rows += [row("mixed", "less", i, 1.0, kind=kind, turn=t, turns=2) for t, kind in enumerate("ab")]
+        rows += [failed] * (not i)
+    rows += [{**refusal("mixed", "more"), "status": "out of memory"}]
+    found = report.found(folder(tmp_path, rows))
+    assert [(cell.task, cell.policy, cell.status) for cell in found[2:]] == [
+        ("mixed/a", "less", "ok"), ("mixed/b", "less", "ok"), ("mixed", "more", "out of memory"),
+    ]  # fmt: skip
+    assert not any(cell.message for cell in found[:4])
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_report_that_finds_no_room_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report.write(folder(tmp_path, some_rows()))
+    names = ("report.md", "cells.csv", "report.html")
+    before = [(tmp_path / name).read_bytes() for name in names]
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        report.write(folder(tmp_path, some_rows()[:4]))
+    assert [(tmp_path / name).read_bytes() for name in names] == before
 
 
 def test_names_of_any_length_and_letters_are_written(tmp_path: Path) -> None:
@@ -698,6 +755,10 @@ def test_a_policy_whose_defaults_have_changed_is_not_averaged_with_what_it_was()
     assert tables.policy_means(found) == {"full": 100.0, "mine(every=8)": 0.0, "mine": 100.0}
     held = {policy: tables.cost(mine, "bytes_held") for policy, mine in tables.by_policy(found).items()}
     assert held == {"full": 4000, "mine(every=8)": 1000, "mine": 9000}
+    found = cells(
+        current(rows, {"full": "full spelled", "mine": "mine(every=8)"})
+    )  # changed back, and nothing measured since
+    assert tables.policy_means(found) == {"full": 100.0, "mine": 0.0, "mine(every=16)": 100.0}
 
 
 def test_runs_that_spell_a_policy_otherwise_are_compared_and_what_one_lacks_is_named(tmp_path: Path) -> None:

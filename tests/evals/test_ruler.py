@@ -290,9 +290,22 @@ def test_documents_are_the_gold_ones_then_near_ones_then_any() -> None:
 def test_hotpotqa_file(tmp_path: Path) -> None:
     path = tmp_path / "hotpot.json"
     row = {"question": "Who?", "answer": "Ann", "context": [["T1", ["Ann did. ", "It ended."]], ["T2", ["No."]]]}
-    path.write_text(json.dumps([row] * 4))
+    path.write_text(
+        json.dumps([row] * 4), encoding="utf-8-sig"
+    )  # Windows puts a mark before a text, which is none of it
     sample = next(iter(TASKS["qa_2"].samples(plan(count=1, hotpotqa=path))))
     assert "T1\nAnn did. It ended." in sample.context and sample.provenance == "official"
+
+
+def test_a_file_that_was_edited_is_read_anew(tmp_path: Path) -> None:
+    """In a notebook the questions, or the prose, of before were asked once more."""
+    for letter in "abc":  # of equal lengths, as only the time of writing then tells
+        row = {"question": f"Who {letter}?", "answer": letter, "context": [["T", [f"It is {letter}."]]]}
+        (tmp_path / "hotpot.json").write_text(json.dumps([row]))
+        (tmp_path / "essays.txt").write_text(f"{letter.upper()} sentence. " * 200)
+        asked = next(iter(TASKS["qa_2"].samples(plan(hotpotqa=tmp_path / "hotpot.json"))))
+        told = next(iter(TASKS["niah_single_2"].samples(plan(essays=tmp_path / "essays.txt"))))
+        assert f"Who {letter}?" in asked.turns[0].question and f"{letter.upper()} sentence." in told.context
 
 
 @pytest.mark.parametrize(("question", "answer"), [("Who?", ""), ("Who?", " "), (None, "Ann"), ("Who?", 7)])

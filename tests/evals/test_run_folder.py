@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from kvengine.cli import app
 from kvengine.errors import EvaluationError
-from kvengine.evals import claim, manifest, tables
+from kvengine.evals import claim, manifest, page, tables
 from kvengine.evals.measure import measure
 from kvengine.evals.records import Journal, key_of
 from kvengine.evals.runner import Run
@@ -74,7 +74,9 @@ def test_a_continued_folder_says_of_all_its_rows_how_they_were_measured(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last call's machine and settings were told as if all that stands in the folder were its."""
+    now = manifest.versions()
     monkeypatch.setattr("kvengine.evals.manifest.device_name", lambda _: "another machine")
+    monkeypatch.setattr("kvengine.evals.manifest.versions", lambda: {**now, "torch": "9.9"})
     assert run(folder, "--policies", "streaming(recent=64)", "--shared")[0] == 0
     assert run(folder, "--policies", "streaming(recent=32)")[0] == 0
     found = manifest.read(folder / "run" / "manifest.json")
@@ -82,6 +84,7 @@ def test_a_continued_folder_says_of_all_its_rows_how_they_were_measured(
     said = tables.provenance([], found)
     assert re.search(r"; cpu \(\w+\), \d+ threads, then another machine, \d+ threads; ", said)
     assert "times and peak memory are those of one sample asked alone" in said
+    assert {f"torch {now['torch']}, then 9.9", f"transformers {now['transformers']}"} < set(page.facts([], found))
 
 
 def test_a_manifest_is_written_whole_or_not_at_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +148,9 @@ def test_a_claim_is_of_the_file_that_others_would_take(tmp_path: Path) -> None:
         with claim.claimed(tmp_path / "run"):
             pass
     assert not (tmp_path / "run").exists()  # made for nothing
+    with pytest.raises(ZeroDivisionError), claim.claimed(tmp_path / "runs" / "one"):
+        1 / 0  # noqa: B018
+    assert not (tmp_path / "runs").exists()
     real, opened = os.open, list[int]()
 
     def late(path: Any, *arguments: Any, **named: Any) -> int:

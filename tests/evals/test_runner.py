@@ -32,7 +32,7 @@ from kvengine.errors import EvaluationError, PolicyError, UnsupportedPolicy
 from kvengine.evals import aggregate, demo, drive, records, report
 from kvengine.evals.config import RunConfig, build
 from kvengine.evals.engine import CacheSession, StockEngine, Usage
-from kvengine.evals.loading import load
+from kvengine.evals.loading import load, model_digest
 from kvengine.evals.policies import Arm, arms, split
 from kvengine.evals.progress import Bar, Silent
 from kvengine.evals.prompt import Prompter, middle_cut
@@ -40,7 +40,6 @@ from kvengine.evals.protocol import Answer, Protocol
 from kvengine.evals.records import MEASURED, Journal
 from kvengine.evals.runner import Cell, Run, outcome, room
 from kvengine.evals.tasks import Sample, Task, Turn
-from kvengine.evals.tasks import _words as words
 from kvengine.policies import catalogue
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -490,7 +489,6 @@ def test_edited_data_are_done_again(tmp_path: Path) -> None:
     settings = config(tmp_path / "run", tasks="niah_single_2", data={"essays": essays}, samples=1)
     for text in ("Cats sleep. " * 900, "Dogs bark. " * 900):
         essays.write_text(text)
-        words.prose.cache_clear()
         run(settings)
     hashes = [row["sample_hash"] for row in fixed(tmp_path / "run")]
     assert len(set(hashes)) == 2 == len(hashes)
@@ -610,6 +608,15 @@ def test_a_cell_that_cannot_run_is_recorded_and_the_rest_goes_on(tmp_path: Path,
     assert [row["status"] for row in fixed(tmp_path)][2:] == ["ok"] * 4  # … unless asked to
     found = aggregate.cells(Journal.open(tmp_path / "rows.jsonl").rows)
     assert [cell.status for cell in found] == ["ok", "ok"]
+
+
+def test_a_cell_that_went_well_at_last_takes_more_samples(tmp_path: Path) -> None:
+    """It was passed over for good, and no word was said."""
+    one = {"tasks": "fwe", "ceiling": False, "samples": 1}
+    run(config(tmp_path, **one), opener=refusing(MemoryError()))
+    run(config(tmp_path, **one, retry=True))
+    run(config(tmp_path, **{**one, "samples": 3}))
+    assert [row["sample"] for row in fixed(tmp_path)] == [None, "0", "1", "2"]
 
 
 def test_other_errors_are_not_swallowed(tmp_path: Path) -> None:
@@ -943,6 +950,16 @@ def test_files_of_a_model_that_do_not_belong_together_are_refused(
     with pytest.raises(EvaluationError, match=r"belong together\?$") as refused:
         load(str(tmp_path))
     assert said in str(refused.value)
+
+
+def test_a_model_is_the_same_whichever_transformers_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an update its run folders were said to be another model's."""
+    model = tiny_model()
+    before = model_digest(model)
+    monkeypatch.setattr("transformers.configuration_utils.__version__", "99.0.0")
+    assert "99.0.0" in model.config.to_json_string() and model_digest(model) == before
+    model.config.rms_norm_eps *= 2
+    assert model_digest(model) != before
 
 
 def test_a_device_that_torch_has_no_kernels_for_is_one_line() -> None:

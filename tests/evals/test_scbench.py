@@ -406,6 +406,7 @@ def test_rouge_by_hand() -> None:
     candidate, reference = "w1 w2 w6 w7 w8\nw1 w3 w8 w9 w5", "w1 w2 w3 w4 w5"
     assert scores.rouge_lsum(candidate, reference) == pytest.approx(2 * 4 / 15)
     assert scores.rouge_lsum("", reference) == 0.0
+    assert scores.rouge_lsum("z w x y", "x y\x0cz w") == pytest.approx(0.5)  # a page ends where a line goes on
 
 
 def test_repository_answer_must_be_the_nearest_and_near_enough() -> None:

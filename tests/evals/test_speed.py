@@ -158,6 +158,17 @@ def test_what_is_typed_wrong(given: list[str], why: str) -> None:
     assert code == 2 and why in " ".join(said.split())
 
 
+@pytest.mark.parametrize("words", [
+    ["bench", "decode", "/no/model"], ["bench", "speculate", "/no/model", "--text", __file__],
+    ["duo", "compare", "/no/model", "tiny"], ["duo", "train", "/no/model"], ["eval", "ppl", "--model", "/no/model"],
+])  # fmt: skip
+def test_a_model_that_is_not_there_leaves_no_folder(words: list[str], tmp_path: Path) -> None:
+    from kvengine.cli import app
+
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "runs" / "one" / "file")])
+    assert done.exit_code == 2 and "there is no such folder" in done.stderr and not [*tmp_path.iterdir()]
+
+
 def test_prompts_are_cut_evenly_or_of_tokens_that_are_no_special_ones() -> None:
     class Tokenizer:
         all_special_ids = list(range(1, 90))

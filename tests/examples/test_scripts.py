@@ -52,7 +52,7 @@ def test_policies_are_compared_on_a_file_of_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = {"text": "The sky is blue. " * 20, "questions": [{"question": "The sky is", "answer": ""}]}
-    (tmp_path / "task.json").write_text(json.dumps(task))
+    (tmp_path / "task.json").write_text(json.dumps(task), encoding="utf-8-sig")  # as Windows writes it
     run("compare_policies", monkeypatch, str(tmp_path / "task.json"))
     assert "1 of 1" in capsys.readouterr().out
 
