@@ -315,6 +315,18 @@ def test_a_later_turn_has_a_threshold_of_its_own() -> None:
     torch.testing.assert_close(found, torch.tensor([row.tau for row in rows]), rtol=1e-4, atol=1e-5)
 
 
+def test_tokens_that_are_all_as_alike_are_all_merged() -> None:
+    """The mean of equal cosines may be rounded to more than each of them: none was merged then, and all were lost."""
+    case = Case(heads=8, group=1, length=20, pads=(0, 3))
+    case.k[:] = case.k[:, :, :1]
+    layer = case.prompt("d2o(budget=8, sinks=2)")
+    for row in range(case.rows):
+        _, _, v, pad = case.row(row)
+        stay = positions(layer, row)
+        gone = [p for p in range(pad, 20) if p not in stay]
+        torch.testing.assert_close(held(layer, row)[stay[2]][1], v[[stay[2], *gone]].mean(0))
+
+
 def test_what_it_refuses() -> None:
     for other in ("kivi", "quest", "host"):
         with pytest.raises(UnsupportedPolicy):
