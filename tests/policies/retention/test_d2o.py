@@ -299,7 +299,7 @@ def test_the_threshold_starts_anew_with_each_prompt() -> None:
 
 
 def test_a_later_turn_has_a_threshold_of_its_own() -> None:
-    """Scores go on in the same cache, and what was merged stays so; the first prompt's threshold is not carried over."""
+    """Scores go on in the same cache, and merged tokens; the first prompt's threshold is not carried over."""
     case = Case(heads=1, pads=(0, 5))
     layer = case.prompt("d2o(budget=12, sinks=2)")
     rows = [Row(case, row, 12) for row in range(case.rows)]

@@ -83,7 +83,7 @@ def test_the_window_has_no_votes_where_a_later_turn_is_shorter(kernel: int, pool
 
 @pytest.mark.parametrize("kernel, pool", [(5, "avg"), (7, "max")])
 def test_padding_of_a_turn_shorter_than_the_window_votes_for_nothing(kernel: int, pool: str) -> None:
-    """The second sequence has three tokens in it, beside five of padding, and a window of eight: they alone are asked."""
+    """The second sequence has three tokens in it, beside five of padding; of a window of eight they alone are asked."""
     case = Case(pads=(0, 0), length=60)
     layer = case.prompt(f"snapkv(budget=30, window=8, kernel={kernel}, pool='{pool}')")
     before = [positions(layer, row) for row in range(case.rows)]
