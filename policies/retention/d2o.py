@@ -202,11 +202,13 @@ class D2O(Retention):
         self, seen: Seen, like: Float[Tensor, "row gone"], real: Bool[Tensor, "row gone"]
     ) -> Float[Tensor, "row"]:
         """tau, brought up to date and noted; rows that drop nothing keep theirs. NaN before the first drop."""
+        most = like.masked_fill(~real, -2).amax(1)
         mean = like.masked_fill(~real, 0).sum(1) / real.sum(1).clamp(min=1)
-        most = mean if self.form == "official" else like.masked_fill(~real, -2).amax(1)
+        mean = mean.minimum(most)  # of equal ones it may be rounded to more than each, and none would reach it
         beta, fresh = self.pace, torch.full_like(mean, float("nan"))
         before = fresh if seen.prompt else seen.notes.get("threshold", fresh)
-        after = torch.where(before.isnan(), mean, beta * most + (1 - beta) * before)
+        new = mean if self.form == "official" else most
+        after = torch.where(before.isnan(), mean, beta * new + (1 - beta) * before)
         seen.notes["threshold"] = torch.where(real.any(1), after, before)
         return seen.notes["threshold"]
 

@@ -116,6 +116,17 @@ def test_counts_are_those_of_a_loop_over_snapkvs_scores(monkeypatch: pytest.Monk
     assert [len(positions(layer, row)) - 4 for row in range(3)] == want
 
 
+def test_the_base_is_told_how_the_heads_of_a_group_agree() -> None:
+    case, found = sharp(Case(heads=2, group=3, length=93)), []
+    for reduce in ("mean", "max"):
+        layer = case.prompt(f"adakv(budget=24, base='expected_attention', reduce={reduce!r})")
+        found.append([positions(layer, row) for row in range(2)])
+        for row, mine in enumerate(found[-1]):
+            alone = case.prompt(f"expected_attention(budget={len(mine)}, reduce={reduce!r})")
+            assert mine == positions(alone, row)
+    assert found[0] != found[1]
+
+
 def test_what_a_head_drops_is_freed() -> None:
     """Held bytes follow the sum of the heads' budgets, not the longest head's."""
     case = sharp(Case(heads=4, group=1, length=700, dim=16))

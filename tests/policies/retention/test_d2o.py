@@ -37,12 +37,12 @@ class Row:
     score: dict[int, float] = field(default_factory=dict)
 
     def read(self, tokens: list[int]) -> Tensor:
-        _, k, v, pad = self.case.row(self.row)
+        _, k, v, _ = self.case.row(self.row)
         for t in tokens:
             self.kv[t], self.score[t] = (k[t], v[t]), 0.0
         got: dict[int, Tensor] = {}
         for t in tokens:
-            held = list(range(pad, t + 1)) if len(tokens) > 1 else sorted(self.kv)
+            held = [p for p in sorted(self.kv) if p <= t]
             q = self.case.row(self.row)[0][:, t]
             paid = (q @ torch.stack([self.kv[p][0] for p in held]).T * self.case.call.scale).softmax(-1)
             for p, x in zip(held, paid.T, strict=True):
@@ -296,6 +296,35 @@ def test_the_threshold_starts_anew_with_each_prompt() -> None:
     assert not torch.equal(layer.parts[0].lane.notes["threshold"], first)
     again = case.prompt("d2o(budget=12)")
     assert torch.equal(again.parts[0].lane.notes["threshold"], first)
+
+
+def test_a_later_turn_has_a_threshold_of_its_own() -> None:
+    """Scores go on in the same cache, and merged tokens; the first prompt's threshold is not carried over."""
+    case = Case(heads=1, pads=(0, 5))
+    layer = case.prompt("d2o(budget=12, sinks=2)")
+    rows = [Row(case, row, 12) for row in range(case.rows)]
+    for row in rows:
+        row.read(list(range(case.row(row.row)[3], 37)))
+    for turn in ([37], [38], [39], list(range(40, 53)), [53], [54]):
+        case.feed(layer, turn[0], turn[-1] + 1)
+        for row in rows:
+            row.tau = math.nan if len(turn) > 1 else row.tau
+            row.read(turn)
+            same(layer, row)
+    found = layer.parts[0].lane.notes["threshold"]
+    torch.testing.assert_close(found, torch.tensor([row.tau for row in rows]), rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_that_are_all_as_alike_are_all_merged() -> None:
+    """The mean of equal cosines may be rounded to more than each of them: none was merged then, and all were lost."""
+    case = Case(heads=8, group=1, length=20, pads=(0, 3))
+    case.k[:] = case.k[:, :, :1]
+    layer = case.prompt("d2o(budget=8, sinks=2)")
+    for row in range(case.rows):
+        _, _, v, pad = case.row(row)
+        stay = positions(layer, row)
+        gone = [p for p in range(pad, 20) if p not in stay]
+        torch.testing.assert_close(held(layer, row)[stay[2]][1], v[[stay[2], *gone]].mean(0))
 
 
 def test_what_it_refuses() -> None:

@@ -71,6 +71,25 @@ def test_a_prompt_of_which_all_stays_leaves_its_scores(room: int) -> None:
     assert len(score) == budget < t + 1
 
 
+def test_what_a_second_prompt_pays_is_added_to_the_scores() -> None:
+    """Of the first prompt, of its answer and of the second one: what is held has one sum, which decides."""
+    case = Case(length=30, steps=25, pads=(0, 5))
+    layer, score, forgetful = case.prompt("h2o(budget=12)"), dict[int, dict[int, float]](), 0
+    for row in range(case.rows):
+        tokens = list(range(case.row(row)[3], 30))
+        now = received(case, row, range(tokens[0], 30), tokens)
+        score[row] = {p: now[p] for p in verdict(now, 29, 12, 0.5, False)}
+    for turn in ([30], [31], [32], list(range(33, 50)), [50], [51], [52]):
+        case.feed(layer, turn[0], turn[-1] + 1)
+        for row, before in score.items():
+            paid = received(case, row, range(turn[0], turn[-1] + 1), [*before, *turn])
+            now = {p: before.get(p, 0.0) + x for p, x in paid.items()}
+            kept, others = (verdict(x, turn[-1], 12, 0.5, False) for x in (now, paid))
+            score[row], forgetful = {p: now[p] for p in kept}, forgetful + (len(turn) > 1 and kept != others)
+            assert positions(layer, row) == kept
+    assert forgetful  # the control: by the second prompt's queries alone others would stay
+
+
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_a_second_prompt_counts_its_own_queries(chunks: int) -> None:
     """Judged once, a token's score is of the last prompt alone, and so is the number of queries."""

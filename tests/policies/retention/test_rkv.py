@@ -76,6 +76,25 @@ def test_it_judges_where_a_row_is_full(
     same_source(case, layer)
 
 
+def test_padding_of_a_turn_shorter_than_the_window_asks_nothing() -> None:
+    """The second row has two tokens in it, beside four of padding, and a window of four: they alone are asked."""
+    case = Case(length=37, steps=6, pads=(0, 0))
+    layer = case.prompt(TEXT)
+    before = [positions(layer, row) for row in range(case.rows)]
+    case.valid[1, 37:41] = False
+    case.q[1, :, 37:41] *= 50
+    case.feed(layer, 37, 43)
+    for row in range(2, 4):
+        q, k, _, _ = case.row(row)
+        tokens = [*before[row], 41, 42]  # 16, the last four of which are the window
+        paid = torch.stack([(q[:, t] @ k[tokens[:-4]].T * case.call.scale).amax(0).softmax(0) for t in (41, 42)])
+        attention = F.max_pool1d(F.pad(paid.mean(0), (0, 4))[None], 3, 1, 1)[0]
+        score = 0.3 * attention - 0.7 * redundant(k[tokens], 0.4)
+        kept = best(dict(enumerate(score.tolist())), 14, lambda i: i >= 12)
+        moved = [t + 4 if t < 37 else t for t in tokens]  # padding counts as if it had come before them
+        assert positions(layer, row) == [moved[i] for i in kept]
+
+
 @pytest.mark.parametrize("block, span", [(3, 4), (512, 1024)])
 @pytest.mark.parametrize("alike", [0.0, 0.4, 0.99])
 def test_redundancy_needs_no_matrix(block: int, span: int, alike: float, monkeypatch: pytest.MonkeyPatch) -> None:

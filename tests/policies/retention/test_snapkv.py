@@ -82,6 +82,27 @@ def test_the_window_has_no_votes_where_a_later_turn_is_shorter(kernel: int, pool
 
 
 @pytest.mark.parametrize("kernel, pool", [(5, "avg"), (7, "max")])
+def test_padding_of_a_turn_shorter_than_the_window_votes_for_nothing(kernel: int, pool: str) -> None:
+    """The second sequence has three tokens in it, beside five of padding; of a window of eight they alone are asked."""
+    case = Case(pads=(0, 0), length=60)
+    layer = case.prompt(f"snapkv(budget=30, window=8, kernel={kernel}, pool='{pool}')")
+    before = [positions(layer, row) for row in range(case.rows)]
+    case.valid[1, 60:65] = False
+    case.q[1, :, 60:65] *= 50
+    case.feed(layer, 60, 68)
+    for row in range(2, 4):
+        tokens = before[row] + [65, 66, 67]  # the last eight are the window
+        vote = torch.zeros(len(tokens))
+        for i in (65, 66, 67):
+            seen = [p for p in tokens if p <= i]
+            vote[: len(seen)] += probabilities(case, row, i, seen).mean(0)
+        vote[-8:] = 0
+        moved = [p + 5 if p < 60 else p for p in tokens]  # padding counts as if it had come before them
+        score = dict(zip(moved, pooled(vote.tolist(), kernel, pool), strict=True))
+        assert positions(layer, row) == best(score, 30, lambda p: p >= 60)
+
+
+@pytest.mark.parametrize("kernel, pool", [(5, "avg"), (7, "max")])
 def test_padding_between_turns_is_nobodys_neighbour(kernel: int, pool: str) -> None:
     """The second turn of one sequence is shorter, and padded on its left: pooling joins what lies on both sides."""
     case = Case(length=60)
