@@ -46,7 +46,8 @@ class ZipCache(Representation):
         high: bits of a salient token's codes.
         low: bits of the other tokens' codes.
         salient: share of the tokens that are salient. A fraction.
-        block: tokens quantised together. A multiple of 8.
+        block: tokens quantised together; several blocks are one where a page is larger: of 16 tokens at least, and of
+            whole units that a selection reads. A multiple of 8.
         probes: share of the prompt's queries that decide saliency. A fraction.
     """
 

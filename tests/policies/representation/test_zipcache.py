@@ -275,6 +275,17 @@ def test_the_salient_share_is_of_a_page(tokens: int, salient: int) -> None:
     assert fields["k_high"].shape[1] == fields["v_high"].shape[1] == salient
 
 
+@pytest.mark.parametrize(
+    ("text", "together"),
+    [("zipcache(block=24)", 24), ("zipcache(block=8)", 16), ("zipcache(block=32) + quest(budget=96, page=24)", 96)],
+)
+def test_several_blocks_are_one_where_a_page_is_larger(text: str, together: int) -> None:
+    pages = run(text, draw(200), 200).lane.pages
+    fields = None if pages is None else pages.resident(None)
+    assert fields is not None and fields["v_scale"].shape[1:] == (together, 1) and fields["k_scale"].shape[1] == 2
+    assert fields["k_high"].shape[1] == round(0.6 * together)
+
+
 @pytest.mark.parametrize("high, low, dim", [(4, 2, 12), (4, 4, 6), (8, 1, 8), (8, 8, 5)])
 def test_any_number_of_channels_that_fills_bytes_is_taken(high: int, low: int, dim: int) -> None:
     """Whether it is a multiple of 8 or not. Of salient tokens no key is off by more than half a step."""
