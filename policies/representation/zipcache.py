@@ -21,7 +21,7 @@ once, where the code decodes and re-quantises everything each 100 tokens; the sa
 of the whole prompt, so that pages have one size; which tokens are salient costs one bit, not two lists of integers;
 ranges are never shared between heads or sequences; spread probes follow a fixed sequence instead of chance. With a
 retention that judges by attention while decoding (H2O, TOVA), or by a second reading of the prompt (KVzip), its evidence
-takes the place of saliency.
+takes the place of saliency; KVzip has none of tokens that come after the prompt: of a block of these the newest are salient.
 """
 
 from dataclasses import dataclass

@@ -7,6 +7,7 @@ from support_layer import Run, Tokens, draw, padded, plain, run, stacked
 
 from kvengine import EngineCache
 from kvengine.errors import PolicyError
+from kvengine.kernels.quantise import unpack
 from kvengine.policies.representation.zipcache import ZipCache
 from kvengine.policies.retention.full import Full
 from kvengine.saliency import Saliency
@@ -242,6 +243,20 @@ def test_a_retention_that_scores_tokens_goes_on_with_its_own_scores(text: str) -
         found.append([sorted(zip(*row, strict=True)) for row in zip(position.tolist(), score.tolist(), strict=True)])
     for plain_row, row in zip(*found, strict=True):
         torch.testing.assert_close(torch.tensor(row)[-len(plain_row) :], torch.tensor(plain_row))
+
+
+def test_of_answers_under_kvzip_the_newest_are_salient() -> None:
+    """They are repeated by nobody, and a score that were not KVzip's would be taken for one at the next prompt's end."""
+    model = patched("kvzip(budget=24, chunk=16, carry=3) + zipcache(block=16, probes=0.5)")
+    cache = EngineCache(model)
+    with torch.no_grad():
+        model(**one(40), cache=cache)
+        for token in range(36):
+            model(torch.full((1, 1), 5 + token % 9), cache=cache)
+    pages = cache.engines[0].parts[0].lane.pages
+    assert pages is not None and bool((pages.position[0, -16:] >= 40).all())
+    mask = (pages.resident(None) or {})["mask"][pages.table[0, -1].long()]
+    assert unpack(mask, 1).tolist() == [0] * 6 + [1] * 10
 
 
 @pytest.mark.parametrize(
