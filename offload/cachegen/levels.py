@@ -29,7 +29,11 @@ class Level:
     groups: tuple[float, float, float] = (0.5, 1.0, 1.5)
 
     def __post_init__(self) -> None:
-        for name, steps, count in (("keys", (self.keys,), 1), ("values", (self.values,), 1), ("groups", self.groups, 3)):
+        for name, steps, count in (
+            ("keys", (self.keys,), 1),
+            ("values", (self.values,), 1),
+            ("groups", self.groups, 3),
+        ):
             whole = isinstance(steps, tuple | list) and len(steps) == count
             if not whole or not all(_positive(x) for x in steps):
                 expected = "a positive number" if count == 1 else "three positive numbers"
