@@ -21,8 +21,8 @@ OVER = 1 + 1e-12
 """What a share is multiplied by, as products of decimals may lack of a whole number: 0.29 * 100 is less than 29."""
 
 
-def check_budget(policy: object, **values: Budget) -> None:
-    """Refuse what is neither a positive number of tokens nor a fraction.
+def check_budget(policy: object, unit: str = "tokens", **values: Budget) -> None:
+    """Refuse what is neither a positive number of tokens, or of another `unit`, nor a fraction.
 
     >>> check_budget(object(), budget=0)
     Traceback (most recent call last):
@@ -35,7 +35,7 @@ def check_budget(policy: object, **values: Budget) -> None:
         part = isinstance(value, float) and 0 < value <= 1
         if not (whole or part):
             raise PolicyError(
-                f"{name}: {option}={value!r} must be 1 to 2**30 tokens (int) or a fraction between 0 and 1 (float)"
+                f"{name}: {option}={value!r} must be 1 to 2**30 {unit} (int) or a fraction between 0 and 1 (float)"
             )
 
 

@@ -188,10 +188,7 @@ static void soften(const Attention *a, int64_t row, const Batch *b, int most, fl
   for (int64_t n = 0; n < a->heads; n++) {
     float *p = s + n * TILE;
     if (a->softcap > 0)
-      for (int t = 0; t < most; t += LANES) {
-        vf e = exponential(load(p + t) * (2 / a->softcap));
-        store(p + t, a->softcap - (2 * a->softcap) / (e + 1));
-      }
+      for (int t = 0; t < most; t += LANES) store(p + t, capped(load(p + t), a->softcap));
     for (int t = b->is.count; t < most; t++) p[t] = -INFINITY;
     if (a->queries > 1 && b->told)
       for (int t = 0; t < b->is.count; t++)
@@ -406,10 +403,12 @@ static void join(const Attention *a, int64_t row, const float *out, const float 
   for (int64_t n = 0; n < a->heads; n++) {
     float high = a->sinks ? a->sinks[row * a->heads + n] : -INFINITY, whole = 0;
     for (int64_t s = 0; s < a->splits; s++) high = fmaxf(high, top[s * a->padded + n]);
+    for (int64_t s = 0; s < a->splits; s++)
+      if (isnan(total[s * a->padded + n])) high = NAN; /* where all scores of a split are, it has no top */
     if (a->sinks && high > -INFINITY) whole = expf(a->sinks[row * a->heads + n] - high);
     float *to = a->out + (row * a->heads + n) * a->dim_v;
     memset(to, 0, sizeof(float) * a->dim_v);
-    for (int64_t s = 0; s < a->splits && high > -INFINITY; s++) {
+    for (int64_t s = 0; s < a->splits && high != -INFINITY; s++) {
       float weight = expf(top[s * a->padded + n] - high);
       whole += weight * total[s * a->padded + n];
       const float *part = out + (s * a->padded + n) * a->dim_v;
@@ -421,7 +420,7 @@ static void join(const Attention *a, int64_t row, const float *out, const float 
       turn_rows(&a->v, to, 1, a->dim_v, back);
       memcpy(to, back, sizeof back);
     }
-    a->lse[row * a->heads + n] = whole > 0 ? high + logf(whole) : -INFINITY;
+    a->lse[row * a->heads + n] = whole != 0 ? high + logf(whole) : -INFINITY;
   }
 }
 

@@ -207,10 +207,8 @@ INLINE void hide(float *s, int64_t from, int64_t to) {
   for (int64_t j = from < 0 ? 0 : from; j < to; j++) s[j] = -INFINITY;
 }
 
-/* Scores become softcap * tanh(score / softcap). */
 INLINE void cap(float *s, int64_t columns, float softcap) {
-  for (int64_t j = 0; j < columns; j += LANES)
-    store(s + j, softcap - (2 * softcap) / (exponential(load(s + j) * (2 / softcap)) + 1));
+  for (int64_t j = 0; j < columns; j += LANES) store(s + j, capped(load(s + j), softcap));
 }
 
 /* One row's scores become weights in place; `top` and `total` (by lane) follow the online softmax, `out` is rescaled. */

@@ -198,8 +198,13 @@ INLINE vf exponential(vf x) {
   return choose(x > -87.0f, exponential_within(kept), splat(0));
 }
 
-/* e^x for x <= 0; 0 where that is no normal number. */
-INLINE vf fading(vf x) { return choose(x > -87.0f, exponential_within(x), splat(0)); }
+/* e^x for x <= 0; 0 where that is no normal number. What is no number stays none: a weight of 0 would hide it. */
+INLINE vf fading(vf x) { return choose(x <= -87.0f, splat(0), exponential_within(x)); }
+
+/* softcap * tanh(x / softcap) */
+INLINE vf capped(vf x, float softcap) {
+  return choose(x == x, softcap - (2 * softcap) / (exponential(x * (2 / softcap)) + 1), x);
+}
 
 /* Whether any lane of x is above that of y. */
 INLINE int any_above(vf x, vf y) {

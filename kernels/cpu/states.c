@@ -11,7 +11,7 @@ void kv_merge(const float *out_a, const float *lse_a, const float *out_b, const 
     const float *a = out_a + r * dim, *b = out_b + r * dim;
     float *to = out + r * dim;
     const float high = fmaxf(lse_a[r], lse_b[r]);
-    if (high == -INFINITY) {
+    if (lse_a[r] == -INFINITY && lse_b[r] == -INFINITY) { /* and not where one is no number */
       for (int64_t d = 0; d < dim; d++) to[d] = 0;
       lse[r] = high;
       continue;

@@ -8,6 +8,7 @@ one level means the same on every model. Later layers bear coarser steps: three 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any
 
 from kvengine.errors import IncompatibleCache, unknown
@@ -19,11 +20,24 @@ class Level:
 
     keys, values:  step of the middle layer group, in spreads of the head
     groups:        multipliers of the three layer groups, first to last
+
+    Raises ValueError unless all five are positive numbers.
     """
 
     keys: float
     values: float
     groups: tuple[float, float, float] = (0.5, 1.0, 1.5)
+
+    def __post_init__(self) -> None:
+        for name, steps, count in (
+            ("keys", (self.keys,), 1),
+            ("values", (self.values,), 1),
+            ("groups", self.groups, 3),
+        ):
+            whole = isinstance(steps, tuple | list) and len(steps) == count
+            if not whole or not all(_positive(x) for x in steps):
+                expected = "a positive number" if count == 1 else "three positive numbers"
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {expected}: steps are multiples of it")
 
     def step(self, layer: int, layers: int, part: int) -> float:
         """Step of a layer's keys (`part` 0) or values (`part` 1), in spreads."""
@@ -31,6 +45,10 @@ class Level:
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "groups": list(self.groups)}
+
+
+def _positive(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < inf
 
 
 LEVELS: dict[str, Level] = {

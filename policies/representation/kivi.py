@@ -5,8 +5,9 @@
     the newest `residual` tokens stay exact
 
 Effective bits: bits + 32 / group (a scale and a minimum in float16 per group): 5.0 for 4 bits in groups of 32. For a model in
-bfloat16 too: rounded to its 8 bits, a scale is off by half a step of 8-bit codes at the far end. Numbers beyond 65 504, where
-float16 ends, are coded as if they were that.
+bfloat16 too: rounded to its 8 bits, a scale is off by half a step of 8-bit codes at the far end. Float16 ends at 65 504: a
+minimum or a scale beyond that is kept as that. Nor has it more than multiples of 6e-8: however narrow a range is, numbers may
+be off by 3e-8 for each step, which are 8e-6 for 8 bits and 5e-7 for 4.
 Defaults: group 32 and residual 128 as in the paper's runs; 4 bits, as its authors advise for models with query groups.
 
 Differs from the official code: the residual holds 128 to 159 tokens of keys and values alike (the code flushes 128 keys

@@ -53,7 +53,7 @@ class LowRank(Representation):
     rank: Budget = 160
 
     def __post_init__(self) -> None:
-        check_budget(self, rank=self.rank)
+        check_budget(self, "directions", rank=self.rank)
 
     def check(self, stack: Stack) -> None:
         if not isinstance(stack.retention, Full):

@@ -21,7 +21,7 @@ once, where the code decodes and re-quantises everything each 100 tokens; the sa
 of the whole prompt, so that pages have one size; which tokens are salient costs one bit, not two lists of integers;
 ranges are never shared between heads or sequences; spread probes follow a fixed sequence instead of chance. With a
 retention that judges by attention while decoding (H2O, TOVA), or by a second reading of the prompt (KVzip), its evidence
-takes the place of saliency.
+takes the place of saliency; KVzip has none of tokens that come after the prompt: of a block of these the newest are salient.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,8 @@ class ZipCache(Representation):
         high: bits of a salient token's codes.
         low: bits of the other tokens' codes.
         salient: share of the tokens that are salient. A fraction.
-        block: tokens quantised together. A multiple of 8.
+        block: tokens quantised together; several blocks are one where a page is larger: of 16 tokens at least, and of
+            whole units that a selection reads. A multiple of 8.
         probes: share of the prompt's queries that decide saliency. A fraction.
     """
 

@@ -17,7 +17,7 @@ from kvengine.errors import CacheError, IncompatibleCache
 from kvengine.offload import cachegen
 from kvengine.offload.cachegen import codec, lossy, native, reference, tables
 from kvengine.offload.cachegen.coder import Backend
-from kvengine.offload.cachegen.levels import LEVELS, NAMES
+from kvengine.offload.cachegen.levels import LEVELS, NAMES, Level
 from kvengine.offload.container import read_bytes
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -248,3 +248,23 @@ def test_tensors_that_do_not_belong_together_are_refused(wrong: dict[str, Any], 
     kv = cachegen.KV([(first, first), (second, second)], wrong.pop("positions", None))
     with pytest.raises(ValueError, match=why):
         cachegen.encode(kv, "lossless", **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"keys": 0.0}, "keys=0.0 must be a positive number"),
+        ({"values": -0.5}, "values=-0.5 must be a positive number"),
+        ({"keys": float("nan")}, "keys=nan must be a positive number"),
+        ({"values": float("inf")}, "values=inf must be a positive number"),
+        ({"keys": "0.5"}, "keys='0.5' must be a positive number"),
+        ({"keys": True}, "keys=True must be a positive number"),
+        ({"groups": (1.0, 1.0)}, r"groups=\(1.0, 1.0\) must be three positive numbers"),
+        ({"groups": (1.0, 0.0, 1.0)}, "must be three positive numbers"),
+        ({"groups": 1.0}, "groups=1.0 must be three positive numbers"),
+    ],
+)
+def test_a_level_without_steps_is_refused(wrong: dict[str, Any], why: str) -> None:
+    """Steps of 0 or less were taken for the finest there are, and the error for too few groups was an index's."""
+    with pytest.raises(ValueError, match=why):
+        Level(**{"keys": 0.5, "values": 0.6, **wrong})

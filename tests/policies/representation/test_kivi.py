@@ -54,6 +54,24 @@ def test_constant_groups_are_exact() -> None:
     assert torch.equal(found[0].float(), k) and torch.equal(found[1].float(), v)
 
 
+@pytest.mark.parametrize("bits, more", [(2, 1.3e-7), (4, 5e-7), (8, 8e-6)])
+def test_however_narrow_a_range_numbers_are_off_by_so_much_at_most(bits: int, more: float) -> None:
+    """Half a step, and what steps of half precision are off below its normal numbers; which is not far more than that."""
+    worst = 0.0
+    for wide in torch.logspace(-8, -3, 200).tolist():
+        k = torch.linspace(0, wide, 32)[None, :, None].expand(1, 32, 16).contiguous()
+        found = Kivi(bits=bits).decode(Kivi(bits=bits).encode(k, k, torch.zeros(1, 32)))[0]
+        worst = max(worst, float((found - k).abs().max()) - wide / (2**bits - 1) / 2)
+    assert more / 2 < worst < more
+
+
+def test_what_half_precision_does_not_reach_is_kept_as_its_end() -> None:
+    """The lowest number of a group, that is; what lies above it within 15 steps is as near as others."""
+    k = torch.stack([torch.linspace(0, 1e5, 32), torch.linspace(-8e4, -7e4, 32)], 1)[None].expand(1, 32, 2)
+    found = Kivi().decode(Kivi().encode(k.contiguous(), k.contiguous(), torch.zeros(1, 32)))[0][0]
+    assert (found[:, 0] - k[0, :, 0]).abs().max() <= 1e5 / 15 / 2 * 1.01 and (found[:, 1] == -65504).all()
+
+
 @pytest.mark.parametrize("bits, effective", [(2, 3.0), (4, 5.0)])
 def test_bytes_are_the_effective_bits(bits: int, effective: float) -> None:
     k, v = torch.randn(2, 64, 64), torch.randn(2, 64, 64)

@@ -8,7 +8,7 @@ from support_layer import Tokens, draw, padded, plain, rope, run, stacked
 
 from kvengine import joint as joint_module
 from kvengine.cache import LayerCache
-from kvengine.errors import UnsupportedPolicy
+from kvengine.errors import PolicyError, UnsupportedPolicy
 from kvengine.joint import Joint, join
 from kvengine.kernels import dispatch
 from kvengine.policies.representation.lowrank import LowRank
@@ -289,3 +289,9 @@ def test_retentions_that_drop_tokens_are_refused(other: str) -> None:
 def test_a_model_without_rotation_is_refused() -> None:
     with pytest.raises(UnsupportedPolicy, match="'lowrank' needs keys before their rotation"):
         run("lowrank", draw(40), 40, session=Session())
+
+
+def test_a_rank_is_told_in_directions() -> None:
+    for rank in (0, 1.5):
+        with pytest.raises(PolicyError, match=rf"LowRank: rank={rank} must be 1 to 2\*\*30 directions"):
+            LowRank(rank)

@@ -7,6 +7,7 @@ from support_layer import Run, Tokens, draw, padded, plain, run, stacked
 
 from kvengine import EngineCache
 from kvengine.errors import PolicyError
+from kvengine.kernels.quantise import unpack
 from kvengine.policies.representation.zipcache import ZipCache
 from kvengine.policies.retention.full import Full
 from kvengine.saliency import Saliency
@@ -244,6 +245,20 @@ def test_a_retention_that_scores_tokens_goes_on_with_its_own_scores(text: str) -
         torch.testing.assert_close(torch.tensor(row)[-len(plain_row) :], torch.tensor(plain_row))
 
 
+def test_of_answers_under_kvzip_the_newest_are_salient() -> None:
+    """They are repeated by nobody, and a score that were not KVzip's would be taken for one at the next prompt's end."""
+    model = patched("kvzip(budget=24, chunk=16, carry=3) + zipcache(block=16, probes=0.5)")
+    cache = EngineCache(model)
+    with torch.no_grad():
+        model(**one(40), cache=cache)
+        for token in range(36):
+            model(torch.full((1, 1), 5 + token % 9), cache=cache)
+    pages = cache.engines[0].parts[0].lane.pages
+    assert pages is not None and bool((pages.position[0, -16:] >= 40).all())
+    mask = (pages.resident(None) or {})["mask"][pages.table[0, -1].long()]
+    assert unpack(mask, 1).tolist() == [0] * 6 + [1] * 10
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -273,6 +288,17 @@ def test_the_salient_share_is_of_a_page(tokens: int, salient: int) -> None:
     k, v, score = pages(tokens=tokens)
     fields = ZipCache(block=16).encode(k, v, score)
     assert fields["k_high"].shape[1] == fields["v_high"].shape[1] == salient
+
+
+@pytest.mark.parametrize(
+    ("text", "together"),
+    [("zipcache(block=24)", 24), ("zipcache(block=8)", 16), ("zipcache(block=32) + quest(budget=96, page=24)", 96)],
+)
+def test_several_blocks_are_one_where_a_page_is_larger(text: str, together: int) -> None:
+    pages = run(text, draw(200), 200).lane.pages
+    fields = None if pages is None else pages.resident(None)
+    assert fields is not None and fields["v_scale"].shape[1:] == (together, 1) and fields["k_scale"].shape[1] == 2
+    assert fields["k_high"].shape[1] == round(0.6 * together)
 
 
 @pytest.mark.parametrize("high, low, dim", [(4, 2, 12), (4, 4, 6), (8, 1, 8), (8, 8, 5)])
