@@ -36,7 +36,7 @@ class Stats:
             kv head]; after a prompt, those held.
         read_per_token: bytes of keys, values, codes, summaries and states that decoding one more token reads, all layers; as
             often as layers read them, where later ones share an earlier one's. Of pages of codes of which some tokens are read:
-            their codes, and once the ranges of the groups that they are in; the whole page, once, where it is brought from a tier.
+            their codes, and once the ranges of the groups that they are in; the whole page, once, where a tier brings it.
         pages_used, pages_free: pages that some table names, and that none does, all layers.
         seen: tokens seen, padding included.
         served: pieces of pages that were read where pages are placed below the device, by the tier that had them
